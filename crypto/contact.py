@@ -23,6 +23,8 @@ ADDRESSES_MAX = 8
 """Addresses in one contact: a few interfaces, two families. More would only be spam."""
 ADDRESS_LENGTH_MAX = 200
 """A circuit by an IPv6 relay has 181 letters."""
+PLACE_LENGTH_MAX = 160
+"""An address that is no circuit."""
 NAME_LENGTH_MAX = 40
 PARSED_MAX = 4_096
 """Addresses whose parsed form is cached: each is heard from many peers."""

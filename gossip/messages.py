@@ -14,7 +14,13 @@ from weakref import WeakValueDictionary
 import msgspec
 from blake3 import blake3
 
-from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, NAME_LENGTH_MAX, parse_addresses
+from crypto.contact import (
+    ADDRESS_LENGTH_MAX,
+    ADDRESSES_MAX,
+    NAME_LENGTH_MAX,
+    PLACE_LENGTH_MAX,
+    parse_addresses,
+)
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
@@ -68,7 +74,7 @@ class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     incarnation: Incarnation
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
     addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        tuple[Annotated[str, msgspec.Meta(max_length=PLACE_LENGTH_MAX)], ...],
         msgspec.Meta(max_length=ADDRESSES_MAX),
     ]
     metadata: Annotated[bytes, msgspec.Meta(max_length=METADATA_BYTES_MAX)]
@@ -77,6 +83,11 @@ class AliveBody(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     rival: Annotated[bytes, msgspec.Meta(max_length=LIFE_BYTES)] = b""
     """Another life of this identity that the subject has heard of, empty for none. An earlier life cannot
     name one that began later, so a peer that reads its own here knows that the author lives beside it."""
+    circuits: Annotated[
+        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        msgspec.Meta(max_length=ADDRESSES_MAX),
+    ] = ()
+    """Addresses by relays. A version that knows none refuses a fact that has one among `addresses`."""
 
 
 class SuspectBody(msgspec.Struct, frozen=True, array_like=True, tag="suspect"):
@@ -258,12 +269,15 @@ def started_of(life: bytes) -> int:
 
 def alive_body(profile: Profile, incarnation: int, life: bytes = b"", rival: bytes = b"") -> AliveBody:
     """A profile as it is announced. Addresses that do not fit are left out, the last first."""
-    addresses = tuple(str(address.of(None)) for address in profile.addresses[:ADDRESSES_MAX])
+    addresses = [address.of(None) for address in profile.addresses[:ADDRESSES_MAX]]
     while True:
-        body = AliveBody(incarnation, profile.name, addresses, profile.metadata, life, rival)
+        texts = [str(address) for address in addresses if address.relay is None]
+        places = tuple(text for text in texts if len(text) <= PLACE_LENGTH_MAX)
+        circuits = tuple(str(address) for address in addresses if address.relay is not None)
+        body = AliveBody(incarnation, profile.name, places, profile.metadata, life, rival, circuits)
         if len(encode(body)) <= ALIVE_BODY_BYTES_MAX:
             return body
-        addresses = addresses[:-1]
+        addresses.pop()
 
 
 class AliveFact(msgspec.Struct, frozen=True, eq=False, weakref=True):
@@ -281,7 +295,7 @@ class AliveFact(msgspec.Struct, frozen=True, eq=False, weakref=True):
 def announced(fact: Fact, profile: Profile, body: AliveBody) -> AliveFact:
     """Return `profile` as its author announced it by `fact`, which holds `body`."""
     peer = PeerId(fact.author)
-    said = encode((body.name, body.addresses, body.metadata))
+    said = encode((body.name, body.addresses, body.metadata, *body.circuits))
     return AliveFact(peer, profile, body.incarnation, fact, peer + blake3(said).digest(length=MARK_BYTES))
 
 
@@ -297,7 +311,8 @@ def read_alive(fact: Fact, body: AliveBody) -> AliveFact:
         if not body.name.isprintable():
             raise RemoteProtocolError("a member name with unprintable letters")
         peer = PeerId(fact.author)
-        profile = Profile(body.name, parse_addresses(body.addresses, peer), body.metadata)
+        addresses = parse_addresses((*body.addresses, *body.circuits)[:ADDRESSES_MAX], peer)
+        profile = Profile(body.name, addresses, body.metadata)
         said = _announced[fact] = announced(fact, profile, body)
     return said
 

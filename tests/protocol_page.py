@@ -178,6 +178,8 @@ def protocol_lines(protocol: Protocol, known: set[type]) -> Iterator[str]:
         )
     else:
         yield "Datagrams, or single messages by a stream where one does not fit a packet."
+    if protocol.former:
+        yield from ("", f"Nodes of the version before are served as `{protocol.former}`.")
     sides = (
         ("By stream", protocol.said),
         ("Answers", protocol.answered),

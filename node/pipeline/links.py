@@ -8,6 +8,7 @@ node itself take the same way without a socket, so that no code has a second pat
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from math import inf
 
@@ -29,6 +30,18 @@ RETRY_SECONDS_MIN = 0.05
 RETRY_SECONDS_MAX = 2.0
 
 
+@dataclass(frozen=True)
+class FormerVersion:
+    """The version of a protocol before the present one, spoken with peers that know no newer.
+
+    `translate` gives a message as that version has it; `found` is told of each peer that speaks it.
+    """
+
+    protocol: str
+    translate: Callable[[bytes], bytes]
+    found: Callable[[PeerId], None]
+
+
 class Links:
     """All outgoing links of one protocol. `run` owns their tasks.
 
@@ -47,17 +60,19 @@ class Links:
         on_broken: Callable[[PeerId], None] | None = None,
         on_unopened: Callable[[PeerId], None] | None = None,
         queue_bytes_max: int = QUEUE_BYTES_MAX,
+        former: FormerVersion | None = None,
     ) -> None:
         """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended, or
         could not be opened again, `on_unopened` of one to which none could be opened yet."""
         self._network = network
-        self._protocol = protocol
         self._deliver = deliver
         self._on_reconnected = on_reconnected
         self._on_stuck = on_stuck
         self._on_broken = on_broken
         self._on_unopened = on_unopened
         self._queue_bytes_max = queue_bytes_max
+        self._former = former
+        self._names = (protocol,) if former is None else (protocol, former.protocol)
         self._links: dict[PeerId, _Link] = {}
         self._nursery: trio.Nursery | None = None
 
@@ -143,7 +158,7 @@ class Links:
         pause = RETRY_SECONDS_MIN
         while True:
             try:
-                stream = await self._network.open(peer, self._protocol)
+                stream = await self._network.open(peer, *self._names)
             except (Unreachable, StreamClosed) as error:
                 link.has_failed = link.has_lost
                 link.is_closed |= link.has_lost and isinstance(error, NotListening)
@@ -159,7 +174,7 @@ class Links:
                 if link.has_lost:
                     self._on_reconnected(peer)
                 link.has_lost, link.has_failed, link.is_closed = True, False, False
-                while await _drain_until_closed(link, stream):
+                while await _drain_until_closed(link, stream, self._sending_on(peer, stream)):
                     stream = await self._move(peer, link, stream)
                 self._tell_broken(peer, link)
                 await trio.sleep(RETRY_SECONDS_MIN)
@@ -174,9 +189,22 @@ class Links:
         link.moves_at = trio.current_time() + MOVE_SECONDS
         link.stream_scope = trio.CancelScope()
         with link.stream_scope, suppress(StreamClosed):
-            return await move(stream, partial(self._network.open, peer, self._protocol))
+            return await move(stream, partial(self._network.open, peer, *self._names))
         await stream.aclose()
         return stream
+
+    def _sending_on(self, peer: PeerId, stream: Stream) -> Callable[..., Awaitable[None]]:
+        """Return what sends on a stream, in the version of the protocol that it was opened by."""
+        former = self._former
+        if former is None or stream.protocol != former.protocol:
+            return stream.send
+        former.found(peer)
+        translate = former.translate
+
+        async def send(message: bytes, *payload: Data) -> None:
+            await stream.send(translate(message), *payload)
+
+        return send
 
     def _tell_broken(self, peer: PeerId, link: "_Link") -> None:
         if link.has_lost and self._on_broken is not None:
@@ -191,7 +219,7 @@ class Links:
                 await self._deliver(peer, message)
 
 
-async def _drain_until_closed(link: "_Link", stream: Stream) -> bool:
+async def _drain_until_closed(link: "_Link", stream: Stream, send: Callable[..., Awaitable[None]]) -> bool:
     """Send until the stream breaks, also where nothing is to be sent: the far side never answers on it,
     so a waiting `receive` ends only with the stream. Return whether it stands, and what is left had better be
     sent by another one."""
@@ -210,7 +238,7 @@ async def _drain_until_closed(link: "_Link", stream: Stream) -> bool:
 
         nursery.start_soon(watch)
         with suppress(StreamClosed):
-            await link.drain(stream.send, is_to_move)
+            await link.drain(send, is_to_move)
             stands = True
         nursery.cancel_scope.cancel()
     return stands

@@ -15,7 +15,7 @@ from typing import Annotated
 import msgspec
 import trio
 
-from crypto.contact import ADDRESS_LENGTH_MAX, PORT_MAX, Address, make_address, parse_address
+from crypto.contact import PLACE_LENGTH_MAX, PORT_MAX, Address, make_address, parse_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -69,7 +69,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 class Dialled(msgspec.Struct, frozen=True, array_like=True):
     """What came of it, and the host that was dialled, as its dialler sees it. No outcomes: not now."""
 
-    host: Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
+    host: Annotated[str, msgspec.Meta(max_length=PLACE_LENGTH_MAX)]
     outcomes: Annotated[tuple[Outcome, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
 
 

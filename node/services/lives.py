@@ -17,7 +17,7 @@ from typing import Annotated
 import msgspec
 import trio
 
-from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, parse_addresses
+from crypto.contact import ADDRESSES_MAX, PLACE_LENGTH_MAX, Address, parse_addresses
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from gossip.messages import LIFE_BYTES, Incarnation
@@ -68,7 +68,7 @@ class LifeName(msgspec.Struct, frozen=True, array_like=True):
     life: Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
     incarnation: Incarnation
     addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        tuple[Annotated[str, msgspec.Meta(max_length=PLACE_LENGTH_MAX)], ...],
         msgspec.Meta(max_length=ADDRESSES_MAX),
     ]
 
@@ -144,8 +144,10 @@ class Lives:
                 self._met(message)
 
     def _name(self) -> bytes:
-        texts = tuple(str(address.of(None)) for address in self._network.addresses[:ADDRESSES_MAX])
-        return encode(LifeName(self._life, self._incarnation(), texts))
+        # A version that knows no relays refuses an answer with a circuit in it.
+        own = [address.of(None) for address in self._network.addresses if address.relay is None]
+        texts = [text for text in map(str, own) if len(text) <= PLACE_LENGTH_MAX]
+        return encode(LifeName(self._life, self._incarnation(), tuple(texts[:ADDRESSES_MAX])))
 
     def _met(self, message: bytes) -> bool:
         """Return whether the other side is another life. Raises RemoteProtocolError."""

@@ -24,7 +24,7 @@ from node.containment import contain, keep_running
 from node.content.graphs import Models
 from node.errors import RunFailed, StageFailed, StreamClosed, StreamEnded, Unreachable, UsageError
 from node.events import Event
-from node.pipeline.links import Links
+from node.pipeline.links import FormerVersion, Links
 from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.slots import Slots
@@ -50,6 +50,7 @@ from partition.serve.messages import (
     MESSAGE_BYTES_MAX,
     REASON_LENGTH_MAX,
     SERVE_PROTOCOL,
+    SERVE_PROTOCOL_FORMER,
     Alive,
     Answer,
     Carried,
@@ -62,6 +63,7 @@ from partition.serve.messages import (
     SessionClosed,
     SessionOpened,
     Work,
+    in_former_version,
 )
 from partition.serve.provider import (
     ComputeBatch,
@@ -158,6 +160,7 @@ class Serving:
             on_broken=self._lost,
             on_unopened=self._lost,
             queue_bytes_max=QUEUE_BYTES_MAX,
+            former=FormerVersion(SERVE_PROTOCOL_FORMER, _as_former, self.generations.door.note_former),
         )
         self._nursery: trio.Nursery | None = None
         self._waker = Waker(seams.clock, self._next_deadline)
@@ -178,6 +181,7 @@ class Serving:
                 self._nursery = nursery
                 await nursery.start(self._links.run)
                 self.seams.network.handle(SERVE_PROTOCOL, self._serve, STREAMS)
+                self.seams.network.handle(SERVE_PROTOCOL_FORMER, self._serve, STREAMS)
                 self.seams.network.handle(wire.SERVICES_PROTOCOL, self._answer_request)
                 nursery.start_soon(keep_running, "serving", self._keep_awake)
                 task_status.started()
@@ -546,6 +550,12 @@ class Serving:
 
 def _no_runs(name: str) -> AbstractAsyncContextManager[ServedFiles]:
     raise UsageError(f"run {name}: this node has no runs")
+
+
+def _as_former(data: bytes) -> bytes:
+    """Return an encoded message as peers of the version before read it."""
+    message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+    return encode(in_former_version(message))
 
 
 def _short(error: object) -> str:

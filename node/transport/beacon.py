@@ -26,7 +26,7 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
-from crypto.contact import ADDRESS_LENGTH_MAX, ADDRESSES_MAX, Address, make_address, parse_address
+from crypto.contact import ADDRESSES_MAX, PLACE_LENGTH_MAX, Address, make_address, parse_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
@@ -78,7 +78,7 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True):
     asks: bool
     peer: Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
     addresses: Annotated[
-        tuple[Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)], ...],
+        tuple[Annotated[str, msgspec.Meta(max_length=PLACE_LENGTH_MAX)], ...],
         msgspec.Meta(max_length=ADDRESSES_MAX),
     ]
 

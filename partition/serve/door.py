@@ -109,6 +109,7 @@ class Door:
         self._prefixes = Prefixes()
         self._shares: dict[str, int] = {}
         """The number of each owner whose generations are not over."""
+        self._without_bases: set[PeerId] = set()
         self._alive_at = inf
         self._rest_at = inf
         self._seen_at = -inf
@@ -181,6 +182,10 @@ class Door:
 
     # What others say
 
+    def note_former(self, peer: PeerId) -> None:
+        """A peer speaks the version before, until it is lost: no session there begins from another."""
+        self._without_bases.add(peer)
+
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called."""
@@ -210,6 +215,7 @@ class Door:
         silent may run, and its sessions would keep their places from those that come there later."""
         self._note(now)
         self._heard_at.pop(peer, None)
+        self._without_bases.discard(peer)
         self._gone_until[peer] = now + RETRY_SECONDS
         for rows in self._routes.values():
             for replicas in rows.values():
@@ -353,6 +359,8 @@ class Door:
             attempt = each.attempt
             if attempt is None or attempt.known >= attempt.reads or each.key != generation.key:
                 continue
+            if not self._without_bases.isdisjoint(attempt.route):
+                continue
             common = common_length(each.tokens[: attempt.reads], wanted)
             if common >= shared + PREFIX_TOKENS_MIN and attempt.known < common:
                 generation.follows, generation.follows_tokens = each.number, common
@@ -423,7 +431,7 @@ class Door:
         for peer in attempt.route:
             if not self._using(peer):
                 self._heard_at.pop(peer, None)
-        rests = rests_at is not None and not generation.wish.is_vector
+        rests = not generation.wish.is_vector and self._without_bases.isdisjoint(attempt.route)
         if rests_at is None or not rests or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
             self._prefixes.drop(attempt.session)
             return [(peer, LeaveSession(attempt.session)) for peer in dict.fromkeys(attempt.route)]
@@ -464,9 +472,12 @@ class Door:
         if found is None:
             return []
         generation, attempt = found
-        if message.stage >= len(attempt.route) or attempt.route[message.stage] != sender:
+        stages = [stage for stage, peer in enumerate(attempt.route) if peer == sender]
+        if message.stage is not None:
+            stages = [stage for stage in stages if stage == message.stage]
+        if len(stages) != 1:
             raise RemoteProtocolError("a stage that others were asked for")
-        attempt.opened.add(message.stage)
+        attempt.opened.add(stages[0])
         self._heard_at[sender] = now
         return self._send_units(now, generation, attempt)
 
@@ -576,6 +587,8 @@ class Door:
         """More of what there was at its begin is computed: others may begin from that."""
         # What an encoder has read of a text follows from all of it, and begins no other.
         if generation.wish.is_vector or not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
+            return []
+        if not self._without_bases.isdisjoint(attempt.route):
             return []
         kept = KeptPrefix(attempt.session, generation.key, attempt.route)
         self._prefixes.put(kept, generation.tokens[: attempt.known])

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import msgspec
+from msgspec.structs import replace
 
 from crypto.identity import PEER_ID_BYTES
 from partition.codecs.codec import TensorHeader, Typed
@@ -34,6 +35,8 @@ from partition.model.serving import ROWS_MAX
 from partition.plan.plan import STAGES_MAX
 
 SERVE_PROTOCOL = "/peerloom/serve/3"
+SERVE_PROTOCOL_FORMER = "/peerloom/serve/1"
+"""The version before: without `OpenSession.base` and RestSession, and a peer held one stage of a service."""
 MESSAGE_BYTES_MAX = 4_096
 """A Roll with all its rows takes 2.6 KB. Tensors travel beside messages, as payloads."""
 SESSION_BYTES = 16
@@ -93,10 +96,10 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
 
 
 class SessionOpened(msgspec.Struct, frozen=True, array_like=True, tag="opened"):
-    """I do, with this stage."""
+    """I do, with this stage. The version before names none: the only one that I hold."""
 
     session: Session
-    stage: StageNumber
+    stage: StageNumber | None = None
 
 
 class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
@@ -108,7 +111,7 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """A unit for one stage. It keeps `position` tokens of the session, rolling back to that if it has more.
+    """A unit for one stage; the version before names none, for it sends to peers that hold one. It keeps `position` tokens of the session, rolling back to that if it has more.
     The last stage answers the `wanted` last rows, of each the `best` logits (0: all), or with `is_hidden` its
     hidden state, of which the head makes logits. The tensors' bytes follow."""
 
@@ -119,7 +122,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     wanted: Rows
     best: Best
     tensors: Tensors = ()
-    stage: StageNumber = 0
+    stage: StageNumber | None = None
     is_hidden: bool = False
 
 
@@ -191,3 +194,14 @@ class Carried:
 Message = (
     OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | RestSession | Alive | Roll
 )
+
+
+def in_former_version(message: Message) -> Message:
+    """Return a message as `SERVE_PROTOCOL_FORMER` has it."""
+    match message:
+        case RestSession():
+            return LeaveSession(message.session)
+        case OpenSession():
+            return replace(message, base=None)
+        case _:
+            return message

@@ -392,7 +392,7 @@ class SessionProvider:
         session = self._sessions.get(work.session)
         if session is None:
             return []  # it ended here; its door knows, or learns it by its own silence
-        part = session.parts.get(work.stage)
+        part = session.part(work.stage)
         if part is None or part.before != sender:
             raise RemoteProtocolError("a unit of another's session")
         if session.rests:

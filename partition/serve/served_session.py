@@ -31,6 +31,12 @@ class ServedSession:
         """Whether a unit has come."""
         return any(part.newest >= 0 for part in self.parts.values())
 
+    def part(self, stage: int | None) -> "SessionPart | None":
+        """Return what a stage has of it; of no stage in particular, the only part that is here."""
+        if stage is not None:
+            return self.parts.get(stage)
+        return next(iter(self.parts.values())) if len(self.parts) == 1 else None
+
     def kept(self, stage: int) -> int:
         """Return how many tokens a stage keeps, 0 where it does not serve this session."""
         return self.parts[stage].kept if stage in self.parts else 0

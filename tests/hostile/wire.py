@@ -64,6 +64,8 @@ class Protocol:
     datagrams: Any = None
     payloads: bool = False
     limits: StreamLimits = USUAL_STREAMS
+    former: str = ""
+    """The name by which nodes of the version before speak it, where it was raised since."""
 
     @property
     def kinds(self) -> tuple[type, ...]:
@@ -86,7 +88,13 @@ PROTOCOLS = (
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
     Protocol(evidence.PROTOCOL, evidence.Evidence, limits=proofs.STREAMS),
     Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
-    Protocol(serve.SERVE_PROTOCOL, serve.Message, payloads=True, limits=serving.STREAMS),
+    Protocol(
+        serve.SERVE_PROTOCOL,
+        serve.Message,
+        payloads=True,
+        limits=serving.STREAMS,
+        former=serve.SERVE_PROTOCOL_FORMER,
+    ),
     Protocol(services.SERVICES_PROTOCOL, services.Request, services.Reply),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
     Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),

@@ -4,7 +4,7 @@ import numpy as np
 import trio
 
 from crypto.identity import PeerId
-from node.pipeline.links import Links
+from node.pipeline.links import FormerVersion, Links
 from node.seams import Stream
 from tests.node.nets import BULK, acquaint, make_network, running, until
 from tests.node.test_relays import behind_a_relay
@@ -77,4 +77,36 @@ async def test_a_link_moves_to_a_direct_path_and_loses_and_reorders_nothing() ->
         assert arrived == list(range(count))
         assert not reconnected
         assert world.server.ledger.carried_bytes < count // 2 * 10**4
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_link_speaks_the_version_before_with_a_peer_that_knows_no_newer() -> None:
+    alice, bob = make_network("a"), make_network("b")
+    put, take = trio.open_memory_channel[Arrived](10)
+    found: list[PeerId] = []
+
+    async def deliver(peer: PeerId, message: bytes, payload: memoryview | None = None) -> None:
+        await put.send((peer, message, bytes(payload or b"")))
+
+    async def serve(stream: Stream) -> None:
+        while True:
+            await deliver(stream.peer, *await stream.receive_with_payload(10**6))
+
+    bob.handle(BULK, serve)
+    former = FormerVersion(BULK, lambda message: message.upper(), found.append)
+    links = Links(
+        alice,
+        "/test/newer/2",
+        deliver=deliver,
+        on_reconnected=lambda _: None,
+        on_stuck=lambda _: None,
+        former=former,
+    )
+    async with running(alice, bob), trio.open_nursery() as nursery:
+        acquaint(alice, bob)
+        await nursery.start(links.run)
+        links.send(bob.peer, b"a message", b"a payload")
+        with trio.fail_after(20):
+            assert await take.receive() == (alice.peer, b"A MESSAGE", b"a payload")
+        assert found == [bob.peer]
         nursery.cancel_scope.cancel()

@@ -5,11 +5,20 @@ from dataclasses import replace
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace as replace_fields
 
 from crypto.identity import PeerId
 from partition.serve.bounds import SESSIONS_PER_DOOR_MAX
 from partition.serve.door import Wish
-from partition.serve.messages import OpenSession, SessionBase, SessionClosed
+from partition.serve.messages import (
+    Alive,
+    LeaveSession,
+    OpenSession,
+    RestSession,
+    SessionBase,
+    SessionClosed,
+    in_former_version,
+)
 from partition.serve.prefixes import (
     PREFIX_TOKENS_MIN,
     REST_SECONDS_MAX,
@@ -191,6 +200,29 @@ def test_a_generation_that_began_from_another_survives_a_kill() -> None:
     world.settle()
     assert world.routes[-1].shared == 0
     assert world.tokens[key] == reference(replace(wish(300, 20), prompt=wish(300).prompt[:250]))
+
+
+def test_a_peer_of_the_version_before_is_asked_for_no_base() -> None:
+    world = World()
+    peers = [peer for replicas in PROVIDERS.values() for peer in replicas]
+    for peer in peers:
+        world.doors[DOOR].note_former(peer)
+    first = wish(300, 5)
+    run(world, first)
+    run(world, replace(first, prompt=(*first.prompt[:200], 1, 2, 3)))
+    assert world.routes[-1].shared == 0
+    assert not world.doors[DOOR]._prefixes.resting
+    # Lost, it may come back as a newer one.
+    for peer in peers:
+        world.doors[DOOR].lost(world.now, peer)
+    assert not world.doors[DOOR]._without_bases
+
+
+def test_messages_for_the_version_before_name_no_base() -> None:
+    opened = OpenSession(b"s" * 16, bytes(32), 0, DOOR, DOOR, SessionBase(b"t" * 16, 100))
+    assert in_former_version(opened) == replace_fields(opened, base=None)
+    assert in_former_version(RestSession(b"s" * 16)) == LeaveSession(b"s" * 16)
+    assert in_former_version(Alive()) == Alive()
 
 
 def test_a_base_that_a_stage_has_let_go_costs_a_new_begin() -> None:

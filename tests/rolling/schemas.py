@@ -1,0 +1,178 @@
+"""What nodes say to each other, as a record of each protocol: of the version before, and of this one.
+
+`previous.json` has the record of the version before, `previous.tar.xz` its packages, as they stand in its
+wheel (without the simulator, the page's files and the demo's weights). A node must speak with nodes of both,
+so a message that changes is told by another name of its protocol: `/peerloom/serve/1` became
+`/peerloom/serve/2`, and this version serves both. Where the version before reads a changed message rightly
+all the same, the change may stand in `COMPATIBLE` with the reason.
+
+`python -m tests.rolling.schemas` prints what changed since; with `--release VERSION` it records what this
+version says, for the next: see CONTRIBUTING.md.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import dht.messages
+import gossip.swim
+from dht.capabilities import Advert
+from node.checkpoints import replication
+from node.content import blobs, directory
+from node.protocols import checkpoint
+from node.protocols import runs as runs
+from node.seams import StreamLimits
+from node.services import metadata
+from node.transport import beacon, router
+from partition.plan.change import Change
+from partition.plan.observed import Observed
+from partition.plan.plan import Plan
+from partition.plan.rates import Calibration
+from tests.hostile.wire import FACTS, PROTOCOLS, PURPOSES, structs
+from tests.protocol_page import default, description, parts_of, shown
+
+FOLDER = Path(__file__).parent
+RECORD = FOLDER / "previous.json"
+ARCHIVE = FOLDER / "previous.tar.xz"
+
+CARRIED: Mapping[str, tuple[type, ...]] = {
+    gossip.swim.PROTOCOL: (metadata.Metadata,),
+    dht.messages.PROTOCOL: (Advert, Calibration, Observed, replication.Offer, directory.SubkeyRow),
+    runs.RUNS_PROTOCOL: (Plan,),
+    runs.PIPELINE_PROTOCOL: (Change,),
+    blobs.BLOBS_PROTOCOL: (checkpoint.StatePart,),
+}
+"""What a protocol carries as bytes that are decoded once more."""
+
+UNNAMED: Mapping[str, tuple[type, ...]] = {
+    "the hello of a connection": (router.Hello, router.Answer),
+    "the beacon of the local network": (beacon.Beacon,),
+}
+"""What is said before any name: no version of it can be chosen, so it may only grow."""
+
+COMPATIBLE: Mapping[str, Mapping[str, str]] = {
+    gossip.swim.PROTOCOL: {
+        "AliveBody.circuits: list <= 8 of (text <= 200); without it empty": (
+            "a field at the end, which a version without relays skips; such addresses among `addresses` it"
+            " would refuse, with the fact and whoever passed it on"
+        ),
+    },
+    "/peerloom/services/1": {
+        "ServiceManifest.version: one of 1, 2; required": (
+            "2 is written for encoders alone, which the version before could not hold: it refuses the service"
+        ),
+        "ServiceManifest.vector: int >= 0 <= 65,536; without it `0`": (
+            "a field at the end, 0 in all manifests of version 1"
+        ),
+    },
+    "the hello of a connection": {
+        'Hello.kind: one of "identify", "message", "path", "stream"; required': (
+            "a path is offered to a peer that cannot be dialled back; the version before hangs up, and the"
+            " offer counts as refused: it is reached as it was before there were paths"
+        ),
+    },
+}
+"""By protocol: a changed line of its record, and why the version before is not misled by it."""
+
+Record = dict[str, list[str]]
+
+
+def fields(cls: type) -> Iterator[str]:
+    """Yield the record of one struct: how it is written, then its fields in their order."""
+    found = description(cls)
+    form = "array" if found.array_like else "map"
+    tag = "" if found.tag is None else f", tag {found.tag}"
+    signed = f", signed for {PURPOSES[cls]}" if cls in PURPOSES else ""
+    yield f"{cls.__name__}: {form}{tag}{signed}"
+    for field in found.fields:
+        value = default(field)
+        without = value if value == "required" else f"without it {value}"
+        yield f"{cls.__name__}.{field.encode_name}: {shown(field.type)}; {without}"
+
+
+def limits_text(limits: StreamLimits) -> str:
+    """Return what a sender has to keep to on one stream."""
+    return f"a message of at most {limits.message_bytes_max:,} bytes"
+
+
+def record() -> dict[str, Record]:
+    """Return what this version says: by protocol its lines, in groups of one struct each."""
+    found: dict[str, Record] = {}
+    for protocol in PROTOCOLS:
+        unions: tuple[Any, ...] = (protocol.said, protocol.answered, protocol.datagrams)
+        kinds = tuple(cls for union in unions for cls in structs(union))
+        kinds += FACTS.get(protocol.name, ()) + CARRIED.get(protocol.name, ())
+        found[protocol.name] = _of(kinds)
+        if protocol.said is not None:
+            payloads = ", payloads beside it" if protocol.payloads else ""
+            found[protocol.name]["streams"] = [f"streams: {limits_text(protocol.limits)}{payloads}"]
+    for name, classes in UNNAMED.items():
+        found[name] = _of(classes)
+    return found
+
+
+def _of(kinds: tuple[type, ...]) -> Record:
+    known = set(kinds)
+    every = dict.fromkeys((*kinds, *parts_of(kinds, known)))
+    return {cls.__name__: list(fields(cls)) for cls in sorted(every, key=lambda each: each.__name__)}
+
+
+def changes(before: Record, now: Record) -> list[str]:
+    """Return the lines that are new, and with a minus in front those that are gone or moved."""
+    found: list[str] = []
+    for name in sorted(before.keys() | now.keys()):
+        old, new = before.get(name, []), now.get(name, [])
+        if not old:
+            found.append(f"{name}: new")
+            continue
+        found += [f"- {line}" for line in old if line not in new and not _is_replaced(line, new)]
+        found += [line for line in new if line not in old]
+        is_array = bool(new) and ": array" in new[0]
+        if is_array and _kept(old, new) != [_field(line) for line in new][: len(_kept(old, new))]:
+            found.append(f"- {name}: its fields stand in another order")
+    return found
+
+
+def _field(line: str) -> str:
+    return line.split(":", 1)[0]
+
+
+def _kept(old: list[str], new: list[str]) -> list[str]:
+    """Return the fields of `old` that are still there, in their former order."""
+    names = {_field(line) for line in new}
+    return [_field(line) for line in old if _field(line) in names]
+
+
+def _is_replaced(line: str, new: list[str]) -> bool:
+    return any(_field(each) == _field(line) for each in new)
+
+
+def previous() -> dict[str, Record]:
+    """Return what the version before said."""
+    found: dict[str, Record] = json.loads(RECORD.read_text(encoding="utf-8"))["protocols"]
+    return found
+
+
+def undeclared() -> list[str]:
+    """Return, a line each, what changed since the version before under a name that did not, and no reason."""
+    lines, before, now = [], previous(), record()
+    for name in sorted(before.keys() & now.keys()):
+        allowed = COMPATIBLE.get(name, {})
+        lines += [f"{name}: {line}" for line in changes(before[name], now[name]) if line not in allowed]
+    return lines
+
+
+def main() -> None:
+    """Print what changed, or record it for the next version."""
+    if sys.argv[1:2] == ["--release"] and len(sys.argv) == 3:
+        document = {"version": sys.argv[2], "protocols": record()}
+        RECORD.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        return
+    for line in undeclared():
+        print(line)  # noqa: T201 - a program for a person
+
+
+if __name__ == "__main__":
+    main()

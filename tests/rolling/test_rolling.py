@@ -1,0 +1,249 @@
+"""Nodes of the version before and of this one in one swarm: they join, train, serve, and roll over.
+
+The version before is the archive beside this file, run by this interpreter with the packages that this tree
+needs. The short form, in which both see each other, is in every run of the tests; PEERLOOM_ROLLING=1 plays
+the rest.
+"""
+
+import os
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crypto.contact import parse_address
+from crypto.encoding import encode
+from gossip.member import Profile
+from gossip.messages import alive_body
+from node.cli.client import ask
+from node.demo.processes import SwarmProcesses
+from tests.rolling.schemas import ARCHIVE
+from tests.serving_swarm import Ground, Question, until
+from tests.source import ROOT
+from tests.stack import simple_cnn
+
+full = pytest.mark.skipif("PEERLOOM_ROLLING" not in os.environ, reason="minutes: PEERLOOM_ROLLING=1")
+SECONDS_MAX = 120.0
+RUN = """
+model = "model.peerloom"
+[train]
+steps = {steps}
+batch = 32
+microbatch = 4
+seed = 5
+[plan]
+stages = 1
+replicas = 2
+trainers = 2
+"""
+READ = """
+import sys
+from crypto.encoding import decode
+from crypto.contact import parse_addresses
+from gossip.messages import Body
+body = decode(sys.stdin.buffer.read(), Body, bytes_max=1000)
+print(*parse_addresses(body.addresses, bytes(32)))
+"""
+
+
+@pytest.fixture(scope="module")
+def previous(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The packages of the version before, in a folder of their own."""
+    folder = tmp_path_factory.mktemp("previous")
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+class Versions:
+    """Nodes of either version, one of which may come back on its folder as another."""
+
+    def __init__(self, folder: Path, previous: Path) -> None:
+        self.folder = folder
+        self.swarm = SwarmProcesses(folder, "rolling", time.sleep, calibrate=False)
+        self.sources = {"old": previous, "new": ROOT}
+
+    def launch(self, version: str, *names: str) -> None:
+        self.swarm.launch(names, {"PYTHONPATH": str(self.sources[version])})
+
+    def start(self, name: str, through: str = "") -> None:
+        self.swarm.start(name, self.swarm.nodes[through].address if through else None)
+
+    def meet(self, *names: str) -> None:
+        until(
+            lambda: all(self.swarm.status(name)["members_alive"] == len(names) - 1 for name in names),
+            SECONDS_MAX,
+            f"{names} do not all see each other",
+        )
+
+    def roll(self, name: str, through: str) -> None:
+        """Have a node leave, and come back by the newer version."""
+        self.swarm.leave(name)
+        self.launch("new", name)
+        self.start(name, through)
+
+    def train(self, version: str, name: str, steps: int) -> "subprocess.Popen[bytes]":
+        """Begin a run by the command of a version on a node."""
+        (self.folder / "model.peerloom").write_bytes(simple_cnn().data)
+        file = self.folder / "RUN.toml"
+        file.write_text(RUN.format(steps=steps))
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "node",
+            "train",
+            str(file),
+            "--data-dir",
+            str(self.folder / name),
+        ]
+        with (self.folder / f"train-{name}.log").open("wb") as log:
+            return subprocess.Popen(
+                [*command, "--out", str(self.folder / f"{name}.safetensors"), "--wait", "60s"],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "PYTHONPATH": str(self.sources[version])},
+            )
+
+    def said(self, name: str) -> str:
+        return (self.folder / f"train-{name}.log").read_text()
+
+    def run(self, name: str) -> dict[str, Any]:
+        """The newest run that a node knows; empty for none."""
+        runs: list[dict[str, Any]] = self.swarm.status(name)["runs"]
+        return runs[-1] if runs else {}
+
+
+@pytest.fixture
+def versions(tmp_path: Path, previous: Path) -> Iterator[Versions]:
+    found = Versions(tmp_path, previous)
+    try:
+        yield found
+    finally:
+        found.swarm.close()
+
+
+def test_a_node_of_the_version_before_joins_and_both_see_each_other(versions: Versions) -> None:
+    versions.launch("new", "a")
+    versions.launch("old", "b")
+    versions.start("a")
+    versions.start("b", through="a")
+    versions.meet("a", "b")
+    for name, other in ("ab", "ba"):
+        (row,) = ask(versions.folder / name, "peers")["peers"]
+        assert (row["name"], row["status"]) == (other, "alive")
+
+
+def test_the_version_before_reads_a_member_that_relays_reach(previous: Path) -> None:
+    """It knows no circuits: it lists the member by its other addresses, and blames nobody."""
+    relay = "12D3KooWDWtcniAMuGbcgPhdXwQgXjftDbGe35c1hkwHJw7AXAgv"
+    texts = ("/ip4/10.0.0.7/tcp/9747", f"/ip4/10.0.0.9/tcp/9747/p2p/{relay}/p2p-circuit")
+    profile = Profile("x", tuple(map(parse_address, texts)))
+    read = subprocess.run(
+        [sys.executable, "-P", "-c", READ],
+        input=encode(alive_body(profile, 1)),
+        capture_output=True,
+        env={**os.environ, "PYTHONPATH": str(previous)},
+        timeout=SECONDS_MAX,
+    )
+    assert read.stdout.decode().startswith(texts[0]), read.stderr.decode()
+
+
+@full
+def test_runs_of_either_version_train_on_both_alike(versions: Versions) -> None:
+    versions.launch("new", "a", "c")
+    versions.launch("old", "b")
+    versions.start("a")
+    versions.start("b", through="a")
+    versions.start("c", through="b")
+    versions.meet("a", "b", "c")
+    losses = []
+    for version, name in (("new", "a"), ("old", "b")):
+        assert versions.train(version, name, 6).wait(SECONDS_MAX) == 0, versions.said(name)
+        run = versions.run(name)
+        assert (run["status"], run["step"], run["steps_lost"]) == ("done", 6, 0)
+        losses.append(run["loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9), "sums come in another order, and no more"
+
+
+@full
+def test_a_swarm_rolls_over_one_by_one_while_a_run_goes_on(versions: Versions) -> None:
+    names = ("a", "b", "c")
+    versions.launch("old", *names)
+    versions.start("a")
+    for name in names[1:]:
+        versions.start(name, through="a")
+    versions.meet(*names)
+    command = versions.train("old", "a", 100_000)
+    try:
+
+        def goes_on(name: str, since: int) -> None:
+            until(
+                lambda: versions.run(name).get("step", 0) >= since + 30,
+                SECONDS_MAX,
+                f"no step is taken: {versions.said('a')}",
+            )
+
+        def is_whole(name: str) -> None:
+            until(
+                lambda: versions.run(name)["status"] == "running",
+                SECONDS_MAX,
+                f"it is not whole again: {versions.run(name)}",
+            )
+
+        goes_on("a", 0)
+        is_whole("a")
+        for name, other in (("b", "a"), ("c", "b"), ("a", "b")):
+            before = versions.run(other)["step"]
+            versions.roll(name, through=other)
+            versions.meet(*names)
+            goes_on(other, before)
+            is_whole(other)
+            run = versions.run(other)
+            told = f"{name} rolled at step {before}: {run['status']} at step {run['step']}"
+            sys.stdout.write(f"{told}, {run['steps_lost']} lost\n")
+            assert run["steps_lost"] == 0
+        # What the requester asked in the version before, it ends in this one.
+        run = versions.run("b")["run"]
+        assert ask(versions.folder / "a", "runs.stop", {"run": run})["status"] == "stopped"
+    finally:
+        command.kill()
+        command.wait()
+
+
+class MixedGround(Ground):
+    """A service whose nodes are of both versions."""
+
+    def __init__(self, folder: Path, versions: dict[str, Path]) -> None:
+        super().__init__(folder, dict.fromkeys(versions, (1, 1)))
+        self.versions = versions
+
+    def _launch(self, name: str) -> None:
+        self.swarm.launch([name], {"PEERLOOM_SLOTS": "1", "PYTHONPATH": str(self.versions[name])})
+
+
+@full
+@pytest.mark.parametrize("door", ["old", "new"])
+def test_a_service_answers_over_both_versions(door: str, tmp_path: Path, previous: Path) -> None:
+    sources = {"old": previous, "new": ROOT}
+    other = "new" if door == "old" else "old"
+    ground = MixedGround(tmp_path, {"a": sources[door], "b": sources[other]})
+    try:
+        ground.start()
+        ground.serve("words", "a")
+        until(lambda: ground.is_whole("words"))
+        assert sorted(name for stage in ground.holders("words") for name in stage) == ["a", "b"]
+        answers = []
+        for _ in range(2):  # the second would begin with what the first has read, were both of this version
+            question = Question("words", 3, 0.0, 20)
+            went = question.ask(ground.door, question.expected.append)
+            assert (len(question.expected), went["moves"]) == (20, 0)
+            answers.append(question.expected)
+        assert answers[0] == answers[1]
+    finally:
+        ground.close()

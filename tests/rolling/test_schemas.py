@@ -1,0 +1,82 @@
+"""A changed message has another name of its protocol, and the name before is served for one version."""
+
+import re
+import tarfile
+
+from tests.hostile.wire import INSIDE, PROTOCOLS
+from tests.rolling.schemas import (
+    ARCHIVE,
+    COMPATIBLE,
+    UNNAMED,
+    Record,
+    changes,
+    previous,
+    record,
+    undeclared,
+)
+
+TO_DO = """a message changed, and nodes of the version before would read it by its old form.
+  do: raise the protocol's name (/peerloom/x/1 to /peerloom/x/2) and serve both (CONTRIBUTING.md, "Protocols")
+  or, where the version before is not misled, say why in COMPATIBLE of tests/rolling/schemas.py:
+"""
+NAME = re.compile(r"^\w+ = \"(/peerloom/[a-z]+/\d+)\"", re.MULTILINE)
+
+
+def raised(name: str) -> str:
+    """Return the name of a protocol's next version."""
+    path, _, version = name.rpartition("/")
+    return f"{path}/{int(version) + 1}"
+
+
+def test_a_changed_message_has_a_raised_protocol() -> None:
+    found = undeclared()
+    assert not found, TO_DO + "\n".join(found)
+
+
+def test_each_reason_belongs_to_a_change() -> None:
+    before, now = previous(), record()
+    for name, reasons in COMPATIBLE.items():
+        assert name in before, f"{name} is new: it needs no reason"
+        assert reasons.keys() <= set(changes(before[name], now[name])), name
+
+
+def test_a_raised_protocol_is_served_by_its_name_before() -> None:
+    now = {each.name: each for each in PROTOCOLS}
+    gone = previous().keys() - now.keys() - UNNAMED.keys()
+    for name in gone:
+        assert raised(name) in now, f"{name} has no next version"
+        assert now[raised(name)].former == name, f"{name} is not served any more"
+    assert {each.former for each in PROTOCOLS if each.former} == gone, "what is older is served no longer"
+
+
+def test_the_archive_is_of_the_version_that_is_recorded() -> None:
+    names = set()
+    with tarfile.open(ARCHIVE) as archive:
+        for member in archive:
+            file = archive.extractfile(member) if member.name.endswith(".py") else None
+            if file is not None:
+                names.update(NAME.findall(file.read().decode()))
+    assert names == previous().keys() - UNNAMED.keys()
+
+
+def test_the_record_has_all_that_is_decoded() -> None:
+    recorded = {name for structs in record().values() for name in structs}
+    assert {each.__name__ for several in INSIDE.values() for each in several} <= recorded
+
+
+def test_every_kind_of_change_is_found() -> None:
+    before: Record = {"A": ["A: array, tag a", "A.x: int; required", "A.y: text; required"], "B": ["B: map"]}
+    x, y = before["A"][1:]
+
+    def found(*lines: str, **more: list[str]) -> list[str]:
+        return changes(before, {"A": list(lines), "B": ["B: map"]} | more)
+
+    assert found("A: array, tag a", x, y) == []
+    assert found("A: array, tag b", x, y) == ["A: array, tag b"]
+    assert found("A: array, tag a", x) == [f"- {y}"]
+    assert found("A: array, tag a", "A.x: int; without it `0`", y) == ["A.x: int; without it `0`"]
+    assert found("A: array, tag a", x, y, "A.z: int; required") == ["A.z: int; required"]
+    assert found("A: array, tag a", y, x) == ["- A: its fields stand in another order"]
+    assert "- A: its fields stand in another order" in found("A: array, tag a", x, "A.z: int; required", y)
+    assert found("A: array, tag a", x, y, C=["C: map"]) == ["C: new"]
+    assert changes(before, {"A": before["A"]}) == ["- B: map"]
