@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from crypto.contact import ADDRESSES_MAX, NAME_LENGTH_MAX, Address
+from crypto.identity import PeerId
 from node import eventlog, toml
 from node.addresses import DEFAULT_PORT, clean, read_addresses
 from node.config_file import AcceptRuns as AcceptRuns
@@ -25,8 +26,10 @@ from node.config_file import ConfigFile, Scope
 from node.config_file import Preset as Preset
 from node.errors import UsageError
 from node.offering import (
+    FOLLOWABLE,
     Offering,
     read_bandwidth,
+    read_followed,
     read_hours,
     read_own_data,
     read_peer_cache,
@@ -175,6 +178,14 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Follow:
+    """The `key` whose signed settings the daemon keeps to, and which of them its owner lets it set."""
+
+    key: PeerId | None = None
+    allow: tuple[str, ...] = FOLLOWABLE
+
+
+@dataclass(frozen=True)
 class Config:
     """Everything a node is told before it starts. An `observer` watches and takes no stage."""
 
@@ -190,6 +201,7 @@ class Config:
     alerts: Alerts = Alerts()
     log: Log = Log()
     relay: Relaying = field(default_factory=Relaying)
+    follow: Follow = Follow()
 
     @classmethod
     def load(cls, path: Path | str) -> "Config":
@@ -287,6 +299,8 @@ RULES = (
     Rule("relay_circuits", ("relay", "circuits"), read_circuits),
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
     Rule("alert_command", ("alerts", "command"), read_command),
+    Rule("follow", ("follow", "key"), read_followed),
+    Rule("follow_allow", ("follow", "allow"), one_of(*FOLLOWABLE), many=True),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), read_switch),
     Rule("calibrate", ("resources", "calibrate"), read_switch),
     Rule("spare_process", ("resources", "spare_process"), read_switch),
@@ -503,4 +517,5 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
             )
         ),
         alerts=Alerts(**dict(section(webhook="alert_webhook", command="alert_command"))),
+        follow=Follow(**dict(section(key="follow", allow="follow_allow"))),
     )

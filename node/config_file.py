@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from crypto.contact import ADDRESSES_MAX
-from node.offering import OfferTable
+from node.offering import FOLLOWABLE, OfferTable
 from node.settings import CIRCUITS_MAX, CORES_MAX
 
 Preset = Literal["lan", "wan", "host", "local"]
@@ -69,6 +69,11 @@ class RelayTable(msgspec.Struct, frozen=True):
     circuits: Annotated[int, msgspec.Meta(ge=0, le=CIRCUITS_MAX)] | None = None
 
 
+class FollowTable(msgspec.Struct, frozen=True):
+    key: str | None = None
+    allow: Annotated[tuple[str, ...], msgspec.Meta(max_length=len(FOLLOWABLE))] | None = None
+
+
 class ConfigFile(msgspec.Struct, frozen=True):
     name: str | None = None
     data_dir: str | None = None
@@ -82,3 +87,4 @@ class ConfigFile(msgspec.Struct, frozen=True):
     alerts: AlertsTable = AlertsTable()
     log: LogTable = LogTable()
     relay: RelayTable = RelayTable()
+    follow: FollowTable = FollowTable()

@@ -6,6 +6,7 @@ from typing import Any
 from crypto.identity import peer_text
 from node import events
 from node.offering import SENDS_LESS
+from node.settings_events import NodeConfigured
 from node.text import cover_text
 
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
@@ -181,4 +182,18 @@ def plan_document(plan: events.RunPlanned | None) -> dict[str, Any] | None:
             }
             for layers, replicas in zip(plan.layers, plan.stages, strict=True)
         ],
+    }
+
+
+def follow_document(event: NodeConfigured | None) -> dict[str, Any] | None:
+    """Return `follow` of a status document, None for a node that follows no key."""
+    if event is None:
+        return None
+    return {
+        "key": peer_text(event.key),
+        "name": event.name,
+        "version": event.version or None,
+        "since": rfc3339(event.since) if event.version else None,
+        "settings": list(event.settings),
+        "skipped": list(event.skipped),
     }

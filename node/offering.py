@@ -29,6 +29,15 @@ Metered = Literal["no", "less", "never"]
 LowBattery = Literal["less", "never"]
 
 
+FOLLOWABLE = (
+    "accept_runs", "battery_low", "battery_min", "cores", "disk", "download", "hours", "idle", "load",
+    "mains_only", "memory", "metered", "peer_cache", "peer_sessions", "peer_tokens", "peers", "runs",
+    "scratch", "slots", "upload",
+)  # fmt: skip
+"""Settings that a key may set for nodes that follow it: limits, hours and offers. No identity, address, key,
+path or program is among them, nor what a node follows."""
+
+
 @dataclass(frozen=True)
 class Hours:
     """Times of the day at which a machine serves, in minutes since midnight; none is always. A span that ends
@@ -199,6 +208,11 @@ def read_peer_id(text: str) -> PeerId:
         return parse_peer(text)
     except ValueError:
         raise ValueError("want a peer id such as 12D3KooW...: `peerloom id`") from None
+
+
+def read_followed(text: str) -> PeerId | None:
+    """The peer id whose settings are followed; an empty text is none."""
+    return read_peer_id(text) if text else None
 
 
 def read_run_id(text: str) -> str:

@@ -507,8 +507,8 @@ class Node(Surface):
         """Take stages of these others, or of nobody (`never`), until this node ends."""
         self.set("accept_runs", accept_runs)
 
-    def set(self, name: str, text: str) -> None:
-        """Change a rule by which this node serves others, until it ends. Raises UsageError."""
+    def set(self, name: str, text: str | None) -> None:
+        """Change a rule by which this node serves others, until it ends; None: as configured. UsageError."""
         self.provider.set(name, text)
         self.config = self.provider.config
         change(self._parts, name, self.config, self.capacity, is_real=self._capacity is None)

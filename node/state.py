@@ -13,6 +13,7 @@ import msgspec
 
 from crypto.identity import PeerId
 from node import events
+from node.settings_events import NodeConfigured as NodeConfigured
 
 JOINS_MAX = 64
 """Join attempts kept: the newest; older ones no longer explain the present."""
@@ -117,6 +118,7 @@ class State:
     clock: events.ClockCompared | None = None
     page: events.PageOpened | None = None
     offer: events.OfferChanged | None = None
+    configured: NodeConfigured | None = None
     alerts: Mapping[tuple[str, str], events.AlertRaised] = field(default_factory=lambda: MappingProxyType({}))
     table: events.TableMeasured | None = None
     refused: Mapping[str, int] = field(default_factory=lambda: MappingProxyType({}))
@@ -164,6 +166,11 @@ def _(event: events.PageOpened, state: State) -> State:
 @_fold.register
 def _(event: events.OfferChanged, state: State) -> State:
     return replace(state, offer=event)
+
+
+@_fold.register
+def _(event: NodeConfigured, state: State) -> State:
+    return replace(state, configured=event)
 
 
 @_fold.register

@@ -15,6 +15,7 @@ from node.documents import (
     datagrams_document,
     degraded_document,
     fences_document,
+    follow_document,
     join_document,
     offer_document,
     plan_document,
@@ -47,6 +48,7 @@ def status_document(state: State, now: float, counters: Mapping[str, int]) -> di
         "datagrams": datagrams_document(state.datagrams),
         "clock": clock_document(state.clock),
         "offer": offer_document(state.offer),
+        "follow": follow_document(state.configured),
         "page": state.page.address if state.page is not None else None,
         "alerts": [
             {"kind": raised.alert, "about": raised.about, "level": raised.level, "text": raised.text}

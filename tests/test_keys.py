@@ -368,6 +368,8 @@ NODE_KEYS = {
     "relay_circuits": "7",
     "alert_webhook": "https://alerts.example/peerloom",
     "alert_command": "notify-send peerloom",
+    "follow": "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
+    "follow_allow": "hours",
     "allow_unfenced": "true",
     "calibrate": "false",
     "spare_process": "false",

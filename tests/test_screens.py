@@ -18,6 +18,7 @@ from node.cli.runs import runs_lines
 from node.cli.screen import EventScreen, rate_text
 from node.cli.status import status_lines
 from node.errors import UsageError
+from node.settings_events import NodeConfigured
 from node.state import State, apply
 from node.state_documents import event_document, peers_document, status_document
 from tests.node.serving.told import page_opened, serving_events
@@ -222,6 +223,15 @@ HISTORY: list[events.Event] = [
         at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=True
     ),
     events.OfferChanged(at=NOW - 2, may_serve=False, reason="on battery"),
+    NodeConfigured(
+        at=NOW - 2,
+        key=peer(2),
+        name="fleet",
+        version=3,
+        since=NOW - 9,
+        settings=("hours = 22:00-07:00", "upload = 10Mbit/s"),
+        skipped=("cores (not allowed here)",),
+    ),
     events.RunRevised(
         at=NOW - 2,
         run="0123456789abcdef",
@@ -340,6 +350,8 @@ def test_the_screen_of_a_node() -> None:
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
         22:13:18   serves no others now: on battery
+        22:13:18   settings of fleet, version 3: hours = 22:00-07:00, upload = 10Mbit/s
+        22:13:18   settings that were skipped: cores (not allowed here)
         22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
         22:13:19   run 01234567 goes on without this node
         22:13:19   averaging cifar: those take part that its owner invited; by mean

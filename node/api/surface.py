@@ -79,7 +79,7 @@ class Surface:
     energy: EnergyLog
     inbound: Inbound
     handed_over: trio.Event
-    set: Callable[[str, str], None]
+    set: Callable[[str, str | None], None]
 
     @property
     def state(self) -> views.State:

@@ -57,6 +57,11 @@ NODE_KEYS: Mapping[str, tuple[str, str]] = {
         '"16GiB"',
         "what is kept for others (shards, checkpoints, results); the oldest make way",
     ),
+    "follow.key": ('""', "whose signed settings to keep to: the id of the key, as `peerloom id` prints it"),
+    "follow.allow": (
+        "[]",
+        "which settings that key may set, such as hours and upload; without it: limits, hours and offers",
+    ),
     "resources.allow_unfenced": ("false", "take stages of others also where the system cannot fence them in"),
     "resources.calibrate": ("true", "measure what operators take here, once for a machine, while it is idle"),
     "resources.spare_process": ("true", "keep a process loaded for the next stage: 0.2 GB of memory"),

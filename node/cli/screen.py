@@ -409,6 +409,16 @@ class EventScreen:
             lines.append(_at(event, f"this machine cannot measure, so does not keep: {rules}"))
         return lines
 
+    def _configured(self, event: Event) -> list[str]:
+        if not event["version"]:
+            return []
+        said = ", ".join(event["settings"]) or "none kept to"
+        whose = event["name"] or short_id(event["key"])
+        lines = [_at(event, f"settings of {whose}, version {event['version']}: {said}")]
+        if event["skipped"]:
+            lines.append(_at(event, f"settings that were skipped: {', '.join(event['skipped'])}"))
+        return lines
+
     def _revised(self, event: Event) -> list[str]:
         rate = "" if event["learning_rate"] is None else f", learning rate {event['learning_rate']:g}"
         paused = ", paused" if event["is_paused"] else ""
@@ -481,6 +491,7 @@ _RENDERERS = {
     "RunCovered": EventScreen._covered,
     "RunRevised": EventScreen._revised,
     "OfferChanged": EventScreen._offer_changed,
+    "NodeConfigured": EventScreen._configured,
     "RunResumed": EventScreen._resumed,
     "CheckpointKept": EventScreen._checkpoint_kept,
     "CheckpointFailed": EventScreen._checkpoint_failed,

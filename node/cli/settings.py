@@ -1,15 +1,40 @@
-"""`peerloom config`: what the node on this machine gives to others; `config set` changes it at once."""
+"""`peerloom config`: what the node on this machine gives to others; `config set` changes it at once.
 
-from typing import Annotated
+`config sign` and `config publish` set it for all nodes that follow a key (`node.following`).
+"""
 
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
 import typer
 
+from node import toml
 from node.cli.client import ask
 from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
-from node.cli.render import show, show_json
+from node.cli.render import short_id, show, show_json
+from node.config_file import ResourcesTable
+from node.errors import UsageError
+from node.offering import FOLLOWABLE, OfferTable
+from node.paths import short_path
+
+if TYPE_CHECKING:
+    from node.protocols.followed import Setting
 
 SIZES = "memory", "cores", "slots"
 """Rules by which an offer may become too small to be useful."""
+SIGNED_SUFFIX = ".signed"
+
+
+class SharedSettings(msgspec.Struct, frozen=True):
+    """A file of settings for many nodes, as a person writes it: tables as in node.toml."""
+
+    version: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
+    name: Annotated[str, msgspec.Meta(max_length=40)] = ""
+    resources: ResourcesTable = ResourcesTable()
+    offer: OfferTable = OfferTable()
+
 
 app = typer.Typer(
     cls=CommandGroup,
@@ -41,3 +66,92 @@ def set_rule(
         show([f"sends less: {offer['sends_less']}"])
     if offer["unread"]:
         show([f"this machine cannot measure, so does not keep: {', '.join(offer['unread'])}"])
+
+
+@app.command("sign")
+def sign(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="version = 3, name, [offer] and [resources].")],
+    out: Annotated[str, typer.Option("--out", metavar="FILE", help="Else FILE.signed.")] = "",
+    swarm: Annotated[str, typer.Option("--swarm", metavar="NAME", help="Else that of node.toml.")] = "",
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Sign settings with this data folder's key, for nodes that follow it; no node needs to run."""
+    from crypto.facts import IdentitySigner
+    from crypto.identity import SEED_BYTES, Identity
+    from node.config import resolve
+    from node.protocols.followed import SettingsBody, file_of, sign_settings
+    from node.storage.folder import IDENTITY_NAME, FolderStorage
+    from node.storage.keys import read_key
+
+    folder = find_data_dir(context, data_dir)
+    wanted = toml.read(Path(file), SharedSettings)
+    settings = settings_in(wanted)
+    seed = read_key(FolderStorage(folder), IDENTITY_NAME, SEED_BYTES) if folder.is_dir() else None
+    if seed is None:
+        raise UsageError(f"no key in {short_path(folder)}", "start a node once, which makes one: `peerloom`")
+    given = {"config": (context.obj or {}).get("config"), "swarm": swarm or None}
+    signed_for = resolve(given, os.environ).swarm.name
+    signer = IdentitySigner(Identity(seed), signed_for)
+    body = SettingsBody(wanted.value.version, wanted.value.name, settings)
+    path = Path(out or file + SIGNED_SUFFIX)
+    try:
+        path.write_bytes(file_of(sign_settings(signer, body), body.version))
+    except OSError as error:
+        raise UsageError(f"{path}: {(error.strerror or str(error)).lower()}") from None
+    if as_json:
+        rows = {each.name: each.value for each in settings}
+        show_json(
+            {"schema": "peerloom/signed/1", "file": str(path), "version": body.version, "settings": rows}
+        )
+        return
+    said = f"{path}: version {body.version} for swarm {signed_for}"
+    show([f"{said}; publish it: `peerloom config publish {path}`"])
+
+
+@app.command("publish")
+def publish(
+    context: typer.Context,
+    file: Annotated[str, typer.Argument(metavar="FILE", help="What `config sign` has written.")],
+    data_dir: DataDir = "",
+    as_json: AsJson = False,
+) -> None:
+    """Publish signed settings through the node on this machine, to all that follow their key."""
+    text = toml.read_text(Path(file))
+    found = ask(find_data_dir(context, data_dir), "config.publish", {"document": text})
+    if as_json:
+        show_json({"schema": "peerloom/published/1", **found})
+        return
+    whose = found["name"] or short_id(found["key"])
+    show([f"version {found['version']} of {whose} is published; nodes that follow it take it in seconds"])
+    if not found["is_stored"]:
+        show([f"it is stored again as more nodes come: {found['reason']}"])
+
+
+def settings_in(wanted: "toml.Document[SharedSettings]") -> "tuple[Setting, ...]":
+    """Return the settings of a file, each checked. Raises UsageError with its line."""
+    from node.config import RULES, read_setting
+    from node.protocols.followed import Setting
+
+    found = []
+    for rule in RULES:
+        table, _, key = ".".join(rule.key).rpartition(".")
+        given: Any = getattr(getattr(wanted.value, table, None), key, None) if table else None
+        if given is None:
+            continue
+        where = wanted.where(table, key)
+        if rule.name not in FOLLOWABLE:
+            raise UsageError(
+                f"{where}: {key} is each owner's own, and cannot be set for others",
+                f"these can: {', '.join(FOLLOWABLE)}",
+            )
+        texts = [str(each) for each in given] if isinstance(given, tuple) else [_text(given)]
+        for text in texts:
+            read_setting(f"{where}: {key}", text, rule.read)
+        found.append(Setting(rule.name, " ".join(texts)))
+    return tuple(found)
+
+
+def _text(value: str | int | bool) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -70,6 +70,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if document["capacity"] is not None:
         lines += compute_lines(document["capacity"])
     lines += offer_lines(document.get("offer"))
+    lines += follow_lines(document.get("follow"))
     lines += spare_lines(document.get("spare_process"))
     if (place := document.get("place")) is not None and place["is_doubted"]:
         doubt = f"{place['claimed']} is doubted: by its round trips it is in {place['location']}"
@@ -108,6 +109,18 @@ def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
     if document.get("sends_less"):
         lines.append(labelled("sends", f"less: {document['sends_less']}"))
     return lines
+
+
+def follow_lines(document: Mapping[str, Any] | None) -> list[str]:
+    """Return the lines for `follow` in a status document: whose settings are kept to, and which."""
+    if document is None:
+        return []
+    name = document["name"] or short_id(document["key"])
+    if document["version"] is None:
+        return [labelled("follows", f"{name}, of which no settings were found yet")]
+    lines = [labelled("follows", f"{name}, version {document['version']} since {document['since'][:16]}Z")]
+    lines += [labelled("", setting) for setting in document["settings"]]
+    return lines + [labelled("", f"skipped: {skipped}") for skipped in document["skipped"]]
 
 
 def spare_lines(document: Mapping[str, Any] | None) -> list[str]:

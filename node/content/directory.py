@@ -187,6 +187,22 @@ class Directory:
                 found += await self._entries(_entry(record))
         return found
 
+    async def read_all(self, key: str, bytes_max: int) -> list[bytes]:
+        """Return the values of all nodes under a key that can be had. Those of more than `bytes_max` are not
+        fetched, and values under sub-keys are left out."""
+        found = []
+        for record in self._live(await self._discovery.find(USER_PURPOSE, _name(key), careful=True)):
+            entry = _entry(record)
+            kind, data = entry.value[:1], entry.value[1:]
+            size_bytes = int.from_bytes(data[HASH_BYTES:], "big") if kind == _BLOB else len(data)
+            if record.publisher == NOBODY or kind not in (_PLAIN, _BLOB) or size_bytes > bytes_max:
+                continue
+            try:
+                found.append(await self._value(entry))
+            except PeerloomError:
+                continue  # its holders are gone, or it is malformed: the values of others are there
+        return found
+
     def _live(self, records: Iterable[Record]) -> list[Record]:
         """Return the records that have not expired by the clock of the swarm. Holders keep them for longer,
         for their clocks may differ from the publisher's."""

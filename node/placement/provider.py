@@ -65,7 +65,7 @@ class Provider:
     is, None where that is not looked at."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
-        self.config = config
+        self.config = self._owned = config
         self.unfenced: tuple[str, ...] = ()
         self.cannot_compute = ""
         """Why no stage can compute here at all, for a person; empty where it can."""
@@ -198,8 +198,9 @@ class Provider:
         resources = replace(self.config.resources, accept_runs=accept_runs)
         self.config = replace(self.config, resources=resources)
 
-    def set(self, name: str, text: str) -> Any:
-        """Change one setting until this node ends; its value. Raises UsageError."""
+    def set(self, name: str, text: str | None) -> Any:
+        """Change one setting until this node ends, or with None back to what its owner configured; its value.
+        Raises UsageError."""
         place = CHANGEABLE.get(name)
         if place is None:
             raise UsageError(
@@ -207,9 +208,12 @@ class Provider:
                 f"these can: {', '.join(sorted(CHANGEABLE))}",
             )
         rule, (table, key) = rule_of(name), place
-        items = [item for item in text.replace(",", " ").split() if item] if rule.many else [text]
-        read = [read_setting(f"{name}:", item, rule.read) for item in items]
-        value = tuple(read) if rule.many else read[0]
+        if text is None:
+            value = getattr(getattr(self._owned, table), key)
+        else:
+            items = [item for item in text.replace(",", " ").split() if item] if rule.many else [text]
+            read = [read_setting(f"{name}:", item, rule.read) for item in items]
+            value = tuple(read) if rule.many else read[0]
         self.config = replace(self.config, **{table: replace(getattr(self.config, table), **{key: value})})
         self._permit.reset()
         if self.read is not None:

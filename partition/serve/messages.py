@@ -111,9 +111,10 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """A unit for one stage; the version before names none, for it sends to peers that hold one. It keeps `position` tokens of the session, rolling back to that if it has more.
-    The last stage answers the `wanted` last rows, of each the `best` logits (0: all), or with `is_hidden` its
-    hidden state, of which the head makes logits. The tensors' bytes follow."""
+    """A unit for one stage; the version before names none, for it sends to peers that hold one. It keeps
+    `position` tokens of the session, rolling back to that if it has more. The last stage answers the `wanted`
+    last rows, of each the `best` logits (0: all), or with `is_hidden` its hidden state, of which the head
+    makes logits. The tensors' bytes follow."""
 
     session: Session
     number: UnitNumber

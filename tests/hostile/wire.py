@@ -28,7 +28,7 @@ from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, directory, exchange
 from node.local import column
 from node.protocols import audits as shown
-from node.protocols import checkpoint, manifest, services
+from node.protocols import checkpoint, followed, manifest, services
 from node.protocols import receipts as given
 from node.protocols import runs as runs
 from node.protocols.revision import REVISION_PURPOSE, RevisionBody
@@ -132,12 +132,13 @@ PURPOSES: Mapping[type, str] = {
     ReceiptBody: MEASURED_PURPOSE,
     services.ServiceManifest: services.SERVICE_PURPOSE,
     services.StopServiceBody: services.STOP_SERVICE_PURPOSE,
+    followed.SettingsBody: followed.SETTINGS_PURPOSE,
 }
 """What stands in a Fact, and for what it is signed."""
 
 FACTS: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
-    dht.messages.PROTOCOL: (dht.records.RecordBody,),
+    dht.messages.PROTOCOL: (dht.records.RecordBody, followed.SettingsBody),
     runs.RUNS_PROTOCOL: (manifest.Manifest, runs.LeaseBody, Plan, Segment, StopBody, RevisionBody, Ticket),
     given.RECEIPTS_PROTOCOL: (ReceiptBody,),
     services.SERVICES_PROTOCOL: (services.ServiceManifest, services.StopServiceBody),

@@ -59,6 +59,13 @@ COMPATIBLE: Mapping[str, Mapping[str, str]] = {
             " would refuse, with the fact and whoever passed it on"
         ),
     },
+    dht.messages.PROTOCOL: {
+        "SettingsBody: new": (
+            "a value under a key of its own, that a node stores as any other; only nodes that follow a key"
+            " read it"
+        ),
+        "Setting: new": "stands in SettingsBody alone",
+    },
     "/peerloom/services/1": {
         "ServiceManifest.version: one of 1, 2; required": (
             "2 is written for encoders alone, which the version before could not hold: it refuses the service"
