@@ -114,7 +114,8 @@ soak: $(READY) types-darwin docs
 	$(BIN)/python benchmarks/gossip_digits.py --columns
 	PEERLOOM_PROCESSES=1 $(BIN)/python -m pytest -s tests/test_local_processes.py tests/test_links_processes.py \
 		tests/test_cloudmesh.py tests/test_demo.py tests/test_hostile_member_processes.py \
-		tests/node/test_calibration.py tests/node/test_blocked_datagrams.py tests/node/test_following_processes.py
+		tests/node/test_calibration.py tests/node/test_blocked_datagrams.py tests/node/test_following_processes.py \
+		tests/test_goals.py
 	PEERLOOM_TURNS_SEEDS=50 $(BIN)/python -m pytest -s tests/node/test_turns.py
 	PEERLOOM_TURNS_FIRST_SEED=100 PEERLOOM_TURNS_SEEDS=10 $(BIN)/python -m pytest -s tests/node/test_fair_bursts.py
 	PEERLOOM_SUBMISSIONS=10 $(BIN)/python -m pytest -s tests/test_submissions.py

@@ -220,7 +220,8 @@ class Commands:
         run, chosen = await make_signed_run(self._node, run_file, prepared)
         if chosen:
             self._chosen[run.id] = chosen
-        self._node.runs.revising.ask_for(run, run_file.plan.priority, run_file.plan.deadline_minutes)
+        plan, goal = run_file.plan, run_file.goal
+        self._node.runs.revising.ask_for(run, plan.priority, plan.deadline_minutes, goal)
         self._node.runs.start_task(self._publish_run, run, of=None)
         return run
 

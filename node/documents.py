@@ -6,7 +6,7 @@ from typing import Any
 from crypto.identity import peer_text
 from node import events
 from node.offering import SENDS_LESS
-from node.settings_events import NodeConfigured
+from node.settings_events import NodeConfigured, RunGoalSet
 from node.text import cover_text
 
 _LAST_SECOND = datetime(9999, 12, 31, tzinfo=UTC).timestamp()
@@ -197,3 +197,11 @@ def follow_document(event: NodeConfigured | None) -> dict[str, Any] | None:
         "settings": list(event.settings),
         "skipped": list(event.skipped),
     }
+
+
+def goal_document(goal: RunGoalSet | None) -> dict[str, Any] | None:
+    """Return `goal` of a run's document: how fast its requester wants it; None where that is not said, or
+    this node is another."""
+    if goal is None:
+        return None
+    return {"samples_per_second": goal.samples_per_second, "seconds": goal.seconds}

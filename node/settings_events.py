@@ -1,4 +1,4 @@
-"""What happens to the settings of a node that follows a key (`node.following`)."""
+"""What is wanted: the settings that a node follows (`node.following`), and how fast a run is to be."""
 
 from crypto.identity import PeerId
 from node.events import Event
@@ -14,3 +14,11 @@ class NodeConfigured(Event, frozen=True, kw_only=True):
     since: float
     settings: tuple[str, ...]
     skipped: tuple[str, ...]
+
+
+class RunGoalSet(Event, frozen=True, kw_only=True):
+    """This node's own run is to train so many `samples_per_second`, over any `seconds` of it."""
+
+    run: str
+    samples_per_second: float
+    seconds: int

@@ -13,7 +13,7 @@ import msgspec
 
 from crypto.identity import PeerId
 from node import events
-from node.settings_events import NodeConfigured as NodeConfigured
+from node.settings_events import NodeConfigured, RunGoalSet
 
 JOINS_MAX = 64
 """Join attempts kept: the newest; older ones no longer explain the present."""
@@ -81,6 +81,7 @@ class RunView:
     steps_skipped: int = 0
     committed: events.StepCommitted | None = None
     revised: events.RunRevised | None = None
+    goal: RunGoalSet | None = None
     waits_for: tuple[tuple[PeerId, str], ...] = ()
     rounds: int = 0
     last_round: events.AveragingEnded | None = None
@@ -306,6 +307,12 @@ def _(event: events.RunChanged, state: State) -> State:
 def _(event: events.RunRevised, state: State) -> State:
     view = state.runs.get(event.run)
     return state if view is None else _with_run(state, replace(view, steps=event.steps, revised=event))
+
+
+@_fold.register
+def _(event: RunGoalSet, state: State) -> State:
+    view = state.runs.get(event.run)
+    return state if view is None else _with_run(state, replace(view, goal=event))
 
 
 @_fold.register

@@ -95,6 +95,8 @@ RUN_KEYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "plan.gflops_min": ("50", {}),
     "plan.priority": ("7", {}),
     "plan.deadline_minutes": ("9", {}),
+    "goal.samples_per_second": ("100", {}),
+    "goal.seconds": ("30", {"goal.samples_per_second": "100"}),
     "splits.validation": ('"other.npz"', {"data": '"rows.npz"'}),
     "splits.test": ('"other.npz"', {"data": '"rows.npz"'}),
     "splits.validation_share": ("0.2", {"data": '"rows.npz"'}),
@@ -186,7 +188,7 @@ def handed_on(text: str, folder: Path) -> tuple[Any, ...]:
     dataset: Dataset = datasets.load(wanted.source, folder, window=window)
     manifest = make_manifest(wanted, graph, graph_name, dataset, name="RUN.toml", created=1.0)
     is_own = wanted.train.federated
-    return manifest, wanted.plan.priority, wanted.plan.deadline_minutes, is_own
+    return manifest, wanted.plan.priority, wanted.plan.deadline_minutes, is_own, wanted.goal
 
 
 _GRAPHS: dict[Any, tuple[bytes, Any]] = {}

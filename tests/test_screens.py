@@ -18,7 +18,7 @@ from node.cli.runs import runs_lines
 from node.cli.screen import EventScreen, rate_text
 from node.cli.status import status_lines
 from node.errors import UsageError
-from node.settings_events import NodeConfigured
+from node.settings_events import NodeConfigured, RunGoalSet
 from node.state import State, apply
 from node.state_documents import event_document, peers_document, status_document
 from tests.node.serving.told import page_opened, serving_events
@@ -223,6 +223,7 @@ HISTORY: list[events.Event] = [
         at=NOW - 1, run="0123456789abcdef", outcome="done", detail="", weights="ab", is_here=True
     ),
     events.OfferChanged(at=NOW - 2, may_serve=False, reason="on battery"),
+    RunGoalSet(at=NOW - 2, run="0123456789abcdef", samples_per_second=400.0, seconds=60),
     NodeConfigured(
         at=NOW - 2,
         key=peer(2),
@@ -350,6 +351,7 @@ def test_the_screen_of_a_node() -> None:
         accuracy 0.975 on 360 unseen samples
         22:13:19   run 01234567 done
         22:13:18   serves no others now: on battery
+        22:13:18   run 01234567 is to train 400 samples/s over 60 s; an alert says where it does not
         22:13:18   settings of fleet, version 3: hours = 22:00-07:00, upload = 10Mbit/s
         22:13:18   settings that were skipped: cores (not allowed here)
         22:13:18   run 01234567 changed by its requester: 200 steps, priority 7, learning rate 0.001, paused
@@ -383,6 +385,10 @@ def test_the_screen_of_status() -> None:
           reachable   yes
           compute     cpu, 2 cores, 21.3 of 24.0 GB free, 118 GFLOP/s fp32 measured
           serves      nobody else: on battery
+          follows     fleet, version 3 since 2023-11-14T22:13Z
+                      hours = 22:00-07:00
+                      upload = 10Mbit/s
+                      skipped: cores (not allowed here)
           fences      incomplete: takes no stages but of its own runs
                       missing: files: no landlock
           members     0 others alive of 2 known

@@ -10,17 +10,20 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from node import events
+from node.settings_events import RunGoalSet
 from node.text import CLOCK_REMEDY, clock_text
 
 KINDS = (
     "clock_off", "disk_nearly_full", "identity_shared", "loss_not_finite", "loss_rising",
-    "peer_misbehaves", "replicas_below_wanted", "run_failed", "steps_slow",
+    "peer_misbehaves", "replicas_below_wanted", "run_below_goal", "run_failed", "steps_slow",
 )  # fmt: skip
 RUNS_WATCHED_MAX = 64
 LOSSES_AVERAGED = 20
 LOSS_RISE = 1.5
 """A mean of the newest losses so many times the lowest mean so far is a rise and no noise."""
 STEPS_REMEMBERED = 50
+STEPS_OF_GOAL_MAX = 4_096
+"""Steps by which a run's pace is judged: of a faster one the newest."""
 SLOW_STEPS = 5
 SLOW_FACTOR = 3.0
 """A run is slow after SLOW_STEPS steps in a row that each took over SLOW_FACTOR times the median before."""
@@ -70,6 +73,10 @@ class _Run:
     status: str = ""
     since: float = 0.0
     detail: str = ""
+    goal: RunGoalSet | None = None
+    trained: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=STEPS_OF_GOAL_MAX))
+    """When a step was committed, and its samples, from the one before the goal's time on."""
+    trains_since: float = math.inf
 
 
 class AlertRules:
@@ -93,8 +100,12 @@ class AlertRules:
                 self._committed(self._run(event.run), event)
             case events.ClockCompared():
                 self._skew = event
+            case RunGoalSet():
+                self._run(event.run).goal = event
             case events.RunChanged():
                 run = self._run(event.run)
+                if event.state in ("paused", "placing"):
+                    run.trains_since = math.inf  # it trains anew from its next step on
                 if run.status != event.state:
                     run.status, run.since = event.state, event.at
                 run.detail = event.reason
@@ -120,6 +131,8 @@ class AlertRules:
             run.slow = run.slow + 1 if event.seconds > SLOW_FACTOR * median(run.seconds) else 0
         if run.slow == 0:  # what is slow must not become what is usual while it is watched
             run.seconds.append(event.seconds)
+        run.trained.append((event.at, event.samples))
+        run.trains_since = min(run.trains_since, event.at)
         run.losses.append(event.loss)
         if len(run.losses) == LOSSES_AVERAGED and all(map(math.isfinite, run.losses)):
             run.lowest = min(run.lowest, sum(run.losses) / LOSSES_AVERAGED)
@@ -172,10 +185,33 @@ def _of_run(name: str, run: _Run, wall: float) -> list[Alert]:
         usual = median(run.seconds)
         text = f"the last {run.slow} steps of run {short} took {SLOW_FACTOR:g} times the usual {usual:.3g} s"
         found.append(Alert("steps_slow", name, "warn", text))
+    found += _below_goal(name, run, wall)
     if run.status in ("degraded", "paused") and wall - run.since > DEGRADED_SECONDS:
         text = f"run {short} has been {run.status} for {wall - run.since:.0f} s: {run.detail}"
         found.append(Alert("replicas_below_wanted", name, "warn", text))
     return found
+
+
+def _below_goal(name: str, run: _Run, wall: float) -> list[Alert]:
+    """A run of this node's own that trains less than was wanted, over the time for which it was wanted."""
+    goal = run.goal
+    if (
+        goal is None
+        or run.status in ("paused", "placing", "ending")
+        or wall - run.trains_since < goal.seconds
+    ):
+        return []
+    rows = [(at, samples) for at, samples in run.trained if at > wall - goal.seconds]
+    # Where so many steps are not remembered, those that are show the pace.
+    seconds = min(goal.seconds, wall - rows[0][0]) if len(rows) == STEPS_OF_GOAL_MAX else goal.seconds
+    rate = sum(samples for _, samples in rows) / max(seconds, 1e-3)
+    if rate >= goal.samples_per_second:
+        return []
+    wanted = f"{goal.samples_per_second:g} are wanted"
+    text = (
+        f"run {name[:8]} trains {rate:.3g} samples/s in the last {goal.seconds} s; {wanted}: more peers help"
+    )
+    return [Alert("run_below_goal", name, "warn", text)]
 
 
 def _of_disk(facts: Facts) -> list[Alert]:

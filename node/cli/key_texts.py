@@ -165,6 +165,8 @@ RUN_KEYS: Mapping[str, str] = {
     "plan.gflops_min": "only peers that were measured to be so fast, in 10^9 operations a second of a slot",
     "plan.priority": "among your own runs, 0 to 9; the higher goes first where providers are busy",
     "plan.deadline_minutes": "you are told when the run cannot be done by then; 0: no deadline",
+    "goal.samples_per_second": "an alert tells you where the run trains less; 0: no goal",
+    "goal.seconds": "over how long it must be so slow before you are told",
     "splits.validation": "a source of validation samples, as data is one",
     "splits.test": "a source of test samples",
     "splits.validation_share": "of the training samples, where there is no source",

@@ -450,6 +450,7 @@ def run_lines(run: Mapping[str, Any]) -> list[str]:
         lines.append(
             f"  changed to    {counted(revised['steps'], 'step')}, priority {revised['priority']}{rate}"
         )
+    lines += goal_lines(run)
     plan = run.get("plan")
     for number, stage in enumerate(plan["stages"] if plan else (), 1):
         layers = layers_text(*stage["layers"])
@@ -483,6 +484,16 @@ def run_text(run: Mapping[str, Any]) -> str:
     place = step_text(run)
     place = "steps not followed here" if place == "-" else f"step {place}"
     return f"{run['run']}  {run['model']} on {data_text(run['data'])}  {run['status']}  {place}{loss}"
+
+
+def goal_lines(run: Mapping[str, Any]) -> list[str]:
+    """Return how fast a run is wanted, and how fast its last step was."""
+    goal, last, now = run.get("goal"), run.get("last_step"), ""
+    if goal is None:
+        return []
+    if last and last["seconds"] and run["status"] not in _OVER:
+        now = f"; the last step had {last['samples'] / last['seconds']:.3g}"
+    return [f"  goal          {goal['samples_per_second']:g} samples/s over {goal['seconds']} s{now}"]
 
 
 def step_text(run: Mapping[str, Any]) -> str:

@@ -419,6 +419,10 @@ class EventScreen:
             lines.append(_at(event, f"settings that were skipped: {', '.join(event['skipped'])}"))
         return lines
 
+    def _goal_set(self, event: Event) -> list[str]:
+        wanted = f"{event['samples_per_second']:g} samples/s over {event['seconds']} s"
+        return [_at(event, f"run {event['run'][:8]} is to train {wanted}; an alert says where it does not")]
+
     def _revised(self, event: Event) -> list[str]:
         rate = "" if event["learning_rate"] is None else f", learning rate {event['learning_rate']:g}"
         paused = ", paused" if event["is_paused"] else ""
@@ -492,6 +496,7 @@ _RENDERERS = {
     "RunRevised": EventScreen._revised,
     "OfferChanged": EventScreen._offer_changed,
     "NodeConfigured": EventScreen._configured,
+    "RunGoalSet": EventScreen._goal_set,
     "RunResumed": EventScreen._resumed,
     "CheckpointKept": EventScreen._checkpoint_kept,
     "CheckpointFailed": EventScreen._checkpoint_failed,

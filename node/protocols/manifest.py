@@ -150,6 +150,11 @@ Objective = Literal["throughput", "energy"]
 DeviceKind = Literal["cuda", "mps", "cpu"]
 DEVICE_KINDS = 3
 STANDBYS_MAX = 8
+GOAL_MAX = 1e9
+"""Samples a second that are wanted: no swarm trains more."""
+GOAL_SECONDS = 60
+GOAL_SECONDS_MIN, GOAL_SECONDS_MAX = 5, 86_400
+"""Alerts are looked at every two seconds; who looks once a day needs none for longer."""
 """Each costs its stage a gradient's bytes each way in every step."""
 COMMON = "common"
 """In the place of kinds of devices: those near by, the most frequent first."""
@@ -203,6 +208,14 @@ class PlanTable(msgspec.Struct, frozen=True):
     deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
 
 
+class GoalTable(msgspec.Struct, frozen=True):
+    """`[goal]` of RUN.toml: the requester is told where the run trains less than `samples_per_second` over
+    the last `seconds`; 0: it has no goal. Not in the manifest: it is the requester's alone."""
+
+    samples_per_second: Annotated[float, msgspec.Meta(ge=0, le=GOAL_MAX)] = 0.0
+    seconds: Annotated[int, msgspec.Meta(ge=GOAL_SECONDS_MIN, le=GOAL_SECONDS_MAX)] = GOAL_SECONDS
+
+
 class PlaceWish(msgspec.Struct, frozen=True, array_like=True):
     """Where a run's stages may be, and on which devices: see PlanTable."""
 
@@ -242,6 +255,7 @@ class RunFile(msgspec.Struct, frozen=True):
     train: TrainTable = TrainTable()
     plan: PlanTable = PlanTable()
     splits: SplitsTable = SplitsTable()
+    goal: GoalTable = GoalTable()
     tokenizer: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
 
     @property

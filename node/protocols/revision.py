@@ -12,7 +12,7 @@ import msgspec
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
-from node.protocols.manifest import Run
+from node.protocols.manifest import GOAL_MAX, GOAL_SECONDS_MAX, Run
 from partition.plan.plan import STEPS_MAX, Hash
 from partition.steps.messages import RATE_MAX, RATE_UNIT
 
@@ -28,7 +28,8 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
 
     `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is where the
     run ends; both are None for what the manifest says. `deadline_milliseconds` (unix) is by when it should
-    be done: of one requester's runs of one priority the earliest has a slot first, 0 for no time.
+    be done: of one requester's runs of one priority the earliest has a slot first, 0 for no time. The
+    requester is told where the run trains less than `samples_per_second` over `goal_seconds`, 0 for no goal.
     """
 
     run: Hash
@@ -38,6 +39,8 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
     priority: Annotated[int, msgspec.Meta(ge=0, le=PRIORITY_MAX)] = PRIORITY
     is_paused: bool = False
     deadline_milliseconds: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    samples_per_second: Annotated[float, msgspec.Meta(ge=0, le=GOAL_MAX)] = 0.0
+    goal_seconds: Annotated[int, msgspec.Meta(ge=0, le=GOAL_SECONDS_MAX)] = 0
 
 
 def check_changes(changes: Mapping[str, object]) -> None:

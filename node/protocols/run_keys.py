@@ -36,6 +36,8 @@ EXACT_ONLY = MappingProxyType(
         "plan.objective": "in local mode no plan is solved",
         "plan.priority": "in local mode members join where a slot is free, and wait in no queue",
         "plan.deadline_minutes": "in local mode members join where a slot is free, and wait in no queue",
+        "goal.samples_per_second": "in local mode every member trains at its own pace",
+        "goal.seconds": "in local mode every member trains at its own pace",
     }
 )
 """Keys that only `train.mode = "exact"` reads, and why local mode does not."""
@@ -56,6 +58,8 @@ class Run(Protocol):
     def train(self) -> Any: ...
     @property
     def plan(self) -> Any: ...
+    @property
+    def goal(self) -> Any: ...
 
 
 def is_given(run: Run, key: str) -> bool:
@@ -96,6 +100,11 @@ def check_keys(run: Run, where: str) -> None:
         raise UsageError(
             f'{where}: plan.standbys: has no effect with plan.objective = "energy": idle machines stay idle',
             'leave plan.standbys out, or plan.objective = "throughput"',
+        )
+    if is_given(run, "goal.seconds") and not run.goal.samples_per_second:
+        raise UsageError(
+            f"{where}: goal.seconds: has no effect without goal.samples_per_second",
+            "give goal.samples_per_second too, such as 100",
         )
     if run.tokenizer and ".py:" in run.source:
         raise UsageError(

@@ -13,6 +13,7 @@ from node.protocols.notices import Notice, RunEvent, event_of, news_of
 from node.runs.best import BestState
 from node.runs.context import Service
 from node.runs.steering import Steering
+from node.settings_events import RunGoalSet
 from partition.plan.plan import Plan, plan_hash
 from partition.run.member import Member
 from partition.run.stall import StallClock
@@ -35,6 +36,7 @@ class ProgressReports:
         self.shown = Shown()
         self._steering = steering
         self._deadline = DeadlineWatch()
+        self._goal: tuple[float, int] | None = None
         self._service = service
         self._run = run
         self._core = core
@@ -48,6 +50,7 @@ class ProgressReports:
                 return
             self.shown.committed = event
             self._watch_deadline(event)
+            self._tell_goal(event)
         elif isinstance(event, RunEvaluated):
             self.shown.evaluated = event
             self._best.heard(event)
@@ -66,6 +69,16 @@ class ProgressReports:
             reason = said or "its deadline can be met again"
             at = self._service.seams.clock.wall()
             self._service.publish(RunChanged(at=at, run=self._run.text, state="running", reason=reason))
+
+    def _tell_goal(self, event: StepCommitted) -> None:
+        """Tell the requester's node what it wants of the run, which it is held to from now on."""
+        goal = self._steering.goal
+        if goal == self._goal or goal is None or self._run.requester != self._service.signer.peer:
+            return
+        self._goal = goal
+        self._service.publish(
+            RunGoalSet(at=event.at, run=self._run.text, samples_per_second=goal[0], seconds=goal[1])
+        )
 
     def tell(self, plan: Plan, event: RunEvent) -> None:
         """As the committer: publish an event here and tell all other members to do the same."""

@@ -16,7 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
-from node.protocols.manifest import Run
+from node.protocols.manifest import GoalTable, Run
 from node.protocols.revision import PRIORITY, RevisionBody, check_revision, make_revision, read_revision
 from node.protocols.runs import Describe, Described, Reply, Revise
 from node.runs.member import RunMember
@@ -32,6 +32,7 @@ first."""
 ASKED_AT_ONCE_MAX = 16
 ASK_SECONDS_MAX = 3.0
 _FACT_BYTES_MAX = 512
+NO_GOAL = GoalTable()
 
 
 class Service(StoppingService, Protocol):
@@ -85,13 +86,20 @@ class Revising:
             "left": len(delivery.left),
         }
 
-    def ask_for(self, run: Run, priority: int, deadline_minutes: int) -> None:
-        """Sign the priority and the deadline of a new run of this node, if they are unusual."""
-        if (priority, deadline_minutes) == (PRIORITY, 0):
+    def ask_for(self, run: Run, priority: int, deadline_minutes: int, goal: GoalTable = NO_GOAL) -> None:
+        """Sign the priority, the deadline and the goal of a new run of this node, if they are unusual."""
+        if (priority, deadline_minutes, goal.samples_per_second) == (PRIORITY, 0, 0.0):
             return
         now = int(self._runs.seams.swarm_clock.wall() * 1000)
         deadline = now + deadline_minutes * 60_000 if deadline_minutes else 0
-        body = RevisionBody(run.id, 1, priority=priority, deadline_milliseconds=deadline)
+        body = RevisionBody(
+            run.id,
+            1,
+            priority=priority,
+            deadline_milliseconds=deadline,
+            samples_per_second=goal.samples_per_second,
+            goal_seconds=goal.seconds if goal.samples_per_second else 0,
+        )
         fact = make_revision(self._runs.signer, body)
         self._runs.seams.storage.write(revision_name(run.text), encode(fact))
 

@@ -79,6 +79,13 @@ class Steering:
         return self.body.deadline_milliseconds / 1000 - self._service.seams.swarm_clock.wall()
 
     @property
+    def goal(self) -> tuple[float, int] | None:
+        """The samples a second that its requester wants, and over how many seconds; None: it said none."""
+        if self.body is None or not self.body.samples_per_second:
+            return None
+        return self.body.samples_per_second, self.body.goal_seconds
+
+    @property
     def run(self) -> Run:
         """Return the run with its present number of steps."""
         manifest = self._run.manifest

@@ -52,6 +52,14 @@ UNNAMED: Mapping[str, tuple[type, ...]] = {
 }
 """What is said before any name: no version of it can be chosen, so it may only grow."""
 
+GOAL_FIELDS = {
+    f"RevisionBody.{field}": "a field at the end, which the requester's own node alone acts on"
+    for field in (
+        "samples_per_second: float >= 0 <= 1,000,000,000.0; without it `0.0`",
+        "goal_seconds: int >= 0 <= 86,400; without it `0`",
+    )
+}
+
 COMPATIBLE: Mapping[str, Mapping[str, str]] = {
     gossip.swim.PROTOCOL: {
         "AliveBody.circuits: list <= 8 of (text <= 200); without it empty": (
@@ -74,6 +82,8 @@ COMPATIBLE: Mapping[str, Mapping[str, str]] = {
             "a field at the end, 0 in all manifests of version 1"
         ),
     },
+    runs.RUNS_PROTOCOL: GOAL_FIELDS,
+    runs.PIPELINE_PROTOCOL: GOAL_FIELDS,
     "the hello of a connection": {
         'Hello.kind: one of "identify", "message", "path", "stream"; required': (
             "a path is offered to a peer that cannot be dialled back; the version before hangs up, and the"

@@ -12,6 +12,7 @@ from node.alerts.rules import SLOW_STEPS, AlertRules, Facts
 from node.alerts.service import Alerts
 from node.config import Config
 from node.errors import UsageError
+from node.settings_events import RunGoalSet
 from tests.node.web.world import STARTED, Told, run_events
 
 RUN = "ab" * 8
@@ -161,3 +162,32 @@ def test_an_alert_is_told_once_and_cleared_once() -> None:
 def test_only_urls_of_the_web_are_webhooks(text: str) -> None:
     with pytest.raises(UsageError):
         config.resolve({"alert_webhook": text}, {})
+
+
+def test_a_run_below_its_goal_is_told_after_the_time_that_was_stated() -> None:
+    goal = RunGoalSet(at=STARTED, run=RUN, samples_per_second=10.0, seconds=20)
+
+    def now(rules: AlertRules, seconds: float) -> set[str]:
+        return kinds(rules, wall=STARTED + seconds, monotonic=seconds)
+
+    slow = watching(step(0), goal, *(step(number) for number in range(1, 31)))  # 8 samples a second
+    assert now(slow, 15) == set(), "it has not trained for that long"
+    assert now(slow, 30) == {"run_below_goal"}
+    fast = watching(step(0), goal, *(step(number) for number in range(1, 31)))
+    for number in range(1, 31):
+        fast.take(step(number))  # twice as many
+    assert now(fast, 30) == set()
+    assert now(fast, 60) == {"run_below_goal"}, "without any step it trains nothing"
+    assert now(watching(step(0), *(step(number) for number in range(1, 31))), 60) == set(), "it has no goal"
+
+
+def test_a_paused_run_is_not_below_its_goal() -> None:
+    goal = RunGoalSet(at=STARTED, run=RUN, samples_per_second=10.0, seconds=20)
+    paused = events.RunChanged(at=STARTED + 31, run=RUN, state="paused", reason="its requester paused it")
+    resumed = events.RunChanged(at=STARTED + 50, run=RUN, state="running", reason="")
+    rules = watching(goal, *(step(number) for number in range(31)), paused)
+    assert kinds(rules, wall=STARTED + 40, monotonic=40) == set()
+    rules.take(resumed)
+    rules.take(step(55))
+    assert kinds(rules, wall=STARTED + 60, monotonic=60) == set(), "it begins anew"
+    assert kinds(rules, wall=STARTED + 80, monotonic=80) == {"run_below_goal"}
