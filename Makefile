@@ -125,6 +125,7 @@ soak: $(READY) types-darwin docs
 	PEERLOOM_TUTORIALS=1 $(BIN)/python -m pytest -s tests/test_tutorials.py
 	PEERLOOM_CONTAINER=1 $(BIN)/python -m pytest -s tests/test_container.py
 	PEERLOOM_ROLLING=1 $(BIN)/python -m pytest -s tests/rolling
+	PEERLOOM_INTERPRETERS=1 $(BIN)/python -m pytest -s tests/test_interpreters.py
 	PEERLOOM_WHEEL=1 $(BIN)/python -m pytest -s tests/test_wheel.py
 	PEERLOOM_SCRIPTS=3 $(BIN)/python -m pytest -s tests/test_pytorch_script.py
 	PEERLOOM_CHURN_SECONDS=600 $(BIN)/python -m pytest -s tests/gossip/averaging/test_churn.py

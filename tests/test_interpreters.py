@@ -1,0 +1,98 @@
+"""Other versions of Python than that of the tests: what is declared, and what they would refuse.
+
+Only Python 3.11 plays every test. Here each file is held to what 3.12 to 3.14 have removed, and where such an
+interpreter is installed, also by pyenv, it reads all files with warnings as errors; PEERLOOM_INTERPRETERS=1
+has it play a node.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.installed import typed
+from tests.source import PACKAGES, ROOT, imports, sources
+
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+REMOVED = frozenset(
+    {
+        "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "imghdr",
+        "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "ossaudiodev", "pipes", "smtpd", "sndhdr",
+        "spwd", "sunau", "telnetlib", "uu", "xdrlib",
+    }
+)  # fmt: skip
+"""Modules of 3.11's standard library that 3.12 (PEP 632, PEP 594) or 3.13 no longer have."""
+INSTALL_SECONDS_MAX = 600.0
+READ = """
+import pathlib, sys, warnings
+warnings.simplefilter("error")
+for name in sys.argv[1:]:
+    for path in sorted(pathlib.Path(name).rglob("*.py")):
+        compile(path.read_text(encoding="utf-8"), str(path), "exec")
+"""
+WATCHED = (
+    "python -m node --data-dir d --listen 127.0.0.1:0 --no-lan --web off --log text > lines & i=0;"
+    " until python -m node status --data-dir d; do i=$((i+1)); test $i -lt 100 || exit 1; sleep 0.5; done;"
+    " python -m node leave --data-dir d"
+)
+others = pytest.mark.parametrize("version", VERSIONS[1:])
+
+
+def interpreter(version: str) -> str:
+    """The path of an interpreter; skips where it is not installed."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    usual = shutil.which(f"python{version}")
+    kept = sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))
+    for found in ([] if usual is None else [usual]) + kept:
+        # A shim of pyenv is there for every version, and refuses those that are not chosen.
+        if subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
+            return found
+    pytest.skip(f"no python{version} on this machine")
+
+
+def test_the_versions_that_are_declared_are_those_of_the_support_statement() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = [each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3." in each]
+    assert tuple(declared) == VERSIONS
+    assert project["requires-python"] == f">={VERSIONS[0]}"
+    support = (ROOT / "CHANGELOG.md").read_text().partition("## Support")[2]
+    assert all(version in support for version in (VERSIONS[0], VERSIONS[1], VERSIONS[-1]))
+
+
+def test_no_module_is_imported_that_newer_versions_lack() -> None:
+    every = sources(*PACKAGES, "tests", "benchmarks", "examples")
+    found = {
+        (each.place, name) for each in every for _, name in imports(each) if name.split(".")[0] in REMOVED
+    }
+    assert found == set()
+
+
+@others
+def test_a_newer_interpreter_reads_every_file_without_a_warning(version: str) -> None:
+    folders = [str(ROOT / name) for name in (*PACKAGES, "tests", "examples")]
+    subprocess.run([interpreter(version), "-c", READ, *folders], check=True, timeout=120)
+
+
+@others
+@pytest.mark.skipif("PEERLOOM_INTERPRETERS" not in os.environ, reason="installs: PEERLOOM_INTERPRETERS=1")
+def test_a_node_lives_under_a_newer_interpreter(version: str, tmp_path: Path) -> None:
+    python = interpreter(version)
+    subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
+    scripts = tmp_path / "venv" / "bin"
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    subprocess.run(
+        [str(scripts / "pip"), "install", "-q", "-c", str(ROOT / "constraints.txt"), *wanted],
+        check=True,
+        timeout=INSTALL_SECONDS_MAX,
+    )
+    ended = typed(WATCHED, tmp_path, [scripts])
+    assert ended.returncode == 0, ended.stderr
+    assert "left" in ended.stdout
+
+
+def test_the_tests_run_under_a_declared_version() -> None:
+    assert f"{sys.version_info[0]}.{sys.version_info[1]}" in VERSIONS
