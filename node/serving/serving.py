@@ -323,10 +323,10 @@ class Serving:
         self.act()
 
     def _take_unit(self, now: float, sender: PeerId, work: Work, payload: memoryview) -> Sends:
-        service = self.provider.service_of(work.session)
-        if service is None:
+        if not self.provider.knows_session(work.session):
             return []
-        member = self.hosting.members.get((service, work.stage))
+        key = self.provider.stage_of(work)
+        member = None if key is None else self.hosting.members.get(key)
         if member is None or member.stage is None:
             raise RemoteProtocolError("a unit of a session for a stage that does not serve it")
         try:

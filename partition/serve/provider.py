@@ -170,10 +170,16 @@ class SessionProvider:
         gone = [e for e in self._sessions.values() if e.service == service and number in e.parts]
         return [send for each in gone for send in self._close(each, code, reason)]
 
-    def service_of(self, session: bytes) -> bytes | None:
-        """Return the service of a session that is open; None: there is no such session."""
-        found = self._sessions.get(session)
-        return None if found is None else found.service
+    def knows_session(self, session: bytes) -> bool:
+        """Return whether a session is open here."""
+        return session in self._sessions
+
+    def stage_of(self, work: Work) -> StageKey | None:
+        """Return the service and the number of the stage that a unit is for; None: its session is not served
+        here by that stage."""
+        found = self._sessions.get(work.session)
+        part = None if found is None else found.part(work.stage)
+        return None if found is None or part is None else (found.service, part.stage)
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether a peer has a session here, or sends units of one."""
