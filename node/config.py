@@ -26,6 +26,7 @@ from node.config_file import ConfigFile, Scope
 from node.config_file import Preset as Preset
 from node.errors import UsageError
 from node.offering import (
+    ALL_FOLLOWABLE,
     FOLLOWABLE,
     Offering,
     read_bandwidth,
@@ -182,7 +183,7 @@ class Follow:
     """The `key` whose signed settings the daemon keeps to, and which of them its owner lets it set."""
 
     key: PeerId | None = None
-    allow: tuple[str, ...] = FOLLOWABLE
+    allow: tuple[str, ...] = (ALL_FOLLOWABLE,)
 
 
 @dataclass(frozen=True)
@@ -300,7 +301,7 @@ RULES = (
     Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
     Rule("alert_command", ("alerts", "command"), read_command),
     Rule("follow", ("follow", "key"), read_followed),
-    Rule("follow_allow", ("follow", "allow"), one_of(*FOLLOWABLE), many=True),
+    Rule("follow_allow", ("follow", "allow"), one_of(ALL_FOLLOWABLE, *FOLLOWABLE), many=True),
     Rule("allow_unfenced", ("resources", "allow_unfenced"), read_switch),
     Rule("calibrate", ("resources", "calibrate"), read_switch),
     Rule("spare_process", ("resources", "spare_process"), read_switch),

@@ -71,7 +71,7 @@ class RelayTable(msgspec.Struct, frozen=True):
 
 class FollowTable(msgspec.Struct, frozen=True):
     key: str | None = None
-    allow: Annotated[tuple[str, ...], msgspec.Meta(max_length=len(FOLLOWABLE))] | None = None
+    allow: Annotated[tuple[str, ...], msgspec.Meta(max_length=len(FOLLOWABLE) + 1)] | None = None
 
 
 class ConfigFile(msgspec.Struct, frozen=True):

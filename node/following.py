@@ -2,7 +2,7 @@
 
     [follow]
     key = "12D3KooW..."        # whose signed settings this node keeps to
-    allow = ["hours", "upload"]   # which of them; without it all that may be set from outside
+    allow = ["hours", "upload"]   # which of them; "all", or without it: all that may be set from outside
 
 The values stand under `settings/<key>` in the DHT, whoever has stored them: the signature counts, and of
 several the greatest version. A broadcast says that there is a newer one, so nodes look at once; besides they
@@ -31,6 +31,7 @@ from node.control import CommandHandler, Emit
 from node.errors import UsageError
 from node.events import Event
 from node.journal import Journal
+from node.offering import ALL_FOLLOWABLE, FOLLOWABLE
 from node.protocols.followed import (
     SETTINGS_BYTES_MAX,
     VERSION_MAX,
@@ -93,13 +94,14 @@ class LocalNode(Protocol):
     def set(self, name: str, text: str | None) -> None: ...
 
 
-class Following:
+class SettingsFollower:
     """One node's. `restore` once, before `run`."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
         self._key = node.config.follow.key
-        self._allowed = frozenset(node.config.follow.allow)
+        allowed = node.config.follow.allow
+        self._allowed = frozenset(FOLLOWABLE if ALL_FOLLOWABLE in allowed else allowed)
         self._taken: SettingsBody | None = None
         self._applied: dict[str, str] = {}
         self._published: tuple[Fact, SettingsBody] | None = None

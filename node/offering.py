@@ -29,6 +29,8 @@ Metered = Literal["no", "less", "never"]
 LowBattery = Literal["less", "never"]
 
 
+ALL_FOLLOWABLE = "all"
+"""Every setting that may be set from outside."""
 FOLLOWABLE = (
     "accept_runs", "battery_low", "battery_min", "cores", "disk", "download", "hours", "idle", "load",
     "mains_only", "memory", "metered", "peer_cache", "peer_sessions", "peer_tokens", "peers", "runs",

@@ -23,8 +23,7 @@ MEMBERS_KEPT_MAX = 2_048
 """Ended runs and gone members shown beside the present ones: the newest. Strangers make more of both."""
 ALERTS_MAX = 64
 """Alerts shown at once: some kinds, for the runs that go on."""
-LOSSES_MAX = 100_000
-VALIDATIONS_MAX = 1_000
+LOSSES_MAX, VALIDATIONS_MAX = 100_000, 1_000
 """Losses kept per run, so that a long run's curve stays whole within bounded memory."""
 
 

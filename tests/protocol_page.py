@@ -63,11 +63,12 @@ def bounds(kind: Any, unit: str = "") -> str:
     if isinstance(kind, types.IntType | types.FloatType):
         limits = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
         # typing takes 10 and 10.0 for one, and keeps whichever a process has read first.
-        return "".join(
-            f" {sign} {int(limit) if limit == int(limit) else limit:,}"
-            for sign, limit in limits
-            if limit is not None
-        )
+        is_whole = isinstance(kind, types.IntType)
+        found = [(sign, limit) for sign, limit in limits if limit is not None]
+        exact = [
+            (sign, is_whole or (abs(limit) < 1e16 and limit == int(limit)), limit) for sign, limit in found
+        ]
+        return "".join(f" {sign} {int(limit) if whole else float(limit):,}" for sign, whole, limit in exact)
     if kind.min_length == kind.max_length and kind.max_length is not None:
         return f" of {kind.max_length:,}{unit}"
     low = f" >= {kind.min_length:,}{unit}" if kind.min_length else ""

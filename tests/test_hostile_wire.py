@@ -53,6 +53,7 @@ ELSEWHERE = {
     "node.stages.host": "answers of a stage's process: tests.partition.hostile_stage",
     "node.stages.process": "requests to a stage's process, by its own node",
     "node.transport.router": "hellos: tests.hostile.guests",
+    "node.following": "a hint by a broadcast, and this node's own disk: tests.node.test_following",
     "node.transport.beacon": "beacons: tests.hostile.packets",
 }
 SAMPLES = 100

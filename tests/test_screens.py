@@ -580,20 +580,6 @@ def test_a_result_counts_what_the_loss_counts(counted: int, what: str) -> None:
     assert screen.lines(event_document(result)) == [f"accuracy 0.500 on 360 unseen {what}"]
 
 
-def test_direct_paths_are_traffic_and_broken_streams_no_refusals() -> None:
-    counters = {
-        "paths_direct": 1,
-        "links_measured": 1,
-        "streams_opened": 2,
-        "streams_broken": 3,
-        "streams_refused_busy": 4,
-    }
-    lines = status_lines(status_document(state(), NOW, counters))
-    assert " ".join(" ".join(lines[-3:]).split()) == (
-        "traffic streams opened 2 broken streams broken 3 refused streams refused busy 4"
-    )
-
-
 def test_moved_layers_are_told_from_a_way_back_to_a_checkpoint() -> None:
     screen = EventScreen()
     first = next(event for event in HISTORY if isinstance(event, events.RunPlanned))

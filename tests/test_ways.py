@@ -1,9 +1,10 @@
-"""How the screen of members says which way each is spoken to."""
+"""How screens say which way peers are spoken to."""
 
 import pytest
 
 from node.cli.peers import peers_lines
-from node.state_documents import peers_document
+from node.cli.status import status_lines
+from node.state_documents import peers_document, status_document
 from tests.test_screens import NOW, state
 
 
@@ -32,3 +33,17 @@ def test_the_way_to_a_peer_is_shown_with_its_relay_and_its_cost(
     lines = "\n".join(peers_lines(document))
     assert told.replace("RELAY", other["name"]) in lines
     assert bool(told) == ("spoken to" in lines)
+
+
+def test_direct_paths_are_traffic_and_broken_streams_no_refusals() -> None:
+    counters = {
+        "paths_direct": 1,
+        "links_measured": 1,
+        "streams_opened": 2,
+        "streams_broken": 3,
+        "streams_refused_busy": 4,
+    }
+    lines = status_lines(status_document(state(), NOW, counters))
+    assert " ".join(" ".join(lines[-3:]).split()) == (
+        "traffic streams opened 2 broken streams broken 3 refused streams refused busy 4"
+    )

@@ -161,8 +161,7 @@ def stop(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJs
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/stop/1", **result})
         return
-    left = f"; {result['left']} have still to hear of it" if result["left"] else ""
-    show([f"run {result['run'][:8]} stopped; {_told(result)}{left}"])
+    show([f"run {result['run'][:8]} stopped; {_told(result)}"])
 
 
 @app.command()
@@ -304,9 +303,7 @@ def metrics(
 
 
 def _number_text(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:.6g}"
-    return "-" if value is None else str(value)
+    return f"{value:.6g}" if isinstance(value, float) else ("-" if value is None else str(value))
 
 
 @app.command()
@@ -348,27 +345,26 @@ def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *,
         return
     rate = "" if result["learning_rate"] is None else f", learning rate {result['learning_rate']:g}"
     word = "paused" if result["is_paused"] else "goes on"
-    left = f"; {result['left']} have still to hear of it" if result["left"] else ""
     said = f"{word}: {counted(result['steps'], 'step')}, priority {result['priority']}{rate}"
-    show([f"run {result['run'][:8]} {said}; {_told(result)}{left}"])
+    show([f"run {result['run'][:8]} {said}; {_told(result)}"])
 
 
 def _told(result: Mapping[str, Any]) -> str:
-    return counted(result["told"], "other member knows", "other members know")
+    left = f"; {result['left']} have still to hear of it" if result["left"] else ""
+    return counted(result["told"], "other member knows", "other members know") + left
 
 
 def fetch_weights(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
-    """Have the node put the weights of `run` into the file `out`, or the whole model into a folder; says so
-    on stderr."""
+    """Have the node write the weights of `run` to a file, or the whole model to a folder."""
     if is_folder_path(out):
         return fetch_folder(data_dir, run, out, model)
     if model:
         raise UsageError(f"--model {model}: has no effect on a file of weights", f"--out {out}/")
-    path = str(output_path(out))
-    result: dict[str, Any] = ask(data_dir, "runs.fetch", {"run": run, "out": path}, seconds=None)
+    arguments = {"run": run, "out": str(output_path(out))}
+    result: dict[str, Any] = ask(data_dir, "runs.fetch", arguments, seconds=None)
     size = f", {bytes_text(result['size_bytes'])}" if "size_bytes" in result else ""
     show([f"weights in {out}{size}"], sys.stderr)
-    return {"schema": "peerloom/fetch/1", "run": run, "out": path} | result
+    return {"schema": "peerloom/fetch/1", **arguments} | result
 
 
 def runs_lines(document: Mapping[str, Any], names: Mapping[str, str] = MappingProxyType({})) -> list[str]:

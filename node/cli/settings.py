@@ -20,7 +20,7 @@ from node.offering import FOLLOWABLE, OfferTable
 from node.paths import short_path
 
 if TYPE_CHECKING:
-    from node.protocols.followed import Setting
+    from node.protocols.followed import SharedSetting
 
 SIZES = "memory", "cores", "slots"
 """Rules by which an offer may become too small to be useful."""
@@ -129,10 +129,10 @@ def publish(
         show([f"it is stored again as more nodes come: {found['reason']}"])
 
 
-def settings_in(wanted: "toml.Document[SharedSettings]") -> "tuple[Setting, ...]":
+def settings_in(wanted: "toml.Document[SharedSettings]") -> "tuple[SharedSetting, ...]":
     """Return the settings of a file, each checked. Raises UsageError with its line."""
     from node.config import RULES, read_setting
-    from node.protocols.followed import Setting
+    from node.protocols.followed import SharedSetting
 
     found = []
     for rule in RULES:
@@ -149,7 +149,7 @@ def settings_in(wanted: "toml.Document[SharedSettings]") -> "tuple[Setting, ...]
         texts = [str(each) for each in given] if isinstance(given, tuple) else [_text(given)]
         for text in texts:
             read_setting(f"{where}: {key}", text, rule.read)
-        found.append(Setting(rule.name, " ".join(texts)))
+        found.append(SharedSetting(rule.name, " ".join(texts)))
     return tuple(found)
 
 

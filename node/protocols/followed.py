@@ -28,7 +28,7 @@ VERSION_MAX = 2**53
 Version = Annotated[int, msgspec.Meta(ge=1, lt=VERSION_MAX)]
 
 
-class Setting(msgspec.Struct, frozen=True, array_like=True):
+class SharedSetting(msgspec.Struct, frozen=True, array_like=True):
     """A setting by the name that `peerloom config set` has for it, and its value as a person writes it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
@@ -40,7 +40,7 @@ class SettingsBody(msgspec.Struct, frozen=True, array_like=True):
 
     version: Version
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
-    settings: Annotated[tuple[Setting, ...], msgspec.Meta(max_length=SETTINGS_MAX)]
+    settings: Annotated[tuple[SharedSetting, ...], msgspec.Meta(max_length=SETTINGS_MAX)]
 
     def __post_init__(self) -> None:
         if len({each.name for each in self.settings}) != len(self.settings):

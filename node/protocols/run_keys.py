@@ -36,8 +36,8 @@ EXACT_ONLY = MappingProxyType(
         "plan.objective": "in local mode no plan is solved",
         "plan.priority": "in local mode members join where a slot is free, and wait in no queue",
         "plan.deadline_minutes": "in local mode members join where a slot is free, and wait in no queue",
-        "goal.samples_per_second": "in local mode every member trains at its own pace",
         "goal.seconds": "in local mode every member trains at its own pace",
+        "goal.samples_per_second": "in local mode every member trains at its own pace",
     }
 )
 """Keys that only `train.mode = "exact"` reads, and why local mode does not."""

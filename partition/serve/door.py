@@ -525,6 +525,7 @@ class Door:
                 attempt.sent - begin,
                 wanted,
                 generation.wish.best if wanted else 0,
+                stage=0,
                 is_hidden=generation.wish.is_hidden,
             )
             attempt.units += 1

@@ -16,13 +16,13 @@ from node import toml
 from node.cli.settings import SharedSettings, settings_in
 from node.config import Config, Follow
 from node.errors import UsageError
-from node.following import Following, PublishRequest
+from node.following import PublishRequest, SettingsFollower
 from node.offering import FOLLOWABLE
 from node.placement.provider import CHANGEABLE, Provider
 from node.protocols.followed import (
     SETTINGS_BYTES_MAX,
-    Setting,
     SettingsBody,
+    SharedSetting,
     fact_in,
     fact_of,
     file_of,
@@ -38,7 +38,7 @@ SWARM = "default"
 
 
 def signed(version: int, by: Identity = FLEET, swarm: str = SWARM, **settings: str) -> Fact:
-    rows = tuple(Setting(name, value) for name, value in settings.items())
+    rows = tuple(SharedSetting(name, value) for name, value in settings.items())
     return sign_settings(IdentitySigner(by, swarm), SettingsBody(version, "fleet", rows))
 
 
@@ -55,7 +55,7 @@ class World:
         self.told: list[NodeConfigured] = []
         self.values: list[bytes] = []
         self.dht: Any = self
-        self.following = Following(self)
+        self.following = SettingsFollower(self)
 
     async def read_all(self, key: str, bytes_max: int) -> list[bytes]:
         assert key == f"settings/{peer_text(FLEET.peer)}"
@@ -142,9 +142,9 @@ def test_no_identity_address_path_or_program_can_be_followed() -> None:
 
 def test_hostile_documents_are_refused(tmp_path: Path) -> None:
     signer = IdentitySigner(ME, SWARM)
-    many = tuple(Setting(f"s{number}", "x") for number in range(33))
-    twice = (Setting("hours", "always"), Setting("hours", ""))
-    for rows in (many, twice, (Setting("hours", "x" * 5_000),)):
+    many = tuple(SharedSetting(f"s{number}", "x") for number in range(33))
+    twice = (SharedSetting("hours", "always"), SharedSetting("hours", ""))
+    for rows in (many, twice, (SharedSetting("hours", "x" * 5_000),)):
         fact = IdentitySigner(FLEET, SWARM).sign(
             "settings", encode([5, "x", [[r.name, r.value] for r in rows]])
         )
@@ -164,14 +164,14 @@ def test_hostile_documents_are_refused(tmp_path: Path) -> None:
 async def test_a_version_is_published_once_and_only_upwards(tmp_path: Path) -> None:
     world = World(tmp_path)
     text = file_of(signed(5, hours="22:00-07:00"), 5).decode()
-    document: Any = await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]
+    document: Any = await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     assert (document["version"], document["name"], document["is_stored"]) == (5, "fleet", True)
     assert str(world.provider.rules.hours) == "22:00-07:00", "its own node follows the key too"
     with pytest.raises(UsageError, match="version 5 is not above version 5"):
-        await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]
+        await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     foreign = file_of(signed(6, swarm="another"), 6).decode()
     with pytest.raises(UsageError, match="no settings signed for swarm default"):
-        await world.following._publish(PublishRequest(foreign), None)  # type: ignore[arg-type]
+        await world.following._publish(PublishRequest(foreign), None)  # type: ignore[arg-type]  # it tells nothing while it works
 
 
 def test_a_file_of_settings_is_read_and_refused_by_line() -> None:

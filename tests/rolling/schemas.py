@@ -55,7 +55,7 @@ UNNAMED: Mapping[str, tuple[type, ...]] = {
 GOAL_FIELDS = {
     f"RevisionBody.{field}": "a field at the end, which the requester's own node alone acts on"
     for field in (
-        "samples_per_second: float >= 0 <= 1,000,000,000.0; without it `0.0`",
+        "samples_per_second: float >= 0 <= 1,000,000,000; without it `0.0`",
         "goal_seconds: int >= 0 <= 86,400; without it `0`",
     )
 }
@@ -72,9 +72,12 @@ COMPATIBLE: Mapping[str, Mapping[str, str]] = {
             "a value under a key of its own, that a node stores as any other; only nodes that follow a key"
             " read it"
         ),
-        "Setting: new": "stands in SettingsBody alone",
+        "SharedSetting: new": "stands in SettingsBody alone",
     },
     "/peerloom/services/1": {
+        "Row.is_stopgap: bool; without it `False`": (
+            "a field at the end; the version before takes such a member for any other that answers"
+        ),
         "ServiceManifest.version: one of 1, 2; required": (
             "2 is written for encoders alone, which the version before could not hold: it refuses the service"
         ),
