@@ -3,7 +3,8 @@ within a door its shares do.
 
 Deficit round robin at two levels. A door counts as one whatever its sessions are, for its weight; a share is
 what a door says belongs together, for instance all sessions of one API key, so a door that claims many shares
-divides its own turns alone. Where several want the stage, a call has few units of each.
+divides its own turns alone. Where several want the stage, a call has few units of each. Who asked for little
+or nothing is owed no more for that than one unit that another was served meanwhile.
 
 A session whose next unit is on its way would miss the call that begins just before it comes, and pay for that
 call and its own. So a stage waits for it, for a small part of a call, where it came in time after its last
@@ -16,7 +17,7 @@ from math import inf
 
 from crypto.identity import PeerId
 from partition.model.serving import ROWS_MAX
-from partition.serve.messages import Work
+from partition.serve.messages import UNIT_TOKENS_MAX, Work
 from partition.serve.served_session import ServedSession, SessionPart
 
 BATCH_TOKENS_MAX = 1_024
@@ -74,6 +75,7 @@ class StageTurns:
                 ready.setdefault(each.door, {}).setdefault(each.share, deque()).append(each)
         wanting = _wanting(now, sessions)
         doors = {door for door, _ in wanting}
+        self._bound_credit(wanting)
         least = min((self._weights[door] for door in doors), default=1.0)
         left, rows_left = BATCH_TOKENS_MAX, BATCH_ROWS_MAX
         if len(doors) > 1:
@@ -103,6 +105,18 @@ class StageTurns:
             if has_enough or not ready[door]:
                 del ready[door]
         return chosen
+
+    def _bound_credit(self, wanting: Collection[Share]) -> None:
+        """Bring those that want the stage to where the most served of them was one unit ago: that one had its
+        turn then, so whoever has less has not asked for it."""
+        floor: dict[PeerId | None, float] = {}
+        for door, share in wanting:
+            served = self._served[door] - UNIT_TOKENS_MAX / self._weights[door]
+            floor[None] = max(floor.get(None, 0.0), served)
+            floor[door] = max(floor.get(door, 0.0), self._shares[door, share] - UNIT_TOKENS_MAX)
+        for door, share in wanting:
+            self._served[door] = max(self._served[door], floor[None])
+            self._shares[door, share] = max(self._shares[door, share], floor[door])
 
 
 def wait_until(now: float, sessions: Collection[SessionPart], call_seconds: float) -> float:

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from crypto.identity import PeerId
-from partition.serve.messages import Alive, OpenSession, SessionOpened
+from partition.serve.messages import UNIT_TOKENS_MAX, Alive, OpenSession, SessionOpened
 from partition.serve.provider import SESSIONS_PER_DOOR_MAX, ComputeBatch, SessionProvider
-from partition.serve.turns import UNITS_BESIDE_MAX
+from partition.serve.turns import TOKENS_BESIDE_MAX, UNITS_BESIDE_MAX
 from tests.partition.serve.test_provider import ALICE, BOB, NEXT, SERVICE, batches, provider, session, unit
 
 
@@ -105,6 +105,49 @@ def test_a_single_session_waits_for_one_chunk_of_others(one: PeerId, shares: tup
     stage = Stage(ALICE, one, shares, chunk=128).run(40)
     assert all(stage.others in call for call in stage.calls[3:])
     assert stage.pace <= 129**0.5 * alone
+
+
+@PARTIES
+def test_who_was_idle_does_not_hold_up_others_when_it_asks(one: PeerId, shares: tuple[int, int]) -> None:
+    core, orders = provider(), dict.fromkeys(range(6), 0)
+    doors = {number: one if number == 5 else ALICE for number in orders}
+    now = 0.0
+
+    def opens(number: int) -> None:
+        asked = OpenSession(session(number), SERVICE, 0, doors[number], NEXT, None, shares[number == 5])
+        core.receive(now, doors[number], asked)
+
+    def asks(number: int, tokens: int) -> None:
+        assert core.receive(now, doors[number], unit(number, tokens, 0, orders[number])) == []
+        orders[number] += 1
+
+    def computed() -> list[int]:
+        nonlocal now
+        while not (found := batches(core)):
+            now = max(now, core.deadline)
+            core.wake(now)
+        (asked,) = found
+        now += 0.01
+        core.computed(now, SERVICE, asked.batch, [(None, each.arrays) for each in asked.units])
+        return [int.from_bytes(each.session) for each in asked.units]
+
+    for number in (0, 5):
+        opens(number)
+    for _ in range(3_000):  # session 0 asks for nothing meanwhile
+        asks(5, 1)
+        assert computed() == [5]
+        core.receive(now, ALICE, Alive())
+    for number in range(1, 5):
+        opens(number)
+        for _ in range(4):
+            asks(number, 128)
+    asks(5, 1)
+    calls: list[list[int]] = []
+    while not calls or 5 not in calls[-1]:
+        calls.append(computed())
+        for number in calls[-1]:
+            asks(number, 128 if number != 5 else 1)
+    assert len(calls) <= 1 + UNIT_TOKENS_MAX // TOKENS_BESIDE_MAX
 
 
 def test_a_session_that_comes_late_is_not_waited_for() -> None:
