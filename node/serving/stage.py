@@ -20,6 +20,7 @@ from partition import stage as api
 from partition.codecs.codec import Payload, Typed, pack, unpack
 from partition.model.cut import cut_layers
 from partition.model.graph import ITEM_BYTES, SERVE, Graph, Size, StageGraph, Stored, TensorType
+from partition.model.head import head_input
 from partition.model.serving import ROWS_MAX, attention_layers
 from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
 from partition.serve.provider import BATCH_TOKENS_MAX, SESSIONS_MAX, ComputeBatch
@@ -105,6 +106,7 @@ class HeldStage:
         entry = wanted.graph.entry(SERVE)
         self._given = _boundary_forms(wanted.graph, entry.inputs)
         self._sent = () if self.is_last else _boundary_forms(wanted.graph, entry.outputs)
+        self._has_hidden = not self.is_last or head_input(wanted.graph) is not None
 
     @classmethod
     async def open(
@@ -190,7 +192,10 @@ class HeldStage:
         return found.data
 
     def check(self, work: Work, arrays: Sequence[Typed]) -> None:
-        """Raise RemoteProtocolError where a unit is none of this stage's."""
+        """Raise RemoteProtocolError where a unit is none of this stage's: one that its process would refuse
+        costs those of all doors that are computed with it."""
+        if work.is_hidden and not self._has_hidden:
+            raise RemoteProtocolError("hidden states of a model whose logits are not made of any")
         if self.number == 0:
             tensors.check_ids(work, arrays, self.service.manifest.vocabulary)
         else:

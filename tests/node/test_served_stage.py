@@ -1,5 +1,6 @@
 """A stage that serves, in its fenced process."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 import trio
 import trio.testing
+from msgspec.structs import replace
 
 from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
 from node.errors import SessionRefused, StageFailed
 from node.executor import RealExecutor
 from node.serving.stage import HeldStage
@@ -17,10 +20,11 @@ from node.stages.host import StageHost
 from partition.capture import capture
 from partition.capture.models.gpt import gpt
 from partition.capture.state_dict import bytes_of
-from partition.codecs.codec import pack, unpack
+from partition.codecs.codec import Typed, pack, unpack
 from partition.model.cut import cut
 from partition.model.graph import Stored
 from partition.model.serving import serving_graph
+from partition.serve.messages import Work
 from partition.stage import (
     BitsFound,
     EndSession,
@@ -133,3 +137,26 @@ async def test_a_stage_in_its_process_serves_as_one_in_this_process() -> None:
     wanted = here.logits([Unit(session(0), 60, 10, 10)], text[60:].tolist())
     assert found is not None
     assert torch.equal(found, wanted)
+
+
+def test_a_stage_without_a_head_refuses_units_that_want_hidden_states() -> None:
+    model = torch.nn.Embedding(65, 65)  # its logits are looked up
+    for has_head in (False, True):
+        module = torch.nn.Sequential(model, torch.nn.Linear(65, 65)) if has_head else model
+        ids = torch.zeros((2, 8), dtype=torch.int64)
+        bounds: Any = {"batch": (1, 8, {0: 0, "y": 0}), "tokens": (2, CONTEXT, {0: 1, "y": 1})}
+        captured = capture(module, (ids,), labels={"y": ids}, loss=_loss, dynamic=bounds)
+        (share,) = cut(serving_graph(captured.graph, CONTEXT), captured.hash, ())
+        specification = StageSpecification(b"service", share, (64, 16, CONTEXT), memory_bytes_max=1 << 30)
+        service: Any = SimpleNamespace(manifest=SimpleNamespace(stages=1, vocabulary=65))
+        stage: Any = None
+        held = HeldStage(service, 0, specification, stage)
+        arrays: tuple[Typed, ...] = (("int64", np.zeros(3, np.int64)),)
+        work = Work(session(0), 0, 0, 3, 3, 1)
+        held.check(work, arrays)
+        with nullcontext() if has_head else pytest.raises(RemoteProtocolError, match="hidden states"):
+            held.check(replace(work, is_hidden=True), arrays)
+
+
+def _loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(output.flatten(0, 1), y.flatten(), reduction="sum")
