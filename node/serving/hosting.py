@@ -375,11 +375,12 @@ class Hosting:
             member.offering = self._offering()
             taken = {row.peer for row in member.upkeep.rows()} | set(wanted.members)
             rows = member.upkeep.rows()
-            found, _ = await self.place(member.service, wanted.stage, rows, taken)
+            found, _ = await self.place(member.service, wanted.stage, rows, taken | wanted.failed)
             if found is None and wanted.is_empty:
                 me = self._owner.signer.peer
                 others = [PeerId(peer) for peer in taken if peer != me]
-                found = await self._double_up(member.service, wanted.stage, rows, [me, *others])
+                able = [peer for peer in (me, *others) if peer not in wanted.failed]
+                found = await self._double_up(member.service, wanted.stage, rows, able)
         finally:
             member.upkeep.recruited(self._owner.seams.clock.monotonic(), wanted.stage, found)
             self._owner.act()

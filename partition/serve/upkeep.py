@@ -38,6 +38,9 @@ TURN_SECONDS = 2.0
 """How much later the next member acts where a replica is missing."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
 """Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
+REST_SECONDS_MIN, REST_SECONDS_MAX = 5.0, 120.0
+"""How long a peer is not asked for a stage that it took and let go before it answered, twice as long each
+time: to load what does not fit costs a process and the traffic of its weights."""
 RELIEF_SECONDS = 10.0
 """How long another has to answer for a stage before its stopgap lets go: one that is about to leave has the
 stopgap take over, and one that comes and goes moves no session twice."""
@@ -50,12 +53,13 @@ fit one machine either."""
 @dataclass(frozen=True)
 class Recruit:
     """Have another node hold this stage, none of `members`; where it `is_empty` and no other does, one of
-    them, as a stopgap."""
+    them, as a stopgap. Nobody asks the `failed`: they could not load it a short while ago."""
 
     service: bytes
     stage: int
     members: tuple[PeerId, ...]
     is_empty: bool = False
+    failed: frozenset[PeerId] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,8 @@ class ServiceUpkeep:
         self._recruiting: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
         """For a stage that nobody took: when it is offered again, and the pause after that."""
+        self._failed: dict[tuple[PeerId, int], tuple[float, float]] = {}
+        """Who could not load a stage: until when it is not asked again, and how long it was to rest."""
         self._told: tuple[tuple[PeerId, ...], ...] = ()
         self._acts_at = now + SETTLE_SECONDS
         self._learn(now, known)
@@ -160,11 +166,13 @@ class ServiceUpkeep:
         if not held and sender not in self._former and sender != self._me:
             return []  # no member has named it
         if message.is_leaving:
-            self._members.pop(key, None)
+            self._drop(now, key)
         elif known is not None or (
             len(held) < STAGES_PER_PEER_MAX and (len(self._members) < MEMBERS_MAX or self._make_room())
         ):
             self._members[key] = _Member(message.stage, message.is_ready, now, is_stopgap=message.is_stopgap)
+            if message.is_ready:
+                self._failed.pop(key, None)
             self._learn(now, message.rows)
             if known is None or known.is_hearsay:
                 self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
@@ -184,7 +192,7 @@ class ServiceUpkeep:
         """The stream from a member broke: it counts no more until it tells again."""
         if held := self._stages_of(peer):
             for stage in held:
-                del self._members[peer, stage]
+                self._drop(now, (peer, stage))
             self._remember(peer)
             self._look(now)
         return []
@@ -199,7 +207,7 @@ class ServiceUpkeep:
             return []
         for key, each in list(self._members.items()):
             if now - each.heard_at >= (HEARSAY_SECONDS if each.is_hearsay else FORGET_SECONDS):
-                del self._members[key]
+                self._drop(now, key)
                 if not each.is_hearsay:
                     self._remember(key[0])
         self._look(now)
@@ -255,6 +263,17 @@ class ServiceUpkeep:
         while len(self._former) > MEMBERS_MAX:
             del self._former[next(iter(self._former))]
 
+    def _drop(self, now: float, key: tuple[PeerId, int]) -> None:
+        """Count a member no more; one that never answered rests before it is asked again."""
+        gone = self._members.pop(key, None)
+        if gone is None or gone.is_ready or gone.is_hearsay:
+            return
+        _, rest = self._failed.pop(key, (now, REST_SECONDS_MIN / 2))
+        rest = min(REST_SECONDS_MAX, 2 * rest)
+        self._failed[key] = now + rest, rest
+        while len(self._failed) > MEMBERS_MAX:
+            del self._failed[next(iter(self._failed))]
+
     def _make_room(self) -> bool:
         """ForgetSession one that others only speak of; whether there was one."""
         found = next((key for key, each in self._members.items() if each.is_hearsay), None)
@@ -299,7 +318,10 @@ class ServiceUpkeep:
                 continue
             self._recruiting.add(stage)
             is_empty = not rows and stage not in covered
-            self.events.append(Recruit(self._service, stage, tuple(members), is_empty))
+            failed = frozenset(
+                peer for (peer, of), (until, _) in self._failed.items() if of == stage and now < until
+            )
+            self.events.append(Recruit(self._service, stage, tuple(members), is_empty, failed))
 
     def _look_for_relief(self, now: float, is_answered: bool) -> None:
         """See whether another has answered for this stopgap's stage for long enough."""

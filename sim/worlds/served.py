@@ -350,7 +350,8 @@ class _Node:
 
     def _recruit(self, wanted: Recruit) -> None:
         """Ask those that live and have no stage, one after another."""
-        free = [peer for peer in self._alive() if peer not in wanted.members and peer != self.peer]
+        passed = {self.peer, *wanted.members, *wanted.failed}
+        free = [peer for peer in self._alive() if peer not in passed]
         upkeep = self._upkeep
         assert upkeep is not None
 

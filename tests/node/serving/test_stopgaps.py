@@ -8,12 +8,12 @@ import trio
 
 from node.cli.serve import service_lines
 from node.errors import RunFailed
-from node.events import GenerationMoved
+from node.events import GenerationMoved, ServiceChanged
 from node.offering import Offering
 from node.protocols.services import Service
 from node.serving.asking import Asking
 from node.serving.hosting import Membership
-from partition.serve.upkeep import RELIEF_SECONDS
+from partition.serve.upkeep import RELIEF_SECONDS, REST_SECONDS_MAX
 from tests.node.serving.scene import TokensServed, ask, manifest, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate
@@ -87,6 +87,27 @@ def test_a_node_without_memory_for_it_takes_no_second_stage(monkeypatch: pytest.
             with pytest.raises(RunFailed, match="nobody answers for stage"):
                 await ask(group.nodes["a"], service, wish())
             assert list(map(len, stages(group, service).values())) == [1]
+
+    simulate(main)
+
+
+def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom() -> None:
+    async def main() -> None:
+        async with serving("ab") as (group, service):
+            TokensServed.broken.add(group.nodes["a"].peer)
+            group.kill("b")
+            await trio.sleep(200)
+            assert len(stages(group, service)["a"]) == 1
+            failed = [
+                event
+                for event in group.events["a"]
+                if isinstance(event, ServiceChanged) and event.detail == "no such weights"
+            ]
+            assert 3 <= len(failed) <= 8
+            TokensServed.broken.clear()
+            await until(lambda: len(stages(group, service)["a"]) == 2, REST_SECONDS_MAX + 30)
+            await trio.sleep(1)
+            assert await ask(group.nodes["a"], service, wish()) == reference(wish())
 
     simulate(main)
 

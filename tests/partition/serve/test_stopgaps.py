@@ -5,6 +5,7 @@ from partition.serve.messages import Roll, Row
 from partition.serve.upkeep import (
     FORGET_SECONDS,
     RELIEF_SECONDS,
+    REST_SECONDS_MAX,
     STAGES_PER_PEER_MAX,
     Recruit,
     Relieved,
@@ -137,3 +138,24 @@ def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
     core.lost(1.0, B)
     assert not core.has(B)
     assert [row.peer for row in core.rows()] == [A]
+
+
+def test_who_could_not_load_a_stage_is_asked_ever_more_seldom() -> None:
+    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [Row(B, 0, True)])
+    attempts: list[tuple[float, PeerId]] = []
+    for now in range(1_000):
+        core.receive(now, B, Roll(SERVICE, 0, True))
+        core.receive(now, A, Roll(SERVICE, 0, True))
+        core.wake(now)
+        events, core.events = core.events, []
+        for event in events:
+            if isinstance(event, Recruit):
+                able = [peer for peer in (A, B) if event.is_empty and peer not in event.failed]
+                attempts += [(now, peer) for peer in able[:1]]
+                core.recruited(now, event.stage, able[0] if able else None)
+                for peer in able[:1]:  # it says that it has let go, before it said that it answers
+                    core.receive(now + 0.5, peer, Roll(SERVICE, 1, False, True))
+    assert [peer for _, peer in attempts[:2]] == [A, B], "the other is asked next"
+    for peer in (A, B):
+        times = [at for at, each in attempts if each == peer]
+        assert 1_000 / REST_SECONDS_MAX <= len(times) <= 6 + 1_000 / REST_SECONDS_MAX
