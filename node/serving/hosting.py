@@ -159,14 +159,16 @@ class Hosting:
         if number >= service.manifest.stages:
             return "the service has no such stage"
         here = self.of(service.id)
-        is_by_member = asker in (service.publisher, owner.signer.peer)
-        is_by_member = is_by_member or any(each.upkeep.has(asker) for each in here)
+        is_by_owner = asker in (service.publisher, owner.signer.peer)
+        is_by_member = is_by_owner or any(each.upkeep.has(asker) for each in here)
         for each in here if is_by_member else ():
             each.upkeep.introduce(owner.seams.clock.monotonic(), rows)
         if (service.id, number) in self.members:
             return None
         if here and not is_by_member:
             return "another stage of this service is here"
+        if here and not is_by_owner and not here[0].upkeep.lacks(number, asker):
+            return "another member holds the stage"  # whatever this one says: its slots are not the asker's
         if not service.manifest.may_hold(owner.signer.peer):
             return "the service is restricted to other peers"
         if (reason := owner.accepts(service)) is not None:

@@ -188,6 +188,13 @@ class ServiceUpkeep:
         """Return whether a peer is a member whom this one has heard."""
         return any(not self._members[peer, stage].is_hearsay for stage in self._stages_of(peer))
 
+    def lacks(self, stage: int, asker: PeerId) -> bool:
+        """Return whether nobody was heard to hold a stage but `asker`, who may be about to leave."""
+        return stage != self._stage and all(
+            each.is_hearsay or of != stage or peer in (asker, self._me)
+            for (peer, of), each in self._members.items()
+        )
+
     def lost(self, now: float, peer: PeerId) -> Sends:
         """The stream from a member broke: it counts no more until it tells again."""
         if held := self._stages_of(peer):

@@ -91,6 +91,24 @@ def test_a_node_without_memory_for_it_takes_no_second_stage(monkeypatch: pytest.
     simulate(main)
 
 
+def test_a_member_has_no_other_take_a_stage_that_is_held() -> None:
+    async def main() -> None:
+        async with serving("abc", offer=Offering(slots=3), cuts=(1, 2)) as (group, service):
+            await trio.sleep(3)
+            first = stages(group, service)
+            asker, other, holder = (name for name in "bca" if name in first)
+            hosting = group.nodes[asker].serving.hosting
+            rows = hosting.of(service.id)[0].upkeep.rows()
+            told = await hosting.ask_to_host(group.nodes[other].peer, service, first[holder][0], rows)
+            assert told == "another member holds the stage"
+            # It may leave, and then asks another to take over.
+            told = await hosting.ask_to_host(group.nodes[other].peer, service, first[asker][0], rows)
+            assert told is None
+            assert stages(group, service)[holder] == first[holder]
+
+    simulate(main)
+
+
 def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom() -> None:
     async def main() -> None:
         async with serving("ab") as (group, service):
