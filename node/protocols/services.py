@@ -5,12 +5,14 @@ digest of each parameter's values: so it names the weights too. All members hold
 so a service outlives its publisher's node. Its id is the manifest's hash.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Annotated, Literal
 
 import msgspec
 from blake3 import blake3
+from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
@@ -36,7 +38,7 @@ REQUEST_BYTES_MAX = 8_192
 REPLY_BYTES_MAX = 16_384
 REPLICAS_MAX = 16
 SERVICES_MAX = 8
-"""Services that one answer lists, which a member knows."""
+"""Listings of one answer: a stage each."""
 VOCABULARY_MAX = 1 << 24
 VECTOR_MAX = 1 << 16
 """Numbers that one text comes to: the largest encoders have some thousand."""
@@ -188,12 +190,31 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServicesFound(msgspec.Struct, frozen=True, tag="found"):
-    """What was asked for; nothing where the node is a member of no such service."""
+    """What was asked for; nothing where the node is a member of no such service. Of the listings of one
+    service only the first has other rows than the node's own, and no more than fit."""
 
     listings: Annotated[tuple[Listing, ...], msgspec.Meta(max_length=SERVICES_MAX)] = ()
 
 
 Reply = Done | Declined | ServicesFound
+
+
+def make_found(listings: Iterable[Listing]) -> ServicesFound:
+    """Return the answer of a node with these stages: all of its services come before a second stage of one,
+    and where it would be too long, the longest lists of members are cut."""
+    firsts: dict[bytes, Listing] = {}
+    others: list[Listing] = []
+    for each in listings:
+        if firsts.setdefault(each.manifest.body, each) is not each:
+            others.append(replace(each, rows=each.rows[:1]))
+    found = [*firsts.values(), *others][:SERVICES_MAX]
+    while len(encode(ServicesFound(tuple(found)))) > REPLY_BYTES_MAX:
+        longest = max(range(len(found)), key=lambda place: len(found[place].rows))
+        rows = found[longest].rows
+        found[longest] = replace(found[longest], rows=rows[: max(1, len(rows) // 2)])
+        if len(rows) <= 1:
+            found.pop()
+    return ServicesFound(tuple(found))
 
 
 def holder_name(peer: PeerId) -> bytes:

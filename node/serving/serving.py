@@ -436,7 +436,7 @@ class Serving:
             case wire.Find():
                 members = self.hosting.members.values()
                 wanted = [each for each in members if request.service in (b"", each.service.id)]
-                return wire.ServicesFound(tuple(map(self.hosting.listing, wanted[: wire.SERVICES_MAX])))
+                return wire.make_found(map(self.hosting.listing, wanted))
             case wire.StopService():
                 return self._stopped(request.stop)
 
