@@ -126,7 +126,7 @@ class ServiceUpkeep:
         self._pauses: dict[int, tuple[float, float]] = {}
         """For a stage that nobody took: when it is offered again, and the pause after that."""
         self._failed: dict[tuple[PeerId, int], tuple[float, float]] = {}
-        """Who could not load a stage: until when it is not asked again, and how long it was to rest."""
+        """Peers that could not load a stage: until when each is not asked again, and how long that is."""
         self._told: tuple[tuple[PeerId, ...], ...] = ()
         self._acts_at = now + SETTLE_SECONDS
         self._learn(now, known)
