@@ -23,6 +23,7 @@ from math import inf
 
 from crypto.identity import PeerId
 from gossip.averaging.lateness import ROUNDS_MIN, Lateness, middle_of
+from gossip.claims import VOICES_MIN
 
 COST_FACTOR = 8.0
 """A peer that cost a second is left out, or not waited for, for this many seconds."""
@@ -254,13 +255,22 @@ class Attendance:
         record = self._records.get(peer)
         return record is not None and record.is_known
 
-    def absent(self, peers: Collection[PeerId], *, is_strict: bool) -> frozenset[PeerId]:
+    def absent(
+        self, peers: Collection[PeerId], *, is_strict: bool, abreast: Collection[PeerId] = ()
+    ) -> frozenset[PeerId]:
         """Return which of these peers are listed and do not average here. Once rounds have been completed, or
         where that is to be told more strictly, all but those that contributed to one lately; before, and
-        where none of these did, those by whose silence an attempt failed."""
+        where none of these did, those by whose silence an attempt failed.
+
+        `abreast` say that they are as far as this peer, or further. Where several of them contributed here
+        once, they may be the other half of a run that was parted, so they are not absent; a single one may be
+        silent. More strictly they are."""
         records = {peer: self._records[peer] for peer in peers if peer in self._records}
         partners = {p for p, record in records.items() if record.rounds_without < ABSENT_ROUNDS_MIN}
         if partners and (is_strict or self._rounds >= ROUNDS_MIN):
+            parted = {p for p in records.keys() - partners if records[p].is_known and p in abreast}
+            if not is_strict and len(parted) >= VOICES_MIN:
+                partners |= parted
             return frozenset(peers) - partners
         return frozenset(p for p, record in records.items() if record.failures and not record.is_known)
 

@@ -73,7 +73,9 @@ class Expectations:
 
     def _refresh(self) -> None:
         listed = self._roster.reports
-        self._absent = self.attendance.absent(listed, is_strict=self._is_strict)
+        step = self._roster.own.claimed_step
+        abreast = {peer for peer, said in listed.items() if said.has_state and said.step.reaches(step)}
+        self._absent = self.attendance.absent(listed, is_strict=self._is_strict, abreast=abreast)
         self._unawaited = frozenset(listed).difference(self.of(listed))
 
     # What follows from experience
