@@ -285,7 +285,12 @@ class Asking:
             made = await stack.enter_async_context(serving.answer(service, wish, width))
             async for _ in made:
                 raise AssertionError("a token where hidden states were asked for")
-            assert made.hidden is not None
+            if made.hidden is None:  # a member said that the prompt is too long, which it is not
+                reason = "no finish" if made.finish is None else made.finish.reason
+                raise RunFailed(
+                    f"{service.manifest.name}: the answer ended ({reason}) without the hidden states",
+                    "see who answers: `peerloom services`; then ask again",
+                )
             return made.hidden
 
     async def _hidden_width(self, service: Service, members: Sequence[PeerId], tokens: int) -> int:

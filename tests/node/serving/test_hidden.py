@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 import trio
 
-from node.errors import UsageError
+from crypto.identity import PeerId
+from node.errors import RunFailed, UsageError
 from node.serving.asking import Asking
 from node.serving.questions import Question
+from partition.serve.messages import OpenSession, SessionClosed
+from partition.serve.provider import Sends, SessionProvider
 from tests.node.serving.scene import holders, serving, until
 from tests.partition.serve.world import VOCABULARY, logits_after
 from tests.stack import simulate
@@ -51,5 +54,22 @@ def test_what_is_no_prompt_has_no_hidden_states(monkeypatch: pytest.MonkeyPatch)
             for prompt in ((), (VOCABULARY,), PROMPT * 2):
                 with pytest.raises(UsageError, match="prompt"):
                     await asking.hidden("tokens", Question(prompt))
+
+    simulate(main)
+
+
+def test_a_stranger_that_calls_a_prompt_too_long_ends_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Asking, "_hidden_width", _width)
+
+    def refuse(_self: SessionProvider, _now: float, door: PeerId, message: object) -> Sends:
+        if not isinstance(message, OpenSession):
+            return []
+        return [(door, SessionClosed(message.session, "length", "too long"))]
+
+    async def main() -> None:
+        async with serving("ab") as (group, _):
+            monkeypatch.setattr(SessionProvider, "receive", refuse)
+            with pytest.raises(RunFailed, match="without the hidden states"):
+                await Asking(group.nodes["a"].serving).hidden("tokens", Question(PROMPT))
 
     simulate(main)
