@@ -156,9 +156,11 @@ def _choose_sorted(ids: Array, logits: Array, sampling: Sampling, position: int)
         return int(ids[0])
     if sampling.top_k:
         ids, logits = ids[: sampling.top_k], logits[: sampling.top_k]
-    with np.errstate(over="ignore", invalid="ignore"):  # a provider may send the largest numbers there are
-        scaled = logits.astype(np.float64) / sampling.temperature
-        shares = np.exp(scaled - scaled[0])
+    # A provider may send the largest numbers, and a person the smallest temperature.
+    with np.errstate(over="ignore", invalid="ignore"):
+        wide = logits.astype(np.float64)
+        # The difference comes first: infinite quotients have none.
+        shares = np.exp((wide - wide[0]) / sampling.temperature)
         shares /= shares.sum()
     if sampling.top_p < 1:
         # The first token that reaches the sum belongs to it.

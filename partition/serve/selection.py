@@ -38,10 +38,12 @@ def find_drawn(row: Array, temperature: float, top_p: float, min_p: float, drawn
     """Return where in a row the logit stands that a number from 0 to below 1 falls on, as a full sort would
     find it; None where that is too close to tell. `temperature` is above 0."""
     with np.errstate(over="ignore"):
-        scaled = row.astype(np.float64) / temperature
-        if not np.isfinite(scaled.max()):
+        wide = row.astype(np.float64)
+        largest = wide.max()
+        if not np.isfinite(largest):
             return None
-        buckets = _Buckets(row, scaled)
+        # The difference comes first, as in the full sort: infinite quotients have none.
+        buckets = _Buckets(row, (largest - wide) / temperature)
     kept = buckets.total
     if top_p < 1:
         found = buckets.find(top_p * buckets.total)
@@ -58,10 +60,10 @@ def find_drawn(row: Array, temperature: float, top_p: float, min_p: float, drawn
 
 
 class _Buckets:
-    """A row's logits by size. `weights` are their exponentials, of the largest 1."""
+    """A row's logits by size. They lie `below` the largest, in units of the temperature. `weights` are their
+    exponentials, of the largest 1."""
 
-    def __init__(self, row: Array, scaled: Array) -> None:
-        below = float(scaled.max()) - scaled
+    def __init__(self, row: Array, below: Array) -> None:
         self.weights = np.exp(-below)
         self.total = float(self.weights.sum())
         self.doubt = 4 * np.finfo(np.float64).eps * (len(row) + 8)

@@ -40,8 +40,7 @@ def chosen_by_full_sort(
     if sampling.temperature == 0:
         return int(order[0])
     order = order[: sampling.top_k or None]
-    scaled = scores[order] / sampling.temperature
-    shares = np.exp(scaled - scaled[0])
+    shares = np.exp((scores[order] - scores[order[0]]) / sampling.temperature)
     shares /= shares.sum()
     if sampling.top_p < 1:
         shares = shares[: int(np.searchsorted(np.cumsum(shares), sampling.top_p)) + 1]
@@ -106,10 +105,20 @@ def test_a_long_row_is_drawn_from_without_a_sort() -> None:
 
 def test_logits_without_bound_are_drawn_from_all_the_same() -> None:
     wide = np.array([-1e308, 0.0, 1e308, 1.7e308])
-    assert find_drawn(wide, 0.001, 1.0, 0.0, 0.5) is None
-    assert choose(LogitRow(wide), Sampling(0.001, seed=1), 0) in range(4)
+    assert find_drawn(wide, 0.001, 1.0, 0.0, 0.5) == 3
+    assert choose(LogitRow(wide), Sampling(0.001, seed=1), 0) == 3
     assert find_drawn(wide, 1.0, 0.9, 0.0, 0.5) == 3
     assert find_drawn(np.array([1e-320, 0.0]), 1.0, 1.0, 0.0, 0.2) in (0, 1)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300])
+@pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
+def test_the_smallest_temperatures_take_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
+    logits = row(1.0, -3.0, 4.0, 2.0, -5.0)
+    for seed in range(5):
+        sampling = Sampling(temperature, seed=seed, **filters)
+        assert choose(LogitRow(logits), sampling, 0) == 2
+        assert choose(best(logits, 5), sampling, 0) == 2
 
 
 def test_a_whole_row_is_read_as_it_came() -> None:
