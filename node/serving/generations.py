@@ -244,8 +244,9 @@ class Generations:
         if found is None:
             return
         found.route = event.route
-        if not event.lost:
+        if found.first_at is None:  # where it moves before its first token, its prompt is read once more
             found.shared = min(event.shared, found.prompt_tokens)
+        if not event.lost:
             return
         found.moves += 1
         found.lost = event.lost
