@@ -183,7 +183,7 @@ class Door:
     # What others say
 
     def note_former(self, peer: PeerId) -> None:
-        """A peer speaks the version before, until it is lost: no session there begins from another."""
+        """A peer speaks the version before, until it is lost: without bases, and without hidden states."""
         self._without_bases.add(peer)
 
     @property
@@ -285,14 +285,8 @@ class Door:
         stages: list[list[StageReplica]] = []
         is_exact = True
         for stage in range(shape.stages):
-            stages.append(
-                [
-                    each
-                    for each in known.get(stage, {}).values()
-                    if self._gone_until.get(each.peer, now) <= now
-                    and generation.avoided.get(each.peer, now) <= now
-                ]
-            )
+            rows = known.get(stage, {}).values()
+            stages.append([each for each in rows if self._may_ask(now, generation, each.peer)])
             if not stages[-1]:
                 generation.missing = f"nobody answers for stage {stage + 1}"
                 generation.missing_stage = stage
@@ -339,6 +333,11 @@ class Door:
             opened = OpenSession(attempt.session, shape.service, stage, before, after, begins, share)
             sends.append((peer, opened))
         return sends
+
+    def _may_ask(self, now: float, generation: OpenGeneration, peer: PeerId) -> bool:
+        if generation.wish.is_hidden and peer in self._without_bases:
+            return False
+        return max(self._gone_until.get(peer, now), generation.avoided.get(peer, now)) <= now
 
     def _share_of(self, owner: str) -> int:
         """Return the number by which providers tell an owner's sessions from others'; owners that ask nothing
@@ -477,8 +476,10 @@ class Door:
             stages = [stage for stage in stages if stage == message.stage]
         if len(stages) != 1:
             raise RemoteProtocolError("a stage that others were asked for")
-        attempt.opened.add(stages[0])
         self._heard_at[sender] = now
+        if generation.wish.is_hidden and sender in self._without_bases:
+            return self._leave_route(now, generation, None, "its version answers no hidden states")
+        attempt.opened.add(stages[0])
         return self._send_units(now, generation, attempt)
 
     def _on_closed(self, now: float, sender: PeerId, message: SessionClosed) -> Sends:

@@ -367,6 +367,37 @@ def test_hidden_states_are_read_again_where_a_provider_dies() -> None:
     assert world.tokens[text] == reference(wish(400, 2))
 
 
+def test_hidden_states_are_asked_of_no_peer_of_the_version_before() -> None:
+    """It would answer logits, and is not at fault. Its version is known once a stream to it is open."""
+    world = World()
+    door, wanted = world.doors[DOOR], replace(wish(400, 1), is_hidden=True)
+    key = world.begin(DOOR, wanted)
+    for peer in world.routes[-1].route:
+        door.note_former(peer)
+    former = set(world.routes[-1].route)
+    world.settle()
+    assert world.finished[key].reason == "stop"
+    assert former.isdisjoint(world.routes[-1].route)
+    assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
+    assert world.misbehaved == []
+    assert all(world.providers[peer].sessions == 0 for peer in former)
+    taken = len(world.routes)
+    world.begin(DOOR, wanted)
+    assert former.isdisjoint(*(route.route for route in world.routes[taken:]))
+    world.settle()
+
+
+def test_hidden_states_that_only_the_version_before_could_answer_fail() -> None:
+    world = World()
+    key = world.begin(DOOR, replace(wish(5, 1), is_hidden=True))
+    for peers in PROVIDERS.values():
+        for peer in peers:
+            world.doors[DOOR].note_former(peer)
+    world.settle()
+    assert world.finished[key].reason == "failed"
+    assert "its version answers no hidden states" in world.finished[key].detail
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
