@@ -241,8 +241,7 @@ class SessionProvider:
                     return []
                 if isinstance(message, RestSession):
                     return self._rest(session)
-                self._forget(session)
-                return []
+                return self._forget(session)
             case _:
                 return []
 
@@ -272,7 +271,7 @@ class SessionProvider:
         # One that rests makes room for what begins from it, where nothing else does.
         self._hide(base)
         evicted = self._places.admit(now, session, door, self._source_of(door))
-        is_taken_over = evicted is None and base is not None and base.rests
+        is_taken_over = evicted is None and base is not None and base.id in self._resting
         if is_taken_over and base is not None:
             self._places.leave(base)
             evicted = self._places.admit(now, session, door, self._source_of(door))
@@ -285,10 +284,11 @@ class SessionProvider:
         self._sessions[session.id] = session
         self._add_part(session, message)
         if base is not None:
+            rested = self._resting.pop(base.id, None)
             if is_taken_over:
-                sends += self._close(base, "evicted", OTHERS)
-            elif base.rests:
-                self._resting[base.id] = self._resting.pop(base.id)
+                session.replaces = base
+            elif rested is not None:
+                self._resting[base.id] = rested
         self._heard_at[door] = now
         self._turns.enter(session)
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
@@ -390,7 +390,8 @@ class SessionProvider:
         self._resting[session.id] = session
         own = [each for each in self._resting.values() if each.door == session.door]
         gone = own[: max(0, len(own) - RESTS_PER_DOOR_MAX)]
-        return [send for each in gone for send in self._close(each, "evicted", "others rest")]
+        sends = self._close_replaced(session)
+        return sends + [send for each in gone for send in self._close(each, "evicted", "others rest")]
 
     def _take(self, sender: PeerId, carried: Carried) -> Sends:
         work = carried.message
@@ -413,7 +414,9 @@ class SessionProvider:
             return self._close(session, "length", f"the model takes {stage.context} tokens")
         if len(part.waiting) >= WAITING_UNITS_MAX or not self._has_room(session, carried.size_bytes):
             return self._close(session, "busy", "too much waits to be computed")
-        sends, reason = self._find_room(session, stage, work.position + work.tokens)
+        sends = self._close_replaced(session)
+        freed, reason = self._find_room(session, stage, work.position + work.tokens)
+        sends += freed
         if reason:
             return sends + self._close(session, "busy", reason)
         part.kept = work.position + work.tokens
@@ -564,12 +567,17 @@ class SessionProvider:
     # The end of sessions
 
     def _close(self, session: ServedSession, code: CloseCode, reason: str) -> Sends:
-        self._forget(session)
-        return [(session.door, SessionClosed(session.id, code, reason))]
+        sends = self._forget(session)
+        return [*sends, (session.door, SessionClosed(session.id, code, reason))]
 
-    def _forget(self, session: ServedSession) -> None:
+    def _close_replaced(self, session: ServedSession) -> Sends:
+        """Let go of the session that gave this one its place."""
+        replaced, session.replaces = session.replaces, None
+        return [] if replaced is None or replaced.is_over else self._close(replaced, "evicted", OTHERS)
+
+    def _forget(self, session: ServedSession) -> Sends:
         if session.is_over:
-            return
+            return []
         session.is_over = True
         self._idle_forks[session.door] += session.shared > 0 and not session.has_asked
         self._sessions.pop(session.id, None)
@@ -585,6 +593,7 @@ class SessionProvider:
         if not left:
             self._heard_at.pop(session.door, None)
             self._idle_forks.pop(session.door, None)
+        return self._close_replaced(session)
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""

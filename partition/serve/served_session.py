@@ -25,6 +25,8 @@ class ServedSession:
     base: bytes = b""
     shared: int = 0
     """The first tokens, whose pages it shares with the session `base` and others that began from that."""
+    replaces: "ServedSession | None" = None
+    """The session that gave it its place: kept until the first unit, for further parts begin from it too."""
 
     @property
     def has_asked(self) -> bool:

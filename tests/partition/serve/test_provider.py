@@ -11,6 +11,7 @@ from partition.serve.messages import (
     Answer,
     Carried,
     LeaveSession,
+    Message,
     OpenSession,
     RestSession,
     SessionBase,
@@ -345,6 +346,39 @@ def test_a_session_over_two_stages_of_one_node_has_one_place() -> None:
     core.events.clear()
     core.receive(0.0, ALICE, LeaveSession(session(2)))
     assert core.events == [ForgetSession(SERVICE, stage, session(2)) for stage in (0, 1)]
+
+
+@pytest.mark.parametrize("end", ["unit", "leave", "rest"])
+def test_a_session_over_two_stages_takes_the_place_of_its_base(end: str) -> None:
+    """Its first part gets the place; the second begins from the same base."""
+    core = provider()
+    core.hold(SERVICE, 1, 2, 4_096)
+    for number in range(SESSIONS_PER_DOOR_MAX):
+        for each in both(number):
+            core.receive(0.0, ALICE, each)
+    core.receive(0.0, ALICE, unit(0, 5))
+    ((_, passed),) = finish(core, batches(core)[0])
+    core.receive(0.0, ME, passed)
+    core.computed(0.0, SERVICE, batches(core)[0].batch, [(Answer(session(0), 0), ())])
+    core.receive(0.0, ALICE, RestSession(session(0)))
+    told = [core.receive(0.0, ALICE, each) for each in both(99, SessionBase(session(0), 3))]
+    assert told == [[(ALICE, SessionOpened(session(99), stage))] for stage in (0, 1)]
+    assert core.events == [ForkSession(SERVICE, stage, session(99), session(0), 3) for stage in (0, 1)]
+    core.events.clear()
+    # No third one has a place of it, though it begins from the same base.
+    third = core.receive(0.0, ALICE, both(100, SessionBase(session(0), 3))[0])
+    assert third == [(ALICE, SessionClosed(session(100), "busy", "too many sessions"))]
+    endings: dict[str, Message | Carried] = {
+        "unit": unit(99, 1, 3),
+        "leave": LeaveSession(session(99)),
+        "rest": RestSession(session(99)),
+    }
+    assert core.receive(0.0, ALICE, endings[end]) == [
+        (ALICE, SessionClosed(session(0), "evicted", "others wanted the place"))
+    ]
+    forgotten = [each.session for each in core.events if isinstance(each, ForgetSession)]
+    assert forgotten.count(session(0)) == 2
+    assert core.sessions == SESSIONS_PER_DOOR_MAX - (end == "leave")
 
 
 def test_a_stage_that_is_released_ends_its_sessions_in_the_others() -> None:
