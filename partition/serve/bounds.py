@@ -49,11 +49,12 @@ class TokensSpent:
         return max(0.0, count - rate * (now - at) / MINUTE)
 
     def spend(self, now: float, door: PeerId, tokens: int, rate: int) -> None:
-        """Count tokens for a door that may have `rate` a minute; 0 is no bound."""
+        """Count tokens for a door that may have `rate` a minute; 0 is no bound. Fewer than none are given
+        back."""
         if not rate:
             self._spent.pop(door, None)
             return
-        self._spent[door] = self.spent(now, door) + tokens, now, rate
+        self._spent[door] = max(0.0, self.spent(now, door) + tokens), now, rate
         while len(self._spent) > SPENT_MAX:
             del self._spent[min(self._spent, key=lambda each: self.spent(now, each))]
 

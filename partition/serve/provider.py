@@ -478,12 +478,22 @@ class SessionProvider:
                 return [found]
         chosen = self._turns.choose(self._now, own)
         for part in chosen:
-            if part.stage == min(part.session.parts):  # a token counts once, however many stages are here
-                rate = self._bounds_of(part.door).tokens_per_minute
-                self._spent.spend(self._now, part.door, part.waiting[0].message.tokens, rate)  # type: ignore[union-attr]  # only units wait
+            self._spend(part, part.waiting[0].message.tokens)  # type: ignore[union-attr]  # only units wait
         for part in chosen:  # the next time others of the same door come first
             self._sessions[part.session.id] = self._sessions.pop(part.session.id)
         return chosen
+
+    def _spend(self, part: SessionPart, tokens: int) -> None:
+        if part.stage == min(part.session.parts):  # a token counts once, however many stages are here
+            rate = self._bounds_of(part.door).tokens_per_minute
+            self._spent.spend(self._now, part.door, tokens, rate)
+
+    def _put_back(self, part: SessionPart, unit: Carried) -> None:
+        """Have a unit wait again that was refused with another, and counts once it is chosen anew."""
+        part.waiting.appendleft(unit)
+        assert isinstance(unit.message, Work)
+        self._turns.give_back(part, unit.message.tokens)
+        self._spend(part, -unit.message.tokens)
 
     def computed(
         self,
@@ -544,14 +554,13 @@ class SessionProvider:
                 self.events.append(ForgetSession(service, number, each.id))
             elif each.rests:
                 continue
-            elif is_again:
-                part.waiting.appendleft(unit)
-            elif len(found) == 1 or each.id == session:
+            elif not is_again and (len(found) == 1 or each.id == session):
                 sends += self._close(each, code, reason)
+            elif is_again or session:
+                self._put_back(part, unit)
             else:
                 part.waiting.appendleft(unit)
-                if not session:
-                    stage.alone.append(each.id)
+                stage.alone.append(each.id)
         self._compute(stage)
         return sends
 

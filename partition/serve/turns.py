@@ -66,6 +66,11 @@ class StageTurns:
             self._served.pop(session.door, None)
             self._weights.pop(session.door, None)
 
+    def give_back(self, part: SessionPart, tokens: int) -> None:
+        """A unit of a session that was chosen is chosen anew: it has not had its turn."""
+        self._served[part.door] -= tokens / self._weights[part.door]
+        self._shares[part.door, part.share] -= tokens
+
     def choose(self, now: float, sessions: Collection[SessionPart]) -> list[SessionPart]:
         """Return those of a stage's sessions whose next units are computed together, of the least served
         first."""

@@ -10,6 +10,7 @@ from partition.serve.messages import (
     UNIT_TOKENS_MAX,
     Answer,
     Carried,
+    CloseCode,
     LeaveSession,
     Message,
     OpenSession,
@@ -411,3 +412,27 @@ def test_a_door_that_forks_sessions_and_asks_nothing_is_refused() -> None:
     assert fork(100) is SessionClosed
     core.receive(0.0, ALICE, unit(0, 1, 128, 1))
     assert fork(101) is SessionOpened, "it asks something again"
+
+
+@pytest.mark.parametrize("way", ["the failing one is known", "one by one", "no page was left"])
+def test_a_unit_that_is_computed_again_is_paid_for_once(way: str) -> None:
+    core = provider(bounds_of=lambda _door: PeerBounds(tokens_per_minute=60))
+    for number in range(4):
+        opened(core, BOB if number == 2 else ALICE, number)
+    core.receive(0.0, ALICE, unit(0, 1))
+    (busy,) = batches(core)
+    for number in (1, 2, 3):
+        core.receive(0.0, BOB if number == 2 else ALICE, unit(number, 10))
+    finish(core, busy)
+    (batch,) = batches(core)
+    assert len(batch.units) == 3
+    if way == "no page was left":
+        core.receive(0.0, ALICE, RestSession(session(0)))
+    code: CloseCode = "busy" if way == "no page was left" else "failed"
+    known = session(2) if way == "the failing one is known" else b""
+    core.failed(0.0, SERVICE, batch.batch, code, "no", known)
+    while asked := batches(core):
+        finish(core, asked[0])
+    assert core._spent.spent(0.0, ALICE) == core._turns._served[ALICE] == 21
+    assert core._turns._shares[ALICE, 0] == 21
+    assert core._spent.spent(0.0, BOB) == 10
