@@ -144,6 +144,10 @@ class AddressBook:
         if entry is not _NOTHING and len(entry.proved) > 1 and place in entry.proved:
             entry.proved = (*(each for each in entry.proved if each != place), place)
 
+    def answered(self, peer: PeerId, circuit: Address) -> None:
+        """The peer was reached by this circuit: it may be dialled again as one that was never tried."""
+        self._entry(peer).dials.pop(circuit.of(None), None)
+
     def known(self, peer: PeerId) -> tuple[Address, ...]:
         """Return where the peer has answered, the latest first, and then those of its claims that may be
         tried: they are dialled at the next start, when nobody looks at them again."""

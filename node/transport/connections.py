@@ -10,6 +10,7 @@ import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import trio
 
@@ -223,26 +224,30 @@ class Connections:
         if not addresses:
             raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
 
-        async def attempt(address: Address) -> Reached:
-            # A name that a peer claims for itself may stand for an address that it may not claim.
-            there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
-            there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
-            if not there:
-                detail = f"{address.short} was dialled too often without an answer; try again in a minute"
-                raise Unreachable("timeout", detail)
-            try:
-                return await _first([each.of(peer) for each in there], self._reach)
-            except Unreachable:
-                for each in dict.fromkeys((address, *there)):
-                    self._book.failed(peer, each)
-                raise
-
         is_preferred = self._book.preferred(peer) is not None
         delay_seconds = PREFERRED_DELAY_SECONDS if is_preferred else ATTEMPT_DELAY_SECONDS
-        found = await _first(addresses, attempt, delay_seconds)
+        found = await _first(addresses, partial(self._attempt, peer), delay_seconds)
         if isinstance(found, SecuredTransport):
             return await self._introduce(found, hello, message_bytes_max)
         return await self._introduce_channel(found, hello, message_bytes_max)
+
+    async def _attempt(self, peer: PeerId, address: Address) -> Reached:
+        """Try one of the peer's addresses, as often as it may be dialled. Raises Unreachable."""
+        # A name that a peer claims for itself may stand for an address that it may not claim.
+        there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
+        there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
+        if not there:
+            detail = f"{address.short} was dialled too often without an answer; try again in a minute"
+            raise Unreachable("timeout", detail)
+        try:
+            found = await _first([each.of(peer) for each in there], self._reach)
+        except Unreachable:
+            for each in dict.fromkeys((address, *there)):
+                self._book.failed(peer, each)
+            raise
+        if isinstance(found, MultiplexedPath) and found.address is not None:
+            self._book.answered(peer, found.address)
+        return found
 
     async def _reach(self, address: Address) -> Reached:
         if address.relay is not None:
@@ -320,10 +325,10 @@ class Connections:
 
     async def reach_again(self, peer: PeerId) -> None:
         """Make a new path to a peer by any of its relays. Raises Unreachable."""
-        circuits = [each.of(peer) for each in self._book.circuits(peer)]
+        circuits = self._book.circuits(peer)
         if not circuits:
             raise Unreachable("unknown", f"{short_peer(peer)} has told of no relay")
-        await _first(circuits, self.paths.through)
+        await _first(circuits, partial(self._attempt, peer))
 
     def doubt(self) -> None:
         """A path was lost: find out soon which connections are dead as well."""

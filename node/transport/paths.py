@@ -328,17 +328,19 @@ class Paths:
             serving.start_soon(self._replace, path)
 
     async def _replace(self, path: MultiplexedPath) -> None:
-        with contain("replacing a path"):
-            began = trio.current_time()
-            try:
-                if path.is_own_dial:
-                    await self.offer(path.peer)
-                else:
-                    await self._host.reach_again(path.peer)
-                self._counters["paths_replaced"] += 1
-            except Unreachable:
-                self._counters["paths_not_replaced"] += 1
+        began = trio.current_time()
+        try:
+            with contain("replacing a path"):
+                try:
+                    if path.is_own_dial:
+                        await self.offer(path.peer)
+                    else:
+                        await self._host.reach_again(path.peer)
+                    self._counters["paths_replaced"] += 1
+                except Unreachable:
+                    self._counters["paths_not_replaced"] += 1
             await trio.sleep_until(began + REPLACE_SECONDS)
+        finally:
             self._replaced.discard(path.peer)
 
     # --- upkeep --------------------------------------------------------------------------------------
