@@ -24,6 +24,7 @@ from node.protocols.calls import conversation
 from node.seams import Clock, Network, Stream
 from node.services.autonat_core import (
     ADDRESSES_MAX,
+    FAMILY_OTHERS,
     FamilyVerdicts,
     Reachability,
     Report,
@@ -129,6 +130,7 @@ class Reach:
         self._counters = counters
         self.families = FamilyVerdicts()
         """What is known of each family of IP by itself."""
+        self._hurried = 0
         self._served: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
         self._serving = 0
         self._echoes = (0.0, 0)
@@ -152,13 +154,13 @@ class Reach:
                 await self._moved.wait()
                 self._moved = trio.Event()
                 core = Reachability(rng, self._clock.monotonic())
-                self.families = FamilyVerdicts()
+                self.families, self._hurried = FamilyVerdicts(), 0
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
             # A clock of whole microseconds may show a little less than what was waited for.
             networks = count_networks(map(self._network.host_of, others))
             peer = core.next(max(self._clock.monotonic(), core.deadline), others, networks)
-            if peer is not None and await self._ask(core, peer):
+            if peer is not None and await self._ask(core, peer, others):
                 own = {address.of(None) for address in self._network.addresses}
                 unknown = tuple(address for address in core.addresses if address not in own)
                 changed(core.verdict, core.asked, unknown)
@@ -167,23 +169,50 @@ class Reach:
         """This node is elsewhere: what others have said of it is of the old place."""
         self._moved.set()
 
-    async def _ask(self, core: Reachability, peer: PeerId) -> bool:
+    async def _ask(self, core: Reachability, peer: PeerId, others: Collection[PeerId]) -> bool:
         """Return whether it tried."""
         families = {family: address for address in self._known(peer) if (family := family_of(address))}
         family = self.families.next(self.own_families(), families)
-        at = None if family is None else families[family]
-        try:
-            report = await ask_dial_back(self._network, self._clock, peer, at)
-        except (Unreachable, StreamClosed, RemoteProtocolError):
-            report = Report(self._clock.monotonic(), None, ())
+        report = None
+        if family is not None:
+            self.families.tried(self._clock.monotonic(), family)
+            report = await self._report(peer, families[family])
+        if report is None:
+            # Its firewall may keep it from being asked by one family; that says nothing of the other.
+            report = await self._report(peer) or Report(self._clock.monotonic(), None, ())
         self.families.note(report.at, peer, report)
         if report.outcomes:
             core.answered(report.at, peer, report)
-            if len(self.own_families()) > 1 and not self.families.is_known(self.own_families(), report.at):
+            if self._may_hurry(report.at, others):
                 core.hurry(report.at)
         else:
             core.failed(report.at, peer)
         return bool(report.outcomes)
+
+    async def _report(self, peer: PeerId, at: Address | None = None) -> Report | None:
+        """Return what a peer says, without outcomes where it says nothing of use; None for one that cannot be
+        reached."""
+        try:
+            return await ask_dial_back(self._network, self._clock, peer, at)
+        except Unreachable:
+            return None
+        except (StreamClosed, RemoteProtocolError):
+            return Report(self._clock.monotonic(), None, ())
+
+    def _may_hurry(self, now: float, others: Collection[PeerId]) -> bool:
+        """Return whether a family has no verdict yet, somebody can be asked by it, and that was not tried
+        often enough."""
+        own = self.own_families()
+        unknown = self.families.unknown(own, now) if len(own) > 1 else set()
+        if not unknown:
+            self._hurried = 0
+            return False
+        if self._hurried >= FAMILY_OTHERS:
+            return False
+        if not any(family_of(address) in unknown for peer in others for address in self._known(peer)):
+            return False
+        self._hurried += 1
+        return True
 
     def own_families(self) -> set[int]:
         """Return the families of IP at which others may try to reach this node."""

@@ -171,6 +171,11 @@ class FamilyVerdicts:
 
     def __init__(self) -> None:
         self._found: dict[int, OrderedDict[PeerId, tuple[float, bool]]] = {}
+        self._tried_at: dict[int, float] = {}
+
+    def tried(self, now: float, family: int) -> None:
+        """A peer is asked by this family, whatever comes of it."""
+        self._tried_at[family] = now
 
     def note(self, now: float, peer: PeerId, report: Report) -> None:
         """A peer has said what came of it, or not tried."""
@@ -191,9 +196,9 @@ class FamilyVerdicts:
             return True
         return False if len(found) >= FAMILY_OTHERS else None
 
-    def is_known(self, own: Collection[int], now: float) -> bool:
-        """Return whether there is a verdict on each family."""
-        return all(self.verdict(family, now) is not None for family in own)
+    def unknown(self, own: Collection[int], now: float) -> set[int]:
+        """Return the families without a verdict."""
+        return {family for family in own if self.verdict(family, now) is None}
 
     def next(self, own: Collection[int], theirs: Collection[int]) -> int | None:
         """Return by which family to ask next, of those that both have: the one asked longest ago. None where
@@ -204,7 +209,8 @@ class FamilyVerdicts:
         return min(both, key=self._asked_at)
 
     def _asked_at(self, family: int) -> float:
-        return max((at for at, _ in self._found.get(family, {}).values()), default=-inf)
+        answered_at = [at for at, _ in self._found.get(family, {}).values()]
+        return max([self._tried_at.get(family, -inf), *answered_at])
 
     def text(self, own: Collection[int], now: float) -> str:
         """Return what is known, for a person, of a node that has both families; else empty."""

@@ -1,10 +1,11 @@
 """Reachability as judged by peers that dialled: real sockets on loopback, no third party dialled."""
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import count, pairwise
 from random import Random
+from typing import Any, cast
 
 import pytest
 import trio
@@ -16,7 +17,8 @@ from crypto.contact import Address, make_address
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.seams import RealClock, Stream
+from node.errors import Unreachable
+from node.seams import Network, RealClock, Stream
 from node.services.autonat import (
     ECHOES_PER_SECOND_MAX,
     HOST_SERVED_MAX,
@@ -28,6 +30,7 @@ from node.services.autonat import (
     Outcome,
     Reach,
     ask_dial_back,
+    family_of,
 )
 from node.services.autonat_core import (
     BELIEVED_SECONDS,
@@ -417,3 +420,73 @@ def test_the_family_asked_longest_ago_is_next() -> None:
     assert verdicts.next({4, 6}, {4, 6}) == 6
     verdicts.note(2.0, peer(0), family_report(2.0, "ip6", ""))
     assert verdicts.next({4, 6}, {4, 6}) == 4
+
+
+class TwoFamilies:
+    """A network on which this node has both families, and others have those `theirs`."""
+
+    peer = peer(1_000)
+    addresses = (make_address("45.1.0.2", 9747), make_address("2a0f:1::2", 9747))
+
+    def __init__(self, theirs: Collection[int]) -> None:
+        self._theirs = theirs
+
+    def handle(self, *_: object) -> None:
+        pass
+
+    def known_addresses(self, other: PeerId) -> tuple[Address, ...]:
+        number = int.from_bytes(other, "big")
+        places = {4: f"45.1.{number}.3", 6: f"2a0f:{number:x}::3"}
+        return tuple(make_address(places[family], 9747) for family in self._theirs)
+
+    def host_of(self, other: PeerId) -> str:
+        return self.known_addresses(other)[0].host
+
+
+def asked_by_family(
+    monkeypatch: pytest.MonkeyPatch, theirs: Collection[int], working: Collection[int]
+) -> tuple[Counter[int | None], Reach, list[Any]]:
+    """Have a node ask thirty others for two hours; return how often it was asked by which family, and the
+    last thing that it was told. Whoever is asked by a family that does not work cannot be reached."""
+    asked: Counter[int | None] = Counter()
+    told: list[Any] = []
+    network = TwoFamilies(theirs)
+
+    async def ask(_: object, clock: SimClock, other: PeerId, at: Address | None = None) -> Report:
+        await trio.sleep(0.1)
+        asked[None if at is None else family_of(at)] += 1
+        family = (4 if 4 in working else 6) if at is None else family_of(at)
+        if family not in working:
+            raise Unreachable("timeout", "a test")
+        there = next(each for each in network.known_addresses(other) if family_of(each) == family)
+        return Report(clock.monotonic(), there, ((network.addresses[0 if family == 4 else 1], ""),))
+
+    async def scenario() -> Reach:
+        reach = Reach(cast("Network", network), SimClock(), counters=Counter())
+        with trio.move_on_after(7_200):
+            others = [peer(number) for number in range(1, 31)]
+            await reach.run(Random(1), lambda: others, lambda *found: told.append(found))
+        return reach
+
+    monkeypatch.setattr("node.services.autonat.ask_dial_back", ask)
+    return asked, trio.run(scenario, clock=MockClock(autojump_threshold=0)), told
+
+
+def test_a_family_by_which_nobody_can_be_asked_leaves_the_other_its_verdict(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked, reach, told = asked_by_family(monkeypatch, (4, 6), (4,))
+    assert told[OTHERS - 1][:2] == (True, OTHERS)
+    assert asked[6] <= 12
+    assert reach.families.verdict(4, 7_200) is True
+
+
+def test_a_family_that_no_other_has_is_not_asked_for_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, _, _ = asked_by_family(monkeypatch, (4,), (4,))
+    assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS
+
+
+def test_both_families_are_judged_soon_where_others_have_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, reach, _ = asked_by_family(monkeypatch, (4, 6), (4, 6))
+    assert reach.families.unknown((4, 6), 7_200) == set()
+    assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS
