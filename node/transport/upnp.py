@@ -111,7 +111,7 @@ def control_point(document: bytes, router: str, port: int, path: str) -> Control
             kind = ""
     for service in SERVICES:
         if service in found:
-            own_port, own_path = _own_url(urljoin(base, found[service]), router)
+            own_port, own_path = _own_url(found[service], router, base)
             return ControlPoint(router, own_port, own_path, service)
     raise UpnpFault("it maps no ports by UPnP")
 
@@ -168,9 +168,11 @@ def external_host(texts: dict[str, str]) -> str:
         raise UpnpFault("it does not say its own address") from None
 
 
-def _own_url(url: str, router: str) -> tuple[int, str]:
-    """Return the port and path of a URL of the router itself. Raises UpnpFault."""
+def _own_url(url: str, router: str, base: str = "") -> tuple[int, str]:
+    """Return the port and path of a URL of the router itself, which may be relative to `base`. Raises
+    UpnpFault."""
     try:
+        url = urljoin(base, url)
         parts = urlsplit(url)
         port = parts.port or 80
     except ValueError:
@@ -217,6 +219,6 @@ def _texts(document: bytes, bytes_max: int) -> Iterator[tuple[str, str]]:
     parser.ExternalEntityRefHandler = refuse
     try:
         parser.Parse(document, True)
-    except expat.ExpatError:
+    except (expat.ExpatError, ValueError, LookupError):  # the last two: of the encoding that it names
         raise UpnpFault("it sent no XML") from None
     return iter(found)

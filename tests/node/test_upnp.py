@@ -15,6 +15,7 @@ from node.transport.portmap_driver import PortMappingState
 from node.transport.upnp import (
     DESCRIPTION_BYTES_MAX,
     ELEMENTS_MAX,
+    SERVICES,
     UpnpFault,
     answer,
     control_point,
@@ -168,6 +169,29 @@ def test_a_machine_without_upnp_is_asked_again_later(monkeypatch: pytest.MonkeyP
         trio.run(made.act)
     assert made.outcome == "no answer"
     assert made.deadline > NOW + LATER_SECONDS / 2
+
+
+def description(control: str, encoding: str = "utf-8", base: str = "") -> bytes:
+    return (
+        f'<?xml version="1.0" encoding="{encoding}"?><root><URLBase>{base}</URLBase>'
+        f"<serviceType>{SERVICES[0]}</serviceType><controlURL>{control}</controlURL></root>"
+    ).encode()
+
+
+ENCODINGS = ["gb2312", "big5", "foo", "hex", "idna", "utf-16", "utf-7", "rot13"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_document_in_an_encoding_that_cannot_be_read_is_refused(encoding: str) -> None:
+    with pytest.raises(UpnpFault, match="no XML"):
+        control_point(description("/\u4e2d", encoding), HOST, 80, "/")
+
+
+@pytest.mark.parametrize("url", ["http://[", "//[/x", "http://\u2100/", "http://[::1", "http://a:b/"])
+def test_a_place_that_is_no_url_is_refused(url: str) -> None:
+    for document in (description(url), description("/ctl", base=url)):
+        with pytest.raises(UpnpFault, match="a place"):
+            control_point(document, HOST, 80, "/")
 
 
 @given(st.binary(max_size=200))
