@@ -54,6 +54,8 @@ ANSWERS_MAX = 16
 PORTS_TRIED = 3
 """Ports that are asked for where other machines have the first."""
 _CHUNK_BYTES = 2**14
+_FAILURES = (UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError)
+"""What a call to a router may raise."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ class UpnpMapper:
         self._point: ControlPoint | None = None
         self._granted: _Granted | None = None
         self._is_for_ever = False
+        self._until = 0.0
         self.mapping: PortMapping | None = None
         self.outcome: Outcome = "asking"
         self.reason = ""
@@ -81,17 +84,21 @@ class UpnpMapper:
         self.deadline = clock.monotonic()
 
     async def act(self) -> None:
-        """Ask, or ask again."""
+        """Ask, or ask again; where that fails, find anew where the router takes calls."""
         try:
-            if self._point is None:
-                self._point = await self._find()
-            if self._point is None:
+            if self._point is not None:
+                with suppress(*_FAILURES):
+                    await self._map(self._point)
+                    return
+            point = await self._find()
+            if point is None:
                 self._fail("no answer", "")
                 return
-            await self._map(self._point)
+            self._point = point
+            await self._map(point)
         except UpnpFault as fault:
             self._fail("refused", str(fault))
-        except (OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError):
+        except _FAILURES:
             self._fail("refused", "it broke off a call by UPnP")
 
     async def end(self) -> None:
@@ -99,16 +106,19 @@ class UpnpMapper:
         granted, self._granted = self._granted, None
         if granted is not None and self._point is not None:
             for transport in granted.transports:
-                with suppress(
-                    UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError
-                ):
+                with suppress(*_FAILURES):
                     arguments = unmapping_arguments(transport, granted.port)
                     await self._call(self._point, "DeletePortMapping", arguments)
 
     def _fail(self, outcome: Outcome, reason: str) -> None:
-        self._point, self.mapping = None, None
+        """What was granted holds until its lease is over, whatever became of a refresh."""
+        now = self._clock.monotonic()
+        self.deadline = now + (LATER_SECONDS if self._granted is None else REFRESH_SECONDS)
+        if self.mapping is not None and now < self._until:
+            self.deadline = min(self.deadline, self._until)
+            return
+        self.mapping = None
         self.outcome, self.reason = outcome, reason
-        self.deadline = self._clock.monotonic() + LATER_SECONDS
 
     # --- what is asked -------------------------------------------------------------------------------
 
@@ -147,16 +157,20 @@ class UpnpMapper:
         return None
 
     async def _map(self, point: ControlPoint) -> None:
+        began = self._clock.monotonic()
         texts = await self._call(point, "GetExternalIPAddress", ())
         host = external_host(texts)
         port = await self._add(point, "tcp", self._granted.port if self._granted else self._port)
-        transports = ["tcp"]
-        self._granted = _Granted(port, ("tcp",))
+        if self._granted is None or self._granted.port != port:
+            self._granted = _Granted(port, ("tcp",))
+        has_udp = False
         with suppress(UpnpFault):
-            if await self._add(point, "udp", port, tries=1) == port:
-                transports.append("udp")
-        self._granted = _Granted(port, tuple(transports))
-        self.mapping = PortMapping(host, port, "udp" in transports, "upnp")
+            has_udp = await self._add(point, "udp", port, tries=1) == port
+        if has_udp:
+            self._granted = _Granted(port, ("tcp", "udp"))
+        self.mapping = PortMapping(host, port, has_udp, "upnp")
+        # One without an end is believed for as long: the router may have been rebooted.
+        self._until = began + LIFETIME_SECONDS
         self.outcome, self.reason = "mapped", ""
         self.deadline = self._clock.monotonic() + REFRESH_SECONDS
 

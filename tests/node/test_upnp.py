@@ -4,6 +4,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 
 import pytest
 import trio
@@ -29,10 +30,12 @@ HOST, EXTERNAL, PORT = "127.0.0.1", "45.1.0.2", 9747
 
 
 class Clock:
-    """One that stands still."""
+    """One that stands still unless it is set."""
+
+    now = NOW
 
     def monotonic(self) -> float:
-        return NOW
+        return self.now
 
     def wall(self) -> float:
         return NOW
@@ -94,6 +97,60 @@ def test_a_refusal_is_told_and_asked_again_later(router: UpnpRouter) -> None:
     router.refuses = False
     trio.run(made.act)
     assert made.outcome == "mapped"
+
+
+def asked_by(clock: Clock, router: UpnpRouter) -> UpnpMapper:
+    made = UpnpMapper(HOST, HOST, PORT, clock, ssdp_port=router.ssdp_port)
+    trio.run(made.act)
+    assert made.mapping is not None
+    return made
+
+
+def test_a_refresh_that_fails_leaves_the_address_while_the_lease_is_valid(router: UpnpRouter) -> None:
+    clock = Clock()
+    made = asked_by(clock, router)
+    router.refuses = True
+    while clock.now < NOW + LIFETIME_SECONDS - REFRESH_SECONDS:
+        clock.now = made.deadline
+        trio.run(made.act)
+        assert (made.outcome, made.mapping is not None) == ("mapped", True)
+        assert made.deadline == clock.now + REFRESH_SECONDS
+    clock.now = made.deadline
+    trio.run(made.act)
+    assert (made.outcome, made.mapping, made.reason) == ("refused", None, "not authorised")
+    assert made.deadline == clock.now + REFRESH_SECONDS
+    router.refuses = False
+    trio.run(made.act)
+    assert made.outcome == "mapped"
+
+
+def test_a_router_that_takes_calls_elsewhere_after_a_reboot_is_found_again(router: UpnpRouter) -> None:
+    clock = Clock()
+    made = asked_by(clock, router)
+    before, router.control = len(router.calls), "/ctl/new"
+    point = made._point
+    assert point is not None
+    made._point = replace(point, port=1)
+    clock.now = made.deadline
+    trio.run(made.act)
+    assert (made.outcome, len(router.calls) > before, made._point.path) == ("mapped", True, "/ctl/new")
+    assert made.deadline == clock.now + REFRESH_SECONDS
+
+
+@pytest.mark.parametrize("seconds", [REFRESH_SECONDS, 2 * LIFETIME_SECONDS])
+def test_a_mapping_is_taken_back_at_the_end_also_after_a_refresh_failed(
+    router: UpnpRouter, seconds: float
+) -> None:
+    router.permanent_only = True
+    clock = Clock()
+    made = asked_by(clock, router)
+    router.refuses = True
+    clock.now += seconds
+    trio.run(made.act)
+    router.refuses = False
+    assert router.granted
+    trio.run(made.end)
+    assert not router.granted
 
 
 def test_a_router_behind_another_one_is_shown_and_not_told(router: UpnpRouter) -> None:
