@@ -161,6 +161,7 @@ class Multiplexer:
         self._pinged_at = now
         self._is_awaiting = False
         self._is_doubted = False
+        self._doubted_at = self._ticked_at = now
         self.round_trip_seconds: float | None = None
         """By the last ping that was answered."""
 
@@ -393,18 +394,23 @@ class Multiplexer:
 
     def tick(self, now: float) -> bool:
         """Ping where that is due; return False where the other side is gone."""
+        self._ticked_at = now
         if now < self.deadline:
             return True
-        if self._is_awaiting and now < self.deadline + LATE_SECONDS:
+        # A doubt may have put the deadline into the past: this process was awake then.
+        due_at = max(self.deadline, self._doubted_at)
+        if self._is_awaiting and now < due_at + LATE_SECONDS:
             return False
         self._ask(now)
         return True
 
     def doubt(self, now: float) -> None:
-        """Something says that the path is dead: ping now, and wait less long for a sign of life."""
-        if not self._is_awaiting:
+        """Something says that the path is dead: ping now, and wait less long for a sign of life. Whoever is
+        awake calls `tick` more often than every LATE_SECONDS; one that stood still asks again."""
+        if not self._is_awaiting or now - self._ticked_at > LATE_SECONDS:
             self._ask(now)
         self._is_doubted = True
+        self._doubted_at = now
 
     def _ask(self, now: float) -> None:
         self._ping = (self._ping + 1) % 2**32

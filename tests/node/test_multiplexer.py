@@ -210,6 +210,27 @@ def test_a_path_in_doubt_is_asked_at_once_and_found_dead_sooner() -> None:
     assert not one.tick(20.0 + DOUBTED_SECONDS)
 
 
+def test_a_path_doubted_long_after_its_ping_is_dead_at_the_next_look() -> None:
+    one, other = pair()
+    opened(one, other)
+    assert one.tick(PING_SECONDS)
+    doubted = PING_SECONDS + DOUBTED_SECONDS + LATE_SECONDS + 0.6
+    assert one.tick(doubted - 0.1)
+    one.doubt(doubted)
+    assert one.is_silent(doubted)
+    assert not one.tick(doubted + 0.4)
+
+
+def test_a_process_that_stood_still_asks_again_before_a_doubt_counts() -> None:
+    one, other = pair()
+    opened(one, other)
+    assert one.tick(PING_SECONDS)
+    woken = PING_SECONDS + DOUBTED_SECONDS + LATE_SECONDS + 0.6
+    one.doubt(woken)
+    assert one.tick(woken)
+    assert one.deadline == woken + DOUBTED_SECONDS
+
+
 def test_an_answered_ping_keeps_a_path_and_measures_its_round_trip() -> None:
     one, other = pair()
     assert one.tick(IDLE_PING_SECONDS)
