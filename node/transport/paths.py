@@ -38,6 +38,10 @@ IMPROVE_SECONDS = 60.0
 """From one attempt to find a better way than a relay to the next."""
 REPLACE_SECONDS = 2.0
 """From one attempt to replace a path to a peer that is dead, or seems so, to the next."""
+STOOD_SECONDS = 5.0
+"""A path that stood for less long says nothing of others where it is lost: its peer may do so on purpose."""
+DOUBT_AGAIN_SECONDS = 60.0
+"""From one lost path of a peer that puts other connections in doubt to the next."""
 PER_PEER_MAX = 4
 """Paths to one peer: one by each of two relays, a punched one, and one that it has just dialled."""
 PATHS_MAX = 512
@@ -118,6 +122,7 @@ class Paths:
         self._connecting: dict[Address, _Coming] = {}
         self._improved: dict[PeerId, float] = {}
         self._replaced: set[PeerId] = set()
+        self._doubted: dict[PeerId, float] = {}
         self.lost_punched: Callable[[PeerId], None] | None = None
         """Told of each peer to which a punched path was lost."""
         self.punch: Callable[[PeerId], Awaitable[None]] | None = None
@@ -310,14 +315,17 @@ class Paths:
 
     def _lose(self, path: MultiplexedPath) -> None:
         self._counters["paths_lost"] += 1
-        self._host.doubt()
+        now = trio.current_time()
+        if path.since + STOOD_SECONDS <= now and path.peer not in self._doubted:
+            self._doubted[path.peer] = now
+            self._host.doubt()
         if path.way == "punched":
             self._improved.pop(path.peer, None)
             if self.lost_punched is not None:
                 self.lost_punched(path.peer)
         others = self.of(path.peer)
         for other in others:
-            self._improve(other, trio.current_time())
+            self._improve(other, now)
         if not path.is_kept and (not others or others[0].is_silent):
             self._replace_soon(path)
 
@@ -353,6 +361,7 @@ class Paths:
             if not len(path) and not path.is_kept and idle_until <= now:
                 path.end("idle for too long")
         self._improved = {peer: at for peer, at in self._improved.items() if at + IMPROVE_SECONDS > now}
+        self._doubted = {peer: at for peer, at in self._doubted.items() if at + DOUBT_AGAIN_SECONDS > now}
         for path in self:
             self._improve(path, now)
 

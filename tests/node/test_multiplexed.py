@@ -4,16 +4,20 @@ import errno
 import socket
 import tracemalloc
 from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import trio
+from trio.testing import MockClock
 
 from crypto.contact import make_address
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
+from node.transport.multiplexed import MultiplexedPath
 from node.transport.multiplexer import Kind
 from node.transport.network import RealNetwork
-from node.transport.paths import PER_PEER_MAX
+from node.transport.paths import DOUBT_AGAIN_SECONDS, PER_PEER_MAX, STOOD_SECONDS
 from tests.node.nets import PING, acquaint, echo, make_network, running, until
 from tests.node.test_relays import ask, behind_a_relay
 
@@ -158,6 +162,35 @@ async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
             other.multiplexed.of(one.peer)[0].connection.end("a test")
             await until(lambda: one.counters["paths_replaced"] == 1)
             channel.close()
+
+
+def test_a_peer_that_loses_paths_on_purpose_puts_others_in_doubt_once_a_minute(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    doubts: list[float] = []
+
+    async def main() -> None:
+        one = make_network("o")
+        monkeypatch.setattr(one._connections, "doubt", lambda: doubts.append(trio.current_time()))
+        began = trio.current_time()
+
+        def lose(letter: str, stood_seconds: float) -> int:
+            peer, since = make_network(letter).peer, trio.current_time() - stood_seconds
+            lost = SimpleNamespace(peer=peer, way="direct", is_kept=True, since=since)
+            one.multiplexed._lose(cast("MultiplexedPath", lost))
+            return len(doubts)
+
+        while trio.current_time() < began + 2 * DOUBT_AGAIN_SECONDS:
+            assert lose("x", STOOD_SECONDS - 1) == 0
+            await trio.sleep(4)
+        began = trio.current_time()
+        while trio.current_time() < began + 2 * DOUBT_AGAIN_SECONDS:
+            assert lose("x", STOOD_SECONDS) <= 2
+            one.multiplexed.look(trio.current_time())
+            await trio.sleep(4)
+        assert lose("y", STOOD_SECONDS) == 3
+
+    trio.run(main, clock=MockClock(autojump_threshold=0))
 
 
 async def test_an_idle_path_that_is_cut_is_not_replaced() -> None:
