@@ -211,7 +211,8 @@ class Connections:
                 except (StreamClosed, trio.TooSlowError):
                     self._counters["channels_failed"] += 1
             if at is not None:
-                return await self._dial(at.of(peer), hello, message_bytes_max)
+                # It may be one that the peer only claims.
+                return await self._meet(await self._attempt(peer, at), hello, message_bytes_max)
             return await self._dial_peer(peer, hello, message_bytes_max)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
@@ -227,9 +228,7 @@ class Connections:
         is_preferred = self._book.preferred(peer) is not None
         delay_seconds = PREFERRED_DELAY_SECONDS if is_preferred else ATTEMPT_DELAY_SECONDS
         found = await _first(addresses, partial(self._attempt, peer), delay_seconds)
-        if isinstance(found, SecuredTransport):
-            return await self._introduce(found, hello, message_bytes_max)
-        return await self._introduce_channel(found, hello, message_bytes_max)
+        return await self._meet(found, hello, message_bytes_max)
 
     async def _attempt(self, peer: PeerId, address: Address) -> Reached:
         """Try one of the peer's addresses, as often as it may be dialled. Raises Unreachable."""
@@ -268,10 +267,12 @@ class Connections:
         self, address: Address, hello: Hello, message_bytes_max: int = 0
     ) -> tuple[Connection, str]:
         """One address: connect, shake hands, be welcomed."""
-        if address.relay is not None:
-            path = await self.paths.through(address)
-            return await self._introduce_channel(path, hello, message_bytes_max)
-        return await self._introduce(await self._shake_hands_with(address), hello, message_bytes_max)
+        return await self._meet(await self._reach(address), hello, message_bytes_max)
+
+    async def _meet(self, found: Reached, hello: Hello, message_bytes_max: int) -> tuple[Connection, str]:
+        if isinstance(found, SecuredTransport):
+            return await self._introduce(found, hello, message_bytes_max)
+        return await self._introduce_channel(found, hello, message_bytes_max)
 
     # --- paths -------------------------------------------------------------------------------------
 

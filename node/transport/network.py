@@ -264,6 +264,10 @@ class RealNetwork:
     def admits(self, address: Address) -> bool:
         return self._policy.admits(address)
 
+    def may_dial(self, peer: PeerId, address: Address) -> bool:
+        """Note that a connection to an address of a peer is tried; return whether it may."""
+        return self._book.may_dial(peer, address, self._clock.monotonic())
+
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
         return self._book.known(peer)
 

@@ -213,6 +213,8 @@ class Puncher:
     async def _reach_observer(self, peer: PeerId, place: Address | None) -> SecureStream:
         if place is None:
             raise Unreachable("unknown", "no address of it is known")
+        if not self._network.may_dial(peer, place):
+            raise Unreachable("timeout", "it was dialled too often without an answer")
         transport = await connect_from(self._network.listening, place)
         leave_nothing(transport)
         secured = await self._shake_hands(transport, place.of(peer), is_first=True)

@@ -243,6 +243,29 @@ async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
     assert len(dialled) == 1
 
 
+async def test_an_address_of_ipv6_that_a_peer_claims_is_dialled_as_rarely_as_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    network = make_network("n")
+    dialled: list[Address] = []
+
+    async def refuse(places: object, address: Address) -> trio.SocketStream:
+        dialled.append(address)
+        raise Unreachable("refused", "a test")
+
+    monkeypatch.setattr("node.transport.puncher.connect_from", refuse)
+    puncher = Puncher(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
+    claimed = make_address("2a0f:1::3", 9747)
+    network._book.prove(peer(1), OUTSIDE)
+    network.learn(peer(1), [claimed])
+    while network.may_dial(peer(1), claimed):
+        network._book.failed(peer(1), claimed)
+    await puncher._ask((peer(1), 6))
+    assert dialled == []
+    with pytest.raises(Unreachable, match="too often"):
+        await network.open(peer(1), "/peerloom/reach/1", at=claimed)
+
+
 def test_a_host_rests_twice_as_long_each_time_and_few_are_remembered() -> None:
     rests = ObserverRests()
     rests.failed("45.1.0.2", 0.0)
