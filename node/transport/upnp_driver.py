@@ -50,7 +50,7 @@ SEARCHES = 2
 EXCHANGE_SECONDS = 5.0
 """For one call."""
 ANSWERS_MAX = 16
-"""Answers to a search that are looked at: a network may have many devices."""
+"""Answers of the router to a search that are looked at: one for each of its services, or more."""
 PORTS_TRIED = 3
 """Ports that are asked for where other machines have the first."""
 _CHUNK_BYTES = 2**14
@@ -128,6 +128,7 @@ class UpnpMapper:
             await asking.bind((self._host, 0))
             asking.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
             found: tuple[int, str] | None = None
+            faults: list[UpnpFault] = []
             for _ in range(SEARCHES):
                 targets = [self._router]
                 if not ipaddress.IPv4Address(self._router).is_loopback:
@@ -136,10 +137,12 @@ class UpnpMapper:
                     with suppress(OSError):
                         await asking.sendto(search(), (target, self._ssdp_port))
                 with trio.move_on_after(SEARCH_SECONDS / SEARCHES):
-                    found = await self._answered(asking)
+                    found = await self._answered(asking, faults)
                 if found is not None:
                     break
         if found is None:
+            if faults:
+                raise faults[-1]
             return None
         port, path = found
         status, document = await self._exchange(port, "GET", path, DESCRIPTION_BYTES_MAX)
@@ -147,13 +150,19 @@ class UpnpMapper:
             raise UpnpFault(f"HTTP status {status}")
         return control_point(document, self._router, port, path)
 
-    async def _answered(self, asking: trio.socket.SocketType) -> tuple[int, str] | None:
-        """Wait for an answer of the router; those of others say nothing. Raises UpnpFault."""
-        for _ in range(ANSWERS_MAX):
+    async def _answered(
+        self, asking: trio.socket.SocketType, faults: list[UpnpFault]
+    ) -> tuple[int, str] | None:
+        """Wait for an answer of the router that says where its description is; those of others say nothing.
+        What is wrong with its other answers goes to `faults`."""
+        while len(faults) < ANSWERS_MAX:
             with suppress(ConnectionRefusedError):
                 data, source = await asking.recvfrom(SEARCH_BYTES_MAX + 1)
                 if source[0] == self._router:
-                    return location(data, self._router)
+                    try:
+                        return location(data, self._router)
+                    except UpnpFault as fault:
+                        faults.append(fault)
         return None
 
     async def _map(self, point: ControlPoint) -> None:

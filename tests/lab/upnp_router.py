@@ -35,6 +35,7 @@ class UpnpRouter:
         self.taken: set[tuple[str, int]] = set()
         self.calls: list[str] = []
         self.location = ""
+        self.first_answers: tuple[bytes, ...] = ()
         self.control = "/ctl/IPConn"
         self.permanent_only = self.refuses = False
         self.description: bytes | None = None
@@ -100,6 +101,10 @@ class UpnpRouter:
             except OSError:
                 return
             if data.startswith(b"M-SEARCH"):
+                for answer in self.first_answers:
+                    self._ssdp.sendto(answer, source)
+                if not self.location:
+                    continue
                 lines = ("HTTP/1.1 200 OK", f"LOCATION: {self.location}", "EXT:", "ST: upnp:rootdevice")
                 self._ssdp.sendto("\r\n".join((*lines, "", "")).encode(), source)
 

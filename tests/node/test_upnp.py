@@ -22,7 +22,7 @@ from node.transport.upnp import (
     control_point,
     location,
 )
-from node.transport.upnp_driver import UpnpMapper
+from node.transport.upnp_driver import ANSWERS_MAX, UpnpMapper
 from tests.lab.upnp_router import UpnpRouter
 
 NOW = 1_000.0
@@ -186,14 +186,41 @@ def victim() -> Iterator[tuple[int, list[bytes]]]:
         yield listening.getsockname()[1], came
 
 
+def found_at(url: str) -> bytes:
+    """An answer to a search."""
+    return f"HTTP/1.1 200 OK\r\nLOCATION: {url}\r\n\r\n".encode()
+
+
 @pytest.mark.parametrize("how", ["location", "control", "redirect"])
 def test_no_other_machine_is_dialled_for_a_router(
     router: UpnpRouter, victim: tuple[int, list[bytes]], how: str
 ) -> None:
     port, came = victim
-    setattr(router, how, f"http://127.0.0.2:{port}/elsewhere")
+    url = f"http://127.0.0.2:{port}/elsewhere"
+    setattr(router, how, url)
+    if how == "location":
+        router.first_answers = (found_at(url),) * ANSWERS_MAX  # as many as are looked at
     assert asked(router).outcome == "refused"
     assert not came
+
+
+JUNK = (
+    b"NOTIFY * HTTP/1.1\r\n\r\n",
+    b"HTTP/1.1 200 OK\r\nST: upnp:rootdevice\r\n\r\n",
+    found_at("http://127.0.0.2:9/x"),
+)
+
+
+def test_a_router_is_found_behind_answers_that_say_nothing_of_it(router: UpnpRouter) -> None:
+    router.first_answers = JUNK
+    assert asked(router).outcome == "mapped"
+
+
+def test_where_no_answer_to_a_search_is_usable_the_last_says_why(router: UpnpRouter) -> None:
+    # As many as are looked at: nobody waits for another.
+    router.first_answers, router.location = (JUNK * ANSWERS_MAX)[-ANSWERS_MAX:], ""
+    made = asked(router)
+    assert (made.outcome, made.reason) == ("refused", "it names a place on another machine")
 
 
 BOMB = b"""<?xml version="1.0"?><!DOCTYPE a [<!ENTITY b "bbbbbbbb"><!ENTITY c "&b;&b;&b;&b;">]>
