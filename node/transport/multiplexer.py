@@ -60,7 +60,8 @@ come on another one."""
 DEAD_SECONDS = 7.5
 """The same where nothing else does."""
 LATE_SECONDS = 2.0
-"""A process that looks so much too late has stood still itself: it asks again before it calls a path dead."""
+"""A process that looks so much too late has stood still itself: it asks again before it calls a path dead.
+It is the time since the last look that counts where a doubt has put the deadline into the past."""
 CONTROL_MAX = 4 * CHANNELS_MAX
 """Control frames that wait: more are answers to a peer that asks and does not read."""
 
@@ -158,10 +159,8 @@ class Multiplexer:
         self._trips_without_queue = STARTING_TRIPS
         self._shortest: deque[tuple[float, float]] = deque(maxlen=64)
         self._ping = 0
-        self._pinged_at = now
-        self._is_awaiting = False
-        self._is_doubted = False
-        self._doubted_at = self._ticked_at = now
+        self._pinged_at = self._ticked_at = now
+        self._is_awaiting = self._is_doubted = False
         self.round_trip_seconds: float | None = None
         """By the last ping that was answered."""
 
@@ -394,23 +393,19 @@ class Multiplexer:
 
     def tick(self, now: float) -> bool:
         """Ping where that is due; return False where the other side is gone."""
-        self._ticked_at = now
+        due_at, self._ticked_at = max(self.deadline, self._ticked_at), now
         if now < self.deadline:
             return True
-        # A doubt may have put the deadline into the past: this process was awake then.
-        due_at = max(self.deadline, self._doubted_at)
         if self._is_awaiting and now < due_at + LATE_SECONDS:
             return False
         self._ask(now)
         return True
 
     def doubt(self, now: float) -> None:
-        """Something says that the path is dead: ping now, and wait less long for a sign of life. Whoever is
-        awake calls `tick` more often than every LATE_SECONDS; one that stood still asks again."""
+        """Something says that the path is dead: ping now, and wait less long for a sign of life."""
         if not self._is_awaiting or now - self._ticked_at > LATE_SECONDS:
             self._ask(now)
         self._is_doubted = True
-        self._doubted_at = now
 
     def _ask(self, now: float) -> None:
         self._ping = (self._ping + 1) % 2**32
