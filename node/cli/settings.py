@@ -5,35 +5,19 @@
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
-import msgspec
 import typer
 
-from node import toml
 from node.cli.client import ask
 from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.render import short_id, show, show_json
-from node.config_file import ResourcesTable
 from node.errors import UsageError
-from node.offering import FOLLOWABLE, OfferTable
 from node.paths import short_path
-
-if TYPE_CHECKING:
-    from node.protocols.followed import SharedSetting
 
 SIZES = "memory", "cores", "slots"
 """Rules by which an offer may become too small to be useful."""
 SIGNED_SUFFIX = ".signed"
-
-
-class SharedSettings(msgspec.Struct, frozen=True):
-    """A file of settings for many nodes, as a person writes it: tables as in node.toml."""
-
-    version: Annotated[int, msgspec.Meta(ge=1, lt=2**53)]
-    name: Annotated[str, msgspec.Meta(max_length=40)] = ""
-    resources: ResourcesTable = ResourcesTable()
-    offer: OfferTable = OfferTable()
 
 
 app = typer.Typer(
@@ -80,6 +64,8 @@ def sign(
     """Sign settings with this data folder's key, for nodes that follow it; no node needs to run."""
     from crypto.facts import IdentitySigner
     from crypto.identity import SEED_BYTES, Identity
+    from node import toml
+    from node.cli.settings_file import SharedSettings, settings_in
     from node.config import resolve
     from node.protocols.followed import SettingsBody, file_of, sign_settings
     from node.storage.folder import IDENTITY_NAME, FolderStorage
@@ -118,6 +104,8 @@ def publish(
     as_json: AsJson = False,
 ) -> None:
     """Publish signed settings through the node on this machine, to all that follow their key."""
+    from node import toml
+
     text = toml.read_text(Path(file))
     found = ask(find_data_dir(context, data_dir), "config.publish", {"document": text})
     if as_json:
@@ -127,31 +115,3 @@ def publish(
     show([f"version {found['version']} of {whose} is published; nodes that follow it take it in seconds"])
     if not found["is_stored"]:
         show([f"it is stored again as more nodes come: {found['reason']}"])
-
-
-def settings_in(wanted: "toml.Document[SharedSettings]") -> "tuple[SharedSetting, ...]":
-    """Return the settings of a file, each checked. Raises UsageError with its line."""
-    from node.config import RULES, read_setting
-    from node.protocols.followed import SharedSetting
-
-    found = []
-    for rule in RULES:
-        table, _, key = ".".join(rule.key).rpartition(".")
-        given: Any = getattr(getattr(wanted.value, table, None), key, None) if table else None
-        if given is None:
-            continue
-        where = wanted.where(table, key)
-        if rule.name not in FOLLOWABLE:
-            raise UsageError(
-                f"{where}: {key} is each owner's own, and cannot be set for others",
-                f"these can: {', '.join(FOLLOWABLE)}",
-            )
-        texts = [str(each) for each in given] if isinstance(given, tuple) else [_text(given)]
-        for text in texts:
-            read_setting(f"{where}: {key}", text, rule.read)
-        found.append(SharedSetting(rule.name, " ".join(texts)))
-    return tuple(found)
-
-
-def _text(value: str | int | bool) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -144,6 +144,12 @@ class BlockingDirectory:
         """Return every node's values under a key, by publisher. A value of more than a record is its name."""
         return self._portal.run(self._of.get_all, key)
 
+    def read_all(self, key: str, bytes_max: int) -> list[bytes]:
+        """Return the values of all nodes under a key that can be had. Those of more than `bytes_max` are not
+        fetched, and values under sub-keys are left out.
+        """
+        return self._portal.run(self._of.read_all, key, bytes_max)
+
     def get_immutable(self, key: str) -> bytes | None:
         """Return an immutable value by its key in hexadecimal, None where nobody has it."""
         return self._portal.run(self._of.get_immutable, key)

@@ -444,8 +444,9 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_seconds)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
 
-    def has_vanished(self, silent_seconds: float = VANISHED_SECONDS) -> bool:
-        """Return whether the kernel has repeated itself and heard nothing for so long; only Linux can say."""
+    def has_vanished(self, silent_seconds: float | None = None) -> bool:
+        """Return whether the kernel has repeated itself and heard nothing for so long (`VANISHED_SECONDS` for
+        None); only Linux can say."""
         if self.why is not None or sys.platform != "linux":
             return False
         try:
@@ -454,7 +455,8 @@ class Connection:
             return False
         repeated = max(info[_RETRANSMITS_AT], info[_PROBES_AT])
         waited_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
-        return repeated >= REPEATED_MIN and waited_seconds >= silent_seconds
+        least_seconds = VANISHED_SECONDS if silent_seconds is None else silent_seconds
+        return repeated >= REPEATED_MIN and waited_seconds >= least_seconds
 
     def end(self, why: str) -> StreamClosed:
         """Close the socket; the first reason stays."""

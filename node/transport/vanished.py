@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 
 import trio
 
-from node.transport.tcp import VANISHED_SECONDS, Connection
+from node.transport.tcp import Connection
 
 DOUBT_SECONDS = 4.0
 """What the kernel gets to hear something on a connection that is in doubt: four of its questions."""
@@ -23,7 +23,7 @@ class VanishedConnections:
         self._counters = counters
         self._is_doubting = False
 
-    def look(self, silent_seconds: float = VANISHED_SECONDS) -> None:
+    def look(self, silent_seconds: float | None = None) -> None:
         """End those on which the kernel has repeated itself and heard nothing for so long."""
         for connection in self._standing():
             if connection.has_vanished(silent_seconds):

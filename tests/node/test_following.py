@@ -13,7 +13,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner, Signer
 from crypto.identity import Identity, peer_text
 from node import toml
-from node.cli.settings import SharedSettings, settings_in
+from node.cli.settings_file import SharedSettings, settings_in
 from node.config import Config, Follow
 from node.errors import UsageError
 from node.following import PublishRequest, SettingsFollower

@@ -76,6 +76,8 @@ async def test_every_codec_has_a_cost_in_the_simulator() -> None:
 class TimedNetwork:
     """Takes a megabyte a second."""
 
+    has_better_path = False
+
     peer = NEAR
 
     async def open(self, peer: PeerId, protocol: str, *others: str) -> "TimedNetwork":

@@ -525,6 +525,7 @@ class SlowNetwork:
     """A network whose streams take nothing until `flows` is set; counts how often it was opened."""
 
     peer = BOB
+    has_better_path = False
 
     def __init__(self) -> None:
         self.flows = trio.Event()
