@@ -1,7 +1,7 @@
-"""Ends connections whose other machine is gone without a word: seldom in general, and soon after a path was
-lost, since a router that was rebooted forgets all connections at once.
+"""Closes connections to machines that vanished without closing them.
 
-The kernel asks the other machine; only Linux says what it heard.
+It looks seldom in general, and within seconds after a path was lost, since a router that reboots forgets all
+connections at once. The kernel probes the other machine; only Linux reports the answers.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ import trio
 from node.transport.tcp import Connection
 
 DOUBT_SECONDS = 4.0
-"""What the kernel gets to hear something on a connection that is in doubt: four of its questions."""
+"""How long the kernel waits for an answer on a connection in doubt: four of its probes, a second apart."""
 
 
 class VanishedConnections:

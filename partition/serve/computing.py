@@ -1,4 +1,4 @@
-"""What a provider's core has its stages do: its driver does it in this order, one thing after the other."""
+"""Orders of a provider's core to its stages. The driver carries them out one after the other."""
 
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ class BatchUnit:
 
 @dataclass(frozen=True)
 class ComputeBatch:
-    """Have a stage of a service compute these units together, and say what came of it by `batch`."""
+    """Have a stage of a service compute these units together. The driver reports the result by `batch`."""
 
     service: bytes
     stage: int

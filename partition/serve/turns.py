@@ -50,7 +50,7 @@ class StageTurns:
         self._shares: dict[Share, float] = {}
 
     def enter(self, session: ServedSession) -> None:
-        """A session was opened. A new door or share is not owed what others had before it came."""
+        """Note that a session was opened. A new door or share is owed nothing for the time before."""
         door = session.door
         self._served.setdefault(door, min(self._served.values(), default=0.0))
         self._weights[door] = max(WEIGHT_MIN, self._weight_of(door))
@@ -143,7 +143,7 @@ def wait_until(now: float, sessions: Collection[SessionPart], call_seconds: floa
 
 
 def _wanting(now: float, sessions: Collection[SessionPart]) -> set[Share]:
-    """Return who wants the stage: units wait, or came lately."""
+    """Return the shares that want the stage: a unit waits, or came within `WANTED_SECONDS`."""
     return {
         (each.door, each.share)
         for each in sessions
