@@ -120,8 +120,9 @@ class Ground:
     # Kills
 
     def kill_stage(self, name: str) -> None:
-        """SIGKILL to the process of one stage of a node, which itself lives."""
-        for process in self.processes(name)[:1]:
+        """SIGKILL to the process of one stage of a node, which itself lives. A process that waits for a stage
+        has mapped no memory to exchange tensors in, and is spared."""
+        for process in list(filter(_maps_exchange, self.processes(name)))[:1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
@@ -157,6 +158,12 @@ def _words(process: psutil.Process) -> list[str]:
     with suppress(psutil.Error):
         return list(process.cmdline())
     return []
+
+
+def _maps_exchange(process: psutil.Process) -> bool:
+    with suppress(OSError):
+        return "memfd:peerloom-exchange" in Path(f"/proc/{process.pid}/maps").read_text()
+    return False
 
 
 @dataclass
