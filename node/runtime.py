@@ -63,6 +63,7 @@ from node.runs.needs import Beside, RunHost, SwarmView
 from node.runs.runs import Runs
 from node.runs.vacating import of_others, vacate
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
+from node.service_settings import ServiceSettings
 from node.services.adverts import keep_advertised
 from node.services.autonat import Reach
 from node.services.bootstrap import Joining
@@ -102,7 +103,8 @@ class Node(Surface):
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
     are the six seams, the simulator's way in; `observe` is told of every event of membership and records, and
     of every message of a run that is sent; `swim` and `kademlia` make these cores, for whoever tries out
-    others; `recorder` writes down what comes in. Use it as an async context manager under trio.
+    others; `recorder` writes down what comes in; `settings` are those of the services. Use it as an async
+    context manager under trio.
 
     Long because it is the composition root: it makes each service once, joins them, and holds no rule of any.
     """
@@ -124,8 +126,9 @@ class Node(Surface):
         swim: Callable[..., Swim] = Swim,
         kademlia: Callable[..., Kademlia] = Kademlia,
         recorder: Recorder | None = None,
+        settings: ServiceSettings | None = None,
     ) -> None:
-        config = config or Config()
+        config, self._settings = config or Config(), settings or ServiceSettings()
         seeds = (*config.join.seeds, *read_join(join))
         self.config = config
         self.handlers: dict[str, CommandHandler] = {}
@@ -146,8 +149,7 @@ class Node(Surface):
         self._storage = storage
         self._capacity = capacity
         self._observe = observe or (lambda _event: None)
-        self._make_swim = swim
-        self._make_kademlia = kademlia
+        self._make_swim, self._make_kademlia = swim, kademlia
         self._recorder = recorder
         self.journal = Journal(self._clock, report, recorder)
         self._publish, self._refuse = self.journal.publish, self.journal.refuse
@@ -414,6 +416,7 @@ class Node(Surface):
             own_data=lambda: self.provider.rules.own_data,
             publish=self._publish,
             observe=self._observe,
+            settings=self._settings.runs,
             slots=self.provider.rules.slots,
         )
         places = Places(self.peer, self.membership, lambda: self.capacity.location)

@@ -31,6 +31,7 @@ from node.protocols.manifest import Manifest, Run, make_run
 from node.recording.recorder import Recorder
 from node.runs.manifest_builder import make_batches
 from node.runtime import Node
+from node.service_settings import ServiceSettings
 from node.services.capacity import Capacity
 from partition import stage as api
 from partition.capture import Captured
@@ -69,6 +70,7 @@ class Swarm:
     lives: Counter[str] = field(default_factory=Counter)
     medium: SimNetworkFabric = field(default_factory=lambda: SimNetworkFabric(Links(NetworkModel(), 1)))
     preset: config.Preset = "lan"
+    settings: ServiceSettings = field(default_factory=ServiceSettings)
 
     def kill(self, name: str) -> PeerId:
         """As SIGKILL: nothing more leaves or enters, no goodbye."""
@@ -93,12 +95,15 @@ async def swarm(
     offer: Offering | None = None,
     network: NetworkModel | None = None,
     preset: config.Preset = "lan",
+    settings: ServiceSettings | None = None,
 ) -> AsyncIterator[Swarm]:
     """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
     their earlier lives, `recorders` write down what they do, `executors` compute in their place. `offer` is
     what each gives to others, `network` what lies between them, `preset` their timers: with those of "lan" a
-    virtual second costs a fifth of what it costs with those of "local"."""
-    group = Swarm(medium=SimNetworkFabric(Links(network or NetworkModel(), seed)), preset=preset)
+    virtual second costs a fifth of what it costs with those of "local". `settings` are those of
+    the services."""
+    medium = SimNetworkFabric(Links(network or NetworkModel(), seed))
+    group = Swarm(medium=medium, preset=preset, settings=settings or ServiceSettings())
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
@@ -154,6 +159,7 @@ async def _live(
         capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
         report=events.append,
         recorder=recorder,
+        settings=group.settings,
     )
     with trio.CancelScope() as scope:
         group.scopes[name] = scope

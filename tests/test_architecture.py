@@ -67,6 +67,7 @@ FLOORS = (
         "api",
         "library",
         "optimizer",
+        "service_settings",
         "runtime",
         "changing",
         "following",

@@ -13,7 +13,7 @@ from node.protocols.manifest import Run
 from node.runs import outside
 from node.runs.outside import CROWDED_OUT, NOBODY_LEFT
 from node.runs.stopping import DROPPED, STOPPED
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.settings import RunSettings
 from tests.stack import Swarm, manifest, prepare, simulate, swarm
 
 STEPS = 6
@@ -130,7 +130,7 @@ def test_a_provider_says_when_nobody_is_left_to_tell_the_end_and_may_be_asked_ag
         run, victim = await left_out(group, ENDLESS)
         for name in set(group.nodes) - {victim}:
             group.kill(name)
-        await until(has_ended(group, victim), 2 * SILENCE_SECONDS_MAX)
+        await until(has_ended(group, victim), 2 * RunSettings().silence_seconds_max)
         assert view(group, victim, run) == ("stopped", NOBODY_LEFT)
         assert not group.nodes[victim].runs.is_over(run.id)
         assert not [name for name in group.storages[victim].sizes("runs") if run.text in name]

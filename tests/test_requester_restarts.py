@@ -17,7 +17,7 @@ from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.runs.outside import NOBODY_LEFT
 from partition.plan.plan import plan_hash
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.settings import RunSettings
 from tests.stack import STAGE_SECONDS, Swarm, _live, manifest, prepare, simulate, swarm
 
 STEPS = 12
@@ -148,7 +148,7 @@ def test_a_requester_says_when_nobody_is_left_to_tell_the_end() -> None:
             await restart_outside(group, "d", nursery)
             for name in "abc":
                 group.kill(name)
-            end = await ended(group, "d", 2 * SILENCE_SECONDS_MAX)
+            end = await ended(group, "d", 2 * RunSettings().silence_seconds_max)
             assert (end.outcome, end.detail) == ("failed", NOBODY_LEFT)
             assert group.nodes["d"].state.runs[run.text].status == "failed"
             nursery.cancel_scope.cancel()

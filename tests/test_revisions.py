@@ -14,7 +14,7 @@ from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.revision import RevisionBody, make_revision
 from partition.run.asks import Done
-from partition.run.timeouts import LOST_SECONDS_MAX
+from partition.run.settings import RunSettings
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -82,7 +82,9 @@ def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() ->
             await trio.sleep(5)
             before = steps(group, "a")
             assert before < 6
-            await trio.sleep(LOST_SECONDS_MAX + 5)  # longer than a member waits for a committer that is gone
+            await trio.sleep(
+                RunSettings().lost_seconds_max + 5
+            )  # longer than a member waits for a committer that is gone
             assert steps(group, "a") == before
             views = [node.state.runs[run.text] for node in group.nodes.values()]
             assert {(view.status, view.reason) for view in views} == {("paused", "its requester paused it")}

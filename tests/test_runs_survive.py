@@ -4,6 +4,7 @@ Deaths inside of a step, and that its result stays exact, are in `test_equivalen
 """
 
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased
 from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Manifest
+from node.service_settings import ServiceSettings
 from partition.plan.change import Change, successor
 from partition.plan.paxos import PlanDecided
 from partition.run.member import Member
+from partition.run.settings import RunSettings
+from tests import stack
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -26,7 +30,6 @@ from tests.stack import (
     prepare,
     reference,
     simulate,
-    swarm,
     train,
     weights,
 )
@@ -36,13 +39,18 @@ DEATH_SECONDS_MAX = 20
 """Until all have noticed one, with a wide margin."""
 
 
-@pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same proportions, in less virtual time: every second of it is many probes."""
-    monkeypatch.setattr("partition.run.timeouts.RENEW_SECONDS", 4.0)
-    monkeypatch.setattr("partition.run.timeouts.COMMITTER_SILENCE_SECONDS_MAX", 30.0)
-    monkeypatch.setattr("partition.run.timeouts.PAUSE_SECONDS_MAX", 120.0)
-    monkeypatch.setattr("partition.run.timeouts.SILENCE_SECONDS_MAX", 48.0)
+IMPATIENT = RunSettings(
+    start_seconds_max=24.0,
+    renew_seconds=4.0,
+    renew_seconds_max=2.0,
+    silence_seconds_max=48.0,
+    committer_silence_seconds_max=30.0,
+    left_seconds=12.0,
+    pause_seconds_max=120.0,
+    lost_seconds_max=120.0,
+)
+"""The same proportions, in less virtual time: every second of it is many probes."""
+swarm = partial(stack.swarm, settings=ServiceSettings(runs=IMPATIENT))
 
 
 def small(**changes: Any) -> Manifest:

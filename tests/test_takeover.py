@@ -29,7 +29,7 @@ from node.protocols.manifest import Manifest
 from node.protocols.runs import Prepare
 from node.seams import Stage
 from partition.plan.quorum import FORK_SECONDS
-from partition.run.timeouts import LOST_SECONDS_MAX
+from partition.run.settings import RunSettings
 from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
 from tests.stack import _live, prepare, swarm
 
@@ -203,7 +203,7 @@ def test_without_a_checkpoint_the_run_fails_with_a_reason_once_the_replica_has_n
     async def scenario(world: World) -> None:
         await world.reached(2)
         world.crash(other(world, "c"))
-        with trio.fail_after(2 * LOST_SECONDS_MAX):
+        with trio.fail_after(2 * RunSettings().lost_seconds_max):
             while not world.ends():  # noqa: ASYNC110
                 await trio.sleep(1)
 
@@ -220,7 +220,7 @@ def test_why_the_last_replica_of_a_stage_failed_is_said_where_the_run_waits_and_
         assert shell is not None
         shell._failure = StageFailed("its disk is full")
         shell._more.set()
-        with trio.fail_after(2 * LOST_SECONDS_MAX):
+        with trio.fail_after(2 * RunSettings().lost_seconds_max):
             while not world.ends():  # noqa: ASYNC110
                 await trio.sleep(1)
 

@@ -22,7 +22,7 @@ from node.seams import Seams
 from node.waker import Waker
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
-from partition.run.timeouts import START_SECONDS_MAX
+from partition.run.settings import RunSettings
 from partition.run.verdicts import PeersLost, TrainingOver, Verdicts
 from partition.steps import committer as core
 from partition.steps.frames import FrameHeader, check_signed, read_header
@@ -47,6 +47,7 @@ class Service(Protocol):
 
     seams: Seams
     signer: Signer
+    settings: RunSettings
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
     @property
@@ -116,6 +117,7 @@ class CommitterShell:
         self._witness = Witness(plan)
         self._stalled_since = stalled_since
         self._verdicts = Verdicts(plan, failures)
+        self._open_seconds_max = service.settings.start_seconds_max
         self._refuse = service.refuse
         self._to_vouch: deque[tuple[PeerId, BadFrame]] = deque()
         self.made: Callable[[FrameHeader], Awaitable[tuple[Any, ...] | None]] | None = None
@@ -192,8 +194,8 @@ class CommitterShell:
 
     async def _give_up(self) -> None:
         """The next plan does without replicas that have not opened their stage in time."""
-        await trio.sleep(START_SECONDS_MAX)
-        self._lost(self._verdicts.late(self.core.phase))
+        await trio.sleep(self._open_seconds_max)
+        self._lost(self._verdicts.late(self.core.phase, self._open_seconds_max))
 
     # What others say
 

@@ -48,14 +48,12 @@ from partition.run.asks import Declined, Done
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.next_change import choose_witnesses
-from partition.run.timeouts import LEASE_SECONDS_MAX
+from partition.run.settings import RunSettings
 from partition.steps.frames import PAYLOAD_BYTES_MAX
 
 PLACEMENT_SECONDS_MAX = 300.0
 """How long a placement goes on planning around providers that decline: ten that are silent. A number of
 refusals would let as many members that only decline stop every run."""
-WITNESS_SECONDS_MAX = 5.0
-"""A witness has nothing to fetch or check before it agrees; a silent one must not hold a placement up."""
 CLAIM_RATIO_MAX = 100
 """A claimed rate counts for at most so many times the median: a GPU among CPUs is as much faster, and one who
 claims more is not dealt a plan of its own."""
@@ -355,6 +353,7 @@ async def place(
     *,
     decliners: Decliners,
     monotonic: Callable[[], float],
+    settings: RunSettings,
     knowledge: Knowledge = NOTHING,
     may_reduce: bool = False,
     revision: Fact | None = None,
@@ -385,7 +384,7 @@ async def place(
             raise PlacementFailed("; ".join(said), seconds) from None
         rows: dict[PeerId, int | None] = dict.fromkeys(plan.witnesses)
         rows |= {PeerId(peer): index for index, stage in enumerate(plan.stages) for peer in stage.replicas}
-        refused = await lease_all(run, plan, rows, signer, ask, revision=revision)
+        refused = await lease_all(run, plan, rows, signer, ask, settings, revision=revision)
         if refused is None:
             return plan
         peer, refusal = refused
@@ -424,6 +423,7 @@ async def lease_all(
     rows: Mapping[PeerId, int | None],
     signer: Signer,
     ask: Ask,
+    settings: RunSettings,
     history: History | None = None,
     revision: Fact | None = None,
 ) -> tuple[PeerId, Declined] | None:
@@ -433,20 +433,20 @@ async def lease_all(
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
         request = LeaseRequest(run.fact, data, stage, history, revision)
-        refusal = await lease(peer, request, run, plan, signer, ask)
+        refusal = await lease(peer, request, plan, signer, ask, settings)
         if refusal is not None:
             # The one that gave no answer too: it may have leased, and its answer was lost.
-            await release(run, plan, [*taken, peer], ask)
+            await release(run, plan, [*taken, peer], ask, settings)
             return peer, refusal
         taken.append(peer)
     return None
 
 
 async def lease(
-    peer: PeerId, request: LeaseRequest, run: Run, plan: Plan, signer: Signer, ask: Ask
+    peer: PeerId, request: LeaseRequest, plan: Plan, signer: Signer, ask: Ask, settings: RunSettings
 ) -> Declined | None:
     """Lease a stage of `plan`, or have `peer` agree to be a witness; None, or why that failed."""
-    seconds = WITNESS_SECONDS_MAX if request.stage is None else LEASE_SECONDS_MAX
+    seconds = settings.witness_seconds_max if request.stage is None else settings.lease_seconds_max
     reply = await _try(ask, peer, request, seconds)
     if isinstance(reply, Declined):
         return reply
@@ -457,22 +457,22 @@ async def lease(
         author = signer.check(LEASE_PURPOSE, reply.lease)
     except RemoteProtocolError as error:
         return Declined(str(error)[:REASON_LENGTH_MAX])
-    if (author, body.run, body.plan, body.stage) != (peer, run.id, plan_hash(plan), request.stage):
+    if (author, body.run, body.plan, body.stage) != (peer, plan.run, plan_hash(plan), request.stage):
         return Declined("leased something else")
     return None
 
 
-async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask) -> None:
+async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask, settings: RunSettings) -> None:
     """Give leases of a plan that did not come about back."""
     for peer in peers:
-        await _try(ask, peer, Release(run.id, plan_hash(plan)), LEASE_SECONDS_MAX)
+        await _try(ask, peer, Release(run.id, plan_hash(plan)), settings.lease_seconds_max)
 
 
 async def start(
-    run: Run, plan: Plan, history: History, peers: Collection[PeerId], ask: Ask
+    run: Run, plan: Plan, history: History, peers: Collection[PeerId], ask: Ask, settings: RunSettings
 ) -> dict[PeerId, str]:
     """Give the plan to `peers`, side by side; who did not take it, and why."""
-    return await ask_all(Start(run.fact, encode_plan(plan), history), peers, ask, LEASE_SECONDS_MAX)
+    return await ask_all(Start(run.fact, encode_plan(plan), history), peers, ask, settings.lease_seconds_max)
 
 
 async def ask_all(

@@ -62,7 +62,9 @@ class AskShell:
                 history = self._chain.history(wanted.plan, wanted.change)
                 data, said = encode_plan(wanted.plan), self._revision()
                 request = wire.LeaseRequest(run.fact, data, wanted.stage, history, said)
-                refusal = await lease(ask.peer, request, run, wanted.plan, service.signer, service.ask)
+                refusal = await lease(
+                    ask.peer, request, wanted.plan, service.signer, service.ask, service.settings
+                )
                 return Done() if refusal is None else Declined(refusal.reason)
             case OpenStage():
                 history = self._chain.history(wanted.plan, wanted.change)

@@ -26,8 +26,10 @@ from partition.plan.plan import Plan
 from partition.run.completion import COLLECT_SECONDS_MAX
 from partition.run.member import Member
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
+from partition.run.settings import RunSettings
 
+BUSY_SECONDS = 1.0
+"""Before a source of the result that is busy is asked again: it serves a few members at a time."""
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
 """The length of a failure's reason that is shown: the note on the newest checkpoint must fit behind it."""
 
@@ -60,16 +62,18 @@ async def collect_result(
         if seams.clock.monotonic() >= until:
             return "", reason
         # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
-        await trio.sleep(RETRY_SECONDS)
+        await trio.sleep(service.settings.retry_seconds)
 
 
-async def tell_end(core: Member, wake: Callable[[], None], act: Callable[[], None]) -> None:
+async def tell_end(
+    core: Member, wake: Callable[[], None], act: Callable[[], None], settings: RunSettings
+) -> None:
     """Tell the others of the end where a member's driver has failed itself; bounded."""
-    with trio.move_on_after(END_SECONDS_MAX):
+    with trio.move_on_after(settings.end_seconds_max):
         while not core.is_over:
             wake()
             act()
-            await trio.sleep(RETRY_SECONDS)
+            await trio.sleep(settings.retry_seconds)
 
 
 def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:
@@ -107,7 +111,7 @@ async def fetch_result(service: Service, run: Run, source: PeerId, weights: str)
                 # All members ask at once, and a source serves a few at a time.
                 if error.reason != "busy" or seams.clock.monotonic() >= until:
                     raise
-            await trio.sleep(RETRY_SECONDS)
+            await trio.sleep(BUSY_SECONDS)
     except Unreachable as error:
         return f"the weights are not here: {error.detail}"
     except NoRoom as error:

@@ -27,6 +27,7 @@ from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.plan.plan import Plan
 from partition.run.reliability import Losses
+from partition.run.settings import RunSettings
 
 
 class Membership(Protocol):
@@ -60,6 +61,7 @@ class Service(Protocol):
     receipts: Receipts
     places: Places
     losses: Losses
+    settings: RunSettings
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

@@ -22,7 +22,7 @@ from node.runs.member import RunMember
 from node.seams import Seams, Stream
 from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
 from partition.plan.plan import HASH_BYTES
-from partition.run.timeouts import END_SECONDS_MAX
+from partition.run.settings import RunSettings
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 
 IDLE_SECONDS_MAX = 120.0
@@ -39,6 +39,7 @@ class Service(Protocol):
     """The attributes of `node.runs.runs.Runs` that the inbox uses."""
 
     seams: Seams
+    settings: RunSettings
     archive: ArchiveShell
     members: dict[bytes, RunMember]
     refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -153,5 +154,5 @@ class PipelineInbox:
     async def _tell_end(self, peer: PeerId, end: wire.End | wire.Stop | None) -> None:
         with suppress(Unreachable):
             if end is not None:
-                await self._runs.ask(peer, end, END_SECONDS_MAX)
+                await self._runs.ask(peer, end, self._runs.settings.end_seconds_max)
         self._telling.discard(peer)

@@ -52,7 +52,6 @@ from partition.run.messages import (
 from partition.run.proposals import Surroundings
 from partition.run.stall import StallClock
 from partition.run.states import State
-from partition.run.timeouts import DROP_SECONDS_MAX, LEAVE_SECONDS_MAX
 from partition.steps.messages import Failed, Open, ReplicaMessage
 
 STANDBY_TRAINERS = 2
@@ -81,6 +80,7 @@ class RunMember:
             around=Surroundings(service.live, service.gone, self._free),
             roles=self,
             save_every=manifest.save_every,
+            settings=service.settings,
         )
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
@@ -492,7 +492,7 @@ class RunMember:
 
     async def _tell_failure(self, reason: str) -> None:
         """Tell the others of the end where this member's driver has failed itself; bounded."""
-        await tell_end(self.core, lambda: self.core.wake(self._now), self._act)
+        await tell_end(self.core, lambda: self.core.wake(self._now), self._act, self._service.settings)
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:
@@ -507,7 +507,7 @@ class RunMember:
         self._start_task(self._go, reason)
 
     async def _go(self, reason: str) -> None:
-        await self._until_out(DROP_SECONDS_MAX)
+        await self._until_out(self._service.settings.drop_seconds_max)
         self.core.is_over = True
         self.core.ended("stopped")
         await self._service.ended(self, "stopped", reason, "", is_here=False)
@@ -527,7 +527,7 @@ class RunMember:
             return True
         self.core.leave(self._now)
         self._act()
-        return await self._until_out(LEAVE_SECONDS_MAX)
+        return await self._until_out(self._service.settings.leave_seconds_max)
 
     # What comes in
 

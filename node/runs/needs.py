@@ -16,6 +16,7 @@ from node.placement.places import Places
 from node.protocols.manifest import Run
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
+from partition.run.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class RunHost:
     own_data: Callable[[], Sequence[NamedData]]
     publish: Callable[[Event], None]
     observe: Callable[[object], None]
+    settings: RunSettings
     slots: int = 1
 
 

@@ -18,7 +18,7 @@ from node.runs.announcements import run_ended
 from node.runs.member import RunMember
 from node.runs.recovery import forget_files
 from node.seams import Seams
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.settings import RunSettings
 
 ASK_SECONDS = 4.0
 """The interval between two questions to members. Those that are in the run answer with at most its newest
@@ -35,6 +35,7 @@ class Service(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
+    settings: RunSettings
     members: dict[bytes, RunMember]
     live: Callable[[], Collection[PeerId]]
     publish: Callable[[Event], None]
@@ -111,7 +112,7 @@ class RunsOutside:
         clock = self._runs.seams.clock
         seen_at, turn = clock.monotonic(), 0
         with scope:
-            while clock.monotonic() - seen_at < SILENCE_SECONDS_MAX:
+            while clock.monotonic() - seen_at < self._runs.settings.silence_seconds_max:
                 if others := member.core.others():
                     seen_at = clock.monotonic()
                     asked = {others[(turn + row) % len(others)] for row in range(ASKED_AT_ONCE_MAX)}

@@ -123,6 +123,7 @@ class Runs:
         self.audits = Audits(self)
         self.members: dict[bytes, RunMember] = {}
         self._observe = host.observe
+        self.settings = host.settings
         self.inbox = PipelineInbox(self)
         self.archive = ArchiveShell(seams, signer.peer)
         self.own_data = OwnDataSets(seams, host.own_data)
@@ -275,11 +276,11 @@ class Runs:
             await member.end("failed", str(error), "")
             raise
         if self.is_over(run.id):  # it was stopped meanwhile
-            await release(run, plan, plan.members, self.ask)
+            await release(run, plan, plan.members, self.ask, self.settings)
             return
         self.enter(member, plan, history := first_history(self.signer, plan))
         others = [peer for peer in plan.members if peer != self.signer.peer]
-        for peer, reason in (await start(run, plan, history, others, self.ask)).items():
+        for peer, reason in (await start(run, plan, history, others, self.ask, self.settings)).items():
             member.absent(peer, reason)
 
     async def _place(self, run: Run, wait_seconds: float, steering: Steering) -> Plan:
@@ -298,7 +299,10 @@ class Runs:
                 run, free, queued.ask, self._decliners, steering.fact, self.seams.clock.monotonic
             )
         clock, ask, executor, asked = self.seams.clock, queued.ask, self.seams.executor, self._decliners
-        attempt = partial(place, run, graph, self.signer, decliners=asked, revision=steering.fact)
+        rules = self.settings
+        attempt = partial(
+            place, run, graph, self.signer, decliners=asked, revision=steering.fact, settings=rules
+        )
 
         def tell(reason: str) -> None:
             self.publish(RunChanged(at=clock.wall(), run=run.text, state="placing", reason=reason))

@@ -40,7 +40,7 @@ from partition.plan.plan import Plan
 from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.provider import BUSY, OVER, KnownRun, StageProvider
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.settings import RunSettings
 
 RUNS_MAX = 64
 """Runs that have not ended; the limit keeps a stranger's manifests from filling the memory."""
@@ -67,6 +67,7 @@ class Service(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
+    settings: RunSettings
     signer: Signer
     models: Models
     slots: Slots
@@ -111,7 +112,9 @@ class Requests:
         self._permits[wire.FetchState] = Permits(
             RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS
         )
-        self._provider = StageProvider(runs.signer.peer, runs.slots.core, self._witnessing, runs.gone)
+        self._provider = StageProvider(
+            runs.signer.peer, runs.slots.core, self._witnessing, runs.gone, runs.settings
+        )
 
     async def serve(self, stream: Stream) -> None:
         """Answer the one request of a stream."""
@@ -210,7 +213,7 @@ class Requests:
             runs.readiness.expect()
             await runs.slots.promise(promise)
             runs.queue.begin(run, request.revision)
-        body = wire.LeaseBody(run.id, promise.plan, promise.stage, int(SILENCE_SECONDS_MAX))
+        body = wire.LeaseBody(run.id, promise.plan, promise.stage, int(runs.settings.silence_seconds_max))
         return wire.Leased(runs.signer.sign(wire.LEASE_PURPOSE, encode(body)))
 
     def _on_queue(self, peer: PeerId, request: wire.WithdrawRun | wire.EnterQueue) -> wire.Reply:

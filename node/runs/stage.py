@@ -45,7 +45,7 @@ class Hosting:
         self.replica: ReplicaShell | None = None
         self.machine: Machine | None = None
         """The machine that the slot gave when the stage was opened."""
-        self.core = core.Hosting(service.signer.peer)
+        self.core = core.Hosting(service.signer.peer, service.settings)
         """Not recorded: it sends nothing, and its inputs follow from cores that are recorded."""
         self._service = service
         self._run = run

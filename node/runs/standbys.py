@@ -27,12 +27,8 @@ from partition.run.standbys import (
     cover,
     next_standby,
 )
-from partition.run.timeouts import REFILL_SECONDS
 
 SLOWS = "following the run made its steps slower"
-LOOK_SECONDS = REFILL_SECONDS
-"""The delay from a plan to the first look, and between looks: adding a replica to a stage, or splitting it,
-comes first."""
 
 
 class Standbys:
@@ -56,6 +52,9 @@ class Standbys:
         self._watch = FollowWatch()
         self._slow: set[PeerId] = set()
         self._plan: Plan | None = None
+        # Also the delay from a plan to the first look: adding a replica to a stage, or splitting it, comes
+        # first.
+        self._look_seconds = service.settings.refill_seconds
         self._look_at = 0.0
         self._is_looking = False
         self._told: tuple[object, ...] = ()
@@ -64,7 +63,7 @@ class Standbys:
         """Start another plan."""
         self._plan = plan
         self._watch.begin(is_following=bool(plan.standbys))
-        self._look_at = self._now + LOOK_SECONDS
+        self._look_at = self._now + self._look_seconds
         if plan.committer == self._service.signer.peer and self._run.manifest.standbys:
             self._tell(plan, None)
 
@@ -77,7 +76,7 @@ class Standbys:
             for peer in plan.standbys:
                 self._absent(peer, SLOWS)
         elif self._now >= self._look_at and not self._is_looking:
-            self._look_at = self._now + LOOK_SECONDS
+            self._look_at = self._now + self._look_seconds
             self._is_looking = True
             # Of no run: one that could not be looked at goes on as it is.
             self._service.start_task(self._look, plan, seconds, of=None)

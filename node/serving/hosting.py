@@ -49,7 +49,6 @@ from node.serving.stage import HeldStage
 from node.serving.texts import Texts
 from partition.plan.observed import Knowledge
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import Sends, SessionProvider
@@ -63,6 +62,8 @@ TOKEN_FLOPS = 1e9
 LOOK_SECONDS = 0.1
 GONE_RECORD_SECONDS = 1.0
 """How long the record that takes another's place in the DHT lives, where a service is left."""
+LEAVE_SECONDS_MAX = 8.0
+"""How long a node that leaves waits for another to answer for its stage: a person waits for it to go."""
 
 
 class HostingOwner(Protocol):

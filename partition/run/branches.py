@@ -12,9 +12,9 @@ from enum import Enum, auto
 from crypto.identity import PeerId, short_peer
 from partition.plan.paxos import ForkBehind, ForkFound, LeftBehind, PaxosChain
 from partition.plan.plan import NO_HASH, Plan
-from partition.run import timeouts
 from partition.run.branch_pace import BranchPace
 from partition.run.progress import Progress
+from partition.run.settings import RunSettings
 
 TOLD_MAX = 64
 """Members of other branches that are remembered: a run's roster is no longer."""
@@ -34,11 +34,14 @@ class Branches:
     """One member's judgement of branches. `committed` returns how many steps this node's own committer has
     committed, None where it does not commit, or does not know yet because its replicas are not synced."""
 
-    def __init__(self, me: PeerId, chain: PaxosChain, progress: Progress, *, may_fork: bool) -> None:
+    def __init__(
+        self, me: PeerId, chain: PaxosChain, progress: Progress, settings: RunSettings, *, may_fork: bool
+    ) -> None:
         self._me = me
         self._chain = chain
         self._progress = progress
         self._may_fork = may_fork
+        self._settings = settings
         self._forked_at: int | None = None
         self._parted: tuple[bytes, ...] = ()
         self._returned: set[bytes] = set()
@@ -132,7 +135,7 @@ class Branches:
         """Return a message for a person about a shorter branch that gave way, empty where none has: a branch
         gave way if its member is in the plan, or lives and no longer claims a branch."""
         for peer, (heard, event) in list(self._behind.items()):
-            is_silent = peer in live and now - heard >= timeouts.LEFT_SECONDS
+            is_silent = peer in live and now - heard >= self._settings.left_seconds
             since = self._pace.since(event.branch)
             if peer not in plan.roster and not is_silent:
                 continue

@@ -10,8 +10,8 @@ from collections.abc import Collection
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, committee, plan_hash
-from partition.run import timeouts
 from partition.run.asks import Asks, Declined, Done, EndRun, Reply
+from partition.run.settings import RunSettings
 
 DECLINES_MAX = 5
 """Declines before a member counts as told of the end. It declines while it does not know the plan: first
@@ -27,7 +27,16 @@ class Completion:
     """The announcement of the end. `deadline` is when it wants to `wake`; it `is_over` once all living
     members know."""
 
-    def __init__(self, me: PeerId, now: float, outcome: str, detail: str, weights: str, asks: Asks) -> None:
+    def __init__(
+        self,
+        me: PeerId,
+        now: float,
+        outcome: str,
+        detail: str,
+        weights: str,
+        asks: Asks,
+        settings: RunSettings,
+    ) -> None:
         self.outcome = outcome
         self.detail = detail
         self.weights = weights
@@ -35,7 +44,8 @@ class Completion:
         self.deadline = now
         self._me = me
         self._asks = asks
-        self._until = now + timeouts.END_SECONDS_MAX
+        self._settings = settings
+        self._until = now + self._settings.end_seconds_max
         self._told: set[PeerId] = set()
         self._asked: dict[int, PeerId] = {}
         self._declined: Counter[PeerId] = Counter()
@@ -55,7 +65,7 @@ class Completion:
             if not self.is_over and peer not in busy and self._again.get(peer, now) <= now:
                 request = EndRun(name, self.outcome, self.detail, self.weights)
                 self._again.pop(peer, None)
-                self._asked[self._asks.put(peer, request, timeouts.END_SECONDS_MAX)] = peer
+                self._asked[self._asks.put(peer, request, self._settings.end_seconds_max)] = peer
         later = [self._again[peer] for peer in left if peer in self._again]
         self.deadline = INF if self.is_over else min([self._until, *later])
         return self.is_over
@@ -69,7 +79,7 @@ class Completion:
         if isinstance(reply, Done) or self._declined[peer] >= DECLINES_MAX:
             self._told.add(peer)
         else:
-            self._again[peer] = now + timeouts.RETRY_SECONDS
+            self._again[peer] = now + self._settings.retry_seconds
         self.changed(now)
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from crypto.identity import PeerId
 from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.settings import RunSettings
 
 NO_ROOM = "another stage is open here"
 WENT_ON = "the run went on before its stage was open"
@@ -60,11 +60,12 @@ class StageEnded:
 class Hosting:
     """One member's stage. Each call returns the driver's next action, None for nothing."""
 
-    def __init__(self, me: PeerId) -> None:
+    def __init__(self, me: PeerId, settings: RunSettings) -> None:
         self.plan: Plan | None = None
         """The newest plan: the one in force, or the one whose stage is opened early."""
         self.is_open = False
         self._me = me
+        self._settings = settings
         self._held: Held | None = None
         self._opening: StageWanted | None = None
         self._prepared: bytes | None = None
@@ -108,7 +109,9 @@ class Hosting:
         if held is None or self.occupies or self._is_over:
             return None
         self.plan, self._prepared, self._planner = plan, plan_hash(plan), planner
-        self._expires_at = now + SILENCE_SECONDS_MAX  # the planner may die before its plan is decided
+        self._expires_at = (
+            now + self._settings.silence_seconds_max
+        )  # the planner may die before its plan is decided
         return self._open(StageWanted(plan, held, None, is_early=True))
 
     def _open(self, wanted: StageWanted) -> StageWanted:

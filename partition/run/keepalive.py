@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
-from partition.run import timeouts
 from partition.run.asks import Asks, Declined, RenewRun, Reply
+from partition.run.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,17 @@ class RunSilent:
     reason: str
 
 
+Event = MemberSilent | RunSilent
+
+
 class Keepalive:
     """One member's keepalive. `deadline` is when it wants to `wake`."""
 
-    def __init__(self, me: PeerId, now: float, asks: Asks) -> None:
+    def __init__(self, me: PeerId, now: float, asks: Asks, settings: RunSettings) -> None:
         self.asks = asks
-        self.events: list[MemberSilent | RunSilent] = []
-        self.deadline = now + timeouts.RENEW_SECONDS
+        self.events: list[Event] = []
+        self.deadline = now + settings.renew_seconds
+        self._settings = settings
         self._me = me
         self._heard_at = now
         self._renewing: dict[int, tuple[Plan, PeerId]] = {}
@@ -46,7 +50,7 @@ class Keepalive:
 
     def speaking(self, now: float, plan: Plan | None, live: Collection[PeerId]) -> Collection[PeerId]:
         """Return the `live` members, without a committer that has been silent for long."""
-        is_silent = plan is not None and now - self._heard_at >= timeouts.LEFT_SECONDS
+        is_silent = plan is not None and now - self._heard_at >= self._settings.left_seconds
         return [peer for peer in live if not is_silent or plan is None or peer != plan.committer]
 
     def wake(
@@ -57,7 +61,7 @@ class Keepalive:
         `others` are the living members of the plan in force, without this one. `is_paused`: a minority waits
         for a majority. `is_opening`: this node's stage is being opened.
         """
-        self.deadline = now + timeouts.RENEW_SECONDS
+        self.deadline = now + self._settings.renew_seconds
         if plan is None:
             return
         if is_opening or plan.committer == self._me:
@@ -65,14 +69,15 @@ class Keepalive:
         if plan.committer == self._me:
             self._renewing.clear()  # an answer later than the next request tells nothing new
             for peer in others:
-                number = self.asks.put(peer, RenewRun(plan), timeouts.RENEW_SECONDS_MAX)
+                number = self.asks.put(peer, RenewRun(plan), self._settings.renew_seconds_max)
                 self._renewing[number] = plan, peer
             return
         silence = now - self._heard_at
         reason = f"nothing was heard of the run for {silence:.0f} s"
-        if silence >= (timeouts.PAUSE_SECONDS_MAX if is_paused else timeouts.SILENCE_SECONDS_MAX):
+        settings = self._settings
+        if silence >= (settings.pause_seconds_max if is_paused else settings.silence_seconds_max):
             self.events.append(RunSilent(reason))
-        elif silence >= timeouts.COMMITTER_SILENCE_SECONDS_MAX:
+        elif silence >= settings.committer_silence_seconds_max:
             self.events.append(MemberSilent(plan, plan.committer, f"it said nothing for {silence:.0f} s"))
 
     def replied(self, _now: float, number: int, reply: Reply) -> None:

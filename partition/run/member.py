@@ -57,6 +57,7 @@ from partition.run.progress import Progress
 from partition.run.proposals import Surroundings
 from partition.run.recutting import Recutting
 from partition.run.roles import Roles
+from partition.run.settings import RunSettings
 from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
 from partition.run.way_back import WaysBack
 
@@ -84,6 +85,7 @@ class Member:
         roles: Roles,
         save_every: int = 0,
         parts: Parts | None = None,
+        settings: RunSettings | None = None,
     ) -> None:
         """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
         self.plan: Plan | None = None
@@ -102,6 +104,7 @@ class Member:
         self._roles = roles
         self._ways_back = WaysBack(save_every)
         self._parts = parts or Parts()
+        self._settings = settings or RunSettings()
         self._life: MemberLife | None = None
         self._is_stuck = False
         self._completion: Completion | None = None
@@ -147,13 +150,14 @@ class Member:
             wanted=tuple(len(stage.computing) for stage in first.stages),
             around=self._around,
             asks=self.asks,
+            settings=self._settings,
         )
         self._life = MemberLife(
             chain=chain,
-            branches=make.branches(self._me, chain, self.progress, may_fork=self._may_fork),
+            branches=make.branches(self._me, chain, self.progress, self._settings, may_fork=self._may_fork),
             proposer=proposer,
             draining=make.draining(proposer),
-            keepalive=make.keepalive(self._me, now, self.asks),
+            keepalive=make.keepalive(self._me, now, self.asks, self._settings),
             first_pace=slowest_pace(first),
         )
         if is_restart:
@@ -414,7 +418,7 @@ class Member:
         """Tell every living member that the run is over, under any plan that comes into force from now on."""
         if self._completion is None and not self.is_over and self.plan is not None:
             detail = detail[:REASON_LENGTH_MAX]
-            self._completion = Completion(self._me, now, outcome, detail, weights, self.asks)
+            self._completion = Completion(self._me, now, outcome, detail, weights, self.asks, self._settings)
             self._tell_end(now)
 
     @property
@@ -570,12 +574,7 @@ class Member:
             if not self.is_over:
                 self._on_part(now, life, event)
 
-    def _on_part(
-        self,
-        now: float,
-        life: MemberLife,
-        event: proposals.Event | keepalive.MemberSilent | keepalive.RunSilent,
-    ) -> None:
+    def _on_part(self, now: float, life: MemberLife, event: proposals.Event | keepalive.Event) -> None:
         match event:
             case proposals.NewcomerStarted():
                 self._tell_checkpoint([event.peer] if self.plan == event.plan else [])

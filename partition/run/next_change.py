@@ -1,7 +1,7 @@
 """The choice of the next change of the plan: members lost, replicas joining stages, members admitted."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import replace
 
@@ -9,7 +9,7 @@ from crypto.identity import PeerId
 from partition.plan.change import JOININGS_MAX, Change, Joining
 from partition.plan.merging import Refused, merged_stages
 from partition.plan.plan import NO_HASH, VOTERS_MIN, Plan, rates_left
-from partition.run import timeouts
+from partition.run.settings import RunSettings
 
 
 @dataclass(frozen=True)
@@ -34,6 +34,7 @@ class PlanInputs:
     asks: bool = True
     recut: Change | None = None
     refused: Refused = ()
+    settings: RunSettings = field(default_factory=RunSettings)
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     if empty and view.restorable is None:
         where = f"stage {empty[0] + 1} of {len(left)}"
         reason = f"{where} lost its last replica, and no checkpoint holds its parameters"
-        return NoViablePlan(reason, timeouts.LOST_SECONDS_MAX, held[empty[0]])
+        return NoViablePlan(reason, view.settings.lost_seconds_max, held[empty[0]])
     if empty and not view.can_restore:
         where = f"stage {empty[0] + 1} of {len(left)}"
         reason = (
             f"{where} has no replica left, and no member that is here has a copy of the newest checkpoint"
         )
-        return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[empty[0]])
+        return NoViablePlan(reason, view.settings.pause_seconds_max, lost=held[empty[0]])
     if view.asks and empty:
         candidates += _movable(plan, left)
     for number in empty[: len(candidates)]:
@@ -77,7 +78,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
             return merged
         reason = f"stage {number + 1} of {len(left)} has no replica left"
         reason += ", and no member has room for it" if view.asks else ""
-        return NoViablePlan(reason, timeouts.PAUSE_SECONDS_MAX, lost=held[number])
+        return NoViablePlan(reason, view.settings.pause_seconds_max, lost=held[number])
     joined += _refills(view, lost, joined, candidates)
     admitted = tuple(peer for peer in view.newcomers if peer not in plan.roster and not lost)
     if not lost:
@@ -86,7 +87,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
     if not lost and not joined and not admitted:
         return None if view.recut is None or _keeps(view.recut, view.leaving) else view.recut
     if not set(plan.roster) - lost and not joined:
-        return NoViablePlan("nobody of the run is left", timeouts.PAUSE_SECONDS_MAX)
+        return NoViablePlan("nobody of the run is left", view.settings.pause_seconds_max)
     restored, step = view.restorable if empty and view.restorable else (NO_HASH, 0)
     return Change(
         lost=tuple(sorted(lost)), joined=tuple(joined), admitted=admitted, restored=restored, step=step

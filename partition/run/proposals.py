@@ -16,12 +16,12 @@ from partition.plan.change import Change, successor
 from partition.plan.merging import merged_stages
 from partition.plan.paxos import PaxosChain
 from partition.plan.plan import FIRST_VALUES, Plan, committee
-from partition.run import timeouts
 from partition.run.asks import Asks, Done, HoldStage, OpenStage, ReleaseStage, Reply, StartRun
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX, Absent
 from partition.run.next_change import NoViablePlan, PlanInputs, groups_left, next_change, ranked
 from partition.run.roles import Roles
+from partition.run.settings import RunSettings
 from partition.run.way_back import WayBack
 
 
@@ -123,6 +123,7 @@ class Proposer:
         wanted: tuple[int, ...],
         around: Surroundings,
         asks: Asks,
+        settings: RunSettings,
     ) -> None:
         self.asks = asks
         self.events: list[Event] = []
@@ -135,8 +136,8 @@ class Proposer:
         self._chain = chain
         self._requester = requester
         self._around = around
-        self._began = now
-        self._settled_at = 0.0
+        self._settings = settings
+        self._began, self._settled_at = now, 0.0
         self._busy: dict[PeerId, _Refusal] = {}
         self._decliners = Decliners()
         self._refused: dict[tuple[bytes, int, int], float] = {}  # layers, with until when
@@ -194,7 +195,7 @@ class Proposer:
         of gossip.
         """
         alive, gone = self._around.live(), self._around.gone()
-        is_new = now < self._began + timeouts.NEW_MEMBER_GRACE_SECONDS
+        is_new = now < self._began + self._settings.new_member_grace_seconds
         known = {self._me, *self._chain.acquainted}
         return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
 
@@ -241,7 +242,7 @@ class Proposer:
         `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
         can tell how its plan came about.
         """
-        self.deadline = _next_look(now, self._settled_at, self._busy.values())
+        self.deadline = _next_look(now, self._settled_at, self._busy.values(), self._settings)
         self._bring_first_plan(now)
         if self.recut is not None and not all(self._may_come(row.peer, now) for row in self.recut.joined):
             self.give_up_recut()  # whoever was to join has gone, or has refused
@@ -258,9 +259,8 @@ class Proposer:
                 self._no_way_since = None  # it waits for votes first: the chain says whose
                 return None
             reasons = self.reasons(found.lost)
-            self._no_way(
-                now, replace(found, reason=f"{found.reason} ({reasons})" if reasons else found.reason)
-            )
+            reason = f"{found.reason} ({reasons})" if reasons else found.reason
+            self._no_way(now, replace(found, reason=reason))
             return None
         self._no_way_since = None
         self.events.append(WayFound())
@@ -317,13 +317,13 @@ class Proposer:
         it may have died before it had told everybody. A member that has begun already says so, and nothing
         changes."""
         plan = self._chain.head
-        is_young = not plan.height and now < self._began + timeouts.NEW_MEMBER_GRACE_SECONDS
+        is_young = not plan.height and now < self._began + self._settings.new_member_grace_seconds
         if self._has_brought or not is_young or plan.committer not in self._around.gone():
             return
         self._has_brought = True
         for peer in plan.roster:
             if peer != self._me and peer in self._around.live():
-                self.asks.put(PeerId(peer), StartRun(plan), timeouts.LEASE_SECONDS_MAX)
+                self.asks.put(PeerId(peer), StartRun(plan), self._settings.lease_seconds_max)
 
     def _note_refused(self, now: float, plan: Plan, peer: PeerId) -> None:
         """Note that a member cannot hold the stage that `plan` gives it: do not ask it for such a stage for a
@@ -332,12 +332,12 @@ class Proposer:
         if number is not None:
             stage = plan.stages[number]
             self._refused = {row: until for row, until in self._refused.items() if now < until}
-            self._refused[peer, stage.first_layer, stage.last_layer] = now + timeouts.REFUSED_SECONDS
+            self._refused[peer, stage.first_layer, stage.last_layer] = now + self._settings.refused_seconds
 
     def _note_refusal(self, now: float, peer: PeerId) -> None:
         """Ask this peer again after a while, which doubles each time it refuses."""
         last = self._busy.get(peer)
-        seconds = timeouts.BUSY_SECONDS_MIN if last is None else min(2 * last.seconds, timeouts.BUSY_SECONDS)
+        seconds = self._settings.next_busy_seconds(last.seconds if last else 0.0)
         self._busy[peer] = _Refusal(now + seconds, seconds)
 
     def start(self, plan: Plan, joined: Collection[bytes], *, is_new_committer: bool) -> None:
@@ -355,7 +355,7 @@ class Proposer:
 
     def _start(self, plan: Plan, peer: PeerId) -> None:
         if peer != self._me:
-            number = self.asks.put(peer, StartRun(plan), timeouts.LEASE_SECONDS_MAX)
+            number = self.asks.put(peer, StartRun(plan), self._settings.lease_seconds_max)
             self._starting[number] = plan, peer
 
     def give_up_recut(self) -> None:
@@ -375,12 +375,12 @@ class Proposer:
         if pending.to_lease:
             peer = pending.to_lease.pop(0)
             request = HoldStage(pending.plan, pending.change, pending.leases[peer])
-            pending.asked[self.asks.put(peer, request, timeouts.LEASE_SECONDS_MAX)] = peer
+            pending.asked[self.asks.put(peer, request, self._settings.lease_seconds_max)] = peer
             return
         pending.is_opening = True
         for peer in pending.newcomers:
             opening = OpenStage(pending.plan, pending.change)
-            pending.asked[self.asks.put(peer, opening, timeouts.PREPARE_SECONDS_MAX)] = peer
+            pending.asked[self.asks.put(peer, opening, self._settings.prepare_seconds_max)] = peer
         pending.is_done = not pending.asked
 
     def _drop(self, pending: _Pending, peers: Collection[PeerId] = ()) -> None:
@@ -391,7 +391,7 @@ class Proposer:
         asked = dict.fromkeys([*peers, *pending.leased, *pending.asked.values()])
         for peer in asked:
             if peer in pending.leases:
-                self.asks.put(peer, ReleaseStage(pending.plan), timeouts.LEASE_SECONDS_MAX)
+                self.asks.put(peer, ReleaseStage(pending.plan), self._settings.lease_seconds_max)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
         """Return whether it follows the newest plan, loses the right members, and its newcomers live."""
@@ -408,7 +408,7 @@ class Proposer:
         if self._no_way_since is None:
             self._no_way_since = now
         seconds = now - self._no_way_since
-        if seconds >= timeouts.REFILL_SECONDS:
+        if seconds >= self._settings.refill_seconds:
             self.events.append(NoWayFound(found.reason, seconds >= found.waits_seconds, found.lost))
 
     def _inputs(self, now: float, roles: Roles, restorable: WayBack | None) -> PlanInputs:
@@ -429,10 +429,11 @@ class Proposer:
             restorable=restorable,
             can_restore=not is_needed or roles.can_restore,
             newcomers=(self._requester,) if asks and self._may_come(self._requester, now) else (),
-            may_refill=asks and now >= self._settled_at + timeouts.REFILL_SECONDS,
+            may_refill=asks and now >= self._settled_at + self._settings.refill_seconds,
             asks=asks,
             recut=self.recut,
             refused=[row for row, until in self._refused.items() if now < until],
+            settings=self._settings,
         )
 
     def _candidates(self, plan: Plan, now: float) -> tuple[tuple[PeerId, int], ...]:
@@ -457,11 +458,11 @@ class Proposer:
         return is_here and (refusal is None or refusal.until <= now)
 
 
-def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal]) -> float:
+def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal], settings: RunSettings) -> float:
     """Return when to think again without any news: where a wait ends, such as that of a machine that has come
     back and declined because it did not know yet how the run went on."""
-    waits = [settled_at + timeouts.REFILL_SECONDS, *(refusal.until for refusal in refusals)]
-    return min([now + timeouts.REFILL_SECONDS, *(until for until in waits if until > now)])
+    waits = [settled_at + settings.refill_seconds, *(refusal.until for refusal in refusals)]
+    return min([now + settings.refill_seconds, *(until for until in waits if until > now)])
 
 
 def _growing(before: Plan, after: Plan, holding: Collection[bytes]) -> dict[PeerId, int]:

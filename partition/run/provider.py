@@ -14,8 +14,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done
+from partition.run.settings import RunSettings
 from partition.run.slots import Promise, Slots
-from partition.run.timeouts import SILENCE_SECONDS_MAX
 from partition.run.witnesses import WITNESSED_MAX, WitnessPromises
 
 RELEASED_MAX = 256
@@ -68,11 +68,13 @@ class StageProvider:
         slots: Slots,
         witnessing: Callable[[], int],
         gone: Callable[[], Collection[PeerId]],
+        settings: RunSettings,
     ) -> None:
         self.slots = slots
         self._me = me
         self._witnessing = witnessing
         self._gone = gone
+        self._silence_seconds_max = settings.silence_seconds_max
         self._witnessed = WitnessPromises()
         # A lease that took long to think about may be given up by its planner before it was given.
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
@@ -117,12 +119,12 @@ class StageProvider:
         another run was given the slot meanwhile, or the planner waits no more. A witness's promise is kept
         here."""
         plan, name = hold.plan, plan_hash(hold.plan)
-        until = now + SILENCE_SECONDS_MAX
+        until = now + self._silence_seconds_max
         promise = Promise(plan.run, name, hold.stage, hold.planner, until, plan.height)
         is_awaited = self._released.count(name) == hold.given_up
         is_awaited = is_awaited and (hold.was_gone or hold.planner not in self._gone())
         if hold.stage is None:
-            self._witnessed.promise(now, plan.run, name, hold.planner, SILENCE_SECONDS_MAX)
+            self._witnessed.promise(now, plan.run, name, hold.planner, self._silence_seconds_max)
         elif not is_awaited or not (hold.keeps_slot or self.slots.is_free_for(now, plan.run)):
             return Declined(BUSY)
         return promise

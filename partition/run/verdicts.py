@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.run.failures import Failures
-from partition.run.timeouts import START_SECONDS_MAX
 from partition.steps.committer_events import Event, ReplicaFailed, TrainingEvaluated, TrainingFailed
 from partition.steps.messages import Synced
 
@@ -26,8 +25,7 @@ class TrainingOver:
 
 
 class Verdicts:
-    """The committer's verdicts, under one plan. START_SECONDS_MAX after its beginning the driver calls
-    `late`."""
+    """The committer's verdicts, under one plan. The driver calls `late` once replicas must be open."""
 
     def __init__(self, plan: Plan, failures: Failures) -> None:
         """`failures` also has the failures under earlier plans."""
@@ -40,11 +38,12 @@ class Verdicts:
         if isinstance(message, Synced):
             self._synced.add(sender)
 
-    def late(self, phase: str) -> PeersLost:
-        """Return the replicas that have not opened their stage in time; `phase` is the committer's."""
+    def late(self, phase: str, seconds: float) -> PeersLost:
+        """Return the replicas that have not opened their stage after `seconds`; `phase` is the
+        committer's."""
         replicas = {PeerId(peer) for stage in self._plan.stages for peer in stage.replicas}
         late = sorted(replicas - self._synced) if phase == "syncing" else ()
-        return PeersLost(tuple(late), f"its stage was not open after {START_SECONDS_MAX:.0f} s")
+        return PeersLost(tuple(late), f"its stage was not open after {seconds:.0f} s")
 
     def judge(self, event: Event) -> PeersLost | TrainingOver | None:
         """Return the verdict on a committer's event; None where the run goes on as it is."""

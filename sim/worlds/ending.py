@@ -6,7 +6,6 @@ from typing import Any, Protocol
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.completion import COLLECT_SECONDS_MAX
-from partition.run.timeouts import END_SECONDS_MAX, RETRY_SECONDS
 from sim.observers import Broken
 from sim.worlds.integer_stage import State, units_of
 from sim.worlds.run_context import Setting
@@ -50,13 +49,13 @@ def collect(setting: Setting, member: Committing, plan: Plan) -> None:
                 fetch(stage, left)
 
         if left:
-            member.ask(left.pop(0), ExportStage(plan_hash(plan)), END_SECONDS_MAX, take)
+            member.ask(left.pop(0), ExportStage(plan_hash(plan)), setting.settings.end_seconds_max, take)
             return
         if member.now >= until:
             member.finished(f"nobody handed over stage {stage + 1}")
         else:
             # If a new plan was the reason, all this begins again under it.
-            member.later(RETRY_SECONDS, next_stage)
+            member.later(setting.settings.retry_seconds, next_stage)
 
     next_stage()
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.run import hosting as core
+from partition.run.settings import RunSettings
 from sim.worlds.sim_stage import Hosted
 
 OPEN_SECONDS = 0.5
@@ -20,11 +21,12 @@ class Hosting:
     def __init__(
         self,
         me: PeerId,
+        settings: RunSettings,
         make: Callable[[Plan, int | None], Hosted],
         later: Callable[[float, Callable[[], None]], None],
         now: Callable[[], float],
     ) -> None:
-        self.core = core.Hosting(me)
+        self.core = core.Hosting(me, settings)
         self.hosted: Hosted | None = None
         self._make = make
         self._later = later

@@ -24,7 +24,6 @@ from partition.run import member as core
 from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
 from partition.run.proposals import Surroundings
-from partition.run.timeouts import END_SECONDS_MAX
 from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
 from sim.events import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
@@ -86,7 +85,7 @@ class Member(Turns):
             later=self.later,
             learned=self._checkpointed,
         )
-        self.hosting = Hosting(me, self._make_hosted, self.later, lambda: self.now)
+        self.hosting = Hosting(me, setting.settings, self._make_hosted, self.later, lambda: self.now)
         self.requester = setting.requester
         self._armed_at = INF
         self.core = self._make_core()
@@ -102,6 +101,7 @@ class Member(Turns):
             roles=self,
             save_every=setting.training.checkpoint_every,
             parts=setting.cores.member,
+            settings=setting.settings,
         )
 
     def _told(self, lives: bool) -> list[PeerId]:
@@ -403,7 +403,9 @@ class Member(Turns):
             self._calls.append(lambda core, now: core.receive(now, sender, message))
         elif self.outcome == "done" and isinstance(message, ChainHead) and message.asks:
             # A member that was away when a run ended well still believes in a plan, and asks how it went on.
-            self.ask(sender, EndRun(message.plan, "done", ""), END_SECONDS_MAX, _nothing)
+            self.ask(
+                sender, EndRun(message.plan, "done", ""), self._setting.settings.end_seconds_max, _nothing
+            )
 
     def _about_the_run(self, plan: Plan, sender: PeerId, message: Any) -> None:
         match message:

@@ -8,6 +8,7 @@ from typing import Any
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
 from partition.run.provider import StageProvider
+from partition.run.settings import RunSettings
 from sim.observers import Broken
 from sim.scenario import Training
 from sim.worlds.factories import Cores
@@ -38,6 +39,7 @@ class Setting:
     """Hands a question of the first peer to the second."""
     counters: Counter[str]
     provider: Callable[[PeerId], StageProvider]
+    settings: RunSettings
     first: Plan | None = None
     """The plan that the run began with, once it has."""
 

@@ -11,7 +11,6 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.events import PauseWanted, SaveWanted, StepsWanted
 from partition.run.failures import Failures
-from partition.run.timeouts import START_SECONDS_MAX
 from partition.run.verdicts import PeersLost, TrainingOver, Verdicts
 from partition.steps import committer as core
 from partition.steps.feeder import Feeder, FeedReady
@@ -77,7 +76,7 @@ class Trainer:
         if newest is None and training.checkpoint_every:
             self._send_all(self.core.save(setting.ground.now))
         self._send_all(self.core.start(setting.ground.now))
-        self._shell.later(START_SECONDS_MAX, self._give_up)
+        self._shell.later(setting.settings.start_seconds_max, self._give_up)
 
     def stop(self) -> None:
         """Another plan is in force, or the run is over."""
@@ -87,7 +86,7 @@ class Trainer:
     def _give_up(self) -> None:
         """The next plan does without replicas that have not opened their stage in time."""
         if self.core is not None:
-            self._lost(self._verdicts.late(self.core.phase))
+            self._lost(self._verdicts.late(self.core.phase, self._setting.settings.start_seconds_max))
 
     def _lost(self, lost: PeersLost) -> None:
         for peer in lost.peers:

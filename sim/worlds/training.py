@@ -20,8 +20,8 @@ from node.protocols.runs import PIPELINE_PROTOCOL
 from partition.plan.change import Change
 from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.run.provider import StageProvider
+from partition.run.settings import RunSettings
 from partition.run.slots import Slots
-from partition.run.timeouts import LEAVE_SECONDS_MAX
 from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import instant
 from sim.scenario import Training
@@ -59,6 +59,7 @@ class TrainingRuns:
 
     def __init__(self, ground: RunsGround) -> None:
         self.counters: Counter[str] = Counter()
+        self.settings = RunSettings()
         self._ground = ground
         self._alive: dict[PeerId, dict[PeerId, bool]] = {}
         self._slowness: dict[PeerId, float] = {}
@@ -133,7 +134,7 @@ class TrainingRuns:
         """Have the other members take over what `peer` does in its runs. `then` comes once they have, or
         after as long as a node waits for that."""
         members = [member for run in self._of.get(peer, ()) if (member := run.member(peer)) is not None]
-        until = self.now + LEAVE_SECONDS_MAX
+        until = self.now + self.settings.leave_seconds_max
 
         def look() -> None:
             if self.now < until and any(not member.is_out for member in members):
@@ -212,7 +213,7 @@ class TrainingRuns:
         def witnessing() -> int:
             return sum(run.has_witness(peer) for run in self._of[peer])
 
-        return StageProvider(peer, slots, witnessing, partial(self._gone, peer))
+        return StageProvider(peer, slots, witnessing, partial(self._gone, peer), self.settings)
 
     def _gone(self, peer: PeerId) -> list[PeerId]:
         return [other for other, is_alive in self.alive(peer).items() if not is_alive]
@@ -255,6 +256,7 @@ class _Run:
             put=self._put,
             counters=runs.counters,
             provider=runs.provider,
+            settings=runs.settings,
         )
         runs.at(training.at_seconds, self._begin)
 

@@ -15,8 +15,8 @@ from node.protocols.runs import WithdrawRun
 from node.runtime import Node
 from node.seams import Seams
 from partition.run.asks import Declined, Done
+from partition.run.settings import RunSettings
 from partition.run.slots import ORPHAN_SECONDS, Promise
-from partition.run.timeouts import SILENCE_SECONDS_MAX
 from sim.storage import MemoryStorage
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
 from tests.test_runs_end import all_ended
@@ -189,7 +189,9 @@ def test_who_comes_after_a_killed_first_plan_is_told_how_long_its_slot_is_held(
             await trio.sleep(5)
             a, c = group.nodes["a"], group.nodes["c"]
             held = asked(a, 9)
-            promise = Promise(held.id, bytes(32), 0, PLANNER, c.runs.slots.now + SILENCE_SECONDS_MAX, 0)
+            promise = Promise(
+                held.id, bytes(32), 0, PLANNER, c.runs.slots.now + RunSettings().silence_seconds_max, 0
+            )
             await c.runs.slots.promise(promise)
             if is_queued:
                 c.runs.queue.begin(held, None)

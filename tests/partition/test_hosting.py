@@ -7,8 +7,9 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.hosting import Hosting, StageEnded, StageKept, StageWanted
-from partition.run.timeouts import SILENCE_SECONDS_MAX
+from partition.run.settings import RunSettings
 
+SETTINGS = RunSettings()
 ME, OTHER, FAR = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
 
 
@@ -28,7 +29,7 @@ def opened(hosting: Hosting, first: Plan) -> None:
 
 
 def test_a_stage_stays_open_while_its_layers_stay_the_same() -> None:
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     wanted = hosting.adopt(plan(0, ME, OTHER))
     assert isinstance(wanted, StageWanted)
     assert wanted.step == 0, "the first plan finds everybody at the beginning"
@@ -44,11 +45,11 @@ def test_a_stage_stays_open_while_its_layers_stay_the_same() -> None:
 
 
 def test_a_stage_that_has_trained_is_opened_again_to_begin_anew() -> None:
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     opened(hosting, plan(0, ME, OTHER))
     anew = replace(plan(1, ME, OTHER), restored=FIRST_VALUES)
     assert isinstance(hosting.adopt(anew), StageWanted)
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     wanted = hosting.prepare(0.0, anew, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
@@ -56,7 +57,7 @@ def test_a_stage_that_has_trained_is_opened_again_to_begin_anew() -> None:
 
 
 def test_an_opening_that_a_newer_plan_supersedes_comes_to_nothing() -> None:
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     first = hosting.adopt(plan(0, ME, OTHER))
     assert isinstance(first, StageWanted)
     assert hosting.adopt(plan(1, FAR, OTHER)) == StageEnded()
@@ -69,7 +70,7 @@ def test_an_opening_that_a_newer_plan_supersedes_comes_to_nothing() -> None:
 
 
 def test_a_stage_that_ended_or_failed_is_opened_by_the_next_plan() -> None:
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     opened(hosting, plan(0, ME, OTHER))
     hosting.closed()
     assert not hosting.occupies
@@ -83,7 +84,7 @@ def test_a_stage_that_ended_or_failed_is_opened_by_the_next_plan() -> None:
 def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
     early, other = plan(3, ME, OTHER), plan(4, ME, FAR)
     for lost in (True, False):
-        hosting = Hosting(ME)
+        hosting = Hosting(ME, SETTINGS)
         wanted = hosting.prepare(0.0, early, OTHER)
         assert wanted is not None
         assert hosting.prepare(0.0, other, FAR) is None, "one stage at most"
@@ -93,7 +94,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
         closed = hosting.planner_lost(OTHER) if lost else hosting.unprepare(plan_hash(early))
         assert closed == StageEnded()
         assert not hosting.occupies
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     wanted = hosting.prepare(0.0, early, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
@@ -102,7 +103,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
 
 
 def test_an_early_stage_that_failed_is_given_up_once() -> None:
-    hosting, early = Hosting(ME), plan(3, ME, OTHER)
+    hosting, early = Hosting(ME, SETTINGS), plan(3, ME, OTHER)
     wanted = hosting.prepare(0.0, early, OTHER)
     assert wanted is not None
     hosting.failed(wanted)
@@ -112,7 +113,7 @@ def test_an_early_stage_that_failed_is_given_up_once() -> None:
 
 
 def test_a_member_whose_run_is_over_opens_no_stage_again() -> None:
-    hosting = Hosting(ME)
+    hosting = Hosting(ME, SETTINGS)
     opened(hosting, plan(0, ME, OTHER))
     assert hosting.vacate() == StageEnded()
     opened(hosting, plan(1, ME, OTHER))
@@ -123,12 +124,12 @@ def test_a_member_whose_run_is_over_opens_no_stage_again() -> None:
 
 
 def test_a_stage_opened_early_waits_for_its_plan_only_so_long() -> None:
-    hosting, early = Hosting(ME), plan(3, ME, OTHER)
+    hosting, early = Hosting(ME, SETTINGS), plan(3, ME, OTHER)
     assert hosting.deadline == inf
     wanted = hosting.prepare(10.0, early, OTHER)
     assert wanted is not None
     due = hosting.deadline
-    assert due == 10.0 + SILENCE_SECONDS_MAX
+    assert due == 10.0 + SETTINGS.silence_seconds_max
     hosting.opened(wanted)
     assert hosting.wake(due - 1) is None
     assert hosting.wake(due) == StageEnded()

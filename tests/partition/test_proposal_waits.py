@@ -2,9 +2,8 @@
 
 from partition.plan.change import Change, successor
 from partition.plan.plan import committee
-from partition.run import timeouts
 from partition.run.asks import Declined, HoldStage
-from tests.partition.test_run_member import PLAN, SPARE, TWO, Node, short_of_a_replica
+from tests.partition.test_run_member import PLAN, SETTINGS, SPARE, TWO, Node, short_of_a_replica
 
 
 def asks_next(node: Node, seconds: float) -> float | None:
@@ -24,7 +23,7 @@ def test_a_provider_that_refuses_is_asked_again_without_any_news() -> None:
     node.reply(lease, Declined("it does not know yet how the run went on"))
     node.asked()
     refused_at = node.now
-    assert asks_next(node, 60.0) == refused_at + timeouts.BUSY_SECONDS_MIN
+    assert asks_next(node, 60.0) == refused_at + SETTINGS.busy_seconds_min
 
 
 def test_a_free_place_is_filled_after_the_refill_delay() -> None:
@@ -32,7 +31,7 @@ def test_a_free_place_is_filled_after_the_refill_delay() -> None:
     node = Node(committee(plan)[0]).begin()
     node.die(TWO)
     node.decided(Change(lost=(TWO,)))
-    node.at(timeouts.REFILL_SECONDS - 3)
+    node.at(SETTINGS.refill_seconds - 3)
     node.free = [(SPARE, 9)]
     node.core.members_changed(node.now)
-    assert asks_next(node, 60.0) == timeouts.REFILL_SECONDS
+    assert asks_next(node, 60.0) == SETTINGS.refill_seconds

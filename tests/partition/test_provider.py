@@ -9,10 +9,11 @@ from crypto.identity import PeerId
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.asks import Declined, Done
 from partition.run.provider import BEHIND, BUSY, NO_LEASE, OVER, Hold, KnownRun, StageProvider
+from partition.run.settings import RunSettings
 from partition.run.slots import ORPHAN_SECONDS, Slots
-from partition.run.timeouts import SILENCE_SECONDS_MAX
 from partition.run.witnesses import WITNESSED_MAX
 
+SETTINGS = RunSettings()
 ME, ASKER, OTHER = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
 STRANGE = KnownRun(ASKER, is_over=False, member=None)
 
@@ -37,7 +38,7 @@ class InRun:
 
 
 def provider(witnessing: int = 0) -> StageProvider:
-    return StageProvider(ME, Slots(1, tuple), lambda: witnessing, tuple)
+    return StageProvider(ME, Slots(1, tuple), lambda: witnessing, tuple, SETTINGS)
 
 
 def held(one: StageProvider, wanted: Plan, now: float = 0.0, known: KnownRun = STRANGE) -> Hold | Declined:
@@ -63,7 +64,9 @@ def test_a_stage_is_opened_only_for_the_promised_plan() -> None:
     assert one.on_open(0, ASKER, mine, STRANGE) is None
     assert one.on_start(0, ASKER, mine, STRANGE) is None
     assert one.on_open(0, ASKER, another, STRANGE) == Declined(NO_LEASE)
-    assert one.on_start(SILENCE_SECONDS_MAX, ASKER, mine, STRANGE) == Declined(NO_LEASE), "it waited too long"
+    assert one.on_start(SETTINGS.silence_seconds_max, ASKER, mine, STRANGE) == Declined(NO_LEASE), (
+        "it waited too long"
+    )
 
 
 def test_a_declined_planner_is_told_when_a_slot_lapses_soon() -> None:
@@ -95,7 +98,7 @@ def test_a_plan_given_up_meanwhile_gets_no_promise() -> None:
 
 def test_a_planner_that_died_meanwhile_gets_no_promise() -> None:
     dead: list[PeerId] = []
-    one, mine = StageProvider(ME, Slots(1, tuple), lambda: 0, lambda: dead), plan()
+    one, mine = StageProvider(ME, Slots(1, tuple), lambda: 0, lambda: dead, SETTINGS), plan()
     hold = held(one, mine)
     assert isinstance(hold, Hold)
     dead.append(ASKER)

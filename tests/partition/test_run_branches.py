@@ -17,8 +17,9 @@ from partition.run.branch_pace import FASTER_MAX, STEPS_SPARE
 from partition.run.branches import Branches, Verdict
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
 from partition.run.progress import Progress
-from partition.run.timeouts import LEFT_SECONDS
+from partition.run.settings import RunSettings
 
+SETTINGS = RunSettings()
 PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 5))
 COMMITTER, SECOND, THIRD, STRANGER = PEERS
 PLAN = Plan(
@@ -41,7 +42,7 @@ def member(me: PeerId, *, may_fork: bool = True, step: int = 5) -> tuple[PaxosCh
     chain, progress = PaxosChain(me, PLAN, Random(1), may_fork=may_fork), Progress(SAMPLES)
     progress.note(step)
     progress.claim(chain, hosts=True)
-    return chain, progress, Branches(me, chain, progress, may_fork=may_fork)
+    return chain, progress, Branches(me, chain, progress, SETTINGS, may_fork=may_fork)
 
 
 def judged(me: PeerId, event: ForkFound | LeftBehind, **changes: object) -> Verdict:
@@ -112,7 +113,7 @@ def measured(*, step: int = 100) -> tuple[Branches, Plan]:
     """A committer that saw the run make ten steps a second for ten seconds, then lost sight of the third
     member, and went on alone for ten seconds."""
     chain, progress = PaxosChain(COMMITTER, PLAN, Random(1), may_fork=True), Progress(SAMPLES)
-    branches = Branches(COMMITTER, chain, progress, may_fork=True)
+    branches = Branches(COMMITTER, chain, progress, SETTINGS, may_fork=True)
     branches.look(0.0, PLAN, PLAN.members)
     progress.note(100)
     branches.look(10.0, PLAN, PLAN.members)
@@ -169,7 +170,7 @@ def test_a_branch_reports_since_when_it_is_alone() -> None:
     assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}: ")
     branches.outlives(30.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
     assert branches.look(40.0, own, PEERS) == "", "it may come further yet"
-    gave_way = branches.look(30.0 + LEFT_SECONDS, own, PEERS)
+    gave_way = branches.look(30.0 + SETTINGS.left_seconds, own, PEERS)
     assert gave_way.startswith(f"the branch of {short_peer(THIRD)} gave way: about 20 of its steps ")
     branches.outlives(200.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
     together = successor(own, Change(admitted=(THIRD,)))

@@ -17,7 +17,6 @@ from partition.plan.change import Change, Joining, encode_change, successor
 from partition.plan.paxos import PaxosChain, QuorumFound, QuorumLost
 from partition.plan.paxos_messages import Decided
 from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, committee, plan_hash
-from partition.run import timeouts
 from partition.run.asks import (
     Ask,
     Declined,
@@ -44,10 +43,12 @@ from partition.run.events import (
 from partition.run.member import Member
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut
 from partition.run.proposals import Surroundings
+from partition.run.settings import RunSettings
 from partition.run.states import NEXT, State
 
 Event = TypeVar("Event")
 
+SETTINGS = RunSettings()
 PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 8))
 REQUESTER, ONE, TWO, THREE, FOUR, SPARE, OTHER = PEERS
 PLAN = Plan(
@@ -160,7 +161,7 @@ def short_of_a_replica() -> tuple[Node, Plan]:
     node = Node(committee(plan)[0], free=[(SPARE, 9), (OTHER, 5)]).begin()
     node.die(TWO)
     node.decided(Change(lost=(TWO,)))
-    node.at(timeouts.REFILL_SECONDS + 1)
+    node.at(SETTINGS.refill_seconds + 1)
     return node, plan
 
 
@@ -213,7 +214,7 @@ def test_a_member_without_a_quorum_releases_its_requests() -> None:
     node.die(*[peer for peer in plan.members if peer != node.me])
     node.at(node.now)
     assert [(ask.peer, type(ask.request)) for ask in node.asked()] == [(SPARE, ReleaseStage)]
-    node.at(node.now + 2 * timeouts.REFILL_SECONDS)
+    node.at(node.now + 2 * SETTINGS.refill_seconds)
     assert not [ask for ask in node.asked() if isinstance(ask.request, HoldStage)]
 
 
@@ -279,12 +280,12 @@ def test_only_the_first_of_the_committee_asks() -> None:
         node = Node(me, free=[(SPARE, 9)]).begin()
         node.die(TWO)
         node.decided(Change(lost=(TWO,)))
-        node.at(timeouts.REFILL_SECONDS + 1)
+        node.at(SETTINGS.refill_seconds + 1)
         assert node.asked() == []
 
 
 def test_a_committer_excludes_a_member_that_forgot_the_run() -> None:
-    node = Node().begin().at(timeouts.RENEW_SECONDS)
+    node = Node().begin().at(SETTINGS.renew_seconds)
     renewals = [ask for ask in node.asked() if isinstance(ask.request, RenewRun)]
     assert [ask.peer for ask in renewals] == [ONE, TWO, THREE, FOUR]
     node.core.sends.clear()
@@ -298,12 +299,12 @@ def test_a_committer_excludes_a_member_that_forgot_the_run() -> None:
 
 def test_a_member_that_hears_nothing_excludes_the_committer_and_then_gives_up() -> None:
     node = Node(ONE).begin()
-    beats = int(timeouts.SILENCE_SECONDS_MAX / timeouts.RENEW_SECONDS)
+    beats = int(SETTINGS.silence_seconds_max / SETTINGS.renew_seconds)
     for beat in range(1, beats):
-        node.at(beat * timeouts.RENEW_SECONDS)
+        node.at(beat * SETTINGS.renew_seconds)
     assert node.proposed() == Change(lost=(REQUESTER,))
     assert not node.of(RunOver)
-    node.at(beats * timeouts.RENEW_SECONDS)
+    node.at(beats * SETTINGS.renew_seconds)
     assert node.of(RunOver)[0].outcome == "failed"
 
 
@@ -346,7 +347,7 @@ def test_an_absent_member_tells_those_who_may_have_forgotten_it() -> None:
     node.core.sends.clear()
     node.core.receive(1.0, REQUESTER, Absent(plan, (REQUESTER,), "it was restarted"))
     assert node.core.sends == [], "two absent members do not answer each other for ever"
-    node.at(timeouts.RENEW_SECONDS + 1)
+    node.at(SETTINGS.renew_seconds + 1)
     told = {peer for peer, message in node.core.sends if message == mine}
     assert told == {peer for peer in PLAN.roster if peer != ONE}, "an answer may be lost"
 
@@ -368,7 +369,7 @@ def test_a_lost_stage_pauses_the_run_and_finally_ends_it() -> None:
     one, other = (ONE, TWO) if me not in (ONE, TWO) else (THREE, FOUR)
     node = Node(me).begin()
     node.die(one, other)
-    for second in range(int(timeouts.LOST_SECONDS_MAX + 2 * timeouts.REFILL_SECONDS)):
+    for second in range(int(SETTINGS.lost_seconds_max + 2 * SETTINGS.refill_seconds)):
         node.at(float(second))
     assert node.core.state == "paused"
     ends = [ask for ask in node.asked() if isinstance(ask.request, EndRun)]
@@ -376,7 +377,7 @@ def test_a_lost_stage_pauses_the_run_and_finally_ends_it() -> None:
     assert "no checkpoint holds its parameters" in str(ends[0].request)
     for ask in ends:
         node.reply(ask, Done())
-    node.at(node.now + timeouts.RETRY_SECONDS)
+    node.at(node.now + SETTINGS.retry_seconds)
     assert [over.outcome for over in node.of(RunOver)] == ["failed"]
 
 
@@ -395,7 +396,7 @@ def test_the_end_is_repeated_to_a_silent_member() -> None:
         node.reply(asked[peer], Done())
     node.reply(asked[FOUR], Unanswered("timeout"))
     assert not node.of(RunOver)
-    node.at(timeouts.RETRY_SECONDS)
+    node.at(SETTINGS.retry_seconds)
     (again,) = node.asked()
     assert again.peer == FOUR
     node.reply(again, Done())
@@ -409,7 +410,7 @@ def test_the_end_is_announced_under_a_newer_plan() -> None:
     assert node.core.plan == plan
     assert not node.of(RolesGiven)[1:], "nothing is trained any more"
     node.reply(asked[ONE], Declined("no such plan here"))
-    node.at(timeouts.RETRY_SECONDS)
+    node.at(SETTINGS.retry_seconds)
     (again,) = node.asked()
     assert isinstance(again.request, EndRun)
     assert (again.peer, again.request.plan) == (ONE, plan_hash(plan))
@@ -422,7 +423,7 @@ def test_the_end_does_not_wait_for_dead_or_forgetful_members() -> None:
     node.die(THREE)
     for _ in range(DECLINES_MAX):
         node.reply(asked[FOUR], Declined("no such plan here"))
-        node.at(node.now + timeouts.RETRY_SECONDS)
+        node.at(node.now + SETTINGS.retry_seconds)
         asked |= {ask.peer: ask for ask in node.asked()}
     assert node.of(RunOver)
 
@@ -530,7 +531,7 @@ def test_a_newcomer_learns_the_restorable_checkpoint() -> None:
 def test_all_hear_of_the_newest_checkpoint_again_and_again() -> None:
     node = Node(restorable=(bytes(32), 4)).begin()
     node.core.sends.clear()
-    node.at(timeouts.RENEW_SECONDS)
+    node.at(SETTINGS.renew_seconds)
     told = [peer for peer, message in node.core.sends if message == Checkpointed(NAME, 4, bytes(32))]
     assert sorted(told) == sorted(peer for peer in PLAN.members if peer != REQUESTER)
 
@@ -555,9 +556,9 @@ def test_the_first_plan_is_not_spread_otherwise() -> None:
     node.die(TWO)
     node.at(1.0)
     assert brought(node) == []
-    node.at(timeouts.NEW_MEMBER_GRACE_SECONDS)
+    node.at(SETTINGS.new_member_grace_seconds)
     node.die(REQUESTER)
-    node.at(timeouts.NEW_MEMBER_GRACE_SECONDS)
+    node.at(SETTINGS.new_member_grace_seconds)
     assert brought(node) == []
 
 

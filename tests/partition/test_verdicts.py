@@ -16,8 +16,8 @@ def test_only_replicas_that_did_not_sync_in_time_are_lost() -> None:
     verdicts = Verdicts(PLAN, Failures())
     verdicts.heard(B, Synced(plan=NO_HASH, step=0))
     verdicts.heard(C, "something else")
-    assert verdicts.late("syncing").peers == tuple(sorted((A, C)))
-    assert verdicts.late("stepping").peers == ()
+    assert verdicts.late("syncing", 120.0).peers == tuple(sorted((A, C)))
+    assert verdicts.late("stepping", 120.0).peers == ()
 
 
 def test_a_step_that_fails_on_two_peers_ends_training() -> None:

@@ -14,7 +14,7 @@ import pytest
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberUp
 from partition.plan.change import Change
-from partition.run.timeouts import RENEW_SECONDS
+from partition.run.settings import RunSettings
 from partition.steps.replica import ReduceReady, Replica, WorkItem
 from sim.churn.model import Churn
 from sim.events import NetworkHealed, PeerFrozen, PlanAdopted, RunEnded, SamplesCounted, StepCommitted
@@ -133,7 +133,7 @@ def test_the_run_notices_a_quick_restart_that_lost_its_stage(remembers: bool) ->
     assert_done(played.play(), 40)
     crashed = played.story.of(StepCommitted)[4].time
     later = [row.time - crashed for row in played.story.of(PlanAdopted) if row.event.height == 1]
-    assert later[0] < (3.0 if remembers else RENEW_SECONDS + 1.0)
+    assert later[0] < (3.0 if remembers else RunSettings().renew_seconds + 1.0)
     assert not [row for row in played.story.seen if isinstance(row.event, MemberDown)]
 
 

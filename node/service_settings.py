@@ -1,0 +1,15 @@
+"""The settings of a node's services that no file and no flag of its owner sets.
+
+The node is given one value and gives each service its part. Owners set `node.config.Config` instead.
+"""
+
+from dataclasses import dataclass, field
+
+from partition.run.settings import RunSettings
+
+
+@dataclass(frozen=True)
+class ServiceSettings:
+    """One struct of settings for each service."""
+
+    runs: RunSettings = field(default_factory=RunSettings)
