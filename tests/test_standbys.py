@@ -5,11 +5,11 @@ Whole nodes in virtual time, held against one process that knows of no stages.
 
 from typing import Any
 
-import pytest
 import trio
 
 from node.events import RunCovered, RunPlanned, RunResumed, StepCommitted
 from node.protocols.manifest import Manifest
+from partition.run.settings import RunSettings
 from tests.partition_world import World
 from tests.stack import prepare
 from tests.test_takeover import newest, play, said, small
@@ -18,10 +18,8 @@ LATER_SECONDS = 60.0
 """Longer than until a machine that is idle follows."""
 
 
-@pytest.fixture(autouse=True)
-def _looks_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ten seconds of a swarm with nothing to see would cost as many of the test's."""
-    monkeypatch.setattr("node.runs.standbys.LOOK_SECONDS", 1.0)
+LOOKS_SOON = RunSettings(refill_seconds=1.0)
+"""Ten seconds of a swarm with nothing to see would cost as many of the test's."""
 
 
 def followed(**changes: Any) -> Manifest:
@@ -59,7 +57,7 @@ def test_a_standby_takes_over_its_stage_without_a_checkpoint() -> None:
             while newest(world).height < 2:  # noqa: ASYNC110 - virtual time
                 await trio.sleep(0.05)
 
-    world = play("abxc", followed(), scenario)
+    world = play("abxc", followed(), scenario, settings=LOOKS_SOON)
     assert {event.restored_step for event in said(world, RunPlanned)} == {None}
     assert {event.lost_steps for event in said(world, RunResumed)} == {0}
     assert committed_once(world)
@@ -83,4 +81,4 @@ def test_a_standby_gives_its_slot_to_another_run() -> None:
         planned = next(event for event in said(world, RunPlanned) if event.run == other.text)
         assert planned.stages == ((world.group.nodes[follower].peer,),)
 
-    play("abc", followed(), scenario, forks=True)
+    play("abc", followed(), scenario, forks=True, settings=LOOKS_SOON)

@@ -28,6 +28,7 @@ from node.events import (
 from node.protocols.manifest import Manifest
 from node.protocols.runs import Prepare
 from node.seams import Stage
+from node.service_settings import ServiceSettings
 from partition.plan.quorum import FORK_SECONDS
 from partition.run.settings import RunSettings
 from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
@@ -61,16 +62,18 @@ def play(
     ends: bool = True,
     forks: bool = False,
     preset: config.Preset = "lan",
+    settings: RunSettings | None = None,
 ) -> World:
     """A run that the last of `names` asks for and `scenario` disturbs; the world it left behind.
 
     Nothing that the checker knows may be wrong where it `ends`; where it `forks`, with its result only.
     """
     worlds: list[World] = []
+    services = ServiceSettings(runs=settings or RunSettings())
 
     async def run() -> None:
         async with (
-            swarm(names, seed=SEED, stage_seconds=pass_seconds, preset=preset) as group,
+            swarm(names, seed=SEED, stage_seconds=pass_seconds, preset=preset, settings=services) as group,
             trio.open_nursery() as nursery,
         ):
             requester = group.nodes[names[-1]]

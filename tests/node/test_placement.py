@@ -45,6 +45,7 @@ from partition.plan.plan import decode_plan, plan_hash
 from partition.plan.rates import Pace, assumed
 from partition.run.asks import Declined, Done
 from partition.run.decliners import DECLINERS_MAX, Decliners
+from partition.run.settings import RunSettings
 from tests.stack import manifest, prepare, simple_cnn, simulate, swarm, train
 
 ENORMOUS = 9e18
@@ -166,7 +167,7 @@ def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
     offers.append(Offer(requester.peer, 1e9, 10**10, has_slot=False))
     plan = trio.run(
         partial(
-            place, run, captured.graph, requester, offers, ask, RealExecutor(),
+            place, run, captured.graph, requester, offers, ask, RealExecutor(), settings=RunSettings(),
             decliners=Decliners(), monotonic=time.monotonic,
         )
     )  # fmt: skip
@@ -195,7 +196,7 @@ def test_a_placement_plans_once_for_each_refusal_where_all_declined_lately() -> 
     with pytest.raises(PlacementFailed, match="1 offers a slot"):
         trio.run(
             partial(
-                place, run, captured.graph, requester, offers, ask, Counting(),
+                place, run, captured.graph, requester, offers, ask, Counting(), settings=RunSettings(),
                 decliners=decliners, monotonic=time.monotonic,
             )
         )  # fmt: skip
