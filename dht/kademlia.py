@@ -6,7 +6,7 @@ by the session beneath. It promises no consistency between publishers, only that
 sequence it found of each publisher.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import inf
 from random import Random
@@ -18,21 +18,20 @@ from crypto.identity import PeerId
 from dht import messages
 from dht.advertising import Advertising
 from dht.capabilities import Advert, Query, estimate_nodes
-from dht.events import Event, Joined, NodesFound, PeerHeard, PeerPinged, RecordsFound
+from dht.events import Event, Joined, PeerHeard, PeerPinged
 from dht.groups import Origins
 from dht.hunt import Estimate, Hunts, unknown
 from dht.keys import KEY_BITS, Key, distance, node_key
-from dht.lookup import Enough, Lookup
 from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addresses
-from dht.paths import DisjointLookup
 from dht.records import NOBODY, Record, RecordStore, check_record
 from dht.replication import Replication
 from dht.replies import reply
 from dht.requests import Inquiry, Pending, Publication, Requests, Search, checked_page
 from dht.routing import WAITING_MAX, Contact, Table
+from dht.searches import Searches
 from dht.settings import Settings
 from dht.timers import Timers
-from dht.tokens import SECRET_BYTES, TOKEN_SECONDS, WriteTokens
+from dht.tokens import SECRET_BYTES, WriteTokens
 from dht.upkeep import Upkeep
 from dht.work import has_work
 
@@ -51,15 +50,15 @@ class Kademlia:
     which returns the round trip to given coordinates. Events are to be drained after each call, before its
     messages are sent: they tell the network where the receivers are.
 
-    Long because each message changes the table, the lookups and the requests under way together; what stands
-    alone (`routing`, `lookup`, `requests`, `records`) has files of its own.
+    Long because each message changes the table and the requests under way together; what stands alone
+    (`routing`, `searches`, `requests`, `records`) has files of its own.
     """
 
     __slots__ = (
         "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches", "_seeds", "_sends",
         "_sequence", "addresses", "estimate", "events", "is_client", "key", "origins", "own_wall_offset",
-        "peer", "records", "replication", "rng", "settings", "signer", "table", "timers", "tokens", "upkeep",
-        "wall_offset",
+        "peer", "records", "replication", "rng", "search", "settings", "signer", "table", "timers", "tokens",
+        "upkeep", "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -87,7 +86,6 @@ class Kademlia:
         # The shell puts others in their place, from its entropy; these are enough for an experiment.
         self.tokens = WriteTokens(rng.randbytes(SECRET_BYTES))
         self.addresses = address_texts(addresses)
-        self._searches: dict[int, Search] = {}
         self._seeds: tuple[PeerId, ...] = ()
         # Those with a ping in flight that no lookup asked for.
         self._checking: dict[PeerId, Contact] = {}
@@ -100,6 +98,8 @@ class Kademlia:
         self.estimate: Estimate = unknown
         self._advertising = Advertising(self)
         self._hunts = Hunts(self)
+        self._searches = Searches(self)
+        self.search = self._searches.begin
         self._rejoin_due = inf
         self.upkeep = Upkeep(self)
 
@@ -191,9 +191,7 @@ class Kademlia:
         self.unwatch(peer)
         self.upkeep.lose(now, self.table.get(peer))
         self._verify(now, self.table.remove(peer))
-        for search in list(self._searches.values()):
-            search.lookup.passed_over(peer)
-            self._advance(now, search)
+        self._searches.pass_over(now, peer)
         return self._drain()
 
     def restore(self, now: float, contacts: Sequence[tuple[PeerId, Sequence[Address]]]) -> Sends:
@@ -216,13 +214,13 @@ class Kademlia:
         for an immutable value; `all_holders`: go on until the k nearest have answered. Ends in
         `RecordsFound`, at once if we are alone."""
         width = self.settings.k if all_holders else None
-        then, enough = self._report_records, bool if first else None
+        then, enough = self._searches.report_records, bool if first else None
         search = self.search(now, key, then, values=True, paths=paths, enough=enough, width=width)
         return search.number, self._drain()
 
     def locate(self, now: float, key: Key) -> tuple[int, Sends]:
         """Look for the nodes nearest to `key`. Ends in `NodesFound`, at once if we are alone."""
-        search = self.search(now, key, self._report_nodes)
+        search = self.search(now, key, self._searches.report_nodes)
         return search.number, self._drain()
 
     def store(self, now: float, fact: Fact) -> tuple[int, Sends]:
@@ -271,7 +269,7 @@ class Kademlia:
             self.events.append(PeerPinged(number, peer, None if token is None else seconds))
 
         contact = self.table.get(peer) or Contact(peer, address_texts(addresses))
-        if self._may_ask(now, peer) and peer != self.peer:
+        if self.may_ask(now, peer) and peer != self.peer:
             self.ask(now, contact, self.ping_message(), Inquiry(tell))
         else:
             tell(now, None, 0.0)
@@ -346,7 +344,7 @@ class Kademlia:
     def _slow(self, now: float, pending: Pending) -> None:
         if isinstance(pending.purpose, Search):
             pending.purpose.lookup.slow(pending.contact.peer)
-            self._advance(now, pending.purpose)
+            self._searches.advance(now, pending.purpose)
 
     def _silent(self, now: float, pending: Pending) -> None:
         """Handle a request that was not answered in time."""
@@ -368,7 +366,7 @@ class Kademlia:
                     pending.contact.watched = False  # its answer may still come, when nobody watches any more
             case Search() as search:
                 search.lookup.passed_over(peer)
-                self._advance(now, search)
+                self._searches.advance(now, search)
             case Publication() as publication:
                 self.replication.count(publication, None)
             case Inquiry() as inquiry:
@@ -397,14 +395,14 @@ class Kademlia:
             case Search() as search if answer.addresses == CLIENT_ADDRESSES:
                 # It may have become one since somebody named it; nothing is to be stored there.
                 search.lookup.passed_over(sender)
-                self._advance(now, search)
-            case Search() as search if search.number in self._searches:
+                self._searches.advance(now, search)
+            case Search() as search if search in self._searches:
                 if isinstance(answer, messages.Stored):
                     search.told[sender] = answer.refused
                 if not isinstance(answer, messages.Pong):
                     search.lookup.give_token(sender, answer.token)
-                    self._take_hints(now, search, pending, answer, records)
-                    self._advance(now, search)
+                    self._searches.take_hints(now, search, pending, answer, records)
+                    self._searches.advance(now, search)
 
     def _checked(self, now: float, sender: PeerId, pending: Pending, answer: messages.Answer) -> list[Record]:
         """Return the records of an answer. A bad one costs its sender its place and ends the request."""
@@ -439,136 +437,10 @@ class Kademlia:
         self._verify(now, oldest)
         self.upkeep.begin(now)
 
-    # Lookups.
-
-    def search(
-        self,
-        now: float,
-        key: Key,
-        then: Callable[[float, Search], None],
-        *,
-        values: bool = False,
-        seeds: Sequence[Contact] = (),
-        paths: int = 1,
-        enough: Enough | None = None,
-        width: int | None = None,
-        record: Record | None = None,
-    ) -> Search:
-        """Begin a lookup that ends in `then`; `width`, `enough` as in `Lookup`. `record`: what it stores."""
-        self.upkeep.touch(now, self.table.bucket_of(key))
-        # More than k, for answers name only the k nearest, and half of these may be dead.
-        known = self.table.nearest(key, 2 * self.settings.k, waiting_since=now - TOKEN_SECONDS)
-        if len(known) < self.settings.alpha:
-            # After an outage of our own all seem to fail; better to ask them than to ask nobody.
-            known = self.table.nearest(key, self.settings.k, failing=True)
-        seeded = (*known, *seeds)
-        lookup: Lookup | DisjointLookup
-        if paths > 1:
-            lookup = DisjointLookup(key, self.peer, seeded, self.settings, values=values, count=paths)
-        else:
-            near = known[: width or (self.settings.find_width if values else self.settings.k)]
-            if not all(contact.answered + TOKEN_SECONDS > now for contact in near):
-                near = []
-            lookup = Lookup(
-                key,
-                self.peer,
-                seeded,
-                self.settings,
-                values=values,
-                enough=enough,
-                width=width,
-                at_once=len(near),
-                counts_own=record is not None and not self.is_client,
-            )
-        if values:
-            for held in self.records.get(self.wall(now), key):
-                lookup.learn(held)
-        search = Search(self.new_id(), lookup, then)
-        if record is not None and paths == 1:
-            search.gives = record, {contact.peer for contact in self.replication.others(key, near)}
-        self._searches[search.number] = search
-        due = now + self.settings.lookup_seconds_max
-        search.time_limit = self.timers.at(due, partial(self._stop, search))
-        self._advance(now, search)
-        return search
-
-    def _advance(self, now: float, search: Search) -> None:
-        """Ask the contacts that the lookup names; end it when it is done."""
-        if search.number not in self._searches:
-            return
-        lookup = search.lookup
-        for contact in lookup.next():
-            self.ask(now, contact, self._question(search, contact), search)
-        if lookup.done:
-            del self._searches[search.number]
-            if search.time_limit is not None:
-                search.time_limit.call_off()
-            search.then(now, search)
-
-    def _question(self, search: Search, contact: Contact) -> messages.Request:
-        """Return the request to send to a contact in a lookup."""
-        key = search.lookup.key
-        if search.lookup.values:
-            return messages.FindValue(self.new_id(), self.addresses, key, b"")
-        record, receivers = search.gives
-        if record is not None and contact.peer in receivers:
-            return self.store_message(record, contact.token, seeking=True)
-        return messages.FindNode(self.new_id(), self.addresses, key)
-
-    def _stop(self, search: Search, now: float) -> None:
-        search.lookup.stop()
-        self._advance(now, search)
-
-    def _take_hints(
-        self,
-        now: float,
-        search: Search,
-        pending: Pending,
-        answer: messages.Nodes | messages.Values | messages.Stored,
-        records: list[Record],
-    ) -> None:
-        lookup = search.lookup
-        for record in records:
-            if not record.expired(self.wall(now)) and self.may_publish(record.publisher):
-                lookup.show(pending.contact.peer, record)
-        # A peer's own claim goes before what others say of it.
-        hints = [self._hinted(lookup, hint) for hint in answer.hints[: self.settings.k]]
-        hints = [hint for hint in hints if self._may_ask(now, hint.peer)]
-        lookup.named(pending.contact.peer, hints)
-        more = isinstance(answer, messages.Values) and answer.more
-        if more and pending.page + 1 < self.settings.pages_max and not lookup.done:
-            last = records[-1].publisher
-            message = messages.FindValue(self.new_id(), self.addresses, lookup.key, last)
-            self.ask(now, pending.contact, message, search, page=pending.page + 1)
-        else:
-            lookup.answered(pending.contact)
-
-    def _may_ask(self, now: float, peer: PeerId) -> bool:
-        return not self.upkeep.is_liar(now, peer) and has_work(peer, self.settings.work_bits)
-
-    def _hinted(self, lookup: Lookup | DisjointLookup, hint: messages.Hint) -> Contact:
-        peer = PeerId(hint.peer)
-        known = lookup.candidate(peer)  # the same few are named again and again
-        if known is None or known.addresses != hint.addresses:
-            known = self.table.get(peer)
-            known = known or Contact(peer, hint.addresses, self.origins.group(peer, hint.addresses))
-        return known
-
-    def _report_records(self, now: float, search: Search) -> None:
-        self.replication.repair(now, search)
-        records = search.lookup.records
-        found = tuple(records[publisher] for publisher in sorted(records))
-        lookup = search.lookup
-        self.events.append(RecordsFound(search.number, lookup.key, found, lookup.rounds, len(lookup.shown)))
-
-    def _report_nodes(self, _now: float, search: Search) -> None:
-        peers = tuple(contact.peer for contact in search.lookup.nearest)
-        self.events.append(NodesFound(search.number, search.lookup.key, peers))
-
     # Upkeep.
 
     def _join(self, now: float) -> None:
-        others = (peer for peer in self._seeds if peer != self.peer and self._may_ask(now, peer))
+        others = (peer for peer in self._seeds if peer != self.peer and self.may_ask(now, peer))
         seeds = [Contact(peer) for peer in others]
         # Tried again then, unless somebody answers.
         self._rejoin_due = now + self.settings.rejoin_seconds if seeds else inf
@@ -582,6 +454,10 @@ class Kademlia:
         self.upkeep.refresh_all(now)
 
     # Small things.
+
+    def may_ask(self, now: float, peer: PeerId) -> bool:
+        """Return whether a peer may be asked: it has the swarm's work, and gave no bad answer lately."""
+        return not self.upkeep.is_liar(now, peer) and has_work(peer, self.settings.work_bits)
 
     def may_publish(self, publisher: PeerId) -> bool:
         """Return whether records of this publisher are kept and shown: its id has the swarm's work, or they
