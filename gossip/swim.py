@@ -26,15 +26,13 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
 from gossip.answers import AnswerMeasures
 from gossip.broadcasts import TOPICS_MAX
-from gossip.candidates import PROBED_AT_ONCE_MAX
 from gossip.clocks import PEERS_KEPT_MAX as CLOCKS_KEPT_MAX
 from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
-from gossip.member import CandidateFound, Event, Member, Profile, Status
+from gossip.member import Event, Member, Profile, Status
 from gossip.messages import (
     INSTANCE_BYTES,
     Ack,
-    ByStream,
     Compare,
     Gossip,
     Message,
@@ -47,14 +45,14 @@ from gossip.messages import (
     Sync,
     life_of,
 )
-from gossip.probes import OVERDUE_MAX, RELAY_PATIENCE, RELAYS_MAX, InFlightProbes, Kind, Probe, Relay
+from gossip.prober import Prober
+from gossip.probes import OVERDUE_MAX, RELAYS_MAX
 from gossip.push_pull import Exchange
 from gossip.push_pull import Sends as Sends
 from gossip.settings import Settings
 from gossip.shares import HostOf
 from gossip.state_table import MembershipState
 from gossip.stream_answers import ASKERS_MAX, StreamAnswers
-from gossip.table import Row
 from gossip.view import Place, Scope
 
 PROTOCOL = "/peerloom/swim/1"
@@ -65,7 +63,6 @@ _COMPARISONS = (Compare, ScopedCompare)
 
 DEAD_PROBED = 4
 """How many dead members are probed when one of them has answered."""
-DEAD_PROBED_MAX = 32
 
 
 class Swim:
@@ -81,7 +78,7 @@ class Swim:
 
     __slots__ = (
         "_beliefs", "_broadcast_at", "_candidates", "_exchange", "_flight", "_gossip_at", "_health",
-        "_left", "_measures", "_probe_at", "_settings", "_slice_at", "_stream_answers", "_table",
+        "_left", "_measures", "_prober", "_settings", "_slice_at", "_stream_answers", "_table",
         "_tick_at", "clocks", "coordinates", "deadline", "events", "peer", "punctuality", "scope",
         "wall_offset",
     )  # fmt: skip
@@ -126,14 +123,15 @@ class Swim:
         self.wall_offset: float | None = None
         """How far this machine's wall clock is ahead of `now`; the shell sets it. None: acks say no time."""
         self.punctuality = self._table.punctuality
-        self._flight = InFlightProbes(rng.getrandbits(31))
+        self._prober = Prober(self._beliefs, settings, self.events, rng.getrandbits(31))
+        self._flight = self._prober.flight
         self._stream_answers = StreamAnswers(self._table.is_live, settings.probe_interval_seconds)
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
         self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
         self._gossip_at = self._broadcast_at = float("inf")
-        self._slice_at = self._probe_at = 0.0
+        self._slice_at = 0.0
         self._left = False
         self.deadline = 0.0
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
@@ -250,7 +248,7 @@ class Swim:
         row = self._table.rows.get(peer)
         if self._left or row is None or not row.live or peer == self.peer or self._flight.probing(peer):
             return []
-        sends = self._probe(now, row)
+        sends = self._prober.probe(now, row)
         self._plan()
         return sends
 
@@ -323,7 +321,10 @@ class Swim:
             case Ack():
                 return self._receive_ack(now, sender, message)
             case PingRequest():
-                return self._receive_ping_request(now, sender, message) or self._greet(now, sender)
+                # Not for strangers, for whom we would ping; but for those who may list us all the same.
+                is_known = self._table.is_live(sender) or not self.scope.holds(sender)
+                relayed = self._prober.relay(now, sender, message) if is_known else []
+                return relayed or self._greet(now, sender)
             case Compare() | ScopedCompare():
                 return self._exchange.receive_compare(sender, message)
             case Nack():
@@ -335,7 +336,7 @@ class Swim:
     def _greet(self, now: float, sender: PeerId) -> Sends:
         """Greet a peer that we do not hold for alive and that asked something."""
         if self._table.status(sender) is Status.DEAD:
-            return self._probe_dead(now, 1, sender)
+            return self._prober.probe_dead(now, 1, sender)
         return self._exchange.greet(sender)
 
     def _receive_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
@@ -358,7 +359,7 @@ class Swim:
             self._table.answered(probe.target)
             if probe.kind == "dead":
                 self._beliefs.revive(now, probe.target)
-                return self._probe_dead(now, DEAD_PROBED)
+                return self._prober.probe_dead(now, DEAD_PROBED)
             if probe.kind == "hint" or probe.target in self._beliefs.suspicions:
                 is_direct = sender == probe.target
                 told = self._beliefs.clear(now, probe.target, is_direct=is_direct)
@@ -387,19 +388,6 @@ class Swim:
         """Return this machine's wall clock, in unix milliseconds."""
         return None if self.wall_offset is None else max(0, int((now + self.wall_offset) * 1000))
 
-    def _receive_ping_request(self, now: float, sender: PeerId, request: PingRequest) -> Sends:
-        target = PeerId(request.target)
-        # Not for strangers, or they could let us ping for them; but for those who may list us all the same.
-        known = self._table.is_live(sender) or not self.scope.holds(sender)
-        if target == self.peer or not known or target not in self._table.rows:
-            return []
-        if not self._table.is_live(target):
-            # As good as silent, and said at once: a mute relay makes its prober doubt itself.
-            return [(sender, Nack(request.number, self._beliefs.facts_for(sender)))]
-        patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
-        number = self._flight.add_relay(Relay(sender, request.number, target, now + patience))
-        return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
-
     # Timers.
 
     def wake(self, now: float) -> Sends:
@@ -413,10 +401,10 @@ class Swim:
         sends: Sends = []
         flight = self._flight
         if (flight.probes or flight.relays) and flight.deadline <= now:
-            sends = self._wake_relays(now) + self._wake_probes(now)
+            sends = self._prober.wake(now)
         if self._beliefs.suspicion_deadline <= now:
             for row, is_last in self._beliefs.bury_expired(now):
-                sends += self._probe(now, row, "suspect", relayed=not is_last)
+                sends += self._prober.probe(now, row, "suspect", relayed=not is_last)
         if self._tick_at <= now:
             sends += self._tick(now)
         if self._exchange.due <= now:
@@ -437,10 +425,10 @@ class Swim:
     def _probe_told(self, now: float) -> Sends:
         """Probe the members that others speak of: candidates and accused."""
         sends: Sends = []
-        if self._candidates.rows and self._probe_at <= now:
-            sends = self._probe_candidates(now)
+        if self._candidates.rows and self._prober.candidates_at <= now:
+            sends = self._prober.probe_candidates(now)
         if self._beliefs.hints.rows:
-            sends += self._probe_hints(now)
+            sends += self._prober.probe_hints(now)
         self._arm_gossip(now)
         return sends
 
@@ -449,60 +437,6 @@ class Swim:
         self._beliefs.learn_on(now)
         self._slice_at = now + SLICE_PAUSE_SECONDS
         self._exchange.narrow_if_crowded(now)
-
-    def _wake_relays(self, now: float) -> Sends:
-        sends: Sends = []
-        overdue = [number for number, relay in self._flight.relays.items() if relay.nack_at <= now]
-        for number in overdue:
-            relay = self._flight.relays.pop(number)
-            sends.append((relay.requester, Nack(relay.number, self._beliefs.facts_for(relay.requester))))
-        return sends
-
-    def _wake_probes(self, now: float) -> Sends:
-        sends: Sends = []
-        for number, probe in list(self._flight.probes.items()):
-            if probe.end_at <= now:
-                self._fail(now, self._flight.fail(number))
-            elif not probe.relayed and probe.timeout_at <= now:
-                probe.relayed = True
-                probe.relays = self._pick_relays(probe)
-                facts = self._beliefs.facts_for(probe.target)
-                if probe.kind != "candidate":
-                    # Once more ourselves: what is lost on the way is no reason to ask others alone.
-                    again = self._flight.add_copy(number, now)
-                    sends.append((probe.target, Ping(again, facts)))
-                # Some networks let no datagram through, and streams.
-                again = self._flight.add_copy(number, now, by_stream=True)
-                sends.append((probe.target, ByStream(StreamPing(again, facts))))
-                for relay in probe.relays:
-                    request = PingRequest(number, probe.target, self._beliefs.facts_for(relay))
-                    sends.append((relay, request))
-        return sends
-
-    def _pick_relays(self, probe: Probe) -> tuple[PeerId, ...]:
-        # Where others have tried before, one more is enough.
-        count = self._settings.indirect_probes if probe.kind in ("round", "candidate") else 1
-        return tuple(
-            self._table.pick(count, lambda row: row.status is Status.ALIVE and row.peer != probe.target)
-        )
-
-    def _fail(self, now: float, probe: Probe) -> None:
-        if probe.kind == "candidate":
-            self._candidates.retry(probe.target)
-            return
-        if probe.kind == "dead":
-            return
-        row = self._table.rows.get(probe.target)
-        if probe.kind == "round":
-            # Relays that said Nack prove that we are heard; mute ones are a reason to doubt ourselves.
-            self._health.worsen(len(probe.relays) - len(probe.nacked) if probe.relays else 1)
-        if row is not None:
-            self._table.unanswered(probe.target, probe.sent_at)
-        # A higher incarnation since then is a sign of life.
-        if row is not None and row.live and row.incarnation == probe.incarnation:
-            self._beliefs.accuse(now, row, sent_at=probe.sent_at)
-        else:
-            self._beliefs.hints.drop(probe.target)
 
     def _tick(self, now: float) -> Sends:
         self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
@@ -513,66 +447,10 @@ class Swim:
         self._exchange.next_interval(now)
         told: Sends = [*self._beliefs.displaced.next_interval(now, self._table.rows)]
         if (accused := self._beliefs.hints.next_in_round(self._table.rows)) is not None:
-            return [*self._probe(now, accused, "hint"), *self._probe_dead(now, 1), *told]
+            return [*self._prober.probe(now, accused, "hint"), *self._prober.probe_dead(now, 1), *told]
         row = self._table.next_target(self._flight.probing)
-        told += [] if row is None else self._probe(now, row, is_in_turn=True)
-        return [*told, *self._probe_dead(now, 1)]
-
-    def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
-        """Probe some members held for dead, or `peer`: the network may have healed. Where one answers others
-        may, and so they are found ever faster."""
-        sends: Sends = []
-        in_flight = sum(probe.kind == "dead" for probe in self._flight.probes.values())
-        for _ in range(min(count, DEAD_PROBED_MAX - in_flight)):
-            row = self._table.next_dead() if peer is None else self._table.rows.get(peer)
-            if row is None or self._flight.probing(row.peer):
-                break
-            sends += self._probe(now, row, "dead", relayed=True)
-        return sends
-
-    def _probe(
-        self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False, is_in_turn: bool = False
-    ) -> Sends:
-        """Ping a member; `relayed`: ask no relays if it does not answer."""
-        peer = row.peer
-        patience = self._health.multiplier * self._table.trips.stretch(peer)
-        end_seconds = self._settings.probe_interval_seconds * patience
-        timeout_at = now + self._settings.probe_timeout_seconds * patience
-        times = now, timeout_at, now + end_seconds, end_seconds
-        probe = Probe(peer, row.incarnation, *times, relayed=relayed, kind=kind, is_in_turn=is_in_turn)
-        number = self._flight.add_probe(probe)
-        return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
-
-    def _probe_hints(self, now: float) -> Sends:
-        """Probe accused members ourselves."""
-        sends: Sends = []
-        while (peer := self._beliefs.hints.next()) is not None:
-            row = self._table.rows.get(peer)
-            if row is None or not row.live:
-                self._beliefs.hints.drop(peer)
-            else:
-                sends += self._probe(now, row, "hint")
-        return sends
-
-    def _probe_candidates(self, now: float) -> Sends:
-        """Probe as many candidates as may be at once; each hears who asks, and so lists us without asking."""
-        sends: Sends = []
-        for _ in range(PROBED_AT_ONCE_MAX):
-            candidate = self._candidates.next()
-            if candidate is None:
-                return sends
-            peer, said = candidate.peer, candidate.said
-            if candidate.tries == 1:
-                self.events.append(CandidateFound(peer, said.profile.addresses, candidate.introducer))
-            timeout_seconds = self._settings.probe_timeout_seconds
-            # Through relays only where it does not answer: its introducer may have a path that we lack.
-            is_direct = candidate.tries == 1
-            end_seconds = timeout_seconds if is_direct else self._settings.probe_interval_seconds
-            times = now, now + timeout_seconds, now + end_seconds, end_seconds
-            probe = Probe(peer, said.incarnation, *times, relayed=is_direct, kind="candidate")
-            sends.append((peer, Ping(self._flight.add_probe(probe), self._beliefs.me.facts)))
-        self._probe_at = now + SLICE_PAUSE_SECONDS
-        return sends
+        told += [] if row is None else self._prober.probe(now, row, is_in_turn=True)
+        return [*told, *self._prober.probe_dead(now, 1)]
 
     def _gossip(self, now: float) -> Sends:
         self._gossip_at = float("inf")
@@ -604,8 +482,8 @@ class Swim:
             due = beliefs.lives.again_at
         if beliefs.intake.jobs and self._slice_at < due:
             due = self._slice_at
-        if self._candidates.rows and self._candidates.is_due and self._probe_at < due:
-            due = self._probe_at
+        if self._candidates.rows and self._candidates.is_due and self._prober.candidates_at < due:
+            due = self._prober.candidates_at
         if (flight.probes or flight.relays) and (in_flight := flight.deadline) < due:
             due = in_flight
         self.deadline = due
