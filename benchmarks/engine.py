@@ -23,7 +23,8 @@ from node.services.driver import Driver, Sends
 from sim.engine import Engine, Wire
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import SimClock, SimNetwork, SimNetworkFabric
+from sim.peer_network import SimNetwork
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
 SEED = 3

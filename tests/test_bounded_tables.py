@@ -142,4 +142,4 @@ def test_no_stream_is_served_but_by_the_register() -> None:
         for call in source.each(ast.Call)
         if isinstance(call.func, ast.Name) and call.func.id == "serve"
     }
-    assert doors == {"node/transport/router.py", "sim/seams.py"}
+    assert doors == {"node/transport/router.py", "sim/peer_network.py"}

@@ -17,7 +17,7 @@ from node.transport.handshake import CONNECT_SECONDS
 from sim.events import PeerStarted, ReachabilityJudged
 from sim.network.addresses import outer_address
 from sim.network.instants import after
-from sim.seams import HANDSHAKE_TRIPS
+from sim.peer_network import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
 from sim.worlds.joining import DialGround, handshake, live_others
 from sim.worlds.life import Life

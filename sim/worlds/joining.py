@@ -18,7 +18,7 @@ from node.storage.known_peers import REMEMBERED_MAX
 from node.transport.handshake import CONNECT_SECONDS
 from sim.network.instants import after, ticks
 from sim.network.links import Links
-from sim.seams import HANDSHAKE_TRIPS
+from sim.peer_network import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
 from sim.worlds.life import Ground, Life
 

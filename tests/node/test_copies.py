@@ -38,7 +38,7 @@ from node.runtime import Node
 from node.storage.blobs import Blobs
 from partition.run.asks import Declined, Done
 from partition.run.checkpoint_rounds import COPIES, checkpoint_holders
-from sim.seams import SimNetwork
+from sim.peer_network import SimNetwork
 from tests.node.saved import Saved, saved, use_small_chunks
 from tests.stack import Swarm, simulate, swarm
 

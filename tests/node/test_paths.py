@@ -17,7 +17,8 @@ from node.services.links import MeasurementRefused
 from node.services.paths import AGAIN_SECONDS, LOOK_SECONDS, RETRY_SECONDS, PathComparison
 from sim.network.links import Links
 from sim.network.model import NetworkModel
-from sim.seams import SimClock, SimNetwork, SimNetworkFabric
+from sim.peer_network import SimNetwork
+from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_peer
 from tests.stack import simulate
 

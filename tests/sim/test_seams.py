@@ -23,7 +23,8 @@ from sim.network.links import Links
 from sim.network.model import Access, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
-from sim.seams import EPOCH_SECONDS, SimClock, SimNetwork, SimNetworkFabric, simulated_seams
+from sim.peer_network import SimNetwork
+from sim.seams import EPOCH_SECONDS, SimClock, SimNetworkFabric, simulated_seams
 from sim.seeds import seeded_peer
 from sim.storage import MemoryStorage
 from sim.streams import WINDOW_BYTES_MAX

@@ -16,7 +16,8 @@ from sim.network.links import Links
 from sim.network.model import Access, Nat, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
-from sim.seams import EPOCH_SECONDS, SimClock, SimNetwork, SimNetworkFabric, simulated_seams
+from sim.peer_network import SimNetwork
+from sim.seams import EPOCH_SECONDS, SimClock, SimNetworkFabric, simulated_seams
 from sim.seeds import seeded_peer
 from tests.sim.test_seams import TALK, echo, running, simulate
 

@@ -28,7 +28,8 @@ from sim.inbox import INBOX_MAX
 from sim.network.links import Links
 from sim.network.model import Access, NetworkModel
 from sim.network.places import Place
-from sim.seams import SimNetwork, SimNetworkFabric
+from sim.peer_network import SimNetwork
+from sim.seams import SimNetworkFabric
 from sim.seeds import seeded_peer
 from tests.node.nets import free_port, make_network
 
