@@ -36,9 +36,8 @@ from partition.stage import (
     OptimizerSettings,
     Refused,
     StageSpecification,
-    arena_bytes,
-    parameter_layout,
 )
+from partition.stage_layout import arena_bytes, parameter_layout
 
 Ranges = tuple[tuple[int, int], ...]
 Perform = Callable[[str, int], list[float]]

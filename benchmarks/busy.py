@@ -151,15 +151,8 @@ def stage(threads: int, niceness: int) -> None:
     from partition.execute import StageExecutor, prepare_process, set_threads
     from partition.execute.admit import admit
     from partition.model.cut import cut
-    from partition.stage import (
-        Apply,
-        Forward,
-        OptimizerSettings,
-        Reply,
-        Request,
-        StageSpecification,
-        arena_bytes,
-    )
+    from partition.stage import Apply, Forward, OptimizerSettings, Reply, Request, StageSpecification
+    from partition.stage_layout import arena_bytes
     from tests.zoo.equivalence import sizes_of
 
     os.nice(niceness)

@@ -30,7 +30,7 @@ from node import toml
 from node.cli.capture import prepare_data
 from node.content.datasets import Dataset, load_folder
 from node.demo.processes import SwarmProcesses
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from partition.capture.trees import form_of
 
 STEPS, BATCH, MICROBATCH, RATE, SEED = 12, 16, 4, 3e-3, 5

@@ -156,7 +156,7 @@ def llama() -> None:
     from partition.capture import capture, skeleton
     from partition.execute import StageExecutor
     from partition.execute.admit import admit
-    from partition.stage import arena_bytes
+    from partition.stage_layout import arena_bytes
     from tests.zoo.hugging_face import llama_8b, logits_loss
 
     torch.set_num_threads(1)

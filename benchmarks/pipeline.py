@@ -40,7 +40,7 @@ from node.cli.capture import capture_to
 from node.cli.client import ask, request
 from node.content.datasets import TEXT_VALUES
 from node.demo.processes import SwarmProcesses
-from node.protocols.manifest import RunFile, TrainTable
+from node.protocols.run_file import RunFile, TrainTable
 from partition.capture.models.gpt import GPTConfiguration
 
 FULL: dict[str, int] = {"layers": 8, "heads": 8, "width": 512, "window": 128, "samples": 2}

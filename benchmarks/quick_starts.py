@@ -34,7 +34,7 @@ from _figures import Goal, arguments, leave, report
 from node.cli.capture import capture_to
 from node.cli.client import ask, request
 from node.demo.processes import SwarmProcesses
-from node.protocols.manifest import RunFile, TrainTable
+from node.protocols.run_file import RunFile, TrainTable
 
 NAMES = ("a", "b", "c")
 FIRST_STEP_GOAL, MOVE_GOAL = 4.0, 3.0

@@ -36,16 +36,8 @@ from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import Payload, pack, unpack
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
-from partition.stage import (
-    CopySession,
-    EndSession,
-    Reload,
-    Serve,
-    Served,
-    StageSpecification,
-    Unit,
-    parameter_layout,
-)
+from partition.stage import CopySession, EndSession, Reload, Serve, Served, StageSpecification, Unit
+from partition.stage_layout import parameter_layout
 
 ONE, EIGHT, THIRTY_TWO, TWO_STAGES = 0.85, 4.0, 6.0, 1.10
 PREFIX, DELAYED = 0.3, 1.06

@@ -37,7 +37,7 @@ from node import toml
 from node.cli.capture import capture_to
 from node.cli.signals import Stopped
 from node.errors import EXIT_FORCED, PeerloomError
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 
 STALL_GOAL_SECONDS = 10.0
 REPORT_GOAL_SECONDS = 0.5

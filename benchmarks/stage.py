@@ -32,7 +32,8 @@ from partition.execute.admit import admit
 from partition.execute.interpret import compile_entry
 from partition.model.cut import cut, cut_layers
 from partition.model.graph import Graph, StageGraph
-from partition.stage import Backward, Forward, StageSpecification, arena_bytes
+from partition.stage import Backward, Forward, StageSpecification
+from partition.stage_layout import arena_bytes
 from tests.zoo import ZOO, Case
 from tests.zoo.equivalence import captured_case, random_cut, sizes_of, stages_possible
 

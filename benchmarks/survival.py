@@ -33,7 +33,7 @@ from node.cli.client import ask, request
 from node.cli.signals import StopFlag, Stopped
 from node.demo.processes import SwarmProcesses
 from node.errors import EXIT_FORCED, PeerloomError, RunFailed
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 
 STAGES, REPLICAS, SPARES = 3, 2, 2
 CHECKPOINT_EVERY = 6

@@ -10,29 +10,27 @@ a numbered round it answers later wishes with `Closed`, so that late ones do not
 The group's hash names the attempt (`gossip.averaging.group`): members that hold different groups never mix
 their numbers, so a lie or a lost message here costs an attempt and nothing else. Too few peers: no group,
 with the reason, and no pretence of one. After hivemind's matchmaking, without its chains of followers.
-
-Long because the messages, one wish, and all wishes of a node are read together.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import inf
-from typing import Annotated, assert_never
+from typing import assert_never
 
 import msgspec
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, RATE_MAX, Group, Member, fault_of
+from gossip.averaging.group import GROUP_MEMBERS_MAX, Group, Member, fault_of
 from gossip.averaging.lateness import RoundWaits
 from gossip.early_wishes import EarlyWishes
+from gossip.matchmaking_messages import Closed, Decline, Message, Propose, Ready
 
 PROTOCOL = "/peerloom/matchmaking/2"
 MESSAGE_BYTES_MAX = 16_384
 """A full group takes some 5 KiB."""
-KEY_BYTES = 32
 READY_SECONDS = 0.5
 """Between two tellings of a wish that has not been met."""
 SILENT_SECONDS = 2.0
@@ -51,41 +49,6 @@ ANSWER_SECONDS = 0.25
 OTHERS_MAX = 1_024
 """Peers that are told of a wish without being expected: as many as a roster holds."""
 
-Hash = Annotated[bytes, msgspec.Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
-Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-
-
-class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """I want a group under this key. `rate`, `has_tensors` and `coordinate` as in `group.Member`."""
-
-    key: Hash
-    nonce: Nonce
-    rate: Annotated[int, msgspec.Meta(ge=0, le=RATE_MAX)]
-    has_tensors: bool = True
-    coordinate: Annotated[int, msgspec.Meta(ge=0, lt=GROUP_MEMBERS_MAX)] = 0
-
-
-class Propose(msgspec.Struct, frozen=True, array_like=True, tag="propose"):
-    """This is our group."""
-
-    key: Hash
-    group: Group
-
-
-class Decline(msgspec.Struct, frozen=True, array_like=True, tag="decline"):
-    """I am in another group, or want none any more: leave me out of this attempt."""
-
-    key: Hash
-    attempt: Hash
-
-
-class Closed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
-    """I am in a group under this key, without you. There is no other one where rounds are numbered."""
-
-    key: Hash
-
-
-Message = Ready | Propose | Decline | Closed
 Sends = list[tuple[PeerId, Message]]
 
 

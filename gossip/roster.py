@@ -11,8 +11,6 @@ to its own, names to others those nearest to them (as Kademlia does), and tells 
 many there are in all. A network that crowds such a list makes room first. Groups then form by declarations
 in the DHT (`node.averaging.participation`).
 
-Long because reports, greetings and room in the list are rules about one table of participants.
-
 Where not everybody may take part, a peer that is not admitted gets a greeting and nothing else, neither
 reports nor names, and its own messages count for nothing.
 
@@ -38,8 +36,6 @@ PROTOCOL = "/peerloom/roster/1"
 MESSAGE_BYTES_MAX = 1_232
 PARTICIPANTS_MAX = 1_024
 """The participants of one run that a peer keeps: more than one averages with in a day of small groups."""
-RUNS_MAX = 64
-"""Runs that one node takes part in at once."""
 NAMES_MAX = 24
 """Peers named in one answer: they fit a datagram."""
 CANDIDATES_MAX = 2_048
@@ -498,83 +494,3 @@ class Roster:
 def _place(run: bytes, peer: PeerId) -> int:
     """Return the place of a peer among the participants of a run."""
     return int.from_bytes(blake3(run + peer).digest()[: DISTANCE_BITS // 8], "big")
-
-
-class Rosters:
-    """All runs of one node, behind one protocol."""
-
-    def __init__(
-        self,
-        me: PeerId,
-        rng: Random,
-        *,
-        participants_max: int = PARTICIPANTS_MAX,
-        network_of: NetworkOf = lambda _peer: None,
-    ) -> None:
-        """`participants_max` limits the kept participants of one run; for `network_of` see `Roster`."""
-        self._me = me
-        self._network_of = network_of
-        self._rng = rng
-        self._participants_max = participants_max
-        self._rosters: dict[bytes, Roster] = {}
-        self.events: list[Event] = []
-
-    @property
-    def deadline(self) -> float:
-        return min((roster.deadline for roster in self._rosters.values()), default=inf)
-
-    def open(
-        self,
-        run: bytes,
-        signature: bytes,
-        now: float,
-        number: int,
-        admits: Callable[[PeerId], bool] | None = None,
-    ) -> Roster:
-        """Take part in a run: see `Roster`. Raises ValueError: in this one already, or in too many."""
-        if run in self._rosters:
-            raise ValueError("this node takes part in it already; close that first, or use another name")
-        if len(self._rosters) >= RUNS_MAX:
-            raise ValueError(f"this node takes part in {RUNS_MAX} runs already; close one first")
-        roster = self._rosters[run] = Roster(
-            self._me, run, signature, self._rng, now, number, admits, self._participants_max, self._network_of
-        )
-        return roster
-
-    def close(self, run: bytes) -> Sends:
-        """Take no further part in a run."""
-        roster = self._rosters.pop(run, None)
-        return [] if roster is None else roster.leave()
-
-    def get(self, run: bytes) -> Roster | None:
-        """The roster of a run that this node takes part in."""
-        return self._rosters.get(run)
-
-    def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message; one of a run that is not known here is passed over."""
-        roster = self._rosters.get(message.run)
-        if roster is None:
-            return []
-        sends = roster.receive(now, sender, message)
-        self._drain(roster)
-        return sends
-
-    def wake(self, now: float) -> Sends:
-        """Wake those that are due."""
-        sends: Sends = []
-        for roster in list(self._rosters.values()):
-            if roster.deadline <= now:
-                sends += roster.wake(now)
-            self._drain(roster)
-        return sends
-
-    def lost(self, peer: PeerId) -> Sends:
-        """Remove a peer that membership calls dead from all runs."""
-        for roster in self._rosters.values():
-            roster.lost(peer)
-            self._drain(roster)
-        return []
-
-    def _drain(self, roster: Roster) -> None:
-        self.events += roster.events
-        roster.events.clear()

@@ -3,8 +3,6 @@
 A frozen value, pure of trio and torch. Every fault is one `UsageError` that names where it stands
 (`--join`, `PEERLOOM_JOIN`, `node.toml:7`), what is wrong and what would be right. `RULES` is the
 only list of settings: the flags, the environment names and the file keys are all read from it.
-
-Long because there is one value for each table of the file, and one list of all settings.
 """
 
 import os
@@ -42,7 +40,7 @@ from node.offering import (
     read_slots,
 )
 from node.paths import ENVIRONMENT_PREFIX, default_data_dir
-from node.quantities import read_bytes, read_duration
+from node.quantities import Memory, read_duration, read_memory
 from node.settings import DEFAULT_WEB as DEFAULT_WEB
 from node.settings import (
     GUEST_BYTES_MAX,
@@ -74,30 +72,10 @@ DEFAULT_LISTEN = (
 SEEDS_MAX = 256
 """Seeds from all sources together. Each is dialled at the start; more would be a scan, not a join."""
 LABEL_LENGTH_MAX = 64
-SCRATCH_BYTES = 16 << 30
+MEMORY_GIVEN = Memory(fraction=0.8)
+SCRATCH_GIVEN = Memory(bytes=16 << 30)
 """As much as is kept for others on the disk; a step of 16 GiB in frames is one that memory could not hold."""
-
-
-@dataclass(frozen=True)
-class Memory:
-    """An amount of memory: bytes, or a fraction of what the device has."""
-
-    bytes: int = 0
-    fraction: float = 0.0
-
-    def of(self, total_bytes: int) -> int:
-        """The amount in bytes on a device with `total_bytes`, never more than it has."""
-        return min(self.bytes or int(self.fraction * total_bytes), total_bytes)
-
-    def __str__(self) -> str:
-        """As a person writes it: `16GiB`, `12GB`, `80%`."""
-        if not self.bytes:
-            return f"{self.fraction * 100:g}%"
-        for power, letter in zip((4, 3, 2, 1), "TGMK", strict=True):
-            for base, unit in ((1024, "iB"), (1000, "B")):
-                if self.bytes % base**power == 0:
-                    return f"{self.bytes // base**power}{letter}{unit}"
-        return f"{self.bytes / 1e9:.3g} GB"
+DISK_GIVEN = Memory(bytes=GUEST_BYTES_MAX)
 
 
 @dataclass(frozen=True)
@@ -150,9 +128,9 @@ class Resources:
     `spare_process` is loaded for the next stage while the machine is idle: it takes 0.2 GB."""
 
     device: str = "auto"
-    memory: Memory = Memory(fraction=0.8)
-    scratch: Memory = Memory(bytes=SCRATCH_BYTES)
-    disk: Memory = Memory(bytes=GUEST_BYTES_MAX)
+    memory: Memory = MEMORY_GIVEN
+    scratch: Memory = SCRATCH_GIVEN
+    disk: Memory = DISK_GIVEN
     cores: int = 0
     location: str = ""
     accept_runs: AcceptRuns = "swarm"
@@ -217,18 +195,6 @@ def default_name() -> str:
 
 
 # Readers: one text as a person writes it to a value, or ValueError with the reason.
-
-
-def read_memory(text: str) -> Memory:
-    """`12GB`, `800 MiB` or `80%`."""
-    if match := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?) ?%", text.strip()):
-        if 0 < float(match[1]) <= 100:
-            return Memory(fraction=float(match[1]) / 100)
-        raise ValueError("want an amount, or a share of at most 100%, such as 80%")
-    try:
-        return Memory(bytes=read_bytes(text))
-    except ValueError as error:
-        raise ValueError(f"{error}, or 80%") from None
 
 
 @dataclass(frozen=True)

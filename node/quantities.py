@@ -1,10 +1,11 @@
-"""Readers of quantities: durations, amounts of memory, rates of links and of computing. Pure.
+"""Quantities and their readers: durations, amounts of memory, rates of links and of computing. Pure.
 
 One grammar: a number, maybe a blank, a unit in any case. Every flag and key that takes a quantity is read
 here, or by a reader that calls one of these. Each raises ValueError that says what is wanted.
 """
 
 import re
+from dataclasses import dataclass
 
 _NUMBER = r"(\d{1,20}(?:\.\d{1,20})?)"
 AMOUNT_MAX = (1 << 63) - 1
@@ -62,3 +63,37 @@ def _scaled(match: "re.Match[str]", divided_by: int = 1) -> int:
     prefix = (match[2] or "_").lower()
     found = float(match[1]) * (1024 if prefix.endswith("i") else 1000) ** _EXPONENTS[prefix[0]] / divided_by
     return int(found) if found <= AMOUNT_MAX else 0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """An amount of memory: bytes, or a fraction of what the device has."""
+
+    bytes: int = 0
+    fraction: float = 0.0
+
+    def of(self, total_bytes: int) -> int:
+        """The amount in bytes on a device with `total_bytes`, never more than it has."""
+        return min(self.bytes or int(self.fraction * total_bytes), total_bytes)
+
+    def __str__(self) -> str:
+        """As a person writes it: `16GiB`, `12GB`, `80%`."""
+        if not self.bytes:
+            return f"{self.fraction * 100:g}%"
+        for power, letter in zip((4, 3, 2, 1), "TGMK", strict=True):
+            for base, unit in ((1024, "iB"), (1000, "B")):
+                if self.bytes % base**power == 0:
+                    return f"{self.bytes // base**power}{letter}{unit}"
+        return f"{self.bytes / 1e9:.3g} GB"
+
+
+def read_memory(text: str) -> Memory:
+    """`12GB`, `800 MiB` or `80%`."""
+    if match := re.fullmatch(r"(\d{1,3}(?:\.\d{1,9})?) ?%", text.strip()):
+        if 0 < float(match[1]) <= 100:
+            return Memory(fraction=float(match[1]) / 100)
+        raise ValueError("want an amount, or a share of at most 100%, such as 80%")
+    try:
+        return Memory(bytes=read_bytes(text))
+    except ValueError as error:
+        raise ValueError(f"{error}, or 80%") from None

@@ -23,7 +23,8 @@ from node.errors import RunFailed, UsageError
 from node.local.stages import check_columns
 from node.planning.choices import choose, has_open
 from node.planning.peers import live_peers
-from node.protocols.manifest import COMMON, Manifest, Run, RunFile, make_run, read_run_file
+from node.protocols.manifest import Manifest, Run, make_run
+from node.protocols.run_file import COMMON, RunFile, read_run_file
 from node.requests import Prepared
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, make_manifest, window_of

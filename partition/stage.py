@@ -3,17 +3,15 @@
 A stage is a `StageGraph`, held by one replica. Its numbers lie in four flat arenas that the node and the
 stage's process share:
 
-parameters   values: trainable parameters, batch statistics, then what is frozen gradients    sums over the
-micro-batches of one step, not means; and the step's share of the statistics totals       the total of the
-replicas' sums; the node writes them, `Apply` takes them moments      the optimizer's state: nothing, one
-vector (momentum) or two (Adam)
+    parameters   values: trainable parameters, batch statistics, then what is frozen
+    gradients    sums over the micro-batches of one step, not means; and the step's share of the statistics
+    totals       the total of the replicas' sums; the node writes them, `Apply` takes them
+    moments      the optimizer's state: nothing, one vector (momentum) or two (Adam)
 
-All have one layout (`parameter_layout`), without gaps; `gradients` and `totals` end before the frozen
+All have one layout (`partition.stage_layout`), without gaps; `gradients` and `totals` end before the frozen
 parameters, and `moments` repeats them. A stage that trains has one type, float32 or float64. In one that does
 not, parameters lie as they are stored, the widest types first, so that each value is aligned to its own.
 `partition.execute` computes; `node.stages.host` keeps it in a process.
-
-Long because every message of the API is here, which both sides of a process's border read.
 """
 
 from math import isfinite, prod
@@ -22,7 +20,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from partition.codecs.codec import Codec, Digest, Payload, Rounding
-from partition.model.graph import FLOATING, ITEM_BYTES, TRAIN, TRAINED, DataType, Parameter, StageGraph
+from partition.model.graph import FLOATING, ITEM_BYTES, TRAIN, TRAINED, StageGraph
 from partition.model.head import answered_kind, head_input
 from partition.model.sizes import check_sizes, evaluate, shape_of
 from partition.stage_serving import BITS_BYTES as BITS_BYTES
@@ -61,10 +59,6 @@ SERVED_SESSIONS_MAX = 4_096
 """Sessions with keys and values in one stage; its memory ends most services long before."""
 REASON_LENGTH_MAX = 400
 FENCES_MAX = 16
-_OVERHEAD_BYTES = 1 << 20
-"""Beyond tensors and their names: fields of messages, and zstd's overhead on incompressible data."""
-_ROW_BYTES = 256
-"""The space of a tensor in safetensors' header beside its name: a type, up to eight sides, two offsets."""
 
 SAMPLES_MAX = NUMBER_MAX
 """Steps and micro-batches: the largest number that every language counts exactly."""
@@ -202,79 +196,9 @@ class StageSpecification(msgspec.Struct, frozen=True):
         return ITEM_BYTES[self.dtype]
 
 
-class Slot(msgspec.Struct, frozen=True):
-    """The place of one parameter in an arena: `offset` and `size` count elements. `row` is the graph's."""
-
-    row: int
-    parameter: Parameter
-    shape: tuple[int, ...]
-    offset: int
-    size: int
-    is_tied: bool
-
-    @property
-    def name(self) -> str:
-        """The parameter's first name."""
-        return self.parameter.names[0]
-
-    @property
-    def dtype(self) -> DataType:
-        return self.parameter.type.dtype
-
-    @property
-    def begin_bytes(self) -> int:
-        return self.offset * ITEM_BYTES[self.dtype]
-
-    @property
-    def end_bytes(self) -> int:
-        return self.begin_bytes + self.parameter.stored_bytes
-
-
-def parameter_layout(specification: StageSpecification) -> tuple[Slot, ...]:
-    """Return the stage's parameters in their order in an arena, without gaps.
-
-    First come those with gradients or statistics that belong to this stage alone, then those tied to other
-    stages, so that each all-reduce takes one run of elements; then frozen ones, by type, the widest first.
-    """
-    graph = specification.graph
-    tied = set(graph.tied)
-
-    def order(row: int, parameter: Parameter) -> tuple[int, int, int]:
-        if parameter.kind != "frozen":
-            return int(row in tied), 0, row
-        return 2, FLOATING.index(parameter.type.dtype), row
-
-    slots: list[Slot] = []
-    begin = 0
-    pairs = zip(graph.rows, graph.parameters, strict=True)
-    for row, parameter in sorted(pairs, key=lambda pair: order(*pair)):
-        shape = shape_of(parameter.type, ())
-        offset = begin // ITEM_BYTES[parameter.type.dtype]
-        slots.append(Slot(row, parameter, shape, offset, prod(shape), row in tied))
-        begin = slots[-1].end_bytes
-    return tuple(slots)
-
-
 def vector_bytes(specification: StageSpecification) -> int:
     """Return the bytes of `parameters`; 0 for a stage without any."""
     return sum(row.stored_bytes for row in specification.graph.parameters)
-
-
-def gradient_bytes(specification: StageSpecification) -> int:
-    """Return the bytes of `gradients` and of `totals`: of all parameters and statistics that are not
-    frozen."""
-    return sum(row.stored_bytes for row in specification.graph.parameters if row.kind != "frozen")
-
-
-def arena_bytes(specification: StageSpecification) -> dict[str, int]:
-    """Return the bytes of every arena, by name, in the order of ARENAS."""
-    gradients = gradient_bytes(specification)
-    return {
-        "parameters": vector_bytes(specification),
-        "gradients": gradients,
-        "totals": gradients,
-        "moments": gradients * specification.optimizer.moments,
-    }
 
 
 def boundary_bytes(specification: StageSpecification) -> int:
@@ -292,25 +216,6 @@ def boundary_bytes(specification: StageSpecification) -> int:
         kind = answered_kind(head[1])
         largest = max(largest, prod(shape_of(kind, values)) * ITEM_BYTES[kind.dtype])
     return largest
-
-
-def payload_bytes_max(specification: StageSpecification) -> int:
-    """Return the most bytes of the tensors of one request or answer of a correct stage, as sent."""
-    # Under autocast a boundary may be half of this, never more.
-    tensors = 2 * boundary_bytes(specification)
-    return tensors + tensors // 128 + _OVERHEAD_BYTES
-
-
-def message_bytes_max(specification: StageSpecification) -> int:
-    """Return the length of the longest request or answer of a correct stage: the parameters, or one
-    micro-batch."""
-    constants = sum(len(constant.data) for constant in specification.graph.constants)
-    tensors = max(vector_bytes(specification) + constants, 2 * boundary_bytes(specification))
-    graph = specification.graph
-    names = [row.names[0] for row in graph.parameters]
-    names += [row.names[0] for row in graph.constants if row.names]
-    header = sum(_ROW_BYTES + len(name) for name in names)
-    return tensors + tensors // 128 + header + _OVERHEAD_BYTES
 
 
 class Admitted(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -20,7 +20,8 @@ from node.stages.framing import refusal
 from node.stages.process import SPECIFICATION_BYTES_MAX
 from partition.codecs.choice import Cost
 from partition.codecs.codec import Codec
-from partition.stage import Refused, Reply, Request, StageSpecification, arena_bytes, timed
+from partition.stage import Refused, Reply, Request, StageSpecification, timed
+from partition.stage_layout import arena_bytes
 from sim.network.instants import after, nearest_instant
 from sim.network.pace import Pace
 

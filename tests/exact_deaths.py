@@ -441,7 +441,7 @@ def _watch_replicas(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
         return reply
 
     def receiving(shell: ReplicaShell, now: float, sender: PeerId, message: Any) -> None:
-        if isinstance(message, Part) and shell._reducing is not None and death.at_part(shell):
+        if isinstance(message, Part) and shell._reduction._reducing is not None and death.at_part(shell):
             death.kill()
         if shell.core.me != death.peer:
             receive(shell, now, sender, message)

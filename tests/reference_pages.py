@@ -22,7 +22,7 @@ from node.errors import PeerloomError
 from node.main import app
 from node.optimizer.wrapper import PeerOptimizer
 from node.protocols.data_table import DataTable
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from node.web.metrics import Metrics
 from sim.cli import app as simulator
 from tests.node.web.test_metrics import answered, told

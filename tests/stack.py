@@ -42,6 +42,7 @@ from partition.execute import StageExecutor
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph, Stored
 from partition.stage import OptimizerSettings
+from partition.stage_layout import arena_bytes, parameter_layout
 from sim.executor import SimExecutor
 from sim.network.links import Links
 from sim.network.model import NetworkModel
@@ -289,7 +290,7 @@ def reference(
     model = MODELS[wanted.graph]
     graphs = cut_layers(model.graph, model.hash, [(0, len(model.graph.layers))])
     specification = make_specification(run, graphs, 0, Machine(1, "cpu", 1 << 40))
-    arenas = {name: memoryview(bytearray(size)) for name, size in api.arena_bytes(specification).items()}
+    arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()}
     executor = StageExecutor(specification, arenas)
     _fill(arenas["parameters"], specification, model, executor)
     batches = make_batches(dataset or load_digits(), wanted, model.graph)
@@ -342,7 +343,7 @@ def _fill(
     if model.values is None:
         return
     start = 8 + int.from_bytes(model.values[:8], "little")
-    for slot in api.parameter_layout(specification):
+    for slot in parameter_layout(specification):
         if isinstance(source := slot.parameter.source, Stored):
             at = slot.offset * specification.item_bytes
             begin = start + source.offset

@@ -23,7 +23,7 @@ from crypto.noise import SUITES, PeerHandshake, ReplayCache, identity_payload
 from crypto.sessions import packets
 from crypto.sessions.core import Sessions
 from crypto.swarm import Swarm
-from gossip import matchmaking, roster
+from gossip import matchmaking, matchmaking_messages, roster
 from gossip.averaging import messages as averaging
 from gossip.swim import PROTOCOL
 from node.averaging import transfer
@@ -90,7 +90,9 @@ DECODERS: dict[str, Callable[[bytes], Any]] = {
     "request": lambda data: decode(data, wire.Request, bytes_max=wire.REQUEST_BYTES_MAX),
     "reply": calls.read_reply,
     "roster": lambda data: decode(data, roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX),
-    "matchmaking": lambda data: decode(data, matchmaking.Message, bytes_max=matchmaking.MESSAGE_BYTES_MAX),
+    "matchmaking": lambda data: decode(
+        data, matchmaking_messages.Message, bytes_max=matchmaking.MESSAGE_BYTES_MAX
+    ),
     "averaging stream": lambda data: read_message(data, memoryview(b"")),
     "catch-up question": lambda data: decode(data, transfer.Question, bytes_max=1_024),
     "catch-up answer": lambda data: decode(data, transfer.Answer, bytes_max=transfer.TABLE_BYTES_MAX),

@@ -15,7 +15,7 @@ import pytest
 from node import toml
 from node.errors import EXIT_DONE
 from node.main import run
-from node.protocols.manifest import RunFile, check_run_file
+from node.protocols.run_file import RunFile, check_run_file
 from tests.source import ROOT
 from tests.test_documented_commands import commands
 

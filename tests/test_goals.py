@@ -11,7 +11,7 @@ from node.alerts.service import Alerts
 from node.cli.client import ask
 from node.cli.runs import run_lines
 from node.events import AlertRaised
-from node.protocols.manifest import GoalTable
+from node.protocols.run_file import GoalTable
 from node.settings_events import RunGoalSet
 from node.state_documents import run_document
 from tests.kills import playground

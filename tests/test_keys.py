@@ -25,7 +25,8 @@ from node.content import datasets
 from node.content.datasets import Dataset
 from node.errors import UsageError
 from node.main import app, run
-from node.protocols.manifest import Manifest, RunFile, check_run_file
+from node.protocols.manifest import Manifest
+from node.protocols.run_file import RunFile, check_run_file
 from node.protocols.run_keys import EXACT_ONLY, LOCAL_ONLY
 from node.runs.manifest_builder import make_manifest, window_of
 from partition.model.graph import decode_graph

@@ -14,8 +14,9 @@ from crypto.identity import Identity, PeerId
 from node import events
 from node.cli.peers import peers_lines
 from node.cli.render import error_lines, seconds_text, short_address, show
+from node.cli.run_lines import rate_text
 from node.cli.runs import runs_lines
-from node.cli.screen import EventScreen, rate_text
+from node.cli.screen import EventScreen
 from node.cli.status import status_lines
 from node.errors import UsageError
 from node.settings_events import NodeConfigured, RunGoalSet
@@ -451,12 +452,8 @@ def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
     joined = events.MemberJoined(at=NOW, peer=peer(2), name="b", addresses=(), found_through="")
     held = apply(apply(State(), joined), late)
     document = peers_document(held, NOW)
-    assert document["peers"][0]["degraded"] == {
-        "condition": "no path",
-        "rate": 0.0,
-        "seconds": 0.5,
-        "reason": "others reach it",
-    }
+    ailment = {"condition": "no path", "rate": 0.0, "seconds": 0.5, "reason": "others reach it"}
+    assert document["peers"][0]["degraded"] == ailment
     assert "alive" in peers_lines(document)[1]
     assert "no path: others reach it" in peers_lines(document)[2]
     held = apply(held, events.MemberLost(at=NOW, peer=peer(2), reason="no ack"))

@@ -14,7 +14,8 @@ from node.cli.screen import EventScreen
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import UsageError
 from node.events import Event, RunEnded, RunEvaluated, RunPlanned, StepCommitted
-from node.protocols.manifest import Manifest, Run, RunFile, TrainTable, check_run_file, make_run
+from node.protocols.manifest import Manifest, Run, make_run
+from node.protocols.run_file import RunFile, TrainTable, check_run_file
 from node.runs.manifest_builder import make_manifest
 from node.runs.metrics import metric_rows
 from node.state import RunView, State, apply

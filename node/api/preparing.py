@@ -24,7 +24,7 @@ from node.errors import UsageError
 from node.forks import keep_from_children
 from node.invocation import KEEPS_SPANS
 from node.protocols.data_table import DataTable
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from node.requests import Prepared
 from node.seams import Executor
 from node.suggest import did_you_mean

@@ -15,7 +15,7 @@ from node import toml
 from node.content.sources import SCHEMES, is_archive, is_table_by_keys
 from node.content.sources import is_table as is_table_by_name
 from node.errors import UsageError
-from node.protocols.manifest import RunFile, check_run_file
+from node.protocols.run_file import RunFile, check_run_file
 
 
 @dataclass(frozen=True)

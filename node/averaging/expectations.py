@@ -13,6 +13,7 @@ from gossip.averaging.attempt import Attempt
 from gossip.averaging.attendance import Attendance
 from gossip.averaging.lateness import RoundWaits
 from gossip.averaging.outcome import Averaged, Failed
+from gossip.claims import SLACK_STEPS
 from gossip.matchmaking import CameLate, Wish
 from gossip.roster import Roster
 from node.averaging.rounds import Wanted
@@ -224,3 +225,19 @@ class Expectations:
             self.attendance.withdrew(now, result.withdrew, seconds)
         self._refresh()
         return needs_time
+
+
+def expected_in(roster: Roster, round: int | None) -> tuple[PeerId, ...]:  # noqa: A002 - the field's word
+    """Return the expected peers: in a numbered round all that are at this peer's step, or were one step
+    before it, as reports travel no faster than wishes. A peer that claims to be far beyond would not come
+    to the round."""
+    # A peer without state only follows, unless no peer here has one: then all just average.
+    trains = roster.own.has_state
+    return tuple(
+        peer
+        for peer, report in roster.reports.items()
+        if (round is None or (report.step.is_near(round, SLACK_STEPS) and report.step.reaches(round - 1)))
+        and (report.has_state or not trains)
+        # A script that has joined and not made its first batch may load its data for minutes.
+        and (round is None or not trains or report.step.reaches(1) or report.samples.reaches(1))
+    )

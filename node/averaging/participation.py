@@ -5,7 +5,7 @@ It belongs to the node's event loop. `node.library` and `node.optimizer` use it 
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -13,7 +13,6 @@ from typing import Any, Literal, TypeVar
 import trio
 from blake3 import blake3
 
-from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
@@ -24,23 +23,14 @@ from gossip.averaging.outcome import Averaged, Failed, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
-from gossip.claims import SLACK_STEPS, LikelySteps
 from gossip.matchmaking import CameLate, Formed, NotFormed, Wish
-from gossip.roster import Report, Roster
+from gossip.roster import Roster
 from node.averaging.context import Service
-from node.averaging.expectations import Expectations
-from node.averaging.offered import SNAPSHOT_SECONDS, OfferedStates
+from node.averaging.expectations import Expectations, expected_in
 from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
-from node.averaging.snapshot import Snapshot, check_finite
-from node.averaging.transfer import DONORS_MAX, OFFER_SECONDS_MAX, fetch_state
-from node.errors import Unreachable
-from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped, StateFetched
-
-ASKED_AHEAD_MAX = 16
-"""The most steps beyond its own for whose state a peer keeps others waiting."""
-STATES_MAX = 4
-"""The most states fetched in one attempt, where the first ones cannot be used."""
+from node.averaging.state_exchange import StateExchange
+from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped
 
 ATTEMPTS_MAX = 3
 """The most attempts in one round: a member that dies while reducing costs one, and the others retry."""
@@ -67,7 +57,7 @@ Dtype = Literal["float32", "float64"]
 class Participation:
     """This peer's part in one run. `Averaging.open` makes it.
 
-    Long because a round, what is said of it and the state handed on all move with one step of the roster.
+    Long because a round, its group and what is said of both move with one step of the roster.
     """
 
     def __init__(
@@ -91,13 +81,13 @@ class Participation:
         self._service = service
         self._formed: dict[bytes, trio.Event] = {}
         self._outcomes: dict[bytes, Formed | NotFormed] = {}
-        self._copies = OfferedStates()
-        self._offered = trio.Event()
         self._stirred = trio.Event()
         self._items = 1
         self._dtype: Dtype = "float32"
         self.expectations = Expectations(self.peer, roster, service.seams.clock)
         """The peers that are awaited and left out, by this node's experience."""
+        self.states = StateExchange(name, key, roster, service, self.expectations)
+        """The states that this peer hands on and takes."""
         self.upload = UploadRate()
         """This peer's upload rate as others measured it."""
         self.walk = GridWalk(key, service.seams.network.peer)
@@ -110,10 +100,6 @@ class Participation:
         self.status = ""
         self.look_seconds: float | None = None
         """How long from its beginning a round may look for a group; None where it does not."""
-        self.is_receiving = False
-        """Whether a state of others is being fetched."""
-        self._state_step: int | None = None
-        """A peer waits for a copy of this peer's state at this step or later."""
         self.counters: Counter[str] = Counter()
         self.ended = ""
         """Why this peer takes part no more against its will."""
@@ -135,7 +121,7 @@ class Participation:
     def tell(self, **said: Any) -> None:
         """Report this peer's progress, and the settings of its last step: see `Roster.tell`."""
         if not self.ended:
-            self._copies.moved(self._service.seams.clock.monotonic(), said["step"])
+            self.states.moved(said["step"])
             self._service.tell(lambda now: self.roster.tell(now, **said))
 
     @property
@@ -252,7 +238,7 @@ class Participation:
             spot = None
             if wanted.round is None:
                 count = 0 if self.roster.is_whole else self.roster.count
-                spot = self.walk.spot(self._expected(None), wanted.size_max, count)
+                spot = self.walk.spot(expected_in(self.roster, None), wanted.size_max, count)
             found = await self._find_group(vector, wanted, number, spot)
             if isinstance(found, str) and spot is not None and not self.ended:
                 spot = None  # join the next group that forms
@@ -479,23 +465,7 @@ class Participation:
 
     def _awaited(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
         """Return the expected peers; without a number also joining ones, which may be ready."""
-        return tuple(self.roster.reports) if round is None else self._expected(round)
-
-    def _expected(self, round: int | None) -> Sequence[PeerId]:  # noqa: A002 - the field's word
-        """Return the expected peers: in a numbered round all that are at this peer's step, or were one step
-        before it, as reports travel no faster than wishes. A peer that claims to be far beyond would not come
-        to the round."""
-        reports = self.roster.reports.items()
-        # A peer without state only follows, unless no peer here has one: then all just average.
-        trains = self.roster.own.has_state
-        return tuple(
-            peer
-            for peer, report in reports
-            if (round is None or (report.step.is_near(round, SLACK_STEPS) and report.step.reaches(round - 1)))
-            and (report.has_state or not trains)
-            # A script that has joined and not made its first batch may load its data for minutes.
-            and (round is None or not trains or report.step.reaches(1) or report.samples.reaches(1))
-        )
+        return tuple(self.roster.reports) if round is None else expected_in(self.roster, round)
 
     def matched(self, event: object) -> None:
         """Handle news of this node's matchmaking, for this run or another."""
@@ -504,116 +474,3 @@ class Participation:
             self._formed[event.key].set()
         elif isinstance(event, CameLate):
             self.expectations.came_late(event)
-
-    # States
-
-    def offer(self, snapshot: Snapshot, good_seconds: float = SNAPSHOT_SECONDS) -> None:
-        """Offer the present state of this peer to late joiners, for `good_seconds` after its step is over."""
-        self._copies.add(self._service.seams.clock.monotonic(), snapshot, good_seconds)
-        self._state_step = None
-        offered, self._offered = self._offered, trio.Event()
-        offered.set()
-
-    def wants_state(self, step: int) -> bool:
-        """Return whether a peer waits for a copy of this peer's state, which is at `step`."""
-        return self._state_step is not None and step >= self._state_step
-
-    def kept(self, digest: bytes) -> Snapshot | None:
-        """Return the snapshot with this digest, if it is still kept."""
-        return self._copies.with_digest(self._service.seams.clock.monotonic(), digest)
-
-    async def snap(self, step: int) -> Snapshot | str:
-        """Return a snapshot at this step or later, made by the training loop if need be, or why none."""
-        if not self.roster.own.has_state:
-            return "this peer has no state yet"
-        if step > self.roster.own_step + ASKED_AHEAD_MAX:
-            return "this peer is not so far"
-        with trio.move_on_after(OFFER_SECONDS_MAX):
-            clock = self._service.seams.clock
-            while (found := self._copies.current(clock.monotonic(), step, self.roster.own_step)) is None:
-                self._state_step = step if self._state_step is None else min(step, self._state_step)
-                await self._offered.wait()
-            return found
-        return "this peer made no copy of its state in time"
-
-    async def fetch(
-        self,
-        step: int,
-        step_max: int | None = None,
-        *,
-        bytes_max: int,
-        passed_over: Collection[PeerId] = (),
-        likely: LikelySteps | None = None,
-        check: Callable[[Snapshot], str] = check_finite,
-    ) -> Snapshot:
-        """Fetch the state from `step` to `step_max` that most of the peers hold that are not passed over, at
-        a `likely` step where that is given. `check`, called where computing is allowed, returns the fault of
-        a state: then the next one is fetched. Raises Unreachable."""
-        useless, error = set(passed_over), ""
-        for _ in range(STATES_MAX):
-            self.is_receiving = False
-            try:
-                found = await self._fetch(step, step_max, bytes_max, useless, likely)
-            except Unreachable as failure:
-                self.expectations.missed_state()
-                raise Unreachable(failure.reason, error or failure.detail) from None
-            error = await self.compute(partial(check, found))
-            if not error:
-                return found
-            for holder in found.holders:
-                self._service.refuse(holder, RemoteProtocolError(error))
-            useless.update(found.holders)
-        raise Unreachable("unknown", error)
-
-    async def _fetch(
-        self,
-        step: int,
-        step_max: int | None,
-        bytes_max: int,
-        passed_over: Collection[PeerId],
-        likely: LikelySteps | None,
-    ) -> Snapshot:
-        def is_donor(report: Report) -> bool:
-            if not report.has_state or not report.step.reaches(step):
-                return False
-            if likely is not None and likely.lineage not in (None, report.lineage):
-                return False
-            lasts = [step_max, None if likely is None else likely.last]
-            return not any(last is not None and report.step.reaches(last + 1) for last in lasts)
-
-        reports = self.roster.reports
-        donors = [peer for peer in sorted(reports) if is_donor(reports[peer]) and peer not in passed_over]
-        if (
-            likely is not None and not likely.is_nearest
-        ):  # of states that differ, each helps to judge the others
-            donors = [peer for peer in donors if peer not in self.expectations.absent] or donors
-        if not donors:
-            raise Unreachable("unknown", "no peer of the run has a state to hand on")
-        seams = self._service.seams
-        if len(donors) > DONORS_MAX:
-            donors = seams.rng.sample(donors, DONORS_MAX)
-        begun = seams.clock.monotonic()
-        found = await fetch_state(
-            seams.network,
-            seams.executor,
-            donors,
-            self.key,
-            self.roster.signature,
-            step,
-            bytes_max=bytes_max,
-            refuse=self._service.refuse,
-            step_max=step_max,
-            likely=likely,
-            rng=seams.rng,
-            receiving=partial(setattr, self, "is_receiving", True),
-        )
-        self._service.publish(
-            StateFetched(
-                at=seams.clock.wall(),
-                run=self.name,
-                step=found.table.step,
-                size_bytes=found.table.size_bytes,
-                seconds=seams.clock.monotonic() - begun,
-            )
-        )
-        return found

@@ -18,7 +18,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from dht.groups import Origins
-from gossip import matchmaking, roster
+from gossip import matchmaking, roster, rosters
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
@@ -84,7 +84,7 @@ class Averaging:
         self._publish = publish
         self._refuse = refuse
         origins = Origins(groups_local=False, host_of=seams.network.host_of)
-        self._rosters = roster.Rosters(
+        self._rosters = rosters.Rosters(
             seams.network.peer,
             rng,
             participants_max=participants_max,
@@ -354,8 +354,8 @@ class Averaging:
         run = self._runs.get(key)
         if run is None or run.roster.signature != signature or not run.roster.admits(peer):
             return "this node takes no part in such a run"
-        return await run.snap(step)
+        return await run.states.snap(step)
 
     def _kept(self, peer: PeerId, key: bytes, digest: bytes) -> Snapshot | None:
         run = self._runs.get(key)
-        return None if run is None or not run.admits(peer) else run.kept(digest)
+        return None if run is None or not run.admits(peer) else run.states.kept(digest)

@@ -15,7 +15,8 @@ from node.protocols.checkpoint import Checkpoint, check_part, decode_part
 from node.protocols.manifest import Manifest
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph
-from partition.stage import StageSpecification, parameter_layout
+from partition.stage import StageSpecification
+from partition.stage_layout import parameter_layout
 
 CHUNKS_IN_MEMORY_MAX = 16
 """Small tensors lie many to a chunk, and are not written in the order in which they lie."""

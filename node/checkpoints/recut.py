@@ -14,7 +14,8 @@ from node.protocols.checkpoint import CHUNK_BYTES, Checkpoint, StatePart, chunk_
 from node.protocols.manifest import Manifest
 from partition.model.cut import cut_layers
 from partition.model.graph import Graph, StageGraph
-from partition.stage import StageSpecification, gradient_bytes, parameter_layout, vector_bytes
+from partition.stage import StageSpecification, vector_bytes
+from partition.stage_layout import gradient_bytes, parameter_layout
 
 Arena = Literal["parameters", "moments"]
 

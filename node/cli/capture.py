@@ -21,7 +21,7 @@ from node.content.samples import write_samples
 from node.content.sources import Tell, Wish, check_form, is_source, is_table_by_keys
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
-from node.protocols.manifest import RunFile, SplitsTable
+from node.protocols.run_file import RunFile, SplitsTable
 from node.runs.manifest_builder import WINDOW
 from node.serving.proof_process import MIXES_DO
 from node.suggest import did_you_mean

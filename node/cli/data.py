@@ -101,7 +101,7 @@ def read_source(source: str, keys: dict[str, Any], model: str = "") -> Any:
     from node.cli.capture import loading, prepare_data, reading_as_is
     from node.cli.temporary import command_folder
     from node.protocols.data_table import DataTable
-    from node.protocols.manifest import RunFile
+    from node.protocols.run_file import RunFile
     from node.toml import load
 
     base, name = Path(), "data show"

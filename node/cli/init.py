@@ -141,7 +141,7 @@ def node_file() -> list[str]:
 def run_file(chosen: RunExample) -> list[str]:
     """Return the lines of a RUN.toml with every key: those of `chosen` set, all others as comments."""
     from node.protocols.data_table import DataTable
-    from node.protocols.manifest import RunFile
+    from node.protocols.run_file import RunFile
 
     keys, texts = dict(chosen.keys), dict(RUN_KEYS)
     if "data." in "".join(keys):

@@ -15,7 +15,7 @@ from node.content.records import LINES, SUFFIXES
 from node.content.sources import SCHEMES
 from node.content.tokens import Language
 from node.errors import UsageError
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from node.runs.manifest_builder import WINDOW
 
 LENGTH = "length"

@@ -17,7 +17,7 @@ from node.errors import UsageError
 if TYPE_CHECKING:  # other commands, which load this file too, answer at once
     from node.content.model_folder import ModelFolder
     from node.content.reading import SourceReading
-    from node.protocols.manifest import RunFile
+    from node.protocols.run_file import RunFile
 
 WRITTEN_MAX = 3
 """Samples of the run's own test part that are written on, where no file is wanted."""

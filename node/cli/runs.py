@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.client import ask, peer_names, request
+from node.cli.event_text import name_and_id, with_names
 from node.cli.model_folders import fetch_folder, is_folder_path
 from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.outputs import output_path
@@ -27,7 +28,7 @@ from node.cli.render import (
     show_json,
     table,
 )
-from node.cli.screen import EventScreen, name_and_id, with_names
+from node.cli.screen import EventScreen
 from node.cli.trace import chrome_trace, send_otlp
 from node.errors import PeerloomError, UsageError
 from node.quantities import read_duration

@@ -23,7 +23,8 @@ from node.cli.render import (
     show_json,
     table,
 )
-from node.cli.screen import EventScreen, rate_text
+from node.cli.run_lines import rate_text
+from node.cli.screen import EventScreen
 from node.errors import UsageError
 from node.quantities import read_duration
 from node.text import layers_text

@@ -19,7 +19,7 @@ from node.errors import PeerloomError, RunFailed, UsageError
 from node.invocation import command_span
 
 if TYPE_CHECKING:
-    from node.protocols.manifest import RunFile
+    from node.protocols.run_file import RunFile
 
 DEVICE_WORDS = "cuda", "mps", "cpu"
 COMMON = "common"
@@ -89,7 +89,7 @@ def train(
 def keys_as_flags() -> dict[str, str]:
     """Return what the keys of RUN.toml would be called as flags, and where each stands, for who types one."""
     from node.protocols.data_table import DataTable
-    from node.protocols.manifest import PlanTable, RunFile, SplitsTable, TrainTable
+    from node.protocols.run_file import PlanTable, RunFile, SplitsTable, TrainTable
 
     tables = (
         ("of RUN.toml", RunFile),
@@ -120,7 +120,7 @@ def _hold_prepared(file: Path, path: Path) -> None:
     process's input ends."""
     import msgspec
 
-    from node.protocols.manifest import RunFile
+    from node.protocols.run_file import RunFile
 
     run_file = msgspec.json.decode(file.read_bytes(), type=RunFile)
     with handed_over(run_file, path, "train()") as arguments:

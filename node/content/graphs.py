@@ -26,7 +26,8 @@ from node.storage.guests import Guests
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, Graph, Stored, decode_graph, graph_hash
 from partition.model.safetensors_layout import check_file, check_range, file_header, stored_parameters
-from partition.stage import Reload, StageSpecification, parameter_layout
+from partition.stage import Reload, StageSpecification
+from partition.stage_layout import parameter_layout
 
 GRAPHS_IN_MEMORY_MAX = 4
 """Decoded ones: a large one takes some hundred MB."""

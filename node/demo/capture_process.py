@@ -75,7 +75,7 @@ def main(run_file: str, graph: str) -> None:
     """Capture the model that `run_file` names into the file `graph`."""
     from node import toml
     from node.cli.capture import capture_to
-    from node.protocols.manifest import RunFile
+    from node.protocols.run_file import RunFile
 
     path = Path(run_file)
     try:

@@ -65,7 +65,7 @@ async def catch_up(
         likely = likely_steps(part, local_steps, useless, are_tried=trial is not None)
         found: Snapshot | None = None
         try:
-            found = await part.fetch(
+            found = await part.states.fetch(
                 0, steps, bytes_max=trainer.state_bytes_max, passed_over=useless, likely=likely
             )
             outer = await trainer.take_over(found)

@@ -64,7 +64,7 @@ class Copies:
         begun, manifest = trio.current_time(), self._run.manifest
         likely = likely_steps(part, self._run.manifest.local.local_steps)
         try:
-            found = await part.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
+            found = await part.states.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
         except Unreachable:
             return  # whoever had it is gone, or hands it over later
         self._keeper.begin(found.table.step)
@@ -78,7 +78,7 @@ class Copies:
         if found is None:
             return
         self._is_lent = True
-        part.offer(found)
+        part.states.offer(found)
         step, rounds, lineage = found.table.step, found.table.rounds, self._run.id
         part.tell(step=step, samples=0, rounds=rounds, lineage=lineage, has_state=True)
 

@@ -130,7 +130,7 @@ class AveragedStage:
     async def renew(self, step: int) -> bool:
         """Take over a state of this step or later, as another holds it now; whether there was one."""
         try:
-            found = await self.part.fetch(
+            found = await self.part.states.fetch(
                 step, self._run.manifest.steps, bytes_max=self.trainer.state_bytes_max
             )
             self.rounds.take_over(found.table.rounds, await self.trainer.take_over(found))
@@ -161,8 +161,8 @@ class AveragedStage:
 
     async def hand_on(self) -> None:
         """Make a copy for those that wait for one."""
-        if self.part.wants_state(self.trainer.step):
-            self.part.offer(await self.copy())
+        if self.part.states.wants_state(self.trainer.step):
+            self.part.states.offer(await self.copy())
 
     async def copy(self) -> Snapshot:
         """Return this stage's state."""

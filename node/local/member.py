@@ -51,7 +51,8 @@ from partition.run.asks import Declined, Done
 from partition.run.conclusions import Conclusion, Evaluated, Sends
 from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
-from partition.stage import StageSpecification, payload_bytes_max
+from partition.stage import StageSpecification
+from partition.stage_layout import payload_bytes_max
 
 LOOK_SECONDS = 0.5
 """How often the shards and the end follow who takes part."""

@@ -126,7 +126,7 @@ class StageCopies:
             part = open_part(self._service.averaging, self._run, stage, self._door)
         except UsageError:
             return None  # in too many runs
-        part.offer(found)
+        part.states.offer(found)
         step, rounds = found.table.step, found.table.rounds
         part.tell(step=step, samples=0, rounds=rounds, lineage=self._run.id, has_state=True)
         return part

@@ -26,7 +26,8 @@ from node.protocols.manifest import Run, own_data_of
 from node.seams import Executor, Stage, Storage
 from partition import stage as api
 from partition.codecs.codec import Payload, pack, typed
-from partition.stage import StageSpecification, gradient_bytes
+from partition.stage import StageSpecification
+from partition.stage_layout import arena_bytes, gradient_bytes, parameter_layout
 
 Pick = Callable[[int], tuple[list[Array], list[Array]]]
 
@@ -45,7 +46,7 @@ class Stepped:
 
 def state_bytes_max(specification: StageSpecification) -> int:
     """Return the most bytes that a snapshot of a stage has, with what a strategy adds."""
-    arenas = api.arena_bytes(specification)
+    arenas = arena_bytes(specification)
     return 4 * (arenas["parameters"] + arenas["moments"]) + (1 << 20)
 
 
@@ -229,7 +230,7 @@ class LocalTrainer:
         except (safetensors.SafetensorError, ValueError, TypeError, KeyError):
             return False
         arena = self._arena("parameters")
-        for slot in api.parameter_layout(self._specification):
+        for slot in parameter_layout(self._specification):
             tensor = tensors.get(slot.name)
             if tensor is None or tensor.shape != slot.shape:
                 return False

@@ -76,11 +76,11 @@ class Session:
     @property
     def is_receiving(self) -> bool:
         """Return whether a state of others is on its way here."""
-        return self._run.is_receiving
+        return self._run.states.is_receiving
 
     def wants_state(self, step: int) -> bool:
         """Return whether somebody waits for a copy of this peer's state, which is at `step`."""
-        return self._run.wants_state(step) and not self.error
+        return self._run.states.wants_state(step) and not self.error
 
     def refuse_in_child(self) -> None:
         """Raises ForkedChild: this is a forked child of the process that trains."""
@@ -169,7 +169,7 @@ class Session:
         """Begin to fetch the state of the run, of a likely step, from others than those that are passed over;
         `check` says what is wrong with one, in another thread."""
         fetch = partial(
-            self._run.fetch,
+            self._run.states.fetch,
             likely.first,
             bytes_max=bytes_max,
             likely=likely,
@@ -199,7 +199,7 @@ class Session:
         good_seconds: float,
     ) -> None:
         made = await self._run.compute(partial(make_snapshot, step, rounds, lineage, arrays))
-        self._run.offer(made, good_seconds)
+        self._run.states.offer(made, good_seconds)
 
     def close(self) -> None:
         """Take no further part."""

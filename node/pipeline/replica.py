@@ -21,14 +21,15 @@ from gossip.allreduce import Part
 from node.errors import PayloadRefused, StageDiverged, StageFailed
 from node.pipeline.codec_choice import LinkCodecs
 from node.pipeline.frame_store import FrameStore
-from node.pipeline.gradient_sum import Reduction
-from node.pipeline.spans import Kind, Span, Spans
+from node.pipeline.spans import Spans
+from node.pipeline.stage_reduction import StageReduction
 from node.pipeline.state_transfer import fill
+from node.pipeline.work_meter import WorkMeter
 from node.placement.admission import TRAIN
-from node.protocols.runs import FetchState, GroupPart
+from node.protocols.runs import FetchState
 from node.seams import Seams, Stage
 from partition import stage as api
-from partition.codecs.codec import Codec, Payload, Rounding
+from partition.codecs.codec import Codec, Payload
 from partition.plan.plan import FIRST_VALUES, Plan
 from partition.steps import replica as core
 from partition.steps.frame_archive import FrameArchive
@@ -42,15 +43,9 @@ from partition.steps.frames import (
     make_frame,
     read_header,
 )
-from partition.steps.messages import BadFrame, Work
+from partition.steps.messages import BadFrame
 from partition.steps.schedule import Schedule
 from partition.steps.shares import Share
-
-INLINE_BYTES_MAX = 1 << 20
-"""Sums of so many bytes are added and hashed in less than half a millisecond: on the event loop."""
-EARLY_PARTS_MAX = 4_096
-"""All-reduce parts of a reduction that this replica has not begun: others may be a little ahead. As many
-as the largest stage (4 GiB) has."""
 
 Send = Callable[..., None]
 """As `node.runs.context.Service.send`."""
@@ -82,13 +77,12 @@ class Draft:
 
 _T = TypeVar("_T")
 _Vector = np.ndarray[Any, np.dtype[Any]]
-_SPAN_KINDS: dict[type, Kind] = {api.Forward: "forward", api.Backward: "backward", api.Apply: "apply"}
 
 
 class ReplicaShell:
     """Hosts one stage of one run on this node.
 
-    Long because one task owns the stage's process: its frames, sums, reductions and copies are in its order.
+    Long because one task owns the stage's process: its frames, sums and copies are in its order.
     """
 
     def __init__(
@@ -125,7 +119,6 @@ class ReplicaShell:
         )
         self._signer = signer
         self._dtype = specification.dtype
-        self._shares = parts
         self._stage = stage
         self._seams = seams
         self._send = send
@@ -135,24 +128,16 @@ class ReplicaShell:
         self._save = save
         self._restore = restore
         self._parts: deque[tuple[PeerId, Part]] = deque()
+        self._reduction = StageReduction(
+            signer.peer, parts, stage, specification.dtype, seams.executor, send, self._reduced
+        )
+        self._meter = WorkMeter()
         self._exports: deque[_Export] = deque()
         self._more = trio.Event()
-        self._reduction: Reduction | None = None
-        self._reducing: core.ReduceReady | None = None
-        self._starting: core.ReduceReady | None = None
-        self._void: core.ReduceReady | None = None
-        self._parts_sent: list[tuple[PeerId, Part]] = []
-        self._early_parts: deque[tuple[PeerId, Part]] = deque(maxlen=EARLY_PARTS_MAX)
         self._is_over = False
         self._filling = trio.CancelScope()
         self._is_changing = self._is_changed = False
-        self._busy = 0.0
-        self._sent = 0
-        self._returned = 0
-        self._replayed = 0
-        self._sent_before: set[tuple[int, Direction]] = set()
         self._codecs = codecs
-        self._rounded = {False: Rounding(), True: Rounding()}
         self._frames = FrameStore(seams.storage, seams.executor)
         self._failure: StageFailed | None = None
         self._computing: int | None = None
@@ -165,7 +150,7 @@ class ReplicaShell:
                 if self._failure is not None:
                     raise self._failure
                 if self._parts:
-                    await self._part(*self._parts.popleft())
+                    await self._reduction.take(*self._parts.popleft())
                 elif (work := self.core.next(self._seams.clock.monotonic())) is not None:
                     await self._perform(work)
                 elif self._exports:
@@ -225,9 +210,7 @@ class ReplicaShell:
     def reconnected(self, peer: PeerId) -> None:
         """A link to `peer` was opened anew: send again what it may have lost."""
         self._pass_on(self.core.reconnected(peer))
-        for receiver, part in self._parts_sent:
-            if receiver == peer:
-                self._send(receiver, GroupPart(part))
+        self._reduction.repeat_to(peer)
 
     async def export(self) -> bytes:
         """The stage's parameters as a safetensors file. Raises StageFailed."""
@@ -259,16 +242,11 @@ class ReplicaShell:
         for event in events:
             match event:
                 case core.ReduceVoided():
-                    self._void = self._starting
-                    self._reduction = self._reducing = None
-                    self._parts_sent.clear()
+                    self._reduction.void()
                 case core.FillVoided():
                     self._filling.cancel()
                 case core.ReduceAsked():
-                    # While sums are copied, or the total is, it waits for nobody.
-                    left, peers, for_sums = (
-                        self._reduction.waits() if self._reducing and self._reduction else (1, (), False)
-                    )
+                    left, peers, for_sums = self._reduction.waits()
                     sends = sends + self.core.waits(event.answer(left, peers, for_sums=for_sums))
         for peer, message in sends:
             if isinstance(message, Outgoing):
@@ -301,7 +279,7 @@ class ReplicaShell:
                 await self._call(api.Forget(work.step, work.microbatch))
                 self._pass_on(self.core.forgotten(work))
             case core.ReduceReady():
-                await self._reduce(work)
+                await self._reduction.begin(work)
             case core.ApplyReady():
                 await self._apply(work)
             case core.StepDiscarded():
@@ -318,27 +296,9 @@ class ReplicaShell:
         # What the process says of itself, where it does: waiting for it is not its being busy.
         busy = getattr(reply, "busy_nanoseconds", 0)
         lasted = self._seams.clock.monotonic() - began
-        self._busy += busy / 1e9 if busy else lasted
-        self._record(request, begun, lasted, busy)
+        self._meter.busy_seconds += busy / 1e9 if busy else lasted
+        self._spans.record(self.core.plan, self.core.stage, self.core.step, request, begun, lasted, busy)
         return reply
-
-    def _record(self, request: api.Request, begun: float, lasted: float, busy: int) -> None:
-        kind = _SPAN_KINDS.get(type(request), "other")
-        microbatch = getattr(request, "microbatch", -1)
-        step = getattr(request, "step", self.core.step)
-        row = self.core.plan.stages[self.core.stage]
-        span = Span(
-            step if isinstance(step, int) else -1,
-            self.core.stage,
-            microbatch if isinstance(microbatch, int) else -1,
-            kind,
-            int(begun * 1e9),
-            int(lasted * 1e9),
-            busy,
-            row.first_layer,
-            row.last_layer,
-        )
-        self._spans.add(self.core.plan.run, span)
 
     async def _pass(self, work: core.ForwardReady | core.BackwardReady) -> None:
         try:
@@ -365,7 +325,7 @@ class ReplicaShell:
             )
         )
         assert isinstance(done, api.Forwarded)
-        self._rounded[self.core.is_last] += done.rounding
+        self._meter.rounded(done.rounding, is_gradient=self.core.is_last)
         sends = self.core.forwarded(
             work,
             output=await self._draft(work, done.output, +1, "input", train=work.train),
@@ -381,7 +341,7 @@ class ReplicaShell:
             api.Backward(work.step, work.microbatch, work.gradient, codec=self._codec_towards(-1))
         )
         assert isinstance(done, api.BackwardDone)
-        self._rounded[True] += done.rounding
+        self._meter.rounded(done.rounding, is_gradient=True)
         draft = await self._draft(work, done.gradient, -1, "gradient", train=True)
         self._pass_on(self.core.backwarded(work, gradient=draft))
 
@@ -421,15 +381,8 @@ class ReplicaShell:
         """Sign a frame for the plan and attempt in force."""
         draft = outgoing.frame
         assert isinstance(draft, Draft)
-        size = len(draft.payload.data)
-        if draft.direction == "gradient":
-            self._returned += size
-        else:
-            self._sent += size
-        if draft.train:
-            key = (draft.microbatch, draft.direction)
-            self._replayed += key in self._sent_before
-            self._sent_before.add(key)
+        key = (draft.microbatch, draft.direction) if draft.train else None
+        self._meter.sent(len(draft.payload.data), key, is_gradient=draft.direction == "gradient")
         frame = make_frame(
             self._signer,
             draft.payload,
@@ -481,63 +434,7 @@ class ReplicaShell:
 
     # The step
 
-    async def _reduce(self, work: core.ReduceReady) -> None:
-        self._starting = work
-        sums, totals = (
-            np.frombuffer(self._stage.vector(name), dtype=self._dtype) for name in ("gradients", "totals")
-        )
-        reduction, sends, digest = await self._compute(
-            lambda: _begin_reduction(self.core.me, work, self._shares, sums, totals)
-        )
-        if self._void is work:
-            return  # a new plan came meanwhile
-        self._reduction, self._reducing = reduction, work
-        self._parts_sent.clear()
-        if digest:
-            await self._reduced(work, digest)
-            return
-        self._send_parts(sends)
-        early = list(self._early_parts)
-        self._early_parts.clear()
-        for sender, part in early:
-            await self._part(sender, part)
-        await self._finish_reduction()
-
-    async def _compute(self, function: Callable[[], _T]) -> _T:
-        """Run a part of the sum; in a thread unless the stage is so small that the way there takes longer."""
-        if len(self._stage.vector("totals")) <= INLINE_BYTES_MAX:
-            await trio.lowlevel.checkpoint()
-            return function()
-        return await self._seams.executor.run(function)
-
-    async def _part(self, sender: PeerId, part: Part) -> None:
-        reduction, reducing = self._reduction, self._reducing
-        if reduction is None or reducing is None or not reduction.is_of(part):
-            # Ahead of us, or of a reduction that is over; the key tells which once ours begins.
-            self._early_parts.append((sender, part))
-            return
-        try:
-            sends = await self._compute(lambda: reduction.receive(sender, part))
-        except RemoteProtocolError:
-            return  # a part that fits nowhere: the sum goes on without it
-        self._send_parts(sends)
-        await self._finish_reduction()
-
-    def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
-        self._parts_sent += sends
-        for peer, part in sends:
-            self._send(peer, GroupPart(part))
-
-    async def _finish_reduction(self) -> None:
-        reduction, reducing = self._reduction, self._reducing
-        if reduction is None or reducing is None or not reduction.done:
-            return
-        totals = np.frombuffer(self._stage.vector("totals"), dtype=self._dtype)
-        await self._reduced(reducing, await self._compute(lambda: reduction.finish(totals)))
-
     async def _reduced(self, reducing: core.ReduceReady, digest: bytes) -> None:
-        # The machine stays until the next one: a member may still have to hear our parts.
-        self._reducing = None
         # Also where nothing is clipped: what is not finite in one stage must keep all others from applying.
         normed = await self._call(api.Norm())
         assert isinstance(normed, api.Normed)
@@ -553,21 +450,8 @@ class ReplicaShell:
             self._is_changing = False
         assert isinstance(done, api.Applied)
         self._archive.committed(self._seams.clock.monotonic(), self.core.plan.run, work.step)
-        self._reduction = None
-        self._parts_sent.clear()
-        self._early_parts.clear()
-        self._sent_before.clear()
-        lost = [self._rounded[False], self._rounded[True]]
-        spent = Work(
-            int(self._busy * 1e9),
-            self._sent,
-            self._returned,
-            self._replayed,
-            tuple((row.squared_error, row.squared_norm) for row in lost),
-        )
-        self._rounded = {False: Rounding(), True: Rounding()}
-        self._busy, self._sent, self._returned, self._replayed = 0.0, 0, 0, 0
-        self._pass_on(self.core.applied(work, done.digest, spent))
+        self._reduction.clear()
+        self._pass_on(self.core.applied(work, done.digest, self._meter.take()))
 
     async def _export(self, request: _Export) -> None:
         try:
@@ -581,13 +465,3 @@ class ReplicaShell:
 def _is_finite(vector: _Vector) -> bool:
     """Return whether no element is infinite or not a number, without a copy of them."""
     return not vector.size or bool(np.isfinite(vector.min()) and np.isfinite(vector.max()))
-
-
-def _begin_reduction(
-    me: PeerId, work: core.ReduceReady, parts: Sequence[Share], sums: _Vector, totals: _Vector
-) -> tuple[Reduction, list[tuple[PeerId, Part]], bytes]:
-    """Return it, what is to be sent, and the digest of the total where there is nobody to add with: a second
-    trip to a thread would take longer than the sum."""
-    reduction = Reduction(me, work, parts, sums)
-    sends = reduction.start()
-    return reduction, sends, reduction.finish(totals) if reduction.done else b""

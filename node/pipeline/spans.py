@@ -13,6 +13,7 @@ import msgspec
 from blake3 import blake3
 
 from crypto.identity import PeerId
+from partition import stage as api
 from partition.plan.plan import Plan
 
 SPANS_KEPT_MAX = 20_000
@@ -23,6 +24,7 @@ FORMER_MAX = 64
 TRACE_ID_BYTES = 16
 
 Kind = Literal["forward", "backward", "apply", "other"]
+_KINDS: dict[type, Kind] = {api.Forward: "forward", api.Backward: "backward", api.Apply: "apply"}
 _Nanoseconds = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Layer = Annotated[int, msgspec.Meta(ge=0, le=2**31)]
 _Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
@@ -55,6 +57,32 @@ class Spans:
     def add(self, run: bytes, span: Span) -> None:
         """Keep one, if need be in place of the oldest."""
         self._spans.append((run, span))
+
+    def record(
+        self,
+        plan: Plan,
+        stage: int,
+        step: int | None,
+        request: api.Request,
+        begun: float,
+        lasted: float,
+        busy: int,
+    ) -> None:
+        """Keep the span of a request to a stage's process; `step` where the request names none."""
+        microbatch, step = getattr(request, "microbatch", -1), getattr(request, "step", step)
+        row = plan.stages[stage]
+        span = Span(
+            step if isinstance(step, int) else -1,
+            stage,
+            microbatch if isinstance(microbatch, int) else -1,
+            _KINDS.get(type(request), "other"),
+            int(begun * 1e9),
+            int(lasted * 1e9),
+            busy,
+            row.first_layer,
+            row.last_layer,
+        )
+        self.add(plan.run, span)
 
     def admit(self, plan: Plan) -> None:
         """Let the members of this plan ask for the spans of its run, also when it is over, and those of the

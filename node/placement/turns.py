@@ -26,8 +26,6 @@ share by a quantum, and for a run of its own requester that has a higher priorit
 has its turn within a time that the number and the weights of the others bound.
 
 It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
-
-Long because the order, the shares and the waits are of the same rows.
 """
 
 import heapq
@@ -38,6 +36,8 @@ from dataclasses import dataclass, field
 from math import inf
 
 from blake3 import blake3
+
+from node.placement.turn_rows import RequesterUse, ServedRun, WaitingRun, Wish
 
 AGE_SECONDS = 3_600.0
 """A run that waits rises by one priority among its requester's own in so long."""
@@ -61,8 +61,6 @@ for a day is not kept out for a day by later ones."""
 NEWCOMER_SECONDS = 60.0
 """A key is a newcomer's until a run of its own has ended and it was served for so long: otherwise a second of
 service would make a requester out of each of many keys."""
-GIVEN_WEIGHT_MIN = 1.1
-"""A requester of this weight gave what a slot computes in six minutes; one of less counts as a stranger."""
 STRANGERS_WEIGHT = 8.0
 """All requesters that gave nothing together weigh as much as one that gave most: keys that take turns do not
 crowd out those who give."""
@@ -82,22 +80,7 @@ WAITING_MAX = 1_024
 REQUESTERS_MAX = 4_096
 SERVED_MAX = 16
 """Runs whose time in a slot is remembered; a run that waits is expected to take their median."""
-PRIORITY = 5
 PRIORITY_MAX = 9
-
-
-@dataclass(frozen=True)
-class Wish:
-    """A run's wish for one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
-    the runs of one requester; `asker` is the peer that asks for it, `network` where the requester was seen,
-    empty on a local network."""
-
-    run: bytes
-    requester: bytes
-    priority: int = PRIORITY
-    deadline: float = inf
-    asker: bytes = b""
-    network: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -121,55 +104,6 @@ class Preempt:
     is_own: bool = False
 
 
-@dataclass
-class _Waiting:
-    wish: Wish
-    since: float
-    asked: float
-    interval_seconds: float = 0.0
-    made_room: bool = False
-    inherited: float | None = None
-    """Since when the requester's other run had the slot that it gives up for this one."""
-
-
-@dataclass
-class _Serving:
-    wish: Wish
-    charged: float
-    begun: float
-    held: float
-    risen: float
-    group: bytes | None
-    """The newcomers that it counts with."""
-    seconds_left: float | None = None
-    is_preempted: bool = False
-
-
-@dataclass
-class _Account:
-    """A requester's use: `tag` in seconds for its weight, from where it started; `served` in seconds."""
-
-    tag: float = 0.0
-    weight: float = 1.0
-    phase: float = 0.0
-    served: float = 0.0
-    since: float = 0.0
-    """The time when its requester came, or had a slot last."""
-    is_known: bool = False
-    is_founder: bool = False
-    """Whether it came when there was nothing to tell keys apart by."""
-    group: bytes | None = None
-    """The newcomers it counts with; None where it counts for itself."""
-
-    @property
-    def has_given(self) -> bool:
-        return self.weight >= GIVEN_WEIGHT_MIN
-
-    @property
-    def is_new(self) -> bool:
-        return self.group is not None and not (self.is_known or self.has_given)
-
-
 _Rank = tuple[float, float, float, float, bytes, float, float, bytes]
 
 
@@ -183,11 +117,11 @@ class Turns:
     contest_seconds: float = 0.0
     has_seniors: bool = False
     events: list[Preempt] = field(default_factory=list)
-    _waiting: dict[bytes, _Waiting] = field(default_factory=dict)
-    _serving: dict[bytes, _Serving] = field(default_factory=dict)
-    _accounts: dict[bytes, _Account] = field(default_factory=dict)
-    _groups: dict[bytes, _Account] = field(default_factory=dict)
-    _strangers: _Account = field(default_factory=lambda: _Account(weight=STRANGERS_WEIGHT))
+    _waiting: dict[bytes, WaitingRun] = field(default_factory=dict)
+    _serving: dict[bytes, ServedRun] = field(default_factory=dict)
+    _accounts: dict[bytes, RequesterUse] = field(default_factory=dict)
+    _groups: dict[bytes, RequesterUse] = field(default_factory=dict)
+    _strangers: RequesterUse = field(default_factory=lambda: RequesterUse(weight=STRANGERS_WEIGHT))
     _level: float = 0.0
     _contest_at: float = -inf
     """When the contest began in which those that came last did; all of it is the same time."""
@@ -207,7 +141,7 @@ class Turns:
             if len(self._waiting) >= WAITING_MAX:
                 return Wait(len(self._waiting), None)
             self._arrive(now, wish)
-            row = self._waiting[wish.run] = _Waiting(wish, now, now)
+            row = self._waiting[wish.run] = WaitingRun(wish, now, now)
         else:
             row.interval_seconds, row.asked, row.wish = now - row.asked, now, wish
         order = self._order(now)
@@ -238,7 +172,7 @@ class Turns:
         risen = wish.priority if row is None else self._risen(now, row)
         held = now if row is None or row.inherited is None else row.inherited
         group = account.group if account.is_new else None
-        self._serving[wish.run] = _Serving(wish, now, now, held, risen, group)
+        self._serving[wish.run] = ServedRun(wish, now, now, held, risen, group)
 
     def end(self, now: float, run: bytes) -> None:
         """The run has given its slot back."""
@@ -338,11 +272,11 @@ class Turns:
                 group.tag, group.since = self._within_debt(max(group.tag, self._median)), self._contest_at
         account.tag, account.since = self._within_debt(self._start(account)), self._contest_at
 
-    def _group(self, name: bytes) -> _Account:
+    def _group(self, name: bytes) -> RequesterUse:
         if name not in self._groups:
             while len(self._groups) >= GROUPS_MAX:
                 del self._groups[min(self._groups, key=lambda each: self._groups[each].tag)]
-            self._groups[name] = _Account()
+            self._groups[name] = RequesterUse()
         return self._groups[name]
 
     def _here(self) -> set[bytes]:
@@ -359,21 +293,21 @@ class Turns:
         tags = sorted(account.tag for account in self._accounts.values() if account.served)
         return tags[(len(tags) - 1) // 2] if tags else 0.0
 
-    def _start(self, account: _Account) -> float:
+    def _start(self, account: RequesterUse) -> float:
         """Return where a requester stands: newcomers are never before all newcomers together."""
         if account.is_new and account.group is not None:
             return max(account.tag, self._group(account.group).tag)
         return account.tag
 
-    def _account(self, requester: bytes) -> _Account:
+    def _account(self, requester: bytes) -> RequesterUse:
         if requester not in self._accounts:
             while len(self._accounts) >= REQUESTERS_MAX:
                 # A requester that is forgotten starts as a newcomer, so whoever has served least loses least.
                 del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].served)]
-            self._accounts[requester] = _Account(phase=self._phase(1.0))
+            self._accounts[requester] = RequesterUse(phase=self._phase(1.0))
         return self._accounts[requester]
 
-    def _used(self, row: _Serving) -> float:
+    def _used(self, row: ServedRun) -> float:
         return self._start(self._account(row.wish.requester))
 
     def _beyond_least(self, requester: bytes) -> float:
@@ -383,7 +317,7 @@ class Turns:
     # Order
 
     def _order(self, now: float) -> list[bytes]:
-        own: dict[bytes, list[_Waiting]] = {}
+        own: dict[bytes, list[WaitingRun]] = {}
         for row in self._waiting.values():
             own.setdefault(row.wish.requester, []).append(row)
         usual = self._usual or USUAL_SECONDS
@@ -418,7 +352,7 @@ class Turns:
                 ranks[row.wish.run] = (swap, of_all, finish, *of_group, own_finish, came, lot)
         return sorted(ranks, key=ranks.__getitem__)
 
-    def _own_rank(self, now: float, row: _Waiting) -> tuple[float, float, float, bytes]:
+    def _own_rank(self, now: float, row: WaitingRun) -> tuple[float, float, float, bytes]:
         """Return what orders the runs of one requester."""
         return (-self._risen(now, row), row.wish.deadline, row.since, row.wish.run)
 
@@ -433,7 +367,7 @@ class Turns:
         return sorted(self._took)[len(self._took) // 2] if self._took else None
 
     @staticmethod
-    def _risen(now: float, row: _Waiting) -> float:
+    def _risen(now: float, row: WaitingRun) -> float:
         """Return the priority to which a run has risen by waiting; it keeps it while it is served."""
         return row.wish.priority + (now - row.since) // AGE_SECONDS
 
@@ -441,7 +375,7 @@ class Turns:
         """Return whether a free slot is kept for this run, which is before another that asks."""
         return self._is_patient(now, self._waiting[run])
 
-    def _is_patient(self, now: float, row: _Waiting) -> bool:
+    def _is_patient(self, now: float, row: WaitingRun) -> bool:
         """Whether it is to be expected that the run asks again soon: it has done so before, or another was
         made to give its slot up for it."""
         if row.made_room and now - row.asked <= HOLD_SECONDS_MAX:
@@ -454,7 +388,7 @@ class Turns:
 
     # Waiting
 
-    def _estimate(self, now: float, row: _Waiting, place: int) -> float | None:
+    def _estimate(self, now: float, row: WaitingRun, place: int) -> float | None:
         """Return when the waiting run at this place may have a slot: what is served takes what it says is
         left, and each before it what runs here took lately; or when fair shares give it one, if that is
         sooner. None where neither is known."""
@@ -481,7 +415,7 @@ class Turns:
             heapq.heappush(free, heapq.heappop(free) + (inf if usual is None else usual))
         return None if free[0] == inf else free[0]
 
-    def _quantum_left(self, now: float, row: _Waiting, served: _Serving) -> float:
+    def _quantum_left(self, now: float, row: WaitingRun, served: ServedRun) -> float:
         """Return in how many seconds a run that is served has to make room for a waiting one, if both
         requesters go on as now: when it had its quantum, and its requester has used as much as the other
         will have after a quantum. inf for the same requester's."""
@@ -491,7 +425,7 @@ class Turns:
         to_go = self._lead(mine, theirs) + QUANTUM_SECONDS / mine.weight
         return max(0.0, QUANTUM_SECONDS - (now - served.held), to_go * theirs.weight)
 
-    def _lead(self, mine: _Account, theirs: _Account) -> float:
+    def _lead(self, mine: RequesterUse, theirs: RequesterUse) -> float:
         """Return by how much more a requester has used than another. What counts for a group together tells
         it from others, not its members from each other."""
         if mine.is_new and theirs.is_new and mine.group == theirs.group:
@@ -502,7 +436,7 @@ class Turns:
             stands[of] = max(stands[of], self._strangers.tag)
         return stands[0] - stands[1]
 
-    def _preempt(self, now: float, row: _Waiting, *, is_next: bool) -> None:
+    def _preempt(self, now: float, row: WaitingRun, *, is_next: bool) -> None:
         """Have a run make room for a waiting one: its requester's own of a lower priority, or, for the run
         that `is_next`, one whose requester has had its share. Once for each slot that is needed."""
         if any(each.is_preempted for each in self._serving.values()):

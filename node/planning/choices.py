@@ -9,7 +9,7 @@ from node.errors import UsageError
 from node.planning.peers import Peers
 from node.planning.planner import plan_model
 from node.planning.report import FRAME_BYTES_MAX, Wanted
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from node.protocols.run_keys import unused_keys
 from partition.model.graph import Graph
 from partition.model.together import kept_ranges

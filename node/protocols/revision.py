@@ -12,7 +12,8 @@ import msgspec
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
-from node.protocols.manifest import GOAL_MAX, GOAL_SECONDS_MAX, Run
+from node.protocols.manifest import Run
+from node.protocols.run_file import GOAL_MAX, GOAL_SECONDS_MAX
 from partition.plan.plan import STEPS_MAX, Hash
 from partition.steps.messages import RATE_MAX, RATE_UNIT
 

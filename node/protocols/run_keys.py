@@ -44,7 +44,7 @@ EXACT_ONLY = MappingProxyType(
 
 
 class Run(Protocol):
-    """A RUN.toml: `node.protocols.manifest.RunFile`."""
+    """A RUN.toml: `node.protocols.run_file.RunFile`."""
 
     @property
     def model(self) -> str: ...

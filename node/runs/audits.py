@@ -45,7 +45,8 @@ from node.seams import Seams, Stage, Stream, StreamLimits
 from partition import stage as api
 from partition.codecs.codec import Payload, check_length, unpack
 from partition.plan.plan import Plan, plan_hash
-from partition.stage import StageSpecification, payload_bytes_max
+from partition.stage import StageSpecification
+from partition.stage_layout import payload_bytes_max
 from partition.steps.frame_archive import FrameArchive, FrameKey
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Direction, FrameHeader, check_signed, read_header
 

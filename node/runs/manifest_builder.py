@@ -16,15 +16,8 @@ from node.errors import UsageError
 from node.placement.admission import check_model, input_frame_bytes, train_entry
 from node.placement.leases import FRAME_BYTES_MAX
 from node.planning.choices import layers_together
-from node.protocols.manifest import (
-    ACCURACY,
-    CORRECT,
-    LOSS,
-    Manifest,
-    RunFile,
-    TrainTable,
-    own_data_hash,
-)
+from node.protocols.manifest import ACCURACY, CORRECT, LOSS, Manifest, own_data_hash
+from node.protocols.run_file import RunFile, TrainTable
 from partition.model.graph import Entry, Graph, Size, TensorType
 from partition.model.sizes import bind
 from partition.plan.plan import STEPS_MAX

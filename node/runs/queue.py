@@ -18,7 +18,8 @@ from node.placement.contest import CONTEST_MEMBERS_MIN
 from node.placement.leases import about
 from node.placement.seniority import Seniority
 from node.placement.slots import Slots
-from node.placement.turns import CONTEST_SECONDS, HOLD_SECONDS_MAX, WAITING_MAX, Turns, Wait, Wish
+from node.placement.turn_rows import Wish
+from node.placement.turns import CONTEST_SECONDS, HOLD_SECONDS_MAX, WAITING_MAX, Turns, Wait
 from node.protocols.manifest import Run
 from node.protocols.revision import check_revision
 from node.runs.member import RunMember

@@ -16,8 +16,9 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
-from node.protocols.manifest import GoalTable, Run
+from node.protocols.manifest import Run
 from node.protocols.revision import PRIORITY, RevisionBody, check_revision, make_revision, read_revision
+from node.protocols.run_file import GoalTable
 from node.protocols.runs import Describe, Described, Reply, Revise
 from node.runs.member import RunMember
 from node.runs.steering import revision_name

@@ -15,7 +15,8 @@ import msgspec
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, peer_text
-from node.content.fenced_text import FencedText, TextFacts, TextLost
+from node.content.fenced_text import FencedText, TextLost
+from node.content.text_questions import TextFacts
 from node.errors import RunFailed, Unreachable, UsageError
 from node.protocols.manifest import run_text
 from node.protocols.services import (

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from node.content.fenced_text import FencedText, TextFacts
+from node.content.fenced_text import FencedText
+from node.content.text_questions import TextFacts
 from node.errors import UsageError
 from node.protocols.services import ServiceManifest
 from partition.serve.door import Wish

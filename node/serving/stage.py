@@ -24,6 +24,7 @@ from partition.model.head import head_input
 from partition.model.serving import ROWS_MAX, attention_layers
 from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
 from partition.serve.provider import BATCH_TOKENS_MAX, SESSIONS_MAX, ComputeBatch
+from partition.stage_layout import parameter_layout, payload_bytes_max
 
 CACHE_SHARE = 0.5
 """What of a slot's memory keys and values may take; the rest is for parameters and for computing."""
@@ -161,7 +162,7 @@ class HeldStage:
     async def read_stored(self, offset: int, length: int, executor: Executor) -> bytes | None:
         """Return a range of the values beside the graph, out of the arena, or of the process where it has
         packed them: a replica hands them to the next one. None: they are another stage's."""
-        for slot in api.parameter_layout(self.specification):
+        for slot in parameter_layout(self.specification):
             source = slot.parameter.source
             if isinstance(source, Stored) and source.offset <= offset < source.offset + source.length:
                 begin = offset - source.offset
@@ -234,7 +235,7 @@ class HeldStage:
         if not isinstance(served, api.Served):
             raise StageFailed("the stage's process answered what it was not asked")
         works = [unit.work for unit in asked.units]
-        bytes_max = api.payload_bytes_max(self.specification)
+        bytes_max = payload_bytes_max(self.specification)
         split = partial(_split, served, works, bytes_max, self._sent, is_last=self.is_last)
         try:
             return split() if not self.is_last and size <= SHORT_BYTES else await executor.run(split)

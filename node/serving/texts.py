@@ -17,7 +17,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.content import text_files
 from node.content.blobs import BlobSink, fetch_all
-from node.content.fenced_text import FencedText, TextFacts, TextLost
+from node.content.fenced_text import FencedText, TextLost
+from node.content.text_questions import TextFacts
 from node.errors import RunFailed, Unreachable, UsageError
 from node.placement.admission import Machine
 from node.protocols.services import Service

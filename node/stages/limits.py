@@ -14,13 +14,8 @@ import psutil
 import trio
 
 from node.errors import StageFailed
-from partition.stage import (
-    Admitted,
-    StageSpecification,
-    arena_bytes,
-    message_bytes_max,
-    payload_bytes_max,
-)
+from partition.stage import Admitted, StageSpecification
+from partition.stage_layout import arena_bytes, message_bytes_max, payload_bytes_max
 
 START_SECONDS = 60.0
 """Until the process has loaded torch, which alone takes five seconds on a busy machine."""

@@ -37,17 +37,8 @@ from node.stages.parent import die_with
 from node.stages.program import SETTINGS
 from node.stages.threads import ThreadChooser, adaptive, candidates
 from partition.model.graph import GRAPH_BYTES_MAX, SERVE
-from partition.stage import (
-    ARENAS,
-    REASON_LENGTH_MAX,
-    Refused,
-    Reply,
-    Request,
-    StageSpecification,
-    arena_bytes,
-    message_bytes_max,
-    payload_bytes_max,
-)
+from partition.stage import ARENAS, REASON_LENGTH_MAX, Refused, Reply, Request, StageSpecification
+from partition.stage_layout import arena_bytes, message_bytes_max, payload_bytes_max
 
 SPECIFICATION_BYTES_MAX = GRAPH_BYTES_MAX + 65_536
 """The first message: the stage's share of the graph, and some hundred bytes of settings."""

@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 from threading import RLock
 
-from node.config import Memory
+from node.quantities import Memory
 
 DISK_FREE_BYTES_MIN = 256 << 20
 """Left to the node itself, whatever stages may take: its promises, votes and results must reach the disk."""

@@ -16,19 +16,12 @@ import msgspec
 import trio
 from blake3 import blake3
 
+from node.content.calls.answer_parts import CallArguments, CallBegun, CallOver, Part, ReasoningPart, TextPart
 from node.content.calls.formats import REASONING
-from node.content.calls.reading import (
-    AnswerReader,
-    CallArguments,
-    CallBegun,
-    CallOver,
-    Part,
-    ReasoningPart,
-    TextPart,
-    Tools,
-)
+from node.content.calls.reading import AnswerReader, Tools
 from node.content.calls.rules import AnswerRule, held_calls
-from node.content.fenced_text import FencedText, TextFacts, TextLost
+from node.content.fenced_text import FencedText, TextLost
+from node.content.text_questions import TextFacts
 from node.errors import PeerloomError, UsageError
 from node.protocols.services import Service
 from node.serving.asking import Asking

@@ -18,7 +18,7 @@ from node.api.preparing import prepared_run
 from node.api.task_defaults import read_run
 from node.control import CommandHandler
 from node.errors import PeerloomError, UsageError
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 
 START_SECONDS_MAX = 300.0
 """How long capturing and placing may take; a run that waits for peers longer is begun by the command."""

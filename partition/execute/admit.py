@@ -46,7 +46,8 @@ from partition.model.graph import (
 )
 from partition.model.operators import BATCH_NORM, OPERATORS
 from partition.model.sizes import evaluate, shape_of
-from partition.stage import Admitted, StageSpecification, arena_bytes
+from partition.stage import Admitted, StageSpecification
+from partition.stage_layout import arena_bytes
 
 NODES_MAX = 16_384
 """Nodes of one stage, over its entry points: some seconds of dry runs, and 300 transformer blocks."""

@@ -19,9 +19,7 @@ additions remains.
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from math import inf
 
 import torch
 from blake3 import blake3
@@ -31,6 +29,7 @@ from partition.codecs.codec import Payload, Rounding
 from partition.execute.attention import ROWS, padded
 from partition.execute.bit_class import bit_class
 from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
+from partition.execute.open_step import Held, OpenStep
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.pages import UnitRefused
 from partition.execute.products import Products
@@ -38,6 +37,13 @@ from partition.execute.seeds import seed_of
 from partition.execute.served_weights import ServedWeights
 from partition.execute.serving import ServedStage
 from partition.execute.sessions import Sessions
+from partition.execute.step_arithmetic import (
+    add_statistics,
+    check_moments,
+    kept_shares,
+    scalar,
+    squared_norm,
+)
 from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
 from partition.execute.values import first_values
 from partition.execute.vector import Values, Vector
@@ -45,8 +51,6 @@ from partition.execute.weights import export_file, import_file
 from partition.model.graph import EVALUATE, SERVE, TRAIN, Recipe, StageEntry, TensorType
 from partition.stage import (
     ARENAS,
-    IN_FLIGHT_MAX,
-    MICROBATCHES_MAX,
     REASON_LENGTH_MAX,
     SAMPLES_MAX,
     Applied,
@@ -78,23 +82,10 @@ from partition.stage import (
     Run,
     Serve,
     Served,
-    Sign,
     StageSpecification,
     ValuesRead,
-    arena_bytes,
-    message_bytes_max,
-    parameter_layout,
 )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """A micro-batch between its two passes; without results it is computed again."""
-
-    sign: Sign
-    sizes: tuple[int, ...]
-    inputs: list[torch.Tensor]
-    results: Results | None
+from partition.stage_layout import arena_bytes, message_bytes_max, parameter_layout
 
 
 class StageExecutor:
@@ -104,7 +95,7 @@ class StageExecutor:
     parameters that have a recipe are written to it at once; stored ones stay zero until the node writes them
     and sends `Reload`. `room_bytes` is the extra memory that a served stage may use for speed.
 
-    Long because all requests work on the same arenas, and one that is refused must leave every one as it was.
+    Long because all requests work on the same arenas: one that is refused leaves every one as it was.
 
     Raises:
         LocalProtocolError: an arena is missing or has another size.
@@ -141,18 +132,14 @@ class StageExecutor:
             self._parameters,
             lambda number, slot: self._vectors["moments"].view(slot, start=number * size),
         )
-        has_own = any(entry.name == EVALUATE for entry in graph.entries)
-        self._evaluated = EVALUATE if has_own else TRAIN
+        names = {entry.name for entry in graph.entries}
+        self._evaluated = EVALUATE if EVALUATE in names else TRAIN
         self._sessions = Sessions(specification, self._device)
-        serves = any(entry.name == SERVE for entry in graph.entries)
         least = ROWS * specification.threads
         products = Products(least, padded(specification.sizes_max[0], least), room_bytes)
         self._weights = ServedWeights(graph, self._slots, self._values, products)
-        self._served = ServedStage(specification, self._boundary, self._device) if serves else None
-        self._next_step: int | None = None  # known where the stage was restored
-        self._step: int | None = None  # of what is counted or in flight
-        self._counted: set[int] = set()  # in the sums
-        self._in_flight: dict[int, _Held] = {}
+        self._served = ServedStage(specification, self._boundary, self._device) if SERVE in names else None
+        self._open = OpenStep()
 
     def handle(self, request: Request) -> Reply:
         """Answer one request. A request that no correct peer makes is `Refused` and changes nothing."""
@@ -174,7 +161,7 @@ class StageExecutor:
             case Backward():
                 return self._backward(request)
             case Norm():
-                return Normed(self._squared_norm())
+                return Normed(squared_norm(self._vectors["totals"], self._slots, self._graph.borrowed))
             case Apply():
                 return self._apply(request)
             case Run():
@@ -198,7 +185,7 @@ class StageExecutor:
     def _obey(self, request: Forget | Discard | EndSession | Import | Reload | Restore) -> None:
         match request:
             case Forget():
-                self._let_go(request)
+                self._open.let_go(request.step, request.microbatch)
             case Discard():
                 self._boundary.forget()
                 self._forget()
@@ -221,7 +208,7 @@ class StageExecutor:
         entry = self._graph.entry(name)
         if program.uses_states:
             raise RemoteProtocolError(f"'{TRAIN}' has states, which belong to sessions")
-        self._admit(request)
+        self._open.admit(request)
         with blaming("input"):
             sizes = self._boundary.sizes(request.input)
             inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
@@ -240,9 +227,7 @@ class StageExecutor:
             kinds = self._kinds(entry, entry.outputs)
             output, rounding = self._boundary.give(results.outputs, kinds, sizes, request.codec)
         if request.train and entry.backward_outputs:
-            self._step = request.step
-            kept = None if is_repeated else results
-            self._in_flight[request.microbatch] = _Held(request.sign, sizes, inputs, kept)
+            self._open.hold(request, Held(request.sign, sizes, inputs, None if is_repeated else results))
         elif request.train:
             # No gradient comes back here, so this is all there is.
             self._count(program, results, request)
@@ -260,10 +245,10 @@ class StageExecutor:
         """End the last stage's forward pass, and go back."""
         loss = results.loss
         assert loss is not None
-        numbers = [_number(loss, "the loss"), *(_number(metric, "a metric") for metric in results.metrics)]
+        numbers = [scalar(loss, "the loss"), *(scalar(metric, "a metric") for metric in results.metrics)]
         samples = sizes[0]
         if results.count is not None:
-            counted = _number(results.count, "the count of samples")
+            counted = scalar(results.count, "the count of samples")
             if counted != int(counted) or not 0 <= counted <= SAMPLES_MAX:
                 raise RemoteProtocolError(f"a count of {counted} samples")
             samples = int(counted)
@@ -278,22 +263,17 @@ class StageExecutor:
     def _backward(self, request: Backward) -> BackwardDone:
         program = self._program(TRAIN, True)
         entry = self._graph.entry(TRAIN)
-        is_open, number = request.step == self._step, request.microbatch
-        is_counted = is_open and number in self._counted and request.sign > 0
+        is_counted = self._open.has_counted(request)
         if is_counted and not entry.backward_outputs and not request.gradient.tensors:
             return BackwardDone(None)
-        held = self._in_flight.get(number) if is_open else None
-        if held is None or held.sign != request.sign:
-            raise RemoteProtocolError(
-                f"nothing to go back through for micro-batch {number} of step {request.step}"
-            )
+        held = self._open.held(request)
         kinds = self._kinds(entry, entry.backward_outputs)
         with blaming("gradient"):
             gradients = self._boundary.take(request.gradient, kinds, held.sizes, are_gradients=True)
         results = held.results
         if results is None:
             results = self._compute(program, entry, held.inputs, [], held.sizes, request, keeps=True)
-        del self._in_flight[number]
+        self._open.end_flight(request.microbatch)
         if request.sign < 0:
             gradients = [gradient.neg_() for gradient in gradients]
         # A floating value may have no gradient: the model detached it.
@@ -365,68 +345,14 @@ class StageExecutor:
         with blaming(part):
             return self._boundary.take(payload, self._kinds(entry, entry.labels), sizes)
 
-    def _admit(self, request: Forward) -> None:
-        step, microbatch = request.step, request.microbatch
-        if not request.train:
-            if request.sign < 0:
-                raise RemoteProtocolError("an evaluation leaves nothing that could be taken out")
-            return
-        if self._next_step not in (None, step):
-            raise RemoteProtocolError(
-                f"a micro-batch of step {step} where step {self._next_step} is the next"
-            )
-        if self._step not in (None, step):
-            raise RemoteProtocolError(f"a micro-batch of step {step} while the sums hold step {self._step}")
-        if microbatch in self._in_flight or (request.sign > 0 and microbatch in self._counted):
-            raise RemoteProtocolError(f"micro-batch {microbatch} of step {step} for a second time")
-        if request.sign < 0 and microbatch not in self._counted:
-            raise RemoteProtocolError(
-                f"the sums do not hold micro-batch {microbatch} of step {step}, to take it out"
-            )
-        if len(self._in_flight) >= IN_FLIGHT_MAX:
-            raise RemoteProtocolError(f"{IN_FLIGHT_MAX} micro-batches are in flight already")
-        if len(self._counted) >= MICROBATCHES_MAX:
-            raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
-
     def _count(self, program: Program, results: Results, request: Forward | Backward) -> None:
         """Add the statistics after the gradients; note whether the sums hold the micro-batch."""
-        self._add_statistics(program, results, request)
-        if request.sign > 0:
-            self._step = request.step
-            self._counted.add(request.microbatch)
-        else:
-            self._counted.remove(request.microbatch)
-            if not self._counted:
-                self._vectors["gradients"].tensor.zero_()  # not the rounding of what was taken out
-            self._settle()
-        self._vectors["gradients"].give()
-
-    def _let_go(self, request: Forget) -> None:
-        if request.step != self._step or request.microbatch not in self._in_flight:
-            raise RemoteProtocolError(
-                f"micro-batch {request.microbatch} of step {request.step} is not in flight, to be forgotten"
-            )
-        del self._in_flight[request.microbatch]
-        self._settle()
-
-    def _settle(self) -> None:
-        """Allow any step to begin when nothing of a step is held here."""
-        if not self._counted and not self._in_flight:
-            self._step = None
-
-    def _add_statistics(self, program: Program, results: Results, request: Forward | Backward) -> None:
-        """Add this micro-batch's share of the running statistics after the step, or take it out.
-
-        One process would move them by `momentum` once per use and micro-batch, in order; the j-th of N moves
-        weighs m (1 - m)^(N - 1 - j) in the end. So the shares add up, whoever computed them.
-        """
         microbatches = self._specification.microbatches
-        for norm, found in zip(program.norms, results.statistics, strict=True):
-            turn = (request.microbatch % microbatches) * norm.uses + norm.ordinal
-            share = norm.momentum * (1 - norm.momentum) ** (microbatches * norm.uses - 1 - turn)
-            for row, tensor in zip((norm.mean_row, norm.variance_row), found, strict=True):
-                if row in self._statistics:
-                    self._statistics[row].add_(tensor, alpha=request.sign * share)
+        add_statistics(self._statistics, program, results, request, microbatches=microbatches)
+        self._open.count(request)
+        if request.sign < 0 and not self._open.counted:
+            self._vectors["gradients"].tensor.zero_()  # not the rounding of what was taken out
+        self._vectors["gradients"].give()
 
     # Entry points without gradients
 
@@ -452,44 +378,29 @@ class StageExecutor:
             raise RemoteProtocolError(f"the session is over: {error}") from None
         return Ran(output)
 
-    def _probe(self) -> BitsFound:
+    def _serving(self) -> ServedStage:
         if self._served is None:
             raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
-        program = self._program(SERVE, False)
-        bits = bit_class(self._specification, self._served, program, self._parameters, self._constants)
+        return self._served
+
+    def _probe(self) -> BitsFound:
+        served, program = self._serving(), self._program(SERVE, False)
+        bits = bit_class(self._specification, served, program, self._parameters, self._constants)
         return BitsFound(bits, self._weights.released, self._needed_bytes)
 
     def _serve(self, request: Serve) -> Served:
-        if self._served is None:
-            raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
+        served = self._serving()
         self._weights.products.forget()
-        return self._served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
+        return served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
 
     def _fork(self, request: CopySession) -> Done:
-        if self._served is None:
-            raise RemoteProtocolError(f"the stage has no entry point '{SERVE}'")
-        self._served.pages.fork(request.session, request.base, request.tokens)
+        self._serving().pages.fork(request.session, request.base, request.tokens)
         return Done()
 
     # The step
 
-    def _squared_norm(self) -> float:
-        totals = self._vectors["totals"]
-        totals.take()
-        if not is_finite(totals.tensor):
-            return inf  # statistics too: then no stage may apply the step
-        total = 0.0
-        for slot in self._slots:
-            if slot.parameter.kind == "parameter" and slot.row not in self._graph.borrowed:
-                norm = torch.linalg.vector_norm(totals.exact_view(slot), dtype=torch.float64)
-                total += float(norm) * float(norm)  # a power would raise where this is infinite
-        return total
-
     def _apply(self, request: Apply) -> Applied:
-        if self._next_step not in (None, request.step):
-            raise RemoteProtocolError(f"step {request.step} applied where step {self._next_step} is the next")
-        if self._step not in (None, request.step):
-            raise RemoteProtocolError(f"step {request.step} applied while the sums hold step {self._step}")
+        self._open.check_applied(request.step)
         totals = self._vectors["totals"]
         if request.is_skipped:
             self._boundary.forget()  # what was rounded off may be as far from finite as what was sent
@@ -498,8 +409,7 @@ class StageExecutor:
         totals.tensor.zero_()
         totals.give()
         self._forget()
-        if self._next_step is not None:
-            self._next_step += 1
+        self._open.advance()
         return Applied(blake3(self._arenas["parameters"]).digest())
 
     def _step_optimizer(self, request: Apply, totals: Vector) -> None:
@@ -514,28 +424,16 @@ class StageExecutor:
         if clip < 1:
             gradients.tensor.mul_(clip)
         self._optimizer.step(request.step, request.rate)
-        self._move_statistics(program, totals)
-        self._values.give()
-        self._vectors["moments"].give()
-
-    def _move_statistics(self, program: Program, totals: Vector) -> None:
-        """Set running = (1 - m)^N running + the shares of all N."""
-        kept = {
-            row: (1 - norm.momentum) ** (self._specification.microbatches * norm.uses)
-            for norm in program.norms
-            for row in (norm.mean_row, norm.variance_row)
-        }
-        # The shares of those that only other stages count come with the totals, as a tied gradient does.
-        for row, momentum, uses in self._graph.entry(TRAIN).moved:
-            kept[row] = (1 - momentum) ** (self._specification.microbatches * uses)
+        entry, microbatches = self._graph.entry(TRAIN), self._specification.microbatches
+        kept = kept_shares(program, entry.moved, microbatches)
         for slot in self._slots:
             if slot.row in self._statistics:
                 self._parameters[slot.row].mul_(kept.get(slot.row, 1.0)).add_(totals.view(slot))
+        self._values.give()
+        self._vectors["moments"].give()
 
     def _forget(self) -> None:
-        self._step = None
-        self._counted.clear()
-        self._in_flight.clear()
+        self._open.clear()
         self._vectors["gradients"].tensor.zero_()
         self._vectors["gradients"].give()
 
@@ -570,7 +468,7 @@ class StageExecutor:
         self._values.give()
         self._boundary.forget()
         self._forget()
-        self._next_step = None
+        self._open.next_step = None
 
     def _take(self, step: int | None) -> None:
         """Take the node's values: first parameters (no step), or all state after `step` steps."""
@@ -578,23 +476,15 @@ class StageExecutor:
         if not all(map(is_finite, self._values.runs())):
             raise RemoteProtocolError("a parameter is not finite")
         if step is not None:
-            self._check_moments(moments.shared)
+            check_moments(moments.shared, self._specification.optimizer)
         self._values.take()
         moments.take()
         self._boundary.forget()
         self._forget()
-        self._next_step = step
+        self._open.next_step = step
         if self._served is not None:
             self._program(SERVE, False)
             self._weights.take(self._parameters)
-
-    def _check_moments(self, moments: torch.Tensor) -> None:
-        if not is_finite(moments):
-            raise RemoteProtocolError("a moment is not finite")
-        squares = moments[moments.numel() // 2 :]
-        # A step takes the roots of Adam's second vector.
-        if self._specification.optimizer.kind != "sgd" and squares.numel() and squares.min() < 0:
-            raise RemoteProtocolError("a mean of squared gradients is negative")
 
     # Tables
 
@@ -608,13 +498,3 @@ class StageExecutor:
     def _kinds(self, entry: StageEntry, numbers: Sequence[int]) -> list[TensorType]:
         types = dict(entry.types)
         return [self._graph.types[types[number]] for number in numbers]
-
-
-def _number(tensor: torch.Tensor, what: str) -> float:
-    """Return the value of a scalar. Raises RemoteProtocolError: it is no scalar; NotFinite: it is not
-    finite."""
-    if tensor.numel() != 1:
-        raise RemoteProtocolError(f"{what} is not one number")
-    if not is_finite(tensor):
-        raise NotFinite(f"{what} is {float(tensor.detach())}")
-    return float(tensor.detach())

@@ -16,7 +16,8 @@ from math import cos, isfinite, pi, sqrt
 import torch
 
 from crypto.errors import RemoteProtocolError
-from partition.stage import GroupSettings, OptimizerSettings, Schedule, Slot
+from partition.stage import GroupSettings, OptimizerSettings, Schedule
+from partition.stage_layout import Slot
 
 _CLIP_EPSILON = 1e-6
 """As in torch.nn.utils.clip_grad_norm_."""

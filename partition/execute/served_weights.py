@@ -15,7 +15,8 @@ from crypto.errors import RemoteProtocolError
 from partition.execute.products import Products
 from partition.execute.vector import Values
 from partition.model.graph import ParameterValue, StageGraph, arguments_of
-from partition.stage import ReadValues, Slot
+from partition.stage import ReadValues
+from partition.stage_layout import Slot
 
 
 class ServedWeights:

@@ -12,7 +12,8 @@ import torch
 from crypto.errors import RemoteProtocolError
 from partition.execute.interpret import DTYPES
 from partition.model.graph import ITEM_BYTES, TensorType
-from partition.stage import SESSIONS_MAX, StageSpecification, arena_bytes
+from partition.stage import SESSIONS_MAX, StageSpecification
+from partition.stage_layout import arena_bytes
 
 
 class Sessions:

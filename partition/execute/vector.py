@@ -8,7 +8,7 @@ import torch
 
 from partition.execute.device_limits import MISSING
 from partition.execute.interpret import DTYPES
-from partition.stage import Slot
+from partition.stage_layout import Slot
 
 
 class Vector:

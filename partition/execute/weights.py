@@ -17,7 +17,7 @@ from partition.codecs.codec import Array
 from partition.model.graph import ITEM_BYTES, Constant, DataType
 from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of
-from partition.stage import Slot
+from partition.stage_layout import Slot
 
 _ALIGNMENT_BYTES = 8
 """The alignment of the first tensor, as in safetensors' own files."""

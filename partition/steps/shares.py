@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from partition.model.graph import StageGraph
-from partition.stage import StageSpecification, parameter_layout
+from partition.stage import StageSpecification
+from partition.stage_layout import parameter_layout
 
 
 @dataclass(frozen=True)

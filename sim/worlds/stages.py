@@ -18,6 +18,7 @@ from node.seams import Stage
 from node.stages.process import SPECIFICATION_BYTES_MAX
 from partition import stage as api
 from partition.plan.cost import BACKWARD_FLOPS_RATIO
+from partition.stage_layout import gradient_bytes
 from sim.executor import SimExecutor, SimStage
 from sim.network.pace import Pace
 
@@ -101,7 +102,7 @@ class StageCost:
         self._forward_seconds = forward_seconds
         self._recomputes = specification.recompute
         self._is_last = specification.graph.entries[0].loss is not None
-        self._gradient_bytes = api.gradient_bytes(specification)
+        self._gradient_bytes = gradient_bytes(specification)
         stretch = forward_seconds / natural_seconds if natural_seconds > 0 else 1.0
         self._seconds_per_byte = stretch / bytes_per_second
 

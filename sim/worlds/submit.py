@@ -15,7 +15,8 @@ import trio
 from node.cli.capture import capture_to
 from node.content import datasets as datasets
 from node.placement.leases import PlacementFailed
-from node.protocols.manifest import PlanTable, Run, RunFile, TrainTable, check_run_file, make_run
+from node.protocols.manifest import Run, make_run
+from node.protocols.run_file import PlanTable, RunFile, TrainTable, check_run_file
 from node.runs.manifest_builder import make_manifest, window_of
 from node.runtime import Node
 from sim.scenario import Training

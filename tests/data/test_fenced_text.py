@@ -9,8 +9,10 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from node.content import fenced_text, text_files
-from node.content.fenced_text import MESSAGES_MAX, FencedText, TextLost, read_facts
+from node.content.fenced_text import MESSAGES_MAX, FencedText, TextLost
 from node.content.text_files import CHUNK_BYTES, TextChunks, collect, keep, read_files, read_list
+from node.content.text_process import read_facts
+from node.content.text_questions import TextFacts
 from node.errors import UsageError
 from node.storage.blobs import hash_of
 
@@ -43,7 +45,7 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(
     async def main() -> None:
         text = await FencedText.open(data, allow_unfenced=False)
         try:
-            assert text.facts == fenced_text.TextFacts((0, 2), 3, True, calls="hermes")
+            assert text.facts == TextFacts((0, 2), 3, True, calls="hermes")
             assert await text.encode("hello there") == [1, 0]
             assert await text.render([{"role": "user", "content": "hello"}]) == [2, 1]
             with pytest.raises(UsageError, match="memory"):

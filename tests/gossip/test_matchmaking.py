@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from dht.settings import Settings as DhtSettings
-from gossip import matchmaking
+from gossip import matchmaking, matchmaking_messages
 from gossip.averaging.attendance import Attendance
 from gossip.averaging.group import Group, Member, Terms
-from gossip.matchmaking import Closed, Declined, Formed, Matchmaking, NotFormed, Propose, Ready, Wish
+from gossip.matchmaking import Declined, Formed, Matchmaking, NotFormed, Wish
+from gossip.matchmaking_messages import Closed, Propose, Ready
 from sim.engine import Engine, Wire
 from sim.network.links import Links
 from sim.network.model import NetworkModel
@@ -48,7 +49,7 @@ class World:
         self.engine = Engine(
             Links(NetworkModel(loss=loss), seed),
             publish=lambda now, peer, event: self.events[peer].append((now, event)),
-            wires={"": Wire(matchmaking.Message, matchmaking.MESSAGE_BYTES_MAX)},
+            wires={"": Wire(matchmaking_messages.Message, matchmaking.MESSAGE_BYTES_MAX)},
         )
         self.count = count
         self.cores = [Matchmaking(peer_of(number)) for number in range(count)]

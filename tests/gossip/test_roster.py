@@ -12,7 +12,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip import roster
 from gossip.claims import COUNT_MAX
-from gossip.roster import Entered, Leave, Left, Names, Report, Roster, Rosters
+from gossip.roster import Entered, Leave, Left, Names, Report, Roster
+from gossip.rosters import Rosters
 from sim.engine import Engine, Wire
 from sim.network.links import Links
 from sim.network.model import NetworkModel

@@ -17,7 +17,7 @@ import dht.records
 import gossip.messages
 import gossip.swim
 from dht.capabilities import Advert
-from gossip import matchmaking, roster
+from gossip import matchmaking, matchmaking_messages, roster
 from gossip.averaging import evidence
 from gossip.averaging import messages as averaging
 from gossip.pieces import messages as pieces
@@ -82,7 +82,7 @@ PROTOCOLS = (
     Protocol(pieces.DATA_PROTOCOL, pieces.Message, limits=exchange.STREAMS),
     Protocol(replication.COPIES_PROTOCOL, replication.Request, replication.Reply),
     Protocol(roster.PROTOCOL, None, datagrams=roster.Message),
-    Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking.Message),
+    Protocol(matchmaking.PROTOCOL, None, datagrams=matchmaking_messages.Message),
     Protocol(admission.PROTOCOL, None, datagrams=admission.Message),
     Protocol(conclusions.PROTOCOL, None, datagrams=conclusions.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),

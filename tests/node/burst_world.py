@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from node.placement.turns import CONTEST_SECONDS, PRIORITY, PRIORITY_MAX, SENIOR_SECONDS, Turns, Wish
+from node.placement.turn_rows import PRIORITY, Wish
+from node.placement.turns import CONTEST_SECONDS, PRIORITY_MAX, SENIOR_SECONDS, Turns
 from node.placement.waiting import AGAIN_SECONDS_MAX, AGAIN_SHARE, GOSSIP_GRACE_SECONDS
 
 GREEDY = "greedy"

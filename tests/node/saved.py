@@ -19,7 +19,8 @@ from node.protocols.manifest import Run, make_run
 from partition.model.cut import cut_layers
 from partition.model.graph import StageGraph
 from partition.plan.plan import Plan, StagePlan
-from partition.stage import OptimizerSettings, StageSpecification, arena_bytes
+from partition.stage import OptimizerSettings, StageSpecification
+from partition.stage_layout import arena_bytes
 from tests.partition.captured_models import SAMPLES, captured
 from tests.stack import Model, known, manifest
 

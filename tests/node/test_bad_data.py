@@ -15,7 +15,7 @@ from node.content.datasets import load_folder
 from node.content.samples import write_samples
 from node.content.sources import convert
 from node.errors import UsageError
-from node.protocols.manifest import PlanTable, RunFile, SplitsTable, TrainTable
+from node.protocols.run_file import PlanTable, RunFile, SplitsTable, TrainTable
 from node.toml import parse
 from tests.node.test_npz import archive, bomb, header, npy
 from tests.node.test_sources import gray, png

@@ -31,7 +31,8 @@ from node.storage.blobs import Blobs, NoRoom, hash_of, split
 from node.storage.folder import FolderStorage
 from partition.execute.weights import export_file
 from partition.plan.plan import STAGES_MAX, STEPS_MAX, plan_hash
-from partition.stage import VECTOR_BYTES_MAX, parameter_layout
+from partition.stage import VECTOR_BYTES_MAX
+from partition.stage_layout import parameter_layout
 from sim.storage import MemoryStorage
 from tests.node.nets import make_network
 from tests.node.saved import SMALL_CHUNK_BYTES, Saved, build, saved, signer, use_small_chunks

@@ -14,7 +14,7 @@ from node.commands import Commands
 from node.errors import UsageError
 from node.planning.choices import choose, has_open
 from node.planning.peers import Peers, PeerSpecification
-from node.protocols.manifest import PlanTable, RunFile, TrainTable, check_run_file
+from node.protocols.run_file import PlanTable, RunFile, TrainTable, check_run_file
 from node.runs.manifest_builder import make_manifest
 from partition.model.graph import Graph, encode_graph
 from partition.model.layers import with_layers

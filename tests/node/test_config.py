@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from crypto.contact import parse_address
 from node import toml
-from node.config import Config, Memory, read_listen, read_memory, resolve
+from node.config import Config, read_listen, resolve
 from node.errors import UsageError
+from node.quantities import Memory, read_memory
 from node.suggest import nearest
 
 

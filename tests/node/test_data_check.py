@@ -13,7 +13,7 @@ from node.content.datasets import Dataset, labelled, load_digits, load_folder, l
 from node.content.sources import convert
 from node.errors import UsageError
 from node.events import RunAccepted
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data
 from partition.model.graph import DataType, Graph

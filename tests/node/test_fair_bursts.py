@@ -14,7 +14,8 @@ import trio
 
 from crypto.identity import PeerId
 from node.placement.leases import make_plan
-from node.placement.turns import CONTEST_SECONDS, SENIOR_SECONDS, Turns, Wish
+from node.placement.turn_rows import Wish
+from node.placement.turns import CONTEST_SECONDS, SENIOR_SECONDS, Turns
 from node.protocols.runs import Leased, LeaseRequest
 from node.runtime import Node
 from partition.plan.plan import encode_plan

@@ -13,11 +13,11 @@ import trio
 
 import node.storage.budget
 from crypto.noise import Data
-from node.config import Memory
 from node.errors import StageFailed
 from node.events import Event, RunChanged, RunEnded, StepCommitted
 from node.pipeline import frame_store
 from node.pipeline.frame_store import FrameStore
+from node.quantities import Memory
 from node.storage import spill
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage

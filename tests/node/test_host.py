@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from node.config import Memory
 from node.errors import StageFailed
 from node.executor import RealExecutor
+from node.quantities import Memory
 from node.seams import Executor
 from node.stages import limits as allowance_module
 from node.stages import program as program_module
@@ -57,9 +57,9 @@ from partition.stage import (
     Request,
     Run,
     StageSpecification,
-    arena_bytes,
     timed,
 )
+from partition.stage_layout import arena_bytes
 from tests.partition.graphs import GraphBuilder, whole
 
 SAMPLES, WIDTH, CLASSES = 4, 8, 3

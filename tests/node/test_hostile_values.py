@@ -133,7 +133,7 @@ def test_a_notice_of_what_no_run_takes_is_refused(changes: dict[str, Any]) -> No
 @pytest.mark.parametrize("seconds", [1e-320, 1e300, 1.7e308])
 def test_a_screen_shows_a_step_of_any_length(seconds: float) -> None:
     screen = EventScreen()
-    screen._steps["0" * 16] = 10_000_000
+    screen._runs._steps["0" * 16] = 10_000_000
     event = StepCommitted(**(NOTICE | {"seconds": seconds}))
     assert screen.lines(event_document(event))
 

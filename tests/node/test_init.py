@@ -16,7 +16,7 @@ from node.config_file import ConfigFile
 from node.errors import EXIT_DONE, UsageError
 from node.main import run
 from node.protocols.data_table import DataTable
-from node.protocols.manifest import RunFile, check_run_file
+from node.protocols.run_file import RunFile, check_run_file
 
 WITHOUT_A_DEFAULT = re.compile(r"name = \"lab-1\"|data_dir = |\w+ = \.\.\.")
 """The machine's name, its user's folder, and what stands in place of `steps`."""

@@ -10,6 +10,7 @@ from crypto.identity import Identity
 from node import config
 from node.errors import UsageError
 from node.placement.provider import CHANGEABLE
+from node.quantities import Memory
 from node.runtime import Node
 from node.seams import RealClock, Stream
 from node.services.capacity import Capacity, measure, usable_device, within
@@ -73,7 +74,7 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
 
 
 def test_a_wrong_declaration_is_found_at_the_start_corrected_and_said() -> None:
-    declared = config.Resources(device="cuda:7", memory=config.Memory(bytes=10**15), cores=4_000)
+    declared = config.Resources(device="cuda:7", memory=Memory(bytes=10**15), cores=4_000)
     found = measure(declared)
     assert (found.device, found.cores) == ("cpu", os.cpu_count())
     assert found.memory_free_bytes <= found.memory_total_bytes
@@ -88,12 +89,12 @@ def test_a_wrong_declaration_is_found_at_the_start_corrected_and_said() -> None:
 
 def test_a_right_declaration_and_none_are_not_corrected() -> None:
     assert usable_device("auto")[1] == usable_device("cpu")[1] == ""
-    assert measure(config.Resources(cores=1, memory=config.Memory(bytes=1 << 20))).corrected == ()
+    assert measure(config.Resources(cores=1, memory=Memory(bytes=1 << 20))).corrected == ()
 
 
 def test_fewer_cores_give_their_share_of_the_rate_and_come_back() -> None:
     whole = Capacity("cpu", 4, 8 << 30, 16 << 30, 4e9, "")
-    half = within(whole, config.Resources(cores=1, memory=config.Memory(bytes=2 << 30)))
+    half = within(whole, config.Resources(cores=1, memory=Memory(bytes=2 << 30)))
     assert (half.cores, half.flops_per_second, half.memory_free_bytes) == (1, 1e9, 2 << 30)
     again = within(half, config.Resources())
     assert (again.cores, again.flops_per_second, again.memory_free_bytes) == (4, 4e9, 8 << 30)

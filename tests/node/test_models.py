@@ -24,7 +24,8 @@ from node.content.graphs import graph_name, values_name
 from node.errors import StageFailed, Unreachable, UsageError
 from node.protocols import calls
 from node.protocols import runs as wire
-from node.protocols.manifest import MANIFEST_BYTES_MAX, Manifest, RunFile, check_run_file, make_run
+from node.protocols.manifest import MANIFEST_BYTES_MAX, Manifest, make_run
+from node.protocols.run_file import RunFile, check_run_file
 from node.runs.manifest_builder import WINDOW, bind_data, make_manifest, window_of
 from node.runtime import Node
 from partition.model.graph import DataType, Graph, Stored, decode_graph, encode_graph, graph_hash

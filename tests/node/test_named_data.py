@@ -13,7 +13,7 @@ from torch.nn import functional
 from node import toml
 from node.content.datasets import load_folder
 from node.errors import UsageError
-from node.protocols.manifest import RunFile, check_run_file
+from node.protocols.run_file import RunFile, check_run_file
 from node.runs.data_check import check_values
 from node.runs.manifest_builder import bind_data, fits, make_batches, make_manifest
 from partition.capture import Captured, Task

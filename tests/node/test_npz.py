@@ -18,7 +18,6 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.config import Memory
 from node.content.npz import (
     ENTRIES_MAX,
     RATIO_FREE_BYTES,
@@ -32,6 +31,7 @@ from node.content.npz import (
     unpack_here,
 )
 from node.executor import RealExecutor
+from node.quantities import Memory
 from node.storage.budget import ScratchBudget
 from tests.source import ROOT
 

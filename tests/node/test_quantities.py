@@ -10,12 +10,12 @@ import typer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from node.config import RULES, read_memory, resolve
+from node.config import RULES, resolve
 from node.errors import NoNode, UsageError
 from node.main import app, run
 from node.offering import read_bandwidth
 from node.planning.peers import Peers, read_peers, what_if
-from node.quantities import AMOUNT_MAX, read_bytes, read_duration, read_flops, read_rate
+from node.quantities import AMOUNT_MAX, read_bytes, read_duration, read_flops, read_memory, read_rate
 from node.settings import Relaying
 from partition.plan.rates import assumed
 

@@ -17,7 +17,7 @@ from node.content.datasets import load_folder
 from node.content.reading import read_reading
 from node.content.samples import SAMPLES_BYTES_MAX, write_samples
 from node.errors import UsageError
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from node.runs.manifest_builder import columns_of
 from tests.node.test_named_data import captured
 

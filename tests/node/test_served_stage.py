@@ -37,8 +37,8 @@ from partition.stage import (
     StageSpecification,
     Unit,
     ValuesRead,
-    parameter_layout,
 )
+from partition.stage_layout import parameter_layout
 from tests.partition.serving_world import Chain, session
 
 CONTEXT = 96

@@ -8,7 +8,7 @@ import pytest
 from node import toml
 from node.api.task_defaults import TASKS, read_run
 from node.errors import UsageError
-from node.protocols.manifest import RunFile
+from node.protocols.run_file import RunFile
 from partition.capture.models import BUILTIN
 
 

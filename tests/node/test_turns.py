@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.placement.turns import (
-    AGE_SECONDS,
-    FORGET_SECONDS,
-    PRIORITY,
-    QUANTUM_SECONDS,
-    Preempt,
-    Turns,
-    Wait,
-    Wish,
-)
+from node.placement.turn_rows import PRIORITY, Wish
+from node.placement.turns import AGE_SECONDS, FORGET_SECONDS, QUANTUM_SECONDS, Preempt, Turns, Wait
 
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
 """`make soak` takes 50."""

@@ -11,8 +11,9 @@ from trio.testing import MockClock
 from crypto.identity import Identity
 from dht.work import has_work, work_of
 from node import config
-from node.config import Memory, resolve
+from node.config import resolve
 from node.errors import UsageError
+from node.quantities import Memory
 from node.runtime import Node
 from node.storage.budget import ScratchBudget
 from node.storage.folder import locked_folder

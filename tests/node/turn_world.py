@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from node.placement.turns import PRIORITY, Turns, Wish
+from node.placement.turn_rows import PRIORITY, Wish
+from node.placement.turns import Turns
 
 TICK_SECONDS = 30.0
 

@@ -23,9 +23,8 @@ from partition.stage import (
     Reply,
     Request,
     StageSpecification,
-    arena_bytes,
-    parameter_layout,
 )
+from partition.stage_layout import arena_bytes, parameter_layout
 
 T = TypeVar("T")
 

@@ -25,15 +25,8 @@ from partition.model.check import check_graph
 from partition.model.cut import cut
 from partition.model.graph import ITEM_BYTES, StageGraph, TensorType, decode_graph, graph_hash
 from partition.model.sizes import evaluate, shape_of
-from partition.stage import (
-    Apply,
-    Discard,
-    Forward,
-    Refused,
-    Run,
-    StageSpecification,
-    arena_bytes,
-)
+from partition.stage import Apply, Discard, Forward, Refused, Run, StageSpecification
+from partition.stage_layout import arena_bytes
 
 MEMORY_BYTES_MAX = 128_000_000
 FLOPS_MAX = 2_000_000_000

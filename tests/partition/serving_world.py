@@ -21,9 +21,8 @@ from partition.stage import (
     Served,
     StageSpecification,
     Unit,
-    arena_bytes,
-    parameter_layout,
 )
+from partition.stage_layout import arena_bytes, parameter_layout
 
 
 def session(number: int) -> bytes:

@@ -38,10 +38,9 @@ from partition.stage import (
     Request,
     Run,
     StageSpecification,
-    message_bytes_max,
-    parameter_layout,
     vector_bytes,
 )
+from partition.stage_layout import message_bytes_max, parameter_layout
 from tests.partition.graphs import ONES, GraphBuilder, whole
 from tests.partition.held import Held, bundle, spread, tensors_of
 

@@ -32,18 +32,8 @@ from partition.model.graph import (
     graph_hash,
     version_for,
 )
-from partition.stage import (
-    Done,
-    Export,
-    Exported,
-    Import,
-    Refused,
-    Reload,
-    StageSpecification,
-    arena_bytes,
-    parameter_layout,
-    vector_bytes,
-)
+from partition.stage import Done, Export, Exported, Import, Refused, Reload, StageSpecification, vector_bytes
+from partition.stage_layout import arena_bytes, parameter_layout
 from tests.partition.half_graphs import half_graph
 from tests.partition.hostile import mutated_case
 from tests.partition.test_check import GOOD

@@ -13,16 +13,8 @@ from crypto.errors import RemoteProtocolError
 from partition.execute.optimize import BLOCK_ELEMENTS, rate_factor
 from partition.model.cut import cut
 from partition.model.graph import Graph, encode_graph, graph_hash
-from partition.stage import (
-    Applied,
-    Apply,
-    GroupSettings,
-    Norm,
-    Normed,
-    OptimizerSettings,
-    Schedule,
-    parameter_layout,
-)
+from partition.stage import Applied, Apply, GroupSettings, Norm, Normed, OptimizerSettings, Schedule
+from partition.stage_layout import parameter_layout
 from tests.partition.graphs import GraphBuilder, whole
 from tests.partition.held import Held
 

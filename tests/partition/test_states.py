@@ -13,7 +13,8 @@ from partition.execute.alias import writable_in_place
 from partition.execute.interpret import compile_entry
 from partition.model.cut import cut, legal_positions
 from partition.model.graph import Graph, Items, Node, StageEntry, StateValue, Value
-from partition.stage import SESSIONS_MAX, Done, EndSession, Forward, Import, Ran, Refused, Run, arena_bytes
+from partition.stage import SESSIONS_MAX, Done, EndSession, Forward, Import, Ran, Refused, Run
+from partition.stage_layout import arena_bytes
 from tests.partition.effort import lines_run
 from tests.partition.graphs import GraphBuilder, whole
 from tests.partition.held import Held, bundle, tensors_of

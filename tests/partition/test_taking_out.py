@@ -30,8 +30,8 @@ from partition.stage import (
     Request,
     Restore,
     Schedule,
-    parameter_layout,
 )
+from partition.stage_layout import parameter_layout
 from tests.partition.graphs import GraphBuilder
 from tests.partition.hand_models import cnn_graph, gpt_graph
 from tests.partition.held import Held, Row, bundle, spread

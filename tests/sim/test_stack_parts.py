@@ -15,6 +15,7 @@ from node.protocols.manifest import make_run
 from partition import stage as api
 from partition.codecs.codec import Payload
 from partition.model.cut import cut_layers
+from partition.stage_layout import gradient_bytes
 from sim.seeds import seeded_identity
 from sim.worlds.scheduling import run_repeatably, run_virtually
 from sim.worlds.stages import StageCost, WatchedStage
@@ -89,9 +90,9 @@ def test_a_pass_takes_what_the_scenario_says_and_the_rest_in_proportion() -> Non
     assert (first.seconds(forward), first.seconds(backward)) == (1.0, 2.0)
     assert last.seconds(forward) == 3.0  # there and back
     assert last.seconds(api.Forward(0, 0, False, NO_HASH)) == 1.0
-    gradient_bytes = api.gradient_bytes(specifications()[0])
-    assert first.seconds(api.Apply(0, 1)) == pytest.approx(2 * 6 * gradient_bytes / BYTES_PER_SECOND)
-    assert first.seconds(api.Norm()) == pytest.approx(2 * 3 * gradient_bytes / BYTES_PER_SECOND)
+    size_bytes = gradient_bytes(specifications()[0])
+    assert first.seconds(api.Apply(0, 1)) == pytest.approx(2 * 6 * size_bytes / BYTES_PER_SECOND)
+    assert first.seconds(api.Norm()) == pytest.approx(2 * 3 * size_bytes / BYTES_PER_SECOND)
     assert first.seconds(api.Discard()) == 0.0
 
 

@@ -43,11 +43,9 @@ from partition.stage import (
     Normed,
     OptimizerSettings,
     Refused,
-    Slot,
     StageSpecification,
-    arena_bytes,
-    parameter_layout,
 )
+from partition.stage_layout import Slot, arena_bytes, parameter_layout
 from tests.zoo import ZOO
 from tests.zoo.case import Case, Tensors
 

@@ -9,9 +9,9 @@ It is written as one pass over the text: a generator that waits (`yield`) where 
 
 import json
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from node.content.calls.answer_parts import CallArguments, CallBegun, CallOver, Part, ReasoningPart, TextPart
 from node.content.calls.formats import DEEPSEEK, GEMMA, REASONING, CallFormat
 from node.content.calls.gemma import gemma_arguments
 from node.content.calls.scanning import NAME_LENGTH_MAX, CallObject
@@ -25,49 +25,11 @@ CALLS_MAX = 128
 _SPACE = " \t\r\n"
 
 
-@dataclass(frozen=True)
-class TextPart:
-    """More text of the answer."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class ReasoningPart:
-    """More of the reasoning before it."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class CallBegun:
-    """The call with this number, from 0, is of this tool."""
-
-    number: int
-    name: str
-
-
-@dataclass(frozen=True)
-class CallArguments:
-    """More of the JSON of its arguments."""
-
-    number: int
-    text: str
-
-
-@dataclass(frozen=True)
-class CallOver:
-    """The call is complete."""
-
-    number: int
-
-
-Part = TextPart | ReasoningPart | CallBegun | CallArguments | CallOver
-
-
 class AnswerReader:
-    """Reads one answer. Without `tools` nothing in it is a call. Long because all formats are read by one
-    pass over one text."""
+    """Reads one answer. Without `tools` nothing in it is a call.
+
+    Long because all formats are read by one pass over one text.
+    """
 
     def __init__(
         self,

@@ -25,7 +25,7 @@ from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
 from gossip.averaging.pace import Pace
 from gossip.averaging.robust.reduction import Vector
 from gossip.matchmaking import Declined, Wish
-from gossip.matchmaking import Message as MatchMessage
+from gossip.matchmaking_messages import Message as MatchMessage
 from tests.gossip.swarm import HashSigner, peer_of
 
 PATIENCE = Patience(3.0, 1.0, 3.0, 1.0, 0.1, 4.0, 0.2)

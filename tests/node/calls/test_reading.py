@@ -10,17 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from node.content.calls.answer_parts import CallArguments, CallBegun, CallOver, Part, ReasoningPart, TextPart
 from node.content.calls.formats import DEEPSEEK, adapt_turns, detect_calls, detect_reasoning
 from node.content.calls.gemma import gemma_arguments
-from node.content.calls.reading import (
-    AnswerReader,
-    CallArguments,
-    CallBegun,
-    CallOver,
-    Part,
-    ReasoningPart,
-    TextPart,
-)
+from node.content.calls.reading import AnswerReader
 from node.content.chat import ChatTemplate
 from tests.node.calls.families import ARGUMENTS, CALL, OTHER, SPECIAL, TEMPLATES, TOOLS, USER
 from tests.node.calls.test_templates import FORMATS

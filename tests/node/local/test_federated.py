@@ -20,16 +20,8 @@ from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import Unreachable, UsageError
 from node.events import AveragingEnded, RunEvaluated
 from node.offering import NamedData, read_own_data
-from node.protocols.manifest import (
-    MANIFEST_PURPOSE,
-    Manifest,
-    Run,
-    RunFile,
-    check_run,
-    check_run_file,
-    make_run,
-    own_data_hash,
-)
+from node.protocols.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run, make_run, own_data_hash
+from node.protocols.run_file import RunFile, check_run_file
 from node.runs.own_data import own_data_like
 from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings

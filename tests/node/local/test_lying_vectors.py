@@ -12,7 +12,7 @@ from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from node.errors import UsageError
 from node.events import AveragingEnded, Event, RunEvaluated
-from node.protocols.manifest import RunFile, TrainTable, check_run_file
+from node.protocols.run_file import RunFile, TrainTable, check_run_file
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests.node.local.test_runs import SLOW, train

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossip.roster import RUNS_MAX
+from gossip.rosters import RUNS_MAX
 from node.errors import UsageError
 from node.library.sync import SyncNode
 from node.optimizer.wrapper import PeerOptimizer

@@ -6,7 +6,8 @@ from typing import Any, cast
 import pytest
 import trio
 
-from node.content.fenced_text import FencedText, TextFacts
+from node.content.fenced_text import FencedText
+from node.content.text_questions import TextFacts
 from node.serving.questions import Question, make_door_wish
 from tests.node.serving.scene import manifest
 

@@ -15,7 +15,8 @@ import numpy as np
 import trio
 
 from node.config import Web
-from node.content.fenced_text import FencedText, RenderedChat, TextFacts
+from node.content.fenced_text import FencedText, RenderedChat
+from node.content.text_questions import TextFacts
 from node.errors import RunFailed, UsageError
 from node.serving.generations import Token
 from node.serving.texts import TextPieces

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from node import events
-from node.config import read_memory, resolve
+from node.config import resolve
 from node.history import EventHistory
 from node.invocation import program
+from node.quantities import read_memory
 from node.state import State, apply
 from node.web import charts, limits, whatif
 from node.web.assets import FOLDER, Assets

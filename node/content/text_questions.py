@@ -1,0 +1,101 @@
+"""Questions of `node.content.fenced_text` to its process, and the answers: lines of JSON on two pipes."""
+
+from typing import Any
+
+import msgspec
+
+from node.content.calls.formats import (
+    CallFormat,
+)
+from node.content.calls.rules import AnswerRule
+
+
+class TextFacts(msgspec.Struct, frozen=True):
+    """What a model's files say: the ids that end an answer, how it is usually asked, whether chats have a
+    template, how many tokens the tokenizer tells apart, and in which formats it writes calls of tools and its
+    reasoning. Temperature 0 takes the likeliest."""
+
+    stops: tuple[int, ...]
+    vocabulary: int
+    has_template: bool
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    calls: CallFormat = ""
+    reasoning: int = -1
+
+
+class Encode(msgspec.Struct, frozen=True, tag="encode"):
+    """The tokens of a prompt."""
+
+    text: str
+
+
+class Render(msgspec.Struct, frozen=True, tag="render"):
+    """The tokens of a chat, with the beginning of an answer at the end; the model may call `tools`. A
+    template gets `options` by their names."""
+
+    messages: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = []
+    options: dict[str, Any] = {}
+
+
+class Push(msgspec.Struct, frozen=True, tag="push"):
+    """The next tokens of an answer; an unknown `stream` begins with `stops`. One that `is_marked` keeps the
+    special tokens by which calls and reasoning are told apart."""
+
+    stream: int
+    tokens: list[int]
+    stops: list[str] = []
+    is_last: bool = False
+    is_marked: bool = False
+
+
+class Spell(msgspec.Struct, frozen=True, tag="spell"):
+    """The bytes that tokens stand for."""
+
+    tokens: list[int]
+
+
+class BeginRule(msgspec.Struct, frozen=True, tag="begin"):
+    """An answer follows a rule, has these tokens already, and may end with `stops`."""
+
+    stream: int
+    rule: AnswerRule
+    tokens: list[int]
+    stops: list[int]
+
+
+class AdvanceRule(msgspec.Struct, frozen=True, tag="advance"):
+    """The token that came."""
+
+    stream: int
+    token: int
+
+
+class EndRule(msgspec.Struct, frozen=True, tag="end"):
+    """The answer is over."""
+
+    stream: int
+
+
+TextQuestion = Encode | Render | Push | Spell | BeginRule | AdvanceRule | EndRule
+
+
+class TextAnswer(msgspec.Struct, frozen=True):
+    """A line of the process. `facts` come first, of themselves."""
+
+    facts: TextFacts | None = None
+    tokens: list[int] = []
+    text: str = ""
+    stop: str = ""
+    tail: str = ""
+    parts: list[bytes] = []
+    mask: bytes = b""
+    is_over: bool = False
+    refused: str = ""
+    do: str | None = None
+
+
+TOO_DEEP = "it is nested too deeply"

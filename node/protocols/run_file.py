@@ -1,0 +1,368 @@
+"""RUN.toml, the run as a person asks for it: its tables, and what their keys may not say together."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, ClassVar, Literal
+
+import msgspec
+
+from gossip.averaging.aggregates import chosen, obstacle_of
+from gossip.averaging.catalogue import OUTER
+from node import toml
+from node.errors import UsageError
+from node.protocols.data_table import DataTable
+from node.protocols.manifest import DEVICE_KINDS, LOSS, STANDBYS_MAX, DeviceKind, Objective, PlaceWish
+from node.protocols.run_keys import check_keys
+from partition.codecs.choice import Frames
+from partition.model.together import RANGES_MAX
+from partition.plan.plan import STEPS_MAX, TRAINERS_MAX
+from partition.run.local_settings import (
+    EVALUATIONS_MAX,
+    LOCAL_STEPS_MAX,
+    AggregateName,
+    CodecName,
+    LocalSettings,
+    StrategyName,
+    Weighting,
+)
+from partition.stage import (
+    GROUPS_MAX,
+    IN_FLIGHT_MAX,
+    GroupSettings,
+    OptimizerSettings,
+    Schedule,
+)
+from partition.steps.validation import EVERY_MAX
+
+Share = Annotated[float, msgspec.Meta(ge=0, le=0.9)]
+
+
+class GroupTable(msgspec.Struct, frozen=True):
+    """`[[train.groups]]`: parameters whose names are like one of `match` (`*.bias`, `*norm*`); the first
+    table that has them counts. `rate_factor` multiplies the learning rate."""
+
+    match: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=64)]
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    rate_factor: Annotated[float, msgspec.Meta(ge=0, le=1000)] = 1.0
+
+
+LayerGroup = Annotated[
+    tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=200)], ...],
+    msgspec.Meta(min_length=1, max_length=64),
+]
+Auto = Literal["auto"]
+"""Where a run is placed, the planner chooses, and says why."""
+
+
+class TrainTable(msgspec.Struct, frozen=True):
+    """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
+
+    With `epochs` the steps are as many as so many passes over the training samples take, and `steps` is not
+    given. `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
+    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
+    is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
+    whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
+    and is counted as skipped ("continue"); more than ten such steps in a row end it too.
+
+    `microbatch`, `recompute`, `frames` and `mode` may be "auto": `node.planning.choices` chooses.
+
+    Where the data has validation samples, a run in exact mode computes them after every `validate_every`
+    steps (0: about twenty times in all) and after the last: all of them, with the same split everywhere.
+    `watch` is what states are compared by: "loss", "accuracy" or another metric of the model; of metrics more
+    is better, or less where it begins with "-". After `patience` validations in a row (in mode "local",
+    evaluations) that did not improve the best by `improvement` at least the run ends; 0: never for that. With
+    `keep` "best" the result is the state that validated best.
+
+    `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
+    whole model on its own shard (with `plan.stages` a column of members does), `steps` at most, and averages
+    after `local_steps` of them: see `partition.run.local_settings.LocalSettings` for the keys from there on.
+    With `federated`, in mode "local", data stays with its owners: every member trains on a data set of its
+    own that it calls as the run does (docs/data.md).
+    """
+
+    RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
+    """What older files call a key."""
+
+    steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
+    epochs: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
+    batch: Annotated[int, msgspec.Meta(ge=1, le=1_048_576)] = 128
+    microbatch: Annotated[int, msgspec.Meta(ge=1, le=65_536)] | Auto = 16
+    window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
+    optimizer: Literal["sgd", "adam", "adamw"] = "adam"
+    learning_rate: Annotated[float, msgspec.Meta(gt=0, le=10)] = 0.001
+    momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.0
+    weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 0
+    clip_norm: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    autocast: Literal["off", "bfloat16"] = "off"
+    recompute: bool | Auto = False
+    seed: Annotated[int, msgspec.Meta(ge=0, lt=2**53)] = 0
+    dtype: Literal["float32", "float64"] = "float32"
+    frames: Frames | Auto = "exact"
+    on_divergence: Literal["stop", "continue"] = "stop"
+    groups: Annotated[tuple[GroupTable, ...], msgspec.Meta(max_length=GROUPS_MAX - 1)] = ()
+    mode: Literal["exact", "local", "auto"] = "exact"
+    federated: bool = False
+    local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20
+    strategy: StrategyName = "average"
+    codec: CodecName = "float32"
+    weighting: Weighting = "samples"
+    aggregate: AggregateName = "auto"
+    damping: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
+    evaluate_every: Annotated[int, msgspec.Meta(ge=1, le=EVALUATIONS_MAX)] = 1
+    patience: Annotated[int, msgspec.Meta(ge=0, le=EVALUATIONS_MAX)] = 0
+    improvement: Annotated[float, msgspec.Meta(ge=0, le=1e6)] = 0.0
+    validate_every: Annotated[int, msgspec.Meta(ge=0, le=EVERY_MAX)] = 0
+    watch: Annotated[str, msgspec.Meta(pattern=r"^-?[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")] = LOSS
+    keep: Literal["last", "best"] = "last"
+
+
+GOAL_MAX = 1e9
+"""Samples a second that are wanted: no swarm trains more."""
+GOAL_SECONDS = 60
+GOAL_SECONDS_MIN, GOAL_SECONDS_MAX = 5, 86_400
+"""Alerts are looked at every two seconds; who looks once a day needs none for longer."""
+COMMON = "common"
+"""In the place of kinds of devices: those near by, the most frequent first."""
+
+
+class PlanTable(msgspec.Struct, frozen=True):
+    """`[plan]` of RUN.toml; 0 stages or replicas let the solver choose.
+
+    `trainers` feed, each its share; more than the requester go on when it is gone. `pipeline` is the order of
+    work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every `checkpoint_every`
+    steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
+    its last replica; in mode "local" each member puts its own state away on its disk. When fewer than a
+    majority are left, a run waits for the others, or goes on as a `fork`; with `requester` half of the voters
+    are enough where the requester is one of them, so of two members it goes on alone. Where providers are
+    busy, of one requester's runs that of a higher `priority` goes first, of equals that whose
+    `deadline_minutes` end first; neither counts beside runs of other requesters. The requester is told when
+    the run cannot be done by then. Both are not in the manifest: they may be revised.
+    With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
+    `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
+    `devices` only peers that compute on one of these hold stages, and those on a later one only where those
+    on the ones before it are too few; "common" alone stands for the kinds near by, the
+    most frequent first. With `gflops_min` only peers that were measured to compute that fast do
+    (10^9 float32 operations a second, of one slot).
+    With `objective` "energy" peers and cuts are those that take the fewest joules, and borders do not move;
+    with "throughput" those that train the most samples a second.
+    Up to `standbys` idle machines follow the stages whose loss would cost most: they hold their newest state,
+    compute nothing, take over at once where a stage loses its last replica, and go where another run needs
+    their slot.
+    Each stage gets `replicas_min` peers at least where `replicas` is 0. The layers from the first to the last
+    of a group in `together` (modules, layers by name or number, ranges such as "3-5") stay in one stage, with
+    `keep_tied` also those that use one weight.
+    """
+
+    stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    replicas_min: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1
+    standbys: Annotated[int, msgspec.Meta(ge=0, le=STANDBYS_MAX)] = 2
+    objective: Objective = "throughput"
+    together: Annotated[tuple[LayerGroup, ...], msgspec.Meta(max_length=RANGES_MAX)] = ()
+    keep_tied: bool = False
+    trainers: Annotated[int, msgspec.Meta(ge=1, le=TRAINERS_MAX)] = 1
+    pipeline: Literal["1f1b", "gpipe"] = "1f1b"
+    checkpoint_every: Annotated[int, msgspec.Meta(ge=0, le=10_000_000)] = 20
+    on_lost_quorum: Literal["wait", "fork", "requester"] = "wait"
+    place: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    near: Annotated[str, msgspec.Meta(max_length=64)] = ""
+    max_rtt_milliseconds: Annotated[int, msgspec.Meta(ge=0, le=10_000)] = 0
+    devices: Annotated[tuple[DeviceKind | Literal["common"], ...], msgspec.Meta(max_length=DEVICE_KINDS)] = ()
+    gflops_min: Annotated[float, msgspec.Meta(ge=0, le=1e9)] = 0.0
+    priority: Annotated[int, msgspec.Meta(ge=0, le=9)] = 5
+    deadline_minutes: Annotated[int, msgspec.Meta(ge=0, le=525_600)] = 0
+
+
+class GoalTable(msgspec.Struct, frozen=True):
+    """`[goal]` of RUN.toml: the requester is told where the run trains less than `samples_per_second` over
+    the last `seconds`; 0: it has no goal. Not in the manifest: it is the requester's alone."""
+
+    samples_per_second: Annotated[float, msgspec.Meta(ge=0, le=GOAL_MAX)] = 0.0
+    seconds: Annotated[int, msgspec.Meta(ge=GOAL_SECONDS_MIN, le=GOAL_SECONDS_MAX)] = GOAL_SECONDS
+
+
+class SplitsTable(msgspec.Struct, frozen=True):
+    """`[splits]` of RUN.toml: where validation and test samples come from. `validation` and `test` are other
+    sources, as `data` is one; the shares are of the training samples. With neither, it is what `data` has
+    itself, and else a fifth of it to test on."""
+
+    validation: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    test: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    validation_share: Share = 0.0
+    test_share: Share = 0.0
+
+
+class RunFile(msgspec.Struct, frozen=True):
+    """RUN.toml: every key has a default.
+
+    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; or "vision" or "language", to
+    one of which none at all comes (`node.api.task_defaults`). `options` are further arguments of what
+    makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and test.npz (arrays
+    x and y, or as the model's inputs and labels are called), a file of text, or what `node.content.sources`
+    makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns a Dataset, an iterator
+    or arrays (`node.content.samples`). As a table, `[data]`, it also says how that is read. With `tokenizer`,
+    a tokenizer.json, a text is its tokens and `train.window` counts those.
+    """
+
+    model: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+    data: Annotated[str, msgspec.Meta(min_length=1, max_length=4_096)] | DataTable = "digits"
+    options: dict[str, bool | int | float | str] = {}
+    train: TrainTable = TrainTable()
+    plan: PlanTable = PlanTable()
+    splits: SplitsTable = SplitsTable()
+    goal: GoalTable = GoalTable()
+    tokenizer: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
+
+    @property
+    def source(self) -> str:
+        """What `data` names."""
+        return self.data if isinstance(self.data, str) else self.data.source
+
+    @property
+    def data_keys(self) -> DataTable:
+        """How the source is to be read."""
+        return DataTable(self.data) if isinstance(self.data, str) else self.data
+
+    @property
+    def optimizer(self) -> OptimizerSettings:
+        """As a stage takes it."""
+        train = self.train
+        return OptimizerSettings(
+            kind=train.optimizer,
+            learning_rate=train.learning_rate,
+            momentum=train.momentum,
+            weight_decay=train.weight_decay,
+            schedule=Schedule(train.schedule, train.warmup_steps, train.steps),
+            clip_norm=train.clip_norm,
+            groups=self._groups,
+        )
+
+    @property
+    def place(self) -> PlaceWish | None:
+        """Where stages may be; None for anywhere."""
+        plan = self.plan
+        devices = tuple(kind for kind in plan.devices if kind != "common")  # the node has put kinds for it
+        wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, devices, plan.gflops_min)
+        return None if wish == PlaceWish() else wish
+
+    @property
+    def local(self) -> LocalSettings | None:
+        """How members train in local mode; None in exact mode."""
+        train = self.train
+        if train.mode != "local":
+            return None
+        return LocalSettings(
+            train.local_steps,
+            train.strategy,
+            train.codec,
+            train.weighting,
+            train.evaluate_every,
+            train.patience,
+            train.improvement,
+            aggregate=train.aggregate,
+            damping=train.damping,
+        )
+
+    @property
+    def _groups(self) -> tuple[GroupSettings, ...]:
+        """The first is of all parameters that no table has."""
+        tables = self.train.groups
+        if not tables:
+            return ()
+        rest = GroupSettings(weight_decay=self.train.weight_decay)
+        return (rest, *(GroupSettings(table.rate_factor, table.weight_decay) for table in tables))
+
+
+def read_run_file(text: str, name: str) -> RunFile:
+    """Return the run that the text of a RUN.toml says, checked; errors call it `name`. Raises UsageError."""
+    run = toml.parse(text, RunFile, name=name).value
+    check_run_file(run, name)
+    return run
+
+
+def check_run_file(run: RunFile, where: str) -> None:
+    """What no single key's range can say. Raises UsageError."""
+    train = run.train
+    check_keys(run, where)
+    if isinstance(train.microbatch, int):
+        _check_batch(train.batch, train.microbatch, where)
+    if len(set(run.plan.devices)) < len(run.plan.devices):
+        raise UsageError(f"{where}: plan.devices: {', '.join(run.plan.devices)}: each at most once")
+    if COMMON in run.plan.devices and len(run.plan.devices) > 1:
+        raise UsageError(f'{where}: plan.devices: "{COMMON}" stands alone', f'plan.devices = ["{COMMON}"]')
+    for part in ("validation", "test"):
+        if getattr(run.splits, part) and getattr(run.splits, f"{part}_share"):
+            raise UsageError(f"{where}: splits.{part} and splits.{part}_share: give one of the two")
+    if train.epochs and train.steps != TrainTable().steps:
+        raise UsageError(f"{where}: train.steps and train.epochs: give one of the two")
+    if train.schedule != "constant" and not train.epochs and train.warmup_steps >= train.steps:
+        raise UsageError(f"{where}: train.warmup_steps {train.warmup_steps} leaves no step to fall over")
+    _check_local(run, where)
+
+
+def _check_batch(batch: int, microbatch: int, where: str) -> None:
+    if batch % microbatch:
+        raise UsageError(f"{where}: train.batch {batch} is not a multiple of train.microbatch {microbatch}")
+    if batch // microbatch > IN_FLIGHT_MAX:
+        raise UsageError(
+            f"{where}: train.batch {batch} is {batch // microbatch} micro-batches of "
+            f"{microbatch}; at most {IN_FLIGHT_MAX}",
+            f"train.batch = {IN_FLIGHT_MAX * microbatch} at most; or train.microbatch = "
+            f"{_least_divisor(batch, -(-batch // IN_FLIGHT_MAX))}, if the model and the peers take so many",
+        )
+
+
+def _least_divisor(number: int, least: int) -> int:
+    """Return the least divisor of `number` that is `least` at least: the number itself is one."""
+    return next(each for each in range(least, number + 1) if number % each == 0)
+
+
+def _check_local(run: RunFile, where: str) -> None:
+    train = run.train
+    if train.federated:
+        _check_federated(run, where)
+    if train.mode != "local":
+        if train.aggregate != "auto":
+            raise UsageError(
+                f'{where}: train.aggregate: is for train.mode = "local"; in mode "{train.mode}" a step is the'
+                " sum over all members, which survives no liar",
+                'train.mode = "local", or leave train.aggregate out',
+            )
+        return
+    try:
+        chosen(train.aggregate, is_private=False, obstacle=obstacle_of(train.strategy, train.codec))
+    except ValueError as error:
+        raise UsageError(f"{where}: train.{error}", 'train.aggregate = "mean" or "auto"') from None
+    for key in ("validate_every", "watch", "keep"):
+        if getattr(train, key) != getattr(TrainTable(), key):
+            raise UsageError(
+                f'{where}: train.{key}: is for train.mode = "exact"; in mode "local" members evaluate every '
+                "train.evaluate_every rounds, by the loss, and the best state is the result",
+            )
+    if train.damping < 1 and train.strategy in OUTER:
+        raise UsageError(
+            f"{where}: train.damping: {train.strategy} makes outer steps, which members cannot take in part",
+            'leave train.damping out, or train.strategy = "average"',
+        )
+    if train.codec.startswith("topk") and train.strategy not in ("diloco", "sparseloco"):
+        raise UsageError(
+            f"{where}: train.codec {train.codec} keeps few numbers, and {train.strategy} averages all",
+            'train.strategy = "sparseloco"',
+        )
+
+
+def _check_federated(run: RunFile, where: str) -> None:
+    if run.train.mode != "local":
+        raise UsageError(
+            f'{where}: train.federated: data stays with its owners in train.mode = "local" alone; in mode '
+            f'"{run.train.mode}" samples travel to the stages',
+            'train.mode = "local"',
+        )
+    if run.plan.stages > 1:
+        raise UsageError(
+            f"{where}: train.federated: with plan.stages = {run.plan.stages} labels and activations of each "
+            "sample would travel from stage to stage",
+            "plan.stages = 1: every member trains the whole model",
+        )

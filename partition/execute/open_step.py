@@ -1,0 +1,116 @@
+"""The open step of a stage: which micro-batches its sums hold, and which are between their two passes."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from crypto.errors import RemoteProtocolError
+from partition.execute.interpret import Results
+from partition.stage import IN_FLIGHT_MAX, MICROBATCHES_MAX, Backward, Forward, Sign
+
+
+@dataclass(frozen=True)
+class Held:
+    """A micro-batch between its two passes; without results it is computed again."""
+
+    sign: Sign
+    sizes: tuple[int, ...]
+    inputs: list[torch.Tensor]
+    results: Results | None
+
+
+@dataclass
+class OpenStep:
+    """Nothing is open at first: any step may begin, or only `next_step` where the stage was restored."""
+
+    next_step: int | None = None
+    step: int | None = None
+    """The step of what is counted or in flight."""
+    counted: set[int] = field(default_factory=set)
+    """The micro-batches in the sums."""
+    _in_flight: dict[int, Held] = field(default_factory=dict)
+
+    def admit(self, request: Forward) -> None:
+        """Raise RemoteProtocolError for a forward pass that no correct peer asks for now."""
+        step, microbatch = request.step, request.microbatch
+        if not request.train:
+            if request.sign < 0:
+                raise RemoteProtocolError("an evaluation leaves nothing that could be taken out")
+            return
+        if self.next_step not in (None, step):
+            raise RemoteProtocolError(f"a micro-batch of step {step} where step {self.next_step} is the next")
+        if self.step not in (None, step):
+            raise RemoteProtocolError(f"a micro-batch of step {step} while the sums hold step {self.step}")
+        if microbatch in self._in_flight or (request.sign > 0 and microbatch in self.counted):
+            raise RemoteProtocolError(f"micro-batch {microbatch} of step {step} for a second time")
+        if request.sign < 0 and microbatch not in self.counted:
+            raise RemoteProtocolError(
+                f"the sums do not hold micro-batch {microbatch} of step {step}, to take it out"
+            )
+        if len(self._in_flight) >= IN_FLIGHT_MAX:
+            raise RemoteProtocolError(f"{IN_FLIGHT_MAX} micro-batches are in flight already")
+        if len(self.counted) >= MICROBATCHES_MAX:
+            raise RemoteProtocolError(f"step {step} has {MICROBATCHES_MAX} micro-batches already")
+
+    def check_applied(self, step: int) -> None:
+        """Raise RemoteProtocolError where this is not the step to apply."""
+        if self.next_step not in (None, step):
+            raise RemoteProtocolError(f"step {step} applied where step {self.next_step} is the next")
+        if self.step not in (None, step):
+            raise RemoteProtocolError(f"step {step} applied while the sums hold step {self.step}")
+
+    def hold(self, request: Forward, held: Held) -> None:
+        """Keep a micro-batch for its backward pass."""
+        self.step = request.step
+        self._in_flight[request.microbatch] = held
+
+    def held(self, request: Backward) -> Held:
+        """Return the micro-batch to go back through. Raises RemoteProtocolError: there is none."""
+        held = self._in_flight.get(request.microbatch) if request.step == self.step else None
+        if held is None or held.sign != request.sign:
+            raise RemoteProtocolError(
+                f"nothing to go back through for micro-batch {request.microbatch} of step {request.step}"
+            )
+        return held
+
+    def end_flight(self, microbatch: int) -> None:
+        """Drop what was held of a micro-batch for its backward pass."""
+        del self._in_flight[microbatch]
+
+    def has_counted(self, request: Backward) -> bool:
+        """Return whether the sums hold the micro-batch already."""
+        return request.step == self.step and request.microbatch in self.counted and request.sign > 0
+
+    def count(self, request: Forward | Backward) -> None:
+        """Note that the sums hold a micro-batch, or, by its sign, no longer do."""
+        if request.sign > 0:
+            self.step = request.step
+            self.counted.add(request.microbatch)
+        else:
+            self.counted.remove(request.microbatch)
+            self._settle()
+
+    def let_go(self, step: int, microbatch: int) -> None:
+        """Forget a micro-batch in flight. Raises RemoteProtocolError: it is not."""
+        if step != self.step or microbatch not in self._in_flight:
+            raise RemoteProtocolError(
+                f"micro-batch {microbatch} of step {step} is not in flight, to be forgotten"
+            )
+        del self._in_flight[microbatch]
+        self._settle()
+
+    def advance(self) -> None:
+        """Note that the open step was applied."""
+        if self.next_step is not None:
+            self.next_step += 1
+
+    def clear(self) -> None:
+        """Close the step: nothing of it is held any more."""
+        self.step = None
+        self.counted.clear()
+        self._in_flight.clear()
+
+    def _settle(self) -> None:
+        """Allow any step to begin when nothing of a step is held here."""
+        if not self.counted and not self._in_flight:
+            self.step = None
