@@ -217,8 +217,10 @@ class AddressBook:
         """Note that a connection to an address of the peer is tried; return whether it may. Where it was seen
         always; where it only claims to be as rarely as datagrams go there."""
         entry, place = self._entry(peer), address.of(None)
-        if entry is _NOTHING or place in entry.proved or place == entry.observed:
+        if place in entry.proved or place == entry.observed:
             return True
+        if entry is _NOTHING:  # a relay, say, that only a peer behind it has named
+            return self.policy.is_near(place) or self._hosts.of(place.host, now).take(now)
         tries = entry.dials.get(place, _UNTRIED)
         if tries.count and not tries.has_failed and now - tries.at < ROTATE_SECONDS:
             return True  # several conversations with one peer begin at once

@@ -1,7 +1,7 @@
 """The ends of a circuit: a connection to a relay that leads to another peer from then on.
 
 The two ends shake hands over it as over any connection, so the relay sees that they talk, when, and how much,
-and nothing of what they say.
+and nothing of what they say. The first two flights of that handshake travel in what is said to the relay.
 """
 
 import trio
@@ -9,9 +9,9 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import PeerHandshake, Session
 from node.errors import StreamClosed, Unreachable
-from node.transport.handshake import Credentials, shake_hands
+from node.transport.handshake import Credentials, answer_flight, shake_hands
 from node.transport.relay_messages import (
     MESSAGE_BYTES_MAX,
     REASONS,
@@ -19,47 +19,74 @@ from node.transport.relay_messages import (
     CircuitReady,
     RelayRefused,
     Reply,
-    Request,
     TakeCircuit,
 )
 from node.transport.streams import SecureStream
 
 
-async def ask_circuit(
-    stream: SecureStream, credentials: Credentials, peer: PeerId
-) -> tuple[trio.SocketStream, Session]:
-    """Have the relay at the other end of a bare stream connect this node with `peer`. Raises Unreachable."""
-    return await _through(stream, credentials, AskCircuit(peer), peer)
+class CircuitEnd:
+    """One end of a circuit. `request` is what the relay is asked, and `connect` goes on once it was sent."""
 
+    def __init__(
+        self,
+        credentials: Credentials,
+        peer: PeerId,
+        handshake: PeerHandshake,
+        request: bytes,
+        *,
+        is_first: bool,
+    ) -> None:
+        self._credentials = credentials
+        self._peer = peer
+        self._handshake = handshake
+        self._is_first = is_first
+        self.request = request
 
-async def answer_circuit(
-    stream: SecureStream, credentials: Credentials, token: bytes, peer: PeerId
-) -> tuple[trio.SocketStream, Session]:
-    """Take the circuit that a relay has announced with this token. Raises Unreachable."""
-    return await _through(stream, credentials, TakeCircuit(token), peer)
+    @classmethod
+    def asking(cls, credentials: Credentials, peer: PeerId) -> "CircuitEnd":
+        """Return the end of the node that wants to reach `peer`."""
+        handshake = credentials.handshake(initiator=True, expected=peer)
+        request = encode(AskCircuit(peer, handshake.start()))
+        return cls(credentials, peer, handshake, request, is_first=True)
 
+    @classmethod
+    def taking(cls, credentials: Credentials, peer: PeerId, token: bytes, flight: bytes) -> "CircuitEnd":
+        """Return the end of the node that `peer` wants to reach, as a relay has announced with this token.
+        Raises Unreachable where its flight is none of a peer of this swarm."""
+        handshake = credentials.handshake(initiator=False)
+        try:
+            request = encode(TakeCircuit(token, answer_flight(handshake, flight)))
+        except RemoteProtocolError as error:
+            raise Unreachable("refused", f"{short_peer(peer)} came through a relay with {error}") from None
+        return cls(credentials, peer, handshake, request, is_first=False)
 
-async def _through(
-    stream: SecureStream, credentials: Credentials, request: Request, peer: PeerId
-) -> tuple[trio.SocketStream, Session]:
-    relay = short_peer(stream.peer)
-    try:
-        await stream.send(encode(request))
-        reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
-        if isinstance(reply, RelayRefused):
-            raise Unreachable("refused", f"{short_peer(peer)} through {relay}: it {REASONS[reply.code]}")
-        if not isinstance(reply, CircuitReady):
-            raise RemoteProtocolError("no answer to what was asked")
-        opened, rest = stream.connection.detach()
-    except RemoteProtocolError:
-        stream.connection.end("a relay that breaks the protocol")
-        raise Unreachable("refused", f"the relay {relay} breaks the protocol") from None
-    except StreamClosed:
-        raise Unreachable("refused", f"the relay {relay} hung up") from None
-    finally:
-        stream.close()
-    transport = trio.SocketStream(trio.socket.from_stdlib_socket(opened))
-    is_first = isinstance(request, AskCircuit)
-    where = f"{short_peer(peer)} through {relay}"
-    session = await shake_hands(transport, credentials, where, expected=peer, is_first=is_first, came=rest)
-    return transport, session
+    async def connect(self, stream: SecureStream) -> tuple[trio.SocketStream, Session]:
+        """Wait for the relay at the other end of a bare stream, on which the request was sent, to connect the
+        two, and end the handshake. Raises Unreachable."""
+        relay = short_peer(stream.peer)
+        where = f"{short_peer(self._peer)} through {relay}"
+        try:
+            reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
+            if isinstance(reply, RelayRefused):
+                raise Unreachable("refused", f"{where}: it {REASONS[reply.code]}")
+            if not isinstance(reply, CircuitReady) or bool(reply.flight) != self._is_first:
+                raise RemoteProtocolError("no answer to what was asked")
+            opened, rest = stream.connection.detach()
+        except RemoteProtocolError:
+            stream.connection.end("a relay that breaks the protocol")
+            raise Unreachable("refused", f"the relay {relay} breaks the protocol") from None
+        except StreamClosed:
+            raise Unreachable("refused", f"the relay {relay} hung up") from None
+        finally:
+            stream.close()
+        transport = trio.SocketStream(trio.socket.from_stdlib_socket(opened))
+        session = await shake_hands(
+            transport,
+            self._credentials,
+            where,
+            expected=self._peer,
+            is_first=self._is_first,
+            came=reply.flight + rest,
+            begun=self._handshake,
+        )
+        return transport, session

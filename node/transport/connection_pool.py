@@ -50,12 +50,13 @@ class IdleConnections:
         if len(self._since) > self._number_max:
             next(iter(self._since)).end("more idle connections than needed")
 
-    def take(self, peer: PeerId, at: Address | None = None) -> Connection | None:
-        """One to `peer`, if asked for to its address `at`, that still stands as far as can be seen here."""
+    def take(self, peer: PeerId, at: Address | None = None, *, is_bare: bool = False) -> Connection | None:
+        """Return a connection to `peer` that still stands as far as can be seen here: if asked for one to its
+        address `at`, or one that `is_bare`, no channel of a path."""
         for connection in reversed(tuple(self._by_peer.get(peer, ()))):
             if not connection.is_quiet:
                 connection.end("the other side closed it while it was idle")
-            elif at is None or connection.source == at:
+            elif (at is None or connection.source == at) and not (is_bare and connection.path is not None):
                 self.forget(connection)
                 return connection
         return None

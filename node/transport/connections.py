@@ -1,11 +1,10 @@
-"""All TCP connections of one node, both ways: dialled, used again, served, and ended in order.
+"""The table of a node's TCP connections, and those that it opens: dialled, used again, and ended in order.
 
-`open` rides what a handshake made: a connection for each conversation at a time, where one that has ended in
-order on both sides carries the next to that peer. To a peer that cannot be dialled it is a channel of a
-multiplexed path (`paths`). Which addresses a peer has is the caller's.
+A connection carries one conversation at a time; one that has ended in order on both sides carries the next.
+A peer that cannot be dialled is spoken to on a channel of a multiplexed path (`paths`). Connections that
+others open are served by `arrivals`; `address_book` has the addresses of peers.
 """
 
-import itertools
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -15,44 +14,35 @@ from functools import partial
 import trio
 
 from crypto.contact import Address
-from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
-from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
-from node.transport.accept_queue import PendingConnection, PendingConnections
 from node.transport.address_book import AddressBook
+from node.transport.arrivals import Arrivals
 from node.transport.buffer_pool import Pool
-from node.transport.connection_pool import IDLE_SECONDS, IdleConnections
-from node.transport.half_open import HalfOpenQueue
-from node.transport.handlers import INBOUND_PER_PEER_MAX
-from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, accept, dial
-from node.transport.multiplexed import MultiplexedPath, Way, channel_session
+from node.transport.connection_pool import IdleConnections
+from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, dial
+from node.transport.multiplexed import MultiplexedPath, channel_session
 from node.transport.pace import Paces
 from node.transport.paths import Paths
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.router import Hello, Router, greet
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
-from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
+from node.transport.tcp import Connection, ReassemblyBudget
 from node.transport.vanished import VanishedConnections
 
-REFUSALS_MAX = 16
-"""Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
 OPEN_SECONDS = 20.0
 """All addresses of a peer together."""
 PREFERRED_DELAY_SECONDS = 2.0
 """What the path that was measured as the fastest gets before others are tried: it may be full of our data."""
-INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
-"""Twice what its opener keeps it for: who is left waiting longer has been forgotten."""
 LOOK_SECONDS = 10.0
 """How often connections are looked at: idle for too long, or the other machine gone; and memory that nobody
 has borrowed since."""
 GRACE_SECONDS = 0.5
 """What handlers get to finish their answers when the node leaves, and streams to end in order."""
-
 
 Reached = SecuredTransport | MultiplexedPath
 
@@ -73,7 +63,7 @@ async def _first(
 class Connections:
     """`run` must be running to serve, and to keep connections for another conversation.
 
-    Long because who is dialled, kept, served or refused is decided over one table of connections.
+    Long because whoever is dialled, kept or ended is found in one table of connections.
     """
 
     def __init__(
@@ -86,20 +76,15 @@ class Connections:
     ) -> None:
         self._credentials = credentials
         self._book = book
-        self._router = router
         self._counters = counters
         self._paces = paces or Paces()
         self._assembly = ReassemblyBudget()
-        self._strangers_assembly = ReassemblyBudget(STRANGERS_ASSEMBLY_BYTES_MAX)
         self._pool = Pool()
         self._idle = IdleConnections()
         # Every one that stands, with the stream it carries; a dict for its order.
         self._open: dict[Connection, SecureStream | None] = {}
-        # Served ones that wait for another hello, the longest first.
-        self._waiting: dict[Connection, None] = {}
-        self._doorway = HalfOpenQueue[PendingConnection]()
         self.paths = Paths(self, credentials, counters)
-        self._inbound = router.register
+        self.arrivals = Arrivals(self, credentials, router, self._assembly, counters)
         self._vanished = VanishedConnections(lambda: tuple(self._open), counters)
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
@@ -140,8 +125,7 @@ class Connections:
 
     def _send_away(self, nursery: trio.Nursery) -> None:
         self._idle.clear()
-        for connection in tuple(self._waiting):
-            connection.end("this node is leaving")
+        self.arrivals.send_away()
         for stream in tuple(self._open.values()):
             if stream is None:
                 continue
@@ -174,6 +158,9 @@ class Connections:
         hello = Hello("stream", protocols, self._work_bits)
         connection, protocol = await self._greet_peer(peer, hello, message_bytes_max, at)
         self._counters["streams_opened"] += 1
+        return self._stream(connection, protocol)
+
+    def _stream(self, connection: Connection, protocol: str) -> SecureStream:
         stream = self._open[connection] = SecureStream(connection, protocol, self._closed)
         return stream
 
@@ -195,16 +182,9 @@ class Connections:
         self, peer: PeerId, hello: Hello, message_bytes_max: int = 0, at: Address | None = None
     ) -> tuple[Connection, str]:
         with trio.move_on_after(OPEN_SECONDS):
-            connection = self._idle.take(peer, at or self._book.preferred(peer))
-            if connection is not None:
-                try:
-                    protocol = await self._greet(connection, hello, message_bytes_max)
-                    self._counters["connections_used_again"] += 1
-                    return connection, protocol
-                except (StreamClosed, trio.TooSlowError):
-                    # Nothing but a hello can have come there: to ask again does nothing twice.
-                    self._counters["connections_stale"] += 1
-                    self._idle.drop(peer)
+            known = at or self._book.preferred(peer)
+            if (found := await self._greet_idle(peer, hello, message_bytes_max, at=known)) is not None:
+                return found
             if at is None and (path := self.paths.best(peer)) is not None:
                 try:
                     return await self._greet_channel(path, hello, message_bytes_max)
@@ -215,6 +195,29 @@ class Connections:
                 return await self._meet(await self._attempt(peer, at), hello, message_bytes_max)
             return await self._dial_peer(peer, hello, message_bytes_max)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
+
+    async def _greet_idle(
+        self,
+        peer: PeerId,
+        hello: Hello,
+        message_bytes_max: int,
+        *,
+        at: Address | None = None,
+        is_bare: bool = False,
+        ahead: bytes = b"",
+    ) -> tuple[Connection, str] | None:
+        """Use a connection that rests here; None where there is none that stands."""
+        connection = self._idle.take(peer, at, is_bare=is_bare)
+        if connection is not None:
+            try:
+                protocol = await self._greet(connection, hello, message_bytes_max, ahead)
+                self._counters["connections_used_again"] += 1
+                return connection, protocol
+            except (StreamClosed, trio.TooSlowError):
+                # Nobody read a hello there, nor what went ahead: to ask again does nothing twice.
+                self._counters["connections_stale"] += 1
+                self._idle.drop(peer)
+        return None
 
     async def _dial_peer(
         self, peer: PeerId, hello: Hello, message_bytes_max: int, *, is_bare: bool = False
@@ -269,9 +272,11 @@ class Connections:
         """One address: connect, shake hands, be welcomed."""
         return await self._meet(await self._reach(address), hello, message_bytes_max)
 
-    async def _meet(self, found: Reached, hello: Hello, message_bytes_max: int) -> tuple[Connection, str]:
+    async def _meet(
+        self, found: Reached, hello: Hello, message_bytes_max: int, ahead: bytes = b""
+    ) -> tuple[Connection, str]:
         if isinstance(found, SecuredTransport):
-            return await self._introduce(found, hello, message_bytes_max)
+            return await self._introduce(found, hello, message_bytes_max, ahead=ahead)
         return await self._introduce_channel(found, hello, message_bytes_max)
 
     # --- paths -------------------------------------------------------------------------------------
@@ -281,11 +286,28 @@ class Connections:
         """See `paths.PathHost`, as of all of these."""
         return self._nursery if self._is_staying else None
 
-    async def open_bare(self, peer: PeerId, protocol: str, at: Address | None = None) -> SecureStream:
-        """A stream that has a TCP connection of its own, to be detached from it. Raises Unreachable."""
-        connection, name = await self._dial_bare(peer, Hello("stream", (protocol,), self._work_bits), at)
-        stream = self._open[connection] = SecureStream(connection, name, self._closed)
-        return stream
+    async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
+        """Open a stream that has a TCP connection of its own, to be detached from it, by one that rests here
+        or by dialling the peer `at` an address; its first message goes `ahead` of the answer. Raises
+        Unreachable."""
+        hello = Hello("stream", (protocol,), self._work_bits)
+        with trio.move_on_after(OPEN_SECONDS):
+            found = await self._greet_idle(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True, ahead=ahead)
+            if found is None:
+                # Dialled as seldom as a claim: only a peer behind it may have said where the relay is.
+                found = await self._meet(await self._attempt(peer, at), hello, MESSAGE_BYTES_USUAL, ahead)
+            return self._stream(*found)
+        raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
+
+    async def keep_ready(self, peer: PeerId, at: Address) -> None:
+        """Have a connection to a peer rest here that `open_bare` can use; one that does already is used, so
+        that neither side forgets it. Raises Unreachable."""
+        hello = Hello("identify", (), self._work_bits)
+        with trio.move_on_after(OPEN_SECONDS):
+            found = await self._greet_idle(peer, hello, 0, is_bare=True)
+            if found is None:
+                found = await self._meet(await self._attempt(peer, at), hello, 0)
+            self._keep(found[0])
 
     async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
         """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
@@ -302,9 +324,7 @@ class Connections:
     async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
         """A stream on a connection on which hands were shaken. Raises Unreachable."""
         hello = Hello("stream", (protocol,), self._work_bits)
-        connection, name = await self._introduce(secured, hello, MESSAGE_BYTES_USUAL)
-        stream = self._open[connection] = SecureStream(connection, name, self._closed)
-        return stream
+        return self._stream(*await self._introduce(secured, hello, MESSAGE_BYTES_USUAL))
 
     async def agree_on_path(self, secured: SecuredTransport) -> Connection:
         """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
@@ -316,9 +336,7 @@ class Connections:
         """Serve a connection that was punched, and on which the other side says what it is for."""
         connection = self.make(secured.transport, secured.session)
         connection.is_punched = True
-        place = connection.source
-        if place is not None and self._enter(connection, prefix_of(place.host)) is not None:
-            await self._serve_entered(connection)
+        await self.arrivals.serve_punched(connection)
 
     def has_better(self, path: MultiplexedPath) -> None:
         """End what rests on a path."""
@@ -338,15 +356,7 @@ class Connections:
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
         """The peer has opened a channel: serve it as a connection that came in."""
-        connection = self._make_channel(path, channel)
-        # Peers behind one relay have nothing in common but the relay; how many there are `paths` bounds.
-        source = path.peer if path.way == "relayed" or path.address is None else prefix_of(path.address.host)
-        if self._nursery is not None and self._enter(connection, source) is not None:
-            self._nursery.start_soon(self._serve_entered, connection)
-
-    async def _serve_entered(self, connection: Connection) -> None:
-        with contain("a channel that came in"):
-            await self._serve_peer(connection)
+        self.arrivals.serve_channel(path, self._make_channel(path, channel))
 
     async def _greet_channel(
         self, path: MultiplexedPath, hello: Hello, message_bytes_max: int
@@ -380,6 +390,7 @@ class Connections:
         message_bytes_max: int,
         *,
         is_punched: bool = False,
+        ahead: bytes = b"",
     ) -> tuple[Connection, str]:
         """Say what the connection is for, once hands were shaken."""
         address, transport, session = dialled.address, dialled.transport, dialled.session
@@ -387,24 +398,33 @@ class Connections:
         connection.is_punched = is_punched
         if connection.source is not None and not is_punched:  # else it has hung up: the greeting will tell
             self._book.prove(session.peer, connection.source)
-            self._note_way(transport, connection.source)
+            self.note_way(connection, transport)
         try:
-            return connection, await self._greet(connection, hello, message_bytes_max)
+            return connection, await self._greet(connection, hello, message_bytes_max, ahead)
         except trio.TooSlowError:
             raise Unreachable("timeout", f"{address.short} shook hands, then fell silent") from None
         except StreamClosed:
             raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
 
-    def _note_way(self, transport: trio.SocketStream, there: Address) -> None:
-        """A connection shows by which of its addresses this machine is reached."""
-        with suppress(OSError):
-            self._book.policy.reached(address_of(transport.socket.getsockname()).host, there.host)
+    def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
+        """Note by which of its own addresses this machine is reached: a connection shows it."""
+        there = connection.source
+        if there is not None:
+            with suppress(OSError):
+                self._book.policy.reached(address_of(transport.socket.getsockname()).host, there.host)
 
-    async def _greet(self, connection: Connection, hello: Hello, message_bytes_max: int) -> str:
+    def carries(self, connection: Connection, stream: SecureStream | None) -> None:
+        """Note the stream that a connection carries; None for none."""
+        self._open[connection] = stream
+
+    async def _greet(
+        self, connection: Connection, hello: Hello, message_bytes_max: int, ahead: bytes = b""
+    ) -> str:
         understood = False
         try:
             with trio.fail_after(HANDSHAKE_SECONDS):
-                protocol = await greet(connection, hello, self._credentials.identity.peer, message_bytes_max)
+                me = self._credentials.identity.peer
+                protocol = await greet(connection, hello, me, message_bytes_max, ahead)
             understood = True
         except Unreachable:
             understood = True
@@ -445,9 +465,8 @@ class Connections:
 
     def _ended(self, connection: Connection) -> None:
         self._open.pop(connection, None)
-        self._waiting.pop(connection, None)
         self._idle.forget(connection)
-        self._inbound.leave(connection)
+        self.arrivals.ended(connection)
         if connection.path is not None and not self._is_staying:
             self._end_idle_paths()
 
@@ -478,143 +497,3 @@ class Connections:
                 stream.connection.end("the other side did not close in time")
         if part.error is not None:
             stream.connection.end("its end failed")
-
-    # --- in ----------------------------------------------------------------------------------------
-
-    async def listen(
-        self,
-        listening: Sequence[socket.socket],
-        *,
-        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
-    ) -> None:
-        """Take connections by these sockets until cancelled, while `run` is running."""
-        assert self._nursery is not None
-        serving = self._nursery
-
-        def shake_hands(stranger: PendingConnection) -> None:
-            serving.start_soon(self._serve, stranger, strangers)
-
-        strangers = PendingConnections(
-            self._credentials, self._doorway, self._counters, self._has_room, shake_hands
-        )
-        task_status.started()
-        await strangers.run(listening)
-
-    async def _serve(self, stranger: PendingConnection, strangers: PendingConnections) -> None:
-        """One connection that came in, from its first flight to its end."""
-        with contain("a connection that came in"):
-            connection = None
-            try:
-                connection = await self._shake_hands(stranger)
-            finally:
-                strangers.leave(stranger, is_peer=connection is not None)
-                if connection is None:
-                    stranger.socket.close()
-            if connection is not None:
-                await self._serve_peer(connection)
-
-    async def _shake_hands(self, stranger: PendingConnection) -> Connection | None:
-        assert stranger.handshake is not None
-        assert stranger.scope is not None
-        transport = trio.SocketStream(trio.socket.from_stdlib_socket(stranger.socket))
-        try:
-            with stranger.scope as scope:
-                session = await accept(transport, stranger.handshake, stranger.came)
-                connection = self.make(transport, session)
-                if connection.source is not None:
-                    self._note_way(transport, connection.source)
-                return self._enter(connection, stranger.source)
-            is_late = trio.current_time() >= scope.deadline
-            self._counters["handshakes_timed_out" if is_late else "handshakes_displaced"] += 1
-        except RemoteProtocolError:
-            self._counters["handshakes_refused"] += 1
-        except (trio.BrokenResourceError, OSError):
-            self._counters["handshakes_broken"] += 1
-        return None
-
-    def _has_room(self, source: bytes) -> bool:
-        """Return whether a peer from there would be let in."""
-        return self._inbound.has_room(trio.current_time(), source)
-
-    def _enter(self, connection: Connection, source: bytes) -> Connection | None:
-        """Count it in, and make room for it where there is none; None if there is none to be made."""
-        evicted = self._inbound.admit(trio.current_time(), connection, connection.peer, source)
-        if evicted is None:
-            self._counters["connections_over_limit"] += 1
-            connection.end("there is no room")
-            return None
-        for each in evicted:
-            self._router.evict(each)
-        if not self._inbound.is_known(connection.peer):
-            connection.charge(self._strangers_assembly)
-        return connection
-
-    async def _serve_peer(self, connection: Connection) -> None:
-        peer = connection.peer
-        if self._inbound.count(peer) > INBOUND_PER_PEER_MAX:
-            # One that waits for another hello makes room: its opener dials again if it has one.
-            spare = next((each for each in self._waiting if each.peer == peer), None)
-            if spare is not None:
-                self._router.evict(spare)
-        busy = self._inbound.count(peer) > INBOUND_PER_PEER_MAX
-        try:
-            refusals = 0
-            for number in itertools.count():
-                welcomed = await self._welcome(connection, busy=busy, is_first=number == 0)
-                refusals = 0 if welcomed is not None else refusals + 1
-                is_over = busy or refusals > REFUSALS_MAX or connection.why is not None
-                if is_over or (welcomed is not None and not await self._converse(connection, *welcomed)):
-                    break
-        finally:
-            self._router.forget(connection)
-            connection.end("the conversation is over")
-
-    async def _welcome(
-        self, connection: Connection, *, busy: bool, is_first: bool
-    ) -> tuple[Hello, str] | None:
-        """Return what is wanted next; None if nothing, or it was refused."""
-        seconds = HANDSHAKE_SECONDS
-        if not is_first:
-            seconds = INBOUND_IDLE_SECONDS
-            connection.release()
-            connection.is_spare = True
-            self._waiting[connection] = None
-        try:
-            with trio.fail_after(seconds):
-                return await self._router.welcome(connection, busy=busy)
-        except RemoteProtocolError as error:
-            self._counters["hellos_refused"] += 1
-            connection.end(f"the other side broke the protocol: {error}")
-        except (StreamClosed, trio.TooSlowError):
-            # To say nothing more is how a connection ends that may be used again.
-            self._counters["hellos_refused"] += is_first
-            connection.end("no hello came")
-        finally:
-            connection.is_spare = False
-            self._waiting.pop(connection, None)
-        return None
-
-    async def _converse(self, connection: Connection, hello: Hello, protocol: str) -> bool:
-        """Return whether the connection is free for another conversation."""
-        if hello.kind == "identify":
-            return self._is_staying
-        if hello.kind == "path":
-            self._inbound.credit(connection)
-            way: Way = "punched" if connection.is_punched else "direct"
-            await self.paths.carry(connection, is_first=False, way=way, address=connection.source)
-            return False
-        if hello.kind == "message":
-            return await self._router.take_one_shot(connection, protocol) and self._is_staying
-        self._counters["streams_served"] += 1
-        stream = self._open[connection] = SecureStream(connection, protocol)
-        try:
-            await self._router.serve(stream)
-        finally:
-            stream.close()
-        is_free = await stream.finish()
-        if is_free:
-            self._inbound.credit(connection)
-            connection.charge(self._assembly)
-        if connection.why is None:
-            self._open[connection] = None
-        return is_free and self._is_staying

@@ -133,9 +133,11 @@ async def shake_hands(
     expected: PeerId | None,
     is_first: bool = True,
     came: bytes = b"",
+    begun: PeerHandshake | None = None,
 ) -> Session:
     """Shake hands on a connection that stands, or close it. `where` is what a person calls the other end;
-    `is_first` is true on one side; what `came` has been read already.
+    `is_first` is true on one side; what `came` has been read already. A handshake that has `begun` has said
+    what it had to say by other means.
 
     Raises:
         WrongPeer, Unreachable: with the reason and a sentence for a person.
@@ -143,8 +145,11 @@ async def shake_hands(
     session = None
     try:
         with trio.fail_after(HANDSHAKE_SECONDS):
-            handshake = credentials.handshake(initiator=is_first, expected=expected if is_first else None)
-            session = await _shake_hands(transport, handshake, handshake.start(), came)
+            if begun is None:
+                made = credentials.handshake(initiator=is_first, expected=expected if is_first else None)
+                session = await _shake_hands(transport, made, made.start(), came)
+            else:
+                session = await _shake_hands(transport, begun, b"", came)
             if expected not in (None, session.peer):
                 session = None
                 raise WrongPeer("wrong key", f"{where} is somebody else")
@@ -162,6 +167,20 @@ async def shake_hands(
         if session is None:
             transport.socket.close()
     return session
+
+
+def answer_flight(handshake: PeerHandshake, flight: bytes) -> bytes:
+    """Return a responder's answer to the first flight of a handshake, which came by other means than the
+    connection on which the rest follows. Raises RemoteProtocolError for what is no whole flight."""
+    answer = handshake.start()
+    while not answer:
+        taken, flight = flight[: handshake.wanted], flight[handshake.wanted :]
+        if len(taken) < handshake.wanted:
+            raise RemoteProtocolError("a flight that is not whole")
+        answer = handshake.receive(taken)
+    if flight:
+        raise RemoteProtocolError("more than one flight")
+    return answer
 
 
 async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> Session:

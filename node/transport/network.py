@@ -327,6 +327,11 @@ class RealNetwork:
         names = (protocol, *others)
         return await self._connections.open(peer, *names, message_bytes_max=message_bytes_max, at=at)
 
+    async def keep_ready(self, peer: PeerId, at: Address) -> None:
+        """Have a connection to a peer `at` an address rest here for what needs one soon. Raises
+        Unreachable."""
+        await self._connections.keep_ready(peer, at)
+
     async def identify(self, address: Address) -> PeerId:
         return await self._connections.identify(address)
 
@@ -367,7 +372,7 @@ class RealNetwork:
                     async with trio.open_nursery() as nursery:
                         nursery.start_soon(datagrams.receive_forever)
                         nursery.start_soon(datagrams.wake_forever)
-                        await nursery.start(self._connections.listen, [each.tcp for each in bound])
+                        await nursery.start(self._connections.arrivals.listen, [each.tcp for each in bound])
                         nursery.start_soon(self._short.run)
                         for _ in range(ONE_SHOT_SENDERS):
                             nursery.start_soon(self._send_one_shots)

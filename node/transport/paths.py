@@ -19,7 +19,7 @@ from crypto.identity import PeerId, short_peer
 from crypto.noise import Session
 from node.containment import contain
 from node.errors import Unreachable
-from node.transport.circuits import answer_circuit, ask_circuit
+from node.transport.circuits import CircuitEnd
 from node.transport.handshake import Credentials, SecuredTransport
 from node.transport.multiplexed import MultiplexedPath, Way
 from node.transport.relay_messages import PROTOCOL as RELAY_PROTOCOL
@@ -77,8 +77,9 @@ class PathHost(Protocol):
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
         """A peer has opened a channel."""
 
-    async def open_bare(self, peer: PeerId, protocol: str, at: Address | None = None) -> SecureStream:
-        """Open a stream that has a connection of its own. Raises Unreachable."""
+    async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
+        """Open a stream that has a connection of its own, and send its first message `ahead` of the answer.
+        Raises Unreachable."""
 
     async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
         """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
@@ -214,8 +215,10 @@ class Paths:
         coming = self._connecting[circuit] = _Coming()
         try:
             with trio.move_on_after(CIRCUIT_SECONDS):
-                stream = await self._host.open_bare(relay, RELAY_PROTOCOL, circuit.of_relay)
-                transport, session = await ask_circuit(stream, self._credentials, peer)
+                end = CircuitEnd.asking(self._credentials, peer)
+                at = circuit.of_relay
+                stream = await self._host.open_bare(relay, RELAY_PROTOCOL, at, end.request)
+                transport, session = await end.connect(stream)
                 secured = SecuredTransport(circuit, transport, session)
                 return await self.adopt(secured, is_first=True, way="relayed")
             raise Unreachable("timeout", f"{short_peer(peer)} did not answer through {short_peer(relay)}")
@@ -226,11 +229,15 @@ class Paths:
             del self._connecting[circuit]
             coming.over.set()
 
-    async def accept(self, relay: PeerId, at: Address, token: bytes, peer: PeerId) -> MultiplexedPath:
-        """Let `peer` reach this node through the relay that has announced it. Raises Unreachable."""
+    async def accept(
+        self, relay: PeerId, at: Address, token: bytes, peer: PeerId, flight: bytes
+    ) -> MultiplexedPath:
+        """Let `peer` reach this node through the relay that has announced it, with the flight by which it
+        begins the handshake. Raises Unreachable."""
         with trio.move_on_after(CIRCUIT_SECONDS):
-            stream = await self._host.open_bare(relay, RELAY_PROTOCOL, at)
-            transport, session = await answer_circuit(stream, self._credentials, token, peer)
+            end = CircuitEnd.taking(self._credentials, peer, token, flight)
+            stream = await self._host.open_bare(relay, RELAY_PROTOCOL, at, end.request)
+            transport, session = await end.connect(stream)
             secured = SecuredTransport(at.of(relay).through(peer), transport, session)
             return await self.adopt(secured, is_first=False, way="relayed")
         raise Unreachable("timeout", f"{short_peer(peer)} did not come through {short_peer(relay)}")

@@ -3,7 +3,8 @@
 A node that nobody can dial keeps a stream to a relay: it says KeepPlace, again before the place lapses, and
 is told CircuitAnnounced for each peer that wants to reach it. That peer says AskCircuit, the node says
 TakeCircuit on another stream. Once both were told CircuitReady, the relay carries bytes between these two
-connections and can read none of them: the two ends shake hands inside.
+connections and can read none of them. The two ends shake hands through it, and these messages carry the first
+two flights of that handshake, so that it costs no round trip of its own.
 """
 
 from typing import Annotated
@@ -13,7 +14,9 @@ import msgspec
 from crypto.identity import PEER_ID_BYTES
 
 PROTOCOL = "/peerloom/relay/1"
-MESSAGE_BYTES_MAX = 256
+FLIGHT_BYTES_MAX = 1_600
+"""The longest flight of a handshake has 1,400 bytes."""
+MESSAGE_BYTES_MAX = FLIGHT_BYTES_MAX + 256
 TOKEN_BYTES = 16
 
 OFF, FULL, UNKNOWN, BUSY, SPENT = 0, 1, 2, 3, 4
@@ -29,6 +32,7 @@ REASONS = (
 
 Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 RawPeer = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Flight = Annotated[bytes, msgspec.Meta(min_length=1, max_length=FLIGHT_BYTES_MAX)]
 Seconds = Annotated[int, msgspec.Meta(ge=1, le=86_400)]
 Rate = Annotated[int, msgspec.Meta(ge=0, le=2**50)]
 
@@ -38,15 +42,17 @@ class KeepPlace(msgspec.Struct, frozen=True, array_like=True, tag="keep"):
 
 
 class AskCircuit(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """AskCircuit me with this peer."""
+    """Connect me with this peer, which gets my first flight of the handshake."""
 
     peer: RawPeer
+    flight: Flight
 
 
 class TakeCircuit(msgspec.Struct, frozen=True, array_like=True, tag="take"):
-    """AskCircuit me with the one for whom I was told this token."""
+    """Connect me with the peer for which I was told this token; `flight` answers its own."""
 
     token: Token
+    flight: Flight
 
 
 Request = KeepPlace | AskCircuit | TakeCircuit
@@ -66,14 +72,18 @@ class RelayRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class CircuitReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """What follows on this connection is the other's."""
+    """What follows on this connection is the other's. The peer that asked gets the answer to its flight; for
+    the other one it is empty."""
+
+    flight: Annotated[bytes, msgspec.Meta(max_length=FLIGHT_BYTES_MAX)] = b""
 
 
 class CircuitAnnounced(msgspec.Struct, frozen=True, array_like=True, tag="announced"):
-    """This peer wants to reach you."""
+    """This peer wants to reach you, and begins the handshake with this flight."""
 
     token: Token
     peer: RawPeer
+    flight: Flight
 
 
 Reply = PlaceKept | RelayRefused | CircuitReady | CircuitAnnounced

@@ -63,9 +63,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     work_bits: WorkBits = 0
 
 
-async def greet(connection: Connection, hello: Hello, me: PeerId, message_bytes_max: int = 0) -> str:
+async def greet(
+    connection: Connection, hello: Hello, me: PeerId, message_bytes_max: int = 0, ahead: bytes = b""
+) -> str:
     """Say what the conversation of `me` is for and wait for the answer: the name that the other side chose.
-    From then on messages of at most `message_bytes_max` are taken.
+    From then on messages of at most `message_bytes_max` are taken. The first message of the conversation may
+    go `ahead` of the answer; where the answer is no, the connection ends.
 
     Raises:
         Unreachable: "refused", with what the other side has against it; it may be asked for something else.
@@ -74,6 +77,8 @@ async def greet(connection: Connection, hello: Hello, me: PeerId, message_bytes_
     """
     connection.limit(HELLO_BYTES_MAX)
     await connection.send(encode(hello))
+    if ahead:
+        await connection.send(ahead)
     received = await connection.receive(0)
     connection.limit(message_bytes_max)
     if not isinstance(received, tuple):
@@ -86,6 +91,8 @@ async def greet(connection: Connection, hello: Hello, me: PeerId, message_bytes_
     if wrong or answer.code == WITHOUT_WORK:
         connection.end("ids without the swarm's proof of work")
         raise Unreachable("work", wrong or f"{short_peer(connection.peer)} wants more work in this node's id")
+    if answer.code != ACCEPTED and ahead:
+        connection.end("what went ahead is not wanted")
     if answer.code == UNKNOWN_PROTOCOL:
         wanted = " or ".join(hello.protocols)
         raise Unreachable("refused", f"{short_peer(connection.peer)} does not speak {wanted}")

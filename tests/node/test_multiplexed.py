@@ -213,7 +213,7 @@ async def test_peers_behind_one_relay_count_each_for_itself(monkeypatch: pytest.
         for count, guest in enumerate(guests, start=1):
             guest.learn(world.hidden.peer, world.hidden.circuits)
             assert await ask(guest, world.hidden.peer) == b"there?"
-            sources = world.hidden._connections._inbound._all.by_source
+            sources = world.hidden._connections.arrivals._register._all.by_source
             assert sources[guest.peer] == 1
             carried = [path for path in world.hidden.multiplexed if path.way == "relayed"]
             await until(lambda: sum(each.stands for each in carried) == min(count, 2))  # noqa: B023 - awaited

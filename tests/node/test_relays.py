@@ -298,7 +298,7 @@ async def test_a_relay_that_is_off_keeps_no_place_and_carries_nothing() -> None:
         await until(lambda: world.counters["relays_failed"] > 0)
         assert not world.hidden.circuits
         world.guest.learn(world.relay.peer, world.relay.addresses)
-        for request in (KeepPlace(), AskCircuit(world.hidden.peer), TakeCircuit(bytes(16))):
+        for request in (KeepPlace(), AskCircuit(world.hidden.peer, b"f"), TakeCircuit(bytes(16), b"f")):
             stream = await world.guest.open(world.relay.peer, PROTOCOL)
             await stream.send(encode(request))
             reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
@@ -354,7 +354,8 @@ async def test_a_relay_that_floods_announcements_makes_few_connections_come() ->
             return
         await stream.send(encode(PlaceKept(60, 0)))
         for number in range(20 * TAKING_MAX):
-            await stream.send(encode(CircuitAnnounced(number.to_bytes(16, "big"), peer(number))))
+            flight = hidden.credentials.handshake(initiator=True).start()
+            await stream.send(encode(CircuitAnnounced(number.to_bytes(16, "big"), peer(number), flight)))
         await trio.sleep_forever()
 
     relay.handle(PROTOCOL, flood, STREAMS)

@@ -373,22 +373,22 @@ async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytes
     for module in handshake, accept_queue:
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 30.0)
     alice, bob = make_network("a"), make_network("b")
-    bob._connections._doorway = HalfOpenQueue(places_max=2)
+    bob._connections.arrivals._doorway = HalfOpenQueue(places_max=2)
     async with running(alice, bob):
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
-        await until(lambda: len(bob._connections._doorway) == 2)
+        await until(lambda: len(bob._connections.arrivals._doorway) == 2)
         assert await alice.identify(bob.addresses[0]) == bob.peer
         # The connection that had stood there longest had to go.
         assert await idle[0].receive_some() == b""
         assert bob.counters["handshakes_displaced"] == 1
-        assert len(bob._connections._doorway) == 1
+        assert len(bob._connections.arrivals._doorway) == 1
         for connection in idle:
             await connection.aclose()
 
 
 async def test_who_shakes_hands_loses_its_place_like_any_other() -> None:
     alice, bob = make_network("a"), make_network("b")
-    bob._connections._doorway = HalfOpenQueue(places_max=1)
+    bob._connections.arrivals._doorway = HalfOpenQueue(places_max=1)
     async with running(alice, bob):
         half = await trio.open_tcp_stream(*raw_address(bob))
         await half.send_all(first_flight(OPEN))
@@ -397,7 +397,7 @@ async def test_who_shakes_hands_loses_its_place_like_any_other() -> None:
         while await half.receive_some():
             pass
         assert bob.counters["handshakes_displaced"] == 1
-        assert len(bob._connections._doorway) == 0
+        assert len(bob._connections.arrivals._doorway) == 0
         await half.aclose()
 
 
@@ -413,7 +413,7 @@ async def identify_in_a_crowd(asks: RealNetwork, asked: RealNetwork) -> PeerId:
 @pytest.mark.parametrize("keys", [(), (KEY,)], ids=["open", "private"])
 async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tuple[bytes, ...]) -> None:
     alice, bob = make_network("a", keys=keys), make_network("b", keys=keys)
-    bob._connections._doorway = HalfOpenQueue(places_max=32)
+    bob._connections.arrivals._doorway = HalfOpenQueue(places_max=32)
     kinds = [
         say_nothing,
         say_garbage,
@@ -436,7 +436,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
         await until(lambda: bob.counters["handshakes_displaced"] > 0)
         for _ in range(20):
             assert await identify_in_a_crowd(alice, bob) == bob.peer
-            assert len(bob._connections._doorway) <= 32
+            assert len(bob._connections.arrivals._doorway) <= 32
         nursery.cancel_scope.cancel()
     # In the crowd of a busy machine the next may push out each before it is refused.
     async with running(alice, bob), trio.open_nursery() as nursery:
@@ -444,7 +444,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
             nursery.start_soon(be_strange, says)
         await until(lambda: bob.counters["handshakes_by_outsiders" if keys else "handshakes_refused"] > 0)
         nursery.cancel_scope.cancel()
-    assert len(bob._connections._doorway) == 0
+    assert len(bob._connections.arrivals._doorway) == 0
 
 
 # --- the machine's own limits ------------------------------------------------------------------------
@@ -468,7 +468,7 @@ async def test_without_room_for_another_file_strangers_wait_in_the_kernel_and_co
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         assert await alice.identify(bob.addresses[0]) == bob.peer
-        assert len(bob._connections._doorway) == 1
+        assert len(bob._connections.arrivals._doorway) == 1
         waiting.close()
 
 
@@ -494,8 +494,8 @@ async def test_a_node_that_leaves_sends_strangers_away() -> None:
     bob = make_network("b")
     async with running(bob):
         silent = await trio.open_tcp_stream(*raw_address(bob))
-        await until(lambda: len(bob._connections._doorway) == 1)
+        await until(lambda: len(bob._connections.arrivals._doorway) == 1)
     assert await silent.receive_some() == b""
-    assert len(bob._connections._doorway) == 0
+    assert len(bob._connections.arrivals._doorway) == 0
     assert bob.counters["handshakes_cut_short"] == 1
     await silent.aclose()

@@ -13,7 +13,7 @@ from crypto.identity import PeerId
 from crypto.registers import Budget
 from node.errors import Unreachable
 from node.seams import Stream
-from node.transport import connections, handlers, streams, tcp
+from node.transport import arrivals, connections, handlers, streams, tcp
 from node.transport.connection_pool import IDLE_PER_PEER_MAX, IDLE_SECONDS, IdleConnections
 from node.transport.network import RealNetwork
 from node.transport.records import Mark
@@ -77,7 +77,7 @@ async def test_one_conversation_after_the_other_goes_over_one_connection() -> No
 async def test_an_idle_connection_holds_no_buffer_at_either_end() -> None:
     async with acquainted(answer_once) as (alice, bob):
         await ask(alice, bob.peer)
-        await until(lambda: number_idle(alice) == len(bob._connections._waiting) == 1)
+        await until(lambda: number_idle(alice) == len(bob._connections.arrivals._waiting) == 1)
         for network in (alice, bob):
             (connection,) = network._connections._open
             assert len(connection._reader._buffer) == len(connection._reader._own_buffer) == 0
@@ -201,7 +201,7 @@ async def test_who_only_waits_makes_room_for_who_wants_something(monkeypatch: py
 
 
 def number_waiting_is(network: RealNetwork, number: int) -> bool:
-    return len(network._connections._waiting) == number
+    return len(network._connections.arrivals._waiting) == number
 
 
 async def test_a_crowd_from_one_address_keeps_nobody_from_elsewhere_out(
@@ -252,7 +252,7 @@ async def test_marks_that_make_no_sense_cost_the_connection(marks: tuple[Mark, M
 async def test_a_peer_that_asks_only_for_what_is_not_spoken_is_hung_up_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connections, "REFUSALS_MAX", 3)
+    monkeypatch.setattr(arrivals, "REFUSALS_MAX", 3)
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         acquaint(alice, bob)

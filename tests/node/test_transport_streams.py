@@ -106,7 +106,7 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
             endings.append(str(closed))
 
     async with conversation(wait_for_all) as (stream, _, bob):
-        connection, held = stream.connection, bob._connections._strangers_assembly
+        connection, held = stream.connection, bob._connections.arrivals._strangers_assembly
         chunks = connection._writer.chunks(b"", bytes(PAYLOAD_BYTES_MAX))
         for _ in range(2):
             await connection._write(next(chunks))
@@ -121,7 +121,7 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
 
 async def test_who_lets_a_long_message_drip_makes_room_for_who_sends_one_in_earnest() -> None:
     async with acquainted(echo, LONGEST) as (alice, bob):
-        held = bob._connections._strangers_assembly = tcp.ReassemblyBudget(5 * 2**20)
+        held = bob._connections.arrivals._strangers_assembly = tcp.ReassemblyBudget(5 * 2**20)
         dripping = await alice.open(bob.peer, BULK)
         chunks = dripping.connection._writer.chunks(bytes(8 * 2**20))
         for _ in range(3):
@@ -337,7 +337,7 @@ async def test_one_peer_cannot_take_all_the_streams() -> None:
             await alice.open(bob.peer, BULK)
         for stream in streams:
             await stream.aclose()
-        await until(lambda: bob._connections._inbound.count(alice.peer) < INBOUND_PER_PEER_MAX)
+        await until(lambda: bob._connections.arrivals._register.count(alice.peer) < INBOUND_PER_PEER_MAX)
         await (await alice.open(bob.peer, BULK)).aclose()
 
 

@@ -6,6 +6,7 @@ degrade over hours. A relay that fails is left alone for a while, and another on
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import trio
 
@@ -125,10 +126,11 @@ class Reservations:
                         self._counters["places_at_relays"] += 1
                         self._circuits[stream.peer] = at.through(None)
                         self._tell()
-                case CircuitAnnounced(token, peer):
+                    nursery.start_soon(self._keep_ready, stream.peer, at)
+                case CircuitAnnounced():
                     if self._taking[stream.peer] < TAKING_MAX:
                         self._taking[stream.peer] += 1
-                        nursery.start_soon(self._accept, stream.peer, at, token, PeerId(peer))
+                        nursery.start_soon(self._accept, stream.peer, at, reply)
                     else:
                         self._counters["circuits_not_taken"] += 1
                 case None if lease.wake(self._clock.monotonic()):
@@ -140,14 +142,22 @@ class Reservations:
                 case _:
                     raise RemoteProtocolError("no answer to what was asked")
 
-    async def _accept(self, relay: PeerId, at: Address, token: bytes, peer: PeerId) -> None:
+    async def _accept(self, relay: PeerId, at: Address, announced: CircuitAnnounced) -> None:
         with contain("a circuit that comes in"):
+            peer = PeerId(announced.peer)
             try:
-                await self._network.multiplexed.accept(relay, at, token, peer)
+                await self._network.multiplexed.accept(relay, at, announced.token, peer, announced.flight)
             except Unreachable:
                 self._counters["circuits_not_taken"] += 1
             finally:
                 self._taking[relay] -= 1
+            await self._keep_ready(relay, at)
+
+    async def _keep_ready(self, relay: PeerId, at: Address) -> None:
+        """Have a connection to the relay rest here for the next circuit, which then costs no handshake with
+        the relay first."""
+        with contain("a connection for the next circuit"), suppress(Unreachable):
+            await self._network.keep_ready(relay, at)
 
     def _tell(self) -> None:
         self._network.reach_by(self.circuits)

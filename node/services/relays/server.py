@@ -62,6 +62,8 @@ class _Waiting:
     taken: trio.Event = field(default_factory=trio.Event)
     circuit: Announced | None = None
     far: socket.socket | None = None
+    flight: bytes = b""
+    """The other side's answer to the flight of the one who asked."""
 
 
 class RelayServer:
@@ -82,10 +84,10 @@ class RelayServer:
             match request:
                 case KeepPlace():
                     await self._keep(stream)
-                case AskCircuit(peer):
-                    await self._connect(stream, PeerId(peer))
-                case TakeCircuit(token):
-                    await self._accept(stream, token)
+                case AskCircuit(peer, flight):
+                    await self._connect(stream, PeerId(peer), flight)
+                case TakeCircuit(token, flight):
+                    await self._accept(stream, token, flight)
                 case _:
                     assert_never(request)
         except NoPlace as refusal:
@@ -112,7 +114,7 @@ class RelayServer:
                 del self._kept[peer]
                 self.ledger.release(peer)
 
-    async def _connect(self, stream: Stream, target: PeerId) -> None:
+    async def _connect(self, stream: Stream, target: PeerId, flight: bytes) -> None:
         """Tell the target, wait until it takes the circuit, and carry bytes until either side is done."""
         near = _bare(stream)
         if stream.source is None:
@@ -125,11 +127,11 @@ class RelayServer:
             if kept is None:
                 raise NoPlace(UNKNOWN)
             with trio.move_on_after(WAIT_SECONDS):
-                await kept.send(encode(CircuitAnnounced(announced.token, stream.peer)))
+                await kept.send(encode(CircuitAnnounced(announced.token, stream.peer, flight)))
                 await waiting.taken.wait()
             if waiting.circuit is None or waiting.far is None:
                 raise NoPlace(BUSY)
-            await near.send(encode(CircuitReady()))
+            await near.send(encode(CircuitReady(waiting.flight)))
             opened, rest = near.connection.detach()
             with opened:
                 if not rest:
@@ -144,14 +146,14 @@ class RelayServer:
             if waiting.far is not None:
                 waiting.far.close()
 
-    async def _accept(self, stream: Stream, token: bytes) -> None:
+    async def _accept(self, stream: Stream, token: bytes, flight: bytes) -> None:
         """Hand this connection to the one who waits for it."""
         far = _bare(stream)
         waiting = self._waiting.get(token)
         if waiting is None:
             raise NoPlace(UNKNOWN)
         circuit = self.ledger.accept(self._clock.monotonic(), stream.peer, token)
-        waiting.circuit = circuit
+        waiting.circuit, waiting.flight = circuit, flight
         try:
             await far.send(encode(CircuitReady()))
             opened, rest = far.connection.detach()

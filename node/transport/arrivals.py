@@ -1,0 +1,246 @@
+"""Connections that other peers open: strangers shake hands, peers are counted in, and their hellos answered.
+
+A connection carries one conversation after another, each begun by a hello. `connections` has the table of all
+connections and those that this node opens.
+"""
+
+import itertools
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from typing import Protocol
+
+import trio
+
+from crypto.errors import RemoteProtocolError
+from crypto.noise import Session
+from crypto.token_buckets import prefix_of
+from node.containment import contain
+from node.errors import StreamClosed
+from node.transport.accept_queue import PendingConnection, PendingConnections
+from node.transport.connection_pool import IDLE_SECONDS
+from node.transport.half_open import HalfOpenQueue
+from node.transport.handlers import INBOUND_PER_PEER_MAX
+from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept
+from node.transport.multiplexed import MultiplexedPath, Way
+from node.transport.paths import Paths
+from node.transport.router import Hello, Router
+from node.transport.streams import SecureStream
+from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
+
+REFUSALS_MAX = 16
+"""Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
+INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
+"""Twice as long as its opener keeps it: one that waits longer has been forgotten."""
+
+
+class ArrivalHost(Protocol):
+    """The table of connections: `node.transport.connections.Connections`."""
+
+    paths: Paths
+
+    @property
+    def serving(self) -> trio.Nursery | None:
+        """Where tasks run; None before the start, and once the node is leaving."""
+
+    def make(
+        self, transport: trio.SocketStream, session: Session, path: MultiplexedPath | None = None
+    ) -> Connection:
+        """Keep a connection in the table of all, until it ends."""
+
+    def carries(self, connection: Connection, stream: SecureStream | None) -> None:
+        """Note the stream that a connection carries; None for none."""
+
+    def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
+        """Note by which of its own addresses this machine is reached."""
+
+
+class Arrivals:
+    """Those of one node. A peer has a place in the router's register for each of its connections."""
+
+    def __init__(
+        self,
+        host: ArrivalHost,
+        credentials: Credentials,
+        router: Router,
+        assembly: ReassemblyBudget,
+        counters: Counter[str],
+    ) -> None:
+        self._host = host
+        self._credentials = credentials
+        self._router = router
+        self._assembly = assembly
+        self._counters = counters
+        self._strangers_assembly = ReassemblyBudget(STRANGERS_ASSEMBLY_BYTES_MAX)
+        self._register = router.register
+        self._doorway = HalfOpenQueue[PendingConnection]()
+        # Those that wait for another hello, the longest first.
+        self._waiting: dict[Connection, None] = {}
+
+    def ended(self, connection: Connection) -> None:
+        """A connection is over."""
+        self._waiting.pop(connection, None)
+        self._register.leave(connection)
+
+    def send_away(self) -> None:
+        """The node is leaving: end those that wait for another hello."""
+        for connection in tuple(self._waiting):
+            connection.end("this node is leaving")
+
+    async def serve_punched(self, connection: Connection) -> None:
+        """Serve a punched connection, on which the other side says what it is for."""
+        place = connection.source
+        if place is not None and self._enter(connection, prefix_of(place.host)) is not None:
+            await self._serve_entered(connection)
+
+    def serve_channel(self, path: MultiplexedPath, connection: Connection) -> None:
+        """Serve a channel of a path that the peer has opened."""
+        # Peers behind one relay have nothing in common but the relay; `paths` bounds how many there are.
+        source = path.peer if path.way == "relayed" or path.address is None else prefix_of(path.address.host)
+        serving = self._host.serving
+        if serving is None:
+            connection.end("this node is leaving")
+        elif self._enter(connection, source) is not None:
+            serving.start_soon(self._serve_entered, connection)
+
+    async def _serve_entered(self, connection: Connection) -> None:
+        with contain("a channel that came in"):
+            await self._serve_peer(connection)
+
+    async def listen(
+        self,
+        listening: Sequence[socket.socket],
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Take connections by these sockets until cancelled, while the host is running."""
+        serving = self._host.serving
+        assert serving is not None
+
+        def shake_hands(stranger: PendingConnection) -> None:
+            serving.start_soon(self._serve, stranger, strangers)
+
+        strangers = PendingConnections(
+            self._credentials, self._doorway, self._counters, self._has_room, shake_hands
+        )
+        task_status.started()
+        await strangers.run(listening)
+
+    async def _serve(self, stranger: PendingConnection, strangers: PendingConnections) -> None:
+        """One connection that came in, from its first flight to its end."""
+        with contain("a connection that came in"):
+            connection = None
+            try:
+                connection = await self._shake_hands(stranger)
+            finally:
+                strangers.leave(stranger, is_peer=connection is not None)
+                if connection is None:
+                    stranger.socket.close()
+            if connection is not None:
+                await self._serve_peer(connection)
+
+    async def _shake_hands(self, stranger: PendingConnection) -> Connection | None:
+        assert stranger.handshake is not None
+        assert stranger.scope is not None
+        transport = trio.SocketStream(trio.socket.from_stdlib_socket(stranger.socket))
+        try:
+            with stranger.scope as scope:
+                session = await accept(transport, stranger.handshake, stranger.came)
+                connection = self._host.make(transport, session)
+                self._host.note_way(connection, transport)
+                return self._enter(connection, stranger.source)
+            is_late = trio.current_time() >= scope.deadline
+            self._counters["handshakes_timed_out" if is_late else "handshakes_displaced"] += 1
+        except RemoteProtocolError:
+            self._counters["handshakes_refused"] += 1
+        except (trio.BrokenResourceError, OSError):
+            self._counters["handshakes_broken"] += 1
+        return None
+
+    def _has_room(self, source: bytes) -> bool:
+        """Return whether a peer from there would be let in."""
+        return self._register.has_room(trio.current_time(), source)
+
+    def _enter(self, connection: Connection, source: bytes) -> Connection | None:
+        """Count it in, and make room for it where there is none; None if there is none to be made."""
+        evicted = self._register.admit(trio.current_time(), connection, connection.peer, source)
+        if evicted is None:
+            self._counters["connections_over_limit"] += 1
+            connection.end("there is no room")
+            return None
+        for each in evicted:
+            self._router.evict(each)
+        if not self._register.is_known(connection.peer):
+            connection.charge(self._strangers_assembly)
+        return connection
+
+    async def _serve_peer(self, connection: Connection) -> None:
+        peer = connection.peer
+        if self._register.count(peer) > INBOUND_PER_PEER_MAX:
+            # One that waits for another hello makes room: its opener dials again if it has one.
+            spare = next((each for each in self._waiting if each.peer == peer), None)
+            if spare is not None:
+                self._router.evict(spare)
+        busy = self._register.count(peer) > INBOUND_PER_PEER_MAX
+        try:
+            refusals = 0
+            for number in itertools.count():
+                welcomed = await self._welcome(connection, busy=busy, is_first=number == 0)
+                refusals = 0 if welcomed is not None else refusals + 1
+                is_over = busy or refusals > REFUSALS_MAX or connection.why is not None
+                if is_over or (welcomed is not None and not await self._converse(connection, *welcomed)):
+                    break
+        finally:
+            self._router.forget(connection)
+            connection.end("the conversation is over")
+
+    async def _welcome(
+        self, connection: Connection, *, busy: bool, is_first: bool
+    ) -> tuple[Hello, str] | None:
+        """Return what is wanted next; None if nothing, or it was refused."""
+        seconds = HANDSHAKE_SECONDS
+        if not is_first:
+            seconds = INBOUND_IDLE_SECONDS
+            connection.release()
+            connection.is_spare = True
+            self._waiting[connection] = None
+        try:
+            with trio.fail_after(seconds):
+                return await self._router.welcome(connection, busy=busy)
+        except RemoteProtocolError as error:
+            self._counters["hellos_refused"] += 1
+            connection.end(f"the other side broke the protocol: {error}")
+        except (StreamClosed, trio.TooSlowError):
+            # To say nothing more is how a connection ends that may be used again.
+            self._counters["hellos_refused"] += is_first
+            connection.end("no hello came")
+        finally:
+            connection.is_spare = False
+            self._waiting.pop(connection, None)
+        return None
+
+    async def _converse(self, connection: Connection, hello: Hello, protocol: str) -> bool:
+        """Return whether the connection is free for another conversation."""
+        if hello.kind == "identify":
+            return self._host.serving is not None
+        if hello.kind == "path":
+            self._register.credit(connection)
+            way: Way = "punched" if connection.is_punched else "direct"
+            await self._host.paths.carry(connection, is_first=False, way=way, address=connection.source)
+            return False
+        if hello.kind == "message":
+            return await self._router.take_one_shot(connection, protocol) and self._host.serving is not None
+        self._counters["streams_served"] += 1
+        stream = SecureStream(connection, protocol)
+        self._host.carries(connection, stream)
+        try:
+            await self._router.serve(stream)
+        finally:
+            stream.close()
+        is_free = await stream.finish()
+        if is_free:
+            self._register.credit(connection)
+            connection.charge(self._assembly)
+        if connection.why is None:
+            self._host.carries(connection, None)
+        return is_free and self._host.serving is not None
