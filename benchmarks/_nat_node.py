@@ -5,12 +5,14 @@
     python benchmarks/_nat_node.py guest SECONDS ADDRESS...
     python benchmarks/_nat_node.py crowd COUNT ADDRESS
     python benchmarks/_nat_node.py puncher ADDRESS OBSERVER_ADDRESS...
+    python benchmarks/_nat_node.py stranger ADDRESS OBSERVER_ADDRESS...
 
 The relay and the hidden node print their addresses and serve until their input ends; for each line of input
 the relay says what it has used. The guest sends bulk to the peer of the addresses for some seconds, with a
 small message beside it every 20 ms. The crowd are peers of one process, each with one circuit to the peer of
 the address. A puncher opens a circuit, and says how long it took, in round trips to the peer as well, and how
-long until there was a punched path. A hidden node that is told of other peers besides its relay punches too.
+long until there was a punched path; a stranger does the same without a connection to the relay that rests. A hidden
+node that is told of other peers besides its relay punches too.
 """
 
 import json
@@ -232,8 +234,10 @@ async def main(*words: str) -> None:
             await told.wait()
             say(addresses=[str(each.of(network.peer)) for each in network.circuits])
             await until_input_ends()
-        elif role == "puncher":
+        elif role in ("puncher", "stranger"):
             await observed(network, nursery, arguments[1:])
+            if role == "stranger":
+                network._connections._idle.clear()
             await punch(network, arguments[0])
         else:
             await measure(network, float(arguments[0]), list(arguments[1:]))

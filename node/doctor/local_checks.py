@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +20,7 @@ import trio
 from crypto.contact import Address, parse_address
 from crypto.identity import SEED_BYTES, Identity, PeerId, short_peer
 from node.cli.client import ask
+from node.cli.render import short_id
 from node.config import Config
 from node.doctor.steps import Skipped, Steps, in_thread
 from node.errors import NoNode, PeerloomError
@@ -32,7 +33,7 @@ from node.storage.folder_lock import find_holder
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
 from node.storage.ownership import close_folder
 from node.storage.swarm_keys import load_swarm_keys
-from node.text import CLOCK_REMEDY, clock_text, counted, open_ports_text
+from node.text import CLOCK_REMEDY, clock_text, counted, open_ports_text, way_text
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
@@ -48,6 +49,8 @@ CLOCK_SECONDS_MAX = 4_102_444_800
 CLOCK_APART_SECONDS_MAX = 60.0
 """Between this machine and the file system of its data folder, which may be another machine's."""
 ANSWER_SECONDS = 3.0
+NAMED_MAX = 4
+"""Peers that are not reached directly, named in one line of the report; the others are counted."""
 DATAGRAM_BYTES = 1_232
 MULTICAST_SECONDS = 1.0
 """For packets to come back over every interface of this machine."""
@@ -61,11 +64,13 @@ class Failed(PeerloomError):
 
 @dataclass
 class Scene:
-    """What is known while checks go on. `status` is that of the node that holds the data folder, if any."""
+    """What is known while checks go on. `status` and `peers` are those of the node that holds the data
+    folder, if any."""
 
     config: Config
     beacon_port: int = BEACON_PORT
     status: dict[str, Any] | None = None
+    peers: dict[str, Any] | None = None
     ports: dict[Address, int] = field(default_factory=dict)
 
     @property
@@ -97,6 +102,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("datagrams", partial(_datagrams, scene))
     await steps.check("router", partial(_router, scene))
     await steps.check("reachable", partial(_reachable, scene))
+    await steps.check("paths", partial(_paths, scene))
     await steps.check("local network", partial(_local, scene))
     await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
     await steps.check("fences", partial(in_thread, partial(_fences, scene.config)))
@@ -144,6 +150,7 @@ async def _lock(scene: Scene) -> str:
     holder = holder or "of an unknown number"
     try:
         scene.status = await in_thread(partial(ask, scene.folder, "status", seconds=ANSWER_SECONDS))
+        scene.peers = await in_thread(partial(ask, scene.folder, "peers", seconds=ANSWER_SECONDS))
     except NoNode as error:
         raise Failed(
             f"process {holder} holds it, and no node answers: {error.what}",
@@ -287,8 +294,7 @@ async def _reachable(scene: Scene) -> str:
         raise Skipped("nobody has tried to reach the running node yet")
     if found["reachable"]:
         return "other nodes get through to this one"
-    own = [parse_address(text) for text in scene.status["addresses"]]
-    ports = sorted({address.port for address in own if address.relay is None})
+    ports = _own_ports(scene.status)
     if found.get("relays"):
         return f"other nodes get through by relays; directly: {open_ports_text(ports)}"
     raise Failed(
@@ -306,6 +312,36 @@ async def _router(scene: Scene) -> str:
     if not texts:
         raise Skipped(_NO_NODE if scene.status is None else "the running node knows of none before it")
     return "; ".join(texts)
+
+
+async def _paths(scene: Scene) -> str:
+    """Which way the running node speaks to each of its peers, and what would make it a direct one."""
+    await trio.lowlevel.checkpoint()
+    if scene.status is None or scene.peers is None:
+        raise Skipped(_NO_NODE)
+    rows = [row for row in scene.peers["peers"] if row.get("path") is not None]
+    if not rows:
+        raise Skipped("the running node speaks to no peer")
+    names = {row["peer"]: row["name"] for row in scene.peers["peers"]}
+    told = [f"{_ways(rows, 'direct')} reached directly"] if _ways(rows, "direct") else []
+    for row in [row for row in rows if row["path"]["way"] != "direct"][:NAMED_MAX]:
+        relay = row["path"]["relay"]
+        carrier = names.get(relay) or short_id(relay or "")
+        told.append(f"{row['name'] or short_id(row['peer'])} {way_text(row['path'], carrier)}")
+    more = len(rows) - _ways(rows, "direct") - NAMED_MAX
+    told += [f"{more} more not directly"] if more > 0 else []
+    if any(row["path"]["way"] == "relayed" for row in rows):
+        told.append(f"to reach all directly, {open_ports_text(_own_ports(scene.status))}")
+    return "; ".join(told)
+
+
+def _ways(rows: Sequence[Mapping[str, Any]], way: str) -> int:
+    return sum(row["path"]["way"] == way for row in rows)
+
+
+def _own_ports(status: Mapping[str, Any]) -> list[int]:
+    own = [parse_address(text) for text in status["addresses"]]
+    return sorted({address.port for address in own if address.relay is None})
 
 
 async def _datagrams(scene: Scene) -> str:

@@ -341,8 +341,8 @@ class Puncher:
 
     async def _dial(self, peer: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool) -> bool:
         """Dial as both do now; whether a path came about."""
-        tcp = self._admitted(offer.tcp)
-        udp = self._admitted(offer.udp, [each.host for each in tcp])
+        tcp = self._admitted(peer, offer.tcp)
+        udp = self._admitted(peer, offer.udp, [each.host for each in tcp])
         until = trio.current_time() + DIAL_SECONDS
         async with trio.open_nursery() as knocking:
             knocking.start_soon(self._knock, peer, udp)
@@ -355,11 +355,11 @@ class Puncher:
                 nursery.cancel_scope.cancel()
         return self._is_reached(peer)
 
-    def _admitted(self, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
+    def _admitted(self, peer: PeerId, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
         """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
         one address from outside: this node by several observers, and the peer says itself where it is."""
         now = self._clock.monotonic()
-        found = self.budget.admit(offered, now, paid)
+        found = self.budget.admit(peer, offered, now, paid)
         own, outside = self.seen.agreed_place("tcp", now), [each for each in found if is_global(each.host)]
         if own is not None and own.host in {each.host for each in outside}:
             return found

@@ -37,6 +37,9 @@ HOSTS_MAX = 1_024
 ALL_TRIES_PER_SECOND, ALL_TRIES_BURST = 1.0, 64.0
 """How often hosts are dialled in all: a node that joins a swarm meets some tens of peers behind routers at
 once, and later one now and then. Peers with many names and addresses have no more dialled."""
+PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
+"""How often the offers of one peer have hosts dialled: two attempts at all that it may offer, and as much
+again a minute later. So no peer uses up what all have together."""
 OBSERVERS_MAX = 3
 """Peers that are asked where they see this node. Two show whether it is everywhere alike."""
 OBSERVED_SECONDS = 900.0
@@ -61,12 +64,17 @@ class PunchBudget:
         self._admits = admits
         self._tries: OrderedDict[PeerId, _Tries] = OrderedDict()
         self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_MAX)
+        self._shares = Buckets[PeerId](PEER_TRIES_PER_SECOND, PEER_TRIES_BURST, PEERS_MAX)
         self._all = Bucket(ALL_TRIES_PER_SECOND, ALL_TRIES_BURST, ALL_TRIES_BURST, -inf)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What others could make grow here: how much it is, and its limit."""
-        return {"peers": (len(self._tries), PEERS_MAX), "hosts": (len(self._hosts), HOSTS_MAX)}
+        return {
+            "peers": (len(self._tries), PEERS_MAX),
+            "hosts": (len(self._hosts), HOSTS_MAX),
+            "shares": (len(self._shares), PEERS_MAX),
+        }
 
     def may_start(self, peer: PeerId, now: float) -> bool:
         """Note that an attempt begins; return whether it may."""
@@ -96,11 +104,13 @@ class PunchBudget:
         if not tries.failed:
             tries.next_at, tries.answers_at = min(tries.next_at, now), min(tries.answers_at, now)
 
-    def admit(self, offered: Sequence[str], now: float, paid: Collection[str] = ()) -> list[Address]:
-        """Return what of an offer is dialled: what may be claimed at all (see `AddressPolicy.admits`: no port
-        below 1024, no loopback, no private network but this node's own), one address of each host, and none
-        of a host that was dialled too often. Those of `paid` are counted already: the same try dials them by
-        the other transport."""
+    def admit(
+        self, peer: PeerId, offered: Sequence[str], now: float, paid: Collection[str] = ()
+    ) -> list[Address]:
+        """Return what of a peer's offer is dialled: what may be claimed at all (see `AddressPolicy.admits`:
+        no port below 1024, no loopback, no private network but this node's own), one address of each host,
+        and none where this peer or all have had too much dialled, or of a host that was dialled too often.
+        Those of `paid` are counted already: the same try dials them by the other transport."""
         found: dict[str, Address] = {}
         for text in offered[:CANDIDATES_MAX]:
             try:
@@ -111,12 +121,15 @@ class PunchBudget:
                 continue
             if address.host in found:
                 continue
-            if address.host in paid or self._may_dial(address.host, now):
+            if address.host in paid or self._may_dial(peer, address.host, now):
                 found[address.host] = address
         return list(found.values())
 
-    def _may_dial(self, host: str, now: float) -> bool:
-        return self._all.left(now) >= 1.0 and self._hosts.of(host, now).take(now) and self._all.take(now)
+    def _may_dial(self, peer: PeerId, host: str, now: float) -> bool:
+        share = self._shares.of(peer, now)
+        if min(self._all.left(now), share.left(now)) < 1.0 or not self._hosts.of(host, now).take(now):
+            return False
+        return share.take(now) and self._all.take(now)
 
     def _of(self, peer: PeerId) -> _Tries:
         tries = self._tries.setdefault(peer, _Tries())

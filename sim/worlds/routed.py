@@ -123,7 +123,7 @@ class RoutedPeers:
         now, relay = self._ground.now, self._here.get(peer)
         made = None if relay is None else self._dial(traveller, relay, now)
         if relay is None or made is None:
-            traveller.search.ended(now, peer, was_kept=False)
+            traveller.search.ended(now, peer)
             return
         path = self._open(traveller, relay, "direct", (made,), now)
         lease = path.lease = PlaceLease(now)
@@ -152,6 +152,7 @@ class RoutedPeers:
         self.counters["places renewed"] += relay.peer in path.first.circuits
         if relay.peer not in path.first.circuits:
             path.first.circuits[relay.peer] = path
+            path.first.search.kept(now, relay.peer)
             self.counters["places kept"] += 1
             self._ground.tell(life, PlaceFound(relay.peer))
         return True
@@ -174,7 +175,7 @@ class RoutedPeers:
         """A path on which a place was kept is over."""
         first, relay = path.first, path.other
         was_kept = first.circuits.pop(relay.peer, None) is not None
-        first.search.ended(self._ground.now, relay.peer, was_kept=was_kept)
+        first.search.ended(self._ground.now, relay.peer)
         relay.ledger.release(first.peer)
         if was_kept:
             self.counters["places lost"] += 1
@@ -450,7 +451,7 @@ class RoutedPeers:
             place = None if seen is None else (seen.host, seen.port)
         if place is None:
             return None
-        admitted = one.budget.admit([str(make_address(*place))], now, paid)
+        admitted = one.budget.admit(other.peer, [str(make_address(*place))], now, paid)
         return (admitted[0].host, admitted[0].port) if admitted else None
 
     def _dial_both(

@@ -8,7 +8,9 @@ import sys
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -16,7 +18,7 @@ import trio
 from crypto.contact import Address, make_address
 from node import config
 from node.doctor import local_checks as doctor
-from node.doctor.local_checks import Scene, look_here
+from node.doctor.local_checks import Scene, _paths, look_here
 from node.doctor.remote_checks import look_there
 from node.doctor.steps import Step, Steps
 from node.errors import CheckFailed
@@ -160,6 +162,27 @@ async def test_a_port_that_another_program_has_is_named_with_the_next_one(tmp_pa
         looked.config = config.Config(data_dir=tmp_path / "data", listen=listen)
         found = await here(looked)
     assert f"another program has {port}" in found[f"port 127.0.0.1:{port}"].detail
+
+
+async def test_the_way_to_each_peer_is_said_and_what_makes_it_direct(tmp_path: Path) -> None:
+    def row(name: str, way: str, relay: str | None = None) -> dict[str, Any]:
+        return {
+            "name": name,
+            "peer": 52 * name[0],
+            "path": {"way": way, "relay": relay, "bytes_per_second": None},
+        }
+
+    here, steps = scene(tmp_path), Steps(lambda _step: None)
+    here.status = {"addresses": ["/ip4/10.0.0.7/tcp/9747"]}
+    here.peers = {"peers": [row("ann", "direct"), row("bob", "punched"), row("cid", "relayed", 52 * "a")]}
+    await steps.check("paths", partial(_paths, here))
+    assert steps.all[-1].document["detail"] == (
+        "1 reached directly; bob by a punched path; cid through ann; to reach all directly, let TCP and UDP "
+        "port 9747 through firewall and router, or start with --announce HOST:PORT"
+    )
+    here.peers["peers"].pop()
+    await steps.check("paths", partial(_paths, here))
+    assert "--announce" not in steps.all[-1].document["detail"]
 
 
 async def test_a_check_that_does_not_end_is_given_up() -> None:

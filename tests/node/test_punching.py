@@ -25,6 +25,8 @@ from node.transport.punching import (
     OBSERVERS_MAX,
     PAUSE_SECONDS,
     PAUSE_SECONDS_MAX,
+    PEER_TRIES_BURST,
+    PEER_TRIES_PER_SECOND,
     REST_SECONDS,
     RESTS_MAX,
     RETRY_SECONDS,
@@ -60,25 +62,25 @@ def everywhere(address: Address) -> bool:
 def test_nothing_is_dialled_that_a_peer_may_not_claim(offered: str) -> None:
     policy = AddressPolicy()
     policy.look([("192.168.1.10", 9747)], ())
-    assert PunchBudget(policy.admits).admit([offered], 0.0) == []
-    assert PunchBudget(policy.admits).admit([str(OUTSIDE)], 0.0) == [OUTSIDE]
+    assert PunchBudget(policy.admits).admit(peer(1), [offered], 0.0) == []
+    assert PunchBudget(policy.admits).admit(peer(1), [str(OUTSIDE)], 0.0) == [OUTSIDE]
 
 
 def test_names_circuits_and_nonsense_are_not_dialled() -> None:
     circuit = make_address("45.2.0.2", 9747, peer(1)).through(peer(2))
     offered = ["/dns4/example.org/tcp/9747", str(circuit), "?"]
-    assert PunchBudget(everywhere).admit(offered, 0.0) == []
+    assert PunchBudget(everywhere).admit(peer(1), offered, 0.0) == []
 
 
 def test_one_address_of_a_host_is_dialled() -> None:
-    assert PunchBudget(everywhere).admit([str(OUTSIDE), str(OTHER)], 0.0) == [OUTSIDE]
+    assert PunchBudget(everywhere).admit(peer(1), [str(OUTSIDE), str(OTHER)], 0.0) == [OUTSIDE]
 
 
 def test_a_host_is_dialled_rarely_whoever_offers_it() -> None:
     budget = PunchBudget(everywhere)
-    dialled = [bool(budget.admit([str(OUTSIDE)], 0.0)) for _ in range(int(HOST_TRIES_BURST) + 1)]
+    dialled = [bool(budget.admit(peer(1), [str(OUTSIDE)], 0.0)) for _ in range(int(HOST_TRIES_BURST) + 1)]
     assert dialled == [True] * int(HOST_TRIES_BURST) + [False]
-    assert budget.admit([str(OUTSIDE)], 60.0) == [OUTSIDE]
+    assert budget.admit(peer(1), [str(OUTSIDE)], 60.0) == [OUTSIDE]
 
 
 def test_a_lost_path_is_punched_again_at_once_if_the_last_try_worked() -> None:
@@ -95,9 +97,9 @@ def test_a_lost_path_is_punched_again_at_once_if_the_last_try_worked() -> None:
 def test_both_transports_of_a_try_count_once_for_a_host() -> None:
     budget = PunchBudget(everywhere)
     for _ in range(int(HOST_TRIES_BURST)):
-        assert budget.admit([str(OUTSIDE)], 0.0) == [OUTSIDE]
-        assert budget.admit([str(OTHER)], 0.0, [OUTSIDE.host]) == [OTHER]
-    assert budget.admit([str(OUTSIDE)], 0.0) == []
+        assert budget.admit(peer(1), [str(OUTSIDE)], 0.0) == [OUTSIDE]
+        assert budget.admit(peer(1), [str(OTHER)], 0.0, [OUTSIDE.host]) == [OTHER]
+    assert budget.admit(peer(1), [str(OUTSIDE)], 0.0) == []
 
 
 def test_a_peer_is_tried_ever_more_rarely_while_it_fails() -> None:
@@ -126,7 +128,7 @@ def test_whatever_is_offered_memory_is_bounded(offers: list[tuple[int, int]]) ->
     budget = PunchBudget(everywhere)
     for now, (number, host) in enumerate(offers):
         budget.may_answer(peer(number), now)
-        found = budget.admit([f"/ip4/45.0.{number % 256}.{host}/tcp/9747"] * 9, now)
+        found = budget.admit(peer(number), [f"/ip4/45.0.{number % 256}.{host}/tcp/9747"] * 9, now)
         assert len(found) <= CANDIDATES_MAX
     assert all(size <= limit for size, limit in budget.sizes.values())
 
@@ -186,9 +188,19 @@ def test_observers_that_contradict_each_other_set_no_place() -> None:
 def test_all_hosts_together_are_dialled_rarely() -> None:
     budget = PunchBudget(everywhere)
     hosts = [make_address(f"45.{number // 200}.{number % 200}.2", 30_000) for number in range(200)]
-    dialled = sum(bool(budget.admit([str(each)], 0.0)) for each in hosts)
-    assert dialled == ALL_TRIES_BURST
-    assert budget.admit([str(hosts[-1])], 10.0) == [hosts[-1]]
+    offers = [(peer(number), [str(each)]) for number, each in enumerate(hosts)]
+    assert sum(bool(budget.admit(*offer, 0.0)) for offer in offers) == ALL_TRIES_BURST
+    assert budget.admit(*offers[-1], 10.0) == [hosts[-1]]
+
+
+def test_one_peer_cannot_use_up_the_dials_of_all() -> None:
+    budget, now, dialled = PunchBudget(everywhere), 0.0, 0
+    for number in range(200):
+        hosts = [f"/ip4/45.{number}.{each}.2/tcp/30000" for each in range(CANDIDATES_MAX)]
+        dialled += len(budget.admit(peer(1), hosts, now))
+        assert budget.admit(peer(number + 2), [f"/ip4/46.{number}.1.2/tcp/30000"], now)
+        now += ANSWER_PAUSE_SECONDS
+    assert dialled <= PEER_TRIES_BURST + PEER_TRIES_PER_SECOND * now
 
 
 def test_each_family_is_told_by_itself() -> None:
@@ -314,7 +326,7 @@ async def test_private_addresses_are_dialled_only_behind_one_router() -> None:
         if own is not None:
             for number in (1, 2):
                 puncher.seen.note(trio.current_time(), peer(number), "tcp", own, NET[number])
-        return puncher._admitted(offered)
+        return puncher._admitted(peer(1), offered)
 
     assert admitted(text, own=None) == []
     assert admitted(text, own=OUTSIDE) == []

@@ -5,6 +5,7 @@ from node.services.relays.places import (
     LOST_SECONDS,
     REFUSED_SECONDS,
     RENEW_SECONDS,
+    STOOD_SECONDS,
     TRIED_MAX,
     WANTED,
     PlaceLease,
@@ -26,18 +27,44 @@ def test_the_best_relays_are_asked_until_there_are_enough() -> None:
 def test_a_relay_that_refused_is_left_alone_longer_than_a_lost_one() -> None:
     search = PlaceSearch()
     assert search.next(0.0, RELAYS[:1]) == RELAYS[0]
-    search.ended(1.0, RELAYS[0], was_kept=False)
+    search.ended(1.0, RELAYS[0])
     assert search.next(REFUSED_SECONDS, RELAYS[:1]) is None
     assert search.next(1.0 + REFUSED_SECONDS, RELAYS[:1]) == RELAYS[0]
-    search.ended(100.0, RELAYS[0], was_kept=True)
-    assert search.next(100.0 + LOST_SECONDS, RELAYS[:1]) == RELAYS[0]
+    search.kept(1.0 + REFUSED_SECONDS, RELAYS[0])
+    search.ended(200.0, RELAYS[0])
+    assert search.next(200.0 + LOST_SECONDS, RELAYS[:1]) == RELAYS[0]
+
+
+def test_a_relay_that_grants_places_and_hangs_up_is_left_alone_ever_longer() -> None:
+    search, now, pauses = PlaceSearch(), 0.0, []
+    for _ in range(6):
+        began = now
+        while search.next(now, RELAYS[:1]) is None:
+            now += LOST_SECONDS
+        pauses.append(now - began)
+        search.kept(now, RELAYS[0])
+        search.ended(now, RELAYS[0])
+    assert pauses == [
+        0.0,
+        LOST_SECONDS,
+        4 * LOST_SECONDS,
+        16 * LOST_SECONDS,
+        64 * LOST_SECONDS,
+        REFUSED_SECONDS,
+    ]
+    now += REFUSED_SECONDS
+    assert search.next(now, RELAYS[:1]) == RELAYS[0]
+    search.kept(now, RELAYS[0])
+    now += STOOD_SECONDS
+    search.ended(now, RELAYS[0])
+    assert search.next(now + LOST_SECONDS, RELAYS[:1]) == RELAYS[0], "a place that stood is forgiven"
 
 
 def test_relays_left_alone_are_bounded() -> None:
     search = PlaceSearch()
     for relay in RELAYS:
         assert search.next(0.0, [relay]) == relay
-        search.ended(0.0, relay, was_kept=False)
+        search.ended(0.0, relay)
     held, most = search.sizes["left alone"]
     assert held == most == TRIED_MAX
 

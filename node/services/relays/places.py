@@ -5,6 +5,7 @@ conversation itself and its connections are in `reservations`, and in the simula
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from crypto.identity import PeerId
 from node.transport.network import CIRCUITS_TOLD_MAX
@@ -19,6 +20,9 @@ ANSWER_SECONDS = 5.0
 REFUSED_SECONDS = 60.0
 """How long a relay that refused, or failed, is left alone; where it was lost a shorter while."""
 LOST_SECONDS = 0.5
+STOOD_SECONDS = 60.0
+"""A place that was lost sooner counts against its relay: it may grant places only to hang up. Each further
+such loss has it left alone four times as long, up to REFUSED_SECONDS."""
 TRIED_MAX = 256
 """Relays that are left alone: as many as a swarm has members in view that are worth a try."""
 
@@ -29,6 +33,9 @@ class PlaceSearch:
     def __init__(self) -> None:
         self._asked: dict[PeerId, None] = {}
         self._left_alone: dict[PeerId, float] = {}
+        self._kept_since: dict[PeerId, float] = {}
+        # How often in a row a place at a relay was lost soon, the latest last.
+        self._short: dict[PeerId, int] = {}
 
     @property
     def asked(self) -> tuple[PeerId, ...]:
@@ -38,7 +45,11 @@ class PlaceSearch:
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """What others could make grow here: how much it is, and its limit."""
-        return {"asked": (len(self._asked), WANTED), "left alone": (len(self._left_alone), TRIED_MAX)}
+        return {
+            "asked": (len(self._asked), WANTED),
+            "left alone": (len(self._left_alone), TRIED_MAX),
+            "short": (len(self._short), TRIED_MAX),
+        }
 
     def next(self, now: float, candidates: Sequence[PeerId]) -> PeerId | None:
         """Return the relay to ask now, and note that it is asked; None where there are enough, or no other.
@@ -52,12 +63,32 @@ class PlaceSearch:
                 return relay
         return None
 
-    def ended(self, now: float, relay: PeerId, *, was_kept: bool) -> None:
-        """A relay refused or failed, or, where it `was_kept`, a place at it was lost."""
+    def kept(self, now: float, relay: PeerId) -> None:
+        """A relay keeps a place from now on."""
+        self._kept_since[relay] = now
+
+    def ended(self, now: float, relay: PeerId) -> None:
+        """A relay refused or failed, or a place that it kept is lost."""
         self._asked.pop(relay, None)
-        if len(self._left_alone) >= TRIED_MAX:
-            del self._left_alone[next(iter(self._left_alone))]
-        self._left_alone[relay] = now + (LOST_SECONDS if was_kept else REFUSED_SECONDS)
+        since = self._kept_since.pop(relay, None)
+        seconds = REFUSED_SECONDS if since is None else self._lost_seconds(now, relay, since)
+        self._left_alone.pop(relay, None)
+        self._left_alone[relay] = now + seconds
+        _shorten(self._left_alone)
+
+    def _lost_seconds(self, now: float, relay: PeerId, since: float) -> float:
+        """Return how long to leave alone a relay at which a place is lost."""
+        before = self._short.pop(relay, 0)
+        if now - since >= STOOD_SECONDS:
+            return LOST_SECONDS
+        self._short[relay] = before + 1
+        _shorten(self._short)
+        return float(min(REFUSED_SECONDS, LOST_SECONDS * 4.0 ** min(before, 16)))
+
+
+def _shorten(table: dict[PeerId, Any]) -> None:
+    if len(table) > TRIED_MAX:
+        del table[next(iter(table))]
 
 
 class PlaceLease:

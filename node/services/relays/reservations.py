@@ -90,7 +90,7 @@ class Reservations:
         finally:
             del self._asking[relay]
             was_kept = self._circuits.pop(relay, None) is not None
-            self._search.ended(self._clock.monotonic(), relay, was_kept=was_kept)
+            self._search.ended(self._clock.monotonic(), relay)
             if was_kept:
                 self._tell()
 
@@ -125,6 +125,7 @@ class Reservations:
                     if stream.peer not in self._circuits:
                         self._counters["places_at_relays"] += 1
                         self._circuits[stream.peer] = at.through(None)
+                        self._search.kept(self._clock.monotonic(), stream.peer)
                         self._tell()
                     nursery.start_soon(self._keep_ready, stream.peer, at)
                 case CircuitAnnounced():
