@@ -21,7 +21,9 @@ from node.services.discovery import Discovery
 from node.services.measurements import Measurements
 from node.services.membership import Membership
 from node.services.metadata import RELAY_WORD, read_metadata
+from node.services.relays.finding import RelayFinder
 from node.services.relays.ledger import Limits, RelayLedger
+from node.services.relays.places import WANTED
 from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
 from node.services.traversal import Traversal
@@ -34,6 +36,8 @@ HEARD_SECONDS = 60.0
 """A live peer in direct reach sends something within this, even in a large swarm."""
 FAR_SECONDS = 10.0
 """Where in the order a relay comes of which no round trip is known."""
+KNOWN_MAX = 2 * WANTED
+"""A node that knows so many relays among the members looks for no others in the DHT."""
 
 
 class Parts(Protocol):
@@ -76,6 +80,7 @@ class Inbound:
         self.relay = RelayServer(node.network, clock, self.ledger, counters)
         self._counters = counters
         self._entropy = entropy
+        self._finder: RelayFinder | None = None
         self.whereabouts = Whereabouts(
             node.network,
             clock,
@@ -103,6 +108,16 @@ class Inbound:
                     counters=self._counters,
                 )
                 nursery.start_soon(keep_running, "places at relays", places.run)
+                self._finder = RelayFinder(
+                    self._node.network,
+                    self._clock,
+                    self._node.discovery,
+                    own_rng(rng),
+                    is_relay=lambda: self._node.provider.is_relay,
+                    is_wanted=self._looks_for_relays,
+                    counters=self._counters,
+                )
+                nursery.start_soon(keep_running, "relays of the DHT", self._finder.run)
                 traversal = Traversal(
                     self._node.network,
                     self._clock,
@@ -182,12 +197,19 @@ class Inbound:
         own = [each for each in self._node.network.addresses if each.relay is None]
         return self._asked > 0 or (bool(own) and not any(is_global(each.host) for each in own))
 
+    def _looks_for_relays(self) -> bool:
+        """Return whether the DHT is to be asked for relays besides those that membership knows."""
+        known = sum(_is_relay(member) for member in self._node.membership.members if member.live)
+        return self._needs_relays() and known < KNOWN_MAX
+
     def _candidates(self) -> Sequence[PeerId]:
-        """Members that say they are relays, the nearest first, and behind them those that were reached at an
-        address of the whole internet: others may not have told them yet that they can be."""
-        ranked = []
+        """Return members that say they are relays, and relays that the DHT told of, the nearest first, and
+        behind them members that were reached at an address of the whole internet: others may not have told
+        them yet that they can be relays."""
+        found = {} if self._finder is None else self._finder.seconds
+        ranked = [(False, seconds, relay) for relay, seconds in found.items()]
         for member in self._node.membership.members:
-            if member.peer == self._node.peer or not member.live:
+            if member.peer == self._node.peer or not member.live or member.peer in found:
                 continue
             host = self._node.network.host_of(member.peer)
             is_relay = _is_relay(member)

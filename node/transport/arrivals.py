@@ -55,7 +55,7 @@ class ArrivalHost(Protocol):
         """Note by which of its own addresses this machine is reached."""
 
 
-class Arrivals:
+class ServedConnections:
     """Those of one node. A peer has a place in the router's register for each of its connections."""
 
     def __init__(

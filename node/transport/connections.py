@@ -20,7 +20,7 @@ from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.address_book import AddressBook
-from node.transport.arrivals import Arrivals
+from node.transport.arrivals import ServedConnections
 from node.transport.buffer_pool import Pool
 from node.transport.connection_pool import IdleConnections
 from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, dial
@@ -84,7 +84,7 @@ class Connections:
         # Every one that stands, with the stream it carries; a dict for its order.
         self._open: dict[Connection, SecureStream | None] = {}
         self.paths = Paths(self, credentials, counters)
-        self.arrivals = Arrivals(self, credentials, router, self._assembly, counters)
+        self.arrivals = ServedConnections(self, credentials, router, self._assembly, counters)
         self._vanished = VanishedConnections(lambda: tuple(self._open), counters)
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None

@@ -37,6 +37,7 @@ from node.runs.stopping import STOP_PURPOSE, StopBody
 from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, lives, metadata
 from node.services.relays import server as relays
+from node.services.relays.finding import RelayRecord
 from node.serving import serving
 from node.transport import punch_messages, relay_messages
 from partition.plan.change import Change
@@ -154,7 +155,7 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, replication.Offer, Calibration, Advert, Observed, directory.SubkeyRow),
+    "value": (Change, replication.Offer, Calibration, Advert, Observed, directory.SubkeyRow, RelayRecord),
     "links": (Change,),
     "metadata": (metadata.Metadata,),
     "data": (checkpoint.StatePart,),

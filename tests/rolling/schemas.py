@@ -25,6 +25,7 @@ from node.protocols import checkpoint
 from node.protocols import runs as runs
 from node.seams import StreamLimits
 from node.services import metadata
+from node.services.relays.finding import RelayRecord
 from node.transport import beacon, router
 from partition.plan.change import Change
 from partition.plan.observed import Observed
@@ -39,7 +40,14 @@ ARCHIVE = FOLDER / "previous.tar.xz"
 
 CARRIED: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: (metadata.Metadata,),
-    dht.messages.PROTOCOL: (Advert, Calibration, Observed, replication.Offer, directory.SubkeyRow),
+    dht.messages.PROTOCOL: (
+        Advert,
+        Calibration,
+        Observed,
+        replication.Offer,
+        directory.SubkeyRow,
+        RelayRecord,
+    ),
     runs.RUNS_PROTOCOL: (Plan,),
     runs.PIPELINE_PROTOCOL: (Change,),
     blobs.BLOBS_PROTOCOL: (checkpoint.StatePart,),
@@ -73,6 +81,7 @@ COMPATIBLE: Mapping[str, Mapping[str, str]] = {
             " read it"
         ),
         "SharedSetting: new": "stands in SettingsBody alone",
+        "RelayRecord: new": "a value under keys of its own, that a node stores as any other",
     },
     "/peerloom/services/1": {
         "Row.is_stopgap: bool; without it `False`": (
