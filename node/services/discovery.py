@@ -93,17 +93,25 @@ class Discovery:
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Drive until cancelled, signing this node's own records anew before they expire, and keeping what it
         holds on the disk."""
-        async with trio.open_nursery() as nursery:
-            with contain("reading of kept records"):
-                await self._load()
-            await nursery.start(self._driver.run)
-            nursery.start_soon(self._keep)
-            task_status.started()
-            while True:
-                await trio.sleep(RENEW_SECONDS)
-                for (purpose, name), (value, until) in list(self._own.items()):
-                    with contain("renewing of a record"):
-                        await self._renew(purpose, name, value, until)
+        try:
+            async with trio.open_nursery() as nursery:
+                with contain("reading of kept records"):
+                    await self._load()
+                await nursery.start(self._driver.run)
+                nursery.start_soon(self._keep)
+                task_status.started()
+                await self._renew_own()
+        finally:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    async def _renew_own(self) -> None:
+        while True:
+            await trio.sleep(RENEW_SECONDS)
+            for (purpose, name), (value, until) in list(self._own.items()):
+                with contain("renewing of a record"):
+                    await self._renew(purpose, name, value, until)
 
     def follow_clock(self) -> None:
         """The clock shows another time than before: records are signed and checked by that."""

@@ -11,7 +11,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Coroutine
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -352,5 +352,6 @@ def test_a_saved_state_runs_no_code(tmp_path: Path) -> None:
     assert went_off.exists()
     went_off.unlink()
     (tmp_path / NAME).write_bytes(state)
-    assert RecordsFile(FolderStorage(tmp_path)).load(signer(0), WALL) == ([], [])
+    with closing(RecordsFile(FolderStorage(tmp_path))) as file:
+        assert file.load(signer(0), WALL) == ([], [])
     assert not went_off.exists()

@@ -1,7 +1,9 @@
 """What a node says of itself in the DHT, and what others find there. Whole nodes in virtual time."""
 
+import sqlite3
 from pathlib import Path
 
+import pytest
 import trio
 
 from gossip.member import MemberForgotten
@@ -40,6 +42,17 @@ def test_a_record_is_stored_by_others_and_counts_them() -> None:
             await trio.sleep(5)
             records = await group.nodes["c"].discovery.find("test", b"name")
             assert [record.value for record in records] == [b"value"]
+
+    simulate(scenario)
+
+
+def test_a_node_that_ends_closes_its_file_of_records() -> None:
+    async def scenario() -> None:
+        async with swarm("a") as group:
+            file = group.nodes["a"].discovery._file
+            assert file is not None
+        with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+            file.save({})
 
     simulate(scenario)
 

@@ -1,5 +1,6 @@
 """What a node holds of the DHT, over a restart: the sqlite file, damage, and other storages."""
 
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from dht.keys import record_key
 from dht.records import Record, check_record, sign_record
 from node.seams import Storage
 from node.storage.folder import FolderStorage
-from node.storage.records_file import CONTACTS_MAX, NAME, RecordsFile
+from node.storage.records_file import CONTACTS_MAX, NAME, Contact, RecordsFile
 from sim.storage import MemoryStorage
 from tests.dht.swarm import signer
 
@@ -21,6 +22,12 @@ def made(author: int, name: bytes = b"k", value: bytes = b"v", *, seconds: float
     key = record_key("test", name)
     fact = sign_record(signer(author), key, value, sequence=1, expires=int(WALL + seconds))
     return check_record(HERE, fact)
+
+
+def loaded(storage: Storage) -> tuple[list[Record], list[Contact]]:
+    """Return what a file of its own reads there."""
+    with closing(RecordsFile(storage)) as file:
+        return file.load(HERE, WALL)
 
 
 @pytest.fixture(params=["folder", "memory"])
@@ -35,7 +42,7 @@ def test_records_and_contacts_come_back_after_a_restart(storage: Storage) -> Non
     file.save({(each.key, each.publisher): each for each in records}, contacts)
     file.save({(records[0].key, records[0].publisher): None})
     file.close()
-    again, known = RecordsFile(storage).load(HERE, WALL)
+    again, known = loaded(storage)
     assert {each.publisher for each in again} == {each.publisher for each in records[1:]}
     assert known == contacts
 
@@ -44,6 +51,7 @@ def test_what_has_expired_meanwhile_does_not_come_back(storage: Storage) -> None
     file = RecordsFile(storage)
     file.save({(each.key, each.publisher): each for each in (made(1, seconds=10), made(2, seconds=1_000))})
     assert [each.publisher for each in file.load(HERE, WALL + 500)[0]] == [signer(2).peer]
+    file.close()
 
 
 def test_a_record_that_was_changed_on_the_disk_is_left_out(storage: Storage) -> None:
@@ -53,6 +61,7 @@ def test_a_record_that_was_changed_on_the_disk_is_left_out(storage: Storage) -> 
     file._database.execute("INSERT INTO contact VALUES (?, ?, 0)", (b"short", b"\x90"))
     file._database.commit()
     records, contacts = file.load(HERE, WALL)
+    file.close()
     assert ([each.publisher for each in records], contacts) == ([signer(2).peer], [])
 
 
@@ -63,7 +72,7 @@ def test_a_damaged_file_is_an_empty_one(tmp_path: Path) -> None:
     assert file.load(HERE, WALL) == ([], [])
     file.save({(made(1).key, made(1).publisher): made(1)})
     file.close()
-    assert len(RecordsFile(storage).load(HERE, WALL)[0]) == 1
+    assert len(loaded(storage)[0]) == 1
     assert (tmp_path / NAME).stat().st_mode & 0o077 == 0
 
 
@@ -72,3 +81,4 @@ def test_no_more_contacts_are_kept_than_their_limit() -> None:
     peers = [PeerId(number.to_bytes(32, "big")) for number in range(CONTACTS_MAX + 9)]
     file.save({}, [(peer, ()) for peer in peers])
     assert len(file.load(HERE, WALL)[1]) == CONTACTS_MAX
+    file.close()
