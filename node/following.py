@@ -25,7 +25,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId, peer_text
 from node.config import Config
-from node.containment import contain
+from node.containment import contain, keep_running
 from node.content.directory import Directory, NotStored
 from node.control import CommandHandler, Emit
 from node.errors import UsageError
@@ -275,6 +275,14 @@ class SettingsFollower:
                 kept: _Kept = decode(data, _Kept, bytes_max=2 * SETTINGS_BYTES_MAX)
                 return kept, read_settings(self._node.signer, kept.fact)
         return None
+
+
+def start_following(node: LocalNode, nursery: trio.Nursery) -> Mapping[str, CommandHandler]:
+    """Have a node, daemon or embedded in a program, keep to the settings it follows; return its commands."""
+    following = SettingsFollower(node)
+    following.restore()
+    nursery.start_soon(keep_running, "following", following.run)
+    return following.handlers
 
 
 def _name(key: PeerId) -> str:

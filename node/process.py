@@ -22,7 +22,6 @@ from node.config import Config
 from node.containment import keep_running
 from node.errors import EXIT_DONE, EXIT_FORCED, EXIT_UNEXPECTED, JoinTimeout, PeerloomError
 from node.events import Event, MemberJoined
-from node.following import SettingsFollower
 from node.recording.recorder import Recorder, open_record
 from node.runtime import Node
 from node.services.notify_socket import NotifySocket
@@ -105,10 +104,6 @@ async def _serve_until_told(
     async with Node(config, report=report, recorder=recorder) as node, trio.open_nursery() as nursery:
         stack.enter_context(_stopped_by_signals(node.stopping))
         nursery.start_soon(keep_running, "alerts", Alerts(node).run)
-        following = SettingsFollower(node)
-        following.restore()
-        node.handlers |= following.handlers
-        nursery.start_soon(keep_running, "following", following.run)
         if config.web.address is not None:
             page = Page(node)
             node.handlers |= {"page": page.tell, **page.models.keys.handlers}

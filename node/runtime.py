@@ -45,6 +45,7 @@ from node.events import (
     NodeStopped,
 )
 from node.executor import RealExecutor
+from node.following import start_following
 from node.forks import keep_loop_from_children
 from node.journal import Journal
 from node.local.service import LocalRuns
@@ -255,6 +256,7 @@ class Node(Surface):
         nursery.start_soon(keep_running, "advertising", self._advertise)
         watch = partial(self._swarm_clock.watch, self._follow_clock, self._publish)
         nursery.start_soon(keep_running, "clocks", watch)
+        self.handlers |= start_following(self, nursery)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:
         return load_swarm_keys(file) if (file := self.config.swarm.key_file) is not None else ()

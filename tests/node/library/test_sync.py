@@ -13,14 +13,18 @@ import trio
 
 import node
 from crypto.contact import parse_address
+from crypto.facts import IdentitySigner
+from crypto.identity import Identity
 from node import config
 from node.api.surface import Surface
+from node.cli.client import ask
 from node.errors import JoinTimeout, UsageError
 from node.events import MemberJoined, NodeStarted
 from node.library import generate
 from node.library.blocking import BlockingSurface
 from node.library.sync import SyncNode
 from node.portal import Portal, PortalClosed
+from node.protocols.followed import SettingsBody, SharedSetting, file_of, sign_settings
 from node.services.broadcasts import Broadcast
 
 
@@ -72,6 +76,17 @@ def test_two_nodes_meet_and_a_script_reads_who_is_there(open_node: Callable[...,
         assert b.status()["name"] == "b"
         assert (a.id, b.id) == (a.status()["peer"], b.status()["peer"])
         a.wait_for_members(1)
+
+
+def test_a_node_in_a_program_keeps_to_the_settings_it_follows(tmp_path: Path) -> None:
+    owner = IdentitySigner(Identity(bytes([1]) * 32), "library")
+    asked = replace(settings(tmp_path, "a"), follow=config.Follow(owner.peer))
+    body = SettingsBody(2, "fleet", (SharedSetting("hours", "22:00-07:00"),))
+    with node.sync(asked):
+        document = file_of(sign_settings(owner, body), 2).decode()
+        assert ask(asked.data_dir, "config.publish", {"document": document})["version"] == 2
+    with node.sync(asked) as again:
+        assert again.status()["follow"]["settings"] == ["hours = 22:00-07:00"]
 
 
 def test_a_later_join_says_what_became_of_each_address(open_node: Callable[..., SyncNode]) -> None:
