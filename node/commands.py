@@ -31,6 +31,7 @@ from node.placement.provider import Provider
 from node.protocols.manifest import Run, run_text
 from node.protocols.revision import check_changes
 from node.requests import (
+    REVISABLE,
     DhtFindRequest,
     DhtGetRequest,
     DhtPutRequest,
@@ -341,14 +342,17 @@ class Commands:
         run = self._going(request.run)
         if (is_paused := request.is_paused) is not None:
             return await self._node.runs.revising.revise(run, {"is_paused": is_paused})
-        return await self.revise(run, request.learning_rate, request.steps, request.priority)
+        asked = {name: getattr(request, name) for name in REVISABLE}
+        return await self.revise(run, **asked)
 
-    async def revise(self, run: str, learning_rate: Any, steps: Any, priority: Any) -> dict[str, Any]:
-        """Change a run of this node's own; None leaves as it is. Raises UsageError, RunFailed."""
-        changes = {"learning_rate": learning_rate, "steps": steps, "priority": priority}
-        changes = {name: value for name, value in changes.items() if value is not None}
+    async def revise(self, run: str, **asked: Any) -> dict[str, Any]:
+        """Change a run of this node's own by fields of `RevisionBody`; None leaves as it is.
+
+        Raises UsageError, RunFailed.
+        """
+        changes = {name: value for name, value in asked.items() if value is not None}
         if not changes:
-            raise UsageError("nothing to change: say a learning rate, steps or a priority")
+            raise UsageError("nothing to change: say a learning rate, steps, a priority or a goal")
         try:
             check_changes(changes)
         except ValueError as error:

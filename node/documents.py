@@ -202,6 +202,6 @@ def follow_document(event: NodeConfigured | None) -> dict[str, Any] | None:
 def goal_document(goal: RunGoalSet | None) -> dict[str, Any] | None:
     """Return `goal` of a run's document: how fast its requester wants it; None where that is not said, or
     this node is another."""
-    if goal is None:
+    if goal is None or not goal.samples_per_second:
         return None
     return {"samples_per_second": goal.samples_per_second, "seconds": goal.seconds}

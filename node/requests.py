@@ -82,6 +82,10 @@ class TraceRequest(NamedRun, frozen=True):
     steps: Number = 4.0
 
 
+REVISABLE = ("learning_rate", "steps", "priority", "samples_per_second", "goal_seconds")
+"""Fields of `ReviseRequest` that are fields of a revision."""
+
+
 class ReviseRequest(NamedRun, frozen=True):
     """Changes to a run; None leaves as it is. Bounds are those of `node.protocols.revision.check_changes`."""
 
@@ -89,6 +93,8 @@ class ReviseRequest(NamedRun, frozen=True):
     learning_rate: Any = None
     steps: Any = None
     priority: Any = None
+    samples_per_second: Any = None
+    goal_seconds: Any = None
 
 
 class FetchRequest(NamedRun, frozen=True, kw_only=True):

@@ -17,7 +17,8 @@ class NodeConfigured(Event, frozen=True, kw_only=True):
 
 
 class RunGoalSet(Event, frozen=True, kw_only=True):
-    """This node's own run is to train so many `samples_per_second`, over any `seconds` of it."""
+    """This node's own run is to train so many `samples_per_second`, over any `seconds` of it; 0: it
+    has no goal any more."""
 
     run: str
     samples_per_second: float

@@ -1,4 +1,4 @@
-"""A run with a goal that its machines do not reach: its requester is told, and nobody else."""
+"""A goal that a run's machines do not reach: its requester is told, and nobody else."""
 
 import os
 from pathlib import Path
@@ -9,8 +9,10 @@ import trio
 
 from node.alerts.service import Alerts
 from node.cli.client import ask
-from node.cli.runs import run_lines
-from node.events import AlertRaised
+from node.cli.runs import run_lines, runs_lines
+from node.commands import Commands
+from node.errors import UsageError
+from node.events import AlertCleared, AlertRaised, RunChanged
 from node.protocols.run_file import GoalTable
 from node.settings_events import RunGoalSet
 from node.state_documents import run_document
@@ -18,7 +20,7 @@ from tests.kills import playground
 from tests.serving_swarm import until
 from tests.stack import manifest, prepare, simple_cnn, simulate, swarm
 
-GOAL = GoalTable(samples_per_second=100.0, seconds=5)
+GOAL = GoalTable(samples_per_second=100_000.0, seconds=5)
 
 
 def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
@@ -29,6 +31,8 @@ def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
             run = prepare(a, manifest(stages=1, replicas=1, steps=10_000_000, microbatches=2))
             a.runs.revising.ask_for(run, priority=5, deadline_minutes=0, goal=GOAL)
             await a.runs.submit(run)
+            reasons = [each.reason for each in group.events["a"] if isinstance(each, RunChanged)]
+            assert any("its goal of 100000 samples/s cannot be reached: by what" in each for each in reasons)
             alerts, others = (Alerts(node, lambda _: (50 << 30, 100 << 30)) for node in (a, b))
             told: list[Any] = []
             with trio.fail_after(300):
@@ -37,10 +41,25 @@ def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
                     told = [each for each in alerts.look() if isinstance(each, AlertRaised)]
                     assert not others.look()
             assert [(each.alert, each.about) for each in told] == [("run_below_goal", run.text)]
-            assert "100 are wanted" in told[0].text
+            assert "100000 are wanted" in told[0].text
             assert [type(each) for each in group.events["b"]].count(RunGoalSet) == 0
-            lines = run_lines(run_document(a.state.runs[run.text]))
-            assert any("goal          100 samples/s over 5 s; the last step had" in line for line in lines)
+            document = run_document(a.state.runs[run.text])
+            for lines in (run_lines(document), runs_lines({"runs": [document]})):
+                assert any("100000 samples/s over 5 s; the last step had" in line for line in lines)
+            # A goal that is changed holds from the next step on; without one nothing is to be told.
+            said = await Commands(a).revise(run.text, samples_per_second=50.0)
+            assert said["goal"] == {"samples_per_second": 50.0, "seconds": 5}
+            await Commands(a).revise(run.text, samples_per_second=0.0)
+            cleared: list[Any] = []
+            with trio.fail_after(300):
+                while not cleared:
+                    await trio.sleep(1)
+                    cleared = alerts.look()
+            assert [type(each) for each in cleared] == [AlertCleared]
+            assert run_document(a.state.runs[run.text])["goal"] is None
+            for wrong in ({"goal_seconds": 60}, {"samples_per_second": -1.0}, {"goal_seconds": 1}):
+                with pytest.raises(UsageError):
+                    await Commands(a).revise(run.text, **wrong)
             await a.runs.stopping.stop(run.text)
 
     simulate(scenario)

@@ -469,6 +469,7 @@ def test_the_screen_of_runs() -> None:
                   on digits, asked for by ...SUKPH5
         01234567  simple-cnn  done         12 of 200   0.1917  0.975     here
                   on digits, asked for by ...2NASuq
+                  goal 400 samples/s over 60 s
         """
     )
 
@@ -490,8 +491,7 @@ def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
 
 def test_a_node_that_listens_everywhere_says_that_it_is_open() -> None:
     event = event_document(STARTED) | {"is_open": True}
-    text = "\n".join(EventScreen().lines(event))
-    assert "open to the network: anybody may connect" in text
+    assert "open to the network: anybody may connect" in (text := "\n".join(EventScreen().lines(event)))
     assert "--listen 127.0.0.1:9747" in text
     private = "\n".join(EventScreen().lines(event | {"is_private": True}))
     assert "open to the network: members of the swarm may connect" in private

@@ -43,6 +43,7 @@ PLAN: Mapping[str, Any] = {
     ],
     "slowest": {"stage": 2, "waits_for": "link"}, "left_out": [{"peer": "lab-5", "reason": "0.9 GB free"}],
     "help": {"change": "another lab-1", "gain": 0.44}, "what_if": None, "objective": "throughput",
+    "goal": None,
     "tokens_per_second": 18_400.0, "samples_per_second": 18.4, "bubble": 0.11, "reasons": ["it is best"],
     "alone": {"peer": "lab-1", "samples_per_second": 9.6}, "step_seconds": 948.0,
     "timeline": [

@@ -101,7 +101,7 @@ class AlertRules:
             case events.ClockCompared():
                 self._skew = event
             case RunGoalSet():
-                self._run(event.run).goal = event
+                self._run(event.run).goal = event if event.samples_per_second else None
             case events.RunChanged():
                 run = self._run(event.run)
                 if event.state in ("paused", "placing"):

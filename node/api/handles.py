@@ -139,13 +139,27 @@ class RunHandle:
         return await self._node.runs.revising.revise(self._run, {"is_paused": False})
 
     async def revise(
-        self, learning_rate: float | None = None, steps: int | None = None, priority: int | None = None
+        self,
+        learning_rate: float | None = None,
+        steps: int | None = None,
+        priority: int | None = None,
+        goal: float | None = None,
+        goal_seconds: int | None = None,
     ) -> dict[str, Any]:
         """Change the run from its next step on, on all members alike; None leaves as it is.
 
+        `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
+
         Raises UsageError: a number out of bounds, or another node asked for the run.
         """
-        return await Commands(self._node).revise(self._run, learning_rate, steps, priority)
+        return await Commands(self._node).revise(
+            self._run,
+            learning_rate=learning_rate,
+            steps=steps,
+            priority=priority,
+            samples_per_second=goal,
+            goal_seconds=goal_seconds,
+        )
 
     async def result(self, out: str = "") -> RunResult:
         """Wait for the end of the run; put its weights (safetensors) into the file `out`, if one is named.

@@ -359,6 +359,7 @@ class Surface:
         together: Sequence[Sequence[str]] = (),
         keep_tied: bool = False,
         devices: Sequence[str] = (),
+        goal: float = 0.0,
     ) -> PlanReport:
         """Plan a model over this node and its living members; nothing is started.
 
@@ -386,5 +387,6 @@ class Surface:
             together,
             keep_tied,
             devices,
+            goal,
         )
         return await self.seams.executor.run(ask, apart=True)

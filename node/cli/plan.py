@@ -46,6 +46,9 @@ def plan(
     replicas_min: Annotated[
         int, typer.Option("--replicas-min", metavar="N", help="Of each stage, at least.")
     ] = 1,
+    goal: Annotated[
+        float, typer.Option("--goal", metavar="N", help="Samples a second: say whether it reaches them.")
+    ] = 0.0,
     together: Annotated[
         list[str] | None,
         typer.Option("--together", metavar="A,B", help="Layers or modules that stay in one stage."),
@@ -64,7 +67,7 @@ def plan(
     from node.planning.request import graph_of, plan_over, wishes, with_together
     from node.planning.screen import plan_lines
 
-    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min)
+    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min, goal)
     if svg:
         output_path(svg, "--svg")
     if peers == "live":

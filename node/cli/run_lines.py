@@ -183,10 +183,11 @@ class RunLines:
         return [at_clock(event, f"run {event['run'][:8]} goes on without this node")]
 
     def _goal_set(self, event: Event) -> list[str]:
+        run = f"run {event['run'][:8]}"
+        if not event["samples_per_second"]:
+            return [at_clock(event, f"{run} has no goal any more")]
         wanted = f"{event['samples_per_second']:g} samples/s over {event['seconds']} s"
-        return [
-            at_clock(event, f"run {event['run'][:8]} is to train {wanted}; an alert says where it does not")
-        ]
+        return [at_clock(event, f"{run} is to train {wanted}; an alert says where it does not")]
 
     def _revised(self, event: Event) -> list[str]:
         rate = "" if event["learning_rate"] is None else f", learning rate {event['learning_rate']:g}"

@@ -14,6 +14,7 @@ import typer
 
 from node.cli.client import ask, peer_names, request
 from node.cli.event_text import name_and_id, with_names
+from node.cli.goals import goal_lines, goal_text, pace_text
 from node.cli.model_folders import fetch_folder, is_folder_path
 from node.cli.options import AsJson, CommandGroup, DataDir, find_data_dir
 from node.cli.outputs import output_path
@@ -330,11 +331,18 @@ def revise(
     priority: Annotated[
         int | None, typer.Option("--priority", help="0 (last) to 9 (first) of your own runs; 5 is usual.")
     ] = None,
+    goal: Annotated[
+        float | None, typer.Option("--goal", help="Samples a second below which you are told; 0: none.")
+    ] = None,
+    goal_seconds: Annotated[
+        int | None, typer.Option("--goal-seconds", help="Over how long it must be so slow before that.")
+    ] = None,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
     """Change a run of this node's own while it goes on, on all its members alike."""
-    changes = {"learning_rate": learning_rate, "steps": steps, "priority": priority}
+    changes: dict[str, Any] = {"learning_rate": learning_rate, "steps": steps, "priority": priority}
+    changes |= {"samples_per_second": goal, "goal_seconds": goal_seconds}
     _revise(context, data_dir, {"run": run, **changes}, as_json=as_json)
 
 
@@ -346,7 +354,8 @@ def _revise(context: typer.Context, data_dir: str, arguments: dict[str, Any], *,
         return
     rate = "" if result["learning_rate"] is None else f", learning rate {result['learning_rate']:g}"
     word = "paused" if result["is_paused"] else "goes on"
-    said = f"{word}: {counted(result['steps'], 'step')}, priority {result['priority']}{rate}"
+    goal = f", {goal_text(result['goal'])}" if result.get("goal") else ""
+    said = f"{word}: {counted(result['steps'], 'step')}, priority {result['priority']}{rate}{goal}"
     show([f"run {result['run'][:8]} {said}; {_told(result)}"])
 
 
@@ -397,7 +406,8 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 def _more(run: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     """Return the lines below a run's row: on what data, whose it is, and how it came to its status."""
     whose = f"on {data_text(run['data'])}, asked for by {name_and_id(names, run['requester'])}"
-    return [whose, *([run["detail"]] if run["detail"] else [])]
+    wanted = [goal_text(run["goal"]) + pace_text(run)] if run.get("goal") else []
+    return [whose, *wanted, *([run["detail"]] if run["detail"] else [])]
 
 
 def _since_text(run: Mapping[str, Any]) -> str:
@@ -481,16 +491,6 @@ def run_text(run: Mapping[str, Any]) -> str:
     place = step_text(run)
     place = "steps not followed here" if place == "-" else f"step {place}"
     return f"{run['run']}  {run['model']} on {data_text(run['data'])}  {run['status']}  {place}{loss}"
-
-
-def goal_lines(run: Mapping[str, Any]) -> list[str]:
-    """Return how fast a run is wanted, and how fast its last step was."""
-    goal, last, now = run.get("goal"), run.get("last_step"), ""
-    if goal is None:
-        return []
-    if last and last["seconds"] and run["status"] not in _OVER:
-        now = f"; the last step had {last['samples'] / last['seconds']:.3g}"
-    return [f"  goal          {goal['samples_per_second']:g} samples/s over {goal['seconds']} s{now}"]
 
 
 def step_text(run: Mapping[str, Any]) -> str:

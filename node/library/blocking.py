@@ -80,12 +80,16 @@ class BlockingRunHandle:
         learning_rate: float | None = None,
         steps: int | None = None,
         priority: int | None = None,
+        goal: float | None = None,
+        goal_seconds: int | None = None,
     ) -> dict[str, Any]:
         """Change the run from its next step on, on all members alike; None leaves as it is.
 
+        `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
+
         Raises UsageError: a number out of bounds, or another node asked for the run.
         """
-        return self._portal.run(self._of.revise, learning_rate, steps, priority)
+        return self._portal.run(self._of.revise, learning_rate, steps, priority, goal, goal_seconds)
 
     def result(self, out: str = "") -> RunResult:
         """Wait for the end of the run; put its weights (safetensors) into the file `out`, if one is named.
@@ -437,6 +441,7 @@ class BlockingSurface:
         together: Sequence[Sequence[str]] = (),
         keep_tied: bool = False,
         devices: Sequence[str] = (),
+        goal: float = 0.0,
     ) -> PlanReport:
         """Plan a model over this node and its living members; nothing is started.
 
@@ -460,4 +465,5 @@ class BlockingSurface:
             together,
             keep_tied,
             devices,
+            goal,
         )

@@ -1,10 +1,11 @@
-"""Whether a run can be done by the deadline that its requester set, in words for its requester.
+"""Whether a run can meet the deadline and the goal that its requester set, in words for its requester.
 
 A deadline takes no slot from another requester (`node.placement.turns`); it orders the requester's own runs,
-and the requester is warned when it cannot be met.
+and the requester is warned when it cannot be met. So it is with a goal, of which the alert `run_below_goal`
+tells later.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from node.placement.leases import about
@@ -15,6 +16,7 @@ from partition.plan.plan import Plan
 
 BACKWARD = 3
 """Both passes take so many times the forward one."""
+PLANNED = "by what its peers compute"
 PACE_STEPS_MIN = 3
 """A pace is believed after so many steps: the first one loads what the others find."""
 
@@ -43,6 +45,22 @@ def late_text(seconds_left: float, needed_seconds: float, *, by: str) -> str:
         f"its deadline cannot be met: {by} it takes about {about(needed_seconds)} more, "
         f"{about(late)} too long; fewer steps (`peerloom runs revise RUN --steps N`) or more peers help"
     )
+
+
+def plan_warnings(
+    manifest: Manifest, least: float, seconds_left: float | None, goal: tuple[float, int] | None
+) -> Iterator[str]:
+    """Yield what a plan cannot reach whose steps take at least so many seconds in all, 0 for not known:
+    the deadline, or the goal in samples a second."""
+    if seconds_left is not None and (late := late_text(seconds_left, least, by=PLANNED)):
+        yield late
+    if goal is not None and least:
+        most = manifest.steps * manifest.microbatch * manifest.microbatches / least
+        if most < goal[0]:
+            yield (
+                f"its goal of {goal[0]:g} samples/s cannot be reached: {PLANNED} it trains {most:.3g} "
+                "at most; more peers help"
+            )
 
 
 @dataclass

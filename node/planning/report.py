@@ -32,6 +32,8 @@ class Wanted:
     frames: Literal["exact", "auto"] = "exact"
     mode: Literal["exact", "auto"] = "exact"
     local_steps: int = 20
+    goal: float = 0.0
+    """Samples a second that the plan is held against; 0: none."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,14 @@ class PlanReport:
         return plan_svg(plan_document(self))
 
 
+def goal_document(report: PlanReport) -> dict[str, Any] | None:
+    """Return `goal` of a plan's document: what is wanted, and whether the plan is predicted to reach it."""
+    if not (goal := report.wanted.goal):
+        return None
+    predicted = report.samples_per_second
+    return {"samples_per_second": goal, "is_met": predicted >= goal, "share": predicted / goal}
+
+
 def plan_document(report: PlanReport) -> dict[str, Any]:
     """All of a plan, in seconds and bytes."""
     problem, played = report.problem, report.forecast
@@ -181,6 +191,7 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         if report.alone is None
         else {"peer": report.alone[0], "samples_per_second": report.alone[1]},
         "help": None if report.help is None else {"change": report.help[0], "gain": report.help[1]},
+        "goal": goal_document(report),
         "what_if": ",".join(report.what_if) or None,
         "what_if_gain": report.what_if_gain,
         "timeline": [

@@ -23,6 +23,7 @@ from node.planning.peers import Peers, in_place, on_devices, read_peers
 from node.planning.peers import what_if as changed
 from node.planning.planner import plan_model
 from node.planning.report import FRAME_BYTES_MAX, PlanReport, Wanted
+from node.protocols.run_file import GOAL_MAX
 from node.suggest import did_you_mean
 from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, Graph, decode_graph
@@ -68,6 +69,7 @@ def wishes(
     replicas: int = 0,
     pipeline: str = "1f1b",
     replicas_min: int = 1,
+    goal: float = 0.0,
 ) -> Wanted:
     """Return what is asked of the planner; 0 lets it choose. Raises UsageError."""
     _among("objective", objective, get_args(Objective))
@@ -78,6 +80,13 @@ def wishes(
             "--optimizer and --pipeline have no effect with --objective latency: no step is planned",
             "leave them out",
         )
+    if goal and objective == "latency":
+        raise UsageError(
+            "--goal has no effect with --objective latency: no step is planned",
+            "leave one of them out",
+        )
+    if not 0 <= goal <= GOAL_MAX:
+        raise UsageError(f"--goal: want samples a second from 0 to {GOAL_MAX:,.0f}")
     if replicas and replicas_min > 1:
         raise UsageError("--replicas and --replicas-min: give one of the two")
     if min(batch, replicas_min, microbatch + 1, stages + 1, replicas + 1) < 1:
@@ -89,6 +98,7 @@ def wishes(
         pipeline=pipeline,  # type: ignore[arg-type]  # looked at above
         optimizer=optimizer,
         optimizer_moments=OPTIMIZERS[optimizer],
+        goal=goal,
         constraints=Constraints(
             stages=stages, replicas=replicas, replicas_min=replicas_min, frame_bytes_max=FRAME_BYTES_MAX
         ),
@@ -117,6 +127,7 @@ def plan(
     together: Sequence[Sequence[str]] = (),
     keep_tied: bool = False,
     devices: Sequence[str] = (),
+    goal: float = 0.0,
 ) -> PlanReport:
     """Return the best plan of a model over given peers, without a node; nothing is started.
 
@@ -126,12 +137,13 @@ def plan(
     such), `place` keeps to those of a location. Layers of a group in `together` (modules, layers by name or
     number, ranges such as `3-5`) stay in one stage, with `keep_tied` also those that use one weight. With
     `devices` only peers that compute on one of these count (`cuda`, `mps`, `cpu`), and those on a later one
-    only where those on the ones before it are not enough.
+    only where those on the ones before it are not enough. With a `goal`, in samples a second, its document
+    says whether the plan is predicted to reach it.
 
     Raises:
         RunFailed: nothing fits; its hint says what to do. UsageError: what was asked makes no sense.
     """
-    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min)
+    wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min, goal)
     found = peers if isinstance(peers, Peers) else read_peers(str(peers))
     name = model.name if isinstance(model, Graph) else str(model)
     graph = graph_of(model)

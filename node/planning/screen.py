@@ -29,6 +29,12 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
     for number, row in enumerate(document["left_out"], left_out):
         lines[number] = f"{lines[number].ljust(column)}no stage: {row['reason']}"
     lines.append(summary(document))
+    if (goal := document["goal"]) is not None:
+        wanted = f"goal of {goal['samples_per_second']:g} samples/s"
+        reached = (
+            f"met, {goal['share']:.2g} times" if goal["is_met"] else f"missed, {goal['share']:.2g} of it"
+        )
+        lines.append(f"{wanted}: {reached}")
     if (change := document["help"]) is not None:
         lines.append(f"what would help most: {change['change']}: {change['gain'] * 100:+.0f} %")
     if (changes := document["what_if"]) is not None:

@@ -5,15 +5,16 @@ on it (`node.runs.steering`), and how it is spread (`node.runs.revising`).
 """
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from node.protocols.manifest import Run
-from node.protocols.run_file import GOAL_MAX, GOAL_SECONDS_MAX
+from node.protocols.run_file import GOAL_MAX, GOAL_SECONDS, GOAL_SECONDS_MAX, GOAL_SECONDS_MIN
 from partition.plan.plan import STEPS_MAX, Hash
 from partition.steps.messages import RATE_MAX, RATE_UNIT
 
@@ -47,11 +48,25 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
 def check_changes(changes: Mapping[str, object]) -> None:
     """Check what a person wants to change: fields of RevisionBody by name. Raises ValueError."""
     whole = {"run": bytes(32), "number": 1, "learning_rate": None, "steps": None, "priority": PRIORITY}
-    row = [*(whole | {"is_paused": False, "deadline_milliseconds": 0} | dict(changes)).values()]
+    whole |= {"is_paused": False, "deadline_milliseconds": 0, "samples_per_second": 0.0, "goal_seconds": 0}
+    row = [*(whole | dict(changes)).values()]
     try:
         msgspec.convert(row, RevisionBody)
     except msgspec.ValidationError as error:
         raise ValueError(str(error)) from None
+    seconds = changes.get("goal_seconds")
+    if isinstance(seconds, int) and seconds < GOAL_SECONDS_MIN:
+        raise ValueError(f"a goal holds over at least {GOAL_SECONDS_MIN} s")
+
+
+def revised(before: RevisionBody, number: int, changes: Mapping[str, Any]) -> RevisionBody:
+    """Return what is signed next: `before` with changes. Raises ValueError: a goal's time without one."""
+    body = replace(before, number=number, **changes)
+    if not body.samples_per_second:
+        if "goal_seconds" in changes:
+            raise ValueError("the run has no goal, so its seconds have no effect: say the goal too")
+        return replace(body, goal_seconds=0)
+    return body if body.goal_seconds else replace(body, goal_seconds=GOAL_SECONDS)
 
 
 def make_revision(signer: Signer, body: RevisionBody) -> Fact:

@@ -73,11 +73,12 @@ class ProgressReports:
     def _tell_goal(self, event: StepCommitted) -> None:
         """Tell the requester's node what it wants of the run, which it is held to from now on."""
         goal = self._steering.goal
-        if goal == self._goal or goal is None or self._run.requester != self._service.signer.peer:
+        if goal == self._goal or self._run.requester != self._service.signer.peer:
             return
         self._goal = goal
+        rate, seconds = goal or (0.0, 0)
         self._service.publish(
-            RunGoalSet(at=event.at, run=self._run.text, samples_per_second=goal[0], seconds=goal[1])
+            RunGoalSet(at=event.at, run=self._run.text, samples_per_second=rate, seconds=seconds)
         )
 
     def tell(self, plan: Plan, event: RunEvent) -> None:

@@ -9,7 +9,6 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 import trio
-from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
@@ -17,7 +16,14 @@ from crypto.facts import Fact
 from crypto.identity import PeerId, short_peer
 from node.errors import RunFailed, Unreachable, UsageError
 from node.protocols.manifest import Run
-from node.protocols.revision import PRIORITY, RevisionBody, check_revision, make_revision, read_revision
+from node.protocols.revision import (
+    PRIORITY,
+    RevisionBody,
+    check_revision,
+    make_revision,
+    read_revision,
+    revised,
+)
 from node.protocols.run_file import GoalTable
 from node.protocols.runs import Describe, Described, Reply, Revise
 from node.runs.member import RunMember
@@ -66,7 +72,10 @@ class Revising:
             )
         before = self._known(run)
         number = max(before.number + 1, int(runs.seams.swarm_clock.wall() * 1000))
-        body = replace(before, number=number, **changes)
+        try:
+            body = revised(before, number, changes)
+        except ValueError as error:
+            raise UsageError(f"revise: {error}") from None
         fact = make_revision(runs.signer, body)
         runs.seams.storage.write(revision_name(text), encode(fact))
         member = runs.members.get(run.id)
@@ -83,6 +92,9 @@ class Revising:
             "learning_rate": body.learning_rate,
             "priority": body.priority,
             "is_paused": body.is_paused,
+            "goal": {"samples_per_second": body.samples_per_second, "seconds": body.goal_seconds}
+            if body.samples_per_second
+            else None,
             "told": delivery.told,
             "left": len(delivery.left),
         }

@@ -36,7 +36,7 @@ from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
 from node.placement.contest import CONTEST_MEMBERS_MIN, enter_queues
-from node.placement.deadline import late_text, least_seconds
+from node.placement.deadline import least_seconds, plan_warnings
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
 from node.placement.slots import Slots
 from node.placement.waiting import QueuePlaces, place_in_time
@@ -327,11 +327,11 @@ class Runs:
         self.start_task(queued.withdraw, of=None)
         if short := reduction(run.manifest, plan):
             tell(short)
-        if (left := steering.seconds_left) is not None:
+        if steering.seconds_left is not None or steering.goal is not None:
             rates = {bytes(offer.peer): offer.flops_per_second for offer in self.offers()}
-            needed = partial(least_seconds, run.manifest, graph, plan, rates)
-            if late := late_text(left, await executor.run(needed), by="by what its peers compute"):
-                tell(late)
+            least = await executor.run(partial(least_seconds, run.manifest, graph, plan, rates))
+            for warning in plan_warnings(run.manifest, least, steering.seconds_left, steering.goal):
+                tell(warning)
         return plan
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:

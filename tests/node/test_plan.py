@@ -25,7 +25,7 @@ from node.planning.peers import (
 from node.planning.picture import plan_svg
 from node.planning.planner import plan_model
 from node.planning.report import PlanReport, Wanted, plan_document
-from node.planning.request import graph_of
+from node.planning.request import graph_of, wishes
 from node.planning.screen import plan_lines
 from node.protocols.runs import RUNS_WORD
 from node.state_documents import peers_document
@@ -101,6 +101,17 @@ def test_the_screen_has_a_line_for_each_stage_and_each_peer_left_out(graph: Grap
     assert sum(line.count(" <") for line in lines[1:3]) == 1
     assert "predicted, bubble" in lines[5]
     assert "why" in lines
+
+
+def test_a_plan_says_whether_it_reaches_a_goal(graph: Graph, peers: Peers) -> None:
+    rate = planned(graph, peers).samples_per_second
+    for factor, said in ((0.5, "met, 2 times"), (2.0, "missed, 0.5 of it")):
+        document = plan_document(planned(graph, peers, goal=factor * rate))
+        assert document["goal"]["is_met"] == (factor < 1)
+        assert f"goal of {factor * rate:g} samples/s: {said}" in plan_lines(document)
+    assert not any("goal" in line for line in plan_lines(plan_document(planned(graph, peers))))
+    with pytest.raises(UsageError, match="--goal has no effect with --objective latency"):
+        wishes(objective="latency", goal=1.0)
 
 
 def test_the_picture_is_well_formed_and_names_every_peer(graph: Graph, peers: Peers) -> None:
