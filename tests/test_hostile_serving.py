@@ -116,8 +116,8 @@ def test_answers_are_right_and_in_time_whatever_a_peer_says(seed: int, is_member
             bad.insider.protocols = SPEAKING
             door = group.nodes["a"]
             first = [bad.node.peer] if is_member else [door.peer]
-            service = await door.serving.begin(manifest(replicas=2), first)
-            await door.serving.await_ready(service)
+            service = await door.serving.published.begin(manifest(replicas=2), first)
+            await door.serving.published.await_ready(service)
             wanted = 4
             await until(lambda: len(holders_of(group)) >= wanted)
             assert (NAME in holders_of(group)) is is_member
@@ -187,8 +187,10 @@ def test_no_stranger_takes_the_session_of_another() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group, hostile_in(group, 1) as bad, trio.open_nursery() as nursery:
             door = group.nodes["a"]
-            service = await door.serving.begin(manifest(), [group.nodes["b"].peer, group.nodes["c"].peer])
-            await door.serving.await_ready(service)
+            service = await door.serving.published.begin(
+                manifest(), [group.nodes["b"].peer, group.nodes["c"].peer]
+            )
+            await door.serving.published.await_ready(service)
             members = [group.nodes[name] for name in holders_of(group)]
 
             async def steal() -> None:
@@ -233,9 +235,9 @@ def test_a_member_that_stalls_holds_up_its_own_sessions_alone_and_not_for_ever()
     async def scenario() -> None:
         async with swarm("abcd") as group:
             door = group.nodes["a"]
-            service = await door.serving.begin(manifest(replicas=2), [door.peer])
+            service = await door.serving.published.begin(manifest(replicas=2), [door.peer])
             await until(lambda: len(holders(group)) == 4)
-            await door.serving.await_ready(service)
+            await door.serving.published.await_ready(service)
             name = next(name for name, stage in holders(group).items() if stage == 1)
             (member,) = group.nodes[name].serving.hosting.members.values()
             _, usual, _ = await timed(door, service, TOKENS)

@@ -136,8 +136,8 @@ class Asking:
                 f"{wish.name}: its manifest has {len(data)} bytes, at most {MANIFEST_BYTES_MAX}",
                 "a shorter name, fewer stages, or fewer peers",
             )
-        service = await serving.begin(manifest, peers)
-        await serving.await_ready(service)
+        service = await serving.published.begin(manifest, peers)
+        await serving.published.await_ready(service)
         return await self.document(service) | {"is_split": len(ranges) > 1, "was_asked": bool(wish.stages)}
 
     def _holders(self, peers: Sequence[str]) -> tuple[bytes, ...]:
@@ -190,7 +190,7 @@ class Asking:
     async def stop(self, name: str) -> dict[str, Any]:
         """End a service that this node has published. Raises UsageError."""
         service = await self._serving.finder.find(name)
-        await self._serving.stop(service)
+        await self._serving.published.stop(service)
         return {
             "schema": "peerloom/service-stopped/1",
             "service": service.text,

@@ -21,13 +21,13 @@ from node.protocols.services import (
     Find,
     Listing,
     Reply,
-    Request,
     Service,
     ServicesFound,
     check_service,
     read_record,
 )
 from node.services.discovery import Discovery
+from node.serving.recruiting import StageRecruiter
 from node.suggest import did_you_mean
 from partition.serve.door import StageReplica
 
@@ -54,7 +54,8 @@ class CacheUse:
 class MemberAsking(Protocol):
     """What is needed of `node.serving.hosting.Hosting`."""
 
-    async def ask(self, peer: PeerId, request: Request) -> Reply: ...
+    recruiter: StageRecruiter
+
     def own(self) -> Sequence[tuple[Service, Listing]]: ...
     def ready_of(self, service: bytes) -> Sequence[Collection[PeerId]]: ...
 
@@ -230,7 +231,7 @@ class Finder:
         """Return what a member says of a service, once for each stage that it holds."""
         reply: Reply | None = None
         with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(Unreachable):
-            reply = await self._owner.hosting.ask(peer, Find(service.id))
+            reply = await self._owner.hosting.recruiter.ask(peer, Find(service.id))
         if not isinstance(reply, ServicesFound):
             return []
         found = []

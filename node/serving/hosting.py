@@ -2,12 +2,12 @@
 
 A stage takes a slot as a run's does, and the owner's rules say whose it may be. A further stage of a service
 that is here already takes a slot of its own, or where none is free what is left of the first one's, whose
-stages compute in turn. What a member hears of the others is `partition.serve.upkeep`'s; here the node that is
-to take a missing stage is found and asked.
+stages compute in turn. What a member hears of the others is `partition.serve.upkeep`'s; the node that is to
+take a missing stage is found and asked by `node.serving.recruiting`.
 """
 
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +18,6 @@ import trio
 from blake3 import blake3
 
 from crypto.encoding import encode
-from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.containment import contain
@@ -28,38 +27,35 @@ from node.events import Event, ServiceChanged
 from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.slots import Slots
-from node.protocols.calls import call
 from node.protocols.services import (
     ALL_PURPOSE,
     NAMED_PURPOSE,
-    REPLY_BYTES_MAX,
-    SERVICES_PROTOCOL,
     Declined,
-    Done,
-    Host,
     Listing,
-    Reply,
-    Request,
     Service,
 )
 from node.runs.receipts import Receipts
 from node.seams import Seams
 from node.services.discovery import Discovery
+from node.serving.recruiting import StageRecruiter
 from node.serving.stage import HeldStage
 from node.serving.texts import Texts
+from node.text import seconds_text
 from partition.plan.observed import Knowledge
 from partition.run.messages import REASON_LENGTH_MAX
+from partition.serve.backoff import StageBackoff
 from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import Sends, SessionProvider
 from partition.serve.routes import StagePace
 from partition.serve.upkeep import STAGES_PER_PEER_MAX, Recruit, Relieved, RosterChanged, ServiceUpkeep
 
-ASK_SECONDS_MAX = 5.0
-"""For a node to say whether it takes a stage: it has nothing to fetch before."""
-TOKEN_FLOPS = 1e9
-"""What a stage computes for a token, in about, where nodes are weighed against the links to them."""
 LOOK_SECONDS = 0.1
+IDLE_LOOK_SECONDS = 1.0
+"""How often a stage that nobody asks anything is tried: where its process has ended, answers would move to it
+in vain. As often as members tell each other."""
+BACKOFF_COUNT_MAX = 256
+"""Stages whose end is kept in mind: far more than a node holds at once, each some hundred bytes."""
 GONE_RECORD_SECONDS = 1.0
 """How long the record that takes another's place in the DHT lives, where a service is left."""
 LEAVE_SECONDS_MAX = 8.0
@@ -121,6 +117,7 @@ class Membership:
         self.stage: HeldStage | None = None
         self.scope = trio.CancelScope()
         self.ready = trio.Event()
+        self.ready_since: float | None = None
         self.pace = StagePace()
         self.asked: deque[ProviderEvent] = deque()
         """What the stage is to do, in this order."""
@@ -137,15 +134,14 @@ class Membership:
 
 
 class Hosting:
-    """All of one node.
-
-    Long because taking on, handing over and letting go are one life of a stage, and end in each other.
-    """
+    """All of one node."""
 
     def __init__(self, owner: HostingOwner) -> None:
         self._owner = owner
         self.members: dict[tuple[bytes, int], Membership] = {}
         """By the service and the number of the stage."""
+        self._backoff: StageBackoff[tuple[bytes, int]] = StageBackoff(BACKOFF_COUNT_MAX)
+        self.recruiter = StageRecruiter(owner, self.take)
 
     def of(self, service: bytes) -> list[Membership]:
         """Return the stages of a service that are here, the one that is held for good first."""
@@ -170,12 +166,8 @@ class Hosting:
             return "another stage of this service is here"
         if here and not is_by_owner and not here[0].upkeep.lacks(number, asker):
             return "another member holds the stage"  # whatever this one says: its slots are not the asker's
-        if not service.manifest.may_hold(owner.signer.peer):
-            return "the service is restricted to other peers"
-        if (reason := owner.accepts(service)) is not None:
+        if (reason := self._refusal(service, number)) is not None:
             return reason
-        if service.manifest.threads > owner.machine.threads:
-            return f"it computes with {service.manifest.threads} threads, a slot here has fewer"
         member = self._further(service, number, rows, here) if here else None
         if isinstance(member, str):
             return member
@@ -187,6 +179,19 @@ class Hosting:
         owner.receipts.begun(service.id)
         owner.expect_stage()  # its process loads while the graph travels
         owner.start_task(self._hold, member)
+        return None
+
+    def _refusal(self, service: Service, number: int) -> str | None:
+        """Return why this node takes no stage of a service, or not this one; None where it may."""
+        owner = self._owner
+        if not service.manifest.may_hold(owner.signer.peer):
+            return "the service is restricted to other peers"
+        if (reason := owner.accepts(service)) is not None:
+            return reason
+        if rest := self._backoff.rest_left(owner.seams.clock.monotonic(), (service.id, number)):
+            return f"the stage ended here too often lately: again in {seconds_text(rest)}"
+        if service.manifest.threads > owner.machine.threads:
+            return f"it computes with {service.manifest.threads} threads, a slot here has fewer"
         return None
 
     def _further(
@@ -228,7 +233,7 @@ class Hosting:
             except StageFailed as error:
                 await self.let_go(member, "failed", str(error))
                 return
-        if member.scope.cancelled_caught or self.members.get((service.id, member.number)) is not member:
+        if member.scope.cancelled_caught or not self._has(member):
             if member.stage is not None:
                 await member.stage.aclose()
             return
@@ -236,13 +241,29 @@ class Hosting:
         room = 0 if member.stage is None else member.stage.tokens_max
         owner.provider.hold(service.id, member.number, manifest.stages, manifest.context, room)
         member.ready.set()
+        member.ready_since = owner.seams.clock.monotonic()
         owner.send(list(member.upkeep.ready(owner.seams.clock.monotonic())))
         owner.act()
         if manifest.text == "tokenizer":
             owner.start_task(self._keep_text, member)
         # For the day on which another is to hold it: machines of which class there are.
         owner.start_task(owner.learn, [each.peer for each in owner.offers()])
+        owner.start_task(self._watch, member)
         await self._advertise(service, encode(service.fact), None)
+
+    async def _watch(self, member: Membership) -> None:
+        """Let go of a stage whose process ends while nobody asks it anything."""
+        try:
+            while (stage := member.stage) is not None and self._has(member):
+                if not member.is_working:
+                    await stage.try_process()
+                await trio.sleep(IDLE_LOOK_SECONDS)
+        except StageFailed as error:
+            await self.let_go(member, "failed", str(error)[:REASON_LENGTH_MAX])
+
+    def _has(self, member: Membership) -> bool:
+        """Return whether a stage has not been let go."""
+        return self.members.get((member.service.id, member.number)) is member
 
     async def _keep_text(self, member: Membership) -> None:
         """Hold the service's tokenizer too: doors get it from members when the publisher is gone."""
@@ -267,9 +288,12 @@ class Hosting:
     async def let_go(self, member: Membership, code: CloseCode, reason: str) -> None:
         """Serve a stage no more; doors and members are told."""
         owner, service = self._owner, member.service
-        if self.members.get((service.id, member.number)) is not member:
+        if not self._has(member):
             return
         del self.members[service.id, member.number]
+        if code == "failed":
+            now, since = owner.seams.clock.monotonic(), member.ready_since
+            self._backoff.note_end(now, (service.id, member.number), since)
         member.scope.cancel()
         owner.send(owner.provider.release(service.id, member.number, code, reason))
         owner.send(list(member.upkeep.leave()))
@@ -304,10 +328,10 @@ class Hosting:
         if owner.provider.sessions_of(service.id) and not self._has_other(member):
             with trio.move_on_after(LEAVE_SECONDS_MAX):
                 rows = member.upkeep.rows()
-                peer, _ = await self.place(service, number, rows, {row.peer for row in rows})
+                peer, _ = await self.recruiter.place(service, number, rows, {row.peer for row in rows})
                 if peer is None:
                     others = [PeerId(row.peer) for row in rows if row.peer != owner.signer.peer]
-                    peer = await self._double_up(service, number, rows, others)
+                    peer = await self.recruiter.double_up(service, number, rows, others)
                 if peer is not None:
                     row = Row(peer, number, False)
                     member.upkeep.introduce(owner.seams.clock.monotonic(), (row,))
@@ -378,104 +402,17 @@ class Hosting:
             member.offering = self._offering()
             taken = {row.peer for row in member.upkeep.rows()} | set(wanted.members)
             rows = member.upkeep.rows()
-            found, _ = await self.place(member.service, wanted.stage, rows, taken | wanted.failed)
+            found, _ = await self.recruiter.place(member.service, wanted.stage, rows, taken | wanted.failed)
             if found is None and wanted.is_empty:
                 me = self._owner.signer.peer
                 others = [PeerId(peer) for peer in taken if peer != me]
                 able = [peer for peer in (me, *others) if peer not in wanted.failed]
-                found = await self._double_up(member.service, wanted.stage, rows, able)
+                found = await self.recruiter.double_up(member.service, wanted.stage, rows, able)
         finally:
             member.upkeep.recruited(self._owner.seams.clock.monotonic(), wanted.stage, found)
             self._owner.act()
 
-    async def _double_up(
-        self, service: Service, number: int, rows: Sequence[Row], members: Iterable[PeerId]
-    ) -> PeerId | None:
-        """Have one of these members hold a stage beside its own; return which does, None where none can."""
-        free = {each.peer for each in self._owner.offers() if each.has_slot}
-        for peer in sorted(dict.fromkeys(members), key=lambda peer: peer not in free):
-            if await self.ask_to_host(peer, service, number, rows) is None:
-                return peer
-        return None
-
-    # Asking others
-
-    async def place(
-        self,
-        service: Service,
-        number: int,
-        rows: Sequence[Row],
-        taken: Collection[bytes],
-        first: PeerId | None = None,
-    ) -> tuple[PeerId | None, str]:
-        """Have a node that is none of `taken` hold a stage, `first` if it can; which does, or why none.
-        Machines like those that hold it, or the stages beside it, come before others: they compute the same
-        bits, so that answers that move there stay the same."""
-        owner = self._owner
-        offers = [
-            each
-            for each in owner.offers()
-            if each.has_slot and each.peer not in taken and service.manifest.may_hold(each.peer)
-        ]
-        near = [PeerId(row.peer) for row in rows if abs(row.stage - number) == 1]
-        links = owner.link_seconds([*near, *(each.peer for each in offers)])
-
-        def token_seconds(offer: Offer) -> float:
-            ways = [links.get((peer, offer.peer), 0.0) for peer in near]
-            return sum(ways) / max(1, len(ways)) + TOKEN_FLOPS / max(1.0, offer.flops_per_second)
-
-        kinds = {peer: (row.hardware, row.torch) for peer, row in owner.knowledge().calibrations.items()}
-        usual = usual_kind(rows, number, kinds)
-
-        def rank(offer: Offer) -> tuple[object, ...]:
-            is_other = usual is not None and kinds.get(offer.peer) != usual
-            # What a token takes there and on the way there; of equals the one with most memory.
-            return (
-                offer.peer != first,
-                is_other,
-                token_seconds(offer),
-                -offer.memory_bytes,
-                offer.peer,
-            )
-
-        offers.sort(key=rank)
-        reasons = []
-        for each in offers:
-            reason = await self.ask_to_host(each.peer, service, number, rows)
-            if reason is None:
-                return each.peer, ""
-            reasons.append(reason)
-        return None, "; ".join(dict.fromkeys(reasons)) or "no node offers a free slot"
-
-    async def ask_to_host(
-        self, peer: PeerId, service: Service, number: int, rows: Sequence[Row]
-    ) -> str | None:
-        """Ask one node, which may be this one; return why it does not."""
-        if peer == self._owner.signer.peer:
-            return self.take(service, number, rows, peer)
-        try:
-            reply = await self.ask(peer, Host(service.fact, number, tuple(rows)))
-        except Unreachable as error:
-            return error.detail
-        if isinstance(reply, Done):
-            return None
-        return reply.reason if isinstance(reply, Declined) else "not what was asked for"
-
-    async def ask(self, peer: PeerId, request: Request) -> Reply:
-        """Put one request. Raises Unreachable."""
-        try:
-            reply: Reply = await call(
-                self._owner.seams.network,
-                peer,
-                SERVICES_PROTOCOL,
-                request,
-                Reply,
-                seconds=ASK_SECONDS_MAX,
-                reply_bytes_max=REPLY_BYTES_MAX,
-            )
-        except RemoteProtocolError as error:
-            raise Unreachable("refused", f"no answer: {error}") from None
-        return reply
+    # What others are told
 
     def own(self) -> list[tuple[Service, Listing]]:
         """Return the services that this node is a member of, once for each stage."""
@@ -500,21 +437,6 @@ class Hosting:
             int(member.pace.decode_seconds * 1e6),
             int(member.pace.read_seconds * 1e9),
         )
-
-
-MachineKind = tuple[str, str]
-"""A processor and a build of torch. What bits a stage has is found out once it is loaded; of equal kinds and
-with equal threads, which the service says, they are the same."""
-
-
-def usual_kind(rows: Sequence[Row], number: int, kinds: Mapping[PeerId, MachineKind]) -> MachineKind | None:
-    """Return the kind of machine that most have who hold a stage; where none of these is known, most of the
-    service's members; None where that is not known either."""
-    for among in ([row for row in rows if row.stage == number], rows):
-        known = Counter(kinds[PeerId(row.peer)] for row in among if row.peer in kinds)
-        if known:
-            return min(known, key=lambda kind: (-known[kind], kind))
-    return None
 
 
 def declined(reason: object) -> Declined:

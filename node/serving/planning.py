@@ -1,12 +1,17 @@
-"""Into which stages a model is cut to be served, by the planner: the fewest milliseconds a token."""
+"""Into which stages a model is cut to be served, by the planner: the fewest milliseconds a token, and where
+that costs little, machines of whose kind another one is free.
+"""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import RunFailed, UsageError
 from node.placement.leases import Offer, whole_rate
 from node.planning.peers import LINKED_PEERS_MAX
+from node.serving.recruiting import MachineKind, kind_of
 from node.serving.stage import CACHE_SHARE, OF_UNITS, boundary_form
 from partition.model.cut import crossings
 from partition.model.graph import SERVE, TRAIN, Graph
@@ -21,6 +26,11 @@ from partition.plan.solver import solve
 
 READ_TOKENS = 128
 """A chunk of a prompt, as doors send it."""
+KIND_COST_MAX = 1.25
+"""How many times as long a token may take where each stage is then held by a machine of whose kind another is
+free: where the first one dies, answers go on there with the same bits."""
+KINDS_TRIED_MAX = 8
+"""Kinds of machines, the most numerous first, that a plan is made for: each is one more solution."""
 READ_TOKENS_A_TOKEN = 4
 """Tokens of a prompt for each token of the answer, in the answer that a plan is made for: to read them in
 chunks costs other operators less than to make as many, by what each peer was measured at."""
@@ -71,7 +81,8 @@ def plan_service(
 ) -> tuple[list[tuple[int, int]], list[PeerId]]:
     """Return the layers of each stage and the peer that suits it best, by what was measured of peers and of
     the links between them. With `stages` 0 the model is cut only where that is quicker, or where it fits no
-    peer. Raises RunFailed: nothing fits."""
+    peer. Machines with a free one of their kind beside them are preferred, up to `KIND_COST_MAX`. Raises
+    RunFailed: nothing fits."""
     context = graph.symbols[2].maximum
     decode = layer_operations(graph, (1, 1, context))
     read = layer_operations(graph, (READ_TOKENS, 1, context))
@@ -88,11 +99,46 @@ def plan_service(
         constraints=rules,
     )
     try:
-        split = solve(problem)
+        found = _solve(problem)
     except Infeasible as error:
         raise RunFailed(f"the service cannot be placed: {error}", error.do or None) from None
-    names = sorted(each.peer.hex() for each in free)
-    return list(split.ranges), [PeerId(bytes.fromhex(names[group[0]])) for group in split.groups]
+    kinds = {each.peer: kind for each in free if (kind := kind_of(knowledge, each.peer)) is not None}
+    return _with_spares(problem, found, kinds)[1:]
+
+
+_Placed = tuple[int, list[tuple[int, int]], list[PeerId]]
+"""What a token takes, the layers of each stage, and who holds it."""
+
+
+def _solve(problem: Problem) -> _Placed:
+    """Raise Infeasible where nothing fits."""
+    split = solve(problem)
+    names = sorted(each.name for each in problem.peers)
+    return split.score, list(split.ranges), [PeerId(bytes.fromhex(names[group[0]])) for group in split.groups]
+
+
+def _with_spares(problem: Problem, found: _Placed, kinds: Mapping[PeerId, MachineKind]) -> _Placed:
+    """Return the quickest split among machines of one kind of which one is left over, if it is not much
+    slower than the one that was found; else that one."""
+    counts = Counter(kinds.values())
+
+    def has_spares(peers: Sequence[PeerId]) -> bool:
+        used = Counter(kinds[peer] for peer in peers if peer in kinds)
+        return used.total() == len(peers) and all(counts[kind] > used[kind] for kind in used)
+
+    if has_spares(found[2]):
+        return found
+    others = []
+    for kind, count in sorted(counts.items(), key=lambda row: (-row[1], row[0]))[:KINDS_TRIED_MAX]:
+        alike = tuple(each for each in problem.peers if kinds.get(PeerId(bytes.fromhex(each.name))) == kind)
+        if count < 2:
+            continue
+        try:
+            others.append(_solve(replace(problem, peers=alike)))
+        except Infeasible:
+            continue
+    able = [each for each in others if has_spares(each[2]) and each[0] <= KIND_COST_MAX * found[0]]
+    return min(able, key=lambda each: each[0], default=found)
 
 
 def _cost(

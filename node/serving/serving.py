@@ -1,6 +1,6 @@
 """Services on this node: the stages that it holds of them, and the answers that it asks of them.
 
-    await serving.begin(graph, manifest fields)      publish a service, and place its stages
+    await serving.published.begin(manifest)          publish a service, and place its stages
     async with serving.answer(service, wish) as it   tokens of a service, wherever it is held
 
 The rules are cores (`partition.serve`): a door, a provider, and for each service the upkeep of its replicas.
@@ -9,7 +9,7 @@ All messages between two nodes go by one stream each way (`node.pipeline.links`)
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from typing import Any
 
 import trio
@@ -22,7 +22,7 @@ from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.containment import contain, keep_running
 from node.content.graphs import Models
-from node.errors import RunFailed, StageFailed, StreamClosed, StreamEnded, Unreachable, UsageError
+from node.errors import StageFailed, StreamClosed, StreamEnded, UsageError
 from node.events import Event
 from node.pipeline.links import FormerVersion, Links
 from node.placement.admission import Machine
@@ -30,13 +30,14 @@ from node.placement.leases import Offer
 from node.placement.slots import Slots
 from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols import services as wire
-from node.protocols.services import Service, ServiceManifest
+from node.protocols.services import Service
 from node.runs.receipts import MeasuredWork, Receipts
 from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.serving.finding import Finder, Routes
 from node.serving.generations import Generation, Generations
 from node.serving.hosting import Hosting, Membership, declined
+from node.serving.publishing import PublishedServices
 from node.serving.sources import ServedFiles
 from node.serving.stage import HeldStage, Refusal
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
@@ -59,7 +60,6 @@ from partition.serve.messages import (
     OpenSession,
     RestSession,
     Roll,
-    Row,
     SessionClosed,
     SessionOpened,
     Work,
@@ -86,11 +86,6 @@ PARTNER_SECONDS = 60.0
 IDLE_SECONDS_MAX = 120.0
 """A stream that brings nothing for so long is closed: members and doors say something each second."""
 REQUEST_SECONDS_MAX = 10.0
-LOAD_SECONDS_MAX = 180.0
-"""For all stages to be loaded, from other peers too."""
-READY_LOOK_SECONDS = 0.2
-KEEP_SECONDS = 5.0
-"""How often a publisher that holds no stage itself looks whether its service has members."""
 NO_PAYLOAD = memoryview(b"")
 
 RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
@@ -166,11 +161,10 @@ class Serving:
         self._waker = Waker(seams.clock, self._next_deadline)
         self._partners: dict[PeerId, float] = {}
         """Until when a peer may send tensors."""
-        self._published: set[bytes] = set()
-        """This node's own services, whose members it replaces where none is left."""
         self._over: dict[bytes, None] = {}
         """Services that were ended, the latest last."""
         self.finder = Finder(self)
+        self.published = PublishedServices(self)
         self.texts = Texts(self, blobs, signer.peer)
         models.beside = self._values_served
 
@@ -438,9 +432,10 @@ class Serving:
                 wanted = [each for each in members if request.service in (b"", each.service.id)]
                 return wire.make_found(map(self.hosting.listing, wanted))
             case wire.StopService():
-                return self._stopped(request.stop)
+                return self.stopped(request.stop)
 
-    def _stopped(self, stop: Fact) -> wire.Reply:
+    def stopped(self, stop: Fact) -> wire.Reply:
+        """Let go of a service that its publisher has ended. Raises RemoteProtocolError."""
         name, author = wire.check_stop(self.signer, stop)
         members = self.hosting.of(name)
         if not members:
@@ -456,68 +451,6 @@ class Serving:
 
     # What this node wants
 
-    async def begin(self, manifest: ServiceManifest, peers: Sequence[PeerId] = ()) -> Service:
-        """Publish a service and have its stages held, the first replicas at these peers if they take them; it
-        answers a little later (`await_ready`). Raises RunFailed: nobody takes one of its stages."""
-        service = wire.make_service(self.signer, manifest)
-        rows: list[Row] = []
-        for replica in range(manifest.replicas):
-            for number in range(manifest.stages):
-                taken = {row.peer for row in rows}
-                first = peers[number] if number < len(peers) and not replica else None
-                peer, reason = await self.hosting.place(service, number, rows, taken, first)
-                if peer is not None:
-                    rows.append(Row(peer, number, False))
-                elif not replica:
-                    await self._stop_at(service, [PeerId(row.peer) for row in rows])
-                    raise RunFailed(
-                        f"nobody takes stage {number + 1} of {manifest.stages}: {reason}",
-                        "start a node with a free slot, or ask for fewer stages: `peerloom peers`",
-                    )
-        for row in rows:  # the first were asked before the others were found
-            await self.hosting.ask_to_host(PeerId(row.peer), service, row.stage, rows)
-        self.finder.note(service, [PeerId(row.peer) for row in rows])
-        self._published.add(service.id)
-        self.start_task(self._keep, service)
-        return service
-
-    async def await_ready(self, service: Service, seconds: float = LOAD_SECONDS_MAX) -> Routes:
-        """Wait until every stage of a service has somebody who answers. Raises RunFailed."""
-        clock = self.seams.clock
-        until = clock.monotonic() + seconds
-        while True:
-            routes = await self.routes(service)
-            if len(routes) == service.manifest.stages:
-                return routes
-            if clock.monotonic() > until:
-                missing = next(n + 1 for n in range(service.manifest.stages) if n not in routes)
-                raise RunFailed(
-                    f"{service.manifest.name}: nobody answers for stage {missing} after {seconds:.0f} s",
-                    "the screens of its nodes say why",
-                )
-            await trio.sleep(READY_LOOK_SECONDS)
-
-    async def stop(self, service: Service) -> int:
-        """LeaveSession a service of this node's own; how many members were told. Raises UsageError."""
-        if service.publisher != self.signer.peer:
-            raise UsageError(
-                f"{service.manifest.name}: another node published it", "ask there, or let its nodes leave"
-            )
-        self._published.discard(service.id)
-        await self.routes(service)
-        return await self._stop_at(service, self.finder.members(service.id))
-
-    async def _stop_at(self, service: Service, peers: Sequence[PeerId]) -> int:
-        stop, told = wire.make_stop(self.signer, service.id), 0
-        for peer in dict.fromkeys([*peers, self.signer.peer]):
-            if peer == self.signer.peer:
-                self._stopped(stop)
-                continue
-            with suppress(Unreachable):
-                await self.hosting.ask(peer, wire.StopService(stop))
-                told += 1
-        return told
-
     async def routes(self, service: Service) -> Routes:
         """Return who answers for each stage of a service now; a stage without anybody is not in it."""
         return await self.finder.routes(service)
@@ -525,23 +458,6 @@ class Serving:
     def loading(self, service: Service) -> frozenset[int]:
         """Return the stages that a member was loading when members were asked last."""
         return self.finder.loading(service.id)
-
-    async def _keep(self, service: Service) -> None:
-        """Have the stages of this node's own service held again where all of its members are gone."""
-        while service.id in self._published:
-            await trio.sleep(KEEP_SECONDS)
-            if self.hosting.of(service.id) or service.id not in self._published:
-                continue
-            await self.routes(service)
-            rows: list[Row] = []
-            for number in range(service.manifest.stages if not self.finder.members(service.id) else 0):
-                peer, _ = await self.hosting.place(service, number, rows, {row.peer for row in rows})
-                if peer is not None:
-                    rows.append(Row(peer, number, False))
-            for row in rows:
-                await self.hosting.ask_to_host(PeerId(row.peer), service, row.stage, rows)
-            if rows:
-                self.finder.note(service, [PeerId(row.peer) for row in rows])
 
     def answer(self, service: Service, wish: Wish, width: int = 0) -> AbstractAsyncContextManager[Generation]:
         """An answer of a service; see `Generations.generating`."""

@@ -230,7 +230,7 @@ class HeldStage:
             code: CloseCode = "busy" if error.has_no_room else "position"
             raise Refusal(code, str(error), error.session) from None
         except StageFailed as error:
-            await self.forget(NOBODY)  # raises where the process is gone
+            await self.try_process()
             raise Refusal("failed", str(error)) from None
         if not isinstance(served, api.Served):
             raise StageFailed("the stage's process answered what it was not asked")
@@ -250,7 +250,11 @@ class HeldStage:
         except SessionRefused:
             return
         except StageFailed:
-            await self.forget(NOBODY)  # raises where the process is gone
+            await self.try_process()
+
+    async def try_process(self) -> None:
+        """Raise StageFailed where the process is gone."""
+        await self.forget(NOBODY)
 
     async def forget(self, session: bytes) -> None:
         """Have the process forget a session. Raises StageFailed: it is gone."""

@@ -25,6 +25,7 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from partition.serve.backoff import StageBackoff
 from partition.serve.messages import ROLL_ROWS_MAX, Roll, Row
 
 TELL_SECONDS = 1.0
@@ -38,9 +39,6 @@ TURN_SECONDS = 2.0
 """How much later the next member acts where a replica is missing."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
 """Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
-REST_SECONDS_MIN, REST_SECONDS_MAX = 5.0, 120.0
-"""How long a peer is not asked for a stage that it took and let go before it answered, twice as long each
-time: to load what does not fit costs a process and the traffic of its weights."""
 RELIEF_SECONDS = 10.0
 """How long another has to answer for a stage before its stopgap lets go: one that is about to leave has the
 stopgap take over, and one that comes and goes moves no session twice."""
@@ -53,7 +51,8 @@ fit one machine either."""
 @dataclass(frozen=True)
 class Recruit:
     """Have another node hold this stage, none of `members`; where it `is_empty` and no other does, one of
-    them, as a stopgap. Nobody asks the `failed`: they could not load it a short while ago."""
+    them, as a stopgap. Nobody asks the `failed`: they could not load it a short while ago, or it keeps ending
+    there."""
 
     service: bytes
     stage: int
@@ -90,6 +89,7 @@ class _Member:
     heard_at: float
     is_hearsay: bool = False
     is_stopgap: bool = False
+    ready_since: float = inf
 
 
 class ServiceUpkeep:
@@ -125,8 +125,7 @@ class ServiceUpkeep:
         self._recruiting: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
         """For a stage that nobody took: when it is offered again, and the pause after that."""
-        self._failed: dict[tuple[PeerId, int], tuple[float, float]] = {}
-        """Peers that could not load a stage: until when each is not asked again, and how long that is."""
+        self._backoff: StageBackoff[tuple[PeerId, int]] = StageBackoff(MEMBERS_MAX)
         self._told: tuple[tuple[PeerId, ...], ...] = ()
         self._acts_at = now + SETTLE_SECONDS
         self._learn(now, known)
@@ -166,13 +165,14 @@ class ServiceUpkeep:
         if not held and sender not in self._former and sender != self._me:
             return []  # no member has named it
         if message.is_leaving:
-            self._drop(now, key)
+            self._drop(now, key, is_said=True)
         elif known is not None or (
             len(held) < STAGES_PER_PEER_MAX and (len(self._members) < MEMBERS_MAX or self._make_room())
         ):
-            self._members[key] = _Member(message.stage, message.is_ready, now, is_stopgap=message.is_stopgap)
-            if message.is_ready:
-                self._failed.pop(key, None)
+            since = min(now, known.ready_since if known is not None else inf) if message.is_ready else inf
+            self._members[key] = _Member(
+                message.stage, message.is_ready, now, is_stopgap=message.is_stopgap, ready_since=since
+            )
             self._learn(now, message.rows)
             if known is None or known.is_hearsay:
                 self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
@@ -270,19 +270,25 @@ class ServiceUpkeep:
         while len(self._former) > MEMBERS_MAX:
             del self._former[next(iter(self._former))]
 
-    def _drop(self, now: float, key: tuple[PeerId, int]) -> None:
-        """Count a member no more; one that never answered rests before it is asked again."""
+    def _drop(self, now: float, key: tuple[PeerId, int], *, is_said: bool = False) -> None:
+        """Count a member no more, and note how its stage ended: before it answered, or, where the member
+        itself says that it let go, after. A node that was lost may be back at once, and sound; a stopgap
+        beside which another answers was relieved."""
         gone = self._members.pop(key, None)
-        if gone is None or gone.is_ready or gone.is_hearsay:
+        if gone is None or gone.is_hearsay:
             return
-        _, rest = self._failed.pop(key, (now, REST_SECONDS_MIN / 2))
-        rest = min(REST_SECONDS_MAX, 2 * rest)
-        self._failed[key] = now + rest, rest
-        while len(self._failed) > MEMBERS_MAX:
-            del self._failed[next(iter(self._failed))]
+        if not gone.is_ready:
+            self._backoff.note_end(now, key, None)
+        elif is_said and not (gone.is_stopgap and self._is_answered(gone.stage)):
+            self._backoff.note_end(now, key, gone.ready_since)
+
+    def _is_answered(self, stage: int) -> bool:
+        """Return whether somebody answers for a stage."""
+        others = any(each.is_ready and each.stage == stage for each in self._members.values())
+        return others or (self.is_ready and stage == self._stage)
 
     def _make_room(self) -> bool:
-        """ForgetSession one that others only speak of; whether there was one."""
+        """Forget one that others only speak of; return whether there was one."""
         found = next((key for key, each in self._members.items() if each.is_hearsay), None)
         if found is not None:
             del self._members[found]
@@ -325,9 +331,7 @@ class ServiceUpkeep:
                 continue
             self._recruiting.add(stage)
             is_empty = not rows and stage not in covered
-            failed = frozenset(
-                peer for (peer, of), (until, _) in self._failed.items() if of == stage and now < until
-            )
+            failed = frozenset(peer for peer, of in self._backoff.resting(now) if of == stage)
             self.events.append(Recruit(self._service, stage, tuple(members), is_empty, failed))
 
     def _look_for_relief(self, now: float, is_answered: bool) -> None:

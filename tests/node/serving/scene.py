@@ -68,6 +68,10 @@ class TokensServed:
     async def forget(self, session: bytes) -> None:
         self.stage.kept.pop(session, None)
 
+    async def try_process(self) -> None:
+        if self.is_closed:
+            raise StageFailed("its process was ended")
+
     async def aclose(self) -> None:
         self.is_closed = True
         self.stage.kept.clear()
@@ -108,8 +112,8 @@ async def serving(
 ) -> AsyncIterator[tuple[Swarm, Service]]:
     """A swarm in which a service answers that node `at` has published."""
     async with swarm(names, network=network, offer=offer) as group:
-        service = await group.nodes[at].serving.begin(manifest(**changes), [group.nodes[at].peer])
-        await group.nodes[at].serving.await_ready(service)
+        service = await group.nodes[at].serving.published.begin(manifest(**changes), [group.nodes[at].peer])
+        await group.nodes[at].serving.published.await_ready(service)
         yield group, service
 
 

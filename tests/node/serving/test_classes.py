@@ -38,7 +38,7 @@ def test_the_screen_says_where_replicas_are_of_several_bit_classes() -> None:
         async with serving(NAMES, replicas=2) as (group, service):
             await until(lambda: len(holders(group)) == 4)
             node = group.nodes["a"]
-            await node.serving.await_ready(service)
+            await node.serving.published.await_ready(service)
 
             async def lines() -> list[str]:
                 return service_lines(await Asking(node.serving).document(service), {})

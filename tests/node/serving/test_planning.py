@@ -1,6 +1,10 @@
 """Into which stages a model is cut to be served, and which nodes suit them."""
 
+from collections.abc import Sequence
 from functools import cache
+
+import msgspec
+import pytest
 
 from crypto.identity import Identity, PeerId
 from node.placement.leases import Offer
@@ -8,8 +12,10 @@ from node.serving.planning import plan_service, served_graph
 from partition.capture.models.model_spec import capture_built_in
 from partition.model.graph import Graph, decode_graph
 from partition.plan.observed import Knowledge, LinkRow, Observed
+from partition.plan.rates import REFERENCE
 
 PEERS = [Identity(bytes([1 + number]) * 32).peer for number in range(3)]
+OTHERS = [Identity(bytes([10 + number]) * 32).peer for number in range(3)]
 NEAR, FAR = 1_000_000, 100_000_000
 
 
@@ -53,3 +59,33 @@ def test_a_far_node_is_taken_where_it_is_quicker_by_more_than_its_link() -> None
 def test_a_model_that_fits_one_node_is_not_split() -> None:
     ranges, _ = plan_service(graph(), [offer(peer) for peer in PEERS], 0, links(PEERS[0]))
     assert len(ranges) == 1
+
+
+def kinds(*groups: Sequence[PeerId]) -> Knowledge:
+    """Each group has one kind of machine, as quick as its offer says."""
+    rows = {
+        peer: msgspec.structs.replace(REFERENCE, hardware=f"processor {number}")
+        for number, group in enumerate(groups)
+        for peer in group
+    }
+    return Knowledge(calibrations=rows)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_a_service_begins_where_another_machine_of_the_kind_is_free(stages: int) -> None:
+    alone, alike = OTHERS[:1], PEERS
+    offers = [offer(alone[0], 11.0), *(offer(peer, 10.0) for peer in alike)]
+    _, peers = plan_service(graph(), offers, stages, kinds(alone, alike))
+    assert set(peers) <= set(alike)
+
+
+def test_a_kind_of_much_slower_machines_is_not_preferred() -> None:
+    offers = [offer(OTHERS[0], 40.0), *(offer(peer, 10.0) for peer in PEERS)]
+    _, peers = plan_service(graph(), offers, 1, kinds(OTHERS[:1], PEERS))
+    assert peers == OTHERS[:1]
+
+
+def test_a_kind_whose_machines_all_hold_stages_has_no_spare() -> None:
+    offers = [*(offer(peer, 11.0) for peer in OTHERS[:2]), *(offer(peer, 10.0) for peer in PEERS)]
+    _, peers = plan_service(graph(), offers, 2, kinds(OTHERS[:2], PEERS))
+    assert set(peers) <= set(PEERS)

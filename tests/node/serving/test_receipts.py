@@ -22,8 +22,8 @@ def test_those_who_compute_an_answer_have_receipts_of_it(tmp_path: Path) -> None
         async with swarm("abc") as group:
             first = group.nodes["a"]
             name, _ = await first.serving.models.learn(tmp_path / "words.peerloom", None)
-            service = await first.serving.begin(manifest(graph=name), [first.peer])
-            await first.serving.await_ready(service)
+            service = await first.serving.published.begin(manifest(graph=name), [first.peer])
+            await first.serving.published.await_ready(service)
             door = group.nodes[next(each for each in group.nodes if each not in holders(group))]
             assert await ask(door, service, wish(tokens=40)) == reference(wish(tokens=40))
             await trio.sleep(ISSUE_SECONDS + 10)

@@ -18,15 +18,15 @@ def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:
         async with swarm("abcd") as group:
             door, named = group.nodes["a"], [group.nodes[name].peer for name in "ad"]
             wanted = manifest(holders=tuple(map(holder_name, named)))
-            service = await door.serving.begin(wanted, named)
-            await door.serving.await_ready(service)
+            service = await door.serving.published.begin(wanted, named)
+            await door.serving.published.await_ready(service)
             assert set(holders(group)) == {"a", "d"}
             assert await ask(group.nodes["b"], service, wish()) == reference(wish())
             # Nobody else takes its place, whoever asks for it.
             group.kill("d")
             await trio.sleep(20)
             assert set(holders(group)) == {"a"}
-            reason = await door.serving.hosting.ask_to_host(group.nodes["b"].peer, service, 1, ())
+            reason = await door.serving.hosting.recruiter.ask_to_host(group.nodes["b"].peer, service, 1, ())
             assert reason == "the service is restricted to other peers"
 
     simulate(main)
@@ -36,8 +36,8 @@ def test_a_door_takes_no_route_over_a_peer_that_may_not_hold_the_service() -> No
     async def main() -> None:
         async with swarm("abc") as group:
             door = group.nodes["a"]
-            service = await door.serving.begin(manifest(cuts=()), [door.peer])
-            await door.serving.await_ready(service)
+            service = await door.serving.published.begin(manifest(cuts=()), [door.peer])
+            await door.serving.published.await_ready(service)
             stranger = group.nodes["b"].peer
             narrow = manifest(cuts=(), holders=(holder_name(stranger),))
             assert not narrow.may_hold(door.peer)

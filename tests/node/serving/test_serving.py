@@ -1,6 +1,7 @@
 """Services of whole nodes in virtual time: placed, found, answered, kept, ended."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import trio
@@ -9,6 +10,7 @@ from node.errors import RunFailed, UsageError
 from node.events import GenerationEnded, GenerationMoved, ServiceChanged
 from node.protocols.services import make_service
 from node.serving import finding, texts
+from partition.serve.backoff import FORGIVEN_ENDS
 from partition.serve.timeouts import ROUTE_SECONDS_MAX
 from sim.network.model import NetworkModel
 from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, manifest, serving, until
@@ -51,11 +53,38 @@ def test_an_answer_goes_on_when_a_stage_is_killed_and_a_spare_loads_it() -> None
     simulate(main)
 
 
+def test_a_stage_that_ends_while_nobody_asks_is_held_anew() -> None:
+    async def main() -> None:
+        async with serving("ab") as (group, service):
+            (member,) = group.nodes["b"].serving.hosting.of(service.id)
+            ended: Any = member.stage
+            ended.is_closed = True
+            await until(lambda: group.nodes["b"].serving.hosting.of(service.id) != [member])
+            await group.nodes["a"].serving.published.await_ready(service)
+            assert await ask(group.nodes["a"], service, wish()) == reference(wish())
+
+    simulate(main)
+
+
+def test_a_node_rests_from_a_stage_that_keeps_ending_there() -> None:
+    async def main() -> None:
+        async with serving("a", cuts=()) as (group, service):
+            for _ in range(300):
+                await trio.sleep(1)
+                for member in group.nodes["a"].serving.hosting.of(service.id):
+                    ended: Any = member.stage
+                    if ended is not None:
+                        ended.is_closed = True
+            assert FORGIVEN_ENDS + 3 <= len(TokensServed.opened) <= 10
+
+    simulate(main)
+
+
 def test_with_a_replica_an_answer_pauses_for_no_more_than_the_silence() -> None:
     async def main() -> None:
         async with serving("abcd", replicas=2) as (group, service):
             await until(lambda: len(holders(group)) == 4)
-            await group.nodes["a"].serving.await_ready(service)
+            await group.nodes["a"].serving.published.await_ready(service)
             await trio.sleep(5)
             seen: list[int] = []
             times: list[float] = []
@@ -161,14 +190,14 @@ def test_a_service_without_a_spare_says_so_and_answers_once_a_node_is_free(
             door = group.nodes["a"]
             victim = next(name for name in holders(group) if name != "a")
             other = group.nodes[next(name for name in "bcd" if name != victim)]
-            taken = await other.serving.begin(manifest(name="other"), [other.peer])
-            await other.serving.await_ready(taken)
+            taken = await other.serving.published.begin(manifest(name="other"), [other.peer])
+            await other.serving.published.await_ready(taken)
             group.kill(victim)
             with pytest.raises(RunFailed, match="nobody answers for stage"):
                 await ask(door, service, wish())
-            await other.serving.stop(taken)
+            await other.serving.published.stop(taken)
             began = trio.current_time()
-            await door.serving.await_ready(service)
+            await door.serving.published.await_ready(service)
             assert trio.current_time() - began < 8.0, "its members do not wait for their next turn"
             assert await ask(door, service, wish()) == reference(wish())
 
@@ -191,10 +220,12 @@ def test_a_service_outlives_its_publisher() -> None:
 def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> None:
     async def main() -> None:
         async with swarm("abcde") as group:
-            taken = await group.nodes["a"].serving.begin(manifest(name="other"), [group.nodes["a"].peer])
-            await group.nodes["a"].serving.await_ready(taken)
-            service = await group.nodes["a"].serving.begin(manifest())
-            await group.nodes["a"].serving.await_ready(service)
+            taken = await group.nodes["a"].serving.published.begin(
+                manifest(name="other"), [group.nodes["a"].peer]
+            )
+            await group.nodes["a"].serving.published.await_ready(taken)
+            service = await group.nodes["a"].serving.published.begin(manifest())
+            await group.nodes["a"].serving.published.await_ready(service)
             members = [name for name, node in group.nodes.items() if service.id in node.serving.hosted()]
             assert "a" not in members
             spare = next(name for name in "bcde" if not group.nodes[name].serving.hosted())
@@ -202,8 +233,8 @@ def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> No
                 group.kill(name)
             await trio.sleep(1)
             assert spare
-            await group.nodes["a"].serving.stop(taken)
-            await group.nodes["a"].serving.await_ready(service)
+            await group.nodes["a"].serving.published.stop(taken)
+            await group.nodes["a"].serving.published.await_ready(service)
             assert await ask(group.nodes["a"], service, wish()) == reference(wish())
 
     simulate(main)
@@ -228,8 +259,8 @@ def test_its_publisher_alone_ends_a_service() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             with pytest.raises(UsageError):
-                await group.nodes["b"].serving.stop(service)
-            await group.nodes["a"].serving.stop(service)
+                await group.nodes["b"].serving.published.stop(service)
+            await group.nodes["a"].serving.published.stop(service)
             await trio.sleep(20)
             assert holders(group) == {}, "and no member begins it again"
             with pytest.raises(UsageError):
@@ -244,7 +275,7 @@ def test_a_stage_that_nobody_takes_is_no_service() -> None:
     async def main() -> None:
         async with swarm("a") as group:
             with pytest.raises(RunFailed, match="nobody takes stage 2 of 2: no node offers a free slot"):
-                await group.nodes["a"].serving.begin(manifest(), [group.nodes["a"].peer])
+                await group.nodes["a"].serving.published.begin(manifest(), [group.nodes["a"].peer])
             await trio.sleep(1)
             assert group.nodes["a"].runs.has_slot
 
@@ -255,8 +286,8 @@ def test_a_stage_that_cannot_be_loaded_is_tried_elsewhere() -> None:
     async def main() -> None:
         async with swarm("abc") as group:
             TokensServed.broken.add(group.nodes["b"].peer)
-            service = await group.nodes["a"].serving.begin(manifest(), [group.nodes["a"].peer])
-            await group.nodes["a"].serving.await_ready(service)
+            service = await group.nodes["a"].serving.published.begin(manifest(), [group.nodes["a"].peer])
+            await group.nodes["a"].serving.published.await_ready(service)
             assert holders(group) == {"a": 0, "c": 1}
 
     simulate(main)

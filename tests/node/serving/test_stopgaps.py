@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import trio
@@ -13,7 +14,8 @@ from node.offering import Offering
 from node.protocols.services import Service
 from node.serving.asking import Asking
 from node.serving.hosting import Membership
-from partition.serve.upkeep import RELIEF_SECONDS, REST_SECONDS_MAX
+from partition.serve.backoff import REST_SECONDS_MAX
+from partition.serve.upkeep import RELIEF_SECONDS
 from tests.node.serving.scene import TokensServed, ask, manifest, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate
@@ -78,6 +80,17 @@ def test_an_answer_goes_on_at_the_one_node_that_is_left(slots: int) -> None:
     simulate(main)
 
 
+def test_an_answer_goes_on_at_a_node_alone_whose_stage_ended() -> None:
+    async def main() -> None:
+        async with serving("a", cuts=()) as (group, service):
+            (member,) = held(group, service)["a"]
+            ended: Any = member.stage
+            pause = await disturbed(group, service, lambda: setattr(ended, "is_closed", True))
+            assert pause < TokensServed.load_seconds + 3
+
+    simulate(main)
+
+
 def test_a_node_without_memory_for_it_takes_no_second_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TokensServed, "needed_bytes", 1 << 60)
 
@@ -98,11 +111,11 @@ def test_a_member_has_no_other_take_a_stage_that_is_held() -> None:
             first = stages(group, service)
             asker, other, holder = (name for name in "bca" if name in first)
             hosting = group.nodes[asker].serving.hosting
-            rows = hosting.of(service.id)[0].upkeep.rows()
-            told = await hosting.ask_to_host(group.nodes[other].peer, service, first[holder][0], rows)
+            recruiter, rows = hosting.recruiter, hosting.of(service.id)[0].upkeep.rows()
+            told = await recruiter.ask_to_host(group.nodes[other].peer, service, first[holder][0], rows)
             assert told == "another member holds the stage"
             # It may leave, and then asks another to take over.
-            told = await hosting.ask_to_host(group.nodes[other].peer, service, first[asker][0], rows)
+            told = await recruiter.ask_to_host(group.nodes[other].peer, service, first[asker][0], rows)
             assert told is None
             assert stages(group, service)[holder] == first[holder]
 
@@ -149,10 +162,10 @@ def test_a_stopgap_lets_go_once_another_node_answers(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         async with serving("abc") as (group, service):
             (free,) = {"a", "b", "c"} - stages(group, service).keys()
-            other = await group.nodes[free].serving.begin(
+            other = await group.nodes[free].serving.published.begin(
                 manifest(name="other", cuts=()), [group.nodes[free].peer]
             )
-            await group.nodes[free].serving.await_ready(other)
+            await group.nodes[free].serving.published.await_ready(other)
             victim = next(name for name in stages(group, service) if name != "a")
             first = dict(stages(group, service))
             pause = await disturbed(group, service, lambda: group.kill(victim))
@@ -160,7 +173,7 @@ def test_a_stopgap_lets_go_once_another_node_answers(monkeypatch: pytest.MonkeyP
             holder = next(name for name in first if name != victim)
             assert stages(group, service) == {holder: [*first[holder], *first[victim]]}
             # The other node is free again: it takes the stage, and a running answer moves there.
-            await group.nodes[free].serving.stop(other)
+            await group.nodes[free].serving.published.stop(other)
             await until(lambda: free in stages(group, service))
             began = trio.current_time()
             await disturbed(group, service, lambda: None, tokens=int(RELIEF_SECONDS / 0.1) + 60)

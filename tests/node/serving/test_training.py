@@ -42,10 +42,12 @@ def test_a_run_stays_exact_while_its_nodes_answer() -> None:
 def test_a_node_gives_no_more_slots_than_its_owner_allows() -> None:
     async def main() -> None:
         async with serving("ab", offer=Offering(slots=2)) as (group, _):
-            other = await group.nodes["b"].serving.begin(manifest(name="other"), [group.nodes["b"].peer])
-            await group.nodes["b"].serving.await_ready(other)
+            other = await group.nodes["b"].serving.published.begin(
+                manifest(name="other"), [group.nodes["b"].peer]
+            )
+            await group.nodes["b"].serving.published.await_ready(other)
             assert [node.runs.slots.free for node in group.nodes.values()] == [0, 0]
             with pytest.raises(RunFailed, match="nobody takes stage 1"):
-                await group.nodes["a"].serving.begin(manifest(name="third"))
+                await group.nodes["a"].serving.published.begin(manifest(name="third"))
 
     simulate(main)

@@ -1,11 +1,11 @@
 """A stage that nobody holds any more is taken by a member beside its own, until another node takes it."""
 
 from crypto.identity import Identity, PeerId
+from partition.serve.backoff import FORGIVEN_ENDS, REST_SECONDS_MAX, REST_SECONDS_MIN, SOUND_SECONDS
 from partition.serve.messages import Roll, Row
 from partition.serve.upkeep import (
     FORGET_SECONDS,
     RELIEF_SECONDS,
-    REST_SECONDS_MAX,
     STAGES_PER_PEER_MAX,
     Recruit,
     Relieved,
@@ -159,3 +159,44 @@ def test_who_could_not_load_a_stage_is_asked_ever_more_seldom() -> None:
     for peer in (A, B):
         times = [at for at, each in attempts if each == peer]
         assert 1_000 / REST_SECONDS_MAX <= len(times) <= 6 + 1_000 / REST_SECONDS_MAX
+
+
+def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
+    """For each end of B's stage after so long that it answered, how long nobody asks B for the stage."""
+    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [Row(B, 0, True), Row(C, 1, True)])
+    now, rests = 10.0, []
+    for _ in range(count):
+        ended = now + answers_seconds
+        while now < ended:
+            core.receive(now, B, Roll(SERVICE, 0, True))
+            core.receive(now, C, Roll(SERVICE, 1, True))
+            core.wake(now)
+            now += min(1.0, ended - now)
+        core.receive(now, C, Roll(SERVICE, 1, False, True))
+        core.receive(now, B, Roll(SERVICE, 0, True))
+        began = now
+        while True:
+            core.receive(now, B, Roll(SERVICE, 0, True))
+            core.wake(now)
+            wanted = [event for event in core.events if isinstance(event, Recruit) and event.stage == 1]
+            core.events = []
+            if wanted and C not in wanted[0].failed:
+                break
+            for event in wanted:
+                core.recruited(now, event.stage, None)
+            now += 0.5
+        rests.append(now - began)
+        core.recruited(now, 1, C)
+        core.receive(now, C, Roll(SERVICE, 1, True))
+    return rests
+
+
+def test_a_stage_that_keeps_ending_after_it_answered_rests_ever_longer() -> None:
+    rests = ends_and_rests(10.0, FORGIVEN_ENDS + 3)
+    assert max(rests[:FORGIVEN_ENDS]) <= 3.0, "the first ends may be chance"
+    assert rests[FORGIVEN_ENDS] >= REST_SECONDS_MIN
+    assert rests[FORGIVEN_ENDS + 2] >= 4 * REST_SECONDS_MIN
+
+
+def test_a_stage_that_answered_for_long_does_not_rest() -> None:
+    assert max(ends_and_rests(SOUND_SECONDS + 1, FORGIVEN_ENDS + 2)) <= 3.0

@@ -1,0 +1,142 @@
+"""The services that this node publishes: begun, kept where all of their members are gone, and ended."""
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from math import inf
+from typing import Any, Protocol
+
+import trio
+
+from crypto.facts import Fact, Signer
+from crypto.identity import PeerId
+from node.errors import RunFailed, Unreachable, UsageError
+from node.protocols import services as wire
+from node.protocols.services import Service, ServiceManifest
+from node.seams import Seams
+from node.serving.finding import Finder, Routes
+from node.serving.hosting import Hosting
+from node.serving.recruiting import MachineKind
+from partition.serve.messages import Row
+
+LOAD_SECONDS_MAX = 180.0
+"""For all stages to be loaded, from other peers too."""
+READY_LOOK_SECONDS = 0.2
+KEEP_SECONDS = 5.0
+"""How often a publisher that holds no stage itself asks whether its service has members."""
+OWN_LOOK_SECONDS = 0.5
+"""How often it looks whether it holds one itself: where that was the last, answers wait for the next."""
+
+
+class PublisherOwner(Protocol):
+    """What is needed of `node.serving.serving.Serving`."""
+
+    seams: Seams
+    signer: Signer
+    hosting: Hosting
+    finder: Finder
+
+    async def routes(self, service: Service) -> Routes: ...
+    def stopped(self, stop: Fact) -> wire.Reply: ...
+    def start_task(self, task: Callable[..., Any], *arguments: object) -> None: ...
+
+
+class PublishedServices:
+    """Those of one node."""
+
+    def __init__(self, owner: PublisherOwner) -> None:
+        self._owner = owner
+        self._published: set[bytes] = set()
+        """Those whose members are replaced where none is left."""
+
+    async def begin(self, manifest: ServiceManifest, peers: Sequence[PeerId] = ()) -> Service:
+        """Publish a service and have its stages held, the first replicas at these peers if they take them; it
+        answers a little later (`await_ready`). Raises RunFailed: nobody takes one of its stages."""
+        service = wire.make_service(self._owner.signer, manifest)
+        rows: list[Row] = []
+        recruiter = self._owner.hosting.recruiter
+        for replica in range(manifest.replicas):
+            for number in range(manifest.stages):
+                taken = {row.peer for row in rows}
+                first = peers[number] if number < len(peers) and not replica else None
+                peer, reason = await recruiter.place(service, number, rows, taken, first)
+                if peer is not None:
+                    rows.append(Row(peer, number, False))
+                elif not replica:
+                    await self._stop_at(service, [PeerId(row.peer) for row in rows])
+                    raise RunFailed(
+                        f"nobody takes stage {number + 1} of {manifest.stages}: {reason}",
+                        "start a node with a free slot, or ask for fewer stages: `peerloom peers`",
+                    )
+        for row in rows:  # the first were asked before the others were found
+            await recruiter.ask_to_host(PeerId(row.peer), service, row.stage, rows)
+        self._owner.finder.note(service, [PeerId(row.peer) for row in rows])
+        self._published.add(service.id)
+        self._owner.start_task(self._keep, service, recruiter.usual_kind(rows))
+        return service
+
+    async def await_ready(self, service: Service, seconds: float = LOAD_SECONDS_MAX) -> Routes:
+        """Wait until every stage of a service has somebody who answers. Raises RunFailed."""
+        clock = self._owner.seams.clock
+        until = clock.monotonic() + seconds
+        while True:
+            routes = await self._owner.routes(service)
+            if len(routes) == service.manifest.stages:
+                return routes
+            if clock.monotonic() > until:
+                missing = next(n + 1 for n in range(service.manifest.stages) if n not in routes)
+                raise RunFailed(
+                    f"{service.manifest.name}: nobody answers for stage {missing} after {seconds:.0f} s",
+                    "the screens of its nodes say why",
+                )
+            await trio.sleep(READY_LOOK_SECONDS)
+
+    async def stop(self, service: Service) -> int:
+        """End a service of this node's own; return how many members were told. Raises UsageError: another
+        node published it."""
+        if service.publisher != self._owner.signer.peer:
+            raise UsageError(
+                f"{service.manifest.name}: another node published it", "ask there, or let its nodes leave"
+            )
+        self._published.discard(service.id)
+        await self._owner.routes(service)
+        return await self._stop_at(service, self._owner.finder.members(service.id))
+
+    async def _stop_at(self, service: Service, peers: Sequence[PeerId]) -> int:
+        stop, told = wire.make_stop(self._owner.signer, service.id), 0
+        for peer in dict.fromkeys([*peers, self._owner.signer.peer]):
+            if peer == self._owner.signer.peer:
+                self._owner.stopped(stop)
+                continue
+            with suppress(Unreachable):
+                await self._owner.hosting.recruiter.ask(peer, wire.StopService(stop))
+                told += 1
+        return told
+
+    async def _keep(self, service: Service, kind: MachineKind | None) -> None:
+        """Have the stages of this node's own service held again where all of its members are gone, rather by
+        machines of the `kind` that had them: answers that wait go on with the same bits there."""
+        recruiter = self._owner.hosting.recruiter
+        clock = self._owner.seams.clock
+        asked_at = clock.monotonic()
+        while service.id in self._published:
+            await trio.sleep(OWN_LOOK_SECONDS)
+            if self._owner.hosting.of(service.id):
+                asked_at = -inf
+                continue
+            if clock.monotonic() - asked_at < KEEP_SECONDS or service.id not in self._published:
+                continue
+            asked_at = clock.monotonic()
+            await self._owner.routes(service)
+            me, rows = self._owner.signer.peer, list[Row]()
+            if any(peer != me for peer in self._owner.finder.members(service.id)):
+                continue  # this node was one itself, and is no more
+            for number in range(service.manifest.stages):
+                taken = {row.peer for row in rows}
+                peer, _ = await recruiter.place(service, number, rows, taken, kind=kind)
+                if peer is not None:
+                    rows.append(Row(peer, number, False))
+            for row in rows:
+                await recruiter.ask_to_host(PeerId(row.peer), service, row.stage, rows)
+            if rows:
+                kind = recruiter.usual_kind(rows) or kind
+                self._owner.finder.note(service, [PeerId(row.peer) for row in rows])

@@ -1,0 +1,174 @@
+"""Finds the nodes that hold the stages of services, and asks them; also whatever else members are asked.
+
+The node is the one on which a token takes the least, by its speed and its measured links to the members of
+the stages before and after. Machines of the kind that holds the stage already come before all others.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Signer
+from crypto.identity import PeerId
+from node.errors import Unreachable
+from node.placement.leases import Offer
+from node.protocols.calls import call
+from node.protocols.services import (
+    REPLY_BYTES_MAX,
+    SERVICES_PROTOCOL,
+    Declined,
+    Done,
+    Host,
+    Reply,
+    Request,
+    Service,
+)
+from node.seams import Seams
+from partition.plan.observed import Knowledge
+from partition.serve.messages import Row
+
+ASK_SECONDS_MAX = 5.0
+"""For a node to say whether it takes a stage: it has nothing to fetch before."""
+TOKEN_FLOPS = 1e9
+"""What a stage computes for a token, in about, where nodes are weighed against the links to them."""
+
+MachineKind = tuple[str, str]
+"""A processor and a build of torch. What bits a stage has is found out once it is loaded; of equal kinds and
+with equal threads, which the service says, they are the same."""
+
+
+class RecruiterOwner(Protocol):
+    """What is needed of `node.serving.serving.Serving`."""
+
+    seams: Seams
+    signer: Signer
+    offers: Callable[[], Sequence[Offer]]
+    knowledge: Callable[[], Knowledge]
+
+    def link_seconds(self, peers: Collection[PeerId]) -> Mapping[tuple[PeerId, PeerId], float]: ...
+
+
+Take = Callable[[Service, int, Sequence[Row], PeerId], str | None]
+"""Has this node itself hold a stage, as `Hosting.take` does."""
+
+
+class StageRecruiter:
+    """That of one node."""
+
+    def __init__(self, owner: RecruiterOwner, take: Take) -> None:
+        self._owner = owner
+        self._take = take
+
+    async def place(
+        self,
+        service: Service,
+        number: int,
+        rows: Sequence[Row],
+        taken: Collection[bytes],
+        first: PeerId | None = None,
+        kind: MachineKind | None = None,
+    ) -> tuple[PeerId | None, str]:
+        """Have a node that is none of `taken` hold a stage, `first` if it can; return which does, or why
+        none. Machines like those that hold it, or the stages beside it, or of `kind` where nobody does, come
+        before others: they compute the same bits, so that answers that move there stay the same."""
+        owner = self._owner
+        offers = [
+            each
+            for each in owner.offers()
+            if each.has_slot and each.peer not in taken and service.manifest.may_hold(each.peer)
+        ]
+        near = [PeerId(row.peer) for row in rows if abs(row.stage - number) == 1]
+        links = owner.link_seconds([*near, *(each.peer for each in offers)])
+
+        def token_seconds(offer: Offer) -> float:
+            ways = [links.get((peer, offer.peer), 0.0) for peer in near]
+            return sum(ways) / max(1, len(ways)) + TOKEN_FLOPS / max(1.0, offer.flops_per_second)
+
+        kinds = self._kinds()
+        usual = usual_kind(rows, number, kinds) or kind
+
+        def rank(offer: Offer) -> tuple[object, ...]:
+            is_other = usual is not None and kinds.get(offer.peer) != usual
+            # What a token takes there and on the way there; of equals the one with most memory.
+            return (
+                offer.peer != first,
+                is_other,
+                token_seconds(offer),
+                -offer.memory_bytes,
+                offer.peer,
+            )
+
+        offers.sort(key=rank)
+        reasons = []
+        for each in offers:
+            reason = await self.ask_to_host(each.peer, service, number, rows)
+            if reason is None:
+                return each.peer, ""
+            reasons.append(reason)
+        return None, "; ".join(dict.fromkeys(reasons)) or "no node offers a free slot"
+
+    def usual_kind(self, rows: Sequence[Row]) -> MachineKind | None:
+        """Return the kind of machine that most have who hold a stage; None where that is not known."""
+        return usual_kind(rows, -1, self._kinds())
+
+    def _kinds(self) -> dict[PeerId, MachineKind]:
+        knowledge = self._owner.knowledge()
+        found = ((peer, kind_of(knowledge, peer)) for peer in knowledge.calibrations)
+        return {peer: kind for peer, kind in found if kind is not None}
+
+    async def ask_to_host(
+        self, peer: PeerId, service: Service, number: int, rows: Sequence[Row]
+    ) -> str | None:
+        """Ask one node, which may be this one; return why it does not."""
+        if peer == self._owner.signer.peer:
+            return self._take(service, number, rows, peer)
+        try:
+            reply = await self.ask(peer, Host(service.fact, number, tuple(rows)))
+        except Unreachable as error:
+            return error.detail
+        if isinstance(reply, Done):
+            return None
+        return reply.reason if isinstance(reply, Declined) else "not what was asked for"
+
+    async def ask(self, peer: PeerId, request: Request) -> Reply:
+        """Put one request. Raises Unreachable."""
+        try:
+            reply: Reply = await call(
+                self._owner.seams.network,
+                peer,
+                SERVICES_PROTOCOL,
+                request,
+                Reply,
+                seconds=ASK_SECONDS_MAX,
+                reply_bytes_max=REPLY_BYTES_MAX,
+            )
+        except RemoteProtocolError as error:
+            raise Unreachable("refused", f"no answer: {error}") from None
+        return reply
+
+    async def double_up(
+        self, service: Service, number: int, rows: Sequence[Row], members: Iterable[PeerId]
+    ) -> PeerId | None:
+        """Have one of these members hold a stage beside its own; return which does, None where none can."""
+        free = {each.peer for each in self._owner.offers() if each.has_slot}
+        for peer in sorted(dict.fromkeys(members), key=lambda peer: peer not in free):
+            if await self.ask_to_host(peer, service, number, rows) is None:
+                return peer
+        return None
+
+
+def kind_of(knowledge: Knowledge, peer: PeerId) -> MachineKind | None:
+    """Return the kind of a peer's machine; None where it was not calibrated."""
+    row = knowledge.calibrations.get(peer)
+    return None if row is None else (row.hardware, row.torch)
+
+
+def usual_kind(rows: Sequence[Row], number: int, kinds: Mapping[PeerId, MachineKind]) -> MachineKind | None:
+    """Return the kind of machine that most have who hold a stage; where none of these is known, most of the
+    service's members; None where that is not known either."""
+    for among in ([row for row in rows if row.stage == number], rows):
+        known = Counter(kinds[PeerId(row.peer)] for row in among if row.peer in kinds)
+        if known:
+            return min(known, key=lambda kind: (-known[kind], kind))
+    return None

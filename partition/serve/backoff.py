@@ -1,0 +1,51 @@
+"""How long a peer is not asked for a stage that it could not load, or that keeps ending there. A pure table.
+
+A load that fails costs a process and the traffic of its weights; a stage that ends again and again soon after
+it answered takes its sessions with it each time. Both rest for a growing time. A stage that answered for long
+before it ended is as good as new, and the first ends are forgiven: a process may be killed by chance.
+"""
+
+from collections.abc import Iterator
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+
+REST_SECONDS_MIN, REST_SECONDS_MAX = 5.0, 120.0
+"""The first rest, and the longest: each is twice as long as the one before."""
+SOUND_SECONDS = 60.0
+"""A stage that answered for so long counts as sound, whatever was before: one whose memory does not suffice,
+or that a prompt kills each time it is sent again, ends sooner."""
+FORGIVEN_ENDS = 2
+"""Ends in a row, each after less than that, for which a stage does not rest."""
+
+
+class StageBackoff(Generic[Key]):
+    """The rests of at most `count_max` pairs of a stage and whatever holds it; the oldest make room."""
+
+    def __init__(self, count_max: int) -> None:
+        self._count_max = count_max
+        self._rests: dict[Key, tuple[float, float, int]] = {}
+        """Until when each rests, how long that is, and how often it has ended in a row."""
+
+    def resting(self, now: float) -> Iterator[Key]:
+        """Iterate over what rests now."""
+        return (key for key, (until, _, _) in self._rests.items() if now < until)
+
+    def rest_left(self, now: float, key: Key) -> float:
+        """Return for how long something rests yet, 0 where it does not."""
+        return max(0.0, self._rests.get(key, (now, 0.0, 0))[0] - now)
+
+    def note_end(self, now: float, key: Key, ready_since: float | None) -> None:
+        """Note that a stage has ended, which answered since then; None: it never did."""
+        _, rest, ends = self._rests.pop(key, (now, 0.0, 0))
+        if ready_since is not None and now - ready_since >= SOUND_SECONDS:
+            return
+        if ready_since is not None:
+            ends += 1
+        if ready_since is None or ends > FORGIVEN_ENDS:
+            rest = min(REST_SECONDS_MAX, max(REST_SECONDS_MIN, 2 * rest))
+            self._rests[key] = now + rest, rest, ends
+        else:
+            self._rests[key] = now, rest, ends
+        while len(self._rests) > self._count_max:
+            del self._rests[next(iter(self._rests))]
