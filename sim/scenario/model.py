@@ -69,12 +69,13 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     which may hold a stage, and each of which asks. A stage hashes tokens, so that each answer can be judged.
 
     `pass_seconds` is what a token takes in a stage at a peer of speed 1, `prompt` the mean of prompts in
-    tokens, `tokens` what each answer has.
+    tokens, `tokens` what each answer has, `stages_each` how many stages a peer has room for.
     """
 
     members: Annotated[int, msgspec.Meta(ge=1, le=64)] = 12
     stages: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
     replicas: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    stages_each: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     answers_per_second: Annotated[float, msgspec.Meta(gt=0)] = 0.5
     tokens: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 40
     prompt: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 32

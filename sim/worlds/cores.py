@@ -311,7 +311,8 @@ class CoresWorld:
             self._met_before[number] = remembered(life)
         if why == "leave":
             life.leaving = True
-            self.training.leave(life.peer, partial(self._say_goodbye, life, why))
+            goodbye = partial(self._say_goodbye, life, why)
+            self.served.leave(life.peer, partial(self.training.leave, life.peer, goodbye))
         else:
             self._end(life, why)
 

@@ -1,8 +1,9 @@
 """The services of a world of cores: real doors, providers and upkeep of all peers, and stages that hash.
 
 Peers of a service's pool ask it all the time, each through its own door core; the stages' holders come and go
-with the scenario's churn. The token after some tokens is a hash of them, which a stage can only tell if it
-has all of them, so that each answer is compared with the truth when it ends (`sim.checkers.answers`).
+with the scenario's churn (`sim.worlds.served_stages`). The token after some tokens is a hash of them, which a
+stage can only tell if it has all of them, so that each answer is compared with the truth when it ends
+(`sim.checkers.answers`).
 
 Not here: the DHT (a door asks those of the pool that its membership core holds for alive who answers),
 manifests, slots and tensors. A stream that breaks is told to nobody, as in a power cut: only silence tells.
@@ -23,20 +24,19 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.member import Status
 from partition.serve.door import Door, GenerationOver, RouteTaken, RouteWanted, Sampled, Shape, Wish
-from partition.serve.messages import SERVE_PROTOCOL, Alive, Answer, Carried, Roll, Row, Work
+from partition.serve.messages import SERVE_PROTOCOL, Alive, Carried, Roll, Row, Work
 from partition.serve.messages import LeaveSession as Leave
 from partition.serve.messages import OpenSession as Open
 from partition.serve.messages import RestSession as Rest
-from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
-from partition.serve.provider import Event as ProviderEvent
+from partition.serve.provider import SessionProvider
 from partition.serve.routes import StageReplica
 from partition.serve.sampling import Sampling
-from partition.serve.upkeep import Recruit, ServiceUpkeep
 from sim.events import AnswerEnded, PeerStarted, PeerStopped
 from sim.network.instants import after, instant
 from sim.scenario.model import ServedModel
 from sim.seeds import draw, seeded_rng
 from sim.worlds.life import Life
+from sim.worlds.served_stages import HeldStages
 from sim.worlds.streams import Streams
 from sim.worlds.training import RunsGround, TrainingRuns
 
@@ -44,9 +44,9 @@ VOCABULARY = 1 << 15
 MESSAGE_BYTES = 200
 """The approximate size of a message beside its tensors."""
 ASK_SECONDS = 1.0
-READ_PART = 1 / 16
-"""The cost of a prompt's token relative to a decoded one."""
 AGAIN_SECONDS = 1.0
+KEEP_SECONDS = 5.0
+"""How often it is seen whether the service has members at all, as its publisher does."""
 
 
 def token_after(tokens: Sequence[int]) -> int:
@@ -72,6 +72,12 @@ class ServedModels:
         """Others can be reached than before."""
         for service in self._services:
             service.streams.changed()
+
+    def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
+        """Have others take over what a peer holds of all services, one after another."""
+        for service in self._services:
+            then = partial(service.leave, peer, then)
+        then()
 
     def _started(self, life: Life, _event: PeerStarted) -> None:
         for service in self._services:
@@ -128,6 +134,7 @@ class _Service:
         self.id = draw(ground.seed, "service", number)[:32].ljust(32, b"\0")
         self.number = number
         self.nodes: dict[PeerId, _Node] = {}
+        self.counters = models.counters
         self.lines = _Lines(runs, ground, models.counters)
         self.streams = Streams(self.lines, ground.seed, self._deliver, self._reconnected)
         self._rng = seeded_rng(ground.seed, "answers", number)
@@ -137,17 +144,30 @@ class _Service:
         ground.at(instant(service.at_seconds), self._begin)
 
     def _begin(self) -> None:
-        """Start the first holders of its stages; again later, where too few are up."""
+        """Have its stages held for the first time; again later, where too few are up."""
+        if self._place():
+            self.ground.at(after(self.ground.now, KEEP_SECONDS), self._keep)
+            self._plan_answer()
+        else:
+            self.ground.at(after(self.ground.now, AGAIN_SECONDS), self._begin)
+
+    def _keep(self) -> None:
+        """Have its stages held again where no member is left."""
+        if not any(node.stages.held for node in self.nodes.values()):
+            self._place()
+        self.ground.at(after(self.ground.now, KEEP_SECONDS), self._keep)
+
+    def _place(self) -> bool:
+        """Have peers hold the stages; return whether enough are up."""
         wanted = self.service.stages * self.service.replicas
         up = [peer for peer in self.pool if peer in self.nodes]
         if len(up) < wanted:
-            self.ground.at(after(self.ground.now, AGAIN_SECONDS), self._begin)
-            return
+            return False
         # The last of the pool, for the first are those that never go.
         rows = [Row(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])]
         for row in rows:
-            self.nodes[PeerId(row.peer)].host(row.stage, rows)
-        self._plan_answer()
+            self.nodes[PeerId(row.peer)].stages.take(PeerId(row.peer), row.stage, rows)
+        return True
 
     def _plan_answer(self) -> None:
         wait = self._rng.expovariate(self.service.answers_per_second)
@@ -172,6 +192,14 @@ class _Service:
         self.nodes.pop(peer, None)
         self.streams.stopped(peer)
 
+    def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
+        """Have others take over what a peer holds; `then` comes once they have, or it is gone."""
+        node = self.nodes.get(peer)
+        if node is None:
+            then()
+        else:
+            node.stages.leave(then)
+
     def _deliver(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
         node = self.nodes.get(receiver)
         if node is not None:
@@ -184,29 +212,45 @@ class _Service:
 
 
 class _Node:
-    """One life of one peer in it: its three cores, and its stage if it has one."""
+    """One life of one peer in it: its door, its provider, and the stages that it holds."""
 
     def __init__(self, service: _Service, peer: PeerId, serial: int) -> None:
         self.peer = peer
-        self.held: dict[bytes, list[int]] = {}
         self._service = service
         self._ground = service.ground
         self._rng: Random = seeded_rng(service.ground.seed, "door", service.number, peer, serial)
         self._door = Door(peer, self._rng.randbytes)
-        self._provider = SessionProvider()
-        self._upkeep: ServiceUpkeep | None = None
+        self.provider = SessionProvider()
+        self.stages = HeldStages(self, service.id, service.service, token_after)
         self._asked: dict[int, _Asked] = {}
         self._looks = False
         self._wake_at = inf
 
     # What its cores say and want
 
-    def _is_over(self) -> bool:
+    @property
+    def now(self) -> float:
+        return self._ground.now
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this life has ended."""
         return self._service.nodes.get(self.peer) is not self
 
+    @property
+    def slowness(self) -> float:
+        return self._service.runs.slowness(self.peer)
+
+    def count(self, what: str) -> None:
+        """Count something of this service."""
+        self._service.counters[what] += 1
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Act then, at the thaw where this peer stands still, or never where it is gone."""
+        self._ground.at(when, self._when_awake, action)
+
     def _when_awake(self, action: Callable[[], None]) -> None:
-        """Act now, at the thaw where this peer stands still, or never where it is gone."""
-        if self._is_over():
+        if self.is_over:
             return
         thaws = self._service.lines.thaws(self.peer)
         if thaws > self._ground.now:
@@ -214,34 +258,27 @@ class _Node:
         else:
             action()
 
-    def _turn(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
+    def turn(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
         for receiver, message in sends:
             size = MESSAGE_BYTES + (message.size_bytes if isinstance(message, Carried) else 0)
             self._service.streams.send(self.peer, receiver, message, size)
         self._do_what_they_want()
-        deadlines = [self._door.deadline, self._provider.deadline]
-        if self._upkeep is not None:
-            deadlines.append(self._upkeep.deadline)
+        deadlines = self._door.deadline, self.provider.deadline, self.stages.deadline
         due = max(min(deadlines), self._ground.now)
         if due < self._wake_at and due < inf:
             self._wake_at = instant(due)
-            self._ground.at(self._wake_at, self._when_awake, partial(self._wake, self._wake_at))
+            self.at(self._wake_at, partial(self._wake, self._wake_at))
 
     def _wake(self, planned: float) -> None:
         if planned != self._wake_at:
             return  # an earlier one took its place
         self._wake_at, now = inf, self._ground.now
-        sends: list[tuple[PeerId, Any]] = [*self._provider.wake(now), *self._door.wake(now)]
-        if self._upkeep is not None:
-            sends += self._upkeep.wake(now)
-        self._turn(sends)
+        self.turn([*self.provider.wake(now), *self._door.wake(now), *self.stages.wake(now)])
 
     def _do_what_they_want(self) -> None:
-        for event in _taken(self._provider):
-            self._do_in_stage(event)
-        for event in [] if self._upkeep is None else _taken(self._upkeep):
-            if isinstance(event, Recruit):
-                self._recruit(event)
+        for event in _taken(self.provider):
+            self.stages.do(event)
+        self.stages.act()
         for event in _taken(self._door):
             match event:
                 case Sampled():
@@ -255,18 +292,9 @@ class _Node:
                 case GenerationOver():
                     self._end(event)
 
-    def _do_in_stage(self, event: ProviderEvent) -> None:
-        match event:
-            case ComputeBatch():
-                self._compute(event)
-            case ForgetSession():
-                self.held.pop(event.session, None)
-            case ForkSession():
-                self.held[event.session] = self.held.get(event.base, [])[: event.tokens]
-
     def receive(self, sender: PeerId, message: Any) -> None:
         """Take what arrived; what no honest peer says is a bug."""
-        now, provider = self._ground.now, self._provider
+        now, provider = self._ground.now, self.provider
         sends: list[tuple[PeerId, Any]] = []
         match message:
             case Carried(message=Work()):
@@ -277,102 +305,36 @@ class _Node:
                 except RemoteProtocolError:  # opened again by a stream that has waited: it is open already
                     return
             case Roll():
-                sends = [] if self._upkeep is None else list(self._upkeep.receive(now, sender, message))
+                sends = self.stages.receive(now, sender, message)
             case Alive():
                 sends = [*provider.receive(now, sender, message), *self._door.receive(now, sender, message)]
             case _:
                 sends = self._door.receive(now, sender, message)
-        self._turn(sends)
+        self.turn(sends)
 
     def lost(self, peer: PeerId) -> None:
         """A stream was broken, and is open again."""
         now = self._ground.now
-        self._provider.lost(peer)
-        sends: list[tuple[PeerId, Any]] = list(self._door.lost(now, peer))
-        if self._upkeep is not None:
-            sends += self._upkeep.lost(now, peer)
-        self._turn(sends)
+        self.provider.lost(peer)
+        self.turn([*self._door.lost(now, peer), *self.stages.lost(now, peer)])
 
-    # Its stage
+    # Its stages
 
-    def host(self, stage: int, rows: Sequence[Row]) -> bool:
-        """Begin to load a stage; whether it does."""
-        if self._upkeep is not None:
-            return False
-        service = self._service.service
-        self._upkeep = ServiceUpkeep(
-            self._ground.now, self.peer, self._service.id, service.stages, service.replicas, stage, rows
+    def ask_to_host(
+        self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[bool], None]
+    ) -> None:
+        """Ask a peer, which may be this one, to hold a stage."""
+        if peer == self.peer:
+            answer(self.stages.take(peer, stage, rows))
+            return
+        put = partial(self._put_host, peer, stage, rows)
+        self._service.streams.ask(
+            self.peer, peer, MESSAGE_BYTES, ASK_SECONDS, put, lambda reply: answer(bool(reply))
         )
-        self._ground.at(after(self._ground.now, service.load_seconds), self._when_awake, self._loaded)
-        self._turn([])
-        return True
-
-    def _loaded(self) -> None:
-        upkeep, service = self._upkeep, self._service.service
-        assert upkeep is not None
-        context = 4 * service.prompt + service.tokens
-        self._provider.hold(self._service.id, upkeep.stage, service.stages, context)
-        self._turn(list(upkeep.ready(self._ground.now)))
-
-    def listing(self) -> tuple[int, bool, int, tuple[Row, ...]] | None:
-        """Return its stage, whether that answers, its sessions, and whom it knows; None: it has none."""
-        upkeep = self._upkeep
-        if upkeep is None:
-            return None
-        return upkeep.stage, upkeep.is_ready, self._provider.sessions_of(self._service.id), upkeep.rows()
-
-    def _compute(self, asked: ComputeBatch) -> None:
-        service = self._service.service
-        tokens = sum(1.0 if unit.work.tokens == 1 else READ_PART * unit.work.tokens for unit in asked.units)
-        seconds = service.pass_seconds * max(1.0, tokens**0.5) * self._service.runs.slowness(self.peer)
-        done = partial(self._computed, asked)
-        self._ground.at(after(self._ground.now, seconds), self._when_awake, done)
-
-    def _computed(self, asked: ComputeBatch) -> None:
-        upkeep = self._upkeep
-        assert upkeep is not None
-        is_last = upkeep.stage == self._service.service.stages - 1
-        answers: list[tuple[Answer | None, Any]] = []
-        for unit in asked.units:
-            work, ids = unit.work, unit.arrays[0][1]
-            kept = self.held.setdefault(unit.session, [])
-            del kept[work.position :]
-            kept += ids.tolist()
-            if not is_last:
-                answers.append((None, unit.arrays))
-            elif not work.wanted:
-                answers.append((Answer(work.session, work.number), ()))
-            else:
-                best = np.array([[token_after(kept)]], np.int64)
-                rows = (("int64", best), ("float32", np.ones((1, 1), np.float32)))
-                answers.append((Answer(work.session, work.number, work.best, (1.0,)), rows))
-        self._turn(self._provider.computed(self._ground.now, asked.service, asked.batch, answers))
-
-    def _recruit(self, wanted: Recruit) -> None:
-        """Ask those that live and have no stage, one after another."""
-        passed = {self.peer, *wanted.members, *wanted.failed}
-        free = [peer for peer in self._alive() if peer not in passed]
-        upkeep = self._upkeep
-        assert upkeep is not None
-
-        def go_on(taken: Any = None, peer: PeerId | None = None) -> None:
-            if self._is_over():
-                return
-            if taken or not free:
-                upkeep.recruited(self._ground.now, wanted.stage, peer if taken else None)
-                self._turn([])
-                return
-            other = free.pop(0)
-            put = partial(self._put_host, other, wanted.stage, upkeep.rows())
-            self._service.streams.ask(
-                self.peer, other, MESSAGE_BYTES, ASK_SECONDS, put, lambda reply: go_on(reply, other)
-            )
-
-        go_on()
 
     def _put_host(self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[Any], None]) -> None:
         node = self._service.nodes.get(peer)
-        answer(None if node is None else node.host(stage, rows))
+        answer(None if node is None else node.stages.take(self.peer, stage, rows))
 
     # Its door
 
@@ -386,28 +348,29 @@ class _Node:
         wish = Wish(prompt, service.tokens, Sampling())
         number, sends = self._door.begin(now, shape, wish)
         self._asked[number] = _Asked(wish, now, newest=now)
-        self._turn(sends)
+        self.turn(sends)
 
     def look(self, then: Callable[[], None] | None = None) -> None:
         """Ask those of the pool that live who answers."""
         if self._looks and then is None:
             return
         self._looks = True
-        peers = self._alive()
+        peers = self.alive()
         routes: dict[int, list[StageReplica]] = {}
         left = len(peers)
 
         def heard(peer: PeerId, reply: Any) -> None:
             nonlocal left
             left -= 1
-            if reply is not None and reply[1]:
-                seconds = 2 * self._ground.latency_seconds(self.peer, peer) if peer != self.peer else 0.0
-                routes.setdefault(reply[0], []).append(StageReplica(peer, reply[2], seconds))
-            if left or self._is_over():
+            seconds = 2 * self._ground.latency_seconds(self.peer, peer) if peer != self.peer else 0.0
+            for stage, is_ready, sessions in reply or ():
+                if is_ready:
+                    routes.setdefault(stage, []).append(StageReplica(peer, sessions, seconds))
+            if left or self.is_over:
                 return
             self._looks = False
             sends = self._door.learn(self._ground.now, self._service.id, routes)
-            self._turn(sends)
+            self.turn(sends)
             if then is not None:
                 then()
 
@@ -417,9 +380,9 @@ class _Node:
 
     def _put_look(self, peer: PeerId, answer: Callable[[Any], None]) -> None:
         node = self._service.nodes.get(peer)
-        answer(None if node is None else node.listing())
+        answer(None if node is None else node.stages.listing())
 
-    def _alive(self) -> list[PeerId]:
+    def alive(self) -> list[PeerId]:
         statuses: Mapping[PeerId, Status] = self._ground.lives[self.peer].swim.statuses
         return [
             peer

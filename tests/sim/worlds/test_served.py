@@ -26,6 +26,21 @@ SMALL = {
 }
 
 
+FEW = SMALL | {
+    "nodes": "4",
+    "seconds": "120",
+    "churn.permanent": "1",
+    "churn.crash_share": "0.5",
+    "churn.sessions.scale_seconds": "30",
+    "churn.absences.scale_seconds": "20",
+    "services.0.members": "4",
+    "services.0.replicas": "1",
+    "services.0.load_seconds": "2",
+    "services.0.at_seconds": "8",
+}
+"""Too few machines for two stages at times, of which half leave and half die."""
+
+
 def small() -> Scenario:
     return with_values(load("serving"), SMALL)
 
@@ -37,6 +52,17 @@ def test_answers_survive_churn_and_are_the_same_for_the_same_seed() -> None:
     assert service["moved"] > 0
     assert service["outcomes"]["length"] > 10
     assert first.summary["digest"] == again.summary["digest"]
+
+
+def test_a_stopgap_answers_until_another_peer_holds_the_stage() -> None:
+    found = run(with_values(load("serving"), FEW), seed=3)
+    assert found.broken is None
+    (service,) = found.summary["services"]
+    assert service["moved"] > 0
+    assert set(service["outcomes"]) == {"length"}
+    counters = found.summary["traffic"]["counters"]
+    assert counters["stopgaps taken"] > 0
+    assert counters["stopgaps relieved"] > 0
 
 
 class Confused(Door):

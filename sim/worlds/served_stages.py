@@ -1,0 +1,284 @@
+"""The stages of a service that one peer holds in a world of cores, by the rules of `node.serving.hosting`.
+
+A peer without a stage takes one that is missing. Where none is left to take it, a member takes it beside its
+own, as a stopgap, and lets go of it once another answers. A peer that leaves has another take its stage
+first. Stages at one peer compute in turn.
+
+Not here: slots and memory (a peer has room for `stages_each`), and what a process takes to start.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from math import inf
+from typing import Any, Protocol
+
+import numpy as np
+
+from crypto.identity import PeerId
+from partition.run.timeouts import LEAVE_SECONDS_MAX
+from partition.serve.messages import Answer, Roll, Row
+from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
+from partition.serve.provider import Event as ProviderEvent
+from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpkeep
+from sim.network.instants import after, instant
+from sim.scenario.model import ServedModel
+
+READ_PART = 1 / 16
+"""The cost of a prompt's token relative to a decoded one."""
+LOOK_SECONDS = 0.1
+
+Sends = list[tuple[PeerId, Any]]
+
+
+class StageOwner(Protocol):
+    """What is needed of the peer that holds stages."""
+
+    peer: PeerId
+    provider: SessionProvider
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def is_over(self) -> bool: ...
+    @property
+    def slowness(self) -> float: ...
+
+    def at(self, when: float, action: Callable[[], None]) -> None:
+        """Act then, at the thaw of a peer that stands still, never where it is gone."""
+
+    def turn(self, sends: Sends) -> None: ...
+    def count(self, what: str) -> None: ...
+    def alive(self) -> list[PeerId]: ...
+
+    def ask_to_host(
+        self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[bool], None]
+    ) -> None:
+        """Ask a peer, which may be this one, to hold a stage."""
+
+
+class HeldStage:
+    """One of them, with the tokens that each session has there."""
+
+    def __init__(self, number: int, upkeep: ServiceUpkeep) -> None:
+        self.number = number
+        self.upkeep = upkeep
+        self.kept: dict[bytes, list[int]] = {}
+        self.roster: tuple[tuple[PeerId, ...], ...] = ()
+
+
+class HeldStages:
+    """All of one life of a peer. `token_after` says the true next token."""
+
+    def __init__(
+        self,
+        owner: StageOwner,
+        service: bytes,
+        model: ServedModel,
+        token_after: Callable[[Sequence[int]], int],
+    ) -> None:
+        self._owner = owner
+        self._service = service
+        self._model = model
+        self._token_after = token_after
+        self._stages: dict[int, HeldStage] = {}
+        self._computes_until = -inf
+        self._is_leaving = False
+
+    @property
+    def held(self) -> list[HeldStage]:
+        """The stages, the one that is held for good first."""
+        return sorted(self._stages.values(), key=lambda held: held.upkeep.is_stopgap)
+
+    @property
+    def deadline(self) -> float:
+        return min((each.upkeep.deadline for each in self._stages.values()), default=inf)
+
+    # What members say
+
+    def wake(self, now: float) -> Sends:
+        return [send for each in self.held for send in each.upkeep.wake(now)]
+
+    def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
+        return [send for each in self.held for send in each.upkeep.receive(now, sender, message)]
+
+    def lost(self, now: float, peer: PeerId) -> Sends:
+        return [send for each in self.held for send in each.upkeep.lost(now, peer)]
+
+    def listing(self) -> list[tuple[int, bool, int]]:
+        """Return the stages, whether each answers, and its sessions."""
+        sessions = self._owner.provider.sessions_of(self._service)
+        return [(each.number, each.upkeep.is_ready, sessions) for each in self.held]
+
+    def act(self) -> None:
+        """Do what the cores want done."""
+        for each in self.held:
+            events, each.upkeep.events = each.upkeep.events, []
+            for event in events:
+                match event:
+                    case Recruit():
+                        self._recruit(each, event)
+                    case RosterChanged():
+                        each.roster = event.ready
+                    case Relieved():
+                        self._owner.count("stopgaps relieved")
+                        self._let_go(each)
+
+    # Taking a stage on, and letting it go
+
+    def take(self, asker: PeerId, stage: int, rows: Sequence[Row]) -> bool:
+        """Begin to load a stage, as `asker` wants; return whether it does, or had it."""
+        now, here = self._owner.now, self.held
+        is_own = asker == self._owner.peer
+        is_by_member = is_own or any(each.upkeep.has(asker) for each in here)
+        for each in here if is_by_member else ():
+            each.upkeep.introduce(now, rows)
+        if stage in self._stages:
+            return True
+        if self._is_leaving or len(here) >= self._model.stages_each:
+            return False
+        if here and not (is_by_member and (is_own or here[0].upkeep.lacks(stage, asker))):
+            return False
+        model = self._model
+        upkeep = ServiceUpkeep(
+            now, self._owner.peer, self._service, model.stages, model.replicas, stage, rows,
+            is_stopgap=bool(here),
+        )  # fmt: skip
+        if here:
+            self._owner.count("stopgaps taken")
+        held = self._stages[stage] = HeldStage(stage, upkeep)
+        self._owner.at(after(now, model.load_seconds), partial(self._loaded, held))
+        self._owner.turn([])
+        return True
+
+    def _loaded(self, held: HeldStage) -> None:
+        if self._stages.get(held.number) is not held:
+            return
+        context = 4 * self._model.prompt + self._model.tokens
+        self._owner.provider.hold(self._service, held.number, self._model.stages, context)
+        self._owner.turn(list(held.upkeep.ready(self._owner.now)))
+
+    def _let_go(self, held: HeldStage) -> None:
+        if self._stages.get(held.number) is not held:
+            return
+        del self._stages[held.number]
+        sends: Sends = [*self._owner.provider.release(self._service, held.number, "leaving", "it is let go")]
+        sends += held.upkeep.leave()
+        left = self.held
+        if left and left[0].upkeep.is_stopgap:
+            left[0].upkeep.stay(self._owner.now)
+        self._owner.turn(sends)
+
+    def leave(self, then: Callable[[], None]) -> None:
+        """Let go of all stages, each after another peer answers for it where sessions would have to wait for
+        that; `then` comes once that is done, or after as long as a node waits for it."""
+        self._is_leaving = True
+        until = self._owner.now + LEAVE_SECONDS_MAX
+        for each in self.held:
+            self._hand_over(each, until)
+
+        def look() -> None:
+            if self._stages:
+                self._owner.at(instant(self._owner.now + LOOK_SECONDS), look)
+            else:
+                then()
+
+        look()
+
+    def _hand_over(self, held: HeldStage, until: float) -> None:
+        owner = self._owner
+        if not owner.provider.sessions_of(self._service) or self._has_other(held):
+            self._let_go(held)
+            return
+
+        def found(peer: PeerId | None) -> None:
+            if peer is not None:
+                held.upkeep.introduce(owner.now, (Row(peer, held.number, False),))
+                owner.turn([])
+            look(peer)
+
+        def look(peer: PeerId | None) -> None:
+            if peer is None or self._has_other(held) or owner.now >= until:
+                self._let_go(held)
+            else:
+                owner.at(instant(owner.now + LOOK_SECONDS), partial(look, peer))
+
+        rows = held.upkeep.rows()
+        members = [PeerId(row.peer) for row in rows if row.peer != owner.peer]
+        self._place(held.number, rows, [*self._free(rows), *members], found)
+
+    def _has_other(self, held: HeldStage) -> bool:
+        return bool(held.roster) and any(peer != self._owner.peer for peer in held.roster[held.number])
+
+    # Finding others
+
+    def _recruit(self, held: HeldStage, wanted: Recruit) -> None:
+        """Ask those that live and hold no stage, one after another, then the members where nobody has it."""
+        rows = held.upkeep.rows()
+        asked = self._free((*rows, *(Row(peer, 0, False) for peer in wanted.members)))
+        if wanted.is_empty:
+            asked += [self._owner.peer, *(peer for peer in wanted.members if peer != self._owner.peer)]
+
+        def found(peer: PeerId | None) -> None:
+            held.upkeep.recruited(self._owner.now, wanted.stage, peer)
+            self._owner.turn([])
+
+        self._place(wanted.stage, rows, [peer for peer in asked if peer not in wanted.failed], found)
+
+    def _free(self, rows: Iterable[Row]) -> list[PeerId]:
+        taken = {self._owner.peer, *(row.peer for row in rows)}
+        return [peer for peer in self._owner.alive() if peer not in taken]
+
+    def _place(
+        self, stage: int, rows: Sequence[Row], peers: list[PeerId], found: Callable[[PeerId | None], None]
+    ) -> None:
+        def go_on(peer: PeerId | None = None, takes: bool = False) -> None:
+            if self._owner.is_over:
+                return
+            if takes or not peers:
+                found(peer if takes else None)
+                return
+            other = peers.pop(0)
+            self._owner.ask_to_host(other, stage, rows, partial(go_on, other))
+
+        go_on()
+
+    # Computing
+
+    def do(self, event: ProviderEvent) -> None:
+        """Do what the provider wants of a stage."""
+        held = self._stages.get(event.stage)
+        if held is None:
+            return
+        match event:
+            case ComputeBatch():
+                begins = max(self._owner.now, self._computes_until)
+                self._computes_until = instant(begins + self._seconds(event))
+                self._owner.at(self._computes_until, partial(self._computed, held, event))
+            case ForgetSession():
+                held.kept.pop(event.session, None)
+            case ForkSession():
+                held.kept[event.session] = held.kept.get(event.base, [])[: event.tokens]
+
+    def _seconds(self, asked: ComputeBatch) -> float:
+        tokens = sum(1.0 if unit.work.tokens == 1 else READ_PART * unit.work.tokens for unit in asked.units)
+        return float(self._model.pass_seconds * max(1.0, tokens**0.5) * self._owner.slowness)
+
+    def _computed(self, held: HeldStage, asked: ComputeBatch) -> None:
+        if self._stages.get(held.number) is not held:
+            return
+        is_last = held.number == self._model.stages - 1
+        answers: list[tuple[Answer | None, Any]] = []
+        for unit in asked.units:
+            work, ids = unit.work, unit.arrays[0][1]
+            kept = held.kept.setdefault(unit.session, [])
+            del kept[work.position :]
+            kept += ids.tolist()
+            if not is_last:
+                answers.append((None, unit.arrays))
+            elif not work.wanted:
+                answers.append((Answer(work.session, work.number), ()))
+            else:
+                best = np.array([[self._token_after(kept)]], np.int64)
+                rows = (("int64", best), ("float32", np.ones((1, 1), np.float32)))
+                answers.append((Answer(work.session, work.number, work.best, (1.0,)), rows))
+        self._owner.turn(self._owner.provider.computed(self._owner.now, asked.service, asked.batch, answers))
