@@ -32,11 +32,11 @@ from node.checkpoints import replication
 from node.content import blobs
 from node.demo.processes import SwarmProcesses
 from node.errors import StreamClosed, Unreachable
-from node.local import column
 from node.protocols import runs as wire
 from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.network import RealNetwork
 from node.transport.streams import SecureStream
+from partition.run.local.column_messages import PROTOCOL as COLUMN_PROTOCOL
 from tests.node.nets import make_network
 from tests.test_held_places import (
     AGAIN_SECONDS,
@@ -55,7 +55,7 @@ PAGE_CONNECTIONS = 140
 PAGE = "page"
 HELD = [
     wire.RUNS_PROTOCOL, blobs.BLOBS_PROTOCOL, replication.COPIES_PROTOCOL, transfer.PROTOCOL,
-    ATTEMPT_PROTOCOL, column.PROTOCOL, wire.PIPELINE_PROTOCOL, DATA_PROTOCOL, PAGE,
+    ATTEMPT_PROTOCOL, COLUMN_PROTOCOL, wire.PIPELINE_PROTOCOL, DATA_PROTOCOL, PAGE,
 ]  # fmt: skip
 SWARM = "held"
 

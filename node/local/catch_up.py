@@ -1,14 +1,12 @@
 """How a member of a run in local mode takes over the state of others."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import replace
 from math import inf
 
 import trio
 
 from crypto.identity import PeerId
-from gossip.claims import LikelySteps, lower_median, newcomer_steps
-from gossip.roster import Report
+from gossip.claims import lower_median
+from gossip.newcomers import LIKELY_ROUNDS, likely_steps
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.errors import StageFailed, Unreachable
@@ -18,24 +16,6 @@ from node.local.trial import Trial, go_back, place_of
 
 CATCH_UPS_MAX = 5
 """Attempts to take over a state, before a newcomer gives up."""
-LIKELY_ROUNDS = 10
-"""A member is hardly so many rounds ahead of most others."""
-
-
-def is_begun(reports: Iterable[Report]) -> bool:
-    """Return whether one of these members has made a step: until then all hold the run's first values."""
-    return any(report.has_state and report.step.reaches(1) for report in reports)
-
-
-def likely_steps(
-    part: Participation, local_steps: int, passed_over: Collection[PeerId] = (), *, are_tried: bool = False
-) -> LikelySteps:
-    """Return how far the others may well be, but for some: the lower half of them, and some rounds more or
-    less. One alone may claim any step. `are_tried`: the state is looked at before it is used."""
-    reports = part.roster.reports.items()
-    steps = [report.step for peer, report in reports if report.has_state and peer not in passed_over]
-    likely = newcomer_steps(steps, LIKELY_ROUNDS * local_steps, are_equal=False)
-    return replace(likely, is_newest=are_tried)
 
 
 async def catch_up(
@@ -62,7 +42,7 @@ async def catch_up(
         others = [peer for peer, report in part.roster.reports.items() if report.has_state]
         if not set(others) - useless:
             break  # nobody is left that was further
-        likely = likely_steps(part, local_steps, useless, are_tried=trial is not None)
+        likely = likely_steps(part.roster.reports, local_steps, useless, are_tried=trial is not None)
         found: Snapshot | None = None
         try:
             found = await part.states.fetch(

@@ -1,29 +1,29 @@
-"""A copy of the heads' state at a requester that only follows its run, for whoever trains after them.
+"""A copy of the heads' state at a requester that only follows its run, for the nodes that train after them.
 
 Members that train keep their own states. When the last head is gone, nobody else has the numbers of the first
 stage, and a node that is asked to take its place would begin with untrained ones. So the requester fetches
-them now and then, as often as members put theirs away, and hands them on while there is no head.
+them now and then, as often as members put theirs away, and hands them on while there is no head
+(`partition.run.local.lending`).
 """
 
 import trio
 
 from gossip.claims import lower_median
+from gossip.newcomers import likely_steps
 from node.averaging.participation import Participation
 from node.errors import Unreachable
-from node.local.catch_up import likely_steps
 from node.local.crew import Crew
-from node.local.headless import HEADLESS_SECONDS
 from node.local.keeper import Keeper
 from node.protocols.manifest import Run
 from partition.run.admission import Admission
+from partition.run.local.keeping import FETCH_SHARE
+from partition.run.local.lending import FollowerLending
 
 LOOK_SECONDS = 1.0
-FETCH_SHARE = 10
-"""A state that takes a second to fetch, in which its owner may be computing, is fetched once in so many."""
 
 
 class Copies:
-    """Those of one requester. `crew.awaits_head` says whether the heads are gone and no copy is here."""
+    """The copies of one requester."""
 
     def __init__(self, run: Run, keeper: Keeper, crew: Crew, admission: Admission, *, bytes_max: int) -> None:
         """`bytes_max` bounds a state of the first stage."""
@@ -32,41 +32,33 @@ class Copies:
         self._crew = crew
         self._admission = admission
         self._bytes_max = bytes_max
-        self._trained_at: float | None = None
+        self._lending = FollowerLending(crew, run.manifest.stages)
         self._not_before = 0.0
         self._is_lent = False
 
     async def run(self, part: Participation) -> None:
-        """Until cancelled."""
+        """Fetch copies, and hand them on, until cancelled."""
         while True:
-            steps = [report.step for report in self._crew.reports.values() if report.has_state]
             now = trio.current_time()
-            if steps:
-                self._trained_at, self._crew.awaits_head = now, False
+            if self._lending.look(now) == "copy":
                 self._take_back(part)
+                steps = [report.step for report in part.roster.reports.values() if report.has_state]
                 if self._keeper.is_due(lower_median(steps)) and now >= self._not_before:
                     await self._copy(part)
             elif not self._is_lent:
                 await self._lend(part)
-                self._crew.awaits_head = not self._is_lent and self._is_awaited(now)
+                self._lending.looked(now, is_lent=self._is_lent)
             await trio.sleep(LOOK_SECONDS)
-
-    def _is_awaited(self, now: float) -> bool:
-        """Whether a head that was there may come back with its disk. A run of one stage can begin anew after
-        that; in columns the others hold numbers that untrained ones do not fit."""
-        if self._trained_at is None:
-            return False
-        return self._run.manifest.stages > 1 or now - self._trained_at < HEADLESS_SECONDS
 
     async def _copy(self, part: Participation) -> None:
         """Fetch the newest state of the heads, and put it away."""
         assert self._run.manifest.local is not None, "a run in local mode"
         begun, manifest = trio.current_time(), self._run.manifest
-        likely = likely_steps(part, self._run.manifest.local.local_steps)
+        likely = likely_steps(part.roster.reports, self._run.manifest.local.local_steps)
         try:
             found = await part.states.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
         except Unreachable:
-            return  # whoever had it is gone, or hands it over later
+            return  # its holder is gone, or hands it over later
         self._keeper.begin(found.table.step)
         await self._keeper.remember(self._keeper.part(is_training=False))
         await self._keeper.save(found)

@@ -17,12 +17,12 @@ from node.averaging.door import Door
 from node.averaging.snapshot import Snapshot
 from node.content.datasets import Batches
 from node.errors import StageFailed, Unreachable, UsageError
-from node.local.column import HELD_MAX
 from node.local.context import Service
 from node.local.crew import Crew
 from node.local.held_stage import AveragedStage
 from node.local.holder import ColumnHolder
 from node.local.keeper import Keeper
+from node.local.stage_server import HELD_MAX
 from node.local.stages import open_part
 from node.local.trainer import LocalTrainer
 from node.placement.admission import build_stage_spec, needed_bytes
@@ -168,7 +168,7 @@ class FurtherStages:
         trainer = LocalTrainer(run, specification, opened, material.batches, service.seams.executor, me)
         keeper = Keeper(service, run, self._door.admission, self._own, copy_of=stage)
         held = AveragedStage(run, self._ending, part, keeper, trainer, me)
-        held.rounds.sends_less = service.sends_less
+        held.rounds.schedule.sends_less = service.sends_less
         holder = ColumnHolder(
             held,
             stage,

@@ -10,19 +10,20 @@ from contextlib import suppress
 import trio
 
 from crypto.identity import PeerId
-from gossip.claims import agreed_count, newcomer_steps
+from gossip.newcomers import is_another_further, is_behind
 from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.errors import Unreachable
-from node.local.catch_up import LIKELY_ROUNDS, catch_up, is_begun
-from node.local.due import Due
+from node.local.catch_up import catch_up
 from node.local.keeper import Keeper
 from node.local.rounds import Rounds
 from node.local.trainer import LocalTrainer
 from node.local.trial import Trial
 from node.protocols.manifest import Run
 from partition.run.ending import Ending
+from partition.run.local.due import Due
+from partition.run.local.reports import is_at_end, is_begun, training
 
 
 async def _nothing() -> None: ...
@@ -67,16 +68,17 @@ class AveragedStage:
     @property
     def training(self) -> list[PeerId]:
         """Return the members of the roster that have a state."""
-        return [peer for peer, report in self.reports.items() if report.has_state]
+        return training(self.reports)
 
     @property
     def is_at_end(self) -> bool:
-        """Return whether the steps are done: at most holders of this stage, or here and at half of all, as
-        one member may claim any step."""
-        steps = self._run.manifest.steps
-        others = [report.step.reaches(steps) for report in self.reports.values() if report.has_state]
-        count, done = len(others) + 1, sum(others)
-        return 2 * done > count or (self.trainer.step >= steps and 2 * (done + 1) >= count)
+        """Return whether the steps of the run are done, as far as others can be believed."""
+        return is_at_end(self.reports, self.trainer.step, self._run.manifest.steps)
+
+    @property
+    def step(self) -> int:
+        """The steps that these numbers have."""
+        return self.trainer.step
 
     def report(self) -> None:
         """Tell the others how far this stage is."""
@@ -84,7 +86,7 @@ class AveragedStage:
         self.part.tell(
             step=trainer.step,
             samples=trainer.samples,
-            rounds=self.rounds.count,
+            rounds=self.rounds.schedule.count,
             lineage=self._run.id,
             has_state=self.has_state,
         )
@@ -96,21 +98,15 @@ class AveragedStage:
         or what was kept. Raises StageFailed."""
         trainer = self.trainer
         own = carried or await self._keeper.load(trainer.state_bytes_max)
-        reports = [report for report in self.reports.values() if report.has_state]
-        others = [report.step for report in reports]
-        likely = newcomer_steps(others, LIKELY_ROUNDS * self._local_steps, are_equal=False)
-        is_resumed = False
+        reports, is_resumed = self.reports, False
         if own is not None:
             with suppress(ValueError):
                 self.rounds.take_over(own.table.rounds, await trainer.take_over(own))
                 await self.taken_over()
                 self._keeper.begin(trainer.step)
                 is_resumed = True
-        if (
-            any(each.is_between(trainer.step + 1, likely.last) for each in others)
-            if is_resumed
-            else is_begun(reports)
-        ):
+        is_further = is_another_further(reports, trainer.step, self._local_steps)
+        if is_further if is_resumed else is_begun(reports):
             await self.catch_up(is_needed=not is_resumed)
 
     async def catch_up(self, *, is_needed: bool = True) -> None:
@@ -143,7 +139,7 @@ class AveragedStage:
     def note_end(self) -> None:
         """Count since when the run has been about to end."""
         is_ending = self.is_at_end or self._ending.has_converged
-        self.rounds.ending_for = self._due.waited("an end", is_ending)
+        self.rounds.schedule.ending_for = self._due.waited(trio.current_time(), "an end", is_ending)
 
     async def average(self, nursery: trio.Nursery, *, is_still: bool) -> None:
         """Use a round that is over, and begin the next unless the numbers are to be `is_still`."""
@@ -166,7 +162,7 @@ class AveragedStage:
 
     async def copy(self) -> Snapshot:
         """Return this stage's state."""
-        return await self.trainer.snapshot(self.rounds.count, self._run.id, self.rounds.outer)
+        return await self.trainer.snapshot(self.rounds.schedule.count, self._run.id, self.rounds.outer)
 
     async def keep(self, nursery: trio.Nursery, *, is_training: bool) -> None:
         """Put the state away, if that is due."""
@@ -176,8 +172,8 @@ class AveragedStage:
     @property
     def _is_behind(self) -> bool:
         """Whether others held a round that this member had to be in."""
-        others = [report.rounds for report in self.reports.values() if report.has_state]
-        return self.rounds.needs_all and agreed_count(others) > self.rounds.count
+        schedule = self.rounds.schedule
+        return schedule.needs_all and is_behind(self.reports, schedule.count)
 
     async def close(self) -> None:
         """Hold it no more."""

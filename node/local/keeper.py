@@ -23,9 +23,7 @@ from node.local.trainer import LocalTrainer
 from node.protocols.manifest import Run
 from node.storage.blobs import NoRoom
 from partition.run.admission import Admission
-
-PAUSE_SHARE = 50
-"""A state that takes a second to put away is put away once in so many: at most 2 % of the time."""
+from partition.run.local.keeping import CopySchedule
 
 
 class Keeper:
@@ -42,19 +40,15 @@ class Keeper:
         self._admission = admission
         self._stage = stage
         self._copy_of = copy_of
-        self._every = run.manifest.save_every
-        self._step = 0
-        self._not_before = 0.0
-        self._is_busy = False
+        self._schedule = CopySchedule(run.manifest.save_every)
 
     def is_due(self, step: int) -> bool:
         """Return whether a state after so many steps is to be kept."""
-        is_time = trio.current_time() >= self._not_before
-        return bool(self._every) and step - self._step >= self._every and is_time and not self._is_busy
+        return self._schedule.is_due(trio.current_time(), step)
 
     def begin(self, step: int) -> None:
-        """A state of this step is being kept, or there already."""
-        self._step = step
+        """Note that a state of this step is being kept, or there already."""
+        self._schedule.step = step
 
     async def keep(
         self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery, *, is_training: bool
@@ -62,7 +56,7 @@ class Keeper:
         """Put the state away in the background, and who takes part."""
         self.begin(trainer.step)
         saved = self.part(is_training=is_training)
-        snapshot = await trainer.snapshot(rounds.count, self._run.id, rounds.outer)
+        snapshot = await trainer.snapshot(rounds.schedule.count, self._run.id, rounds.outer)
         nursery.start_soon(self.remember, saved)
         nursery.start_soon(self.save, snapshot)
 
@@ -81,7 +75,7 @@ class Keeper:
     async def save(self, snapshot: Snapshot) -> None:
         """Keep a state in place of the one before."""
         service, run = self._service, self._run
-        self._is_busy = True
+        self._schedule.begin()
         begun = trio.current_time()
         try:
             if run.requester != service.signer.peer:
@@ -96,8 +90,7 @@ class Keeper:
         except OSError as error:
             self.error = str(error.strerror or error)
         finally:
-            self._is_busy = False
-            self._not_before = trio.current_time() + PAUSE_SHARE * (trio.current_time() - begun)
+            self._schedule.ended(trio.current_time(), begun)
 
     async def load(self, bytes_max: int) -> Snapshot | None:
         """Return the state that was kept last, None where there is none."""

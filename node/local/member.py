@@ -7,7 +7,6 @@ a shard over the others, and one member alone goes on. How the members agree on 
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from math import inf, isfinite
 
 import trio
 
@@ -17,30 +16,27 @@ from crypto.identity import PeerId
 from node.averaging.door import Door
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
-from node.checkpoints.weights import export_bytes_max, weights_name
-from node.errors import StageDiverged, StageFailed, Unreachable, UsageError
+from node.checkpoints.weights import export_bytes_max
+from node.errors import StageFailed, Unreachable, UsageError
 from node.local.column import ColumnBroken
 from node.local.context import Service, training_data
 from node.local.copies import Copies
 from node.local.crew import Crew
-from node.local.due import Due
+from node.local.evaluations import Evaluations
 from node.local.further import FurtherStages, Material
-from node.local.headless import HeadWatch, stranded_reason
 from node.local.held_stage import AveragedStage
 from node.local.holder import ColumnHolder
 from node.local.keeper import Keeper
-from node.local.merging import MERGE_SECONDS, RESUMED_SECONDS, Regrouping
+from node.local.merging import Regrouping
 from node.local.recruiter import Recruiter
 from node.local.results import Results
-from node.local.rounds import Rounds
 from node.local.stage_copies import StageCopies, state_sizes
 from node.local.stages import local_plan, open_part, stage_count
-from node.local.start_barrier import StartBarrier
+from node.local.start import MemberStart
 from node.local.succession import Succession
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
 from node.local.trial import Trial
-from node.local.verdict import Losses, fault_of
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
 from node.runs.manifest_builder import make_batches
@@ -48,8 +44,10 @@ from partition.model.graph import Graph
 from partition.plan.plan import Plan
 from partition.run.admission import Admission
 from partition.run.asks import Declined, Done
-from partition.run.conclusions import Conclusion, Evaluated, Sends
+from partition.run.conclusions import Evaluated, Sends
 from partition.run.ending import Ending
+from partition.run.local.head_watch import HeadWatch, stranded_reason
+from partition.run.local.regrouping import MERGE_SECONDS, RESUMED_SECONDS
 from partition.run.local_settings import LocalSettings
 from partition.stage import StageSpecification
 from partition.stage_layout import payload_bytes_max
@@ -80,16 +78,18 @@ class LocalMember:
         inviter: PeerId | None = None,
         is_resumed: bool = False,
         carried: Mapping[int, Snapshot] | None = None,
+        teller: Teller | None = None,
     ) -> None:
         """`tell` lets a call act on the core of the end; `holders` may hand over what the run is made of.
         `inviter` has asked this node to take part. `is_resumed`: it took part before it was started again.
-        `carried` has the states of the stages that it is to hold as the head in another's place."""
+        `carried` has the states of the stages that it is to hold as the head in another's place, `teller` is
+        that of this node's life before."""
         assert run.manifest.local is not None, "the run is in local mode"
         self.run = run
         self.ending = ending
         self._door = door
         self.crew = Crew(service.signer.peer, run, ending, door.admission, is_training=is_training)
-        self.teller = Teller(run, service.seams.clock, service.publish)
+        self.teller = teller or Teller(run, service.seams.clock, service.publish)
         self.stopped_by: Fact | None = None
         self.is_over = False
         self.begun = trio.Event()
@@ -112,25 +112,19 @@ class LocalMember:
         self._carried = carried
         self.successor: dict[int, Snapshot] | None = None
         """The states with which this node goes on as the head, where it takes that one's place."""
-        self._evaluated_step = self._diverged = 0
-        self._due = Due()
+        self._diverged = 0
         self._stage = stage
         self._stages = stage_count(run)
         self._graph: Graph | None = None
         self.results = Results(service, run, ending, tell, self)
-        self._first_loss = inf
-        """The held-out loss of the values that all began with."""
+        self._evaluations = Evaluations(
+            service, run, ending, self.crew, self.results, self.teller, tell=tell, recover=self._recover
+        )
         self.keeper = Keeper(service, run, door.admission, stage)
         self._holder: ColumnHolder | None = None
-        self.heads = HeadWatch(is_holder=bool(stage))
+        self.heads = HeadWatch(trio.current_time(), is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
-        self._barrier = StartBarrier(run.id, self.crew, door, lambda: service.live(), inviter)
-        self._is_waiting = False
-        """Whether the run is over for this member, which waits for the others."""
-        self._passed_step = -(2**53)
-        """The step of the last result that was given up."""
-        self._held_step, self._holds_still = -(2**53), False
-        """Whether the result is to be of this step, once it is averaged."""
+        self._start = MemberStart(run.id, self.crew, door, lambda: service.live(), inviter)
 
     # What is known
 
@@ -138,10 +132,6 @@ class LocalMember:
     def step(self) -> int:
         """Local steps made here."""
         return 0 if self._trainer is None else self._trainer.step
-
-    @property
-    def _is_at_end(self) -> bool:
-        return self._held is not None and self._held.is_at_end
 
     # Life
 
@@ -173,10 +163,9 @@ class LocalMember:
         self.has_state = False
         if self._part is not None:
             self._part.close()
-            self._part = self.crew.part = None
-        if self.crew.server is not None:
-            self.crew.server.close()
-        self.crew.column = self.crew.server = self._holder = self._further = self._regrouping = None
+            self._part = None
+        self.crew.close()
+        self._holder = self._further = self._regrouping = None
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await trainer.stage.aclose()
@@ -196,7 +185,7 @@ class LocalMember:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
         part = self._part = self.crew.part = open_part(service.averaging, self.run, self._stage, self._door)
         if self.crew.is_training:
-            self._barrier.announce(part)
+            self._start.announce(part)
             await self._open(graph, plan, specification, data)
         self.teller.running()
         failure: Exception | None = None
@@ -213,7 +202,7 @@ class LocalMember:
             try:
                 if self._trainer is not None:
                     if self._carried is None:  # else this member knows that there is no head
-                        await self._barrier.meet_inviter(part, self._stage)
+                        await self._start.meet_inviter(part, self._stage)
                     await self._train(self._trainer, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
@@ -241,16 +230,17 @@ class LocalMember:
         )
         assert self._part is not None
         self._held = AveragedStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
-        self._held.rounds.sends_less = self._service.sends_less
+        self._held.rounds.schedule.sends_less = self._service.sends_less
         self._held.taken_over = self._taken_over
         if self._stage:
             steps = self.run.manifest.steps
             holder = self._holder = ColumnHolder(
                 self._held, self._stage, self._door, self.ending, steps, payload_bytes_max=bytes_max
             )
-            holder.is_still, holder.begun = (lambda: self._is_waiting), self._has_begun
+            holder.is_still = lambda: self._evaluations.schedule.is_waiting
+            holder.begun = self._has_begun
             holder.alone = self._end_if_stranded
-            self.crew.server = holder.server
+            self.crew.open_server(holder.server)
         if self._stages > 1:
             material = Material(graph, plan, batches, self._holders, bytes_max)
             self._further = FurtherStages(
@@ -316,8 +306,8 @@ class LocalMember:
             holders=self._holders,
             tell=self._tell,
             carried=states,
+            teller=self.teller,
         )
-        member.teller = self.teller
         await member.keeper.remember(member.keeper.part(is_training=True))
         await member.keeper.save(states[0])  # in place of that of the stage before
         return member
@@ -349,13 +339,13 @@ class LocalMember:
                 await self._mend(trainer)
                 if not is_begun:
                     self.begun.set()  # trying the first values may take minutes
-                    self._first_loss = await trainer.held_out_loss()
+                    first = self._evaluations.first_loss = await trainer.held_out_loss()
                     if self._stages == 1:  # nobody can tell a good state of one stage from a bad one
                         is_apart = self._settings.is_federated
-                        held.trial = await Trial.open(trainer, self._first_loss, is_apart=is_apart)
+                        held.trial = await Trial.open(trainer, first, is_apart=is_apart)
                     await self._begin(held)
                     is_begun = True
-                    self._evaluated_step = trainer.step
+                    self._evaluations.schedule.evaluated(trainer.step)
                     await self._wait_for_agreed(held, nursery)
                 await self._turn(held, nursery)
             except ColumnBroken as error:
@@ -369,14 +359,15 @@ class LocalMember:
             await self._between_steps(held, nursery)
 
         if not held.trainer.step and self._stages == 1:  # other columns may not become whole for long
-            await self._barrier.hold(meanwhile, self.teller.running)
+            await self._start.hold(meanwhile, self.teller.running)
 
     async def _turn(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """One step, and what is due before it. Raises ColumnBroken."""
-        trainer = held.trainer
+        trainer, schedule = held.trainer, self._evaluations.schedule
         held.report()
         await self._between_steps(held, nursery)
-        if self._is_waiting or self._holds_still or trainer.is_idle or self._is_at_end:
+        is_still = schedule.is_waiting or schedule.holds_still
+        if is_still or trainer.is_idle or held.is_at_end:
             await trio.sleep(LOOK_SECONDS)  # the end is being agreed on, or a stage is missing
             return
         begun = trio.current_time()
@@ -424,10 +415,9 @@ class LocalMember:
 
     def _end_if_stranded(self) -> None:
         """Propose to end the run as failed where no head comes for this stage."""
-        if self.heads.is_stranded and self.ending.best is None:
-            reason = stranded_reason(self._stage)
-            self._follow_peers(self.crew.training)  # those that only follow hear of it, too
-            self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
+        if self.heads.is_stranded(trio.current_time()) and self.ending.best is None:
+            self._follow_peers()  # those that only follow hear of it, too
+            self._evaluations.propose("failed", stranded_reason(self._stage), self.step)
 
     async def _begin(self, held: AveragedStage) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
@@ -445,141 +435,37 @@ class LocalMember:
 
     async def _between_steps(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
-        await held.average(nursery, is_still=self._is_waiting)  # what is proposed does not change any more
+        is_proposed = self._evaluations.schedule.is_waiting  # such numbers stay as they are
+        await held.average(nursery, is_still=is_proposed)
         await held.hand_on()
         if not self._diverged:
             await held.keep(nursery, is_training=self.crew.is_training)
-        await self._evaluate_if_due(held.trainer, held.rounds)
-        await self._judge(held.trainer)
+        assert self._graph is not None
+        await self._evaluations.look(self._graph, held)
+        await self._evaluations.judge(held)
 
     async def _recover(self, reason: str) -> None:
         """The numbers here are not finite any more: take those of others, or end."""
         if self.crew.training and self._held is not None:
             await self._held.catch_up()
         elif self.ending.best is None:
-            self._propose(Conclusion(self.run.id, "failed", reason, self.step, "", self._me))
+            self._evaluations.propose("failed", reason, self.step)
 
-    # Evaluations and the end
-
-    async def _evaluate_if_due(self, trainer: LocalTrainer, rounds: Rounds) -> None:
-        self._holds_still = False
-        apart, is_last = self._apart, self._is_at_end
-        ended = self._due.waited("the end of the steps", is_last)
-        self._tell(self.ending, lambda now: self.ending.set_end(now, ended))
-        if self.ending.best is not None:
-            return
-        if self._is_waiting:  # what was proposed is given up: train on, and do not propose the same again
-            self._is_waiting, self._passed_step = False, trainer.step
-        if not is_last and 0 <= trainer.step - self._passed_step < apart:
-            return
-        waited = max(
-            rounds.ending_for,
-            self._due.waited("an evaluation", trainer.step - self._evaluated_step >= apart),
-        )
-        self._tell(self.ending, lambda now: self.ending.set_due(now, waited))
-        is_mine = waited >= 0 and self.ending.turns.is_mine(self.crew.training, waited)
-        is_held = self._awaits_mean(rounds, is_mine=is_mine) if rounds.ending_for >= 0 else False
-        if is_held or not is_mine or trainer.is_waiting:
-            return
-        if not await self._evaluate(trainer):
-            return
-        is_ending = is_last or self.ending.has_converged
-        if is_ending and not self._awaits_mean(rounds, is_mine=True):
-            await self._conclude(trainer, "" if is_last else "its evaluations stopped improving")
-
-    def _awaits_mean(self, rounds: Rounds, *, is_mine: bool) -> bool:
-        """Whether the result waits for a last round, for which the numbers here stay as they are. Unless the
-        result is this member's to make, that is for one evaluation in as many steps as lie between two, for
-        another may claim any loss."""
-        is_new = self.step != self._held_step
-        if not rounds.lacks_mean(len(self.crew.training)):
-            return False
-        if is_new and not is_mine and self.step - self._held_step < self._apart:
-            return False
-        self._held_step, self._holds_still = self.step, True
-        return True
-
-    @property
-    def _apart(self) -> int:
-        """Steps between two evaluations."""
-        return self._settings.evaluate_every * self._settings.local_steps
-
-    async def _evaluate(self, trainer: LocalTrainer) -> bool:
-        """Evaluate, and tell all; whether the loss is a number."""
-        try:
-            loss, samples, metrics = await trainer.evaluate()
-        except StageDiverged:
-            loss, samples, metrics = inf, 0, ()
-        if not isfinite(loss):
-            await self._recover("the held-out loss is not finite")
-            return False
-        self._evaluated_step = trainer.step
-        step, ending = trainer.step, self.ending
-        self._tell(ending, lambda _: ending.evaluate(step, samples, loss, metrics))
-        self.teller.evaluated(samples, loss, metrics)
-        return True
+    # The end
 
     def evaluation_heard(self, heard: Evaluated) -> None:
-        """Another member has evaluated: the next one is due as long after that here too."""
-        self._evaluated_step = self.step
-        if len(heard.metrics) == len(self.run.manifest.metrics):
-            self.teller.evaluated(heard.samples, heard.loss, heard.metrics)
-
-    async def _conclude(self, trainer: LocalTrainer, reason: str) -> None:
-        """Keep the model and propose it as the result."""
-        assert self._graph is not None
-        exported = [await trainer.export(), *(await self.crew.column.exports() if self.crew.column else [])]
-        async with self.results.lock:
-            digest = await self.results.keep(self._graph, exported)
-            if digest is not None:
-                self._propose(Conclusion(self.run.id, "done", reason, trainer.step, digest, self._me))
-
-    def _propose(self, conclusion: Conclusion) -> None:
-        self._is_waiting = True
-        self._tell(self.ending, lambda now: self.ending.propose(now, conclusion))
+        """Note another member's evaluation."""
+        self._evaluations.heard(self.step, heard)
 
     @property
     def judges(self) -> bool:
-        """Whether this member looks at a result before it holds it: heads do, in columns whole ones."""
-        return self.crew.is_training and not self._stage and (self.has_state or self._stages == 1)
+        """Whether this member looks at a result before it holds it."""
+        return self.crew.judges(self._stage, self._stages, has_state=self.has_state)
 
     @property
     def trusts(self) -> bool:
-        """Whether this member's head holds the preferred conclusion, or half of those that train: who does
-        not train has their word alone."""
-        if self.crew.head is not None:
-            return self.crew.head in self.ending.holders
-        return bool(self._stage) or 2 * len(self.ending.holders) >= len(self.crew.training)
-
-    async def _judge(self, trainer: LocalTrainer) -> None:
-        """Hold the result that another proposed, once the run may be over and it is as good as it should be;
-        pass it over where it is not. Until then training goes on."""
-        ending, conclusion = self.ending, self.ending.best
-        if conclusion is None or ending.holds or not ending.is_here:
-            return
-        if trainer.is_waiting:  # without its stages this member can neither go on nor try a result
-            self._tell(ending, lambda now: ending.hold(now, conclusion))
-            return
-        is_at_end, patience = self._is_at_end, self._settings.patience
-        if not is_at_end and (not patience or trainer.step < patience * self._apart):
-            return
-        async with self.results.lock:
-            if conclusion != ending.best:
-                return
-            name, storage = weights_name(self.run.text), self._service.seams.storage
-            own = result = await trainer.held_out_loss()
-            if self._stages == 1:  # else no member has all of the model to try it with
-                result = await trainer.evaluate_result(name, storage)
-        losses = Losses(self._first_loss, own, result)
-        best, improvement = ending.progress.best, self._settings.improvement
-        is_own = self._settings.is_federated
-        fault = fault_of(losses, best, improvement, is_at_end=is_at_end, is_own=is_own)
-        self._is_waiting = not fault
-        if fault:
-            self.teller.running(f"a result that a member proposed is passed over: {fault}")
-            self._tell(ending, lambda now: ending.give_up(now, conclusion))
-        else:
-            self._tell(ending, lambda now: ending.hold(now, conclusion))
+        """Whether this member holds a result that it does not look at."""
+        return self.crew.trusts(self._stage)
 
     # Others
 
@@ -593,15 +479,13 @@ class LocalMember:
         for part in self.crew.parts:
             part.admitted(peer)
 
-    def _follow_peers(self, training: Sequence[PeerId]) -> None:
+    def _follow_peers(self) -> None:
         """Tell the core of the end who takes part."""
-        is_stranded = self.heads.is_stranded
+        is_stranded = self.heads.is_stranded(trio.current_time())
         self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
         if self._trainer is not None:
-            self._trainer.shard.set_members([self._me, *training])
-        trainers = [*training, *([self._me] * self.has_state)] if self.judges else None
-        head = self.crew.head
-        voters = training if not self._stage else [] if head is None else [head]
+            self._trainer.shard.set_members([self._me, *self.crew.training])
+        trainers, voters = self.crew.electorate(self._stage, self._stages, has_state=self.has_state)
         far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
         peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
         self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters))
@@ -609,11 +493,12 @@ class LocalMember:
     async def _look(self) -> None:
         """Follow who takes part."""
         while True:
-            training = self.crew.training
-            if training:
+            crew = self.crew
+            if crew.training:
                 self.begun.set()
-            self.heads.follow(self.crew.reports, self.crew.head, is_training=self.crew.is_training)
-            self._follow_peers(training)
+            now = trio.current_time()
+            self.heads.follow(now, crew.reports, crew.head, is_training=crew.is_training)
+            self._follow_peers()
             for part in self.crew.parts:
                 self._door.show(part.roster.claims)
             await trio.sleep(LOOK_SECONDS)

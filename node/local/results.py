@@ -13,6 +13,7 @@ from node.runs.completion import fetch_result
 from partition.model.graph import Graph
 from partition.run.conclusions import Conclusion, Sends
 from partition.run.ending import Ending
+from partition.run.local.fetched import next_deed
 
 FETCHES_MIN = 5
 FETCH_SECONDS = 120.0
@@ -74,12 +75,15 @@ class Results:
         is_here = conclusion.outcome != "done"
         while conclusion == ending.best and not ending.holds and not self._member.is_over:
             is_here = is_here or await self._fetch_once(conclusion)
-            if is_here and self._member.judges and conclusion.weights and not ending.is_decided:
-                self._tell(ending, lambda _: ending.fetched(conclusion))
-                return
-            if is_here and (self._member.judges or self._member.trusts or ending.is_decided):
-                self._tell(ending, lambda now: ending.hold(now, conclusion))
-                return
+            if is_here:
+                member = self._member
+                deed = next_deed(ending, conclusion, judges=member.judges, trusts=member.trusts)
+                if deed == "try":
+                    self._tell(ending, lambda _: ending.fetched(conclusion))
+                    return
+                if deed == "hold":
+                    self._tell(ending, lambda now: ending.hold(now, conclusion))
+                    return
             attempts += 1
             if attempts >= FETCHES_MIN and trio.current_time() - begun >= FETCH_SECONDS:
                 self._tell(ending, lambda now: ending.give_up(now, conclusion, is_missing=True))

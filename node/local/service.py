@@ -17,11 +17,11 @@ from node.averaging.door import Door
 from node.checkpoints.weights import has_result
 from node.errors import Unreachable, UsageError
 from node.events import ResultDiffers, RunAccepted, RunChanged, RunEnded, RunReleased
-from node.local import column
 from node.local.context import Service
 from node.local.keeper import release
 from node.local.member import LocalMember
 from node.local.saved import forget, saved_runs
+from node.local.stage_server import STREAMS
 from node.local.stages import local_plan, stage_count
 from node.placement.lease_checks import LeaseChecks
 from node.placement.leases import PlacementFailed
@@ -36,6 +36,7 @@ from partition.run.admission import Admission, Joins
 from partition.run.asks import Declined, Done
 from partition.run.ending import Ending
 from partition.run.endings import Endings
+from partition.run.local import column_messages as column
 from partition.run.messages import REASON_LENGTH_MAX
 
 GREETINGS = 10
@@ -67,7 +68,7 @@ class LocalRuns:
             refuse=service.refuse,
         )
         self.run = self._driver.run
-        seams.network.handle(column.PROTOCOL, self._serve_column, column.STREAMS)
+        seams.network.handle(column.PROTOCOL, self._serve_column, STREAMS)
 
     def run_of(self, key: bytes) -> tuple[bytes, PeerId] | None:
         """Return the run that averages under this key, with its requester, None where none here does."""
@@ -257,7 +258,7 @@ class LocalRuns:
         member = self.members.get(attach.run) if isinstance(attach, column.Attach) else None
         if member is not None and member.crew.server is not None and isinstance(attach, column.Attach):
             if member.admission.admits(stream.peer):
-                member.heads.seen()
+                member.heads.seen(trio.current_time())
             server = member.crew.serving(attach.stage) or member.crew.server
             await server.serve(stream, attach)
             return
@@ -310,7 +311,7 @@ class LocalRuns:
         if crew.column is not None:
             self._service.start_task(crew.column.expel, peer, of=member.run)
         for server in crew.servers:
-            server.expel(peer)
+            server.seat.expel(peer)
 
     async def revoke(self, text: str, peer: PeerId) -> int:
         """Revoke the tickets of a member of a run of this node's own; return how many others were told.

@@ -1,9 +1,10 @@
-"""Copies of the other stages of a column at its head, for whoever holds one after its only holder is gone.
+"""Copies of the other stages of a column at its head, for the node that holds one after its only holder.
 
 Holders keep their own states. Where a column is the only one, nobody else has the numbers of a stage whose
 holder dies, and the next would begin it with untrained ones, which undoes what the whole model has learnt.
 So the head fetches them now and then, as often as members put their own away, and hands them on while it
-looks for another holder. For that it is in the roster of that stage, and averages nothing.
+looks for another holder (`partition.run.local.lending`). For that it is in the roster of that stage, and
+averages nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from node.averaging.signature import run_key
 from node.averaging.transfer import fetch_state
 from node.errors import Unreachable, UsageError
 from node.local.context import Service
-from node.local.copies import FETCH_SHARE, LOOK_SECONDS
+from node.local.copies import LOOK_SECONDS
 from node.local.crew import Crew
 from node.local.keeper import Keeper
 from node.local.stages import open_part, roster_of
@@ -25,6 +26,8 @@ from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from partition.model.graph import Graph
 from partition.plan.plan import Plan
+from partition.run.local.keeping import FETCH_SHARE
+from partition.run.local.lending import head_lending
 
 
 def state_sizes(run: Run, graph: Graph, plan: Plan, machine: Machine) -> list[int]:
@@ -34,7 +37,7 @@ def state_sizes(run: Run, graph: Graph, plan: Plan, machine: Machine) -> list[in
 
 
 class StageCopies:
-    """Those of one head."""
+    """The copies of one head."""
 
     def __init__(
         self,
@@ -60,7 +63,7 @@ class StageCopies:
         """By stage that is missing; None where there is no copy to hand on."""
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Fetch copies, and hand them on, until cancelled."""
         try:
             while True:
                 if self._crew.column is not None:
@@ -72,23 +75,17 @@ class StageCopies:
                 self.take_back(stage)
 
     async def _look(self, stage: int) -> None:
-        assert self._crew.column is not None
-        if stage in self._crew.taken:
+        deed = head_lending(self._crew, stage)
+        if deed in (None, "copy"):
             self.take_back(stage)
-            return
-        is_only = not self._crew.training  # else others hold the same stage, with newer numbers
-        if self._crew.column.holder(stage) is None:
-            if not is_only:
-                return
+        if deed == "lend":
             if stage not in self._lent:
                 self._lent[stage] = await self._lend(stage)
             part = self._lent[stage]
             if part is not None:
                 self._door.show(part.roster.claims)
-            return
-        self.take_back(stage)
         is_time = trio.current_time() >= self._not_before
-        if is_only and is_time and self._keepers[stage].is_due(self._step()):
+        if deed == "copy" and is_time and self._keepers[stage].is_due(self._step()):
             await self._copy(stage)
 
     async def _copy(self, stage: int) -> None:
@@ -132,7 +129,7 @@ class StageCopies:
         return part
 
     def take_back(self, stage: int) -> None:
-        """The stage has a holder again, or this node is to hold it."""
+        """Stop handing a copy on: the stage has a holder again, or this node is to hold it."""
         part = self._lent.pop(stage, None)
         if part is not None:
             part.close()

@@ -1,7 +1,6 @@
 """A holder that takes its head's place: it keeps copies of the head's stage, and goes on where no head comes.
 
-The head asks the holder of the first other stage for that (`Attach.keeps`), so one death takes no stage with
-it. A free node that a requester finds goes first (`node.local.copies`): it takes nobody's memory but its own.
+Not here: when it does (`partition.run.local.succession`).
 """
 
 from collections.abc import Callable
@@ -15,24 +14,21 @@ from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import fetch_state
 from node.errors import NotListening, Unreachable
-from node.local import column
 from node.local.context import Service
-from node.local.copies import FETCH_SHARE
 from node.local.crew import Crew
-from node.local.due import Due
 from node.local.keeper import Keeper
+from node.local.stage_server import close
 from node.local.stages import roster_of
 from node.protocols.manifest import Run
+from partition.run.local.column_messages import MESSAGE_BYTES_MAX, PROTOCOL
+from partition.run.local.keeping import FETCH_SHARE
+from partition.run.local.succession import SuccessionRule
 
 LOOK_SECONDS = 0.5
-GONE_SECONDS = 2.0
-"""A holder waits so long for a head after the last one has died, which may start again at once."""
-FREE_SECONDS = 20.0
-"""As much where a free node may come to be the head."""
 
 
 class Succession:
-    """A holder waits for its head to be gone for good, and keeps what it needs to take its place."""
+    """The succession of one holder, which keeps copies of the first stage for its head."""
 
     def __init__(
         self,
@@ -54,14 +50,13 @@ class Succession:
         self._step = step
         self._keeper = Keeper(service, run, door.admission, own, copy_of=0)
         self._not_before = 0.0
-        self._is_here = False
-        self._due = Due()
+        self._rule = SuccessionRule(crew)
 
     async def wait(self) -> None:
         """Keep copies for the head, and return once it is gone for good and this member can go on."""
-        self._is_here = await self._keeper.load(self._bytes_max) is not None
+        self._rule.has_copy = await self._keeper.load(self._bytes_max) is not None
         while not await self._is_due():
-            if (head := self._crew.head) is not None and self._keeps:
+            if (head := self._rule.keeps_for) is not None:
                 await self._copy(head)
             await trio.sleep(LOOK_SECONDS)
 
@@ -69,34 +64,22 @@ class Succession:
         """Return the newest copy of the head's stage."""
         return await self._keeper.load(self._bytes_max)
 
-    @property
-    def _keeps(self) -> bool:
-        return any(server.keeps_copies for server in self._crew.servers)
-
-    @property
-    def _last_head(self) -> PeerId | None:
-        return next((server.last_head for server in self._crew.servers if server.last_head), None)
-
     async def _is_due(self) -> bool:
-        waited = self._due.waited("a head", self._crew.head is None and self._is_here and self._keeps)
-        if waited < GONE_SECONDS or self._last_head is None:
-            return False
-        free = [offer for offer in self._service.offers() if offer.has_slot]
-        if free and waited < FREE_SECONDS:
-            return False
-        return await self._is_gone(self._last_head)
+        has_free = any(offer.has_slot for offer in self._service.offers())
+        head = self._rule.missed_head(trio.current_time(), has_free=has_free)
+        return head is not None and await self._is_gone(head)
 
     async def _is_gone(self, head: PeerId) -> bool:
-        """Whether a head is dead: membership says so, or its host does."""
+        """Return whether a head is dead: membership says so, or its host does."""
         if head not in self._service.live():
             return True
         try:
             stream = await self._service.seams.network.open(
-                head, column.PROTOCOL, message_bytes_max=column.MESSAGE_BYTES_MAX
+                head, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX
             )
         except Unreachable as error:
             return isinstance(error, NotListening)
-        await column.close(stream)
+        await close(stream)
         return False
 
     async def _copy(self, head: PeerId) -> None:
@@ -124,5 +107,5 @@ class Succession:
             return  # it is gone, or hands it over later
         self._keeper.begin(found.table.step)
         await self._keeper.save(found)
-        self._is_here = not self._keeper.error
+        self._rule.has_copy = not self._keeper.error
         self._not_before = trio.current_time() + FETCH_SHARE * (trio.current_time() - begun)

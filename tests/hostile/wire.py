@@ -26,7 +26,7 @@ from node.averaging import service as averaging_service
 from node.checkpoints import replication
 from node.checkpoints.weights import WEIGHTS_PURPOSE
 from node.content import blobs, directory, exchange
-from node.local import column
+from node.local.stage_server import STREAMS as COLUMN_STREAMS
 from node.protocols import audits as shown
 from node.protocols import checkpoint, followed, manifest, services
 from node.protocols import receipts as given
@@ -46,6 +46,7 @@ from partition.plan.observed import Observed
 from partition.plan.plan import Plan
 from partition.plan.rates import Calibration
 from partition.run import admission, conclusions
+from partition.run.local import column_messages as column
 from partition.run.receipts import MEASURED_PURPOSE, ReceiptBody
 from partition.run.tickets import REVOCATION_PURPOSE, TICKET_PURPOSE, Revocation, Ticket
 from partition.serve import messages as serve
@@ -88,7 +89,7 @@ PROTOCOLS = (
     Protocol(conclusions.PROTOCOL, None, datagrams=conclusions.Message),
     Protocol(averaging.PROTOCOL, averaging.Message, payloads=True, limits=averaging_service.STREAMS),
     Protocol(evidence.PROTOCOL, evidence.Evidence, limits=proofs.STREAMS),
-    Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=column.STREAMS),
+    Protocol(column.PROTOCOL, column.Question, column.Answer, payloads=True, limits=COLUMN_STREAMS),
     Protocol(
         serve.SERVE_PROTOCOL,
         serve.Message,

@@ -8,23 +8,21 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import trio
 
-from crypto.identity import PeerId
 from node.cli.peers import peers_lines
 from node.cli.status import offer_lines
 from node.config import resolve
 from node.events import AveragingEnded
-from node.local.rounds import Rounds
 from node.offering import SENDS_LESS, Offering
 from node.placement.machine_state import MachineState
 from node.placement.offers import SENDS_LESS_SHARE
 from node.placement.permission import Permit, Reading, refusal, why_less
 from node.state_documents import peers_document, status_document
+from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local_settings import LocalSettings
 from tests.node.local.test_runs import ends, train
 from tests.node.test_slot_reasons import USUAL, offer_of
@@ -128,34 +126,21 @@ def test_others_ask_a_machine_on_a_low_battery_for_less_and_then_for_nothing() -
     simulate(scenario)
 
 
-class _Steps:
-    """A trainer that only counts."""
-
-    is_idle = False
-    step = samples = 0
-
-
 def test_a_round_is_due_four_times_as_seldom_where_a_member_sends_less() -> None:
-    is_sparing, trainer = True, _Steps()
 
-    def due(strategy: Any) -> list[int]:
-        settings = LocalSettings(local_steps=2, strategy=strategy)
-        part: Any = SimpleNamespace(aggregate="mean")
-        rounds = Rounds(PeerId(bytes(32)), settings, cast(Any, trainer), part)
-        rounds.sends_less = lambda: is_sparing
+    def due(*, sends_less: bool, needs_all: bool = False) -> list[int]:
+        rounds = RoundSchedule(LocalSettings(local_steps=2), needs_all=needs_all)
+        rounds.sends_less = lambda: sends_less
         found = []
         for step in range(1, 17):
-            trainer.step = step
-            if rounds.is_due:
+            if rounds.is_due(step, is_idle=False):
                 found.append(step)
-                rounds._begun_step = step
+                rounds.skip(0.0, step, 0)
         return found
 
-    assert due("average") == [8, 16]
-    is_sparing = False
-    assert due("average") == [*range(2, 17, 2)]
-    is_sparing = True
-    assert due("diloco") == [*range(2, 17, 2)], "a missed round costs a whole state there"
+    assert due(sends_less=True) == [8, 16]
+    assert due(sends_less=False) == [*range(2, 17, 2)]
+    assert due(sends_less=True, needs_all=True) == [*range(2, 17, 2)], "a missed round costs a whole state"
 
 
 @pytest.mark.slow

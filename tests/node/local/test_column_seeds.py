@@ -14,7 +14,7 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
-from node.local.column import CALL_SECONDS_MAX
+from partition.run.local.seat import CALL_SECONDS_MAX
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs

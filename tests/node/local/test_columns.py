@@ -11,12 +11,13 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity
 from node.errors import UsageError
 from node.events import AveragingEnded, Event, StepCommitted
-from node.local import headless, member, trainer
+from node.local import member, trainer
 from node.local.shard import Shard
 from node.local.stages import check_columns, local_plan, stage_ranges
 from node.placement.admission import Machine, needed_bytes, rejection_reason
 from node.protocols.manifest import Run, make_run
 from partition.capture.models.model_spec import capture_built_in
+from partition.run.local import head_watch
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -298,8 +299,8 @@ def test_runs_unfit_for_columns_are_refused_at_submission() -> None:
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two minutes less of training to be played."""
-    monkeypatch.setattr(headless, "HEADLESS_SECONDS", 120.0)
-    monkeypatch.setattr(headless, "FOLLOWING_SECONDS", 60.0)
+    monkeypatch.setattr(head_watch, "HEADLESS_SECONDS", 120.0)
+    monkeypatch.setattr(head_watch, "FOLLOWING_SECONDS", 60.0)
 
 
 def test_holders_that_no_head_comes_for_end_the_run_and_say_why(short_patience: None) -> None:
@@ -313,7 +314,7 @@ def test_holders_that_no_head_comes_for_end_the_run_and_say_why(short_patience: 
             for head in whole:
                 group.kill(head)
             holders = "".join(whole.values())
-            found = await ends(group, holders, headless.HEADLESS_SECONDS + 120.0)
+            found = await ends(group, holders, head_watch.HEADLESS_SECONDS + 120.0)
             assert {event.outcome for event in found} == {"failed"}
             assert all("no head has come for stage 2" in event.detail for event in found)
             assert not any(local_runs(group.nodes[name]).members for name in holders), "their slots are free"
@@ -331,7 +332,7 @@ def test_a_requester_that_only_follows_hears_that_no_head_is_left(short_patience
             for head in whole:
                 group.kill(head)
             (holder,) = whole.values()
-            found = await ends(group, "a" + holder, headless.HEADLESS_SECONDS + 120.0)
+            found = await ends(group, "a" + holder, head_watch.HEADLESS_SECONDS + 120.0)
             assert {event.outcome for event in found} == {"failed"}
             assert all("no head has come for stage 2" in event.detail for event in found)
 

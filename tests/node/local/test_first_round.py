@@ -4,8 +4,8 @@ import pytest
 import trio
 
 from node.events import AveragingEnded, Event, RunChanged, RunEnded, StepCommitted
-from node.local.start_barrier import START_SECONDS_MAX
 from node.seams import Stage
+from partition.run.local.start_barrier import START_SECONDS_MAX
 from sim.executor import SimExecutor
 from sim.worlds.scheduling import run_virtually
 from tests.node.local.test_runs import QUICK, SLOW, ends, train

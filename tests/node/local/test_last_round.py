@@ -12,8 +12,8 @@ from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
 from node.events import AveragingEnded, StepCommitted
-from node.local.rounds import LAST_ROUND_SECONDS
 from node.local.trainer import LocalTrainer
+from partition.run.local.round_schedule import LAST_ROUND_SECONDS
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack

@@ -4,7 +4,7 @@ import pytest
 import trio
 
 from node.events import StateFetched, StepCommitted
-from node.local import start_barrier
+from node.local import start
 from node.local.saved import forget, state_name
 from partition.run.local_settings import LocalSettings
 from sim.storage import MemoryStorage
@@ -136,7 +136,7 @@ def test_a_head_beside_others_begins_with_their_state() -> None:
 @pytest.mark.slow
 def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Even if none of the others is heard of at first."""
-    monkeypatch.setattr(start_barrier, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(start, "SETTLE_SECONDS", 0.0)
 
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:

@@ -9,7 +9,7 @@ import trio
 from node.cli.runs import run_lines
 from node.commands import Commands
 from node.events import ResultDiffers
-from node.local import member as module
+from node.local import evaluations as module
 from node.local.rounds import Rounds
 from node.local.verdict import fault_of
 from node.protocols.calls import ask

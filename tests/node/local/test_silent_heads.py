@@ -11,10 +11,12 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import Identity
-from node.local import column
+from node.local.stage_server import STREAMS, StageServer
 from node.seams import Network, Stage, Stream
 from partition import stage as api
 from partition.plan.plan import STEPS_MAX
+from partition.run.local import column_messages as column
+from partition.run.local.seat import BEGINNING_SECONDS, HEAD_PATIENCE_SECONDS, HEAD_SECONDS_MAX, StageSeat
 from sim.network.links import Links
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
@@ -52,13 +54,13 @@ async def work(stream: Stream, request: object) -> object:
     return decode(message, column.Answer, bytes_max=column.MESSAGE_BYTES_MAX)
 
 
-def scenario(test: Callable[[column.StageServer, Network, Network, Network], Awaitable[None]]) -> None:
+def scenario(test: Callable[[StageServer, Network, Network, Network], Awaitable[None]]) -> None:
     async def main() -> None:
         fabric = SimNetworkFabric(Links(NetworkModel(), 1))
         holder, one, other = networks = [fabric.attach(Identity(bytes([n]) * 32).peer) for n in range(1, 4)]
-        server = column.StageServer(
+        server = StageServer(
             cast("Stage", Idle()),
-            1,
+            StageSeat(1),
             accept=lambda _peer, _attach: column.Attached(chain(), ()),
             apply=lambda _step, _samples: None,
             payload_bytes_max=1_000,
@@ -70,7 +72,7 @@ def scenario(test: Callable[[column.StageServer, Network, Network, Network], Awa
             )
             await server.serve(stream, question)
 
-        holder.handle(column.PROTOCOL, serve, column.STREAMS)
+        holder.handle(column.PROTOCOL, serve, STREAMS)
         async with trio.open_nursery() as nursery:
             for network in networks:
                 await nursery.start(network.run)
@@ -82,12 +84,12 @@ def scenario(test: Callable[[column.StageServer, Network, Network, Network], Awa
 
 
 def test_a_silent_head_makes_room_for_one_that_works() -> None:
-    async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
+    async def test(server: StageServer, holder: Network, one: Network, other: Network) -> None:
         _, attached = await ask(one, holder, attach())
         assert isinstance(attached, column.Attached)
         _, refused = await ask(other, holder, attach())
         assert isinstance(refused, column.Refusal)
-        await trio.sleep(column.BEGINNING_SECONDS)
+        await trio.sleep(BEGINNING_SECONDS)
         stream, attached = await ask(other, holder, attach())
         assert isinstance(attached, column.Attached)
         assert server.head == other.peer
@@ -97,10 +99,10 @@ def test_a_silent_head_makes_room_for_one_that_works() -> None:
 
 
 def test_a_head_with_steps_may_be_silent_for_one_round() -> None:
-    async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
+    async def test(server: StageServer, holder: Network, one: Network, other: Network) -> None:
         stream, _ = await ask(one, holder, attach())
         assert isinstance(await work(stream, api.Apply(0, 1, 1.0)), column.Did)
-        await trio.sleep(column.HEAD_PATIENCE_SECONDS - 5)
+        await trio.sleep(HEAD_PATIENCE_SECONDS - 5)
         _, refused = await ask(other, holder, attach())
         assert isinstance(refused, column.Refusal)
         await trio.sleep(10)
@@ -112,10 +114,10 @@ def test_a_head_with_steps_may_be_silent_for_one_round() -> None:
 
 
 def test_a_holder_gives_up_a_head_that_asks_for_nothing_at_all() -> None:
-    async def test(server: column.StageServer, holder: Network, one: Network, other: Network) -> None:
+    async def test(server: StageServer, holder: Network, one: Network, other: Network) -> None:
         del other
         await ask(one, holder, attach())
-        await trio.sleep(column.HEAD_SECONDS_MAX + 1)
+        await trio.sleep(HEAD_SECONDS_MAX + 1)
         assert server.head is None
 
     scenario(test)

@@ -1,7 +1,5 @@
 """The time for which something has been due."""
 
-import trio
-
 
 class Due:
     """The things that are due, by name."""
@@ -9,10 +7,9 @@ class Due:
     def __init__(self) -> None:
         self._since: dict[str, float] = {}
 
-    def waited(self, what: str, is_due: bool) -> float:
+    def waited(self, now: float, name: str, is_due: bool) -> float:
         """Return for how many seconds something has been due; -1 where it is not."""
         if not is_due:
-            self._since.pop(what, None)
+            self._since.pop(name, None)
             return -1.0
-        now = trio.current_time()
-        return now - self._since.setdefault(what, now)
+        return now - self._since.setdefault(name, now)

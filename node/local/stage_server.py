@@ -1,0 +1,180 @@
+"""A stage of this node that works for the head of a column: the holder's side of `node.local.column`.
+
+Not here: which head gets it (`partition.run.local.seat`).
+"""
+
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.errors import PayloadRefused, StageDiverged, StageFailed, StreamClosed
+from node.seams import Stage, Stream, StreamLimits
+from partition import stage as api
+from partition.run.local.column_messages import (
+    MESSAGE_BYTES_MAX,
+    Attach,
+    Attached,
+    Did,
+    Do,
+    Question,
+    Refusal,
+    Work,
+)
+from partition.run.local.seat import HEAD_SECONDS_MAX, SeatedHead, StageSeat
+from partition.stage import REASON_LENGTH_MAX
+
+HELD_MAX = 8
+"""Stages that one node holds of a run: each has a process of its own, which takes some 0.3 GB beside them."""
+STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=HELD_MAX + 4)
+
+
+async def close(stream: Stream) -> None:
+    """Close a stream, also where this task is cancelled."""
+    with trio.CancelScope(shield=True), trio.move_on_after(1):
+        await stream.aclose()
+
+
+class StageServer:
+    """A member's stage that works for a head, one at a time. `stage` is opened, and nobody else's.
+
+    `between` is called after each step of the head, before it is told: the numbers may change there. `settle`
+    is called before they are evaluated or handed over, where they are to be what the run ends with. While
+    there is no head, `lock` keeps one from beginning.
+    """
+
+    def __init__(
+        self,
+        stage: Stage,
+        seat: StageSeat,
+        *,
+        accept: Callable[[PeerId, Attach], Attached | Refusal],
+        apply: Callable[[int, int], None],
+        payload_bytes_max: int,
+    ) -> None:
+        """`accept` raises RemoteProtocolError for a peer that is no member; `apply` is told how many steps
+        the head has made, and the samples of the last."""
+        self.seat = seat
+        self.lock = trio.Lock()
+        self._stage = stage
+        self._accept = accept
+        self._apply = apply
+        self._payload_bytes_max = payload_bytes_max
+        self.between: Callable[[], Awaitable[None]] | None = None
+        self.settle: Callable[[], Awaitable[None]] | None = None
+
+    @property
+    def number(self) -> int:
+        """The stage's number."""
+        return self.seat.number
+
+    @property
+    def head(self) -> PeerId | None:
+        """The head that it works for."""
+        return self.seat.head
+
+    async def serve(self, stream: Stream, attach: Attach) -> None:
+        """Work for the head on the other side of `stream`, until it ends, or says nothing for too long."""
+        if attach.stage != self.number:
+            await stream.send(encode(Refusal("another stage is held here")))
+            return
+        attached = self._accept(stream.peer, attach)
+        if isinstance(attached, Refusal):
+            await stream.send(encode(attached))
+            return
+        scope = trio.CancelScope()
+        head = SeatedHead(stream.peer, scope.cancel)
+        column = [PeerId(peer) for peer in attach.column]
+        if not self.seat.take(trio.current_time(), head, keeps_copies=attach.keeps, column=column):
+            await stream.send(encode(Refusal("busy: it works for another head")))
+            return
+        with scope:
+            try:
+                async with self.lock:
+                    await self._stage.call(api.Discard())
+                    await self._stage.call(api.Restore(attach.step))
+                    self._apply(attach.step, 0)
+                await stream.send(encode(attached))
+                while True:
+                    await self._answer(stream, head)
+            except StageFailed as error:
+                self.seat.failure = str(error)
+            finally:
+                if self.seat.leave(head):
+                    with trio.CancelScope(shield=True), suppress(StageFailed):
+                        async with self.lock:
+                            await self._stage.call(api.Discard())
+
+    async def _answer(self, stream: Stream, head: SeatedHead) -> None:
+        try:
+            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(trio.current_time):
+                message, data = await stream.receive_with_payload(self._payload_bytes_max)
+        except trio.TooSlowError:
+            raise StreamClosed("a head that asks for nothing") from None
+        question: Question = decode(message, Question, bytes_max=MESSAGE_BYTES_MAX)
+        if not isinstance(question, Do):
+            raise RemoteProtocolError("a head that attaches twice")
+        request: Work = decode(bytes(data), Work, bytes_max=self._payload_bytes_max)
+        try:
+            async with self.lock:
+                worked = await self._do(request)
+        except PayloadRefused as error:  # what came cannot be used: the head, or one before it, is at fault
+            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
+            raise StreamClosed("a payload that cannot be used") from None
+        except StageDiverged as error:
+            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX], is_diverged=True)))
+            return
+        except StageFailed as error:
+            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
+            raise
+        if isinstance(request, api.Apply):
+            self.seat.stepped(head)
+        try:
+            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(trio.current_time):
+                await stream.send(encode(Did()), encode(worked))
+        except trio.TooSlowError:
+            raise StreamClosed("a head that takes no answer") from None
+
+    async def work_for(self, head: PeerId, step: int) -> None:
+        """Begin to work for the head that is this node itself, after so many steps. Raises StageFailed."""
+        if self.seat.is_vacant and self.between is not None:
+            async with self.lock:
+                await self._stage.call(api.Discard())
+                await self._stage.call(api.Restore(step))
+                self._apply(step, 0)
+                self.seat.work_here(head)
+
+    async def work(self, request: Work) -> object:
+        """Answer a request of this node's own head. Raises PayloadRefused, StageDiverged, StageFailed."""
+        async with self.lock:
+            return await self._do(request)
+
+    async def rest(self) -> None:
+        """Work for this node's own head no more for now: drop what there was of a step."""
+        self.seat.rest()
+        with suppress(StageFailed):
+            async with self.lock:
+                await self._stage.call(api.Discard())
+
+    def close(self) -> None:
+        """Work for nobody any more."""
+        self.seat.close()
+
+    async def _do(self, request: Work) -> object:
+        if isinstance(request, api.Norm):
+            totals, gradients = self._stage.vector("totals"), self._stage.vector("gradients")
+            totals[:] = gradients
+        is_result = isinstance(request, api.Export) or (
+            isinstance(request, api.Forward) and not request.train
+        )
+        if is_result and self.settle is not None:
+            await self.settle()
+        worked = await self._stage.call(request)
+        if isinstance(request, api.Apply):
+            self._apply(request.step + 1, request.samples)
+            if self.between is not None:
+                await self.between()
+        return worked

@@ -1,0 +1,1 @@
+"""The rules of runs in local mode: sans-IO cores that nodes and the simulator drive."""

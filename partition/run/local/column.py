@@ -1,0 +1,110 @@
+"""The column of a head: who holds each stage for it, and who is asked where a stage has nobody.
+
+A holder that is gone breaks the column: the step that was under way is dropped everywhere, and the head looks
+for another holder of that stage, one whose own head is gone or a node with a free slot. Other heads name
+those that they know: a holder that is left over may be unknown to the head that lacks it.
+"""
+
+from collections.abc import Sequence
+
+from crypto.identity import PeerId
+from partition.run.local.column_messages import MATES_MAX
+from partition.run.local.seat import StageSeat
+
+HEADS_ASKED = 2
+"""How many other heads are asked each time that a stage is missing: one after another, all are."""
+
+
+class ColumnHolders:
+    """The holders of a head's stages, all but the first of `count`."""
+
+    def __init__(self, count: int) -> None:
+        self.attached: dict[int, PeerId] = {}
+        """The other nodes that work for this head, by stage."""
+        self.here: dict[int, StageSeat] = {}
+        """The stages that the head holds beside the first, of which some may work for it now."""
+        self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
+        """The peers that were reported to hold a stage."""
+        self.has_looked = False
+        """Whether holders have been looked for."""
+        self.is_older = False
+        """Whether the last peer that was asked is fetching a newer state."""
+        self._count = count
+        self._hosts: dict[int, PeerId] = {}
+        """Peers that agreed to hold a stage beside another one of this column."""
+        self._heads_asked = 0
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The stages that nobody holds for this head."""
+        held = {*self.attached, *(stage for stage, seat in self.here.items() if seat.head is not None)}
+        return tuple(stage for stage in range(1, self._count) if stage not in held)
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """The other nodes of this column."""
+        return tuple(dict.fromkeys(self.attached.values()))
+
+    def agreed(self, stage: int, peer: PeerId) -> None:
+        """Note that a peer will hold this stage, also beside another."""
+        self._hosts[stage] = peer
+        self.mates[stage] = {peer: None, **self.mates[stage]}
+
+    # Looking for holders
+
+    def candidates(self, stage: int, known: Sequence[PeerId]) -> list[PeerId]:
+        """Return the peers to ask for a missing stage, one after another until one works for this head: those
+        said to hold it first, then other `known` members."""
+        taken = set(self.peers) - {self._hosts.get(stage)}
+        return [peer for peer in dict.fromkeys((*self.mates[stage], *known)) if peer not in taken]
+
+    def heads_to_ask(self, heads: Sequence[PeerId]) -> list[PeerId]:
+        """Return the heads to ask for names where no candidate holds a stage, for the next time."""
+        first, self._heads_asked = self._heads_asked, self._heads_asked + HEADS_ASKED
+        return [heads[number % len(heads)] for number in range(first, first + min(HEADS_ASKED, len(heads)))]
+
+    def looked(self) -> None:
+        """Note that all missing stages have been looked for."""
+        self.has_looked = True
+
+    def wants_copies(self, stage: int) -> bool:
+        """Return whether the holder of a stage is to keep copies of the first: one is enough."""
+        return not any(self.attached.keys() - {stage})
+
+    def asking(self) -> None:
+        """Note that a peer is being asked."""
+        self.is_older = False
+
+    def failed(self, stage: int, peer: PeerId) -> None:
+        """Note that a peer did not answer, or proved nothing."""
+        self.mates[stage].pop(peer, None)
+        if self._hosts.get(stage) == peer:
+            del self._hosts[stage]
+
+    def refused(self, stage: int, peer: PeerId, named: Sequence[PeerId], *, is_older: bool) -> None:
+        """Note that a peer does not work for this head, and `named` others that may."""
+        self.is_older = is_older
+        self._learn(stage, [mate for mate in named if mate != peer])
+
+    def took(self, stage: int, peer: PeerId, named: Sequence[PeerId]) -> None:
+        """Note that a peer works for this head, and others that hold the same stage."""
+        self._learn(stage, [peer, *named])
+        self.attached[stage] = peer
+
+    def _learn(self, stage: int, peers: Sequence[PeerId]) -> None:
+        found = {**dict.fromkeys(peers), **self.mates[stage]}
+        self.mates[stage] = dict(list(found.items())[:MATES_MAX])
+
+    # Losing holders
+
+    def lost(self, stage: int) -> None:
+        """Note that the holder of a stage is gone, or was given up."""
+        peer = self.attached.pop(stage, None)
+        if peer is not None:
+            self.mates[stage].pop(peer, None)
+
+    def expel(self, peer: PeerId) -> list[int]:
+        """Forget a peer that is a member no more; return the stages that it holds for this head."""
+        for mates in self.mates.values():
+            mates.pop(peer, None)
+        return [stage for stage, holder in self.attached.items() if holder == peer]

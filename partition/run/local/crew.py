@@ -1,0 +1,145 @@
+"""The members of a run in local mode as one of them sees them: its rosters, its column, its seats."""
+
+from collections.abc import Callable, Collection, Sequence
+
+from crypto.identity import PeerId
+from partition.run.ending import Ending
+from partition.run.local.column import ColumnHolders
+from partition.run.local.reports import Reports, training
+from partition.run.local.seat import StageSeat
+
+
+class MemberCrew:
+    """The crew of one member. Parts of the run are added as the member opens them."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        ending: Ending,
+        *,
+        replicas: int,
+        is_training: bool,
+        reports: Callable[[], Reports],
+        admitted: Callable[[], Collection[PeerId]],
+    ) -> None:
+        """`replicas` are the heads that the run wants, 0 for any number. `reports` returns the reports of the
+        others that hold the same stage, `admitted` all members that are known."""
+        self.is_training = is_training
+        self.holders_of: ColumnHolders | None = None
+        """The holders of this head's column, None for a member that is no head."""
+        self.own_seat: StageSeat | None = None
+        """The seat of this member's stage, where it works for the head of a column."""
+        self.taken: set[int] = set()
+        """The numbers of the stages that this member holds beside its own, including those being opened."""
+        self.awaits_head = False
+        """Whether all earlier heads are gone, and no node here has a copy of their numbers."""
+        self.agreed: set[PeerId] = set()
+        """The nodes that agreed to be heads when this member asked them."""
+        self.has_asked = False
+        """Whether this member has asked every node once that could take part."""
+        self._me = me
+        self._ending = ending
+        self._replicas = replicas
+        self._reports = reports
+        self._admitted = admitted
+
+    @property
+    def reports(self) -> Reports:
+        """Return the reports of the others that hold the same stage."""
+        return self._reports()
+
+    @property
+    def others(self) -> tuple[PeerId, ...]:
+        """Return the others that hold the same stage."""
+        return tuple(self.reports)
+
+    @property
+    def training(self) -> list[PeerId]:
+        """Return the others that have a state."""
+        return training(self.reports)
+
+    @property
+    def further_seats(self) -> Sequence[StageSeat]:
+        """Return the seats of the stages that this member holds beside its own."""
+        return ()
+
+    @property
+    def seats(self) -> list[StageSeat]:
+        """Return the seats here that can work for heads, this member's own first; none at a head."""
+        return [] if self.own_seat is None else [self.own_seat, *self.further_seats]
+
+    @property
+    def head(self) -> PeerId | None:
+        """The head that this member works for."""
+        return next((seat.head for seat in self.seats if seat.head is not None), None)
+
+    @property
+    def column_peers(self) -> tuple[PeerId, ...]:
+        """The other members of this one's column."""
+        if self.holders_of is not None:
+            return self.holders_of.peers
+        return () if self.head is None else (self.head,)
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The stages that this member's column lacks."""
+        return () if self.holders_of is None or self._ending.best is not None else self.holders_of.missing
+
+    def wanted(self, free: int) -> int:
+        """Return how many more heads the run can use, where `free` nodes can be asked."""
+        others = self.others
+        is_first = self._ending.turns.is_first(others) or not self.training
+        if not is_first or self._ending.best is not None or self.awaits_head:
+            return 0
+        return self._replicas - len(others) - self.is_training if self._replicas else free
+
+    @property
+    def heads(self) -> int:
+        """Return the number of heads."""
+        return self.is_training + len(self.training)
+
+    @property
+    def holders(self) -> list[PeerId]:
+        """Return the members known to this head that are not heads."""
+        reports = self.reports
+        return [peer for peer in self._admitted() if peer not in reports]
+
+    @property
+    def known(self) -> set[PeerId]:
+        """Return the nodes that need not be asked."""
+        return {self._me, *self.others, *self.column_peers}
+
+    def joined(self, stage: int, peer: PeerId) -> None:
+        """Note that a node will hold this stage."""
+        if not stage:
+            self.agreed.add(peer)
+        elif self.holders_of is not None:
+            self.holders_of.mates[stage][peer] = None
+
+    def asked(self) -> None:
+        """Note that all nodes that could take part have been asked once."""
+        self.has_asked = True
+
+    # The end of the run
+
+    def judges(self, stage: int, stages: int, *, has_state: bool) -> bool:
+        """Return whether this member, with one of so many `stages`, looks at a result before it holds it:
+        heads do, in columns whole ones."""
+        return self.is_training and not stage and (has_state or stages == 1)
+
+    def trusts(self, stage: int) -> bool:
+        """Return whether this member's head holds the preferred conclusion, or half of those that train: a
+        member that does not train has their word alone."""
+        if self.head is not None:
+            return self.head in self._ending.holders
+        return bool(stage) or 2 * len(self._ending.holders) >= len(self.training)
+
+    def electorate(
+        self, stage: int, stages: int, *, has_state: bool
+    ) -> tuple[list[PeerId] | None, list[PeerId]]:
+        """Return the members that have a state, None where this member tries no result, and those with a vote
+        as this member sees it."""
+        training = self.training
+        trainers = [*training, *([self._me] * has_state)]
+        voters = training if not stage else [] if self.head is None else [self.head]
+        return (trainers if self.judges(stage, stages, has_state=has_state) else None), voters

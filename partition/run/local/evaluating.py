@@ -1,0 +1,95 @@
+"""The evaluations and the result of one member in local mode: whose turn they are, and what they wait for.
+
+Not here: the agreement on a result (`partition.run.ending`), and the arithmetic.
+"""
+
+from collections.abc import Sequence
+
+from crypto.identity import PeerId
+from partition.run.ending import Ending
+from partition.run.local.due import Due
+from partition.run.local.round_schedule import RoundSchedule
+from partition.run.local_settings import LocalSettings
+
+LONG_AGO = -(2**53)
+
+
+class EvaluationSchedule:
+    """The evaluations of one member."""
+
+    def __init__(self, settings: LocalSettings, ending: Ending) -> None:
+        self.is_waiting = False
+        """Whether the run is over for this member, which waits for the others."""
+        self.holds_still = False
+        """Whether the result is to be of this step, once it is averaged."""
+        self.evaluated_step = 0
+        """This member's step at the last evaluation, here or elsewhere."""
+        self._apart = settings.evaluate_every * settings.local_steps
+        self._patience = settings.patience
+        self._ending = ending
+        self._due = Due()
+        self._passed_step = LONG_AGO
+        """The step of the last result that was given up."""
+        self._held_step = LONG_AGO
+
+    def look(
+        self,
+        now: float,
+        step: int,
+        rounds: RoundSchedule,
+        training: Sequence[PeerId],
+        *,
+        axes: int,
+        is_at_end: bool,
+        is_idle: bool,
+    ) -> bool:
+        """Return whether this member evaluates now, after `step`. `training` are the others that have a
+        state, `is_idle`: stages of its column are missing."""
+        ending = self._ending
+        self.holds_still = False
+        ending.set_end(now, self._due.waited(now, "the end of the steps", is_at_end))
+        if ending.best is not None:
+            return False
+        if self.is_waiting:  # what was proposed is given up: train on, and do not propose the same again
+            self.is_waiting, self._passed_step = False, step
+        if not is_at_end and 0 <= step - self._passed_step < self._apart:
+            return False
+        is_due = step - self.evaluated_step >= self._apart
+        waited = max(rounds.ending_for, self._due.waited(now, "an evaluation", is_due))
+        ending.set_due(now, waited)
+        is_mine = waited >= 0 and ending.turns.is_mine(training, waited)
+        is_held = rounds.ending_for >= 0 and self._awaits_mean(step, rounds, training, axes, is_mine=is_mine)
+        return is_mine and not is_held and not is_idle
+
+    def _awaits_mean(
+        self, step: int, rounds: RoundSchedule, training: Sequence[PeerId], axes: int, *, is_mine: bool
+    ) -> bool:
+        """Return whether the result waits for a last round, for which the numbers here stay as they are.
+        Unless the result is this member's to make, that is for one evaluation in as many steps as lie between
+        two, for another may claim any loss."""
+        if not rounds.lacks_mean(step, len(training), axes):
+            return False
+        if not is_mine and 0 != step - self._held_step < self._apart:
+            return False
+        self._held_step, self.holds_still = step, True
+        return True
+
+    def evaluated(self, step: int) -> None:
+        """Note an evaluation, here or of another member: the next one is due as long after it."""
+        self.evaluated_step = step
+
+    def concludes(
+        self, step: int, rounds: RoundSchedule, training: Sequence[PeerId], *, axes: int, is_at_end: bool
+    ) -> str | None:
+        """Return why this member, which has just evaluated, makes the result now, "" at the end of the steps;
+        None where it does not."""
+        if not (is_at_end or self._ending.has_converged):
+            return None
+        if self._awaits_mean(step, rounds, training, axes, is_mine=True):
+            return None
+        return "" if is_at_end else "its evaluations stopped improving"
+
+    def may_judge(self, step: int, *, is_at_end: bool) -> bool:
+        """Return whether the run may be over, so that a result which another proposed is looked at; until
+        then training goes on."""
+        return is_at_end or (bool(self._patience) and step >= self._patience * self._apart)

@@ -1,0 +1,96 @@
+"""The choice of the nodes that a member of a run in local mode asks to take part, and for which stage.
+
+A driver calls `look` every `LOOK_SECONDS`. It asks the nodes that this returns one after another, and says
+what came of each by `asking`, `agreed` and `asked`.
+"""
+
+from collections.abc import Collection, Sequence
+from math import inf
+from typing import Protocol
+
+from crypto.identity import PeerId
+from partition.run.local.crew import MemberCrew
+
+RECRUIT_SECONDS = 3.0
+"""The interval between two looks for nodes that could take part."""
+LOOK_SECONDS = 0.5
+"""The same where a stage is missing that a node could hold."""
+SLACK_SECONDS = 1e-6
+"""The error of sums of floats."""
+DECLINED_SECONDS = 30.0
+"""After how long a node that declined is asked again."""
+COMING_SECONDS = 20.0
+"""How long a node that agreed to hold a stage has to open it and take over the state of others."""
+
+
+class NodeView(Protocol):
+    """The nodes that a member can see. `live` are alive, `offered` offer something, and of these `preferred`
+    could be asked, the best first."""
+
+    def live(self) -> Collection[PeerId]: ...
+    def offered(self) -> Collection[PeerId]: ...
+    def preferred(self) -> Sequence[PeerId]: ...
+
+
+class Recruitment:
+    """The recruitment of one member, for its column and for further ones of so many `stages`."""
+
+    def __init__(self, crew: MemberCrew, nodes: NodeView, stages: int) -> None:
+        self._crew = crew
+        self._nodes = nodes
+        self._stages = stages
+        self._coming: dict[int, tuple[PeerId, float]] = {}
+        self._declined: dict[PeerId, float] = {}
+        self._asked_at = -inf
+
+    def look(self, now: float) -> list[tuple[int, PeerId]] | None:
+        """Return the nodes to ask now, each with its stage; None where it is not time to look."""
+        is_time = now - self._asked_at >= RECRUIT_SECONDS - SLACK_SECONDS
+        if is_time or (self._lacking(now) and self.free(now)):
+            return self.candidates(now)
+        return None
+
+    def asking(self, now: float, peer: PeerId) -> None:
+        """Note that a node is being asked, or would not come: it is asked again after a while."""
+        self._declined[peer] = now + DECLINED_SECONDS
+
+    def agreed(self, now: float, stage: int, peer: PeerId) -> None:
+        """Note that a node will hold a stage."""
+        self._coming[stage] = peer, now + COMING_SECONDS
+        self._crew.joined(stage, peer)
+
+    def asked(self, now: float) -> None:
+        """Note that all those were asked that `look` returned."""
+        self._asked_at = now
+        self._crew.asked()
+
+    def free(self, now: float) -> list[PeerId]:
+        """Return the nodes that could be asked now."""
+        known = self._crew.known
+        free = [peer for peer in self._nodes.preferred() if peer not in known]
+        return [peer for peer in free if self._declined.get(peer, 0.0) <= now]
+
+    def is_hopeful(self, now: float) -> bool:
+        """Return whether a node will hold a stage that is missing, or one that could has not been asked."""
+        missing = self._crew.missing
+        return len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
+
+    def candidates(self, now: float) -> list[tuple[int, PeerId]]:
+        """Return the nodes to ask now: first for the own column, then for further ones, as many as can be
+        whole."""
+        free = self.free(now)
+        if self._crew.missing:
+            return list(zip(self._lacking(now), free, strict=False))
+        heads = min(self._crew.wanted(len(free)), len(free), (len(free) + self._spare()) // self._stages)
+        return [(0, peer) for peer in free[: max(0, heads)]]
+
+    def _lacking(self, now: float) -> list[int]:
+        """Return the stages that this member's column lacks, but for those that a node is opening."""
+        live = self._nodes.live()
+        coming = {stage for stage, (peer, until) in self._coming.items() if now < until and peer in live}
+        return [stage for stage in self._crew.missing if stage not in coming]
+
+    def _spare(self) -> int:
+        """Return how many holders are left over: their heads are gone, and a new one can take them."""
+        held = len(set(self._crew.holders).intersection(self._nodes.offered()))
+        return max(0, held - (self._stages - 1) * self._crew.heads) if self._stages > 1 else 0

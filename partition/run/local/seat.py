@@ -1,0 +1,111 @@
+"""The seat of a held stage: the one head that the stage works for, and when another gets its place.
+
+Not here: the head's side (`partition.run.local.column`), and when a state is too old for a head
+(`partition.run.local.holder`).
+"""
+
+from collections.abc import Callable, Sequence
+
+from crypto.identity import PeerId
+from crypto.registers import Budget, Register, Silence
+
+CALL_SECONDS_MAX = 60.0
+"""A holder that owes an answer for so long is given up."""
+HEAD_PATIENCE_SECONDS = CALL_SECONDS_MAX
+"""How long a head may ask for nothing before another that wants its holder gets it: a round of averaging
+between two steps takes less."""
+BEGINNING_SECONDS = 10.0
+"""The same for a head that has made no step: it may look for holders of its other stages meanwhile."""
+HEAD_SECONDS_MAX = 300.0
+"""A head that has asked for nothing for so long loses its holder, even if no other wants it: while it has a
+head, a holder looks for no other."""
+HEADS = Budget(1, 1, 1, HEAD_PATIENCE_SECONDS, BEGINNING_SECONDS, BEGINNING_SECONDS)
+
+
+class SeatedHead:
+    """A head that a stage works for, or did. `let_go` is called when it loses its place to another."""
+
+    def __init__(self, peer: PeerId, let_go: Callable[[], None]) -> None:
+        self.peer = peer
+        self.silence = Silence()
+        self.let_go = let_go
+
+    @property
+    def silent_since(self) -> float:
+        return self.silence.since
+
+
+class StageSeat:
+    """The heads of one held stage, one at a time: of other nodes (`take`), or this node itself
+    (`work_here`)."""
+
+    def __init__(self, number: int) -> None:
+        """`number` is the stage's."""
+        self.number = number
+        self.head: PeerId | None = None
+        self.failure = ""
+        """Why the stage can do no more, where it has failed."""
+        self.last_head: PeerId | None = None
+        """The head that it worked for last."""
+        self.companions: list[PeerId] = []
+        """The other nodes that worked for that head."""
+        self.keeps_copies = False
+        """Whether that head has asked for copies of its own stage to be kept."""
+        self._heads: Register[SeatedHead] = Register(HEADS)
+        self._seated: SeatedHead | None = None
+
+    def take(
+        self, now: float, head: SeatedHead, *, keeps_copies: bool = False, column: Sequence[PeerId] = ()
+    ) -> bool:
+        """Give a head the place; return whether it gets it. An earlier stream of the same head loses it, and
+        another head that has been silent for too long."""
+        if self._seated is not None and self._seated.peer == head.peer:
+            self._unseat(self._seated)
+        evicted = self._heads.admit(now, head, head.peer, head.peer)
+        if evicted is None:
+            return False
+        for each in evicted:
+            self._unseat(each)
+        self._seated, self.head = head, head.peer
+        self.last_head, self.keeps_copies = head.peer, keeps_copies
+        self.companions = list(column)
+        return True
+
+    def leave(self, head: SeatedHead) -> bool:
+        """Note that a head is gone; return whether the stage has none now."""
+        self._heads.leave(head)
+        if head is not self._seated:
+            return False
+        self._seated = self.head = None
+        return True
+
+    def stepped(self, head: SeatedHead) -> None:
+        """Credit a head with a step: from now on it may be silent for longer."""
+        self._heads.credit(head)
+
+    def expel(self, peer: PeerId) -> None:
+        """Stop working for a peer that is a member no more."""
+        if self._seated is not None and self._seated.peer == peer:
+            self._unseat(self._seated)
+
+    def close(self) -> None:
+        """Stop working for the head."""
+        if self._seated is not None:
+            self._seated.let_go()
+
+    @property
+    def is_vacant(self) -> bool:
+        """Whether no other node is the head."""
+        return self._seated is None
+
+    def work_here(self, me: PeerId) -> None:
+        """Begin to work for this node itself."""
+        self.head = me
+
+    def rest(self) -> None:
+        """Stop working for this node itself."""
+        self.head = None
+
+    def _unseat(self, head: SeatedHead) -> None:
+        self._heads.leave(head)
+        head.let_go()

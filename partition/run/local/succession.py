@@ -1,0 +1,42 @@
+"""The rule by which a holder takes its head's place: where that is gone for good and no node comes for it.
+
+The head asks the holder of the first other stage to keep copies of its own stage, so one death takes no stage
+with it. A free node that a requester finds goes first (`partition.run.local.lending`): it takes nobody's
+memory but its own.
+"""
+
+from crypto.identity import PeerId
+from partition.run.local.crew import MemberCrew
+from partition.run.local.due import Due
+
+GONE_SECONDS = 2.0
+"""How long a holder waits for a head after the last one has died, which may start again at once."""
+FREE_SECONDS = 20.0
+"""The same where a free node may come to be the head."""
+
+
+class SuccessionRule:
+    """The rule for one holder. `has_copy`: it has a copy of the first stage."""
+
+    def __init__(self, crew: MemberCrew) -> None:
+        self.has_copy = False
+        self._crew = crew
+        self._due = Due()
+
+    @property
+    def keeps_for(self) -> PeerId | None:
+        """The head for which this holder keeps copies; None where it keeps none now."""
+        return self._crew.head if self._keeps else None
+
+    @property
+    def _keeps(self) -> bool:
+        return any(seat.keeps_copies for seat in self._crew.seats)
+
+    def missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
+        """Return the head whose place is to be taken if it is gone; None while there is one, or others come
+        first. `has_free`: some node has a free slot."""
+        is_due = self._crew.head is None and self.has_copy and self._keeps
+        waited = self._due.waited(now, "a head", is_due)
+        if waited < GONE_SECONDS or (has_free and waited < FREE_SECONDS):
+            return None
+        return next((seat.last_head for seat in self._crew.seats if seat.last_head), None)
