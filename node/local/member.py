@@ -59,7 +59,7 @@ DIVERGED_MAX = 10
 
 
 class LocalMember:
-    """One run on this node. `live` drives it until `ended` was called or it has left.
+    """One run on this node. `live` drives it until it is over here, or this node has left it.
 
     Long because training, averaging, evaluating and catching up take turns at one copy of the parameters.
     """
@@ -93,7 +93,7 @@ class LocalMember:
         self.stopped_by: Fact | None = None
         self.is_over = False
         self.begun = trio.Event()
-        """Set once somebody trains, or this member cannot go on."""
+        """Set once a member trains, or this one cannot go on."""
         self.has_state = False
         self.reason = ""
         """Why this member left, where it did."""
@@ -256,14 +256,9 @@ class LocalMember:
         )
         nursery.start_soon(further.run)
         if self._stage:
+            own, step = self._stage, lambda: self.step
             succession = Succession(
-                service,
-                self.run,
-                self._door,
-                self.crew,
-                own=self._stage,
-                bytes_max=sizes[0],
-                step=lambda: self.step,
+                service, self.run, self._door, self.crew, own=own, bytes_max=sizes[0], step=step
             )
             nursery.start_soon(self._succeed, succession)
             return
@@ -273,24 +268,15 @@ class LocalMember:
         patience = None if self._carried is None else MERGE_SECONDS
         patience = RESUMED_SECONDS if self._is_resumed else patience
         self._regrouping = Regrouping(
-            service,
-            self.run,
-            self._door,
-            self.crew,
-            further,
-            self._recruiter,
-            graph,
-            plan,
-            step=lambda: self.step,
-            tell=self.teller.running,
-            patience_seconds=patience,
-        )
+            service, self.run, self._door, self.crew, further, self._recruiter, graph, plan,
+            step=lambda: self.step, tell=self.teller.running, patience_seconds=patience,
+        )  # fmt: skip
         nursery.start_soon(self._regrouping.run)
         for stage, state in (self._carried or {}).items():
             further.hold(stage, state)  # but for the first, which is this member's own
 
     async def stand_in(self, peer: PeerId, stage: int) -> Done | Declined:
-        """A member asks this one to hold a stage too: its head may, for a column that lacks it."""
+        """Answer a member that asks this one to hold a stage too: its head may, where its column lacks it."""
         if self._further is None or not (self._stage and stage and self.has_state):
             return Declined("it is a member already")
         return await self._further.stand_in(peer, stage)
