@@ -16,7 +16,7 @@ __all__ = ["Result", "run"]
 
 
 def _check_node() -> None:
-    """Import `node`, which sees to all other names, if it is ours: it lies beside this package.
+    """Import `node`, which resolves all other names, and check that it is the package beside this one.
 
     Raises ImportError, or for `python -m` SystemExit after two lines on stderr.
     """

@@ -1,7 +1,7 @@
-"""`peerloom sim`: play a scenario and say what it showed; the module `sim`, run by itself, is the very same.
+"""`peerloom sim`: play a scenario and report its results; `python -m sim` is the same.
 
-Results on stdout, talk on stderr. Exit codes are those of `node.errors`: 2 where a flag or a scenario is
-wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.
+Results go to stdout, messages to stderr. Exit codes are those of `node.errors`: 2 where a flag or a scenario
+is wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.
 """
 
 import sys
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sim.experiment import InvariantViolation, Progress, Result
 
 DEFAULT = "lan"
-"""The scenario of whoever names none: small, calm, and over within seconds."""
+"""The scenario that is played when none is named: small, calm, and over within seconds."""
 SEEDS_MAX = 10_000
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -91,13 +91,13 @@ def main(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what the command line says; the exit code. Raises nothing."""
+    """Run a command line and return its exit code. Raises nothing."""
     chosen, rest, program = _chosen(arguments, simulator())
     return dispatch(chosen, rest, program)
 
 
 def _chosen(arguments: Sequence[str], program: str) -> tuple[typer.Typer, list[str], str]:
-    """Return the command line that is meant, its arguments and its name: `replay` is no scenario."""
+    """Return the command line to run, its arguments and its name: `replay` is not a scenario."""
     if arguments and arguments[0] == "replay":
         from sim.replay.cli import app as replaying
 
@@ -106,10 +106,9 @@ def _chosen(arguments: Sequence[str], program: str) -> tuple[typer.Typer, list[s
 
 
 def call(arguments: Sequence[str], program: str) -> int:
-    """Like `run`, for a command line that this is a part of: errors are raised.
+    """Like `run`, for a command line that contains this one: errors are raised.
 
-    Raises:
-        PeerloomError: and typer's errors of usage.
+    Raises PeerloomError, and typer's errors of usage.
     """
     chosen, rest, name = _chosen(arguments, program)
     code = chosen(rest, prog_name=name, standalone_mode=False)
@@ -132,7 +131,7 @@ def _list(*, as_json: bool) -> None:
 
 
 def _print(wanted: Wanted) -> None:
-    """A built-in one with its comments; with other values, as it would be played."""
+    """Print a scenario: a built-in one with its comments, one with changed values as it would be played."""
     from sim.scenario import load, text_of, to_toml, with_values
 
     if wanted.settings:
@@ -155,7 +154,7 @@ def _play(wanted: Wanted) -> None:
     screen = None if wanted.quiet else ProgressScreen(sys.stderr, scenario.name)
 
     def on_progress(progress: "Progress") -> None:
-        stop.pause()  # raises Stopped, which ends it in order
+        stop.pause()  # raises Stopped, which ends the experiment in order
         if screen is not None:
             screen.update(progress)
 
@@ -180,7 +179,7 @@ def _play(wanted: Wanted) -> None:
 
 
 def _tell(wanted: Wanted, folder: Path | None, result: "Result", pictures: Sequence[str]) -> None:
-    """Raises CheckFailed where an invariant broke."""
+    """Print the results. Raises CheckFailed where an invariant broke."""
     from sim.report.text import summary_lines
 
     if wanted.as_json:
@@ -196,7 +195,7 @@ def _tell(wanted: Wanted, folder: Path | None, result: "Result", pictures: Seque
 
 
 def broken_error(broken: "InvariantViolation") -> CheckFailed:
-    """Show the last events, and make the error that says what broke and how to see it again."""
+    """Show the last events, and return the error that says what broke and how to repeat it."""
     count = len(broken.lines)
     show([f"the last {count} events before it:", *broken.lines], sys.stderr)
     what = f"{broken.invariant} does not hold at {broken.at_seconds:.3f} s, seed {broken.seed}: {broken.what}"
@@ -204,7 +203,7 @@ def broken_error(broken: "InvariantViolation") -> CheckFailed:
 
 
 def draw(folder: Path, result: "Result") -> list[str]:
-    """The pictures' names; where there is nothing to draw with, a line that says so."""
+    """Draw the pictures and return their names; without matplotlib, a line that says so."""
     try:
         from sim.report.plots import draw_all
 

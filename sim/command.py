@@ -9,7 +9,7 @@ from node.errors import UsageError
 
 @dataclass(frozen=True)
 class Wanted:
-    """The request of a person. `scenario` and `settings` as typed, so that they can be repeated."""
+    """A person's request. `scenario` and `settings` are kept as typed, so that they can be repeated."""
 
     program: str
     scenario: str
@@ -25,19 +25,19 @@ class Wanted:
         return assignments("--set", self.settings)
 
     def words(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> list[str]:
-        """Return the arguments that play it, with these further values and this seed."""
+        """Return the arguments that play this request, with these further values and this seed."""
         words = [self.scenario, "--seed", str(self.seed if seed is None else seed)]
         for setting in (*self.settings, *(f"{key}={value}" for key, value in values)):
             words += ["--set", setting]
         return words
 
     def command(self, values: Iterable[tuple[str, str]] = (), seed: int | None = None) -> str:
-        """Return the command that plays it, as a person types it."""
+        """Return the command that plays this request, as a person types it."""
         return f"{self.program} {shlex.join(self.words(values, seed))}"
 
 
 def assignments(flag: str, texts: Sequence[str]) -> dict[str, str]:
-    """`KEY=VALUE` of each text; the last of a key counts. Raises UsageError."""
+    """Parse `KEY=VALUE` of each text; the last of a key counts. Raises UsageError."""
     values = {}
     for text in texts:
         key, equals, value = text.partition("=")

@@ -1,4 +1,4 @@
-"""A protocol of one's own in a simulated swarm: any core, on the engine, without SWIM and the DHT.
+"""A user's own protocol in a simulated swarm: any core, on the engine, without SWIM and the DHT.
 
     swarm = CustomSwarm(lambda seat: MyCore(seat.peers, seat.rng), nodes=20, seed=7)
     swarm.crash(3, at=10.0)
@@ -6,8 +6,8 @@
     assert len(swarm.of(MyEvent)) == 20
 
 A core has `receive(now, sender, message)` and `wake(now)`, which return what to send, a `deadline` and a list
-`events` (`node.services.driver.Core`). Messages and events are structs or dataclasses. To put a core in the
-place of one of ours see `sim.worlds.factories`.
+`events` (`node.services.driver.Core`). Messages and events are structs or dataclasses. To replace one of our
+cores see `sim.worlds.factories`.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ LAN = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.01)
 
 @dataclass(frozen=True)
 class PeerSlot:
-    """Where a core sits: its number and name, the names of all, and a generator for its choices."""
+    """The place of a core: its number and name, the names of all, and a generator for its choices."""
 
     number: int
     peer: PeerId
@@ -38,8 +38,8 @@ class PeerSlot:
 
 
 class CustomSwarm:
-    """`make(seat)` is called once for each of `nodes` peers; all begin at 0. `network` is what a scenario's
-    [network] says; equal `seed`, equal `digest()`."""
+    """A swarm of one protocol. `make(seat)` is called once for each of `nodes` peers; all begin at 0.
+    `network` is the scenario's [network]; equal `seed`, equal `digest()`."""
 
     def __init__(
         self, make: Callable[[PeerSlot], Core], *, nodes: int = 20, network: NetworkModel = LAN, seed: int = 1
@@ -67,19 +67,19 @@ class CustomSwarm:
         self.engine.run(until)
 
     def call(self, number: int, order: Order, *, at: float) -> None:
-        """At `at` local code acts on a core: `order(core, now)` returns what to send."""
+        """At `at` let local code act on a core: `order(core, now)` returns the messages to send."""
         self.engine.call(at, self.peers[number], order)
 
     def crash(self, number: int, *, at: float) -> None:
-        """A core stops without a word."""
+        """Crash a core: it stops without a word."""
         self.engine.kill(self.peers[number], at)
 
     def of(self, kind: type) -> list[Observed]:
-        """The events of one kind."""
+        """Return the events of one kind."""
         return [observed for observed in self.events if isinstance(observed.event, kind)]
 
     def digest(self) -> str:
-        """One hash over all that went into the cores and came out."""
+        """Return one hash over all inputs and outputs of the cores."""
         return self._trace.digest()
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:

@@ -1,20 +1,17 @@
 """The engine: drives any number of sans-IO cores from one calendar of events, without trio.
 
-It does what `node.services.driver.Driver` does, many times cheaper; `tests/test_drivers_agree.py`
-holds that both give the same trace. Events are ordered by (time, port, kind, sender, number of the
-message). So a core has one defined order within an instant: it is killed or started, frozen or thawed,
-then it receives what arrived (by sender, then number), then it is called, then it is woken if its
-deadline has come.
+It does what `node.services.driver.Driver` does, many times cheaper; `tests/test_drivers_agree.py` holds that
+both give the same trace. Events are ordered by (time, port, kind, sender, number of the message). Within an
+instant a core therefore has one defined order: it is killed or started, frozen or thawed; it receives arrived
+messages (by sender, then number); it is called; it is woken if its deadline has come.
 
-A frozen peer is a stopped process: nothing of it moves, what comes waits. At the thaw it receives all that
-has come, in the order of arrival, and then finds its deadline long past. A slow one takes its time over
-each message and is as if frozen for that long.
+A frozen peer is a stopped process: nothing runs and messages wait. At the thaw it receives them in the order
+of arrival, then finds its deadline long past. A slow peer is frozen for a while after each message.
 
-Sizes: what is limited or counted is the length of the message as the real codec encodes it, and the
-envelope of a datagram around it. A message that travels as a struct is encoded once for its length; a
-cheaper estimate would not be the same for all that a message can hold, and at about a microsecond it
-is far below what a core spends on a message. Where bandwidth is unlimited and nobody counts
-bytes, sizes are not looked at.
+Sizes: limits and counters use the length of the message as the real codec encodes it, plus a datagram's
+envelope. A message that travels as a struct is encoded once for its length, at about a microsecond, far less
+than a core spends on it; a cheaper estimate would be wrong for some messages. Where bandwidth is unlimited
+and nobody counts bytes, sizes are not computed.
 
 Not here: streams, transports and whole nodes; those run on `sim.seams` under trio.
 """
@@ -42,7 +39,7 @@ from sim.network.sizes import Traffic, envelope_bytes
 from sim.trace import Trace, TracedCore
 
 WAKES_AT_ONCE_MAX = 1_000
-"""A core woken so often within one microsecond never lets its deadline move: a bug, not a load."""
+"""A core woken so often within one microsecond never moves its deadline: a bug, not a load."""
 
 Order = Callable[[Any, float], Sends]
 """An order of local code to a core: `order(core, now)` returns the messages to send."""
@@ -52,19 +49,19 @@ Order = Callable[[Any, float], Sends]
 _CARRY, _KILL, _START, _FREEZE, _THAW, _DELIVER, _CALL, _WAKE = range(8)
 _NO_SENDER = PeerId(b"")
 _NOBODY = -1
-"""The port of events that concern no core; so they come first in their instant."""
+"""The port of events that concern no core; it sorts first within an instant."""
 
 
 @dataclass(frozen=True)
 class Wire:
-    """The wire format of one protocol's messages, if an experiment wants the real codec."""
+    """The wire format of one protocol's messages, for experiments that use the real codec."""
 
     message_type: Any
     message_bytes_max: int
 
 
 class _Gone:
-    """In the place of a core that was killed, so that nothing of it stays."""
+    """The replacement of a killed core, so that nothing of that core stays in memory."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -82,10 +79,9 @@ _GONE = _Gone()
 
 class _Port:
     """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
-    else until the instant `until` what comes goes to `backlog`, and what local code wants to `orders`.
-    `wake_at` is the earliest wake that is planned and still counts, `wake_for` its deadline; `others` are all
-    ports of the protocol; `pace_ticks` what a message takes.
-    """
+    otherwise, until the instant `until`, messages go to `backlog` and local calls to `orders`. `wake_at` is
+    the earliest planned wake that still counts, `wake_for` its deadline; `others` are all ports of the
+    protocol; `pace_ticks` is the time that a message takes."""
 
     __slots__ = (
         "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "orders", "others", "pace_ticks",
@@ -115,11 +111,11 @@ class _Port:
 class Engine:
     """Runs cores over `links`.
 
-    `trace` records everything (slow). `wires` names the protocols whose messages are encoded and
-    decoded by the real codec; all others pass as structs. `publish(now, peer, event)` is called
-    with every event a core learns. `count_bytes` has `traffic` tell bytes too.
+    `trace` records everything (slow). `wires` names the protocols whose messages are encoded and decoded by
+    the real codec; all others pass as structs. `publish(now, peer, event)` is called with every event of a
+    core. `count_bytes` makes `traffic` report bytes too.
 
-    Long because one calendar orders messages, timers and troubles of all peers; every call goes through it.
+    Long because one calendar orders messages, timers and faults of all peers; every call goes through it.
     """
 
     def __init__(
@@ -142,7 +138,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._delivered = self._tied = 0
         self._ports: list[_Port] = []
-        # What each port has sent. Not numbers of their own, for each of them would be another one every time.
+        # Messages sent by each port, in arrays: boxed integers would be allocated anew each time.
         self._sent, self._sent_bytes = array("Q"), array("Q")
         self._by_protocol: dict[str, dict[PeerId, _Port]] = {}
         self._ports_of: dict[PeerId, list[_Port]] = {}
@@ -159,10 +155,10 @@ class Engine:
         at: float = 0.0,
         clock: LocalClock = RIGHT,
     ) -> None:
-        """`core` begins to act for `peer` at the instant `at`; before that it receives nothing.
+        """Let `core` act for `peer` from the instant `at`; before that it receives nothing.
 
-        It lives by `clock`: that is what it is told, and what its deadlines mean. A peer that was killed
-        may be given a new core: what is on its way still reaches it.
+        The core lives by `clock`: its times and deadlines are that clock's. A killed peer may be given a new
+        core, which receives messages still on their way.
         """
         if self._trace is not None:
             core = TracedCore(core, peer, protocol, self._trace)
@@ -181,29 +177,29 @@ class Engine:
         self._push(at, port, _START, core)
 
     def kill(self, peer: PeerId, at: float) -> None:
-        """At `at` all cores of `peer` stop, without a word. What they sent before still arrives."""
+        """Stop all cores of `peer` at `at`, without a word. Messages sent before still arrive."""
         for port in self._ports_of.get(peer, ()):
             self._push(at, port, _KILL, None)
 
     def freeze(self, peer: PeerId, at: float, seconds: float) -> None:
-        """At `at` all cores of `peer` stand still for so long."""
+        """Freeze all cores of `peer` at `at` for `seconds`."""
         for port in self._ports_of.get(peer, ()):
             self._push(at, port, _FREEZE, seconds)
 
     def slow(self, peer: PeerId, factor: float) -> None:
-        """From now on each message takes the cores of `peer` `factor` times as long as `sim.network.pace`
-        says; at 1 no time, as usual."""
+        """From now on each message takes the cores of `peer` `factor` times the time of `sim.network.pace`;
+        at 1 no time, as usual."""
         for port in self._ports_of.get(peer, ()):
             port.pace_ticks = handling_ticks(factor)
 
     def call(self, at: float, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """At `at` local code of `peer` acts on its core; at the thaw if it is frozen then."""
+        """At `at` let local code of `peer` act on its core; at the thaw if it is frozen then."""
         self._push(at, self._by_protocol[protocol][peer], _CALL, order)
 
     def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
-        """Local code of `peer` acts on its core now, before anything else happens, as
-        `node.services.driver.Driver.command` does; from within `publish`, say. At the thaw if it is frozen,
-        nothing if it is not running."""
+        """Let local code of `peer` act on its core now, before anything else happens, as
+        `node.services.driver.Driver.command` does; for example from within `publish`. A frozen peer acts at
+        the thaw, a stopped one never."""
         port = self._by_protocol[protocol][peer]
         self._turn(self.now, port, _CALL, order)
         if port.is_open and port.core.deadline < port.wake_for:
@@ -211,11 +207,11 @@ class Engine:
 
     @property
     def counters(self) -> Counter[str]:
-        """Return the fates of messages. Sent and duplicated ones are delivered, lost (by chance), cut
-        (a split or a block lay between), filtered (by a translator), overflowed (a queue was full) or missed
-        (nobody there), or on their way. Of those delivered some were refused (the receiver raised
-        RemoteProtocolError). tied counts the events at the same instant as the one before them at the
-        same port."""
+        """Return the fates of messages. Each sent or duplicated message is delivered, lost (by chance), cut
+        (by a split or a block), filtered (by a translator), overflowed (a queue was full), missed (nobody was
+        there), or still on its way. refused counts those delivered for which the receiver raised
+        RemoteProtocolError. tied counts the events at the same instant as the one before them at the same
+        port."""
         counters = self._links.counters + self._counts
         counters["delivered"], counters["tied"] = self._delivered, self._tied
         counters["sent"] = sum(self._sent)
@@ -224,13 +220,14 @@ class Engine:
 
     @property
     def under_way(self) -> int:
-        """Copies that have neither arrived nor been lost, or wait for a thaw. Costs as much as there are."""
+        """Return how many copies have neither arrived nor been lost, or wait for a thaw. The cost grows with
+        their number."""
         waiting = sum(len(port.backlog) for port in self._ports)
         carried = 0 if self._carrier is None else self._carrier.under_way
         return sum(entry[2] == _DELIVER for entry in self._calendar) + waiting + carried
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
-        """Return what `peer`, in all its lives, or everybody has sent by each protocol."""
+        """Return what `peer`, in all its lives, or everybody sent by each protocol."""
         sums: dict[str, Traffic] = {}
         for port in self._ports if peer is None else self._ports_of.get(peer, ()):
             own = Traffic(self._sent[port.index], self._sent_bytes[port.index])
@@ -238,8 +235,8 @@ class Engine:
         return sums
 
     def run(self, until: float) -> None:
-        """Let everything happen up to the instant `until`, and at it; or up to an earlier one, if `halt` says
-        so meanwhile."""
+        """Play all events up to and including the instant `until`, or up to an earlier one that `halt` sets
+        meanwhile."""
         self._until = until
         take, ports = self._calendar.take, self._ports
         is_free = not self._links.has_translators
@@ -253,9 +250,9 @@ class Engine:
             port = ports[index]
             if kind == _WAKE:
                 if now != port.wake_at:
-                    continue  # an earlier deadline took this one's place
+                    continue  # superseded by an earlier deadline
                 if port.is_open and (deadline := port.core.deadline) > now:
-                    port.wake_at = math.inf  # it was postponed meanwhile
+                    port.wake_at = math.inf  # postponed meanwhile
                     self._plan_wake(now, port, deadline)
                     continue
             if now == last_time and index == last_index:
@@ -269,18 +266,18 @@ class Engine:
             else:
                 self._turn(now, port, kind, payload)
             if port.is_open:
-                # Asked for once an event: a core may have to look at much for its answer.
+                # Asked once per event, because a core may need long for its answer.
                 deadline = port.core.deadline
                 if deadline < port.wake_for:
                     self._plan_wake(now, port, deadline)
         self.now = self._until
 
     def halt(self, at: float) -> None:
-        """Let nothing after this instant happen in the present `run`: somebody beside the cores acts then."""
+        """Let nothing after this instant happen in the present `run`: code beside the cores acts then."""
         self._until = min(self._until, max(at, self.now))
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
-        """Part of a stream leaves now. `land` is told when it will have arrived, before that instant."""
+        """Send part of a stream now. `land` is called with its arrival time, before that instant."""
         one, other = self._links.at(sender), self._links.at(receiver)
         trip = self._links.latency_ticks(one, other)
         carrier = self._carrier
@@ -296,7 +293,7 @@ class Engine:
             self._plan_carry(carrier.deadline)
 
     def _deliver_with_care(self, now: float, port: _Port, sender: PeerId, payload: Any) -> None:
-        """Where something may stand in the way of a delivery."""
+        """Deliver where a fault may prevent it."""
         links = self._links
         if not port.alive:
             self._counts["missed"] += 1
@@ -323,7 +320,7 @@ class Engine:
             self._pass_on(now, port, sends)
 
     def _turn(self, now: float, port: _Port, kind: int, payload: Any) -> None:
-        """Everything but a delivery."""
+        """Handle any event but a delivery."""
         if kind == _WAKE:
             port.wake_at = port.wake_for = math.inf
             if port.is_open and port.core.deadline <= now:
@@ -364,7 +361,7 @@ class Engine:
                 self._push(now, port, _CALL, order)
 
     def _take_time(self, now: float, port: _Port) -> None:
-        """The core is busy with a message: after this instant it is as if frozen."""
+        """Make the core busy with a message: after this instant it counts as frozen."""
         busy_until = max(round(port.until * TICKS_PER_SECOND), round(now * TICKS_PER_SECOND))
         port.until = (busy_until + port.pace_ticks) / TICKS_PER_SECOND
         self._push(after(now, 0.0), port, _FREEZE, 0.0)
@@ -401,7 +398,7 @@ class Engine:
         self._number = number
 
     def _send_with_care(self, now: float, port: _Port, sends: Sends) -> None:
-        """As the end of `_pass_on`, where more may happen to a message than that it takes its time."""
+        """Send as the end of `_pass_on` does, where more may happen to a message than a delay."""
         peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
         for receiver, sent in sends:
@@ -431,10 +428,10 @@ class Engine:
             self._plan_carry(carrier.deadline)
 
     def _carry(self, now: float) -> None:
-        """Something happens in the queues of some peers."""
+        """Handle what happens in the queues of some peers."""
         carrier = self._carrier
         if carrier is None or now != self._carry_at:
-            return  # an earlier deadline took this one's place
+            return  # superseded by an earlier deadline
         carrier.advance(now)
         self._carry_at = math.inf
         if carrier.deadline < math.inf:
@@ -452,8 +449,8 @@ class Engine:
         self._calendar.add((due, index, _DELIVER, parcel.sender, self._number, payload))
 
     def _plan_wake(self, now: float, port: _Port, deadline: float) -> None:
-        # Only an earlier deadline is pushed. One that moved later is found when the earlier entry
-        # comes up, so a core that postpones its deadline with every message costs no entries.
+        # Only an earlier deadline is pushed. A later one is found when the earlier entry comes up, so a core
+        # that postpones its deadline with every message adds no entries.
         port.wake_for = deadline
         at = instant(deadline if deadline > now else now)
         if at < port.wake_at:

@@ -1,8 +1,8 @@
-"""Events to come, in their order: what a heap is for, but as fast among a million events as among a few.
+"""Pending events in order: a priority queue that is as fast among a million events as among a few.
 
-A calendar queue (Brown, CACM 31(10), 1988) with slots of a fixed width: what lies in a later slot is only
-appended to it, and a slot is sorted when its time has come. A heap of all events is walked with every one of
-them, from one end of the memory to the other.
+A calendar queue (Brown, CACM 31(10), 1988) with slots of a fixed width: an event of a later slot is only
+appended, and a slot is sorted when its time comes. A heap of all events would touch memory all over with each
+operation.
 """
 
 from collections.abc import Iterator
@@ -12,18 +12,18 @@ from typing import Any
 from crypto.identity import PeerId
 
 SLOTS_PER_SECOND = 128
-"""A slot is shorter than most latencies, so that few events fall into the present one; and holds enough that
-there are many times more events than slots."""
+"""A slot is shorter than most latencies, so that few events fall into the present one, and long enough that
+there are many more events than slots."""
 
 Entry = tuple[float, int, int, PeerId, int, Any]
-"""An event begins with its time, in seconds; the rest gives it a place among those of its instant."""
+"""An event begins with its time in seconds; the rest orders it within its instant."""
 
 
 class Calendar:
-    """Entries in their order, whenever they were added. Of equal ones, any comes first."""
+    """Entries in order, whenever they were added. Equal entries come in any order."""
 
     def __init__(self) -> None:
-        # Of the present slot: those that were there when it began, the last first; and a heap of the others.
+        # Entries of the present slot: those there when it began, in reverse order, and a heap of the others.
         self._present: list[Entry] = []
         self._added: list[Entry] = []
         self._number = -1
@@ -31,12 +31,12 @@ class Calendar:
         self._numbers: list[int] = []
 
     def __iter__(self) -> Iterator[Entry]:
-        """All that is to come, in no order."""
+        """Yield all pending entries, in no order."""
         for entries in (self._present, self._added, *self._slots.values()):
             yield from entries
 
     def add(self, entry: Entry) -> None:
-        """Its time is finite, and not before that of the last entry taken."""
+        """Add an entry. Its time is finite, and not before that of the last entry taken."""
         number = int(entry[0] * SLOTS_PER_SECOND)
         slot = self._slots.get(number)
         if slot is not None:
@@ -48,7 +48,7 @@ class Calendar:
             heappush(self._added, entry)
 
     def take(self, until: float) -> Entry | None:
-        """The first entry, unless it comes after `until`."""
+        """Take the first entry, unless it comes after `until`."""
         present, added = self._present, self._added
         if added and (not present or added[0] < present[-1]):
             return heappop(added) if added[0][0] <= until else None

@@ -1,8 +1,8 @@
-"""Events of a simulated world that no core learns of itself: frozen, in the past tense.
+"""Events of a simulated world that no core reports: frozen, in the past tense.
 
-A world publishes these beside what its cores learn (`gossip.member`, `dht.events`), all through
-`sim.observers`. The subject is the peer an event is published under; where it concerns the whole world, that
-is None.
+A world publishes these beside its cores' events (`gossip.member`, `dht.events`), all through `sim.observers`.
+The subject is the peer under which an event is published; it is None where the event concerns the whole
+world.
 """
 
 from dataclasses import dataclass
@@ -20,14 +20,14 @@ class PeerStarted:
 
 @dataclass(frozen=True)
 class PeerStopped:
-    """The peer is gone; `why` is crash (without a word), leave (it said goodbye), or what took it along."""
+    """The peer stopped; `why` is crash (without a word), leave (with a goodbye), or the cause."""
 
     why: str
 
 
 @dataclass(frozen=True)
 class PeerFrozen:
-    """The peer stands still for so long: nothing leaves, what comes waits, its timers fire late."""
+    """The peer is frozen for so long: it sends nothing, messages wait, its timers fire late."""
 
     seconds: float
 
@@ -41,8 +41,8 @@ class PeerSlowed:
 
 @dataclass(frozen=True)
 class ReachabilityJudged:
-    """Another peer has tried to dial the peer back: whether it considers itself reachable, None while it does
-    not know; of how many that tried."""
+    """The peer judged by dial-backs of others whether it is reachable (None: not known yet), and of how
+    many."""
 
     reachable: bool | None
     asked: int
@@ -50,7 +50,7 @@ class ReachabilityJudged:
 
 @dataclass(frozen=True)
 class NetworkSplit:
-    """Nothing passes between these sides any more; whoever is in none is with its like."""
+    """No message passes between these sides any more; peers that are in none form one side together."""
 
     sides: tuple[tuple[PeerId, ...], ...]
 
@@ -62,7 +62,7 @@ class NetworkHealed:
 
 @dataclass(frozen=True)
 class RecordWanted:
-    """The peer began to store (`found` is None) or to look for a record of this key."""
+    """The peer began to store (`found` is None) or to look up a record of this key."""
 
     key: int
     storing: bool
@@ -70,7 +70,7 @@ class RecordWanted:
 
 @dataclass(frozen=True)
 class RecordPublished:
-    """The peer signed a record: now, and with the same key and value again before it expires."""
+    """The peer signed a record: now, and again with the same key and value before it expires."""
 
     key: bytes
     value: bytes
@@ -104,7 +104,7 @@ class PlanAdopted:
 
 @dataclass(frozen=True)
 class BranchLeft:
-    """The peer leaves the branch of the run that it was on: another one goes on."""
+    """The peer leaves its branch of the run for another one."""
 
     run: bytes
 
@@ -119,7 +119,7 @@ class PathOpened:
 
 @dataclass(frozen=True)
 class PlaceFound:
-    """A relay keeps a place for the peer: others reach it there."""
+    """A relay grants the peer a place, where others reach it."""
 
     relay: PeerId
 
@@ -138,7 +138,7 @@ class RouterRebooted:
 
 @dataclass(frozen=True)
 class SamplesCounted:
-    """In its copy of this stage the peer applied the committed step; its sums held these micro-batches."""
+    """The peer applied the committed step in its copy of this stage; its sums held these micro-batches."""
 
     run: bytes
     plan: bytes
@@ -149,7 +149,7 @@ class SamplesCounted:
 
 @dataclass(frozen=True)
 class StepCommitted:
-    """The committer of a plan committed a step: per stage which replica counts which micro-batches."""
+    """The committer of a plan committed a step: per stage, which replica counts which micro-batches."""
 
     run: bytes
     plan: bytes
@@ -161,7 +161,7 @@ class StepCommitted:
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The peer holds the run for ended: done, failed or stopped, and why."""
+    """The peer considers the run ended: done, failed or stopped, and why."""
 
     run: bytes
     outcome: str
@@ -170,8 +170,8 @@ class RunEnded:
 
 @dataclass(frozen=True)
 class AnswerEnded:
-    """An answer that the peer asked a service for is over: of so many tokens, each the right one or not, over
-    `moves` further routes; `pause_seconds` is the longest time between two tokens."""
+    """An answer that the peer requested from a service is over: its number of tokens, whether each was right,
+    and over how many further routes (`moves`); `pause_seconds` is the longest time between two tokens."""
 
     service: bytes
     outcome: str
@@ -185,8 +185,8 @@ class AnswerEnded:
 
 @dataclass(frozen=True)
 class Averaged:
-    """The peer says that this attempt at averaging succeeded with exactly these in it; `digest` is of the
-    result."""
+    """The peer reports that this attempt at averaging succeeded with exactly these members; `digest` is of
+    the result."""
 
     round: bytes
     attempt: int

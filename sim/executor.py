@@ -1,7 +1,7 @@
 """The Executor seam of the simulation: computes at once, then lets the modelled time pass.
 
-The other way round, a timeout of some virtual seconds could fire during a real computation. Stages
-run the real `partition.execute` in this process, on plain memory in the place of shared arenas.
+In the other order a timeout of some virtual seconds could fire during a real computation. Stages run the real
+`partition.execute` in this process, on plain memory instead of shared arenas.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,18 +42,19 @@ CODEC_COSTS: Mapping[Codec, Cost] = MappingProxyType(
         "int4+zstd": Cost(3e-4, 1.3e9, 2.8e9, 0.88),
     }
 )
-"""Seconds to begin, bytes per second to encode and to decode, what zstd leaves: of GPT activations."""
+"""Seconds to begin, bytes per second to encode and to decode, and the share that zstd leaves: for GPT
+activations."""
 
 
 def no_time(request: Request) -> float:
-    """The model of a stage whose computing takes no time."""
+    """Return no time: the cost model of a stage whose computing is free."""
     del request
     return 0.0
 
 
 class SimExecutor:
-    """`stage_seconds(request)` models what one request to a stage takes; `pace` is that of the peer: it may
-    be slow, or stand still, and computes on where it stood."""
+    """The executor of one peer. `stage_seconds(request)` models the time of one request to a stage; `pace` is
+    the peer's: it may be slow, or frozen, and later continues where it stopped."""
 
     def __init__(self, stage_seconds: Callable[[Request], float] = no_time, pace: Pace | None = None) -> None:
         self._stage_seconds = stage_seconds
@@ -66,19 +67,19 @@ class SimExecutor:
         return result
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
-        """The same on every machine: what one core of 2024 was measured to take."""
+        """Return costs measured on one core of 2024, the same on every machine."""
         del sample
         await trio.lowlevel.checkpoint()
         return CODEC_COSTS
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
-        """In this process: a simulation's data is its own."""
+        """Unpack in this process: a simulation's data is its own."""
         del allow_unfenced
         await trio.lowlevel.checkpoint()
         return unpack_here(archive, out)
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """A simulated stage opens at once anyway."""
+        """Do nothing: a simulated stage opens at once."""
 
     async def replace_stage(self, stage: Stage, specification: bytes) -> Stage:
         await stage.aclose()
@@ -93,12 +94,12 @@ class SimExecutor:
 
 
 class SimStage:
-    """A `node.seams.Stage` without a process of its own: calls queue, and fail once one has."""
+    """A `node.seams.Stage` without a process of its own: calls queue, and all fail after one has failed."""
 
     def __init__(
         self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: Pace
     ) -> None:
-        # Only here, so that simulations of control traffic never pay for torch.
+        # Imported here, so that simulations of control traffic do not load torch.
         from partition.execute import StageExecutor
 
         sizes = arena_bytes(specification)
@@ -148,7 +149,7 @@ class SimStage:
 
 
 async def compute_for(seconds: float, pace: Pace) -> None:
-    """Let pass what takes so long at the usual pace."""
+    """Let the time of a computation pass that takes `seconds` at the usual pace."""
     left = seconds * pace.factor
     await stand_still(pace)
     while True:
@@ -160,13 +161,13 @@ async def compute_for(seconds: float, pace: Pace) -> None:
 
 
 async def stand_still(pace: Pace) -> None:
-    """Go on when the peer does. Not a checkpoint where it is not frozen."""
+    """Wait while the peer is frozen. Not a checkpoint where it is not."""
     while pace.still_until > nearest_instant(trio.current_time()):  # noqa: ASYNC110 - it may be moved
         await trio.sleep_until(pace.still_until)
 
 
 async def sleep_for(seconds: float) -> None:
-    """Sleep whole microseconds, so that the next instant is one that others share."""
+    """Sleep whole microseconds, so that others share the next instant."""
     if seconds <= 0:
         await trio.lowlevel.checkpoint()
     else:

@@ -1,11 +1,11 @@
-"""One experiment: a scenario played in a world, watched, and what came of it as a `Result`.
+"""One experiment: a scenario played in a world and watched, with its outcome as a `Result`.
 
     result = sim.run("churn", seed=7)
     assert result.broken is None
     result.write("out")
 
-Same scenario, same seed, same code: the same digest of all events. Not here: the worlds (`sim.worlds`), what
-is measured (`sim.measures`), what is checked (`sim.checkers`), the command line (`sim.cli`).
+Same scenario, same seed, same code: the same digest of all events. Not here: the worlds (`sim.worlds`),
+measures (`sim.measures`), invariants (`sim.checkers`), the command line (`sim.cli`).
 """
 
 import shlex
@@ -35,8 +35,8 @@ SCHEMA = "peerloom.sim.summary/1"
 
 @dataclass(frozen=True)
 class InvariantViolation:
-    """An invariant that did not hold. `repeat` is the command (or the call) that shows it again;
-    `recent` are the last events before it, `lines` the same to read."""
+    """An invariant that did not hold. `repeat` is the command (or the call) that shows it again; `recent` are
+    the last events before it, `lines` the same for a reader."""
 
     invariant: str
     what: str
@@ -54,7 +54,7 @@ class InvariantViolation:
 @dataclass(frozen=True)
 class Result:
     """The result of an experiment. `events` counts them; `metrics` are rows in long form; `summary` is the
-    content of summary.json. `stopped`: it was ended from outside, before its time."""
+    content of summary.json. `stopped`: it was ended early from outside."""
 
     scenario: Scenario
     seed: int
@@ -76,10 +76,10 @@ class Result:
         ]
 
     def write(self, folder: str | Path, *, plots: bool = True) -> list[str]:
-        """Write summary.json, metrics.csv, scenario.toml and the pictures; the names of the pictures.
+        """Write summary.json, metrics.csv, scenario.toml and the pictures; return the pictures' names.
 
-        The events themselves are only kept where `run` was given the folder: there are too many to hold.
-        Without matplotlib there are no pictures.
+        Events are kept only where `run` was given the folder: they are too many for memory. Without
+        matplotlib there are no pictures.
         """
         target = Path(folder)
         write_files(target, self.scenario, self.metrics, self.summary)
@@ -115,11 +115,11 @@ def run(
 ) -> Result:
     """Play a scenario: a value, the name of a built-in one, or the path of a TOML file.
 
-    `swim`, `kademlia`, `replica`, `committer`, `agreement` are constructors that take the place of ours
-    (`sim.worlds.factories`). `checkers` replaces those of the scenario, `watchers` come on top. With
-    `folder` the events are written there as they happen, and the rest of the files in the end.
-    `progress` is called with every sample; it may raise `Stopped` to end the experiment there.
-    `repeat` is the command to name where an invariant breaks, for callers who know it better.
+    `swim`, `kademlia`, `replica`, `committer`, `agreement` are constructors that replace ours
+    (`sim.worlds.factories`). `checkers` replaces those of the scenario, `watchers` are added. With `folder`
+    events are written there as they happen, the other files at the end. `progress` is called with every
+    sample; it may raise `Stopped` to end the experiment there. `repeat` is the command shown where an
+    invariant breaks, for callers that know a better one.
 
     Raises:
         UsageError: there is no such scenario, or the file is wrong.
@@ -171,7 +171,7 @@ class _Play:
         self._file: EventsFile | None = None
         if events_path is not None:
             self._file = EventsFile(events_path, scenario=scenario.name, seed=seed, events_max=events_max)
-        # The checkers last: what breaks one has then been measured and written down.
+        # Checkers come last, so that an event that breaks one is already measured and written.
         files = (self._file,) if self._file is not None else ()
         self._watch = Watch((self._measures, *files, *watchers, *checkers))
         self._world = _world(scenario, seed, self._publish, cores)
@@ -257,7 +257,7 @@ class _Play:
 
 
 def _world(scenario: Scenario, seed: int, publish: Callable[[Observed], None], cores: Cores) -> _Playable:
-    # Whole nodes need trio and more; bare cores start without.
+    # Whole nodes need trio and more; bare cores start without them.
     if scenario.fidelity == "stack":
         from sim.worlds.stack import StackWorld
 
@@ -268,7 +268,7 @@ def _world(scenario: Scenario, seed: int, publish: Callable[[Observed], None], c
 
 
 def _inner(error: BaseException) -> BaseException:
-    """Return what was raised, out of the groups that trio wraps it in; a broken invariant before all else."""
+    """Return the exception inside trio's groups; a broken invariant takes precedence."""
     if not isinstance(error, BaseExceptionGroup):
         return error
     leaves = [_inner(each) for each in error.exceptions]
@@ -280,7 +280,8 @@ def _inner(error: BaseException) -> BaseException:
 
 
 def _repeat(scenario: Scenario | str | Path, seed: int, folder: Path | None, own: Mapping[str, Any]) -> str:
-    """The command that repeats it; a call, where only a program can put its own cores in place."""
+    """Return the command that repeats the experiment, or a call where a program put its own cores in
+    place."""
     place = str(scenario)
     if isinstance(scenario, Scenario):
         from sim.report.files import SCENARIO_NAME

@@ -1,4 +1,4 @@
-"""The Inbox seam of the simulation: datagrams on their way to one peer, taken when they are due."""
+"""The Inbox seam of the simulation: datagrams on their way to one peer, delivered when they are due."""
 
 import math
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from sim.network.pace import Pace, handling_ticks
 from sim.wakeup import Alarm
 
 INBOX_MAX = 65_536
-"""Datagrams on their way to one inbox; more can only mean that nobody reads it."""
+"""Datagrams on their way to one inbox; more mean that nobody reads it."""
 
 Datagrams = list[tuple[float, PeerId, int, bytes]]
 
@@ -20,8 +20,8 @@ Datagrams = list[tuple[float, PeerId, int, bytes]]
 class SimInbox:
     """Datagrams of one protocol on their way to one peer, a heap by (due, sender, number).
 
-    Nothing is taken while the peer's `pace` stands still, and a slow peer lets time pass after each
-    datagram. `admit(sender, due)` is asked about each one when it is taken.
+    Nothing is taken while the peer is frozen by `pace`; a slow peer lets time pass after each datagram.
+    `admit(sender, due)` decides about each datagram when it is taken.
     """
 
     def __init__(self, pace: Pace, admit: Callable[[PeerId, float], bool]) -> None:
@@ -37,7 +37,7 @@ class SimInbox:
         return len(self._heap)
 
     def put(self, due: float, sender: PeerId, number: int, data: bytes) -> bool:
-        """A message that will have come at `due`; False if the inbox is full."""
+        """Add a message that arrives at `due`. Return False if the inbox is full."""
         if len(self._heap) >= INBOX_MAX:
             return False
         heappush(self._heap, (due, sender, number, data))
@@ -45,7 +45,7 @@ class SimInbox:
         return True
 
     def drop_before(self, time: float) -> int:
-        """Forget what came before `time`, when nobody was there: how many."""
+        """Drop the messages that came before `time`, when nobody was there; return how many."""
         late = [entry for entry in self._heap if entry[0] >= time]
         dropped = len(self._heap) - len(late)
         self._heap = late
@@ -53,12 +53,12 @@ class SimInbox:
         return dropped
 
     def empty(self) -> Datagrams:
-        """Give everything away."""
+        """Remove and return all datagrams."""
         heap, self._heap = self._heap, []
         return heap
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """All that is due at the first instant when anything is, or nothing at `until`."""
+        """Return all datagrams of the first instant that has any; none if `until` comes first."""
         while True:
             due = self._heap[0][0] if self._heap else math.inf
             ready_at = max(self._pace.still_until, self._busy_until)
@@ -67,7 +67,7 @@ class SimInbox:
             ready_at = max(self._pace.still_until, self._busy_until)
             if now >= ready_at:
                 break
-            # Woken while it stands still, by a message or because the deadline changed: look then.
+            # A message or a new deadline may wake it while the peer is frozen: look again at the thaw.
             until = min(until, ready_at)
         taken = []
         while self._heap and self._heap[0][0] <= now:
@@ -77,7 +77,7 @@ class SimInbox:
         if self._pace.factor > 1:
             busy_ticks = len(taken) * handling_ticks(self._pace.factor)
             self._busy_until = (round(now * TICKS_PER_SECOND) + busy_ticks) / TICKS_PER_SECOND
-        # Counted so that a test can show that there were simultaneous ticks to put in order.
+        # Counted so that a test can show that simultaneous ticks were put in order.
         self.ties += max(0, len(taken) - 1) + (1 if taken and until <= now else 0)
         return taken
 

@@ -1,7 +1,7 @@
 """The simulated local network: the peers of one region hear each other's beacons.
 
-Each packet takes the latency of its link, none is lost and none comes over a split. Used only where a
-simulation says so: what finds its own way to others is no measure of how peers find each other.
+Each packet takes the latency of its link; none is lost and none crosses a split. Used only where a simulation
+asks for it: with local discovery it could not measure how peers find each other otherwise.
 """
 
 import heapq
@@ -15,12 +15,12 @@ from sim.network.instants import nearest_instant
 from sim.wakeup import Alarm
 
 PACKETS_MAX = 256
-"""As in `node.transport.multicast`; here those on their way count as well."""
+"""As in `node.transport.multicast`; here packets on their way count as well."""
 
 
 class SimLocal:
-    """`node.seams.LocalNetwork` of one simulated peer; `near()` are those that hear it, each with the seconds
-    that a packet takes. What finds no room is one of the `counters`."""
+    """The `node.seams.LocalNetwork` of one simulated peer. `near()` yields the peers that hear it, each with
+    the seconds that a packet takes. One of the `counters` counts packets that found no room."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
 """One stream of all events of a simulated world, and its watchers.
 
-A world publishes each event once, with its instant and its subject. Watchers are functions of that
-stream: checkers that stop a run where something is wrong, measures, files. None of them can change
-what happens.
+A world publishes each event once, with its instant and its subject. Watchers are functions of that stream:
+checkers that stop a run where an invariant breaks, measures, files. None of them can influence the world.
 """
 
 from collections import deque
@@ -16,13 +15,13 @@ from crypto.identity import PeerId
 from gossip.member import Status
 
 RECENT_MAX = 50
-"""Events that a broken invariant is shown with."""
+"""Events that are shown with a broken invariant."""
 _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """`event` became known to `peer`; to the whole world if None. `time` is virtual seconds."""
+    """An event that `peer` learnt of; the whole world if None. `time` is virtual seconds."""
 
     time: float
     peer: PeerId | None
@@ -30,7 +29,7 @@ class Observed:
 
 
 class World(Protocol):
-    """The part of a world that watchers may look at, in a world of cores as in one of whole nodes."""
+    """The part of a world that watchers may read, the same for cores and for whole nodes."""
 
     @property
     def now(self) -> float:
@@ -41,7 +40,7 @@ class World(Protocol):
         """Return every peer that ever takes part, by number."""
 
     def name(self, peer: PeerId) -> str:
-        """Short and readable: n17."""
+        """Return a short readable name: n17."""
 
     def is_up(self, peer: PeerId) -> bool: ...
 
@@ -51,19 +50,21 @@ class World(Protocol):
     def region(self, peer: PeerId) -> str: ...
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether what `one` sends now may arrive at `other`: no split lies between them."""
+        """Return whether a message that `one` sends now may reach `other`: no split lies between them."""
 
     def in_scope(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether `one` is to list `other` as a member."""
+        """Return whether `one` should list `other` as a member."""
 
     def believes(self, peer: PeerId) -> Mapping[PeerId, Status]:
-        """The member list that a peer which is up holds. Costs its size: not for every event."""
+        """Return the member list of a peer that is up. The cost grows with its length: not for every
+        event."""
 
     def sizes(self, peer: PeerId) -> Mapping[str, tuple[int, int]]:
-        """Return what a stranger could make grow at this peer: how much it is now, and its limit."""
+        """Return the sizes that a stranger could make grow at this peer: each with its limit."""
 
     def counters(self) -> Mapping[str, int]:
-        """Since the beginning: messages and bytes by protocol, what was lost, missed, refused."""
+        """Return totals since the beginning: messages and bytes by protocol, and messages lost, missed,
+        refused."""
 
 
 class Broken(Exception):
@@ -76,22 +77,22 @@ class Broken(Exception):
 
 
 class Watcher(Protocol):
-    """Sees everything. A checker raises `Broken`."""
+    """A watcher of all events. A checker raises `Broken`."""
 
     def see(self, observed: Observed, world: World) -> None: ...
 
     def sample(self, world: World) -> None:
-        """Now and then in virtual time, for what is too costly to look at with every event."""
+        """Called at intervals of virtual time, for checks that are too costly for every event."""
 
     def end(self, world: World) -> None:
-        """The last event has been seen."""
+        """Called after the last event."""
 
 
 class Watch:
-    """Hands everything to the watchers; keeps the last events and the digest of all.
+    """Hands all events to the watchers; keeps the last events and a digest of all.
 
-    The digest does not depend on how different peers are interleaved within one instant, which no
-    driver promises: each peer has its own chain.
+    Each peer has its own chain in the digest, which therefore does not depend on how peers are interleaved
+    within one instant; no driver promises that order.
     """
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
@@ -101,7 +102,7 @@ class Watch:
         self._chains: dict[PeerId | None, Any] = {}
 
     def publish(self, observed: Observed, world: World) -> None:
-        """Raises Broken, from a watcher."""
+        """Hand an event to all watchers. Raises Broken, from a watcher."""
         self.count += 1
         self.recent.append(observed)
         chain = self._chains.get(observed.peer)
@@ -121,7 +122,7 @@ class Watch:
             watcher.end(world)
 
     def digest(self) -> str:
-        """One hash over everything that happened, in hexadecimal."""
+        """Return one hash over all events, in hexadecimal."""
         total = blake2b(digest_size=_DIGEST_BYTES)
         for peer in sorted(self._chains, key=lambda peer: peer or b""):
             total.update((peer or b"") + b"\0" + self._chains[peer].digest())

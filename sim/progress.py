@@ -1,11 +1,11 @@
-"""How far an experiment is, for whoever shows it."""
+"""The progress of an experiment, for screens."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an experiment is. `population`: how many peers are up."""
+    """The progress of an experiment. `population`: how many peers are up."""
 
     virtual_seconds: float
     scenario_seconds: float
@@ -15,10 +15,10 @@ class Progress:
 
     @property
     def rate(self) -> float:
-        """Virtual seconds a second, so far."""
+        """Return virtual seconds per second so far."""
         return self.virtual_seconds / self.wall_seconds if self.wall_seconds > 0 else 0.0
 
     @property
     def left_seconds(self) -> float | None:
-        """Return how long there is to wait; None before it can be said."""
+        """Return the seconds left; None before they can be estimated."""
         return (self.scenario_seconds - self.virtual_seconds) / self.rate if self.rate > 0 else None

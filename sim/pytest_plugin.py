@@ -4,7 +4,7 @@
         result = simulate("churn", nodes=50, seconds=300, seed=3, swim=MySwim)
         assert result.broken is None
 
-Where a scenario broke and the test fails, the report has the last events and how to see them again.
+Where a scenario broke and the test fails, the report shows the last events and the command to repeat them.
 """
 
 import json
@@ -31,7 +31,7 @@ def simulate(request: pytest.FixtureRequest) -> "Callable[..., Result]":
     """
 
     def play(scenario: str = "lan", *, values: Mapping[str, Any] | None = None, **keywords: Any) -> "Result":
-        # Only here: whoever does not simulate should not wait for the simulator to load.
+        # Imported here, so that tests that do not simulate do not load the simulator.
         from node.invocation import simulator
         from sim.experiment import run
         from sim.scenario import load, with_values
@@ -57,7 +57,7 @@ def simulate(request: pytest.FixtureRequest) -> "Callable[..., Result]":
 
 @pytest.fixture
 def simulate_cores() -> Callable[..., Any]:
-    """`simulate_cores(make, *, nodes=20, network=..., seed=1) -> sim.custom_cores.CustomSwarm`: one's own
+    """`simulate_cores(make, *, nodes=20, network=..., seed=1) -> sim.custom_cores.CustomSwarm`: a user's own
     protocol."""
     from sim.custom_cores import CustomSwarm
 

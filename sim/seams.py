@@ -4,19 +4,19 @@
     medium = Medium(Links(NetworkModel(), seed))
     trio.run(scenario, clock=clock)
 
-Time is virtual: when every task waits, the clock jumps. A message is put into its receiver's inbox
-when it is sent, with the instant it is due, so the order within one instant is the inbox's and not
-the scheduler's: the same order as in `sim.engine`. Between tasks of one instant trio's scheduler
-decides, so local commands that must repeat exactly should not fall on the instant of a delivery. Where
-bandwidth is limited, one task of the medium's own moves the queues.
+Time is virtual: when every task waits, the clock jumps. A message enters its receiver's inbox when it is
+sent, with the instant it is due. The inbox and not the scheduler therefore decides the order within one
+instant: the same order as in `sim.engine`. Between tasks of one instant trio's scheduler decides, so local
+commands that must repeat exactly should not fall on the instant of a delivery. Where bandwidth is limited,
+one task of the medium's own moves the queues.
 
-A frozen peer is, seen from outside, a stopped process: nothing leaves it, what comes waits, its cores are
-neither woken nor told anything, its stages do not compute, and at the thaw they find their deadlines long
-past. What trio cannot stop are the other tasks of the node: a sleep that ends meanwhile ends in time,
-and what it does is seen at the thaw. Clocks run on, as those of a stopped process do.
+A frozen peer is, seen from outside, a stopped process: it sends nothing, messages to it wait, its cores and
+stages do not run, and at the thaw they find their deadlines long past. Trio cannot stop the other tasks of
+the node: a sleep that ends meanwhile ends in time, and its effects show at the thaw. Clocks run on, as those
+of a stopped process do.
 
-A clock that is wrong shows in `wall`. A node sleeps by trio's clock, so `monotonic` is right for
-all; a core that lives by a drifting one can be had with `sim.network.clocks.SkewedCore`.
+A wrong clock shows in `wall`. A node sleeps by trio's clock, so `monotonic` is right for all;
+`sim.network.clocks.SkewedCore` makes a core live by a drifting clock.
 
 A peer's own network is `sim.peer_network`; streams are in memory (`sim.streams`). Not modelled: cookies,
 rekeying, and that a datagram too large for a packet travels by a stream.
@@ -51,8 +51,8 @@ EPOCH_SECONDS = 1_800_000_000.0
 
 
 class SimClock:
-    """Trio's clock in whole microseconds; the wall clock runs beside it from `EPOCH_SECONDS`, as wrong as
-    `clock` is."""
+    """Trio's clock in whole microseconds; the wall clock starts at `EPOCH_SECONDS` and is as wrong as
+    `clock`."""
 
     def __init__(self, clock: LocalClock = RIGHT) -> None:
         self._clock = clock
@@ -65,11 +65,12 @@ class SimClock:
 
 
 class SimNetworkFabric:
-    """What all simulated networks of one simulation share: who is there, at which address, and the queues.
+    """The shared part of all simulated networks of one simulation: which peers exist, their addresses, and
+    the queues.
 
-    A stream over a split stalls for `stall_seconds`, then it breaks at both ends. The default has it break at
-    once: what a kernel would notice late, unless a node notices first. With `has_local`, the peers of a
-    region are on one local network.
+    A stream over a split stalls for `stall_seconds`, then breaks at both ends. By default it breaks at once:
+    a kernel would notice late, unless a node notices first. With `has_local`, the peers of a region share one
+    local network.
     """
 
     def __init__(self, links: Links, *, stall_seconds: float = 0.0, has_local: bool = False) -> None:
@@ -87,8 +88,8 @@ class SimNetworkFabric:
         self._is_carrying = False
 
     def attach(self, peer: PeerId) -> "SimNetwork":
-        """A network for `peer`, at an address of its own; a peer that was killed gets its old one back, and
-        what is on its way to it."""
+        """Return a network for `peer` at an address of its own; a killed peer gets its old address back, and
+        the datagrams on their way to it."""
         old = self._networks.get(peer)
         if old is not None and old.alive:
             raise LocalProtocolError("this peer has a network already")
@@ -99,32 +100,32 @@ class SimNetworkFabric:
         return network
 
     def kill(self, peer: PeerId) -> None:
-        """`peer` is gone, without a word: its streams break, what comes for it is lost."""
+        """Kill `peer` without a word: its streams break, messages to it are lost."""
         network = self._networks.get(peer)
         if network is not None:
             network.die()
 
     def freeze(self, peer: PeerId, seconds: float) -> None:
-        """`peer` stands still from now on for so long."""
+        """Freeze `peer` for `seconds`."""
         if self.living(peer) is not None:
             self.later(self.pace(peer).freeze(now_seconds(), seconds), lambda: self._thaw(peer))
 
     def slow(self, peer: PeerId, factor: float) -> None:
-        """From now on what `peer` computes takes `factor` times as long; 1 is the usual."""
+        """From now on computing at `peer` takes `factor` times as long; 1 is the usual."""
         self.pace(peer).factor = factor
 
     def pace(self, peer: PeerId) -> Pace:
-        """How fast a peer goes, in all its lives."""
+        """Return the pace of a peer, in all its lives."""
         return self._paces.setdefault(peer, Pace())
 
     def split(self, *sides: Collection[PeerId]) -> int:
-        """See `Links.split`; streams over the split stall or break."""
+        """Split the network (`Links.split`); streams over the split stall or break."""
         number = self.links.split(*sides)
         self.look_at_streams()
         return number
 
     def heal(self, number: int | None = None) -> None:
-        """See `Links.heal`; streams that stalled go on."""
+        """Heal a split (`Links.heal`); stalled streams go on."""
         self.links.heal(number)
         self.look_at_streams()
 
@@ -133,19 +134,19 @@ class SimNetworkFabric:
         return self.links.reaches(one, other)
 
     def look_at_streams(self) -> None:
-        """To be called after `links.block`, `links.deafen` and their likes: streams that lie over what is cut
-        stall or break, others go on."""
+        """Stall or break streams over cut links, and resume the others; call it after `links.block`,
+        `links.deafen` and the like."""
         for network in self._networks.values():
             network.look_at_streams(self._stall_seconds)
 
     def living(self, peer: PeerId) -> "SimNetwork | None":
-        """The network of `peer`, if it is there and alive."""
+        """Return the network of `peer`, if it is attached and alive."""
         network = self._networks.get(peer)
         return network if network is not None and network.alive else None
 
     def near(self, peer: PeerId) -> Iterator[tuple[SimLocal, float]]:
-        """The local networks of those in the region of `peer` that it reaches now, and how far they are; a
-        peer behind a translator is alone there."""
+        """Yield the local networks in the region of `peer` that it reaches now, with their latency; a peer
+        behind a translator is alone there."""
         links = self.links
         for other, network in self._networks.items():
             if other == peer or network.local is None:
@@ -160,7 +161,7 @@ class SimNetworkFabric:
 
     @property
     def counters(self) -> Counter[str]:
-        """What became of datagrams, by the names that `sim.engine.Engine.counters` explains."""
+        """Return the fates of datagrams, by the names that `sim.engine.Engine.counters` explains."""
         for network in self._networks.values():
             network.miss()
         counters = self.links.counters + self._counts
@@ -169,14 +170,14 @@ class SimNetworkFabric:
 
     @property
     def under_way(self) -> int:
-        """Datagrams that have neither arrived nor been lost, or lie in an inbox untaken."""
+        """Return how many datagrams are on their way, or lie in an inbox unread."""
         for network in self._networks.values():
             network.miss()
         waiting = sum(network.waiting for network in self._networks.values())
         return self._carrier.under_way + waiting
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
-        """Return what `peer`, in all its lives, or everybody has sent by each protocol, streams included."""
+        """Return what `peer`, in all its lives, or everybody sent by each protocol, streams included."""
         sums: dict[str, Traffic] = {}
         for (sender, protocol), own in self._traffic.items():
             if peer in (None, sender):
@@ -184,11 +185,11 @@ class SimNetworkFabric:
         return sums
 
     def count(self, what: str, number: int = 1) -> None:
-        """Something became of a datagram."""
+        """Count a fate of datagrams."""
         self._counts[what] += number
 
     def count_traffic(self, sender: PeerId, protocol: str, sent_bytes: int) -> None:
-        """One message was sent."""
+        """Count a message that was sent."""
         key = (sender, protocol)
         self._traffic[key] = self._traffic.get(key, Traffic()) + Traffic(1, sent_bytes)
 
@@ -222,7 +223,7 @@ class SimNetworkFabric:
         self._watch_queues()
 
     def later(self, at: float, action: Callable[[], None]) -> None:
-        """Have `action` done at the instant `at`."""
+        """Run `action` at the instant `at`."""
         self._carrier.later(at, action)
         self._watch_queues()
 

@@ -1,8 +1,7 @@
 """Everything random in a simulation, drawn from one seed by name and never by the order of asking.
 
-A draw is a keyed hash (BLAKE2b, RFC 7693) of its labels: the same question has the same answer
-under every driver, in every process and whatever else was asked before. Not secret, not for keys
-of real nodes.
+A draw is a keyed hash (BLAKE2b, RFC 7693) of its labels: the same labels give the same draw under every
+driver, in every process and whatever was drawn before. Not secret, not for keys of real nodes.
 """
 
 from collections.abc import Callable
@@ -23,22 +22,22 @@ _SHARE_RANGE = 2.0 ** (8 * _SHARE_BYTES)
 
 
 def draw(seed: int, *labels: bytes | str | int) -> bytes:
-    """64 bytes that depend on `seed` and the labels, and on nothing else."""
+    """Return 64 bytes that depend on `seed` and the labels alone."""
     return blake2b(b"".join(map(_label, labels)), key=_key(seed), digest_size=DRAW_BYTES).digest()
 
 
 def draw_share(seed: int, *labels: bytes | str | int) -> float:
-    """A number from 0 to below 1, evenly; the same for the same labels."""
+    """Return a number from 0 to below 1, uniform; the same for the same labels."""
     return int.from_bytes(draw(seed, *labels)[:_SHARE_BYTES], "little") / _SHARE_RANGE
 
 
 def seeded_rng(seed: int, *labels: bytes | str | int) -> Random:
-    """A generator of choices for one core of one peer: the `rng` seam."""
+    """Return a generator of choices for one core of one peer: the `rng` seam."""
     return Random(int.from_bytes(draw(seed, "rng", *labels), "little"))  # noqa: S311 - choices, not keys
 
 
 def seeded_entropy(seed: int, *labels: bytes | str | int) -> Callable[[int], bytes]:
-    """The `entropy` seam: an endless stream of bytes from a hash and a counter."""
+    """Return an endless stream of bytes from a hash and a counter: the `entropy` seam."""
     block = 0
     rest = b""
 
@@ -54,20 +53,20 @@ def seeded_entropy(seed: int, *labels: bytes | str | int) -> Callable[[int], byt
 
 
 def seeded_peer(seed: int, index: int) -> PeerId:
-    """A peer id for experiments without real keys: it can be named and compared, not verified."""
+    """Return a peer id for experiments without real keys: it can be named and compared, not verified."""
     return PeerId(draw(seed, "peer", index)[:PEER_ID_BYTES])
 
 
 def seeded_identity(seed: int, index: int) -> Identity:
-    """A real key pair, for experiments whose signatures are to be Ed25519."""
+    """Return a real key pair, for experiments with Ed25519 signatures."""
     return Identity(draw(seed, "identity", index)[:SEED_BYTES])
 
 
 class HashSigner:
     """A `crypto.facts.Signer` by keyed hash: about fifty times cheaper than Ed25519.
 
-    All signers of one seed share the key, so any of them *could* forge; an experiment about liars
-    must use `crypto.facts.IdentitySigner`.
+    All signers of one seed share the key, so any of them could forge; an experiment about liars must use
+    `crypto.facts.IdentitySigner`.
     """
 
     def __init__(self, peer: PeerId, swarm: str, seed: int) -> None:
@@ -95,7 +94,7 @@ class HashSigner:
 
 @lru_cache(maxsize=MARKS_MAX)
 def _mark(secret: bytes, swarm: str, author: bytes, purpose: str, body: bytes) -> bytes:
-    # The same fact is checked by every peer of the simulation, mostly within a few virtual seconds.
+    # Every peer of the simulation checks the same fact, mostly within a few virtual seconds.
     data = author + signed_bytes(purpose, swarm, body)
     return blake2b(data, key=secret, digest_size=SIGNATURE_BYTES).digest()
 

@@ -11,7 +11,7 @@ from node.storage.folder import parts_of
 
 
 class _Blobs(dict[str, bytes]):
-    """By name; a name that a folder would not take is none here either."""
+    """Blobs by name; names that a folder would refuse are refused here too."""
 
     def find(self, name: str) -> bytes | None:
         parts_of(name)
@@ -27,7 +27,7 @@ class _Blobs(dict[str, bytes]):
 
 
 class MemoryDraft:
-    """Bytes that become a blob when they are whole."""
+    """Bytes that become a blob when complete."""
 
     def __init__(self, blobs: _Blobs, name: str) -> None:
         self._blobs = blobs
@@ -45,7 +45,7 @@ class MemoryDraft:
 
 
 class MemoryStorage:
-    """Storage that lives as long as this object: keep it to restart a peer with its memory."""
+    """Storage that lives as long as this object: keep it to restart a peer with its disk."""
 
     def __init__(self) -> None:
         self._blobs = _Blobs()

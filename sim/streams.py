@@ -1,15 +1,14 @@
 """Streams of the simulated network: in memory, ordered, with latency, bandwidth and back-pressure.
 
-A stream is TCP below, which hides loss: it loses nothing, and has no jitter. A side that closes, or sends no
-more, is noticed by the other one trip later, after everything that was sent before.
+A stream stands for TCP, which hides loss: it loses nothing and has no jitter. The other side notices a close,
+or an end of sending, one trip later, after all that was sent before.
 
-Where the access of either peer is limited, a message travels as segments through the same queues as
-datagrams (`sim.network.queues`), and all streams of a peer share them. A stream has as much under way as
-fills its path and two segments more, as a congestion control does that has found its rate; so it waits
-where a datagram would be lost, and keeps queues short. Over a split a stream stalls: what is under
-way arrives, what comes after waits.
+Where the access of either peer is limited, a message travels as segments through the same queues as datagrams
+(`sim.network.queues`), and all streams of a peer share them. A stream keeps as much under way as fills its
+path and two segments more, like a congestion control that has found its rate; it waits where a datagram would
+be lost, and keeps queues short. Over a split a stream stalls: segments under way arrive, later ones wait.
 
-A frozen peer's kernel goes on: what was given to it leaves, what comes is kept up to the window; but the
+The kernel of a frozen peer goes on: it sends what it was given and keeps what arrives, up to the window; the
 peer itself sends, takes and closes nothing before the thaw.
 """
 
@@ -37,17 +36,16 @@ from sim.network.sizes import STREAM_OVERHEAD
 from sim.wakeup import Alarm
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
-"""How much may be on its way or unread in one direction before `send` waits, as a kernel's buffers."""
+"""Bytes on their way or unread in one direction before `send` waits, as with a kernel's buffers."""
 SEGMENT_BYTES_MIN = 1_220
 """A packet's worth of a stream."""
 SEGMENT_SECONDS = 0.01
-"""A segment takes the slower access about so long: short beside a queue, long enough to be few."""
+"""The time of a segment on the slower access: short beside a queue, long enough to keep segments few."""
 
 
 class Line:
-    """What one direction of a stream goes over, between two places and their paces; `trips` are there and
-    back. `carry` has a parcel carried, None where no bandwidth is limited; `later` has something done at an
-    instant."""
+    """The path of one direction of a stream, between two places and their paces; `trips` are there and back.
+    `carry` sends a parcel, None where no bandwidth is limited; `later` runs an action at an instant."""
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class Line:
         up = self.sender.up
         queues = (up.fifo if up is not None else None, self.receiver.down)
         rate = min((queue.bytes_per_second for queue in queues if queue is not None), default=math.inf)
-        # Nothing to wait for: a message is one segment, and as many as there are may be under way.
+        # No bandwidth limit: a message is one segment, and any number may be under way.
         self.segment_bytes = self.segments_max = math.inf
         if rate < math.inf:
             self.segment_bytes = max(SEGMENT_BYTES_MIN, round(rate * SEGMENT_SECONDS))
@@ -79,8 +77,8 @@ _Message = tuple[bytes, bytes]
 
 
 class _Pipe:
-    """One direction of a stream. `_outbox` is what has been sent and is not on its way yet, None at its end;
-    `_queue` is what is on its way or unread, with the instants it is due."""
+    """One direction of a stream. `_outbox` holds sent messages that are not on their way yet, None at the
+    end; `_queue` holds those on their way or unread, with the instants they are due."""
 
     def __init__(self, line: Line) -> None:
         self._line = line
@@ -98,7 +96,7 @@ class _Pipe:
         self._writers = trio.lowlevel.ParkingLot()
 
     async def put(self, message: bytes, payload: bytes) -> None:
-        """The writer sends; waits while the window is full, and while its peer stands still."""
+        """Send; wait while the window is full or the writer's peer is frozen."""
         await trio.lowlevel.checkpoint()
         await stand_still(self._line.sender_pace)
         while self._queued_bytes >= WINDOW_BYTES_MAX and not self._is_ended and not self._is_dropped:
@@ -112,11 +110,11 @@ class _Pipe:
         self._flow()
 
     async def get(self) -> tuple[bytes, bytes]:
-        """The reader takes the next message and its payload when they are due."""
+        """Return the next message and its payload when they are due."""
         pace = self._line.receiver_pace
         while True:
             due = self._queue[0][0] if self._queue else self._ends_at
-            # Always a checkpoint, also when a message waits already.
+            # Always a checkpoint, even when a message already waits.
             is_over = self._is_dropped or self._is_leaving
             await self._reader.sleep_until(max(-math.inf if is_over else due, pace.still_until))
             now = _now()
@@ -134,12 +132,11 @@ class _Pipe:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the writer knows by now that the reader has closed."""
+        """Return whether the writer knows by now that the reader has closed."""
         return self._broken_at <= _now()
 
     def end(self, why: str, *, is_cut: bool = False) -> None:
-        """The writer sends no more: the reader finds out after the last message, why and whether it was
-        cut."""
+        """End sending: after the last message the reader learns why, and whether the stream was cut."""
         self._why, self._is_cut = why, self._is_cut or is_cut
         if not self._is_ended:
             self._is_ended = True
@@ -148,7 +145,7 @@ class _Pipe:
             self._flow()
 
     def drop(self) -> None:
-        """The reader closes: what is under way is lost; the writer finds out one trip later."""
+        """Close the reader's end: messages under way are lost; the writer finds out one trip later."""
         if not self._is_dropped:
             self._is_dropped = True
             self._outbox.clear()
@@ -159,16 +156,16 @@ class _Pipe:
             self._give_notice()
 
     def leave(self) -> None:
-        """The reader takes nothing more, but has not closed."""
+        """Read no more, without closing."""
         self._is_leaving = True
         self._reader.ring()
 
     def stall(self) -> None:
-        """Nothing more leaves, in neither direction."""
+        """Hold back all further messages, in both directions."""
         self._is_stalled = True
 
     def resume(self) -> None:
-        """What waited leaves."""
+        """Send the messages that waited."""
         self._is_stalled = False
         if self._is_dropped:
             self._give_notice()
@@ -180,7 +177,7 @@ class _Pipe:
             self._broken_at = after(begin, self._line.trip_back / TICKS_PER_SECOND)
 
     def _flow(self) -> None:
-        """Send on its way what may go."""
+        """Send what the window allows."""
         line = self._line
         while self._outbox and not self._is_stalled and self._segments < line.segments_max:
             item = self._outbox[0]
@@ -231,8 +228,8 @@ class _Pipe:
 
 
 class SimStream:
-    """`node.seams.Stream` of the simulation: one end of it. `count` is told what each message adds to its
-    peer's traffic."""
+    """The `node.seams.Stream` of the simulation: one end. `count` learns the traffic that each message adds
+    to its peer."""
 
     def __init__(
         self, peer: PeerId, protocol: str, incoming: _Pipe, outgoing: _Pipe, count: Callable[[int], None]
@@ -247,16 +244,17 @@ class SimStream:
         self._receiving = Turn()
         self._is_closed = False
         self.message_bytes_max = MESSAGE_BYTES_MAX
-        """The longest that is taken here."""
+        """The longest message accepted here."""
         self.offended: Callable[[], None] = lambda: None
-        """Is called where the other side breaks the protocol."""
+        """Called where the other side breaks the protocol."""
         self.is_stalled = False
         self.stalls = 0
         self._silence = Silence()
 
     @property
     def silent_since(self) -> float:
-        """Since when the other side has moved nothing that is awaited: see `crypto.registers.PlaceHolder`."""
+        """Return since when the other side has moved nothing that is awaited: see
+        `crypto.registers.PlaceHolder`."""
         return self._silence.since
 
     @property
@@ -315,31 +313,31 @@ class SimStream:
         await trio.lowlevel.checkpoint()
 
     def close(self, *, is_cut: bool = False) -> None:
-        """As `aclose`, where nothing can be awaited; `is_cut`: not in order, as where a peer dies."""
+        """Close like `aclose`, without awaiting; `is_cut`: not in order, as when a peer dies."""
         self._is_closed = True
         self._outgoing.end("the other side closed it", is_cut=is_cut)
         self._incoming.drop()
 
     def leave(self) -> None:
-        """The peer is leaving: it takes no new message, but may finish its answer."""
+        """Take no new message, but let the peer finish its answer: it is leaving."""
         self._incoming.leave()
 
     def stall(self) -> None:
-        """A split lies between both ends. `stalls` counts how often."""
+        """Stall: a split lies between both ends. `stalls` counts how often."""
         self.is_stalled = True
         self.stalls += 1
         self._incoming.stall()
         self._outgoing.stall()
 
     def resume(self) -> None:
-        """It is over."""
+        """Resume after a stall."""
         self.is_stalled = False
         self._incoming.resume()
         self._outgoing.resume()
 
 
 def admit(register: Register[SimStream], at: PeerId, stream: SimStream, counters: Counter[str]) -> None:
-    """Have the peer `at` serve a stream that another opens; the silent make room for it. Raises
+    """Have the peer `at` serve a stream that another opens; silent streams make room for it. Raises
     Unreachable."""
     now = _now()
     host = stream.source.host if stream.source is not None else ""
@@ -357,7 +355,7 @@ def admit(register: Register[SimStream], at: PeerId, stream: SimStream, counters
 def stream_pair(
     there: Line, back: Line, counts: tuple[Callable[[int], None], Callable[[int], None]]
 ) -> tuple[SimStream, SimStream]:
-    """Both ends of a new stream: the one where `there` begins, and the one where it ends."""
+    """Return both ends of a new stream: the one where `there` begins, and the one where it ends."""
     outgoing, incoming = _Pipe(there), _Pipe(back)
     return (
         SimStream(there.receiver.peer, there.protocol, incoming, outgoing, counts[0]),

@@ -2,8 +2,9 @@
 
     peerloom sim churn --sweep nodes=100,300,1000 --seeds 5 --jobs 2 --out out
 
-Each run is the command `peerloom sim` in a process and a folder of its own, `out/nodes=300/seed=4`. What has
-a whole summary of the same scenario is not run again. In the end a table, and the same as sweep.csv.
+Each run is the command `peerloom sim` in a process and a folder of its own, `out/nodes=300/seed=4`. A run
+with a complete summary of the same scenario is not repeated. The results are a table, also written as
+sweep.csv.
 """
 
 import csv
@@ -34,7 +35,7 @@ SCHEMA = "peerloom.sim.sweep/1"
 TABLE_NAME = "sweep.csv"
 LOG_NAME = "log.txt"
 RUNS_MAX = 10_000
-"""More is a slip of the keyboard: at a second each that is hours."""
+"""More is a typing error: at a second each that is hours."""
 _FOLDER_NAME_MAX = 150
 _LOOK_SECONDS = 0.05
 
@@ -50,27 +51,27 @@ FIGURES = {
     "steps": ("steps", 1.0, ("runs", "0", "steps")),
     "times_real_time": ("x real time", 1.0, ("times_real_time",)),
 }
-"""Name in the file; heading, scale in the table on a screen; where it stands in a summary."""
+"""By name in the file: heading and scale in the table on a screen, and the place in a summary."""
 
 Values = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
 class Run:
-    """One experiment of a sweep: `values` of what is swept, and where its files are."""
+    """One experiment of a sweep: `values` of the swept keys, and the folder of its files."""
 
     values: Values
     seed: int
     folder: Path
     text: str
-    """The scenario it plays, resolved: another one in the folder is not the same run."""
+    """The resolved scenario; another scenario in the folder is a different run."""
 
     @property
     def name(self) -> str:
         return " ".join((*(f"{key}={value}" for key, value in self.values), f"seed={self.seed}"))
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what it showed; None if it has not come to its end."""
+        """Return its results; None if it has not ended."""
         try:
             if (self.folder / SCENARIO_NAME).read_text(encoding="utf-8") != self.text:
                 return None
@@ -82,12 +83,12 @@ class Run:
 
 
 def sweep(wanted: Wanted, sweeps: Sequence[str], *, seeds: int, jobs: int) -> None:
-    """Run what is missing, and show what all came to.
+    """Run the missing experiments, and show the results of all.
 
     Raises:
         UsageError: a value, or a combination of values, makes no scenario.
         CheckFailed: an invariant broke in some run.
-        PeerloomError: some run came to no end.
+        PeerloomError: some run did not end.
     """
     runs = list(_runs(wanted, sweeps, seeds))
     missing = [run for run in runs if run.summary() is None]
@@ -134,7 +135,7 @@ def _axis(text: str) -> tuple[str, list[str]]:
 
 
 def split_values(text: str) -> list[str]:
-    """`1,[2,3],"a,b"` as its three values."""
+    """Split `1,[2,3],"a,b"` into its three values."""
     parts, depth, quoted = [""], 0, ""
     for letter in text:
         if quoted:
@@ -151,7 +152,7 @@ def split_values(text: str) -> list[str]:
 
 
 def folder_name(values: Values) -> str:
-    """`nodes=300,network.loss=0.05`: whatever else a value holds is escaped as in a URL."""
+    """Return `nodes=300,network.loss=0.05`; other characters of a value are escaped as in a URL."""
     name = ",".join(f"{key}={quote(value, safe='.,-+=')}" for key, value in values)
     if len(name) > _FOLDER_NAME_MAX:
         raise UsageError(f"--sweep: {name[:60]}...: too long to name a folder by")
@@ -166,8 +167,8 @@ def _folder(wanted: Wanted) -> Path:
 
 
 def _play_all(wanted: Wanted, missing: Sequence[Run], jobs: int) -> bool:
-    """Return whether it was stopped. What runs by then ends in order; it is not done, and will be run
-    again."""
+    """Return whether it was stopped. Experiments that run by then end in order, and are run again next
+    time."""
     stop = StopFlag()
     waiting = list(reversed(missing))
     running: dict[str, tuple[Run, subprocess.Popen[bytes], IO[bytes], float]] = {}
@@ -217,7 +218,7 @@ def _start(wanted: Wanted, run: Run) -> tuple[subprocess.Popen[bytes], IO[bytes]
     if wanted.events_max is not None:
         flags += ["--events", str(wanted.events_max)]
     words = ["-P", "-m", "sim", *wanted.words(run.values, run.seed), "--out", str(run.folder), *flags]
-    # The process finds this very code, wherever it is started from.
+    # The process imports this very code, wherever it is started from.
     path = os.pathsep.join(
         (str(Path(__file__).parents[1]), *os.environ.get("PYTHONPATH", "").split(os.pathsep))
     )
@@ -255,7 +256,7 @@ def _tell(wanted: Wanted, done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None
 
 
 Span = tuple[float, float, float]
-"""Median, least, most, over the seeds."""
+"""Median, least and most over the seeds."""
 
 
 def _spans(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Span]:
@@ -339,7 +340,7 @@ def _document(
 
 
 def _fail(wanted: Wanted, runs: Sequence[Run], done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
-    """Say what went wrong, if anything. Raises PeerloomError."""
+    """Report failures. Raises PeerloomError if there are any."""
     ended = {run.name for run, _ in done}
     lost = [run for run in runs if run.name not in ended]
     for run in lost:

@@ -1,8 +1,8 @@
-"""The actions of every core as one digest: the proof that two drivers, or two runs, are the same.
+"""The actions of every core as one digest, which proves that two drivers, or two runs, are the same.
 
-A core is wrapped in `TracedCore`, the same way under every driver. Each (peer, protocol) keeps its
-own running hash in its own order; the digest takes them sorted by name. So it does not depend on
-how different peers are interleaved within one instant, which no driver promises.
+A core is wrapped in `TracedCore`, the same way under every driver. Each (peer, protocol) keeps a running hash
+in its own order; the digest takes them sorted by name. It therefore does not depend on how peers are
+interleaved within one instant, an order that no driver promises.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ class Entry:
 
 
 class Trace:
-    """Collects entries; with `keep` it also remembers them, to find where two runs part."""
+    """Collects entries; with `keep` it also stores them, to find where two runs diverge."""
 
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
@@ -53,20 +53,20 @@ class Trace:
             self._kept[name].append(Entry(time, peer, protocol, what, data))
 
     def digest(self) -> str:
-        """One hash over all chains, in hexadecimal."""
+        """Return one hash over all chains, in hexadecimal."""
         total = blake2b(digest_size=_DIGEST_BYTES)
         for peer, protocol in sorted(self._chains):
             total.update(peer + protocol.encode() + b"\0" + self._chains[peer, protocol].digest())
         return total.hexdigest()
 
     def entries(self) -> list[Entry]:
-        """All kept entries in the canonical order: time, peer, protocol, order within the chain."""
+        """Return all kept entries in canonical order: time, peer, protocol, order within the chain."""
         merged = [entry for name in sorted(self._kept) for entry in self._kept[name]]
         return sorted(merged, key=lambda entry: (entry.time, entry.peer, entry.protocol))
 
 
 class TracedCore(Generic[C]):
-    """A core that behaves as `core` does and writes down all that goes in and comes out."""
+    """A core that behaves as `core` does and records all inputs and outputs."""
 
     def __init__(self, core: C, peer: PeerId, protocol: str, trace: Trace) -> None:
         self.core = core

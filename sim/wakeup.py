@@ -1,4 +1,4 @@
-"""A sleep that others can end: what inboxes, streams and queues of the simulation wait with, under trio."""
+"""An interruptible sleep, for inboxes, streams and queues of the simulation, under trio."""
 
 import math
 
@@ -9,7 +9,7 @@ from sim.network.instants import instant
 
 
 class Alarm:
-    """One task sleeps on it; others can move the end of its sleep forward."""
+    """One task sleeps on it; others can bring the end of its sleep forward."""
 
     def __init__(self) -> None:
         self._scope: trio.CancelScope | None = None
@@ -29,7 +29,7 @@ class Alarm:
                 self._rung = False
 
     def no_later_than(self, until: float) -> None:
-        """Shorten the sleep, if somebody sleeps."""
+        """Shorten the sleep of a sleeping task."""
         if self._scope is not None and until < self._scope.deadline:
             self._scope.deadline = until
 

@@ -1,5 +1,6 @@
-"""Invariants of a whole simulated world, one small class each; they watch every event, and one that does not
-hold raises `sim.observers.Broken`. They see what no peer can: everybody at once."""
+"""Invariants of a whole simulated world, one small class each. A checker watches every event and raises
+`sim.observers.Broken` where its invariant does not hold. Checkers see all peers at once, which no peer
+can."""
 
 from sim.checkers.select import Checkers, checkers_for
 

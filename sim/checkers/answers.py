@@ -1,4 +1,4 @@
-"""The invariant of answers: whatever dies meanwhile, no token is another than in the undisturbed answer."""
+"""The invariant of answers: each token equals that of the undisturbed answer, whatever dies meanwhile."""
 
 from sim.checkers.checker import Checker
 from sim.events import AnswerEnded
@@ -6,7 +6,7 @@ from sim.observers import Observed, World
 
 
 class AnswersAreRight(Checker):
-    """Each token of each answer is what follows from those before it."""
+    """Check that each token of each answer follows from the tokens before it."""
 
     name = "answers"
 

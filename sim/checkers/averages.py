@@ -1,4 +1,4 @@
-"""The invariant of averaging: who says that an attempt succeeded says who was in it, and all say the same."""
+"""The invariant of averaging: a peer that reports success names the members, and all report the same."""
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
@@ -7,8 +7,8 @@ from sim.observers import Observed, World
 
 
 class AveragesAgree(Checker):
-    """All who report success of one attempt were in it, name the same set, each once, and hold the same
-    bytes; nobody is named who never ran."""
+    """Check that all peers that report success of one attempt took part in it, name the same set, each member
+    once, and hold the same bytes, and that nobody is named who never ran."""
 
     name = "averages"
 

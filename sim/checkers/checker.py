@@ -9,13 +9,13 @@ Handler = Callable[[Observed, World], None]
 
 
 class Checker:
-    """A `sim.observers.Watcher`. `name` is the name of a broken invariant."""
+    """A `sim.observers.Watcher`. `name` is shown when the invariant breaks."""
 
     name = ""
 
     def __init__(self) -> None:
         self.handlers: Mapping[type[Any], Handler] = {}
-        """By exactly the type of the event."""
+        """Do nothing; checkers that look at intervals override it."""
 
     def see(self, observed: Observed, world: World) -> None:
         handler = self.handlers.get(type(observed.event))
@@ -23,11 +23,11 @@ class Checker:
             handler(observed, world)
 
     def sample(self, world: World) -> None:
-        """Nothing, unless a checker looks now and then."""
+        """Do nothing; checkers that can judge only at the end override it."""
 
     def end(self, world: World) -> None:
         """Nothing, unless something is known only then."""
 
     def broken(self, what: str) -> Broken:
-        """To raise."""
+        """Return the error to raise."""
         return Broken(self.name, what)

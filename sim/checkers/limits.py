@@ -1,4 +1,4 @@
-"""The invariant of limits: nothing that a stranger can make grow is larger than it may be."""
+"""The invariant of limits: nothing that a stranger can make grow exceeds its limit."""
 
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
@@ -8,7 +8,8 @@ _PEERS_PER_SAMPLE = 16
 
 
 class WithinLimits(Checker):
-    """Queues, tables and memory of every peer, some at each sample, all in turn and all at the end."""
+    """Check queues, tables and memory of every peer: some peers at each sample, in turn, and all at the
+    end."""
 
     name = "limits"
 

@@ -1,4 +1,4 @@
-"""Invariants of membership: views become right, nobody who lives is given up, accusations are refuted."""
+"""Invariants of membership: views become right, no live peer is given up, accusations are refuted."""
 
 from collections import deque
 
@@ -12,13 +12,14 @@ from sim.scenario import Scenario
 _LIVE = (Status.ALIVE, Status.SUSPECT)
 _PAIRS_PER_SAMPLE = 4_000
 _VIEWS_PER_SAMPLE = 4
-"""Looking at a view costs its size, so only some are looked at each time, all in turn."""
+"""Looking at a view costs its size, so each sample looks at only so many, in turn."""
 _VIEWS_AT_END = 256
 
 
 class ViewsConverge(Checker):
-    """A peer that has been up and undisturbed for `converge_seconds` lists exactly those peers, in its scope
-    and within its reach, of which the same is true. It lists none as live that has been down for so long."""
+    """Check that a peer that has been up and undisturbed for `converge_seconds` lists exactly the peers in
+    its scope and reach for which the same holds, and lists as live no peer that has been down for that
+    long."""
 
     name = "membership"
 
@@ -66,8 +67,8 @@ class ViewsConverge(Checker):
 
 
 class NoFalseDeaths(Checker):
-    """Nobody declares dead who is up, within reach and undisturbed, and has been for long enough that it
-    cannot be an earlier life that is meant."""
+    """Check that nobody declares dead a peer that is up, reachable and undisturbed, and has been for so long
+    that the verdict cannot mean an earlier life."""
 
     name = "false-death"
 
@@ -90,8 +91,8 @@ class NoFalseDeaths(Checker):
 
 
 class DeathsAreRefuted(Checker):
-    """A peer declared dead though it is up and within reach is listed again, by every peer that declared it,
-    within the time that refuting takes."""
+    """Check that each peer that declared a live, reachable peer dead lists it again within the time that a
+    refutation takes."""
 
     name = "refutation"
 
@@ -99,7 +100,7 @@ class DeathsAreRefuted(Checker):
         super().__init__()
         self._patience_seconds = refutation_seconds(scenario)
         self._calm = QuietPeriods(scenario)
-        # Wrongly dead: (who holds it so, who is) and since when. A queue by time with all that there were.
+        # Wrong verdicts of death: (observer, subject) and since when. A queue by time holds all of them.
         self._held: dict[tuple[PeerId, PeerId], float] = {}
         self._queue: deque[tuple[float, PeerId, PeerId]] = deque()
         self.handlers = {**self._calm.handlers, MemberDown: self._see_down, MemberUp: self._see_up}
@@ -122,7 +123,7 @@ class DeathsAreRefuted(Checker):
             if not (world.is_up(viewer) and world.is_up(subject) and _connected(world, viewer, subject)):
                 del self._held[viewer, subject]
             elif self._calm.both_since(world, viewer, subject) > since:
-                # Something came between: it has all the time again, or the next life has.
+                # A disturbance came between: restart the time allowed, or the time of the next life.
                 later = max(world.now, self._calm.both_since(world, viewer, subject))
                 self._held[viewer, subject] = later
                 self._queue.append((later, viewer, subject))

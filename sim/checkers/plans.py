@@ -8,7 +8,7 @@ from sim.observers import Observed, World
 
 
 class OnePlanAHeight(Checker):
-    """No two peers ever take different plans of one height of a run to be in force. Not for runs that may
+    """Check that no two peers ever take different plans of one height to be in force. Not for runs that may
     fork."""
 
     name = "plans"
@@ -29,7 +29,7 @@ class OnePlanAHeight(Checker):
 
 
 class PlansFollow(Checker):
-    """Each plan follows one that was in force before, of the height below; the first follows nothing."""
+    """Check that each plan follows one that was in force, of the height below; the first follows none."""
 
     name = "chain"
 
@@ -55,8 +55,8 @@ class PlansFollow(Checker):
 
 
 class SomeBranchGoesOn(Checker):
-    """At least one of a run's branches is never left: somebody remains under a plan in force. Peers that are
-    down count, for their disks bring the plan back."""
+    """Check that at least one branch of a run is never left: some peer remains under a plan in force. Peers
+    that are down count, because their disks bring the plan back."""
 
     name = "branches"
 

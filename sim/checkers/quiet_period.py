@@ -1,7 +1,8 @@
-"""When nothing disturbs a peer or the network: what a checker of membership must leave time for. Pure.
+"""Disturbances of a peer or the network, and the quiet times between them, which checkers of membership must
+allow for. Pure.
 
-Starts and stops, goodbyes and standing still are seen as they happen, peer by peer. Cut, deaf and lossy links
-are read from the scenario's events, for all peers alike.
+Starts, stops, goodbyes and freezes are seen peer by peer as they happen. Cut, deaf and lossy links are read
+from the scenario's events, for all peers alike.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,7 @@ _SPREAD_SECONDS = 5.0
 
 
 class QuietPeriods:
-    """Feed it with what `handlers` name."""
+    """The quiet periods; feed it the events named in `handlers`."""
 
     def __init__(self, scenario: Scenario) -> None:
         self._events = tuple(event for event in scenario.events if event.kind in _DISTURBING)
@@ -34,12 +35,11 @@ class QuietPeriods:
         }
 
     def since(self, peer: PeerId) -> float:
-        """Return when this peer last came, went, or stood still; it may lie ahead. Before anything happened:
-        0."""
+        """Return when this peer last started, stopped or was frozen, 0 if never; it may lie ahead."""
         return self._changed.get(peer, 0.0)
 
     def network_since(self, now: float) -> float:
-        """Since when the network is whole; ahead of `now` while it is not."""
+        """Return since when the network is whole; ahead of `now` while it is not."""
         latest = 0.0
         for event in self._events:
             if event.at_seconds > now:
@@ -51,7 +51,7 @@ class QuietPeriods:
         return latest
 
     def both_since(self, world: World, one: PeerId, other: PeerId) -> float:
-        """Since when nothing at all stands between two peers."""
+        """Return since when nothing at all disturbs the link between two peers."""
         return max(self.since(one), self.since(other), self.network_since(world.now))
 
     def _see_change(self, observed: Observed, _world: World) -> None:
@@ -63,7 +63,7 @@ class QuietPeriods:
             self._changed[observed.peer] = observed.time + observed.event.seconds
 
     def _see_left(self, observed: Observed, world: World) -> None:
-        # Others hear a goodbye a moment before the peer has stopped. Nobody can say it for another.
+        # Others hear a goodbye a moment before the peer has stopped. Only the peer itself can send one.
         if world.is_up(observed.event.peer):
             self._changed[observed.event.peer] = observed.time
 
@@ -77,8 +77,8 @@ def detection_seconds(scenario: Scenario) -> float:
 
 
 def refutation_seconds(scenario: Scenario) -> float:
-    """Return how long a peer that lives may be held dead. It learns of it from the next member that it
-    probes, and answers by gossip; whoever gossip missed has it from an exchange of lists, at the latest the
-    second."""
+    """Return how long a live peer may be held dead. It learns of the verdict from the next member that it
+    probes and answers by gossip; members that miss the gossip learn it from an exchange of lists, the second
+    at the latest."""
     settings = PRESETS[scenario.membership.preset]
     return detection_seconds(scenario) + 2 * settings.sync_period_seconds(scenario.nodes)

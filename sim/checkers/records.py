@@ -1,4 +1,4 @@
-"""Invariants of the DHT's records: none is forged, and those that are there are found."""
+"""Invariants of the DHT's records: none is forged, and records that are stored are found."""
 
 from crypto.identity import PeerId
 from dht.events import RecordsFound
@@ -8,14 +8,14 @@ from sim.observers import Observed, World
 from sim.scenario import Scenario
 
 _MISSES_OF = 200
-"""On the way misses are held against at least so many lookups: a few early ones mean nothing."""
+"""Misses during a run are held against at least so many lookups: a few early ones mean nothing."""
 _LOOKUPS_MIN = 20
-"""A share of fewer says nothing."""
+"""A share of fewer lookups says nothing."""
 
 
 class RecordsAreGenuine(Checker):
-    """A record that is found was published by its author, with that sequence and value. Only of keys that the
-    world itself published under."""
+    """Check that each record found was published by its author with that sequence and value. Only for keys
+    that the world itself published under."""
 
     name = "forged-record"
 
@@ -44,9 +44,9 @@ class RecordsAreGenuine(Checker):
 
 
 class RecordsAreFound(Checker):
-    """At least the share of lookups that the scenario asks for finds its record, where it was there to be
-    found. It counts from when the swarm has started and all has been republished once: with every peer that
-    comes others are to keep a record, and only its republishing brings it there."""
+    """Check that at least the scenario's share of lookups finds its record where one was stored. Counting
+    begins once the swarm has started and all records were republished: each newcomer becomes responsible for
+    records that only republishing brings to it."""
 
     name = "lost-records"
 

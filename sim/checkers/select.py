@@ -1,4 +1,5 @@
-"""Which invariants hold in a scenario, and one watcher that hands each event only to those who want it."""
+"""The choice of invariants for a scenario, and a watcher that hands each event only to the checkers that
+handle it."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +17,8 @@ from sim.scenario import Scenario
 
 
 class Checkers:
-    """Several checkers as one `sim.observers.Watcher`: a world of thousands tells millions of events, and
-    most concern nobody."""
+    """Several checkers as one `sim.observers.Watcher`: a world of thousands of peers publishes millions of
+    events, and most concern no checker."""
 
     def __init__(self, checkers: Sequence[Checker]) -> None:
         self.checkers = tuple(checkers)
@@ -40,7 +41,8 @@ class Checkers:
 
 
 def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
-    """All invariants that are to hold in this scenario. They have memory: new ones for each experiment."""
+    """Return new checkers for all invariants that must hold in this scenario; each keeps state of its
+    experiment."""
     checks = scenario.checks
     found: list[Checker] = [WithinLimits(), DeathsAreRefuted(scenario), RecordsAreGenuine(), AveragesAgree()]
     if checks.converge_seconds:
@@ -61,8 +63,7 @@ def checkers_for(scenario: Scenario) -> tuple[Watcher, ...]:
 
 
 def _only_goodbyes(scenario: Scenario) -> bool:
-    """Return whether nothing befalls peers but that some leave, while those that stay have room for all
-    stages."""
+    """Return whether peers only ever leave with a goodbye, and those that stay have room for all stages."""
     going = sum(round(event.share * scenario.nodes) for event in scenario.events)
     has_room = all(run.members - going >= run.stages * run.replicas for run in scenario.runs)
     churn, events = scenario.churn, scenario.events

@@ -12,20 +12,20 @@ _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
 
 _KEPT_MAX = 512
-"""Steps that are compared: nobody applies one that is longer ago under the same plan."""
+"""Steps that are compared; nobody applies an older one under the same plan."""
 
 
 class SamplesOnce(Checker):
-    """Within a committed step all stages count the same micro-batches, each once; and none is in two
-    committed steps of one chain of plans. A plan that goes back to a checkpoint takes the place of the steps
-    after it."""
+    """Check that within a committed step all stages count the same micro-batches, each once, and that no
+    micro-batch is in two committed steps of one chain of plans. A plan that goes back to a checkpoint
+    replaces the steps after it."""
 
     name = "samples"
 
     def __init__(self) -> None:
         super().__init__()
         self._parents: dict[bytes, bytes] = {}
-        # By plan: of each micro-batch, in which step of the chain up to this plan it is.
+        # By plan: the step of each micro-batch, along the chain up to this plan.
         self._owners: dict[bytes, dict[int, int]] = {}
         self.handlers = {PlanAdopted: self._see_adopted, StepCommitted: self._see_committed}
 
@@ -65,7 +65,8 @@ class SamplesOnce(Checker):
         return frozenset(found)
 
     def _of_plan(self, plan: bytes) -> dict[int, int]:
-        """The chain up to a plan; a new plan begins with what its nearest ancestor that committed had."""
+        """Return the steps along the chain up to a plan; a new plan starts from its nearest ancestor that
+        committed."""
         if plan not in self._owners:
             ancestor = self._parents.get(plan)
             while ancestor is not None and ancestor not in self._owners:
@@ -75,8 +76,8 @@ class SamplesOnce(Checker):
 
 
 class GoodbyesLoseNothing(Checker):
-    """No step is committed twice: a member that says goodbye hands over what it holds before it goes. For
-    scenarios in which nobody goes without a word, and others have room for what is handed over."""
+    """Check that no step is committed twice: a member that says goodbye hands over what it holds before it
+    goes. For scenarios in which nobody crashes and others have room for what is handed over."""
 
     name = "goodbyes"
 
@@ -95,8 +96,9 @@ class GoodbyesLoseNothing(Checker):
 
 
 class SumsAgree(Checker):
-    """A replica applies a step once under a plan, has no micro-batch in its sums twice nor one that another
-    of its stage has, and has there exactly what the commit of that plan names it for."""
+    """Check that a replica applies a step once under a plan, that its sums hold no micro-batch twice and none
+    that another replica of its stage has, and that they hold exactly the micro-batches that the commit
+    assigns to it."""
 
     name = "sums"
 
@@ -174,7 +176,7 @@ class SumsAgree(Checker):
 
 
 def _put(kept: dict[_Key, _Value], key: _Key, value: _Value) -> None:
-    """Add to a bounded memory, the oldest goes."""
+    """Add to a bounded memory; the oldest entry goes."""
     kept[key] = value
     if len(kept) > _KEPT_MAX:
         del kept[next(iter(kept))]

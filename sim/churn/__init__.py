@@ -1,1 +1,1 @@
-"""Churn: sessions and absences, waves, crowds and failures that take many peers along."""
+"""Churn: sessions and absences, waves, flash crowds and failures that hit many peers at once."""

@@ -1,15 +1,15 @@
-"""How long a session or an absence lasts: quantiles, means, and what is left of one under way. Pure.
+"""Distributions of sessions and absences: quantiles, means, and residual lifetimes. Pure.
 
-Lives are drawn by their quantile from a number between 0 and 1. What is left of a session that began
-before one looked (the equilibrium distribution of renewal theory) is an even share of a session drawn
-in proportion to its length: long ones are the likelier to be met.
+Lives are drawn by their quantile from a number between 0 and 1. The residual lifetime of a session under way
+(the equilibrium distribution of renewal theory) is a uniform share of a session drawn in proportion to its
+length: an observer meets long ones more often.
 
 bathtub: preemptible machines, in the form that Kadupitiya, Jadhao and Sharma 2020 (HPDC, "Modeling the
 Temporally Constrained Preemptions of Transient Cloud VMs") fitted,
 
     F(t) = A (1 - exp(-t / a) + exp((t - b) / c)):
 
-many die young, few in the middle, many shortly before the stop at b, and whoever is left goes there.
+many die young, few in the middle, many shortly before the stop at b, and all that are left at b.
 """
 
 import math
@@ -20,9 +20,9 @@ from sim.churn.model import Distribution
 
 _NORMAL = NormalDist()
 _SHARE_MIN = 2.0**-53
-"""Quantiles of 0 and 1 may be infinite; nobody draws what is beyond these."""
+"""Quantiles of 0 and 1 may be infinite; no draw goes beyond these."""
 
-# Of the bathtub, as shares of its hard stop: within the range of the published fits.
+# Parameters of the bathtub, as shares of its hard stop: within the range of the published fits.
 _BATHTUB_SHARE = 0.47
 _BATHTUB_EARLY = 1.0 / 24
 _BATHTUB_LATE = 0.8 / 24
@@ -30,7 +30,7 @@ _BISECTIONS = 40
 
 
 def quantile_seconds(distribution: Distribution, share: float) -> float:
-    """Below this last `share` (0 to 1) of all; inf where it is forever."""
+    """Return the length that `share` (0 to 1) of all do not exceed; inf where it is forever."""
     share = min(max(share, _SHARE_MIN), 1 - _SHARE_MIN)
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
@@ -48,7 +48,7 @@ def quantile_seconds(distribution: Distribution, share: float) -> float:
 
 
 def mean_seconds(distribution: Distribution) -> float:
-    """The mean; inf where it is forever."""
+    """Return the mean; inf where it is forever."""
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
         case "weibull":
@@ -63,7 +63,7 @@ def mean_seconds(distribution: Distribution) -> float:
 
 
 def rest_seconds(distribution: Distribution, rng: Random) -> float:
-    """Return how much longer one lasts that is met under way at a moment like any other."""
+    """Return the residual lifetime of a session or an absence that is met under way at a random moment."""
     scale, shape = distribution.scale_seconds, distribution.shape
     match distribution.distribution:
         case "weibull":
@@ -76,7 +76,7 @@ def rest_seconds(distribution: Distribution, rng: Random) -> float:
         case "constant":
             whole = scale
         case "bathtub":
-            # Never longer than the stop, so that one in proportion to its length is found by rejection.
+            # No length exceeds the stop, so rejection samples in proportion to the length.
             whole = scale * _bathtub_quantile(rng.random())
             while rng.random() * scale > whole:
                 whole = scale * _bathtub_quantile(rng.random())
@@ -86,7 +86,7 @@ def rest_seconds(distribution: Distribution, rng: Random) -> float:
 
 
 def _bathtub_share(time: float) -> float:
-    """The share that is gone at `time`, the stop being at 1."""
+    """Return the share that has ended at `time`, the stop being at 1."""
     if time >= 1:
         return 1.0
     early, late = math.exp(-time / _BATHTUB_EARLY), math.exp((time - 1) / _BATHTUB_LATE)

@@ -1,11 +1,11 @@
-"""The `[[events]]` of a scenario, resolved: what begins and ends when, for which peers by number. Pure.
+"""The `[[events]]` of a scenario, resolved to beginnings, ends and peers by number. Pure.
 
-Who is hit is a keyed draw of (seed, the event's place in the list, which repetition, the peer's number),
-so one event more changes nobody else's fate. Exactly the share is hit, rounded, and at least one peer
+The peers hit are a keyed draw of (seed, the event's place in the list, its repetition, the peer's number), so
+another event does not change whom the others hit. Exactly the share is hit, rounded, and at least one peer
 where the share is above 0. Permanent peers are never stopped; they may be cut off, frozen or slowed.
 
-A disturbance names peers whether they are up at that moment or not: a world passes over who is not there.
-Not here: sessions and absences (`sim.churn.schedule`).
+A disturbance also names peers that are down at that moment; a world skips them. Not here: sessions and
+absences (`sim.churn.schedule`).
 """
 
 import heapq
@@ -24,11 +24,11 @@ _STOPPING = ("crash", "leave", "restart")
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One event, for the peers `numbers` (ascending). Of `kind` as in `Event`.
+    """One event, for the peers `numbers` (ascending). `kind` as in `Event`.
 
-    It begins at `begins` and is over at `ends`: peers start again, can reach each other, compute as usual;
-    inf for never. join: `numbers` start at `starts`, one instant each. restart: `ends` is `begins`, and they
-    are back under `version`.
+    It lasts from `begins` to `ends` (inf for never); then peers start again, reach each other, or compute as
+    usual. join: `numbers` start at `starts`, one instant each. restart: `ends` is `begins`, and the peers
+    return under `version`.
     """
 
     begins: float
@@ -42,7 +42,7 @@ class Disturbance:
 
 
 def late_numbers(nodes: int, late_share: float, permanent: int) -> range:
-    """The peers kept back for events of kind `join`: so many at the end of the list, no permanent one."""
+    """Return the peers kept back for events of kind `join`: the last ones of the list, no permanent one."""
     return range(max(nodes - round(nodes * late_share), min(permanent, nodes)), nodes)
 
 
@@ -56,9 +56,10 @@ def disturbances(
     late_share: float = 0.0,
     region_of: Callable[[int], str],
 ) -> Iterator[Disturbance]:
-    """All that begin before the instant `seconds`, in order of beginning, then of their place in the list."""
+    """Yield all disturbances that begin before the instant `seconds`, by beginning, then by place in the
+    list."""
     crowd = _Crowd(nodes, seed, churn, late_numbers(nodes, late_share, churn.permanent), region_of)
-    # Not merged from streams: whom an event finds depends on those before it.
+    # Not merged from streams: the peers that an event hits depend on the events before it.
     due = [(event.at_seconds, index, 0) for index, event in enumerate(events)]
     heapq.heapify(due)
     while due:
@@ -75,7 +76,8 @@ def disturbances(
 
 
 def version_of(churn: Churn, number: int, seed: int) -> str:
-    """Return what a peer runs at the beginning; "" where no versions are given, or it is of the rest."""
+    """Return the version of a peer at the beginning; "" where no versions are given, or for the remaining
+    share."""
     share = draw_share(seed, "version", number)
     for version in churn.versions:
         share -= version.share
@@ -85,7 +87,7 @@ def version_of(churn: Churn, number: int, seed: int) -> str:
 
 
 class _Crowd:
-    """All peers, with what an event may look at: who has come so far, and who runs which version."""
+    """All peers, with the facts that an event may use: who has started so far, and who runs which version."""
 
     def __init__(
         self, nodes: int, seed: int, churn: Churn, late: range, region_of: Callable[[int], str]

@@ -10,9 +10,10 @@ Profile = Literal["none", "kad", "bittorrent", "spot", "lab"]
 
 
 class Distribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How long sessions or absences last. `shape` and `scale_seconds` as in the textbooks: of the Weibull
-    distribution; sigma and median of the lognormal; `scale_seconds` is the mean of the exponential and the
-    value of the constant. bathtub: preemptible machines, with a hard stop at `scale_seconds` (24 h)."""
+    """A distribution of the lengths of sessions or absences. `shape` and `scale_seconds` are those of the
+    textbooks for the Weibull distribution; sigma and median of the lognormal; `scale_seconds` is the mean of
+    the exponential and the value of the constant. bathtub: preemptible machines, with a hard stop at
+    `scale_seconds` (24 h)."""
 
     distribution: Literal["weibull", "lognormal", "exponential", "constant", "bathtub", "forever"]
     scale_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)] = 3600.0
@@ -27,13 +28,13 @@ class Version(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sessions and absences. A profile fills in what is not given. `speedup` divides all times, so that
-    an hour of a profile fits a short experiment. `permanent` peers at the beginning of the list never go.
-    `crash_share` of them go without a word, the others leave; `remembers` keeps their disks.
+    """Sessions and absences. A profile fills in settings that are not given. `speedup` divides all times, so
+    that an hour of a profile fits a short experiment. The first `permanent` peers of the list never go. A
+    share `crash_share` of departures are crashes, the others say goodbye; `remembers` keeps their disks.
 
-    `trace`: a file of who came and went when, in place of sessions and absences. `wave_depth`: how much the
-    rates of coming and going swing over a day of `wave_seconds`, which begins at noon. `versions`: what the
-    peers run, for events that concern one of them.
+    `trace`: a file of arrivals and departures that replaces sessions and absences. `wave_depth`: how much the
+    rates of arrival and departure swing over a day of `wave_seconds`, which begins at noon. `versions`: the
+    versions that peers run, for events that concern one version.
     """
 
     profile: Profile = "none"
@@ -54,13 +55,13 @@ class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `versions` where these are given, chosen by the seed.
 
     partition: they are cut off from the others for `lasts_seconds`. one-way: others hear them, they hear
-    nobody. no-datagrams: no datagram goes to them or from them for `lasts_seconds`, and streams do; messages
-    do not change over to streams, as a real node's do, so this is harsher. crash, leave: they stop, and start
-    again after `lasts_seconds` (0: never). join: so many of those that were kept back until now start, within
-    `lasts_seconds` (a flash crowd). freeze: they stand still for
-    `lasts_seconds`. slow: computing takes `factor` times as long for `lasts_seconds`. restart: as crash, and
-    back at once under `version`, if it is given only those that do not run it yet. loss: this share of their
-    messages is lost for `lasts_seconds`. reboot: the routers before them forget every mapping.
+    nobody. no-datagrams: datagrams to and from them are dropped for `lasts_seconds` while streams pass;
+    messages do not move to streams as a real node's do, so this is harsher. crash, leave: they stop, and
+    start again after `lasts_seconds` (0: never). join: this share of the peers kept back start within
+    `lasts_seconds` (a flash crowd). freeze: they are stopped for `lasts_seconds`. slow: computing takes
+    `factor` times as long for `lasts_seconds`. restart: a crash with an immediate return under `version`;
+    where it is given, only peers that run another. loss: this share of their messages is lost for
+    `lasts_seconds`. reboot: the routers before them forget every mapping.
     """
 
     at_seconds: Seconds

@@ -1,17 +1,17 @@
-"""Churn as it was measured: what a profile puts in the place of sessions and absences not given. Pure.
+"""Measured churn: the sessions and absences that each profile fills in. Pure.
 
 kad: Steiner, En-Najjary and Biersack 2009, a year of eMule's DHT. First sessions were fitted by a Weibull
 distribution of shape 0.545 and scale 357.7 minutes, later ones by 0.615 and 169.5; offline 0.476 and 413.7.
-Peers of a scenario come back again and again, so all their sessions are later ones. In the steady
-state a fifth of them is there.
+Peers of a scenario come back again and again, so all their sessions are later ones. In the steady state a
+fifth of them is up.
 
 bittorrent: sessions Weibull, 0.63 and 287.9 minutes. Absences are not given there; ours are KAD's.
 
-spot: preemptible machines, the bathtub with its hard stop at 24 hours. What comes after is not given:
-here another machine takes the place, after an exponential time of 10 minutes in the mean.
+spot: preemptible machines, the bathtub with its hard stop at 24 hours. Absences are not given: here another
+machine takes over after an exponential time with a mean of 10 minutes.
 
-lab: nothing was measured. It is a timetable: each peer comes on weekdays about 9 and goes about 18
-o'clock, each day at its own minute, and one day in ten it stays away; it begins on a Monday at noon.
+lab: nothing was measured. It is a timetable: on weekdays each peer comes about 9:00 and goes about 18:00, at
+its own minute each day, and stays away one day in ten; time begins on a Monday at noon.
 """
 
 import math
@@ -30,7 +30,7 @@ PROFILES: dict[Profile, tuple[Distribution, Distribution]] = {
     "bittorrent": (Distribution("weibull", 287.9 * _MINUTE, 0.63), _KAD_ABSENCES),
     "spot": (Distribution("bathtub", 24 * _HOUR), Distribution("exponential", 10 * _MINUTE)),
 }
-"""Sessions and absences of each profile that has them."""
+"""Sessions and absences of each profile that defines them."""
 
 _LAB_FROM, _LAB_UNTIL = 9 * _HOUR, 18 * _HOUR
 _LAB_SPREAD_SECONDS = 1 * _HOUR
@@ -40,14 +40,14 @@ _WORKDAYS, _WEEK = 5, 7
 
 
 def sessions_and_absences(churn: Churn) -> tuple[Distribution, Distribution]:
-    """Return what is given, else the profile's. Not for `lab`."""
+    """Return the given distributions, else the profile's. Not for `lab`."""
     sessions, absences = PROFILES[churn.profile]
     return churn.sessions or sessions, churn.absences or absences
 
 
 def lab_days(seed: int, number: int) -> Iterator[tuple[float, float]]:
-    """(from, until) of each day that this peer works, in seconds since the beginning; the first may have
-    begun before it."""
+    """Yield (from, until) of each day that this peer works, in seconds since the beginning; the first may
+    have begun earlier."""
     day = 0
     while True:
         came = draw_share(seed, "lab came", number, day)
@@ -60,8 +60,8 @@ def lab_days(seed: int, number: int) -> Iterator[tuple[float, float]]:
 
 
 def wave_clock(now: float, depth: float, period_seconds: float) -> float:
-    """Return how much time has passed for who is away: it runs fast at noon and slow at midnight, and `depth`
-    1 stops it there. Over a whole day it is right."""
+    """Return how much time has passed for absent peers: this clock runs fast at noon and slow at midnight,
+    where `depth` 1 stops it. Over a whole day it is right."""
     if not depth:
         return now
     turn = math.tau / period_seconds
@@ -69,7 +69,7 @@ def wave_clock(now: float, depth: float, period_seconds: float) -> float:
 
 
 def when_wave_shows(reading: float, depth: float, period_seconds: float) -> float:
-    """The moment at which `wave_clock` shows `reading`."""
+    """Return the moment at which `wave_clock` shows `reading`."""
     if not depth or math.isinf(reading):
         return reading
     swing = abs(depth) * period_seconds / math.tau

@@ -2,12 +2,11 @@
 reading a trace file.
 
 Each peer has its own chain of lives, drawn by (seed, its number, the number of the life) and nothing else.
-So another peer more, or a longer experiment, changes nobody's sessions.
+Another peer or a longer experiment therefore changes nobody's sessions.
 
-At time 0 the swarm is in its steady state, as one that has run for long: a peer is there with the
-probability mean session / (mean session + mean absence), and what it is in has been under way for a while
-(`rest_seconds`). Where a session or an absence is forever there is no such state: all are there, at the
-beginning of a session. A wave is taken on from there within a session's length.
+At time 0 the swarm is in its steady state: a peer is up with the probability mean session / (mean session +
+mean absence), and its session or absence is already under way (`rest_seconds`). Where a session or an absence
+is forever there is no steady state: all peers begin a session. A wave takes effect within a session's length.
 
 Not here: how a swarm starts up (`sim.scenario.Start`) and its events (`sim.churn.disturbances`).
 """
@@ -27,16 +26,17 @@ from sim.network.instants import nearest_instant
 from sim.seeds import draw_share, seeded_rng
 
 STAY_SECONDS_MIN = 0.001
-"""No process comes or goes faster, whatever a distribution says; a start never falls on the stop before."""
+"""No process comes or goes faster, whatever a distribution says; a start never coincides with the stop before
+it."""
 ABSENT = "absent"
 
 
 class Change(NamedTuple):
-    """At `time` (virtual seconds, whole microseconds) the peer of this number comes or goes.
+    """An arrival or a departure of the peer `number` at `time` (virtual seconds, whole microseconds).
 
-    `why`: crash (without a word) or leave (it says goodbye) for one that goes; return for one that comes;
-    absent, at time 0 and before anything else, for one that is not there at the beginning. `remembers`:
-    whether it comes back with its disk.
+    `why` is crash (without a word) or leave (with a goodbye) for a departure; return for an arrival; absent,
+    at time 0 before anything else, for a peer that is down at the beginning. `remembers`: whether it returns
+    with its disk.
     """
 
     time: float
@@ -47,7 +47,7 @@ class Change(NamedTuple):
 
 
 def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[Change]:
-    """All changes among `nodes` peers before the instant `seconds`, in order of time, then of number.
+    """Yield all changes among `nodes` peers before the instant `seconds`, by time, then by number.
 
     Raises:
         UsageError: the trace file cannot be read, or has more peers than there is room for.
@@ -70,7 +70,7 @@ def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[Cha
     chains = [
         _explained(churn, number, seed, seconds, life) for number, life in zip(numbers, lives, strict=False)
     ]
-    # Instants may coincide: a named tuple is ordered by its number then.
+    # Instants may coincide; a named tuple is then ordered by its number.
     return heapq.merge(*chains)
 
 
@@ -79,7 +79,7 @@ Life = Iterator[tuple[float, bool]]
 
 
 def _explained(churn: Churn, number: int, seed: int, seconds: float, life: Life) -> Iterator[Change]:
-    """The changes of one peer, in the experiment's time."""
+    """Yield the changes of one peer, in the experiment's time."""
     up = True
     last = 0.0
     for index, (moment, goes_up) in enumerate(life):
@@ -104,7 +104,7 @@ def _why(churn: Churn, number: int, seed: int, index: int, up: bool) -> str:
 
 
 def _renewed(churn: Churn, sessions: Distribution, absences: Distribution, number: int, seed: int) -> Life:
-    """Sessions and absences in turn."""
+    """Yield sessions and absences in turn."""
     depth, period = churn.wave_depth, churn.wave_seconds
     up, rest = _steady(sessions, absences, number, seed)
     yield 0.0, up
@@ -122,7 +122,7 @@ def _renewed(churn: Churn, sessions: Distribution, absences: Distribution, numbe
 
 
 def _steady(sessions: Distribution, absences: Distribution, number: int, seed: int) -> tuple[bool, float]:
-    """Return whether a peer is there at time 0, and for how long it stays so."""
+    """Return whether a peer is up at time 0, and how long it stays in that state."""
     here, away = mean_seconds(sessions), mean_seconds(absences)
     if math.isinf(away):
         return True, quantile_seconds(sessions, draw_share(seed, "life", number, 0, 1))

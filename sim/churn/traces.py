@@ -1,4 +1,4 @@
-"""Trace files: who came and went when, as CSV of three columns: peer, time in seconds, up or down.
+"""Trace files: arrivals and departures as CSV of three columns: peer, time in seconds, up or down.
 
     peer,time,state
     lab-1,0,up
@@ -27,14 +27,14 @@ _STATES = {"up": True, "down": False}
 
 @dataclass(frozen=True)
 class TraceFile:
-    """`names` by number; per number (time, whether up), in order of time and each time a change."""
+    """`names` by number; per number (time, whether up), by time; each row is a change."""
 
     names: tuple[str, ...]
     changes: tuple[tuple[tuple[float, bool], ...], ...]
 
 
 def load_trace(path: Path) -> TraceFile:
-    """Raises UsageError, with the line."""
+    """Read a trace file. Raises UsageError, which names the line."""
     try:
         with path.open(encoding="utf-8", newline="") as file:
             return read_trace(file, name=str(path))
@@ -45,7 +45,7 @@ def load_trace(path: Path) -> TraceFile:
 
 
 def read_trace(lines: Iterable[str], *, name: str) -> TraceFile:
-    """`name` stands in errors. Raises UsageError."""
+    """Parse the lines of a trace; `name` is for errors. Raises UsageError."""
     found: dict[str, list[tuple[float, bool]]] = {}
     rows = csv.reader(lines, strict=True)
     try:

@@ -1,4 +1,4 @@
-"""How services answer: how many answers, how they ended, and how long they stood still."""
+"""Measures of services: the number of answers, their outcomes, and their pauses."""
 
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ class _Service:
     moves: int = 0
     firsts: list[float] = field(default_factory=list)
     pauses: list[float] = field(default_factory=list)
-    """The longest pause of each answer that took another route."""
+    """The longest pause of each answer that changed its route."""
     seconds: float = 0.0
 
 

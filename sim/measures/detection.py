@@ -1,8 +1,8 @@
-"""How soon the swarm notices that a peer is gone, and how often it thinks so of one that is not.
+"""How soon the swarm notices that a peer is gone, and how often it suspects a live one.
 
-A crash is timed from its instant: to the first suspicion anywhere, to the first verdict of death, and until
-no watched peer lists it any more. A false suspicion counts once, at the peer that signed it, not at each
-that hears of it. Where many peers run out of patience with one, that is one false death.
+A crash is timed from its instant to the first suspicion anywhere, to the first verdict of death, and until no
+watched peer lists the peer. A false suspicion counts once, at the peer that signed it, not at each that hears
+of it. Verdicts on one peer by many observers are one false death.
 """
 
 from collections import Counter
@@ -16,9 +16,10 @@ from sim.measures.views import Views
 from sim.observers import Observed, World
 
 SAME_DEATH_SECONDS = 30.0
-"""Verdicts on one peer that lie no further apart are one mistake, made by several."""
+"""Verdicts on one peer that lie no further apart are one mistake of several observers."""
 JUST_BACK_SECONDS = 10.0
-"""For this long after its return, a verdict about a peer's earlier life is not a mistake about this one."""
+"""For this long after a peer's return, a verdict about its earlier life is not a mistake about the new
+one."""
 
 
 @dataclass
@@ -31,8 +32,8 @@ class _Crash:
 
 class Detection:
     """Metrics, one row a crash, labelled with the peer: `crash_suspected_seconds`, `crash_dead_seconds`,
-    `crash_known_to_all_seconds`. One row each: `false_suspicion`, `false_death`, labelled with why
-    it may be excused (`frozen`, `cut off`, `just back`) or nothing."""
+    `crash_known_to_all_seconds`. One row each: `false_suspicion`, `false_death`, labelled with its excuse
+    (`frozen`, `cut off`, `just back`) or nothing."""
 
     def __init__(self, swarm: Swarm, world: World, rows: list[Row]) -> None:
         self._swarm = swarm
@@ -52,7 +53,7 @@ class Detection:
         }
 
     def follow(self, views: Views) -> None:
-        """Where to ask who lists whom."""
+        """Use `views` to ask which peers list which."""
         self._views = views
 
     def follows(self, subject: int) -> bool:
@@ -62,7 +63,7 @@ class Detection:
         self._count(now, subject, self._open[subject].listing + change)
 
     def recount(self, now: float) -> None:
-        """Where scopes move, who is to list whom changes without an event."""
+        """Recount: where scopes move, the peers that should list each other change without an event."""
         assert self._views is not None
         for subject in list(self._open):
             self._count(now, subject, self._views.listing(subject))
@@ -99,7 +100,7 @@ class Detection:
 
     def _started(self, observed: Observed) -> None:
         assert observed.peer is not None
-        # Back before all had noticed: what was not seen by now is never timed.
+        # The peer returned before all had noticed: what is not seen by now is never timed.
         number = self._swarm.numbers[observed.peer]
         self._open.pop(number, None)
         self._back_at[number] = observed.time

@@ -15,7 +15,7 @@ from sim.observers import Observed, World
 from sim.scenario import Scenario
 
 POINTS_MAX = 1_000
-"""Moments at which the population and the views are recorded: as many as a picture shows."""
+"""Moments at which population and views are recorded: as many as a picture shows."""
 SETTLING_SECONDS = 30.0
 """A swarm counts as settled this long after the last peer's first start."""
 WINDOWS_MAX = 60
@@ -26,7 +26,7 @@ Handler = Callable[[Observed], None]
 
 
 class Measures:
-    """A `sim.observers.Watcher` that breaks nothing and changes nothing."""
+    """A `sim.observers.Watcher` that only measures."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.rows: list[Row] = []
@@ -57,7 +57,7 @@ class Measures:
             self._end_window(parts, world)
 
     def end(self, world: World) -> None:
-        """Add the rest of the last window."""
+        """Add the rows of the last window."""
         parts = self._parts or self._begin(world)
         self._now = world.now
         self._end_window(parts, world)
@@ -90,7 +90,7 @@ class Measures:
 
 
 class _Parts:
-    """The measures, once it is known who takes part."""
+    """The measures, created once the peers are known."""
 
     def __init__(self, world: World, rows: list[Row], scenario: Scenario) -> None:
         self.scoped = scenario.membership.scope != "all"
@@ -104,7 +104,8 @@ class _Parts:
         self.training = Training(rows)
         self.answers = AnswerFigures(rows)
         self.handlers: dict[type, list[Handler]] = {}
-        # In this order: who is up comes first, and a verdict is timed before the list forgets its subject.
+        # Order matters: the population comes first, and a verdict is timed before the list forgets its
+        # subject.
         for part in (self.swarm, self.detection, self.views, self.records, self.training, self.answers):
             for kind, handler in part.handlers.items():
                 self.handlers.setdefault(kind, []).append(handler)

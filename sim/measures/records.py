@@ -1,4 +1,5 @@
-"""Does the DHT find what is there, how soon and in how many rounds? By windows of time."""
+"""Measures of the DHT by windows of time: whether lookups find stored records, how soon and in how many
+rounds."""
 
 from sim.events import RecordGot, RecordWanted
 from sim.measures.rows import Row, known, mean, quantile, quantiles
@@ -6,9 +7,9 @@ from sim.observers import Observed
 
 
 class Records:
-    """Metrics of each window, none where nothing ended in it: `lookups` and `stores` that ended;
-    `lookups_found_share` of those whose record was there to be found; `lookup_seconds`, `lookup_rounds`,
-    `store_seconds` by quantile (the rounds their mean too); `store_copies` on average."""
+    """Metrics of each window in which anything ended: `lookups` and `stores` that ended;
+    `lookups_found_share` of lookups whose record existed; `lookup_seconds`, `lookup_rounds`, `store_seconds`
+    by quantile (the rounds their mean too); `store_copies` on average."""
 
     def __init__(self) -> None:
         self._lookups: list[RecordGot] = []
@@ -18,7 +19,7 @@ class Records:
         self.handlers = {RecordWanted: self._began, RecordGot: self._got}
 
     def sample(self, now: float, rows: list[Row]) -> None:
-        """The window since the last sample ends."""
+        """Close the window that began with the last sample."""
         lookups = self._lookups[self._lookups_before :]
         stores = self._stores[self._stores_before :]
         self._lookups_before, self._stores_before = len(self._lookups), len(self._stores)
@@ -59,7 +60,7 @@ class Records:
 
 
 def found_share(lookups: list[RecordGot]) -> float | None:
-    """Return the share found of the lookups whose record was there; None if there was no such lookup."""
+    """Return the share found of the lookups whose record existed; None if there was no such lookup."""
     expected = [lookup for lookup in lookups if lookup.expected]
     return known(mean(lookup.copies > 0 for lookup in expected)) if expected else None
 

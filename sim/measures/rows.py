@@ -1,4 +1,4 @@
-"""A row of a measurement in long form, and the little arithmetic that all measures share. Pure."""
+"""A row of a measurement in long form, and arithmetic that all measures share. Pure."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -8,8 +8,8 @@ QUANTILES = (("p50", 0.5), ("p95", 0.95), ("max", 1.0))
 
 
 class Row(NamedTuple):
-    """One figure at one moment of virtual time. `label` tells apart what has the same metric: a protocol, a
-    peer, a quantile; empty where there is only one. The unit ends the name of the metric."""
+    """One figure at one moment of virtual time. `label` distinguishes rows of one metric: a protocol, a peer,
+    a quantile; empty where there is only one. The metric's name ends in its unit."""
 
     time_seconds: float
     metric: str
@@ -18,14 +18,14 @@ class Row(NamedTuple):
 
 
 def quantile(ordered: Sequence[float], share: float) -> float:
-    """The value that `share` of all do not exceed, one of them (nearest rank); nan of none."""
+    """Return the value that `share` of all do not exceed, by nearest rank; nan of none."""
     if not ordered:
         return math.nan
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def mean(values: Iterable[float]) -> float:
-    """nan of none."""
+    """Return the mean; nan of none."""
     total, count = 0.0, 0
     for value in values:
         total += value
@@ -34,11 +34,11 @@ def mean(values: Iterable[float]) -> float:
 
 
 def quantiles(values: Iterable[float]) -> dict[str, float | None]:
-    """`p50`, `p95` and `max`; None of no values at all."""
+    """Return `p50`, `p95` and `max`; None of no values."""
     ordered = sorted(values)
     return {name: known(quantile(ordered, share)) for name, share in QUANTILES}
 
 
 def known(value: float) -> float | None:
-    """None for what cannot be said: JSON has no nan."""
+    """Return None for nan, which JSON does not have."""
     return round(value, 6) if math.isfinite(value) else None

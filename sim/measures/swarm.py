@@ -1,7 +1,7 @@
-"""The population: the peers that are up, and each one's side of a split. Every measure counts by it, and
-numbers stand for peers.
+"""The population: the peers that are up, and each one's side of a split. All measures use it; numbers stand
+for peers.
 
-Events alone update it, so no measure need ask the world about each peer each second.
+Events alone update it, so no measure asks the world about each peer each second.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ class Swarm:
         self.numbers: Mapping[PeerId, int] = {peer: number for number, peer in enumerate(self.peers)}
         self.up = np.zeros(len(self.peers), dtype=bool)
         self.sides = np.zeros(len(self.peers), dtype=np.int32)
-        """Peers of one number reach each other."""
+        """Peers with the same number reach each other."""
         self.frozen_until = [0.0] * len(self.peers)
         self.count = 0
         self.starts = self.restarts = self.crashes = self.leaves = 0

@@ -1,4 +1,4 @@
-"""How training goes: steps committed, how fast, where it stood still, how many plans it took."""
+"""Measures of training: committed steps, speed, stalls, and the number of plans."""
 
 from dataclasses import dataclass, field
 
@@ -7,7 +7,7 @@ from sim.measures.rows import Row, known, quantile
 from sim.observers import Observed
 
 _STALL_FACTOR = 5.0
-"""A step that takes so many times the usual one is a stall, not a slow step."""
+"""A step that takes so many times the usual time is a stall, not a slow step."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Training:
         }
 
     def sample(self, now: float, rows: list[Row]) -> None:
-        """The window since the last sample ends."""
+        """Close the window that began with the last sample."""
         took, self._sampled_at = now - self._sampled_at, now
         for run, count in self._window.items():
             if took > 0:
@@ -102,5 +102,5 @@ class Training:
 
 
 def run_name(run: bytes) -> str:
-    """A run's id as screens cut it."""
+    """Return a run's id, shortened as on screens."""
     return run.hex()[:8]

@@ -1,11 +1,12 @@
-"""Are the member lists right? Every watched peer's list against who is up, each second, in one matrix.
+"""Measures of member lists: each second every watched peer's list is compared with the peers that are up, in
+one matrix.
 
-A row is a peer that is looked at, a column a peer that may be listed. The rows follow the events of
-their peers; a peer that has just begun a life is asked once for the list it began with. Up to
-`ROWS_MAX` peers all are watched, in a larger or scoped swarm `SOME_ROWS` of them, evenly by number.
+A row is a watched peer, a column a peer that may be listed. Rows follow the events of their peers; a peer
+that has just started is asked once for its initial list. Up to `ROWS_MAX` peers all are watched, in a larger
+or scoped swarm `SOME_ROWS` of them, evenly by number.
 
-An entry is right where it says live and the peer is up, and reachable: no split lies between. The share of
-right entries is |listed and up| / |listed or up|, so that absent strangers do not count as right.
+An entry is right if it says live and the peer is up and reachable, with no split between. The share of right
+entries is |listed and up| / |listed or up|, so peers that are neither do not count as right.
 """
 
 from typing import Protocol
@@ -20,16 +21,16 @@ from sim.measures.swarm import Swarm
 from sim.observers import Observed, World
 
 ROWS_MAX = 4_096
-"""Beyond, a row for everybody would cost more memory than the peers themselves."""
+"""Beyond this, a row for each peer would cost more memory than the peers themselves."""
 SOME_ROWS = 128
 _SCOPE_QUESTIONS_MAX = 50_000
-"""Pairs asked in one sample for being in scope: a scope moves slowly, so it is asked for in turn."""
+"""Pairs whose scope is asked for in one sample; scopes move slowly, so pairs are asked in turn."""
 
 Mask = npt.NDArray[np.bool_]
 
 
 class Listener(Protocol):
-    """Told how many watched peers that are up list a gone one: `detection` follows these."""
+    """A listener that learns how many watched live peers list a gone one: `detection` uses this."""
 
     def follows(self, subject: int) -> bool: ...
     def listed(self, now: float, subject: int, change: int) -> None: ...
@@ -49,7 +50,7 @@ class Views:
         self._size = size
         self._settled_seconds = settled_seconds
         self._rows = {swarm.peers[number]: row for row, number in enumerate(self._observers)}
-        # One flat bytearray is what a single entry is set fastest in; numpy sees the same memory.
+        # A flat bytearray sets a single entry fastest; numpy sees the same memory.
         self._flat = bytearray(watched * size)
         self._matrix = np.frombuffer(self._flat, dtype=np.uint8).reshape(watched, size).view(bool)
         self._scope: Mask | None = np.zeros((watched, size), dtype=bool) if scoped else None
@@ -71,7 +72,7 @@ class Views:
         return len(self._observers)
 
     def listing(self, subject: int) -> int:
-        """Return how many watched peers that are up list this one as live."""
+        """Return how many watched peers that are up list `subject` as live."""
         column = self._matrix[:, subject] & self._swarm.up[self._observers]
         if self._scope is not None:
             column &= self._scope[:, subject]
@@ -164,7 +165,8 @@ class Views:
             self._note(now, row, int(subject), 0)
 
     def _ask_the_fresh(self, now: float, world: World) -> None:
-        """A life may begin with a list from an earlier one, which no event tells."""
+        """Ask peers that have just started: a life may begin with an earlier life's list, which no event
+        reports."""
         for row in self._fresh:
             peer = self._swarm.peers[self._observers[row]]
             for other, status in world.believes(peer).items():

@@ -1,1 +1,1 @@
-"""Replaying a recorded node at a desk: the same cores, given the same turns, in virtual time."""
+"""Replay of a recorded node: the same cores, given the same turns, in virtual time."""

@@ -1,7 +1,7 @@
-"""`peerloom sim replay FILE...`: play recorded nodes again, and say where they do something else.
+"""`peerloom sim replay FILE...`: replay recorded nodes and report where they diverge.
 
-The exit code is 0 where every turn came out as it was recorded, 6 where one did not, 2 where a file is no
-record or was changed.
+The exit code is 0 if every turn came out as recorded, 6 if one did not, 2 if a file is not a record or was
+changed.
 """
 
 import time
@@ -34,7 +34,7 @@ def main(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Play what a node started with --record FILE wrote: the same cores, in virtual time."""
+    """Replay what a node started with --record FILE wrote: the same cores, in virtual time."""
     rows = [row for name in files for row in _play(Path(name).expanduser(), times)]
     if as_json:
         show_json({"schema": "peerloom.replay/1", "records": [_document(*row) for row in rows]})
@@ -75,7 +75,7 @@ def _line(path: Path, played: Played, seconds: float) -> str:
 
 
 def _timeline(rows: Sequence[Row]) -> list[str]:
-    """Every event for people of all records, by the time their nodes gave."""
+    """Return the events for people of all records, by the times of their nodes."""
     first = {path: played for path, played, _ in rows}
     lines = [
         (float(event.get("at_seconds", 0.0)), f"{played.about.get('name', path)}  {_text(event)}")

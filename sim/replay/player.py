@@ -1,10 +1,10 @@
-"""Plays what `node.recording` wrote: the same cores, given the same turns, must make the same of them.
+"""The player of records of `node.recording`: the same cores, given the same turns, must do the same.
 
-Nothing outside the file is asked: time is what each turn was told, signatures and whatever else a core asked
-are answered as they were. So a record says on any machine, as often as it is played, whether these cores do
-what they did; the first turn in which one does not is the end, for all that follows rests on it.
+Only the file is consulted: it holds the time of each turn, signatures, and all other answers that a core was
+given. A record therefore shows on any machine whether these cores still do what they did. The player stops at
+the first turn that differs, because all later turns depend on it.
 
-A file may be a stranger's: only the cores named here are made, only their public methods are called.
+A file may come from a stranger: only the cores named here are made, and only their public methods called.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ CORES = {
     for kind in (Committer, Feeder, Kademlia, Member, PaxosChain, PieceSwarm, Replica, Swim)
 }
 LOADED = runtime
-"""The types of all values are found among what is loaded: a node with all that it has."""
+"""The types of all values are looked up among loaded modules, so a whole node is loaded."""
 RAISED = {kind.__name__: kind for kind in (LocalProtocolError, ProtocolError, RemoteProtocolError)}
 ITEM_BYTES_MAX = 64 << 20
 TELLING = {
@@ -48,15 +48,15 @@ TELLING = {
     membership.MemberDown: "MemberLost",
     membership.MemberLeft: "MemberLeft",
 }
-"""Each event of membership, and the one that people are told for it."""
+"""The event for people that reports each event of membership."""
 
 
 class Diverged(Exception):
-    """A core did not do what it did."""
+    """A core did not do what was recorded."""
 
 
 class Broken(Exception):
-    """The file is not what a recorder writes."""
+    """The file is not the output of a recorder."""
 
 
 @dataclass
@@ -81,18 +81,18 @@ class Played:
 
     @property
     def is_same(self) -> bool:
-        """Return whether every turn came out as it was recorded."""
+        """Return whether every turn came out as recorded."""
         return not (self.diverged or self.damage)
 
 
 def play(path: Path, on_event: Callable[[dict[str, Any]], None] | None = None) -> Played:
-    """Play a file to its end, or to the first turn that is another. Raises OSError."""
+    """Replay a file to its end, or to the first turn that differs. Raises OSError."""
     player = _Player(_items(path.read_bytes()), on_event)
     return player.play()
 
 
 def _items(data: bytes) -> Iterator[Any]:
-    """Yield what was written, in order; a Damage ends it."""
+    """Yield the records in order; a Damage ends them."""
     for block in read_blocks(data):
         if isinstance(block, Damage):
             yield block
@@ -204,7 +204,7 @@ class _Player:
         self._turn = f"{kind}.{name}{what} at {played.seconds:.3f} s"
 
     def _end(self, core: Any, returned: Any) -> None:
-        """Compare what came of a turn with what is recorded, and empty what its shell would have emptied."""
+        """Compare a turn's outcome with the record, and empty what its shell would have emptied."""
         item = next(self._items, None)
         while item is not None and not isinstance(item, Damage) and item[0] != "end":
             self._do(item)
@@ -231,7 +231,7 @@ class _Player:
             core.asks.take()
 
     def _told(self, document: dict[str, Any]) -> None:
-        """Hold an event for people against what the cores have learnt in this replay."""
+        """Compare an event for people with what the cores learnt in this replay."""
         kind, played = str(document.get("kind")), self._played
         if kind == "RunPlanned":
             self._planned.add(str(document.get("run")))
@@ -250,11 +250,11 @@ class _Player:
             self._on_event(document)
 
     def _may_say(self, run: str, state: str) -> bool:
-        """Return whether a node's shell may tell of a run in this state, without an event of a core.
+        """Return whether a node's shell may report this state of a run without an event of a core.
 
-        Runs in local mode and those that wait for a place have no plan, and no core knows their state. For a
-        run with a plan the shell tells reasons, such as a missed deadline: the state is then its core's, or
-        the run is paused by its requester.
+        Runs in local mode and runs that wait for a place have no plan, so no core knows their state. For a
+        run with a plan the shell reports reasons, such as a missed deadline: the state is then its core's, or
+        the requester paused the run.
         """
         if run not in self._planned:
             return True
@@ -267,7 +267,7 @@ class _Player:
     # Values
 
     def _find(self, number: int, path: str) -> tuple[Any, str]:
-        """Return where a method or an attribute is: of the core, or of a part that shells change."""
+        """Return the owner of a method or an attribute: the core, or a part of it that shells change."""
         core: Any = self._cores[number]
         part, dot, name = path.rpartition(".")
         if name.startswith("_") or (dot and part not in PARTS):
@@ -295,7 +295,8 @@ class _Player:
         return None
 
     def answer(self, number: int, name: str) -> Any:
-        """Return what a core was answered the last time. Raises Diverged: it asked something else then."""
+        """Return the recorded answer to a core's question. Raises Diverged if the core asked another question
+        then."""
         while True:
             item = next(self._items, None)
             if item is None or isinstance(item, Damage) or item[0] == "end":
@@ -316,7 +317,7 @@ class _Player:
 
 
 class Replayed:
-    """A function that answers as it did."""
+    """A function that answers as recorded."""
 
     def __init__(self, answer: Callable[[int, str], Any], number: int, name: str) -> None:
         self.asked_number = number
@@ -329,7 +330,7 @@ class Replayed:
 
 
 class ReplayedObject:
-    """An object that answers as it did, such as a signer: its key was never written."""
+    """An object that answers as recorded, such as a signer: its key was never written."""
 
     def __init__(self, answer: Callable[[int, str], Any], number: int, names: frozenset[str]) -> None:
         self.asked_number = number
@@ -345,7 +346,7 @@ class ReplayedObject:
 
 
 def _difference(recorded: tuple[list[Any], str], found: tuple[list[Any], str]) -> str:
-    """Say how the outcome of a turn differs: events first, for they are what the others follow from."""
+    """Describe how the outcome of a turn differs: events first, because the rest follows from them."""
     for number, (before, now) in enumerate(zip(recorded[0], found[0], strict=False)):
         if before != now:
             return f"event {number} was {_short(before)} and is {_short(now)}"

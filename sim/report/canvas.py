@@ -1,4 +1,4 @@
-"""The common form of all pictures: one page, its axes of time, its colours. Needs matplotlib (the extra
+"""The common form of all pictures: one page, its time axes, its colours. Needs matplotlib (the extra
 `demo`)."""
 
 from collections.abc import Sequence
@@ -16,13 +16,12 @@ GREEN = "#4f8a5b"
 RED = "#b8473d"
 VIOLET = "#7a5c99"
 SERIES = (BLUE, AMBER, GREEN, VIOLET, RED, GREY)
-"""Colours of a series of things of one kind, told apart without red against green; the first six, then grey
-again."""
+"""Colours of a series of like things, which never contrast red with green; the first six, then grey again."""
 
 _PAGE_INCHES = (9.0, 1.6, 2.5)
-"""Width, height of what is not a panel, of a panel of height 1."""
+"""Width, height outside the panels, height of a panel of height 1."""
 _LEGEND_POINTS = 16
-"""Room between the axes and what stands above them."""
+"""Room between the axes and the text above them."""
 _LEGEND_COLUMNS_MAX = 6
 _MARGIN = 1.08
 _BANDS_MAX = 60
@@ -30,7 +29,7 @@ _UNITS = ((3 * 3600.0, 3600.0, "hours"), (1200.0, 60.0, "minutes"), (0.0, 1.0, "
 
 
 class Page:
-    """Panels of one width below each other; with `seconds` their x is the time of the experiment."""
+    """Panels of one width, one below another; with `seconds` their x axis is the time of the experiment."""
 
     def __init__(
         self, title: str, about: str, panels: Sequence[float] = (1,), *, seconds: float | None = None
@@ -70,7 +69,7 @@ class Page:
     def line(
         self, panel: int, points: Sequence[tuple[float, float]], label: str, colour: str, **style: Any
     ) -> None:
-        """A curve through (seconds, value)."""
+        """Draw a curve through (seconds, value)."""
         times = [time / self.divisor for time, _ in points]
         style = {"linewidth": 1.7, **style}
         self.panels[panel].plot(times, [value for _, value in points], label=label, color=colour, **style)
@@ -93,7 +92,7 @@ class Page:
         axes.yaxis.set_minor_formatter(NullFormatter())
 
     def name(self, panel: int, label: str, *, low: float | None = None, high: float | None = None) -> None:
-        """Name the y axis and set its range; with `low` alone, it ends a little above all values."""
+        """Name the y axis and set its range; with `low` alone, the axis ends a little above all values."""
         axes = self.panels[panel]
         axes.set_ylabel(label, color=INK)
         if low is not None and high is None:
@@ -123,7 +122,7 @@ class Page:
             )
 
     def bands(self, events: Sequence[Event], seconds: float) -> None:
-        """Grey where something was done to the swarm, with its name at the first time."""
+        """Shade in grey when a disturbance lasted, with its name at its first occurrence."""
         named = set()
         for event in events:
             for begin in _beginnings(event, seconds):

@@ -14,16 +14,16 @@ from sim.observers import Observed
 
 Name = Callable[[PeerId], str]
 _BYTES_SHOWN_MAX = 32
-"""A hash whole, a value or a signature its beginning: nobody reads more of them."""
+"""A hash in full, a value or a signature by its beginning: nobody reads more of them."""
 _ADDRESSES_KEPT_MAX = 4_096
 _FIELD_NAMES: dict[type, tuple[str, ...]] = {}
-"""The field names of the kinds of events seen so far, which are few."""
+"""The field names of each kind of event seen so far; kinds are few."""
 _HEX_SHOWN_MAX = 12
 _LINE_LENGTH_MAX = 160
 
 
 class Names:
-    """Short names of all peers, each asked for once; of bytes that name nobody, hexadecimal."""
+    """Short names of all peers, each looked up once; hexadecimal for bytes that are not a peer."""
 
     def __init__(self, name: Name, peers: Mapping[PeerId, int]) -> None:
         self._name = name
@@ -39,8 +39,8 @@ class Names:
 
 
 def event_document(observed: Observed, names: Names) -> dict[str, Any]:
-    """`time_seconds`, `peer` (None: the whole world), `kind`, and the event's own fields. A field that
-    is called as one of these three keeps its own name with the kind's in front."""
+    """`time_seconds`, `peer` (None: the whole world), `kind`, and the event's own fields. A field with one of
+    these three names gets the kind's name in front."""
     event = observed.event
     document: dict[str, Any] = {
         "time_seconds": round(observed.time, 6),
@@ -78,7 +78,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
 
 
 def _plain(value: Any, names: Names) -> Any:
-    # What most values are comes first: this runs for every field of every event.
+    # The commonest types come first: this runs for every field of every event.
     if type(value) in (int, str, bool, type(None)):
         return value
     match value:
@@ -103,7 +103,7 @@ def _plain(value: Any, names: Names) -> Any:
 
 @lru_cache(_ADDRESSES_KEPT_MAX)
 def _address_text(address: Address) -> str:
-    return str(address.of(None))  # whose it is stands beside it
+    return str(address.of(None))  # the peer stands beside it
 
 
 def _short(value: Any, names: Names) -> str:

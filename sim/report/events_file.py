@@ -1,7 +1,7 @@
-"""events.jsonl: what happened, a line an event, written while it happens. Bounded.
+"""events.jsonl: one line per event, written as it happens. Bounded.
 
-The first line says what the file is of. Peers becoming known to each other are most of all events and seldom
-the ones looked for, so these kinds may fill half of the limit; what is left out is counted in the summary.
+The first line describes the file. Most events are of peers that become known to each other, which readers
+seldom look for, so these kinds may fill half of the limit; the summary counts the events left out.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from sim.report.documents import Names, event_document
 
 SCHEMA = "peerloom.sim.events/1"
 EVENTS_MAX = 200_000
-"""Lines, unless said otherwise: some 30 MB."""
+"""Lines, unless the caller sets a limit: some 30 MB."""
 _PLENTY = (MemberUp, MemberChanged, PeerHeard, NodesFound)
 
 
@@ -43,11 +43,11 @@ class EventsFile:
         self._write(event_document(observed, self._named(world)))
 
     def sample(self, world: World) -> None:  # noqa: ARG002 - a watcher's shape
-        """A reader may follow a long experiment."""
+        """Flush, so that a reader may follow a long experiment."""
         self._file.flush()
 
     def end(self, world: World) -> None:
-        """Nothing is known here that was not seen."""
+        """Do nothing."""
 
     def close(self) -> None:
         self._file.close()

@@ -14,10 +14,10 @@ from sim.scenario import Scenario
 
 Points = list[tuple[float, float]]
 _LOG_FROM = 30.0
-"""Latencies whose largest is so many times their usual one get a logarithmic axis; losses likewise."""
+"""Latencies and losses whose largest value is so many times the usual one get a logarithmic axis."""
 _TAIL_QUANTILE = 0.99
 _BINS_MAX = 150
-"""Points of a curve that are still told apart by eye."""
+"""The most points of a curve that the eye distinguishes."""
 
 
 class Shown(Protocol):
@@ -102,7 +102,7 @@ def detection(result: Shown) -> Page | None:
         if not seconds:
             continue
         longest = max(longest, seconds[-1])
-        # One step a crash, from nobody to all of those noticed in this way.
+        # One step per crash, from none to all of those noticed in this way.
         shares = [100 * place / len(seconds) for place in range(len(seconds) + 1)]
         page.panels[0].step(
             [0.0, *seconds],
@@ -230,7 +230,7 @@ def _about(result: Shown) -> str:
 
 
 def _labels(result: Shown, metric: str) -> list[str]:
-    """All but the empty one, in the order of their first rows."""
+    """Return all labels but the empty one, in the order of their first rows."""
     return list(dict.fromkeys(row.label for row in result.metrics if row.metric == metric and row.label))
 
 
@@ -239,7 +239,7 @@ def _percent(points: Points) -> Points:
 
 
 def _binned(result: Shown, points: Points) -> tuple[Points, Points]:
-    """The least and the mean of each of up to `_BINS_MAX` equal stretches of time."""
+    """Return the least and the mean of each of up to `_BINS_MAX` equal stretches of time."""
     width = result.scenario.seconds / _BINS_MAX
     bins: dict[int, Points] = {}
     for time, value in points:
@@ -249,24 +249,24 @@ def _binned(result: Shown, points: Points) -> tuple[Points, Points]:
 
 
 def _settled(result: Shown, metric: str) -> list[float]:
-    """The values after the beginning, where everybody still looks for everybody; but for single peaks."""
+    """Return the values after the start, where all peers still look for each other, without single peaks."""
     begin = result.scenario.start.spread_seconds
     values = sorted(value for time, value in result.values(metric) if time >= begin)
     return [quantile(values, _TAIL_QUANTILE)] if values else []
 
 
 def _floor(points: Points) -> float:
-    """Return where an axis of percents begins: at 90 or 50 where nothing lies below, so that differences
+    """Return where an axis of percents begins: at 90 or 50 if no value lies below, so that differences
     show."""
     least = 100 * min((value for _, value in points), default=0.0)
     return next(floor for floor in (90.0, 50.0, 0.0) if least >= floor)
 
 
 def _on_windows(result: Shown, metric: str, label: str, scale: float) -> Points:
-    """A value for every window of the metric, 0 where a protocol was silent."""
+    """Return a value for every window of the metric, 0 where a protocol was silent."""
     times = dict.fromkeys(row.time_seconds for row in result.metrics if row.metric == metric)
     values = dict(result.values(metric, label))
-    # A window is named by its end; the first one begins with the experiment.
+    # A window is named by its end; the first begins with the experiment.
     return [(0.0, 0.0), *((time, values.get(time, 0.0) / scale) for time in times)]
 
 

@@ -1,4 +1,4 @@
-"""Progress of an experiment: one live line on a terminal, a plain one now and then elsewhere."""
+"""The progress of an experiment: one live line on a terminal, a plain line now and then elsewhere."""
 
 import os
 import time
@@ -13,7 +13,7 @@ _BAR_WIDTH = 24
 
 
 class ProgressScreen:
-    """`update` often; it draws when it is time. Use `close` in the end."""
+    """The screen; `update` it often, it draws when due. Use `close` at the end."""
 
     def __init__(self, stream: TextIO, title: str) -> None:
         self._stream = stream

@@ -1,4 +1,4 @@
-"""The lines that a person reads of an experiment: a function of its summary, so of a stored one too."""
+"""The lines for a reader of an experiment: a function of its summary, so of a stored one too."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ _SHOWN_SHARE_MIN = 0.005
 
 
 def summary_lines(summary: Figures) -> list[str]:
-    """One line a subject; what did not happen has none."""
+    """Return one line per subject; subjects without events have none."""
     head = (
         f"{summary['scenario']}  {summary['nodes']} nodes, {seconds_text(round(summary['virtual_seconds']))} "
         f"in {seconds_text(summary['wall_seconds'])} ({_times(summary['times_real_time'])} real time), "
@@ -151,14 +151,14 @@ def _service(figures: Figures) -> str:
 
 
 def span(figures: Figures) -> str:
-    """`1.2 s (p95 4.0 s)`: the median, and what one in twenty exceeds."""
+    """Return `1.2 s (p95 4.0 s)`: the median and the 95th percentile."""
     if figures["p50"] is None:
         return "?"
     return f"{seconds_text(figures['p50'])} (p95 {seconds_text(figures['p95'])})"
 
 
 def percent(share: float) -> str:
-    """As many digits as tell it from 100 %, up to two."""
+    """Return a percentage with as many digits as distinguish it from 100 %, up to two."""
     if share in (0.0, 1.0):
         return f"{100 * share:.0f} %"
     for digits in (0, 1, 2):

@@ -26,12 +26,12 @@ BUILT_IN = ("lan", "wan", "churn", "partition", "flapping", "spot", "serving", "
 
 
 def load(name_or_path: str | Path) -> Scenario:
-    """A built-in scenario by its name, or the one in a file. Raises UsageError."""
+    """Load a built-in scenario by its name, or one from a file. Raises UsageError."""
     text, name, folder = _source(name_or_path)
     document = toml.parse(text, Scenario, name=name)
     scenario = document.value
     if scenario.churn.trace:
-        # Meant from where the file lies, wherever the program was started.
+        # Relative to the folder of the file, wherever the program was started.
         trace = str((folder / scenario.churn.trace).resolve())
         scenario = msgspec.structs.replace(
             scenario, churn=msgspec.structs.replace(scenario.churn, trace=trace)
@@ -42,14 +42,15 @@ def load(name_or_path: str | Path) -> Scenario:
 
 
 def text_of(name_or_path: str | Path) -> str:
-    """The file of a scenario as it was written, with its comments. Raises UsageError."""
+    """Return the file of a scenario as written, with its comments. Raises UsageError."""
     return _source(name_or_path)[0]
 
 
 def with_values(scenario: Scenario, values: Mapping[str, str], *, source: str = "--set") -> Scenario:
-    """The scenario with other values, as a person types them: `{"nodes": "300", "churn.speedup": "10"}`.
+    """Return the scenario with other values, as a person types them: `{"nodes": "300", "churn.speedup":
+    "10"}`.
 
-    A place in a list is a number: `events.0.share`. Text needs no quotes. `source` stands in errors.
+    A number is a place in a list: `events.0.share`. Text needs no quotes. `source` is named in errors.
 
     Raises:
         UsageError: as a file with these values would.
@@ -65,12 +66,12 @@ def with_values(scenario: Scenario, values: Mapping[str, str], *, source: str = 
 
 
 def to_toml(scenario: Scenario) -> str:
-    """The scenario with every value in it, as a file that `load` reads back as an equal one."""
+    """Return the scenario as a file with all its values, from which `load` reads an equal one."""
     return "\n".join(_lines(_tree(scenario), ())).lstrip("\n") + "\n"
 
 
 def _source(name_or_path: str | Path) -> tuple[str, str, Path]:
-    """Its text, the name for errors, and the folder that its paths are meant from."""
+    """Return its text, its name for errors, and the folder to which its paths are relative."""
     given = str(name_or_path)
     if given in BUILT_IN:
         file = files("sim") / "scenarios" / f"{given}.toml"
@@ -83,7 +84,8 @@ def _source(name_or_path: str | Path) -> tuple[str, str, Path]:
 
 
 def _tree(scenario: Scenario) -> dict[str, Any]:
-    """All values as plain dicts and lists. TOML has no null, and no file may say inf: both are defaults."""
+    """Return all values as plain dicts and lists. TOML has no null and no file may say inf; both are
+    defaults."""
     tree: dict[str, Any] = _without_defaults(msgspec.to_builtins(scenario))
     return tree
 
@@ -112,7 +114,7 @@ def _put(tree: Any, keys: Sequence[str], value: Any, where: str) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value as TOML has it, or the text itself."""
+    """Parse a TOML value, or return the text itself."""
     try:
         tree = tomllib.loads(f"value = {text}")
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -121,7 +123,7 @@ def _value(text: str) -> Any:
 
 
 def _lines(table: Mapping[str, Any], path: tuple[str, ...]) -> list[str]:
-    """A table's own values, then the tables in it."""
+    """Return the lines of a table's own values, then those of the tables in it."""
     lines = [f"{key} = {_written(value)}" for key, value in table.items() if not _is_table(value)]
     for key, value in table.items():
         if not _is_table(value):
@@ -145,7 +147,7 @@ def _written(value: Any) -> str:
         case bool():
             return "true" if value else "false"
         case str():
-            # JSON's escapes are TOML's, but that TOML wants DEL escaped as well.
+            # JSON's escapes are valid in TOML, which also requires DEL to be escaped.
             return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
         case list():
             return "[" + ", ".join(map(_written, value)) + "]"

@@ -1,4 +1,4 @@
-"""The parts of a scenario: one frozen struct for each table of its file. Not here: reading a file
+"""The parts of a scenario: a frozen struct for each table of its file. Not here: reading a file
 (`sim.scenario.loading`), and the rules between values (`sim.scenario.rules`)."""
 
 from typing import Annotated, Literal
@@ -13,9 +13,9 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the swarm begins: peers start within `spread_seconds`, each through one that runs already.
-    `late_share` of them are kept back for an event of kind `join`. `acquainted`: nobody joins; who runs
-    at the beginning has known the others for long, so that the birth of a large swarm need not be played."""
+    """The start of the swarm: peers start within `spread_seconds`, each through one that already runs. A
+    share `late_share` is kept back for an event of kind `join`. `acquainted`: nobody joins; the first peers
+    already know each other, so that the birth of a large swarm need not be played."""
 
     spread_seconds: Seconds = 20.0
     late_share: Share = 0.0
@@ -30,7 +30,7 @@ class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The work of the DHT: each second, in the whole swarm, so many records are stored and looked for."""
+    """The load on the DHT: records stored and looked up per second in the whole swarm."""
 
     enabled: bool = True
     stores_per_second: Annotated[float, msgspec.Meta(ge=0)] = 0.2
@@ -40,11 +40,11 @@ class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One run: which members it has, and its shape. `members` peers from the permanent ones on.
+    """One run: its members and its shape. The members are `members` peers, the permanent ones first.
 
-    In a world of cores a stage sums integers, so that every sample can be told; in a stack it is the named
-    model on the named data, with real arithmetic. `pass_seconds` is what a forward pass is charged for at
-    a peer of speed 1, a backward pass twice that.
+    In a world of cores a stage sums integers, so that every sample can be traced; in a stack it is the named
+    model on the named data, with real arithmetic. `pass_seconds` is the time of a forward pass at a peer of
+    speed 1; a backward pass takes twice that.
     """
 
     members: Annotated[int, msgspec.Meta(ge=1, le=100)] = 6
@@ -61,12 +61,12 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = "digits"
     learning_rate: float = 0.005
     accuracy: Share = 0.0
-    """The accuracy below which the run of the scenario counts as broken; 0: none."""
+    """The accuracy below which the scenario's run counts as broken; 0: none."""
 
 
 class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A model that is served in a world of cores: by `members` peers, from the permanent ones on, each of
-    which may hold a stage, and each of which asks. A stage hashes tokens, so that each answer can be judged.
+    """A model served in a world of cores by `members` peers, the permanent ones first, each of which may hold
+    a stage and sends prompts. A stage hashes tokens, so that each answer can be checked.
 
     `pass_seconds` is what a token takes in a stage at a peer of speed 1, `prompt` the mean of prompts in
     tokens, `tokens` what each answer has, `stages_each` how many stages a peer has room for.
@@ -85,14 +85,14 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """When to say that an invariant is broken. `converge_seconds`: at the latest so long after the last
-    disturbance all peers that are up list exactly each other; 0 turns this off, as in endless churn."""
+    """The bounds of the invariants. `converge_seconds`: at the latest this long after the last disturbance
+    all live peers list exactly each other; 0 turns this off, as in endless churn."""
 
     converge_seconds: Seconds = 0.0
     false_deaths: bool = False
-    """Whether a peer that was up and reachable may never be declared dead."""
+    """Whether a peer that was up and reachable must never be declared dead."""
     found_share: Share = 0.0
-    """At least so many of the lookups whose record was there find it."""
+    """The least share of lookups that find a record which exists."""
 
 
 class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -106,7 +106,7 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     seconds: Annotated[float, msgspec.Meta(gt=0)] = 600.0
     signatures: Literal["hash", "ed25519"] = "hash"
     encoded: bool = False
-    """Whether messages of cores go through their real encoding, which costs a third of the speed."""
+    """Whether messages of cores are really encoded, which costs a third of the speed."""
     sample_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
     start: Start = Start()
     network: NetworkModel = NetworkModel()

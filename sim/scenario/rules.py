@@ -1,7 +1,7 @@
 """Contradictions in a scenario: rules between its values. Pure, but for reading a trace.
 
-What one value alone may be is said by its type, and what one table by itself (`sim.network.model`). Each
-fault has the path of the value that is to blame, for the line in the file.
+The bounds of a single value are in its type, those of a single table in the table (`sim.network.model`). Each
+fault has the path of the value at fault, from which the error finds its line.
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,16 @@ from sim.churn.traces import load_trace
 from sim.scenario.model import Scenario
 
 STACK_NODES_MAX = 200
-"""Whole nodes cost some hundred times what their cores cost."""
+"""A whole node costs some hundred times its cores."""
 _SHARES_NOISE = 1e-6
 
 Fault = tuple[tuple[str | int, ...], str]
-"""Where, and the fault."""
+"""The path of the value, and the fault."""
 
 
 def faults(scenario: Scenario) -> Iterator[Fault]:
-    """Every contradiction, in reading order. Raises UsageError for a trace file that is wrong itself."""
+    """Yield every contradiction, in reading order. Raises UsageError for a trace file that is itself
+    wrong."""
     yield from _sizes(scenario)
     yield from _churn(scenario)
     yield from _events(scenario)

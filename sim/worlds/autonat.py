@@ -1,9 +1,9 @@
-"""Reachability of bare cores, after `node.services.autonat`: a peer that finds that others cannot reach it
-becomes a DHT client.
+"""Reachability of bare cores, after `node.services.autonat`: a peer that others cannot reach becomes a DHT
+client.
 
-The judgement is the node's own core. What a dial-back comes to follows from the links at that instant: it
-takes as long as a node's, comes through or not as a stream would, and nobody is ever too busy for one. As on
-the simulated network, a peer with a public address knows that it is reached and asks nobody.
+The node's own core judges. The outcome of a dial-back follows from the links at that instant: it takes as
+long as a node's, succeeds where a stream would, and nobody is ever too busy for one. As on the simulated
+network, a peer with a public address knows that others reach it and asks nobody.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from sim.worlds.life import Life
 
 
 class Reaching:
-    """For all peers of a world."""
+    """The reachability of all peers of a world."""
 
     def __init__(self, ground: DialGround) -> None:
         self._ground = ground
@@ -53,7 +53,7 @@ class Reaching:
             self._ground.at(connected, self._connected, life, judge, other, after(now, CONNECT_SECONDS))
 
     def _connected(self, life: Life, judge: Reachability, other: PeerId, give_up: float) -> None:
-        """The asker's handshake is over, unless nothing came back."""
+        """Handle the end of the asker's handshake, unless nothing came back."""
         if not self._lives(life):
             return
         ground, links = self._ground, self._ground.links
@@ -67,7 +67,7 @@ class Reaching:
         ground.at(found, self._dialled, life, judge, other, after(asked, DIAL_SECONDS))
 
     def _dialled(self, life: Life, judge: Reachability, other: PeerId, give_up: float) -> None:
-        """The one that was asked has got through, or will have given up."""
+        """Handle the end of a dial-back: it got through, or will be given up."""
         ground = self._ground
         if not self._lives(life):
             return
@@ -81,10 +81,10 @@ class Reaching:
             return
         ground = self._ground
         if handshake(ground, life.peer, other) != "ok":
-            self._failed(life, judge, other)  # it has gone meanwhile
+            self._failed(life, judge, other)  # it has stopped meanwhile
             return
         outside = outer_address(life.number, life.peer)
-        # Where the other one is does not matter: here a peer is reached by its id.
+        # The other's address does not matter: here a peer is reached by its id.
         judge.answered(ground.now, other, Report(ground.now, None, ((outside, reason),)))
         is_client = judge.verdict is False
 

@@ -1,13 +1,14 @@
 """A world of bare cores: up to 10,000 peers, each with its SWIM and Kademlia core, on the engine.
 
-The two cores of a peer are wired to each other as `node.services` and `node.runtime` wire them: whom SWIM
-finds Kademlia may meet, whom it loses Kademlia drops; a peer joins both through whoever answered it, tries
-again while it is alone, and says goodbye when it leaves; one behind a translator asks others to dial it back,
-and is a client of the DHT where none of them could. Every event is published once, through `sim.observers`.
+The two cores of a peer are wired to each other as in `node.services` and `node.runtime`: Kademlia may meet
+the peers that SWIM finds and drops those that it loses. A peer joins both through the first peer that
+answers, tries again while it is alone, and says goodbye when it leaves; a peer behind a translator asks
+others to dial it back, and is a client of the DHT if none of them could. Every event is published once,
+through `sim.observers`.
 
 Not here: streams, torch, disks, and addresses that must be learnt before a message can be sent: a peer is
-reached by its id. So two behind restricted translators meet once both have sent, which nodes do only if
-somebody tells them where the other is seen. All that is in `sim.worlds.stack`.
+reached by its id. Two peers behind restricted translators therefore meet once both have sent; nodes need a
+third peer to learn each other's outside address. `sim.worlds.stack` has all of that.
 """
 
 import gc
@@ -70,11 +71,11 @@ WIRES = {
 
 
 COLLECTIONS_MIN = 100
-"""Collections of the middle generation between two of all that lives."""
+"""Collections of the middle generation between two full ones."""
 
 
 class CoresWorld:
-    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.observers.World`."""
+    """Plays `scenario` from `seed`; publishes every event with `publish`. A `sim.observers.World`."""
 
     def __init__(
         self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
@@ -119,7 +120,7 @@ class CoresWorld:
         self.served = ServedModels(self, self.training)
 
     def play(self, on_sample: Callable[[], None]) -> None:
-        """The whole scenario; `on_sample` is called every `sample_seconds`."""
+        """Play the whole scenario; `on_sample` is called every `sample_seconds`."""
         with _few_collections():
             self._play(on_sample)
 
@@ -144,7 +145,7 @@ class CoresWorld:
         self.at((count + 1) * self.scenario.sample_seconds, self._sample, on_sample, count + 1)
         on_sample()
 
-    # What watchers may look at.
+    # For watchers.
 
     @property
     def now(self) -> float:
@@ -191,7 +192,7 @@ class CoresWorld:
             counters[f"bytes {protocol}"] = sent.sent_bytes
         return counters
 
-    # What its parts may do.
+    # For the world's parts.
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
@@ -219,7 +220,7 @@ class CoresWorld:
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
-    # What it is told to do (`sim.worlds.script`).
+    # Orders of the script (`sim.worlds.script`).
 
     def runs(self, number: int) -> bool:
         life = self.lives.get(self.roster.peers[number])
@@ -237,7 +238,7 @@ class CoresWorld:
         remembers = life.serial > 0 and self.scenario.churn.remembers
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
         if self.scenario.start.acquainted and self.now == 0:
-            self._joining.watch(life)  # it is told whom it knows when all such have started
+            self._joining.watch(life)  # it learns its acquaintances when all such peers have started
         else:
             self._joining.begin(life, self._met_before.pop(number, ()))
         life.place = len(self._running)
@@ -285,7 +286,7 @@ class CoresWorld:
             self.tell(life, PeerSlowed(factor))
 
     def _begin(self, number: int) -> Life:
-        """A life with its cores, as `node.services` make them."""
+        """Begin a life with its cores, as `node.services` make them."""
         life = Life(number, self._serials[number], self.now, self.roster.signer(number))
         now = self.links.clock(life.peer).local(self.now)
         self._serials[number] += 1
@@ -325,11 +326,11 @@ class CoresWorld:
         self.engine.kill(life.peer, self.now)
         del self.lives[life.peer]
         self.tell(life, PeerStopped(why))
-        del life.swim, life.kademlia  # whoever still knows of this life does not keep its cores
+        del life.swim, life.kademlia  # a reference to this life must not keep its cores alive
         if life.leaving:
             self._direction.ended(life.number)
 
-    # What cores learn.
+    # Events of cores.
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
         self._publish(Observed(now, peer, event))
@@ -357,8 +358,8 @@ class CoresWorld:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Let the collector look at all that lives less often: it is millions of objects, and of these only peers
-    that have stopped are ever garbage."""
+    """Collect the oldest generation less often: it holds millions of objects, of which only stopped peers are
+    ever garbage."""
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], max(thresholds[2], COLLECTIONS_MIN))
     try:

@@ -1,8 +1,8 @@
-"""Paths between simulated peers behind routers: connections that are kept, and what keeps them. Pure.
+"""Paths between simulated peers behind routers: connections and their upkeep. Pure.
 
 A path is one connection, or two through a relay, with the node's own multiplexer at both ends: its pings keep
-the mappings of routers open and find out that a path is dead. What peers decide about them, and who is asked
-for them, is in `sim.worlds.routed`.
+the mappings of routers open and find out that a path is dead. Decisions about paths, and requests for them,
+are in `sim.worlds.routed`.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ Latency = Callable[[PeerId, PeerId], float]
 
 
 class Traveller:
-    """One life of a peer: what its node's cores remember of routers, relays and peers."""
+    """One life of a peer: the state of its node's cores about routers, relays and peers."""
 
     def __init__(self, machine: RoutedMachine, ledger: RelayLedger, budget: PunchBudget, number: int) -> None:
         self.machine = machine
@@ -36,15 +36,16 @@ class Traveller:
         self.datagrams = DatagramPaths()
         self.wants_places = False
         self.circuits: dict[PeerId, SimPath] = {}
-        """By relay: the connection on which the place is kept."""
+        """By relay: the connection that carries the place."""
         self.heard: dict[PeerId, tuple[Endpoint, float]] = {}
-        """Where the last datagram of a peer came from, and when."""
+        """The source of a peer's last datagram, and its time."""
         self.observers: dict[PeerId, TcpLink] = {}
 
 
 @dataclass(eq=False)
 class SimPath:
-    """From `first`, which asked for it, to `other`, by one connection, or by those of both to a relay."""
+    """A path from `first`, which asked for it, to `other`: one connection, or the connections of both to a
+    relay."""
 
     first: Traveller
     other: Traveller
@@ -54,7 +55,7 @@ class SimPath:
     relay: Traveller | None = None
     circuit: Announced | None = None
     lease: PlaceLease | None = None
-    """Where a place is kept on it."""
+    """The lease of a place at a relay on this path."""
     used_at: float = 0.0
     is_over: bool = False
     cores: dict[PeerId, Multiplexer] = field(default_factory=dict)
@@ -66,7 +67,7 @@ class SimPath:
 
     @property
     def deadline(self) -> float:
-        """When one of its ends wants to ping, or to look for the answer."""
+        """Return when one of its ends wants to ping, or to check for the answer."""
         return min(core.deadline for core in self.cores.values())
 
     def end_opposite(self, end: Traveller) -> Traveller:
@@ -74,7 +75,7 @@ class SimPath:
         return self.other if end is self.first else self.first
 
     def arrives(self, sender: Traveller, now: float, latency: Latency) -> float | None:
-        """Something leaves one end: return when it is at the other; None where it does not get there."""
+        """Send from one end: return the arrival time at the other, or None if it does not arrive."""
         receiver = self.end_opposite(sender)
         if self.relay is None:
             if not self.connections[0].passes(sender.machine, now):

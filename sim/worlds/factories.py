@@ -1,7 +1,7 @@
-"""The constructors of a world's cores: what a user may put in the place of ours.
+"""The constructors of a world's cores, which a user may replace.
 
-Each is called as ours is. What it makes needs the core shape and the methods named here, no more; a subclass
-of ours has them all.
+Each is called like ours. Its product needs the core shape and the methods named here, no more; a subclass of
+ours has them all.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -63,7 +63,8 @@ class DiscoveryCore(Core, Protocol):
 
 
 class MakeMembership(Protocol):
-    """`place` is where a peer stands in the key space, given where each is to list its neighbourhood."""
+    """Makes a membership core. `place` is the peer's place in the key space, if it lists its
+    neighbourhood."""
 
     def __call__(
         self,

@@ -4,7 +4,7 @@ What a micro-batch adds depends on its number, its stage, the parameters, and al
 sum tells whether each was counted once, in the right step and from the right frames. Whole numbers below
 2^53 add up exactly in any order, also as the float64 of the real all-reduce. Pure.
 
-It sums whatever it is told to: what must not happen is for those who watch the world.
+It sums whatever it is told to sum; watchers of the world judge whether that is allowed.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from sim.observers import Broken
 WIDTH = 4
 """Numbers in the vector of one stage."""
 BITS = 40
-"""The bits of each number: 1,024 micro-batches of them stay far below 2^53."""
+"""The bits of each number: sums of 1,024 micro-batches stay far below 2^53."""
 _MASK = (1 << BITS) - 1
 _NUMBER_BYTES = BITS // 8
 
@@ -25,22 +25,23 @@ Vector = tuple[int, ...]
 
 
 def hashed(*parts: bytes) -> bytes:
-    """32 bytes of these, whose lengths are known."""
+    """Return the 32-byte hash of parts of known lengths."""
     return blake2b(b"".join(parts), digest_size=32).digest()
 
 
 def input_of(run: bytes, microbatch: int, train: bool) -> bytes:
-    """Return what a trainer feeds to the first stage."""
+    """Return the input that a trainer feeds to the first stage."""
     return hashed(b"input", run, microbatch.to_bytes(8, "big"), bytes([train]))
 
 
 def labels_of(run: bytes, microbatch: int, train: bool) -> bytes:
-    """Return what a trainer feeds to the last stage."""
+    """Return the labels that a trainer feeds to the last stage."""
     return hashed(b"labels", run, microbatch.to_bytes(8, "big"), bytes([train]))
 
 
 def samples_of(microbatch: int) -> int:
-    """Micro-batches differ, so that whatever divides by a wrong number of them shows."""
+    """Return the number of samples of a micro-batch; it varies, so that a division by a wrong number
+    shows."""
     return 2 + microbatch % 3
 
 
@@ -50,7 +51,7 @@ def loss_of(output: bytes) -> float:
 
 
 def vector_of(data: bytes) -> Vector:
-    """The first numbers of these 32 bytes."""
+    """Return the vector that the beginning of these 32 bytes encodes."""
     return tuple(
         int.from_bytes(data[place * _NUMBER_BYTES : (place + 1) * _NUMBER_BYTES], "big")
         for place in range(WIDTH)
@@ -58,13 +59,13 @@ def vector_of(data: bytes) -> Vector:
 
 
 def vector_bytes(vector: Vector) -> bytes:
-    """All of it, as what is digested."""
+    """Return a vector as the bytes that are hashed."""
     return b"".join(number.to_bytes(8, "big") for number in vector)
 
 
 @dataclass(frozen=True)
 class State:
-    """The state of a stage after a number of steps: everything that is copied, fetched and restored."""
+    """The state of a stage after a number of steps: all that is copied, fetched and restored."""
 
     step: int
     parameters: Vector
@@ -76,20 +77,20 @@ class State:
 
 
 def joined(states: Sequence[State]) -> State:
-    """Return the state of a stage that is joined of several, all after the same step."""
+    """Return the state of a stage that is joined from several, all after the same step."""
     (step,) = {state.step for state in states}
     return State(step, tuple(number for state in states for number in state.parameters))
 
 
 def parted(state: State) -> list[State]:
-    """Return the states that one is made of."""
+    """Return the states of which one is joined."""
     numbers = state.parameters
     return [State(state.step, numbers[place : place + WIDTH]) for place in range(0, len(numbers), WIDTH)]
 
 
 def units_of(plan: Plan, stage: int, units: int) -> range:
-    """Return which of the `units` stages that a run began with a stage of `plan` is made of: those whose
-    layers it has, by the nearest border, and at least one."""
+    """Return which of the run's `units` original stages make up this `stage` of `plan`: those of its layers,
+    by the nearest border, and at least one."""
     layers, end = plan.stages[-1].last_layer, 0
     for number, row in enumerate(plan.stages[: stage + 1]):
         begin = end
@@ -100,7 +101,8 @@ def units_of(plan: Plan, stage: int, units: int) -> range:
 
 @dataclass
 class SummingStage:
-    """Stage `index` of `stages`. `counted` is what the sums hold, each as often as it was summed."""
+    """Stage `index` of `stages`. `counted` lists the micro-batches in the sums, each as often as it was
+    summed."""
 
     index: int
     stages: int
@@ -120,7 +122,7 @@ class SummingStage:
     def forward(
         self, microbatch: int, train: bool, given: bytes, labels: bytes | None
     ) -> tuple[bytes, bytes | None]:
-        """The output and, on the last stage in training, the gradient for the stage before."""
+        """Return the output and, on the last stage in training, the gradient for the stage before."""
         output = hashed(b"output", self._digest, given, labels or b"")
         if not train:
             return output, None
@@ -131,7 +133,7 @@ class SummingStage:
         return output, self._gradient(given, labels or b"")
 
     def backward(self, microbatch: int, gradient: bytes) -> bytes | None:
-        """The gradient for the stage before. Raises Broken: nothing of it has gone forward here."""
+        """Return the gradient for the stage before. Raises Broken if no forward pass of it ran here."""
         given = self.in_flight.pop(microbatch, None)
         if given is None:
             raise Broken("sums", f"micro-batch {microbatch} went back through a stage without going forward")
@@ -139,27 +141,27 @@ class SummingStage:
         return self._gradient(given, gradient)
 
     def replayed(self, given: bytes, after: bytes) -> tuple[bytes, bytes]:
-        """Return what a micro-batch was to the stages beside: its output, and its gradient."""
+        """Return a micro-batch's output and gradient for the neighbouring stages."""
         return hashed(b"output", self._digest, given, b""), self._gradient(given, after) or b""
 
     def remove(self, microbatch: int, given: bytes, after: bytes) -> None:
-        """The replay with the sign turned. Raises Broken: it is not in the sums."""
+        """Subtract a micro-batch by a replay with the sign turned. Raises Broken if it is not in the sums."""
         if microbatch not in self.counted:
             raise Broken("sums", f"micro-batch {microbatch} is taken out of sums that do not hold it")
         self._add(microbatch, given, after, -1)
 
     def forget(self, microbatch: int) -> None:
-        """Drop what is held of it between its passes."""
+        """Drop the data held for a micro-batch between its passes."""
         self.in_flight.pop(microbatch, None)
 
     def discard(self) -> None:
-        """All sums are void."""
+        """Void all sums."""
         self.sums, self.counted = [0] * WIDTH, []
         self.in_flight.clear()
         self.total = None
 
     def restore(self, state: State) -> None:
-        """Take another's state, or one that was kept."""
+        """Take another replica's state, or a saved one."""
         self.discard()
         self.state, self._digest = state, state.digest
 
@@ -169,7 +171,7 @@ class SummingStage:
         return sum(self.total) % 1024 / 16
 
     def apply(self, samples: int, squared_norm: float | None) -> bytes:
-        """Step on the total; the digest of the parameters. Raises Broken: there is no total."""
+        """Step on the total; return the digest of the parameters. Raises Broken if there is no total."""
         if self.total is None:
             raise Broken("sums", f"step {self.state.step} is applied without a total")
         self.restore(stepped(self.state, self.total, samples, squared_norm))
@@ -188,8 +190,8 @@ class SummingStage:
 
 
 class SummingSpan:
-    """A stage that is made of one or more of those that the run began with (`units_of`), as a replica holds
-    it; `index` is its number by the plan, and its state that of all its parts in their order."""
+    """A replica's stage of one or more original stages of the run (`units_of`). `index` is its number by the
+    plan; its state is that of all its parts in order."""
 
     def __init__(self, plan: Plan, index: int, units: int, run: bytes) -> None:
         self.index = index
@@ -207,7 +209,7 @@ class SummingSpan:
 
     @property
     def counted(self) -> list[int]:
-        """Return the contents of the sums: the same in all parts once nothing is in flight."""
+        """Return the micro-batches in the sums: the same in all parts once nothing is in flight."""
         return self._parts[0].counted
 
     def forward(
@@ -269,7 +271,7 @@ class SummingSpan:
 
 
 def stepped(state: State, total: Vector, samples: int, squared_norm: float | None) -> State:
-    """One step of the optimizer."""
+    """Return the state after one step of the optimizer."""
     turn = samples + int((squared_norm or 0.0) * 16)
     numbers = tuple(
         (3 * mine + more + turn) & _MASK for mine, more in zip(state.parameters, total, strict=True)
@@ -324,5 +326,5 @@ class Truth:
 
 
 def first_state(run: bytes, stage: int) -> State:
-    """At the beginning of a run."""
+    """Return the state at the beginning of a run."""
     return State(0, vector_of(hashed(b"first", run, bytes([stage]))))

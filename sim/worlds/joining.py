@@ -1,8 +1,8 @@
-"""How a simulated peer finds the first others: what `node.services.bootstrap` does, on the agenda of a world.
+"""The bootstrap of a simulated peer: `node.services.bootstrap` on the agenda of a world.
 
-It dials one peer that runs, chosen by the seed, and those that it remembers from an earlier life: sixteen at
-once, each taking as long as a handshake. Whoever answers is joined through. While it is alone it tries again,
-more and more slowly, and with another one that runs, as a person would.
+A peer dials one running peer, chosen by the seed, and those that it remembers from an earlier life: sixteen
+at once, each taking as long as a handshake. It joins through each that answers. While it is alone it tries
+again, at growing intervals and through another running peer, as a person would.
 """
 
 from collections.abc import Sequence
@@ -36,23 +36,23 @@ class DialGround(Ground, Protocol):
 
 
 class Joining:
-    """For all peers of a world."""
+    """The bootstrap of all peers of a world."""
 
     def __init__(self, ground: DialGround) -> None:
         self._ground = ground
 
     def begin(self, life: Life, met_before: tuple[PeerId, ...]) -> None:
-        """A life has begun."""
+        """Begin a new life."""
         self._dial(life, met_before, RETRY_SECONDS_MIN)
 
     def watch(self, life: Life) -> None:
-        """A life has begun that knows others already: it dials when it is alone."""
+        """Begin a life that already knows others: it dials when it is alone."""
         self._ground.at(self._ground.now + RETRY_SECONDS_MAX, self._look, life, (), RETRY_SECONDS_MIN)
 
     def _dial(self, life: Life, met_before: tuple[PeerId, ...], pause_seconds: float) -> None:
         seed = first_to_dial(self._ground, life)
         dialled = tuple(dict.fromkeys((*(() if seed is None else (seed.peer,)), *met_before)))
-        # With nobody to ask it is the network itself.
+        # With nobody to ask, it is itself the network.
         life.entered = life.entered or not dialled
         due = self._end_of_dialling(life, dialled)
         self._ground.at(due, self._dialled, life, dialled, met_before, self._ground.now, pause_seconds)
@@ -74,7 +74,7 @@ class Joining:
         begun: float,
         pause_seconds: float,
     ) -> None:
-        """All handshakes are over, but for those that nobody answers: they are given up later."""
+        """Handle the end of all handshakes; those without an answer are given up later."""
         answers = {peer: handshake(self._ground, life.peer, peer) for peer in dialled}
         found = [peer for peer, answer in answers.items() if answer == "ok"]
         waves = -(-sum(answer == "timeout" for answer in answers.values()) // ATTEMPTS_MAX)
@@ -97,17 +97,17 @@ class Joining:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        if life.swim.live <= 1:  # nobody but itself
+        if life.swim.live <= 1:  # only itself
             self._dial(life, met_before, pause_seconds)
         else:
             ground.at(ground.now + RETRY_SECONDS_MAX, self._look, life, met_before, RETRY_SECONDS_MIN)
 
 
 def first_to_dial(ground: DialGround, life: Life) -> Life | None:
-    """Return who runs already, chosen by the seed. None where nobody does.
+    """Return a running peer, chosen by the seed; None if there is none.
 
-    An address is handed on by those who are in the swarm. Two who are alone would make another one of their
-    own for ever, so who is in it is preferred even where it cannot be reached just now.
+    People in the swarm pass addresses on. Two peers that are both alone would form a swarm of their own for
+    ever, so a peer in the swarm is preferred even if it cannot be reached just now.
     """
     rng = seeded_rng(ground.seed, "through", life.peer, ticks(ground.now))
     best: Life | None = None
@@ -122,14 +122,14 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
         if all(rank):
             return best
     if best is not None and not best.entered:
-        # The draws met only newcomers; in the order of starting somebody in the swarm is soon found.
+        # The draws met only newcomers; in the order of starting, a peer in the swarm is soon found.
         known = (other for other in ground.lives.values() if other.entered and not other.leaving)
         best = next((other for other in known if other is not life), best)
     return best
 
 
 def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
-    """Return what a handshake that ends now comes to. refused: nobody runs there; timeout: nothing came
+    """Return the outcome of a handshake that ends now. refused: nobody runs there; timeout: nothing came
     back."""
     links = ground.links
     meet = links.reaches(one, other) and links.reaches(other, one)
@@ -139,10 +139,10 @@ def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
 
 
 def remembered(life: Life) -> tuple[PeerId, ...]:
-    """Return whom a node with this view writes down for its next life: the first of its live members."""
+    """Return the peers that a node with this view saves for its next life: the first of its live members."""
     return tuple(sorted(live_others(life))[:REMEMBERED_MAX])
 
 
 def live_others(life: Life) -> list[PeerId]:
-    """Return whom it lists as live."""
+    """Return the others that it lists as live."""
     return [peer for peer, status in life.swim.statuses.items() if status in _LIVE and peer != life.peer]

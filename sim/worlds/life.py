@@ -1,6 +1,6 @@
-"""One life of one simulated peer, and what a part of a world of cores may do there.
+"""One life of one simulated peer, and the interface of a world of cores for its parts.
 
-A part (the records' work, a training run) is told of the events it asked for, sets alarms, and acts on the
+A part (the records' work, a training run) receives the events it asked for, sets alarms, and acts on the
 cores of peers as their local code would.
 """
 
@@ -16,10 +16,10 @@ from sim.worlds.factories import Cores, DiscoveryCore, MembershipCore
 
 
 class Life:
-    """From a start of a peer to the stop that follows it; `serial` counts the lives of that peer from 0.
+    """A peer's life from a start to the next stop; `serial` counts its lives from 0.
 
     `since` is in virtual seconds of the world. `leaving`: it has said goodbye and is about to end. `entered`:
-    it has found somebody in the DHT. `place` is the world's own. Its cores are there until it is over.
+    it has met a peer in the DHT. `place` is for the world. Its cores exist until the life is over.
     """
 
     __slots__ = (
@@ -40,7 +40,7 @@ class Life:
 
 
 class Ground(Protocol):
-    """A world of cores as its parts see it. All times are virtual seconds of the world."""
+    """A world of cores as seen by its parts. All times are virtual seconds of the world."""
 
     scenario: Scenario
     seed: int
@@ -54,20 +54,20 @@ class Ground(Protocol):
         """The present life of each peer that runs."""
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        """Call `action(*arguments)` at this instant, after all that the cores do there."""
+        """Call `action(*arguments)` at this instant, after all actions of cores at it."""
 
     def on(self, kind: type, handler: Callable[[Life, Any], None]) -> None:
-        """Call `handler` with every event of exactly this type, after it was published, and the life that
-        it came up in. Events of cores are told before what the core sends is on its way."""
+        """Call `handler` with every event of exactly this type, and the life it belongs to, after it was
+        published. Cores' events are delivered before the messages that the core sends leave."""
 
     def tell(self, life: Life | None, event: Any) -> None:
         """Publish an event."""
 
     def command(self, life: Life, protocol: str, order: Order) -> None:
-        """Let local code of the peer act on a core of its, at once; nothing if that life is over."""
+        """Let local code of the peer act on one of its cores, at once; do nothing if that life is over."""
 
     def pick(self, rng: Random) -> Life | None:
-        """A peer that runs and is not about to leave."""
+        """Return a running peer that is not about to leave."""
 
     def reaches(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether what `one` sends now may arrive at `other`."""
+        """Return whether a message that `one` sends now may reach `other`."""

@@ -1,4 +1,4 @@
-"""The machine of each peer of a stack: how fast it is, its disk, and whether it takes stages of runs."""
+"""The machine of each peer of a stack: its speed, its disk, and whether it takes stages of runs."""
 
 import math
 from dataclasses import replace
@@ -10,11 +10,11 @@ from sim.storage import MemoryStorage
 from sim.worlds.roster import capacity
 
 SPEEDS = (0.5, 2.0)
-"""Peers that compute do so half to twice as fast as an ordinary one."""
+"""Peers that compute are half to twice as fast as an ordinary one."""
 
 
 def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity:
-    """Return what a peer offers: as in a world of cores, but where they compute peers differ."""
+    """Return what a peer offers: as in a world of cores, but speeds differ where peers compute."""
     ordinary = capacity(region)
     if not scenario.runs:
         return ordinary
@@ -24,13 +24,13 @@ def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity
 
 
 def takes_stages(scenario: Scenario, number: int) -> bool:
-    """Return whether this peer is among those that a run of the scenario may have for members."""
+    """Return whether this peer may be a member of the scenario's runs."""
     runs = scenario.runs
     return not runs or number < max(training.members for training in runs)
 
 
 def new_disk(seed: int, number: int) -> MemoryStorage:
-    """With nothing but keys on it, so that a peer that forgets everything is still itself."""
+    """Return a disk with only keys on it, so that a peer that forgets everything keeps its identity."""
     storage = MemoryStorage()
     storage.write("identity.key", seeded_identity(seed, number).seed)
     storage.write("static.key", bytes(32))

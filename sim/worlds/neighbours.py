@@ -1,4 +1,4 @@
-"""Where peers list only their neighbourhood: whom SWIM misses is looked up in the DHT, and joined through."""
+"""Neighbourhood lists: peers that SWIM misses are looked up in the DHT and joined through."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from sim.worlds.life import Ground, Life
 
 
 class Neighbours:
-    """The part of a world that looks neighbours up."""
+    """The part of a world that looks up neighbours."""
 
     def __init__(self, ground: Ground) -> None:
         self._ground = ground

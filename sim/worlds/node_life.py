@@ -12,7 +12,7 @@ from sim.worlds.life import Life
 
 
 class NodeLife(Life):
-    """`swim` and `kademlia` are the cores that `node` drives, there once its first instant is over."""
+    """A life. `swim` and `kademlia` are the cores that `node` drives; they exist after its first instant."""
 
     __slots__ = ("_bye", "_scope", "node")
 
@@ -23,7 +23,7 @@ class NodeLife(Life):
         self._bye = trio.Event()
 
     def makers(self, cores: Cores) -> dict[str, Any]:
-        """Return what makes the node's cores: those of `cores`, and they are known here."""
+        """Return the makers of the node's cores: those of `cores`, recorded here."""
         return {name: partial(self._make, name, cores) for name in ("swim", "kademlia")}
 
     def _make(self, name: str, cores: Cores, *arguments: Any, **options: Any) -> Any:
@@ -32,7 +32,7 @@ class NodeLife(Life):
         return core
 
     async def run(self) -> None:
-        """Live until told otherwise."""
+        """Run until told otherwise."""
         with self._scope:
             async with self.node:
                 await self._bye.wait()
@@ -43,5 +43,5 @@ class NodeLife(Life):
         self._bye.set()
 
     def crash(self) -> None:
-        """End here and now."""
+        """End at once."""
         self._scope.cancel()

@@ -1,8 +1,7 @@
 """The records' work in a world of cores: peers store records and look for them, as the scenario's rates say.
 
-What `node.services.discovery` does with a peer's own records is done here as well: they are signed anew
-before they expire, for as long as the peer runs. Who stores or looks, for what and when, is drawn by name
-from the seed.
+As in `node.services.discovery`, a peer signs its own records anew before they expire, for as long as it runs.
+The seed draws by name who stores or looks up which key, and when.
 """
 
 from random import Random
@@ -24,13 +23,13 @@ RENEWALS = 3
 
 
 class _Entry:
-    """One record: who stored it in which life, and until when it is valid. `stored`: somebody keeps it."""
+    """One record: its publisher's life, and until when it is valid. `stored`: some peer keeps it."""
 
     __slots__ = ("expires", "number", "peer", "serial", "stored")
 
     def __init__(self, number: int, publisher: Life) -> None:
         self.number = number
-        # Not the life itself: with it, the cores of the dead would stay.
+        # The life itself would keep the cores of the dead alive.
         self.peer = publisher.peer
         self.serial = publisher.serial
         self.expires = 0.0
@@ -92,7 +91,7 @@ class RecordsWork:
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
     def _publisher(self, entry: _Entry) -> Life | None:
-        """The life that stored it, if it goes on."""
+        """Return the life that stored it, if it goes on."""
         life = self._ground.lives.get(entry.peer)
         return life if life is not None and life.serial == entry.serial else None
 
@@ -137,7 +136,7 @@ class RecordsWork:
         self._order(life, request, lambda core, now: core.find(now, key))
 
     def _choose(self) -> _Entry | None:
-        """Any record that has not expired; those that have are dropped on the way."""
+        """Return any record that has not expired, dropping expired ones on the way."""
         while self._entries:
             index = self._finding.randrange(len(self._entries))
             entry = self._entries[index]
@@ -148,8 +147,8 @@ class RecordsWork:
         return None
 
     def _is_there(self, entry: _Entry, life: Life) -> bool:
-        """Return whether somebody said that it keeps the record, its publisher lives on within reach, and the
-        peer that looks is in the DHT."""
+        """Return whether a peer confirmed that it keeps the record, its publisher is alive and reachable, and
+        the peer that looks is in the DHT."""
         if not (entry.stored and life.entered) or self._publisher(entry) is None:
             return False
         reaches = self._ground.reaches

@@ -1,4 +1,4 @@
-"""The peers of a world: by number their id, name, address, keys and what they say of themselves.
+"""The peers of a world: by number their id, name, address, keys and metadata.
 
 The same in both fidelities. Nothing here changes while a world plays, and nothing is kept that can be
 computed.
@@ -19,7 +19,7 @@ from sim.scenario import Scenario
 from sim.seeds import HashSigner, seeded_identity, seeded_peer
 
 SWARM = "sim"
-"""The swarm's name, which stands in all signatures."""
+"""The swarm's name, part of all signatures."""
 
 
 def capacity(region: str) -> Capacity:
@@ -28,7 +28,7 @@ def capacity(region: str) -> Capacity:
 
 
 class Roster:
-    """`scenario.nodes` peers. `region_of` says by number where each is."""
+    """The `scenario.nodes` peers. `region_of` returns the region of a number."""
 
     def __init__(self, scenario: Scenario, seed: int, region_of: Callable[[int], str]) -> None:
         self._seed = seed
@@ -58,7 +58,7 @@ class Roster:
         return Profile(f"n{number}", (self.address(number),), self.metadata(number))
 
     def metadata(self, number: int) -> bytes:
-        """Return what a node's membership service says of this peer's capacity; one object for a whole
+        """Return the metadata of a peer's capacity, as a node's membership service sends it; one object for a
         region."""
         region = self._region_of(number)
         if region not in self._metadata:

@@ -1,10 +1,10 @@
-"""What peers of a world of cores do about the routers before them, with the cores of a node: they find out
-where they are seen, keep places at relays, speak through these, and punch.
+"""NAT traversal in a world of cores, with a node's cores: peers learn their outside addresses, keep places at
+relays, send through relays, and punch.
 
-A message goes as a node sends it (`node.transport.network`): as a datagram to a peer that can be reached, or
-was heard of lately; else on a path that stands, by dialling, or through one where the peer has a place.
-Streams lose nothing while their connections stand. Each peer knows the places of the others; a relay is any
-peer with a public address. Bytes on a path are not counted against a relay's rate or its budgets.
+A message goes as a node sends it (`node.transport.network`): as a datagram to a peer that is reachable or was
+heard of lately; otherwise on an open path, by dialling, or through a relay where the peer has a place.
+Streams lose nothing while their connections stand. Each peer knows the places of the others; any peer with a
+public address is a relay. Bytes on a path do not count against a relay's rate or budgets.
 """
 
 from collections import Counter
@@ -35,15 +35,15 @@ from sim.worlds.joining import DialGround, live_others
 from sim.worlds.life import Life
 
 LOOK_SECONDS = 5.0
-"""How often a peer looks whether it has places enough: a node does ten times as often."""
+"""Interval at which a peer checks whether it has enough places; a node checks ten times as often."""
 CIRCUIT_TRIPS_NEAR, CIRCUIT_TRIPS_FAR, CIRCUIT_TRIPS_THROUGH = 8, 7, 2
-"""One-way trips until a circuit can be used: the asker's handshakes, its question and the answer; the news of
-it, the other side's handshakes and its answer; and the handshake of both through the relay."""
+"""One-way trips until a circuit is usable: the asker's handshakes, its question and the answer; the notice to
+the other side, its handshakes and its answer; and the handshake of both through the relay."""
 _PATHS_PER_PAIR_MAX = 4
 
 
 class RoutedPeers:
-    """For all peers of a world. `counters` say what came of it.
+    """The NAT traversal of all peers of a world, with `counters` of its outcomes.
 
     Long because places, circuits and punching act on the same paths: apart, each would need the others.
     """
@@ -72,7 +72,7 @@ class RoutedPeers:
         machine.is_up = True
         self._here[life.peer] = traveller = Traveller(machine, ledger, budget, life.number)
         if machine.site is not None:
-            traveller.wants_places = True  # as a node that has local addresses alone
+            traveller.wants_places = True  # like a node that has only local addresses
             rng = seeded_rng(self._ground.seed, "looks", life.peer, life.serial)
             self._ground.at(
                 after(self._ground.now, rng.uniform(0, LOOK_SECONDS)), self._look, life, traveller
@@ -91,7 +91,7 @@ class RoutedPeers:
             traveller.wants_places = event.reachable is not True and traveller.machine.site is not None
 
     def reboot(self, peer: PeerId) -> None:
-        """The router before a peer forgets all."""
+        """Reboot the router of a peer: it forgets everything."""
         machine = self._links.at(peer).machine
         for card in () if machine is None else machine.cards.values():
             if card.site is not None:
@@ -99,7 +99,7 @@ class RoutedPeers:
                 self.counters["routers rebooted"] += 1
 
     def _relays(self, life: Life, traveller: Traveller) -> list[PeerId]:
-        """Return the peers in view that may carry others, the nearest first."""
+        """Return the peers in view that may relay, the nearest first."""
         found = [
             peer
             for peer in live_others(life)
@@ -136,8 +136,8 @@ class RoutedPeers:
         return connect(one.machine, other.machine, other.machine.place_for(one.machine, "tcp", now), now)
 
     def _request(self, life: Life, path: SimPath) -> bool:
-        """Ask for the place, for the first time or again; False where it is refused. An answer that gets
-        through is taken at once."""
+        """Request or renew the place; return False if it is refused. An answer that gets through is handled
+        at once."""
         now, lease, relay = self._ground.now, path.lease, path.other
         assert lease is not None
         there = path.arrives(path.first, now, self._links.latency_seconds)
@@ -172,7 +172,7 @@ class RoutedPeers:
             self._close(path)
 
     def _lost(self, path: SimPath) -> None:
-        """A path on which a place was kept is over."""
+        """Handle the end of a path that carried a place."""
         first, relay = path.first, path.other
         was_kept = first.circuits.pop(relay.peer, None) is not None
         first.search.ended(self._ground.now, relay.peer)
@@ -193,7 +193,7 @@ class RoutedPeers:
         self._look_outside(life, traveller)
 
     def _look_outside(self, life: Life, traveller: Traveller) -> None:
-        """Ask two where they see it, on connections that are kept and keep the mapping."""
+        """Ask two peers where they see this one, on connections that stay open and keep the mapping."""
         now = self._ground.now
         is_short = len(traveller.observers) < OBSERVERS
         for peer in [*traveller.observers, *(self._relays(life, traveller) if is_short else ())]:
@@ -218,8 +218,8 @@ class RoutedPeers:
     # --- messages ------------------------------------------------------------------------------------
 
     def trips(self, own: Place, receiver: Place, tick: int, *, by_stream: bool) -> tuple[int, ...] | None:
-        """Return how long a message travels, in ticks, none where it is lost; None where it goes as between
-        two public addresses."""
+        """Return the travel times of a message in ticks, empty where it is lost; None where it travels as
+        between two public addresses."""
         one, other = self._here.get(own.peer), self._here.get(receiver.peer)
         if one is None or other is None or not self._links.connects(own, receiver):
             return None
@@ -251,7 +251,7 @@ class RoutedPeers:
         to = other.machine.place_for(one.machine, "udp", now) if heard is None else heard[0]
         source = None if to is None else carry("udp", one.machine, other.machine, to, now)
         if source is None:
-            # A handshake by datagram leads to nothing; on a public network a node reaches it by a stream.
+            # A datagram's handshake gets nowhere; on a public network a node reaches the peer by a stream.
             self.counters["dropped at routers"] += 1
             if heard is not None and now - heard[1] > HEARD_SECONDS:
                 del one.heard[other.peer]
@@ -263,7 +263,7 @@ class RoutedPeers:
         return None
 
     def _stream(self, one: Traveller, other: Traveller, now: float) -> float | None:
-        """Return when a message by a stream is there; None where no stream comes about."""
+        """Return when a message by a stream arrives; None where no stream can be opened."""
         path = self._best(one, other)
         if path is None:
             made = self._dial(one, other, now)
@@ -289,7 +289,7 @@ class RoutedPeers:
         return min(paths, key=lambda path: (ways.index(path.way), -path.ready_at), default=None)
 
     def _ask_circuit(self, one: Traveller, other: Traveller, now: float) -> SimPath | None:
-        """Have a relay connect one with another that has a place there."""
+        """Have a relay connect one peer with another that has a place there."""
         for relay in [path.other for path in other.circuits.values()]:
             if self._here.get(relay.peer) is not relay:
                 continue
@@ -354,7 +354,7 @@ class RoutedPeers:
             self._lost(path)
 
     def _watch(self, path: SimPath) -> None:
-        """Have both ends of a path do what is due: ping, or give it up."""
+        """Have both ends of a path ping when due, or give it up."""
         now = self._ground.now
         if path.is_over:
             return
@@ -383,8 +383,8 @@ class RoutedPeers:
         return idle_seconds(path.way, has_better=any(each.way != "relayed" for each in others))
 
     def _send_frames(self, path: SimPath, end: Traveller, now: float) -> None:
-        """What an end of a path has to say gets to the other, and the answer back, each after its trip. Both
-        happen at once here: nothing else looks at a path's cores meanwhile."""
+        """Exchange the due frames of a path's end, and the answers, each after its trip. Both happen at once
+        here, because nothing else looks at a path's cores meanwhile."""
         core, other = path.cores[end.peer], path.end_opposite(end)
         while (frame := core.next_frame(now)) is not None:
             arrives = path.arrives(end, now, self._links.latency_seconds)
@@ -395,7 +395,7 @@ class RoutedPeers:
     # --- better ways ---------------------------------------------------------------------------------
 
     def _improve(self, path: SimPath) -> None:
-        """The side that was reached through a relay dials the other, and punches."""
+        """Have the side that was reached through a relay dial the other, and punch."""
         now, pair = self._ground.now, _pair(path.first.peer, path.other.peer)
         if path.is_over or self._improved.get(pair, -IMPROVE_SECONDS) + IMPROVE_SECONDS > now:
             return
@@ -406,7 +406,7 @@ class RoutedPeers:
             self._punch(path.other, path.first, now)
 
     def _offer(self, one: Traveller, other: Traveller, now: float) -> bool:
-        """A peer that cannot be dialled, or not by datagram, gives the other a path to it."""
+        """Have a peer that cannot be dialled, or not by datagram, open a path to the other."""
         best = self._best(one, other)
         if one.machine.site is None or (best is not None and best.way != "relayed"):
             return False
@@ -417,7 +417,8 @@ class RoutedPeers:
         return True
 
     def _punch(self, one: Traveller, other: Traveller, now: float, *, is_second: bool = False) -> None:
-        """Both dial each other at once, where each is seen by others; a second time soon after the first."""
+        """Have both peers dial each other at once at their outside addresses; soon after the first time once
+        more."""
         if not one.budget.may_start(other.peer, now) or not other.budget.may_answer(one.peer, now):
             return
         self.counters["punches begun"] += 1
@@ -442,7 +443,7 @@ class RoutedPeers:
     def _offered(
         self, one: Traveller, other: Traveller, transport: Transport, now: float, paid: Collection[str]
     ) -> Endpoint | None:
-        """Return where `one` dials `other`: what it says, so far as the budget admits it."""
+        """Return where `one` dials `other`: the address that the other offers, if the budget admits it."""
         family = one.machine.family(other.machine)
         own = other.machine.cards[family]
         place = own.inner if family == 6 or own.site is None else None
@@ -462,7 +463,7 @@ class RoutedPeers:
         transport: Transport,
         now: float,
     ) -> bool:
-        """Packets cross: the first opens the way out, those that come after it the way in."""
+        """Exchange crossing packets: the first open the way out, later ones find the way in."""
         ends = ((one, other, places[0]), (other, one, places[1]))
         sources: list[Endpoint | None] = []
         for _ in range(2):
@@ -486,7 +487,7 @@ class RoutedPeers:
         return False
 
     def ways(self) -> Mapping[str, int]:
-        """Return how many paths stand, by their way."""
+        """Return how many paths are open, by kind."""
         return Counter(path.way for path in self._all())
 
     def _all(self) -> Iterator[SimPath]:

@@ -1,4 +1,4 @@
-"""The common context of all members of one run in a world of cores."""
+"""The context that all members of one run in a world of cores share."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -19,8 +19,8 @@ from sim.worlds.streams import Answer, Ground, Streams
 
 @dataclass(frozen=True)
 class Setting:
-    """`pool` are the peers that may be members, the requester first. `alive` says for each peer that another
-    one's membership core has told of whether it lives."""
+    """The context. `pool` are the possible members, the requester first. `alive` holds, for each peer that a
+    membership core reported on, whether it lives."""
 
     number: int
     run: bytes
@@ -36,12 +36,12 @@ class Setting:
     alive: Callable[[PeerId], Mapping[PeerId, bool]]
     slowness: Callable[[PeerId], float]
     put: Callable[[PeerId, PeerId, Question, Answer], None]
-    """Hands a question of the first peer to the second."""
+    """Hands the first peer's question to the second."""
     counters: Counter[str]
     provider: Callable[[PeerId], StageProvider]
     settings: RunSettings
     first: Plan | None = None
-    """The plan that the run began with, once it has."""
+    """The plan that the run began with, once it has begun."""
 
     @property
     def requester(self) -> PeerId:
@@ -49,11 +49,11 @@ class Setting:
 
     @property
     def tie_breaker(self) -> PeerId | None:
-        """The member with which half of the voters decide, if the run has one."""
+        """Return the member whose vote decides with half of the voters, if the run has one."""
         return self.requester if self.training.on_lost_quorum == "requester" else None
 
     def check_loss(self, step: int, loss: float) -> None:
-        """Raises Broken where a committed step has another loss than in the undisturbed run."""
+        """Raise Broken if a committed step has another loss than the undisturbed run."""
         if loss != self.truth.loss(step):
             raise Broken(
                 "sums", f"step {step} of run {self.number} has loss {loss}, not {self.truth.loss(step)}"

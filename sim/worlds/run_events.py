@@ -1,8 +1,8 @@
 """A node's reports of a run, as events of worlds of cores (`sim.events`).
 
-A node's events are for people: short ids, no hashes of parents. What is missing is read off the node's public
-face at that very moment. What the sums of a step held is not what somebody says of them, but what the stages
-were seen to add up (`sim.worlds.stages`).
+A node's events are for people: they have short ids and no hashes of parents. Missing facts are read from the
+node's public interface at that moment. The contents of a step's sums are observed at the stages
+(`sim.worlds.stages`), not taken from what peers report.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from sim.worlds.node_life import NodeLife
 
 @dataclass
 class Trained:
-    """The known facts of a run. `weights` is the hash of its result, empty before."""
+    """The known facts of a run. `weights` is the hash of its result, at first empty."""
 
     training: Training
     run: Run
@@ -41,20 +41,20 @@ class Trained:
 
 @dataclass
 class RunWords:
-    """All runs of a world, and what was said of them."""
+    """All runs of a world, and the events reported of them."""
 
     runs: dict[str, Trained] = field(default_factory=dict)
     _plans: dict[bytes, Plan] = field(default_factory=dict)
     _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
-    # By peer and run: the step it summed up last, and under which plan.
+    # By peer and run: the last step summed up, and its plan.
     _summed: dict[tuple[PeerId, bytes], tuple[int, Plan]] = field(default_factory=dict)
 
     def made(self, training: Training, run: Run) -> None:
-        """Somebody asks for this run from now on."""
+        """Record a run that a peer requests."""
         self.runs[run.text] = Trained(training, run)
 
     def sent(self, life: NodeLife, message: object) -> None:
-        """A node sends a message of a run."""
+        """Record that a node sends a message of a run."""
         match message:
             case StepCommit():
                 self._commits[message.plan, message.step] = message
@@ -65,20 +65,21 @@ class RunWords:
     def of_stage(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
     ) -> SamplesCounted | None:
-        """A stage of this peer applied a step. The next plan may be in force by then."""
+        """Return the event that a stage of this peer applied a step. The next plan may be in force by
+        then."""
         for trained in self.runs.values():
             if trained.run.random_key != specification.run:
                 continue
             summed, plan = self._summed.get((life.peer, trained.run.id), (None, None))
             if summed != step:
-                plan = _plan(life, trained.run)  # never summed up, which is for a checker to find
+                plan = _plan(life, trained.run)  # never summed up; a checker reports it
             stage = None if plan is None else plan.stage_of(life.peer)
             if plan is not None and stage is not None:
                 return SamplesCounted(trained.run.id, plan_hash(plan), step, stage, microbatches)
         return None
 
     def of_node(self, life: NodeLife, event: events.Event) -> Any | None:
-        """A node's own event; None where it is of no run, or said by somebody else already."""
+        """Return a node's own event; None where it is of no run, or already reported."""
         match event:
             case events.RunPlanned():
                 return self._planned(life, self.runs[event.run].run)
@@ -105,11 +106,11 @@ class RunWords:
         self, life: NodeLife, trained: Trained, event: events.StepCommitted
     ) -> StepCommitted | None:
         plan = _plan(life, trained.run)
-        # The step before a plan may be said when that plan is in force already.
+        # A step of the previous plan may be reported after the next plan is in force.
         while plan is not None and plan.height > event.height:
             plan = self._plans.get(plan.parent)
         if plan is None or plan.committer != life.peer:
-            return None  # it only heard of it
+            return None  # it only learnt of it
         if event.diverged:
             return None  # it counts no sample
         commit = self._commits.pop((plan_hash(plan), event.step))
@@ -121,7 +122,7 @@ class RunWords:
         return StepCommitted(trained.run.id, plan_hash(plan), plan.height, event.step, counted, event.loss)
 
     def _ended(self, trained: Trained, event: events.RunEnded) -> RunEnded:
-        # A member that was away may give up a run that others brought to its end.
+        # A member that was away may give up a run that others finished.
         if trained.outcome != "done":
             trained.outcome, trained.reason = event.outcome, event.detail
             trained.weights = event.weights
@@ -129,6 +130,6 @@ class RunWords:
 
 
 def _plan(life: NodeLife, run: Run) -> Plan | None:
-    """That is in force at this peer."""
+    """Return the plan in force at this peer."""
     member = life.node.runs.members.get(run.id)
     return None if member is None else member.plan

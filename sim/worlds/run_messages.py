@@ -1,6 +1,6 @@
 """Messages among members of a run in a world of cores, beside those of the cores.
 
-Only what takes its time or its bytes: never on a wire, so without signatures and limits.
+Modelled by their time and bytes alone: they never go on a wire, so they have no signatures and limits.
 """
 
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ STATE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Noted:
-    """Committer to the others: so many steps are committed."""
+    """Committer to the others: this many steps are committed."""
 
     plan: bytes
     step: int
@@ -28,7 +28,7 @@ class Noted:
 
 @dataclass(frozen=True)
 class Saved:
-    """Replica to committer: my stage as it was after `step` steps is put away here."""
+    """Replica to committer: my stage after `step` steps is stored here."""
 
     plan: bytes
     step: int
@@ -55,7 +55,7 @@ class ExportStage:
 
 @dataclass(frozen=True)
 class KeepCopy:
-    """Committer to a keeper: hold what `holder` has put away of a stage that is made of these."""
+    """Committer to a keeper: store the copy that `holder` has of a stage made of these original stages."""
 
     step: int
     units: tuple[int, ...]
@@ -64,7 +64,7 @@ class KeepCopy:
 
 @dataclass(frozen=True)
 class FetchCopy:
-    """Anybody to anybody: the copy of one of the stages that the run began with."""
+    """Anybody to anybody: the copy of one of the run's original stages."""
 
     step: int
     unit: int
@@ -78,8 +78,8 @@ Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
 
 @dataclass
 class Disk:
-    """The records of one run that one peer keeps over a restart. `chain` is empty while it is not a member;
-    `copies` are by step, and stage that the run began with."""
+    """The records of one run at one peer, kept over a restart. `chain` is empty while it is not a member;
+    `copies` are by step and original stage."""
 
     chain: bytes = b""
     newest: tuple[bytes, int] | None = None
@@ -91,5 +91,5 @@ class Disk:
 
 
 def checkpoint_name(run: bytes, step: int) -> bytes:
-    """Return one name for one state: that of a step is the same, whichever member saved it."""
+    """Return the name of the state of a step, the same whichever member saved it."""
     return bytes(left ^ right for left, right in zip(run, step.to_bytes(len(NO_HASH), "big"), strict=True))

@@ -1,9 +1,9 @@
 """Trio under a virtual clock, so that the same seed is the same run, task by task.
 
-Trio shuffles the tasks that are ready at one instant, on purpose and by a generator of its own; so two runs
-differ wherever two things coincide. It has a switch against this, made for hypothesis and not public
-(`trio._core._run`): ready tasks are put into the order of their birth, then shuffled by a generator that
-can be seeded. This file alone touches it, says so where a newer trio has it no more, and puts it back.
+Trio deliberately shuffles the tasks that are ready at one instant, by a generator of its own; two runs
+therefore differ wherever events coincide. A private switch made for hypothesis (`trio._core._run`) avoids
+this: ready tasks are sorted by their creation, then shuffled by a generator that can be seeded. Only this
+file touches the switch; it restores it, and reports a newer trio that lacks it.
 
 Within an instant everything then depends on the seed alone: not on the hash seed of the process, on addresses
 in memory, or on when garbage is collected.
@@ -26,7 +26,7 @@ _SWITCH, _GENERATOR = "_ALLOW_DETERMINISTIC_SCHEDULING", "_r"
 
 
 def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
-    """`trio.run` under a clock that jumps when every task waits. What falls on one instant is shuffled."""
+    """Run `trio.run` under a clock that jumps when every task waits. Tasks of one instant are shuffled."""
 
     async def whole() -> T:
         return await main()
@@ -35,14 +35,14 @@ def run_virtually(main: Callable[[], Awaitable[T]]) -> T:
 
 
 def run_repeatably(main: Callable[[], Awaitable[T]], rng: Random) -> T:
-    """Like `run_virtually`; the same draws of `rng` are the same run again."""
+    """Run like `run_virtually`; the same draws of `rng` repeat the same run."""
     with ordered(rng):
         return run_virtually(main)
 
 
 @contextmanager
 def ordered(rng: Random) -> Iterator[None]:
-    """Have trio shuffle the tasks that are ready at one instant by the draws of `rng` alone.
+    """Make trio shuffle the tasks of one instant by the draws of `rng` alone.
 
     Raises:
         LocalProtocolError: this trio hides its switch elsewhere.

@@ -12,7 +12,7 @@ from sim.seeds import draw_share
 
 
 class Directed(Protocol):
-    """A world, as far as it is told what to do. Peers go by number."""
+    """A world as the script directs it. Peers go by number."""
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None: ...
 
@@ -20,24 +20,24 @@ class Directed(Protocol):
         """Return whether this peer runs, and is not about to leave."""
 
     def start(self, number: int) -> None:
-        """Begin a life, unless there is one. Where the last one is still saying goodbye, `Direction.ended`
-        is to be called when it is over."""
+        """Begin a life, unless there is one. Where the last one is still saying goodbye, call
+        `Direction.ended` when it is over."""
 
     def stop(self, number: int, why: str) -> None:
-        """End the life there is: at once, or where `why` is leave, with a goodbye."""
+        """End the current life: at once, or with a goodbye if `why` is leave."""
 
     def split(self, side_of: Mapping[int, int]) -> None:
-        """From now on only peers of one side reach each other; whoever is not named is on side 0. Empty:
-        all do."""
+        """From now on only peers of one side reach each other; peers not named are on side 0. Empty: all
+        reach all."""
 
     def deafen(self, number: int, deaf: bool) -> None:
-        """From now on nothing arrives at this peer, or everything again."""
+        """From now on nothing arrives at this peer, or everything does again."""
 
     def block_datagrams(self, number: int, blocked: bool) -> None:
-        """From now on no datagram goes from or to this peer, and streams do; or datagrams do again."""
+        """Block all datagrams from and to this peer while streams pass, or let them through again."""
 
     def lose(self, number: int, loss: float) -> None:
-        """From now on so large a share of this peer's messages is lost besides."""
+        """From now on lose this share of the peer's messages in addition."""
 
     def reboot(self, number: int) -> None:
         """The router before this peer forgets every mapping."""
@@ -47,7 +47,7 @@ class Directed(Protocol):
 
 
 class Direction:
-    """Directs `world` from `begin` on. `region_of` says by number where a peer is."""
+    """Directs `world` from `begin` on. `region_of` returns the region of a number."""
 
     def __init__(
         self, world: Directed, scenario: Scenario, seed: int, region_of: Callable[[int], str]
@@ -70,13 +70,13 @@ class Direction:
             region_of=region_of,
         )
         self._cuts: dict[Disturbance, None] = {}
-        # By peer: those that last of each kind.
+        # By peer: the active disturbances of each kind.
         self._active: dict[tuple[str, int], list[Disturbance]] = {}
 
     def begin(self) -> None:
-        """Plan all that is to come."""
+        """Plan all changes and events."""
         scenario = self._scenario
-        self._plan_change()  # those of time 0 are made at once, before anybody starts
+        self._plan_change()  # those of time 0 are made at once, before any peer starts
         late = late_numbers(scenario.nodes, scenario.start.late_share, scenario.churn.permanent)
         for number in range(scenario.nodes):
             if number not in late:
@@ -84,7 +84,7 @@ class Direction:
         self._plan_disturbance()
 
     def ended(self, number: int) -> None:
-        """A goodbye is over."""
+        """Record that a goodbye is over."""
         self._settle(number, "leave")
 
     # Peers that are up.
@@ -106,7 +106,7 @@ class Direction:
         self._settle(change.number, change.why)
 
     def _settle(self, number: int, why: str) -> None:
-        """Start or stop a peer, if it is not as it is to be."""
+        """Start or stop a peer, if it is not as it should be."""
         if self._arrived[number] and self._present[number] and not self._held[number]:
             self._world.start(number)
         elif self._world.runs(number):
@@ -156,7 +156,7 @@ class Direction:
         self._cut()
 
     def _cut(self) -> None:
-        """Peers reach each other that are on the same side of every cut."""
+        """Let those peers reach each other that are on the same side of every cut."""
         names: dict[tuple[int, ...], int] = {(): 0}
         cuts_of: dict[int, tuple[int, ...]] = {}
         for index, cut in enumerate(self._cuts):
@@ -185,7 +185,7 @@ class Direction:
 
 
 def start_seconds(scenario: Scenario, seed: int, number: int) -> float:
-    """Return when a peer first starts: the first at once, the others drawn evenly."""
+    """Return when a peer first starts: the first peer at once, the others uniformly spread."""
     if number == 0:
         return 0.0
     return scenario.start.spread_seconds * draw_share(seed, "start", number)

@@ -5,8 +5,8 @@ with the scenario's churn (`sim.worlds.served_stages`). The token after some tok
 stage can only tell if it has all of them, so that each answer is compared with the truth when it ends
 (`sim.checkers.answers`).
 
-Not here: the DHT (a door asks those of the pool that its membership core holds for alive who answers),
-manifests, slots and tensors. A stream that breaks is told to nobody, as in a power cut: only silence tells.
+Not here: the DHT (a door asks the pool's peers that its membership core considers alive), manifests, slots
+and tensors. Nobody is notified of a broken stream, as in a power cut: only silence shows it.
 """
 
 from collections import Counter
@@ -69,7 +69,7 @@ class ServedModels:
             ground.on(PeerStopped, self._stopped)
 
     def network_changed(self) -> None:
-        """Others can be reached than before."""
+        """React to a change of which peers reach each other."""
         for service in self._services:
             service.streams.changed()
 
@@ -89,7 +89,7 @@ class ServedModels:
 
 
 class _Lines:
-    """The ground that streams of services stand on: that of runs' streams, counted apart."""
+    """The environment of the services' streams: that of runs' streams, counted apart."""
 
     def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str]) -> None:
         self._ground, self._counters = ground, counters
@@ -107,7 +107,7 @@ class _Lines:
 
 @dataclass(eq=False)
 class _Asked:
-    """An answer that a peer asks for."""
+    """An answer that a peer requests."""
 
     wish: Wish
     began: float
@@ -119,7 +119,7 @@ class _Asked:
 
 
 class _Service:
-    """One of them."""
+    """One service."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class _Service:
         self._rng = seeded_rng(ground.seed, "answers", number)
         self._heads = seeded_rng(ground.seed, "beginnings", number)
         self._head = tuple(self._heads.randrange(VOCABULARY) for _ in range(2 * service.prompt))
-        """The tokens that half of the prompts begin with, each with some of them."""
+        """Half of the prompts begin with some of these tokens."""
         ground.at(instant(service.at_seconds), self._begin)
 
     def _begin(self) -> None:
@@ -226,7 +226,7 @@ class _Node:
         self._looks = False
         self._wake_at = inf
 
-    # What its cores say and want
+    # Events and messages of its cores
 
     @property
     def now(self) -> float:
@@ -271,7 +271,7 @@ class _Node:
 
     def _wake(self, planned: float) -> None:
         if planned != self._wake_at:
-            return  # an earlier one took its place
+            return  # superseded by an earlier one
         self._wake_at, now = inf, self._ground.now
         self.turn([*self.provider.wake(now), *self._door.wake(now), *self.stages.wake(now)])
 
@@ -302,7 +302,7 @@ class _Node:
             case Open() | Leave() | Rest():
                 try:
                     sends = provider.receive(now, sender, message)
-                except RemoteProtocolError:  # opened again by a stream that has waited: it is open already
+                except RemoteProtocolError:  # a waiting stream reopened it already
                     return
             case Roll():
                 sends = self.stages.receive(now, sender, message)
@@ -313,7 +313,7 @@ class _Node:
         self.turn(sends)
 
     def lost(self, peer: PeerId) -> None:
-        """A stream was broken, and is open again."""
+        """Handle a stream that broke and is open again."""
         now = self._ground.now
         self.provider.lost(peer)
         self.turn([*self._door.lost(now, peer), *self.stages.lost(now, peer)])
@@ -339,7 +339,7 @@ class _Node:
     # Its door
 
     def ask(self, prompt: tuple[int, ...]) -> None:
-        """Ask for an answer, once it is known who answers."""
+        """Request an answer, once it is known which peers answer."""
         self.look(partial(self._begin, prompt))
 
     def _begin(self, prompt: tuple[int, ...]) -> None:
@@ -351,7 +351,7 @@ class _Node:
         self.turn(sends)
 
     def look(self, then: Callable[[], None] | None = None) -> None:
-        """Ask those of the pool that live who answers."""
+        """Ask the live peers of the pool which of them answer."""
         if self._looks and then is None:
             return
         self._looks = True

@@ -1,7 +1,7 @@
 """A stage that a member of a run in a world of cores holds: its replica core, its sums, its all-reduce.
 
-The driver of a `partition.steps.replica.Replica`, with a stage that sums integers. One thing is computed at a
-time, in virtual time; what waits for others (a reduction, a filling) ends when they have answered.
+The driver of a `partition.steps.replica.Replica`, with a stage that sums integers. It computes one thing at a
+time, in virtual time; a reduction or a filling ends when the others have answered.
 """
 
 from collections import deque
@@ -45,7 +45,7 @@ Then = Callable[[State | None], None]
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A frame without the part that is signed for a plan: it may be sent again under another one."""
+    """A frame without the part signed for a plan, so that it can be sent again under another plan."""
 
     step: int
     microbatch: int
@@ -55,7 +55,7 @@ class Draft:
     data: bytes
 
     def opened(self, author: PeerId, plan: bytes, attempt: int) -> OpenedFrame:
-        """Return the frame as its receiver has it once it has checked it."""
+        """Return the frame as its receiver has it after checking it."""
         header = FrameHeader(
             plan,
             self.step,
@@ -118,7 +118,7 @@ class Hosted:
         self._pass_on([])
 
     def receive(self, sender: PeerId, message: Any) -> None:
-        """A step message, a frame or a part of the all-reduce. Raises RemoteProtocolError."""
+        """Handle a step message, a frame or a part of the all-reduce. Raises RemoteProtocolError."""
         if not isinstance(message, Part):
             self._pass_on(self.core.receive(self._setting.ground.now, sender, message))
         elif self._reduction is None or message.key != self._key_now:
@@ -127,14 +127,14 @@ class Hosted:
             self._take_part(sender, message)
 
     def reconnected(self, peer: PeerId) -> None:
-        """A stream to `peer` is open again: what it may have lost is said again."""
+        """Repeat the messages that may have been lost: a stream to `peer` is open again."""
         self._pass_on(self.core.reconnected(peer))
         for receiver, part in self._parts_sent:
             if receiver == peer:
                 self._send(receiver, part)
 
     def state(self, step: int) -> State | None:
-        """Return what others take from here; None where it is not that of this step."""
+        """Return the state that others may copy; None where it is not that of this step."""
         return self.stage.state if self.core.step == step == self.stage.state.step else None
 
     def _pass_on(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
@@ -159,7 +159,7 @@ class Hosted:
     # What the core asks for
 
     def go_on(self) -> None:
-        """Begin whatever is to be done next, if nothing is under way."""
+        """Begin the next work, if nothing is under way."""
         while self._work is None and not self.is_failed:
             work = self._work = self.core.next(self._setting.ground.now)
             if work is None:
@@ -169,7 +169,7 @@ class Hosted:
     def _begin(self, work: core.WorkItem) -> None:
         match work:
             case core.ForwardReady():
-                # The last stage goes back at once.
+                # The last stage runs its backward pass at once.
                 self._compute(work, 3 if work.train and self.core.is_last else 1)
             case core.BackwardReady():
                 self._compute(work, 2)
@@ -296,7 +296,7 @@ class Hosted:
         work, reduction = self._work, self._reduction
         if not isinstance(work, core.ReduceReady) or reduction is None or not reduction.done:
             return
-        # The machine stays until the next one: a member may still have to hear our parts.
+        # The machine stays until the next one: a member may still need our parts.
         self._work = None
         total = tuple(int(number) for number in reduction.total)
         squared_norm = self.stage.total(total)
@@ -323,7 +323,7 @@ class Hosted:
             self._restore(work.checkpoint, self.stage.units, work.step, take)
 
     def fail(self, reason: str) -> None:
-        """The stage cannot go on; the committer asks for a plan without it."""
+        """Fail: the committer asks for a plan without this stage."""
         self.is_failed = True
         for peer, message in self.core.failed(reason):
             self._send(peer, message)

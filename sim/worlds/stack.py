@@ -1,11 +1,11 @@
 """A world of whole nodes: up to about a hundred `node.Node`s in one process, on simulated seams under trio.
 
-Real are the protocols, their framing and signatures, the plans, the checkpoints and the arithmetic of stages.
-Virtual are time, the network, the disks, and how long computing takes. The same seed is the same world to the
-bit, whoever plays it (`sim.worlds.scheduling`).
+The protocols, their framing and signatures, the plans, the checkpoints and the arithmetic of stages are real.
+Time, the network, the disks and the duration of computing are virtual. The same seed is the same world to the
+bit on every machine (`sim.worlds.scheduling`).
 
-What is done to it, and when, is said by `sim.worlds.script` and by the scenario's runs, as in a world of
-cores; each such thing happens when all that nodes do at the same instant is done.
+`sim.worlds.script` and the scenario's runs direct it, as in a world of cores; each order is carried out after
+all that nodes do at the same instant.
 """
 
 import dataclasses
@@ -67,16 +67,16 @@ from sim.worlds.timers import Agenda
 
 OURS = Cores()
 STALL_SECONDS = 20.0
-"""A stream over a split stalls so long before both kernels give it up; a node may have given up before."""
+"""A stream over a split stalls this long before both kernels give it up; a node may give up before."""
 FOLDER = Path("/simulated")
 
 
 class StackWorld:
-    """Plays `scenario` from `seed`; everything that happens goes to `publish`. A `sim.observers.World`.
+    """Plays `scenario` from `seed`; publishes every event with `publish`. A `sim.observers.World`.
 
-    Of `cores` those of membership and records may be replaced. Raises UsageError: others are.
+    Only the membership and record cores of `cores` may be replaced. Raises UsageError for others.
 
-    Long because it is a whole world: who lives, what befalls them and what is seen of it, at one clock.
+    Long because it is a whole world: its lives, their disturbances and the views of watchers, at one clock.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class StackWorld:
         self.seed = seed
         self.cores = cores
         self.links = Links(scenario.network, seed)
-        # Whole nodes sign for themselves: with real keys only.
+        # Whole nodes sign for themselves, so only with real keys.
         signed = msgspec.structs.replace(scenario, signatures="ed25519")
         self.roster = Roster(signed, seed, self._region)
         self.lives: dict[PeerId, NodeLife] = {}
         self.medium = SimNetworkFabric(self.links, stall_seconds=STALL_SECONDS)
         for number, peer in enumerate(self.peers):
             self.links.place(peer, number)
-            self.medium.attach(peer).die()  # so that each has the address that its number says
+            self.medium.attach(peer).die()  # so that each has the address of its number
         self._publish = publish
         self._words = RunWords()
         self._agenda = Agenda()
@@ -119,7 +119,7 @@ class StackWorld:
     # Playing.
 
     def play(self, on_sample: Callable[[], None]) -> None:
-        """The whole scenario; `on_sample` is called every `sample_seconds`.
+        """Play the whole scenario; `on_sample` is called every `sample_seconds`.
 
         Raises:
             UsageError: a run asks for a model or data that is not there.
@@ -129,7 +129,7 @@ class StackWorld:
         for number, training in enumerate(self.scenario.runs):
             self.at(training.at_seconds, self._submit, number, captured[number])
         try:
-            # A simulation is there to find our bugs: none is contained, as it would be in a node of its own.
+            # A simulation exists to find our bugs: none is contained, as a node would contain it.
             with settled() if self.scenario.runs else nullcontext(), strictness(is_strict=True):
                 run_repeatably(partial(self._whole, on_sample), seeded_rng(self.seed, "scheduling"))
         except BaseExceptionGroup as group:
@@ -151,7 +151,7 @@ class StackWorld:
                 self._nursery.cancel_scope.cancel()
 
     async def _direct(self) -> None:
-        """Do what is due, each thing after all that nodes do at that instant."""
+        """Carry out due orders, each after all that nodes do at that instant."""
         end = self.scenario.seconds
         while self._failure is None and (self._agenda.due <= end or self.now < end):
             await self._alarm.sleep_until(min(self._agenda.due, end))
@@ -161,7 +161,8 @@ class StackWorld:
         await trio.testing.wait_all_tasks_blocked()
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """A watcher that raises ends the world, and what nodes do about exceptions has no part in that."""
+        """Call a watcher's function; an exception ends the world, and nodes' handling of exceptions does not
+        see it."""
         if self._failure is None:
             try:
                 act()
@@ -174,14 +175,14 @@ class StackWorld:
         on_sample()
 
     def _end_all(self) -> None:
-        """Nobody says goodbye when the experiment is over. Watchers may look at how it ended."""
+        """End all lives without a goodbye: the experiment is over. Watchers may look at the end state."""
         self._counted = self._count()
         self._stands_at, self._is_playing = self.now, False
         self._publish = _ignore
         for life in self.lives.values():
             life.crash()
 
-    # What watchers may look at.
+    # For watchers.
 
     @property
     def now(self) -> float:
@@ -193,7 +194,7 @@ class StackWorld:
 
     @property
     def trained(self) -> tuple[Trained, ...]:
-        """The runs that were asked for, and what has become of them."""
+        """Return the requested runs and their outcomes."""
         return tuple(self._words.runs.values())
 
     def name(self, peer: PeerId) -> str:
@@ -235,7 +236,7 @@ class StackWorld:
             total.update(life.node.counters)
         return total
 
-    # What its parts may do (`sim.worlds.life.Ground`).
+    # For the world's parts (`sim.worlds.life.Ground`).
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
@@ -265,7 +266,7 @@ class StackWorld:
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
-    # What it is told to do (`sim.worlds.script.Directed`).
+    # Orders of the script (`sim.worlds.script.Directed`).
 
     def runs(self, number: int) -> bool:
         life = self.lives.get(self.peers[number])
@@ -334,7 +335,7 @@ class StackWorld:
         self.links.disturb(self.peers[number], loss)
 
     def reboot(self, number: int) -> None:
-        """Do nothing: whole nodes are behind no such routers (`sim.scenario.rules`)."""
+        """Do nothing: whole nodes have no such routers (`sim.scenario.rules`)."""
 
     def freeze(self, number: int, seconds: float) -> None:
         self.medium.freeze(self.peers[number], seconds)
@@ -385,17 +386,17 @@ class StackWorld:
         )
 
     def _through(self, life: NodeLife) -> Address | None:
-        """Return where somebody is who runs already, chosen by the seed."""
+        """Return the address of a running peer, chosen by the seed."""
         other = first_to_dial(self, life)
-        # With nobody to ask it is the network itself.
+        # With nobody to ask, it is itself the network.
         life.entered = life.entered or other is None
         if other is not None:
             return self.roster.address(other.number)
-        # A peer that cannot be dialled has to dial. Even the first one dials, a peer that may come later.
+        # A peer that cannot be dialled has to dial. Even the first one dials a peer that may come later.
         is_behind = self.links.at(life.peer).nat is not None
         return self.roster.address((life.number + 1) % len(self.peers)) if is_behind else None
 
-    # What nodes say.
+    # Events of nodes.
 
     def _learnt(self, life: NodeLife, event: Any) -> None:
         if self.lives.get(life.peer) is not life:
@@ -409,7 +410,7 @@ class StackWorld:
         if self.lives.get(life.peer) is not life:
             return
         if isinstance(event, JoinTried) and event.outcome not in ("ok", "self"):
-            # A person would ask around for another address.
+            # A person would ask others for another address.
             through = self._through(life)
             if through is not None:
                 life.node.joining.add(through)
@@ -438,7 +439,7 @@ class StackWorld:
         return 0.0
 
     def _submit(self, number: int, captured: Any) -> None:
-        """A permanent peer asks for a run; the others do, in turn, for the next ones."""
+        """Submit a run at a permanent peer; the next runs at the others, in turn."""
         training = self.scenario.runs[number]
         asks = number % max(1, self.scenario.churn.permanent)
         life = self.lives.get(self.peers[asks])
@@ -457,7 +458,7 @@ class StackWorld:
 
 
 def _alone(group: BaseExceptionGroup[Any]) -> BaseException:
-    """The one exception of a group that has one, else the group."""
+    """Return the only exception of a group, else the group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

@@ -1,10 +1,10 @@
-"""The Executor seam of a node in a stack: real arithmetic, what it is charged, and what the sums really hold.
+"""The Executor seam of a node in a stack: real arithmetic, modelled time, and the observed contents of sums.
 
-A request to a stage is computed at once and then takes the time that the cost model says: floating-point
-operations over the peer's rate for passes, bytes over its memory's for the rest. Where a scenario says what
-a pass takes, that is the scale of all.
+A request to a stage is computed at once, then takes the time of the cost model: floating-point operations
+over the peer's rate for passes, bytes over its memory's rate for the rest. Where a scenario gives the time of
+a pass, all times are scaled by it.
 
-Many nodes of one process would find out the same thing about the same stage: its admission is computed once.
+A stage's admission is computed once in a process: all its nodes would compute the same.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,21 @@ from sim.executor import SimExecutor, SimStage
 from sim.network.pace import Pace
 
 BYTES_PER_FLOP = 2.0
-"""Bytes that a core moves through memory in the time of one operation: 10 GB/s beside 5 GFLOP/s."""
+"""Bytes that a core moves through memory in the time of one operation: 10 GB/s at 5 GFLOP/s."""
 SUMMED, STEPPED = 3, 6
-"""How often the gradients' bytes go through memory: two sums and their result; totals, gradients, and each of
+"""How often the gradients' bytes go through memory: two sums and their result; totals, gradients, and
 parameters and moments in and out."""
 KNOWN_STAGES_MAX = 64
 
 Applied = Callable[[api.StageSpecification, int, tuple[int, ...]], None]
-"""Told of a step that a stage applied: its specification, the step, the micro-batches that its sums held."""
+"""Learns of each step that a stage applied: its specification, the step, the micro-batches in its sums."""
 
 
 class NodeExecutor(SimExecutor):
     """The executor of one life of one peer.
 
-    `flops_per_second` is the peer's rate, `speed` the same beside that of an ordinary one. `pass_seconds` is
-    what a forward pass takes at speed 1, 0 to go by its operations.
+    `flops_per_second` is the peer's rate, `speed` that rate relative to an ordinary peer's. `pass_seconds` is
+    the time of a forward pass at speed 1; 0 computes it from operations.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class NodeExecutor(SimExecutor):
         pace: Pace,
         applied: Applied,
     ) -> None:
-        """`pass_seconds` is asked by a specification's `run`."""
+        """`pass_seconds` is called with a specification's `run`."""
         super().__init__(pace=pace)
         self._flops_per_second = flops_per_second
         self._speed = speed
@@ -56,7 +56,7 @@ class NodeExecutor(SimExecutor):
         self._applied = applied
 
     async def open_stage(self, specification: bytes) -> Stage:
-        """Raises StageFailed: the stage was not admitted."""
+        """Open a stage. Raises StageFailed if it is not admitted."""
         wanted, forward_flops = _admitted(specification)
         natural = forward_flops / self._flops_per_second
         given = self._pass_seconds(wanted.run) / self._speed
@@ -66,7 +66,7 @@ class NodeExecutor(SimExecutor):
 
 
 def settled() -> AbstractContextManager[None]:
-    """While this lasts, torch computes on one thread, and the same every time."""
+    """Have torch compute on one thread and deterministically within this context."""
     from partition.execute.process import one_thread
 
     return one_thread()
@@ -74,7 +74,7 @@ def settled() -> AbstractContextManager[None]:
 
 @lru_cache(maxsize=KNOWN_STAGES_MAX)
 def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
-    """A stage that may run, and the operations of a forward pass. Raises StageFailed."""
+    """Return an admitted stage, and the operations of a forward pass. Raises StageFailed."""
     from partition.execute.admit import admit
 
     try:
@@ -89,7 +89,7 @@ def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
 class StageCost:
     """The cost of one stage's requests in seconds: a forward pass takes `forward_seconds`.
 
-    `natural_seconds` is what the same takes by its operations; what goes by bytes is stretched as it is.
+    `natural_seconds` is that time by its operations; times by bytes are stretched in proportion.
     """
 
     def __init__(
@@ -122,7 +122,8 @@ class StageCost:
 
 
 class WatchedStage:
-    """A stage that behaves as `stage` does, and counts by its answers which micro-batches the sums hold."""
+    """A stage that behaves as `stage` does, and records from its answers which micro-batches the sums
+    hold."""
 
     def __init__(self, specification: api.StageSpecification, stage: Stage, applied: Applied) -> None:
         entry = specification.graph.entries[0]

@@ -1,9 +1,9 @@
-"""Ordered streams between the members of one run in a world of cores, and questions that want an answer.
+"""Ordered streams between the members of one run in a world of cores, and questions with answers.
 
-Streams of bytes, modelled: what opens, breaks and is dialled again, without what is inside. A stream
-loses nothing while it stands. When its receiver stops, or a split comes between the two, it breaks: what was
-on its way is lost, what is said from then on waits, and it is dialled again until it opens; then the sender
-hears of it. A question fails at once when the path breaks.
+Streams are modelled by opening, breaking and redialling, without bytes. An open stream loses nothing. When
+its receiver stops or a split comes between the two, it breaks: messages on their way are lost, later ones
+wait, and the sender redials until the stream opens and is told then. A question fails at once when the path
+breaks.
 """
 
 from collections import deque
@@ -16,15 +16,15 @@ from crypto.identity import PeerId
 from sim.seeds import draw
 
 RETRY_SECONDS_MAX = 2.0
-"""As the node's links: between two attempts to dial."""
+"""As the node's links: the pause between two attempts to dial."""
 UNREACHABLE_SECONDS = 0.5
-"""Until who asks a peer that cannot be reached knows it."""
+"""The time until a peer learns that its question cannot reach another."""
 DIAL_TRIPS = 3
 """One-way trips until a new stream carries its first message: TCP, then Noise."""
 
 Deliver = Callable[[PeerId, PeerId, Any], None]
 Answer = Callable[[Any], None]
-"""Takes the answer; None where there is none."""
+"""Takes the answer; None if there is none."""
 
 
 class Ground(Protocol):
@@ -33,16 +33,16 @@ class Ground(Protocol):
     @property
     def now(self) -> float: ...
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Do something at that instant; calls at one instant are made in the order of asking."""
+        """Call `action` at that instant; calls of one instant are made in the order of asking."""
 
     def connected(self, one: PeerId, other: PeerId) -> bool:
-        """Return whether both run, and each reaches the other."""
+        """Return whether both run and reach each other."""
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
-        """Send `size_bytes` now; `land` is told when they will have arrived, before that instant."""
+        """Send `size_bytes` now; `land` is called with their arrival time, before that instant."""
 
     def thaws(self, peer: PeerId) -> float:
-        """Until when a peer stands still; not after now for one that does not."""
+        """Return until when a peer is frozen; not later than now for one that is not."""
 
 
 @dataclass(eq=False)
@@ -52,12 +52,12 @@ class _Stream:
     is_open: bool = False
     was_open: bool = False
     dials: int = 0
-    """A dial under way counts only if none was begun after it."""
+    """A dial under way counts only if no other began after it."""
     broken_at: float = 0.0
     on_way: deque[Any] = field(default_factory=deque)
     waiting: deque[tuple[Any, int]] = field(default_factory=deque)
     life: int = 0
-    """Counts breaks: what was on its way in an earlier life does not arrive."""
+    """Counts breaks: messages of an earlier life do not arrive."""
 
 
 @dataclass(eq=False)
@@ -68,8 +68,8 @@ class _Question:
 
 
 class Streams:
-    """Those of one run. `deliver(sender, receiver, message)` takes what arrives; `reconnected(sender,
-    receiver)` is told of streams that are open again."""
+    """The streams of one run. `deliver(sender, receiver, message)` takes messages; `reconnected(sender,
+    receiver)` is called for streams that are open again."""
 
     def __init__(
         self, ground: Ground, seed: int, deliver: Deliver, reconnected: Callable[[PeerId, PeerId], None]
@@ -83,7 +83,7 @@ class Streams:
         self._dials = 0
 
     def send(self, sender: PeerId, receiver: PeerId, message: Any, size_bytes: int) -> None:
-        """Say something; to oneself too, without a network."""
+        """Send a message; to oneself without a network."""
         stream = self._streams.get((sender, receiver))
         if stream is None:
             stream = self._streams[sender, receiver] = _Stream(sender, receiver)
@@ -99,8 +99,9 @@ class Streams:
         self, asker: PeerId, peer: PeerId, size_bytes: int, seconds: float, put: Callable[[Answer], None],
         done: Answer,
     ) -> None:  # fmt: skip
-        """A question on a stream of its own: `put` is called at the far end with how to answer, now or
-        later; `done` hears the answer, or None if there is none within `seconds`, or the path breaks."""
+        """Ask a question on a stream of its own: `put` is called at the other end with a function to answer,
+        now or later; `done` receives the answer, or None if there is none within `seconds` or the path
+        breaks."""
         ground, question = self._ground, _Question(asker, peer, done)
         self._questions[question] = None
         if not ground.connected(asker, peer):
@@ -119,7 +120,7 @@ class Streams:
         ground.at(ground.now + seconds, lambda: self._settle(question, None))
 
     def stopped(self, peer: PeerId) -> None:
-        """It is gone, and what it had not sent with it."""
+        """Forget a stopped peer and its unsent messages."""
         for key in [key for key in self._streams if key[0] == peer]:
             del self._streams[key]
         for question in [question for question in self._questions if question.asker == peer]:
@@ -127,7 +128,7 @@ class Streams:
         self.changed()
 
     def changed(self) -> None:
-        """The network, or who runs, is another than before: break what must, dial what was broken."""
+        """Break and redial streams after the network, or the set of running peers, changed."""
         for stream in list(self._streams.values()):
             stands = stream.sender == stream.receiver or self._ground.connected(
                 stream.sender, stream.receiver
@@ -149,7 +150,7 @@ class Streams:
         stream.life += 1
 
     def _pause(self, stream: _Stream) -> float:
-        """Return how long until the next attempt, after so long: they become rarer."""
+        """Return the pause before the next attempt; attempts become rarer."""
         self._dials += 1
         share = draw(self._seed, "dial", stream.sender, stream.receiver, self._dials)[0] / 256
         return share * min(RETRY_SECONDS_MAX, max(0.05, self._ground.now - stream.broken_at))
@@ -168,8 +169,7 @@ class Streams:
         self._ground.at(self._ground.now + pause, lambda: trip(DIAL_TRIPS))
 
     def _is_current(self, stream: _Stream, number: int) -> bool:
-        """Return whether a dial still counts, and may succeed; one that fails is made again when things
-        change."""
+        """Return whether a dial still counts and may succeed; a failed one is repeated when things change."""
         is_held = self._streams.get((stream.sender, stream.receiver)) is stream
         may_open = is_held and not stream.is_open and stream.dials == number
         return may_open and self._ground.connected(stream.sender, stream.receiver)
@@ -193,7 +193,7 @@ class Streams:
     def _carry_to(
         self, sender: PeerId, receiver: PeerId, size_bytes: int, action: Callable[[], None]
     ) -> None:
-        """Act when so much, sent now, has arrived; between peers that are one at once."""
+        """Call `action` when this many bytes, sent now, have arrived; at once from a peer to itself."""
         ground = self._ground
         if sender == receiver:
             ground.at(ground.now, action)

@@ -1,7 +1,7 @@
-"""A training run of a scenario as a person at a peer asks for it: model, data, manifest, submission.
+"""A training run of a scenario as a person requests it: model, data, manifest, submission.
 
-The model is captured as the command `train` does it, before the world begins to play and once in a process,
-for it takes seconds. Data is real: scikit-learn's digits, or a file of text, or a folder of arrays.
+The model is captured as by the command `train`, before the world begins to play and once in a process,
+because it takes seconds. Data is real: scikit-learn's digits, or a file of text, or a folder of arrays.
 """
 
 from collections.abc import Callable
@@ -24,19 +24,20 @@ from sim.scenario import Training
 MICROBATCH = 32
 """Samples in a micro-batch."""
 AGAIN_SECONDS = 5.0
-"""Where no plan came about, for nobody had a slot or somebody died meanwhile, a person tries again."""
+"""The pause before a person tries again where no plan came about, because nobody had a slot or a peer
+died."""
 KNOWN_MODELS_MAX = 8
 
 
 @dataclass(frozen=True)
 class Captured:
-    """A model as `node.content.graphs` takes it: a graph, and first values where it has any."""
+    """A captured model as `node.content.graphs` takes it: a graph, and initial values if it has any."""
 
     graph: bytes
     values: bytes | None
 
     def put(self, folder: Path) -> tuple[Path, Path | None]:
-        """Write both down for a node to take."""
+        """Write both for a node to read."""
         graph = folder / "model.peerloom"
         graph.write_bytes(self.graph)
         if self.values is None:
@@ -47,7 +48,7 @@ class Captured:
 
 
 def run_file_of(training: Training, seed: int) -> RunFile:
-    """Return what a person would write for it. Raises UsageError."""
+    """Return the run file that a person would write. Raises UsageError."""
     train = TrainTable(
         steps=training.steps,
         batch=training.microbatches * MICROBATCH,
@@ -69,7 +70,7 @@ def run_file_of(training: Training, seed: int) -> RunFile:
 
 
 def capture(training: Training) -> Captured:
-    """Its model. Raises UsageError: there is none of this name, or it cannot be captured."""
+    """Capture its model. Raises UsageError: there is none of this name, or it cannot be captured."""
     return _capture(training.model, training.data)
 
 
@@ -86,7 +87,7 @@ def _capture(model: str, data: str) -> Captured:
 async def submit(
     node: Node, training: Training, captured: Captured, seed: int, made: Callable[[Run], None]
 ) -> None:
-    """Have `node` ask for the run, again where no plan comes about. `made` is told of each manifest.
+    """Have `node` request the run, again where no plan comes about. `made` is called with each manifest.
 
     Raises:
         UsageError: the data is not there, or does not fit the model.

@@ -9,7 +9,7 @@ from sim.network.instants import instant
 
 
 class Agenda:
-    """Calls to come."""
+    """Pending calls."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
@@ -17,11 +17,11 @@ class Agenda:
 
     @property
     def due(self) -> float:
-        """The instant of the first call; inf if there is none."""
+        """Return the instant of the first call; inf if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
-        # The running number makes each entry unique, so that nothing behind it is compared.
+        # The running number makes each entry unique, so that the fields after it are never compared.
         self._number += 1
         heappush(self._heap, (instant(time), self._number, action, arguments))
 

@@ -1,11 +1,11 @@
 """The runs of a world of cores: real plan and step cores of every member, with stages that sum integers.
 
-Who starts, stops, stands still or is slowed, and what each peer's membership core learns, is heard as it is
-published; everything else happens on the world's agenda. Who lives is what a peer's own membership core says.
-What a run comes to is compared with the truth after every applied step, in every stage, and at its end:
-`Broken` says where they differ.
+Starts, stops, freezes and slow-downs of peers, and events of their membership cores, are heard as they are
+published; everything else happens on the world's agenda. A peer's own membership core decides who is alive
+for it. Results are compared with the truth after every applied step, in every stage, and at the end of the
+run: `Broken` names the difference.
 
-Not here: placement (the first plan is given, to whoever is up when the run begins), leases and data.
+Not here: placement (the first plan is given to the peers that are up when the run begins), leases and data.
 """
 
 from collections import Counter
@@ -36,9 +36,9 @@ from sim.worlds.streams import Answer, Streams
 LAYERS = 4
 """The layers of each stage: borders between stages may move."""
 LOOK_SECONDS = 0.1
-"""A peer that leaves looks so often whether the others go on without it."""
+"""The interval at which a leaving peer checks whether the others go on without it."""
 AGAIN_SECONDS = 1.0
-"""A run that cannot be placed yet, because too few of its members are up, is tried again after so long."""
+"""The pause before a run is tried again that cannot be placed because too few of its members are up."""
 
 
 class RunsGround(Ground, Protocol):
@@ -54,8 +54,8 @@ class RunsGround(Ground, Protocol):
 
 
 class TrainingRuns:
-    """All runs of a scenario in one world. `network_changed` is for the world to call; of the rest it hears
-    as all parts do. What streams stand on (`sim.worlds.streams.Ground`) is here, too."""
+    """All runs of a scenario in one world. The world calls `network_changed`; all else arrives as events. It
+    is also the environment of the streams (`sim.worlds.streams.Ground`)."""
 
     def __init__(self, ground: RunsGround) -> None:
         self.counters: Counter[str] = Counter()
@@ -85,12 +85,12 @@ class TrainingRuns:
     # What happens in the world
 
     def network_changed(self) -> None:
-        """Others can be reached than before: a split began or ended, or somebody hears nobody any more."""
+        """React to a split that began or ended, or to a peer that hears nobody any more."""
         for run in self._runs:
             run.streams.changed()
 
     def _learn(self, life: Life, event: Any) -> None:
-        """The membership core of a peer has learnt something."""
+        """Handle an event of a peer's membership core."""
         known = self._alive.get(life.peer)
         if known is None or event.peer not in self._of:
             return
@@ -113,14 +113,14 @@ class TrainingRuns:
 
     def _started(self, life: Life, event: PeerStarted) -> None:
         if life.peer in self._of:
-            self._alive[life.peer] = {life.peer: True}  # its membership core knows nobody else yet
+            self._alive[life.peer] = {life.peer: True}  # its membership core knows no other peer yet
             for run in self._of[life.peer]:
                 run.started(life.peer, remembers=event.remembers)
 
     def _stopped(self, life: Life, event: PeerStopped) -> None:  # noqa: ARG002 - the shape of a handler
         for run in self._of.get(life.peer, ()):
             run.stopped(life.peer)
-        if life.peer in self._providers:  # its disk has what is promised for stages, and nothing else
+        if life.peer in self._providers:  # its disk has the promises for stages, and nothing else
             self._providers[life.peer] = self._provider(life.peer, self.provider(life.peer).slots)
         self._thaws.pop(life.peer, None)
 
@@ -131,8 +131,8 @@ class TrainingRuns:
         self._slowness[life.peer] = event.factor
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Have the other members take over what `peer` does in its runs. `then` comes once they have, or
-        after as long as a node waits for that."""
+        """Have the other members take over the parts of `peer` in its runs. `then` is called once they have,
+        or after the time that a node waits for that."""
         members = [member for run in self._of.get(peer, ()) if (member := run.member(peer)) is not None]
         until = self.now + self.settings.leave_seconds_max
 
@@ -147,7 +147,7 @@ class TrainingRuns:
         look()
 
     def standing(self, number: int) -> Mapping[PeerId, str]:
-        """Return where each member of a run that is up is, for whoever has to find out why it hangs."""
+        """Return the state of each live member of a run, to find out why it hangs."""
         return self._runs[number].standing
 
     # What streams stand on
@@ -179,11 +179,11 @@ class TrainingRuns:
         return peer in self._ground.lives
 
     def publish(self, peer: PeerId, event: Any) -> None:
-        """Tell all watchers. Raises Broken, from one of them."""
+        """Publish to all watchers. Raises Broken, from one of them."""
         self._ground.tell(self._ground.lives[peer], event)
 
     def alive(self, peer: PeerId) -> Mapping[PeerId, bool]:
-        """Return which peers of any run live, as `peer` was told."""
+        """Return which peers of any run live, as `peer` learnt."""
         return self._alive.get(peer, {})
 
     def slowness(self, peer: PeerId) -> float:
@@ -191,8 +191,8 @@ class TrainingRuns:
         return self._slowness.get(peer, 1.0)
 
     def recut(self, peer: PeerId, wanted: Callable[[Plan], Change | None]) -> None:
-        """Have `peer` move the borders between stages in the runs that it commits, or make more of them, as
-        is `wanted` of the plan in force."""
+        """Have `peer` move the borders between stages, or add stages, in the runs that it commits, as
+        `wanted` decides from the plan in force."""
         for run in self._of.get(peer, ()):
             member = run.member(peer)
             if member is not None and member.plan is not None and (change := wanted(member.plan)) is not None:
@@ -203,7 +203,7 @@ class TrainingRuns:
         return not self.provider(peer).slots.free(self.now)
 
     def provider(self, peer: PeerId) -> StageProvider:
-        """Return who answers for the one place for a stage that a peer has, over all its runs."""
+        """Return the provider of a peer's one place for a stage, shared by all its runs."""
         if peer not in self._providers:
             slots = Slots(1, lambda: [run.name for run in self._of[peer] if run.hosts(peer)])
             self._providers[peer] = self._provider(peer, slots)
@@ -220,7 +220,7 @@ class TrainingRuns:
 
 
 class _Run:
-    """One run: who is in it, and what they share."""
+    """One run: its members and their shared state."""
 
     def __init__(
         self,
@@ -263,7 +263,7 @@ class _Run:
     # The beginning
 
     def _begin(self) -> None:
-        """Give the first plan to all members that are up; later, where they are too few."""
+        """Give the first plan to all live members; later, where they are too few."""
         setting = self._setting
         up = [peer for peer in setting.pool if self._runs.is_up(peer)]
         plan = first_plan(setting.run, setting.training, setting.requester, up)
@@ -292,13 +292,13 @@ class _Run:
         )
         return member
 
-    # What happens to its peers
+    # Events of its peers
 
     def started(self, peer: PeerId, *, remembers: bool) -> None:
         if self._has_begun:
             disk = self._disks.get(peer)
             if disk is not None and not remembers:
-                # Once it is in the run it may have voted, and cannot know on what.
+                # Once in the run it may have voted, and cannot know on which plan.
                 self._disks[peer] = Disk()
                 self._forgetful.add(peer)
             member = self._make(peer, has_forgotten=peer in self._forgetful)
@@ -331,7 +331,7 @@ class _Run:
             member.turn(partial(member.planner_lost, lost))
 
     def has_witness(self, peer: PeerId) -> bool:
-        """Return whether `peer` has a vote in this run of another, and no stage."""
+        """Return whether `peer` votes in this run of another peer, without a stage."""
         member = self._members.get(peer)
         plan = None if member is None else member.plan
         return peer != self._setting.requester and plan is not None and plan.stage_of(peer) is None
@@ -344,7 +344,7 @@ class _Run:
     def standing(self) -> Mapping[PeerId, str]:
         return {peer: standing_of(member) for peer, member in sorted(self._members.items())}
 
-    # What its members say
+    # Messages of its members
 
     def _deliver(self, sender: PeerId, receiver: PeerId, message: Any) -> None:
         member = self._members.get(receiver)
@@ -365,10 +365,10 @@ class _Run:
 
 
 def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[PeerId]) -> Plan | None:
-    """The plan of height 0 among those that are up; None while too few are.
+    """Return the plan of height 0 of the live peers; None while they are too few.
 
     The requester commits. Stages are dealt to the others in turn, and to the requester where they are too
-    few; whoever is left over is on the roster without a stage. Each further trainer is a replica.
+    few; remaining peers are on the roster without a stage. Each further trainer is a replica.
     """
     others = [peer for peer in up if peer != requester]
     wanted = training.stages * training.replicas
@@ -405,7 +405,7 @@ def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float]
 
 
 def standing_of(member: Member) -> str:
-    """Return where a member is, in words: what it commits, or what it holds."""
+    """Describe what a member does: commit, or hold a stage."""
     plan, trainer, hosted = member.plan, member.trainer, member.hosting.hosted
     if plan is None:
         return member.outcome or "not in it"

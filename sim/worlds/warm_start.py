@@ -1,11 +1,12 @@
-"""A swarm that has run for long: its peers know each other from the first instant, where a scenario says so.
+"""A swarm that has run for long: its peers know each other from the first instant, for scenarios that ask for
+it.
 
-A birth is costly to play and is another question: each of n facts is passed on by everybody, which takes
-minutes of virtual time, and all first refreshes of the DHT come at once. Here each peer is told what the
-birth would have taught it, by the messages that would have taught it, so that cores of one's own learn it as
-well: its membership core the facts of all whom it is to list; its DHT core contacts drawn evenly for each
-bucket, and for those who wait for a place there, who pinged it and answered its ping at a moment of the last
-refresh interval. What cores would say to that is not sent. How deep a scope is no message tells; it is set.
+Playing a birth is costly and answers another question: every peer passes on each of n facts, which takes
+minutes of virtual time, and all first refreshes of the DHT coincide. Instead each peer receives the messages
+that would have taught it the outcome, so that a user's own cores learn it as well: its membership core the
+facts of all peers that it should list; its DHT core contacts drawn uniformly for each bucket and its
+replacement cache, which pinged it and answered its ping within the last refresh interval. The cores' replies
+are not sent. No message carries the depth of a scope, so it is set.
 """
 
 from bisect import bisect_left
@@ -48,13 +49,13 @@ class Acquaintance:
         self._membership = membership
         self._discovery = discovery
         self._scoped = scoped
-        # By their place in the key space: neighbourhoods and buckets are ranges of this.
+        # By place in the key space: neighbourhoods and buckets are ranges of it.
         self._lives = sorted(ground.lives.values(), key=lambda life: node_number(life.peer))
         self._numbers = [node_number(life.peer) for life in self._lives]
         self._texts = [dht.address_texts((roster.address(life.number),)) for life in self._lives]
 
     def make(self) -> None:
-        """All of it, at this instant."""
+        """Make all of it, at this instant."""
         facts = [self._own_fact(life) for life in self._lives]
         for place, life in enumerate(self._lives):
             self._meet(life, place)
@@ -64,7 +65,7 @@ class Acquaintance:
     # The member list.
 
     def _own_fact(self, life: Life) -> Fact:
-        """Return what a peer says of itself to one who asks."""
+        """Return a peer's fact about itself, as it sends it to a peer that asks."""
         heard: list[Fact] = []
         stranger = PeerId(bytes(len(life.peer)))
 
@@ -91,7 +92,7 @@ class Acquaintance:
             if self._scoped:
                 core.scope.depth = depth
             if hasattr(core, "acquaint"):
-                core.acquaint(now, teller, told)  # it would ask each first whether it is there
+                core.acquaint(now, teller, told)  # it would first ping each of them
             else:
                 core.receive(now, teller, everything)
             return []
@@ -99,7 +100,7 @@ class Acquaintance:
         self._ground.command(life, SWIM, learn)
 
     def _neighbourhood(self, place: int) -> tuple[int, int, int]:
-        """How deep the scope of a peer is, and the range of whom it lists."""
+        """Return the depth of a peer's scope, and the range of the peers that it lists."""
         depth, first, end = 0, 0, len(self._lives)
         if self._scoped:
             while end - first > self._membership.scope_members_max:
@@ -118,7 +119,7 @@ class Acquaintance:
             near = range(first, end)
             self._know(life, rng.sample(near, min(count, len(near))), ago_seconds)
             first, end = self._range(own, depth + 1)
-            if end - first <= 1:  # nobody but this peer
+            if end - first <= 1:  # only this peer
                 break
 
     def _know(self, life: Life, places: Sequence[int], ago_seconds: float) -> None:
@@ -136,7 +137,7 @@ class Acquaintance:
         self._ground.command(life, KADEMLIA, meet)
 
     def _range(self, number: int, depth: int) -> tuple[int, int]:
-        """Return whose keys share the first `depth` bits with `number`: from the first to behind the last."""
+        """Return the range of peers whose keys share the first `depth` bits with `number`."""
         free = KEY_BITS - depth
         low = number >> free << free
         return bisect_left(self._numbers, low), bisect_left(self._numbers, low + (1 << free))

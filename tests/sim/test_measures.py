@@ -52,7 +52,7 @@ def all_of(measures: Measures, metric: str) -> list[tuple[float, str, float]]:
 
 
 def right_share(world: MadeWorld) -> tuple[float, float]:
-    """Of lists that are wholly right, and of right entries, from the definitions."""
+    """Return the share of lists that are wholly right, and of right entries, from the definitions."""
     up = [peer for peer in world.peers if world.is_up(peer)]
     wholly, shares = 0, []
     for observer in up:

@@ -32,7 +32,7 @@ def test_a_whole_microsecond_is_its_own_instant(tick: int) -> None:
 
 
 @given(SECONDS)
-def test_an_instant_is_never_before_the_time_and_less_than_a_microsecond_after(seconds: float) -> None:
+def test_an_instant_is_its_time_rounded_up_to_a_microsecond(seconds: float) -> None:
     assert seconds <= instant(seconds) < seconds + 1.01e-6
 
 
@@ -54,7 +54,7 @@ def test_a_message_always_arrives_at_a_later_instant(ticks: int, seconds: float)
 
 
 def fates(links: Links, count: int, *, one: PeerId = A, other: PeerId = B) -> list[tuple[int, ...]]:
-    """What becomes of so many messages, a millisecond apart."""
+    """Return the trips of this many messages, sent a millisecond apart."""
     sender = links.sender(one, "")
     return [sender.trips(number * 1_000, links.at(other)) for number in range(count)]
 
@@ -99,7 +99,7 @@ def test_as_many_messages_are_lost_doubled_and_held_back_as_asked(share: float) 
     assert max(held) <= 150_000
 
 
-def test_losses_of_the_network_of_both_accesses_and_of_a_disturbance_add_up() -> None:
+def test_losses_of_network_accesses_and_disturbances_multiply() -> None:
     links = Links(NetworkModel(loss=0.1, access=(Access(1.0, loss=0.2),)), 3)
     links.disturb(B, 0.5)
     assert is_share(fates(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8 * 0.5)
@@ -107,7 +107,7 @@ def test_losses_of_the_network_of_both_accesses_and_of_a_disturbance_add_up() ->
     assert is_share(fates(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8)
 
 
-def test_latencies_lie_evenly_between_nearest_and_farthest_and_are_the_same_both_ways() -> None:
+def test_latencies_are_uniform_and_the_same_both_ways() -> None:
     links = Links(NetworkModel(0.02, 0.2), 5)
     peers = [seeded_peer(5, index) for index in range(150)]
     drawn = [links.latency_seconds(one, other) for one in peers for other in peers if one < other]
@@ -130,7 +130,7 @@ ASIA = Region("asia", 0.4, (0.01, 0.03))
 CONTINENTS = NetworkModel(regions=(EUROPE, ASIA), between_seconds=((0.0, 0.12), (0.15, 0.0)))
 
 
-def test_peers_live_in_regions_in_the_given_shares_and_latencies_go_by_region_and_direction() -> None:
+def test_regions_have_their_shares_and_latencies_go_by_direction() -> None:
     links = Links(CONTINENTS, 1)
     peers = [seeded_peer(5, index) for index in range(1_000)]
     for number, peer in enumerate(peers):
@@ -145,7 +145,7 @@ def test_peers_live_in_regions_in_the_given_shares_and_latencies_go_by_region_an
     assert all(0.01 <= links.latency_seconds(one, other) <= 0.03 for one, other in pairwise(asia))
 
 
-def test_the_place_of_a_peer_goes_by_its_number_and_not_by_its_name() -> None:
+def test_a_peers_place_depends_on_its_number_alone() -> None:
     one, other = Links(CONTINENTS, 1), Links(CONTINENTS, 1)
     for number in range(50):
         one.place(seeded_peer(1, number), number)
@@ -156,7 +156,7 @@ def test_the_place_of_a_peer_goes_by_its_number_and_not_by_its_name() -> None:
         one.place(seeded_peer(1, 0), 0)
 
 
-def test_who_is_in_no_share_of_an_access_has_a_plain_one() -> None:
+def test_peers_outside_every_access_share_have_a_plain_access() -> None:
     links = Links(NetworkModel(access=(Access(0.3, nat="blocked"), Access(0.2, up_mbit_per_second=1))), 1)
     places = [links.at(seeded_peer(1, index)) for index in range(1_000)]
     assert is_share(sum(place.nat is not None for place in places), 1_000, 0.3)
@@ -164,7 +164,7 @@ def test_who_is_in_no_share_of_an_access_has_a_plain_one() -> None:
     assert is_share(sum(place.nat is None and place.up is None for place in places), 1_000, 0.5)
 
 
-# What is done to links for a while.
+# Disturbances of links.
 
 
 def test_splits_may_overlap_and_end_one_by_one() -> None:
@@ -236,7 +236,7 @@ def send(links: Links, one: PeerId, other: PeerId, at: float) -> bool:
         ("full-cone", "full-cone", (False, True, True, True)),
     ],
 )
-def test_who_reaches_whom_through_translators(one: Nat, other: Nat, passes: tuple[bool, ...]) -> None:
+def test_translators_let_in_the_expected_peers(one: Nat, other: Nat, passes: tuple[bool, ...]) -> None:
     links, a, b = natted(one, other)
     seen = tuple(
         send(links, sender, receiver, at)
@@ -255,7 +255,7 @@ def test_through_a_full_cone_anyone_comes_once_it_has_sent_to_somebody() -> None
     assert not send(links, STRANGER, b, 1.0 + MAPPING_SECONDS)
 
 
-def test_a_mapping_closes_when_nothing_was_sent_for_a_while_and_serves_no_instant_it_opens_at() -> None:
+def test_a_mapping_opens_after_its_instant_and_closes_when_idle() -> None:
     links, a, b = natted("none", "restricted")
     links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert not links.lets_in(a, b, 1.0)
@@ -280,7 +280,7 @@ def test_streams_are_opened_out_of_a_translator_and_not_into_it(nat: Nat) -> Non
 
 
 @given(st.lists(st.tuples(st.integers(0, 2_000_000), st.integers(1, 100_000), st.booleans()), max_size=40))
-def test_a_queue_lets_out_in_order_at_its_rate_and_is_never_longer_than_it_may_be(
+def test_a_queue_keeps_its_order_its_rate_and_its_bound(
     sent: list[tuple[int, int, bool]],
 ) -> None:
     fifo = Fifo(50_000, 0.5)
@@ -309,10 +309,9 @@ Sent = list[tuple[int, int, str, int]]
     st.lists(st.tuples(st.integers(0, 3), st.integers(0, 2), st.sampled_from("ab"), st.integers(1, 90_000))),
     st.randoms(use_true_random=False),
 )
-def test_queues_do_not_depend_on_the_order_in_which_peers_and_protocols_are_driven(
-    sent: Sent, random: Random
-) -> None:
-    """What one peer sends by one protocol has an order; how those are interleaved is a driver's."""
+def test_queues_do_not_depend_on_the_order_of_driving_peers(sent: Sent, random: Random) -> None:
+    """The messages of one peer by one protocol are ordered; a driver chooses how those of several
+    interleave."""
 
     def run(shuffled: bool) -> tuple[list[tuple[float, int]], int]:
         ups = [Uplink(200_000, 0.3) for _ in range(3)]
@@ -350,7 +349,7 @@ def test_queues_do_not_depend_on_the_order_in_which_peers_and_protocols_are_driv
 
 
 @given(st.floats(-1e4, 1e4), st.floats(-0.1, 0.1), st.floats(0, 1e6))
-def test_a_deadline_by_a_wrong_clock_has_passed_at_its_instant_and_not_before(
+def test_a_wrong_clocks_deadline_passes_at_its_instant_exactly(
     offset: float, drift: float, local: float
 ) -> None:
     clock = LocalClock(offset, drift)
@@ -360,7 +359,7 @@ def test_a_deadline_by_a_wrong_clock_has_passed_at_its_instant_and_not_before(
     assert clock.instant(math.inf) == math.inf
 
 
-def test_clocks_are_wrong_by_up_to_what_is_asked_each_its_own_way() -> None:
+def test_clocks_differ_within_the_given_offset_and_drift() -> None:
     links = Links(NetworkModel(clock_offset_seconds=2.0, clock_drift=0.01), 1)
     clocks = [links.clock(seeded_peer(1, index)) for index in range(200)]
     offsets, drifts = [clock.offset_seconds for clock in clocks], [clock.drift for clock in clocks]

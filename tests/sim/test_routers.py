@@ -134,7 +134,7 @@ def scenario(seconds: str = "180") -> Scenario:
 
 
 class Story:
-    """What happened, by its kind."""
+    """Collects events, to be read by kind."""
 
     def __init__(self) -> None:
         self.rows: list[Observed] = []

@@ -17,7 +17,7 @@ from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
 FOUND = (46, 56)
-"""Of two that were absent in turn each waited for the other to propose; alone, a requester went back to a
+"""Two members that were absent in turn each waited for the other to propose; a lone requester went back to a
 checkpoint of which it had no copy."""
 STEPS = 40
 OPENS_AT = BEGINS + 12.7

@@ -74,7 +74,7 @@ def test_virtual_time_costs_no_time() -> None:
 
 
 def specifications() -> list[api.StageSpecification]:
-    """Of both stages of a small model."""
+    """Return the specifications of both stages of a small model."""
     model = simple_cnn()
     run = make_run(IdentitySigner(seeded_identity(1, 1), "test"), manifest(model))
     graphs = cut_layers(model.graph, model.hash, [(0, 2), (2, len(model.graph.layers))])

@@ -86,7 +86,7 @@ def test_a_broken_sweep_names_the_play_and_how_to_repeat_it(
     assert talk[-2] == "error: an invariant broke in 1 of 2 runs"
     command = f"python -m node sim {scenario} --seed 3 {' '.join(flags)} --set network.loss=1.0"
     assert talk[-1] == f"  do: {command}"
-    # What is broken stays so: it is not tried again, and still counts.
+    # A broken run stays broken: it is not repeated, and still counts.
     code, _, talk = swept(capsys, *words, "--seed", "3")
     assert (code, talk[0]) == (6, f"2 runs, 2 of them done before; into {tmp_path / 'out'}")
 

@@ -94,7 +94,7 @@ def test_a_death_in_any_phase_of_a_step_leaves_the_sums_exact(phase: str, victim
     """0 commits, 1 holds the first stage, 2 the last."""
     played = crash_in(phase, victim)
     assert_done(played, 10)
-    # What was being evaluated by the dead is soon evaluated by others: no plan is needed.
+    # Others soon evaluate what the dead member was evaluating: no plan is needed.
     assert phase == "evaluating" or played.story.of(PlanAdopted)[-1].event.height > 0
 
 
@@ -121,7 +121,7 @@ def test_without_a_checkpoint_the_run_fails_and_says_what_is_lost() -> None:
     played.play()
     reasons = {row.event.reason for row in played.story.of(RunEnded)}
     assert set(played.story.outcomes.values()) == {"failed"}
-    # What is known of those that are lost may stand behind.
+    # The reason may be followed by details of the lost members.
     lost = "stage 2 of 2 lost its last replica, and no checkpoint holds its parameters"
     assert {reason[: len(lost)] for reason in reasons} == {lost}
 

@@ -78,7 +78,7 @@ SEEDS = (11,)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_both_fidelities_the_same_peers_find_out_that_they_are_not_reached(seed: int) -> None:
+def test_both_fidelities_find_the_same_peers_unreachable(seed: int) -> None:
     last = [
         {peer: judged[-1].reachable for peer, judged in told.judged.items()}
         for told in (cores(seed), stack(seed))
@@ -88,7 +88,7 @@ def test_in_both_fidelities_the_same_peers_find_out_that_they_are_not_reached(se
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_who_lets_nobody_in_is_a_client_and_nobody_else(seed: int) -> None:
+def test_exactly_the_peers_that_let_nobody_in_are_clients(seed: int) -> None:
     nats = cores(seed).nats()
     assert cores(seed).clients == {peer for peer, nat in nats.items() if nat in ("restricted", "symmetric")}
     # A peer with a public address asks nobody.
@@ -119,7 +119,7 @@ def test_where_nobody_can_be_asked_nobody_knows_and_all_serve() -> None:
 
 
 @pytest.mark.parametrize("world", [CoresWorld, StackWorld])
-def test_a_swarm_comes_about_whose_first_peer_is_dialled_only_once_it_has_spoken(
+def test_a_swarm_forms_around_a_first_peer_behind_full_cone(
     world: type[CoresWorld] | type[StackWorld],
 ) -> None:
     network = replace(MIXED.network, access=(Access(share=0.3, nat="full-cone"),))
@@ -190,7 +190,7 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-def test_tables_without_those_who_are_not_reached_spare_a_swarm_most_requests_in_vain() -> None:
+def test_tables_without_unreachable_peers_spare_most_vain_requests() -> None:
     found_before, silent_before, hidden_before = lookups(Unaware)
     found, silent, hidden = lookups(Counting)
     assert found >= found_before > 0.98
