@@ -40,10 +40,8 @@ RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
 RELATIVES = {"what", "whatever", "who", "whoever", "whom", "whose", "of"}
 """How neither a docstring (all but "of") nor a test's name begins: it names its subject."""
 INDIRECT_ROOMS = {
-    "benchmarks", "examples", "node", "node/alerts", "node/api", "node/calibration", "node/cli",
-    "node/content", "node/content/calls", "node/demo", "node/doctor", "node/library", "node/optimizer",
-    "node/planning", "node/protocols", "node/recording", "node/services", "node/services/relays",
-    "node/serving", "node/stages", "node/storage", "node/transport", "node/web", "node/web/forms",
+    "benchmarks", "examples", "node", "node/alerts", "node/cli", "node/demo", "node/doctor", "node/optimizer",
+    "node/services", "node/services/relays", "node/serving", "node/transport", "node/web", "node/web/forms",
     "partition/serve", "sim/network", "tests", "tests/data", "tests/hostile", "tests/lab", "tests/node",
     "tests/node/alerts", "tests/node/behaviour", "tests/node/calls", "tests/node/library",
     "tests/node/optimizer", "tests/node/serving", "tests/node/web", "tests/partition/serve", "tests/rolling",

@@ -1,1 +1,1 @@
-"""What a program may ask of a node: `Node` itself inherits it, `node/library` has its blocking form."""
+"""The node's interface for programs: `Node` inherits it, `node/library` has its blocking form."""

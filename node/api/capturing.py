@@ -1,5 +1,4 @@
-"""What `me.train(task)` does with torch, in the program's own process: a captured file of an object of
-torch."""
+"""The use of torch by `me.train(task)`, in the program's own process: capturing an object of torch."""
 
 from pathlib import Path
 
@@ -12,7 +11,7 @@ def capture_object(task: object, graph: Path) -> None:
     """Capture a `partition.capture.Task`, prove it, and write graph and first values beside each other.
 
     Raises:
-        UsageError: it is no Task, or a model that cannot be captured.
+        UsageError: it is not a Task, or the model cannot be captured.
     """
     from partition.capture.errors import CaptureRefused
     from partition.capture.task import Task, captured_and_proved

@@ -1,11 +1,11 @@
-"""A run in a program's hands: `me.train(...)` and `me.run(id)` return one.
+"""Handles of runs for programs: `me.train(...)` and `me.run(id)` return one.
 
     run = await me.train("digits.toml", steps=100)
     async for event in run: ...
     result = await run.result("model.safetensors")
 
-A handle holds nothing but the run's id: any node makes one of an id, whether it is in the run or not, and the
-run goes on when the handle is gone.
+A handle holds only the run's id: any node makes one from an id, whether it is in the run or not, and the run
+goes on without the handle.
 """
 
 import time
@@ -23,7 +23,7 @@ from node.runs.metrics import metric_rows
 from partition.run.states import OVER
 
 POLL_SECONDS = 2.0
-"""How often members are asked of a run that this node is no member of."""
+"""The interval at which members are asked about a run of which this node is not a member."""
 
 
 @dataclass(frozen=True)
@@ -31,8 +31,8 @@ class LastRound:
     """The newest round of averaging of a run in local mode, as a member held it.
 
     `number` counts the rounds of that member, and `step` is how many local steps it had made. `peers` are the
-    ids of those whose numbers entered; with an `error` nothing was averaged. `rounding` is the relative error
-    that the run's codec added, and the round took `seconds`.
+    ids of the peers whose tensors entered; with an `error` nothing was averaged. `rounding` is the relative
+    error that the run's codec added, and the round took `seconds`.
     """
 
     number: int
@@ -45,8 +45,8 @@ class LastRound:
 
 @dataclass(frozen=True)
 class OtherResult:
-    """A member of a run in local mode for which it ended otherwise: `weights` is the hash (hex) of its
-    result, empty where the run failed there."""
+    """A member of a run in local mode with a different outcome: `weights` is the hash (hex) of its result,
+    empty if the run failed there."""
 
     peer: str
     weights: str
@@ -54,9 +54,9 @@ class OtherResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended. `out` is the file with its weights, where one was asked for; numbers that were not
-    measured are None. `last_round` is None in exact mode, and where no member that was asked held one.
-    `others` is empty but where members could not agree (`partition.run.ending`)."""
+    """The outcome of a run. `out` is the file with its weights, if requested; numbers that were not measured
+    are None. `last_round` is None in exact mode, and if no asked member had one. `others` is empty unless
+    members could not agree (`partition.run.ending`)."""
 
     run: str
     status: str
@@ -85,29 +85,29 @@ class RunHandle:
 
     @property
     def status(self) -> str:
-        """The run's state as this node knows it; "unknown" where it is no member: `show` asks those."""
+        """The run's state as this node knows it; "unknown" if it is not a member: `show` asks the members."""
         view = self._node.state.runs.get(self._run)
         return "unknown" if view is None else view.status
 
     @property
     def metrics(self) -> tuple[dict[str, Any], ...]:
-        """What was measured, a row a step, by name: loss, seconds, accuracy, the model's own metrics, and the
-        joules of this machine where its hardware counts them."""
+        """The measurements, one row per step, by name: loss, seconds, accuracy, the model's own metrics, and
+        the joules of this machine if its hardware counts them."""
         view = self._node.state.runs.get(self._run)
         events = (event for _, event in self._node.history.after(0))
         return () if view is None else tuple(metric_rows(view, events, self._node.energy.joules))
 
     async def show(self) -> dict[str, Any]:
-        """Return how the run is, as this node knows it or else as its members say.
+        """Return the run's state, as this node knows it or else as its members report.
 
-        Raises RunFailed: no member that was asked knows it.
+        Raises RunFailed: no asked member knows it.
         """
         return await Commands(self._node).show(self._run)
 
     async def events(self) -> AsyncIterator[Event]:
-        """Yield what happens to the run from now on, to its end; it ends at once where the run is over.
+        """Yield the run's events from now on, to its end; ends at once if the run is over.
 
-        Raises RunFailed: this node is no member of the run, so it hears nothing: `show` asks those.
+        Raises RunFailed: this node is not a member of the run, so it hears nothing; `show` asks the members.
         """
         with self._node.watch() as coming:
             if self._run not in self._node.state.runs:
@@ -127,7 +127,7 @@ class RunHandle:
         return self.events()
 
     async def stop(self) -> dict[str, Any]:
-        """End the run for all its members. Raises UsageError: another node asked for it."""
+        """End the run for all its members. Raises UsageError: another node requested it."""
         return await self._node.runs.stopping.stop(self._run)
 
     async def pause(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class RunHandle:
         goal: float | None = None,
         goal_seconds: int | None = None,
     ) -> dict[str, Any]:
-        """Change the run from its next step on, on all members alike; None leaves as it is.
+        """Change the run from its next step on, on all members alike; None keeps a value.
 
         `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
 
@@ -162,7 +162,7 @@ class RunHandle:
         )
 
     async def result(self, out: str = "") -> RunResult:
-        """Wait for the end of the run; put its weights (safetensors) into the file `out`, if one is named.
+        """Wait for the end of the run; write its weights (safetensors) to the file `out`, if one is named.
 
         Raises RunFailed: it failed or was stopped, or nobody knows it.
         """
@@ -179,7 +179,7 @@ class RunHandle:
     async def watch(self, show: Callable[[str], None] | None = None) -> RunResult:
         """Show one line that follows the run to its end, and return its result.
 
-        `show` takes each text, by default a line of the terminal or notebook that is written anew. Raises
+        `show` receives each text; by default it rewrites a line of the terminal or notebook. Raises
         RunFailed, as `result`.
         """
         with ProgressLine(show, time.monotonic) as line:
@@ -203,7 +203,7 @@ class RunHandle:
 
 
 def _last_round(document: Mapping[str, Any] | None) -> LastRound | None:
-    """Return a round as a run's document tells it (`node.state_documents.round_document`)."""
+    """Return a round from a run's document (`node.state_documents.round_document`)."""
     if document is None:
         return None
     return LastRound(

@@ -1,8 +1,8 @@
-"""From what a program gives as a model, data and settings to what the node wants to know of a run.
+"""Conversion of a program's model, data and settings to the node's description of a run.
 
-The node's process never imports torch. What must be captured or converted first is done by the command
-`train --prepare` in a process of its own, which holds the files until the node has taken them; a `Task`, an
-object of torch, is captured here, in the program's own process, which has torch already.
+The node's process never imports torch. The command `train --prepare` captures or converts in a process of its
+own, which holds the files until the node has taken them; a `Task`, an object of torch, is captured here, in
+the program's own process, which already has torch.
 """
 
 import os
@@ -37,9 +37,10 @@ _LENGTH_SHOWN = 500
 
 
 def run_of(model: str, data: str, settings: Mapping[str, Any]) -> tuple[RunFile, Path, str]:
-    """Return the checked run, the path that others in it are meant from, and how errors call it.
+    """Return the checked run, the path to which others in it are relative, and its name in errors.
 
-    `model` is a RUN.toml, or what stands in one; each setting is a key of one of its tables, by its own name.
+    `model` is a RUN.toml or the value of its key `model`; each setting is a key of one of its tables, by its
+    own name.
 
     Raises:
         UsageError: no such file or setting, or a wrong one.
@@ -67,14 +68,14 @@ def run_of(model: str, data: str, settings: Mapping[str, Any]) -> tuple[RunFile,
             document["data"] = tables if isinstance(tables, dict) else {"source": tables}
             table, key = "data", "source" if key == "data" else key
         within = document.setdefault(table, {}) if table else document
-        if isinstance(within, dict):  # else it is said below, with its line
+        if isinstance(within, dict):  # otherwise the error below names its line
             within[key] = _plain(value)
     found, _ = with_task_default(document, path.parent, name, lines)
     return found, path, name
 
 
 def _homes() -> dict[str, str]:
-    """Return in which table of RUN.toml each key stands, "" for the file's own."""
+    """Return the table of RUN.toml of each key, "" for the file itself."""
     found = {field.name: "data" for field in msgspec.structs.fields(DataTable) if field.name != "source"}
     for field in msgspec.structs.fields(RunFile):
         default = field.default
@@ -86,7 +87,7 @@ def _homes() -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as TOML would have it. Raises UsageError: TOML has none such."""
+    """Return a value as TOML has it. Raises UsageError: TOML has no such value."""
     match value:
         case bool() | int() | float() | str():
             return value
@@ -103,7 +104,7 @@ def _plain(value: Any) -> Any:
 async def prepared(
     model: object, data: str, settings: Mapping[str, Any], executor: Executor
 ) -> AsyncIterator[Prepared]:
-    """Yield what the node wants to know of the run, while its files lie there. Raises UsageError."""
+    """Yield the node's description of the run, while its files exist. Raises UsageError."""
     if isinstance(model, str | Path):
         async with _prepared_file(str(model), data, settings) as made:
             yield made
@@ -126,8 +127,8 @@ async def _prepared_file(model: str, data: str, settings: Mapping[str, Any]) -> 
 
 @asynccontextmanager
 async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterator[Prepared]:
-    """Yield what the node wants to know of a checked run whose file lies at `path`, while what was prepared
-    lies there. Raises UsageError."""
+    """Yield the node's description of a checked run whose file is at `path`, while its prepared files exist.
+    Raises UsageError."""
     if (files := _captured_already(run_file, path, name)) is not None:
         yield Prepared(name, str(path), msgspec.to_builtins(run_file), **files)
         return
@@ -136,7 +137,7 @@ async def prepared_run(run_file: RunFile, path: Path, name: str) -> AsyncIterato
 
 
 def _captured_already(run_file: RunFile, path: Path, name: str) -> dict[str, str] | None:
-    """Return where the model lies, if nothing is to be captured or converted. Raises UsageError."""
+    """Return the location of the model, if nothing must be captured or converted. Raises UsageError."""
     if run_file.train.groups or run_file.source != "digits" or not run_file.model.endswith(GRAPH_SUFFIX):
         return None
     graph = path.parent / Path(run_file.model).expanduser()
@@ -174,7 +175,7 @@ async def _by_command(run_file: RunFile, path: Path, name: str) -> AsyncIterator
         finally:
             with trio.CancelScope(shield=True):
                 if process.stdin is not None:
-                    await process.stdin.aclose()  # it ends, and its files with it
+                    await process.stdin.aclose()  # this ends the process, which removes its files
                 with trio.move_on_after(10):
                     await process.wait()
                 if process.returncode is None:
@@ -200,14 +201,14 @@ async def _read_all(pipe: Any, into: bytearray) -> None:
 
 
 def _error_lines(text: str) -> list[str]:
-    """The lines of a command's error, without those that it said before."""
+    """Return the lines of a command's error, without its earlier output."""
     lines = text.strip().splitlines()
     begins = [number for number, line in enumerate(lines) if line.startswith("error: ")]
     return lines[begins[-1] :][:_LINES_SHOWN] if begins else lines[-_LINES_SHOWN:]
 
 
 def refusal(errors: bytes | bytearray, name: str) -> UsageError:
-    """Return what a command's lines of errors say, the last ones, as the error of the call `name`."""
+    """Return the last lines of a command's errors as the error of the call `name`."""
     lines = _error_lines(errors.decode(errors="replace"))
     advice = lines.pop().strip().removeprefix("do: ") if lines and lines[-1].startswith("  do: ") else None
     what = " ".join(lines)[:_LENGTH_SHOWN].removeprefix("error: ").removeprefix(f"{name}: ")

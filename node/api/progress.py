@@ -1,4 +1,4 @@
-"""One line that follows a run: step, loss, rate and the time that is left, in a terminal or a notebook."""
+"""A single line that follows a run: step, loss, rate and the time left, in a terminal or a notebook."""
 
 import sys
 from collections.abc import Callable
@@ -10,11 +10,11 @@ from node.state import RunView
 REDRAW_SECONDS = 0.2
 BAR_WIDTH = 24
 _RECENT_STEPS = 20
-"""The time left follows so many: the first step opens stages, and one alone is chance."""
+"""The time left is computed from this many steps: the first opens stages, and a single one is chance."""
 
 
 class ProgressLine:
-    """Writes to `show`, or over the same line of stderr; where that is no terminal, ten lines in all."""
+    """Writes to `show`, or over the same line of stderr; if that is not a terminal, ten lines in all."""
 
     def __init__(self, show: Callable[[str], None] | None, clock: Callable[[], float]) -> None:
         self._write = show
@@ -39,7 +39,7 @@ class ProgressLine:
             sys.stderr.flush()
 
     def show(self, view: RunView) -> None:
-        """Draw the run as it is now, not more often than a person can read."""
+        """Draw the run's present state, at most as often as a person can read."""
         now = self._clock()
         if not self._steps or view.step != self._steps[-1][1]:
             self._steps = [*self._steps, (now, view.step)][-_RECENT_STEPS:]

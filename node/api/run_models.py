@@ -1,7 +1,7 @@
 """A run's weights as files that can be served: those of its result, or of its newest checkpoint.
 
-The graph is the run's own, and its chunks come from the run's copies by their hashes. What is kept of the
-Hugging Face folder that it trained says how it takes text.
+The graph is the run's own, and its chunks come from the run's copies by their hashes. The kept files of a
+trained Hugging Face folder define how it takes text.
 """
 
 from collections.abc import AsyncIterator
@@ -26,7 +26,7 @@ from partition.run.states import OVER
 
 
 class RunsNode(LocalNode, Protocol):
-    """What is needed of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that is needed."""
 
     checkpoints: Checkpoints
     copies: CheckpointReplicator
@@ -34,8 +34,8 @@ class RunsNode(LocalNode, Protocol):
 
 @asynccontextmanager
 async def run_files(node: RunsNode, name: str) -> AsyncIterator[ServedFiles]:
-    """The files of a run's newest weights, while a node takes them. Raises UsageError: no such run;
-    RunFailed: nobody hands over its weights."""
+    """Yield the files of a run's newest weights, while a node takes them. Raises UsageError: no such run;
+    RunFailed: nobody delivers its weights."""
     here = await node.checkpoints.call(node.checkpoints.store.all)
     run = find_run(sorted({*node.state.runs, *(kept.run for kept in here)}), name)
     kept, holders = await _newest(node, run)
@@ -60,7 +60,7 @@ async def run_files(node: RunsNode, name: str) -> AsyncIterator[ServedFiles]:
 
 
 async def _newest(node: RunsNode, run: str) -> tuple[Kept, list[PeerId]]:
-    """The newest checkpoint of a run, from here or from those who keep it, and who they are."""
+    """Return the newest checkpoint of a run, from here or from its keepers, and the keepers."""
     own = await node.checkpoints.call(partial(node.checkpoints.store.find, run))
     offers = {peer: offer for peer, offer in (await node.copies.holders(run)).items() if peer != node.peer}
     holders = list(offers)
@@ -83,7 +83,7 @@ async def _newest(node: RunsNode, run: str) -> tuple[Kept, list[PeerId]]:
 async def _write_state(
     node: RunsNode, run: str, kept: Kept, graph: Graph, state: Path, holders: list[PeerId]
 ) -> int:
-    """Write a run's newest state dict into a file; of which step it is. Raises Unreachable, OSError,
+    """Write a run's newest state dict to a file; return its step. Raises Unreachable, OSError,
     RemoteProtocolError."""
     view = node.state.runs.get(run)
     if view is None or view.status in OVER:
@@ -91,13 +91,13 @@ async def _write_state(
             await Commands(node).fetch(run, str(state))
             return kept.manifest.steps
         except PeerloomError:
-            pass  # it failed, or nobody keeps its result: its newest checkpoint is what there is
+            pass  # it failed, or nobody keeps its result: use its newest checkpoint
     await node.checkpoints.export(kept, graph, state, holders)
     return kept.checkpoint.step
 
 
 def _kept_text(node: RunsNode, run: str, into: Path) -> str:
-    """Write what is kept of the folder that a run trained; where, empty where nothing is."""
+    """Write the kept files of the folder that a run trained; return where, empty if nothing is kept."""
     into.mkdir()
     try:
         write_kept_folder(node.seams.storage, run, into)

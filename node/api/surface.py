@@ -1,12 +1,12 @@
-"""The public surface of a node: the one definition of what a program may ask of it.
+"""The public surface of a node: the one definition of its interface for programs.
 
     async with node.Node(join=["10.0.0.5:9747"]) as me:      # under trio
         print(me.id, [member.name for member in me.members()])
     with node.sync(join=["10.0.0.5:9747"]) as me:            # the same names, blocking
 
 `node.runtime.Node` inherits these methods, and `node/library/blocking.py` is generated from this file
-(`python -m node.library.generate`; a test holds that they agree). So a public method is written here, with
-types and a docstring of its own, and nowhere else. Not here: what it takes to run a node (`node.runtime`).
+(`python -m node.library.generate`; a test holds that they agree). A public method is therefore written here,
+with types and its docstring, and nowhere else. Not here: running a node (`node.runtime`).
 """
 
 import math
@@ -57,7 +57,7 @@ ADDRESSES_JOINED_MAX = 256
 
 
 class Surface:
-    """What every form of the library offers. The attributes are `node.runtime.Node`'s."""
+    """The common interface of every form of the library. The attributes are `node.runtime.Node`'s."""
 
     peer: PeerId
     seams: Seams
@@ -83,7 +83,7 @@ class Surface:
 
     @property
     def state(self) -> views.State:
-        """What this node knows, as any screen may show it."""
+        """The state of this node, as any screen may show it."""
         return self.journal.state
 
     @property
@@ -98,7 +98,7 @@ class Surface:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """Where other nodes reach this one, as `host:port`: what `join=[...]` takes."""
+        """The addresses at which other nodes reach this one, as `host:port`, for `join=[...]`."""
         return tuple(address.short for address in self.seams.network.addresses)
 
     @property
@@ -107,22 +107,22 @@ class Surface:
         return self._directory
 
     async def provide(self, name: str) -> StoredEntry:
-        """Say that this node has the content with this hash (hexadecimal), while it runs.
+        """Announce, while this node runs, that it has the content with this hash (hexadecimal).
 
         Raises NotStored.
         """
         return await self._directory.provide(name)
 
     async def providers(self, name: str) -> tuple[str, ...]:
-        """Return the peers that say they have the content with this hash (hexadecimal)."""
+        """Return the peers that announce the content with this hash (hexadecimal)."""
         return await self._directory.providers(name)
 
     def broadcast(self, topic: str, data: bytes) -> None:
-        """Tell all members `data` (512 bytes at most), in place of what this node told under `topic` before.
+        """Send `data` (at most 512 bytes) to all members, replacing this node's earlier data under `topic`.
 
-        It reaches those that are members now, soon and most often, without a promise. What is told too fast
-        waits, and only the newest of a topic goes out. With neighbourhoods it stays in that of this node.
-        Raises UsageError: a topic (64 bytes) or data too long, or too many topics at once.
+        It usually reaches the present members soon, without a guarantee. Calls that come too fast wait, and
+        only the newest data of a topic is sent. With neighbourhoods it stays in this node's. Raises
+        UsageError: a topic (64 bytes) or data too long, or too many topics at once.
         """
         try:
             self.membership.broadcast(topic.encode(), data)
@@ -130,7 +130,8 @@ class Surface:
             raise UsageError(f"broadcast: {error}") from None
 
     async def broadcasts(self, topic: str = "") -> AsyncIterator[Broadcast]:
-        """Yield what other members tell from now on, under this topic (empty: all), until the node leaves."""
+        """Yield broadcasts of other members from now on, under this topic (empty: all), until the node
+        leaves."""
         with self.membership.listeners.listen() as heard:
             async for told in heard:
                 if topic in ("", told.topic):
@@ -141,12 +142,12 @@ class Surface:
         return self.state.alive()
 
     def status(self) -> dict[str, Any]:
-        """Return what `peerloom status --json` prints, schema `peerloom/status/1`."""
+        """Return the document of `peerloom status --json`, schema `peerloom/status/1`."""
         document = state_documents.status_document(self.state, self.seams.clock.wall(), self.counters)
         return dict(shown_values(document))
 
     async def join(self, addresses: Sequence[str] | str) -> tuple[JoinTried, ...]:
-        """Dial these addresses now; return what became of each, in their order.
+        """Dial these addresses now; return the outcome of each, in order.
 
         They are tried again whenever this node is alone. Raises UsageError: an address cannot be read.
         """
@@ -170,7 +171,7 @@ class Surface:
         return tuple(found[index] for index in sorted(found))
 
     async def wait_for_members(self, count: int, timeout_seconds: float = 60.0) -> None:
-        """Return once `count` other members are alive. Raises JoinTimeout when they are not in time."""
+        """Return once `count` other members are alive. Raises JoinTimeout after `timeout_seconds`."""
         with trio.move_on_after(timeout_seconds), self.watch() as events:
             while len(self.members()) < count:
                 await events.receive()
@@ -183,9 +184,9 @@ class Surface:
     async def events(
         self, since: float = math.inf, types: Sequence[type[Event]] = ()
     ) -> AsyncIterator[Event]:
-        """Yield events of these types (none: all), in their order, until the node leaves.
+        """Yield events of these types (none: all), in order, until the node leaves.
 
-        `since` (unix seconds) begins with kept ones that happened then or later, by default with new ones.
+        With `since` (unix seconds) it begins with kept events from then on, by default with new ones.
         """
         wanted = tuple(types) or (Event,)
         with self.watch() as coming:
@@ -211,16 +212,16 @@ class Surface:
         admit: str = "open",
         invitation: str = "",
     ) -> Averaged:
-        """Average arrays or torch tensors with those who call this for the same `group`, names and shapes.
+        """Average arrays or torch tensors with peers that call this for the same `group`, names and shapes.
 
-        By `aggregate` "mean" one liar moves the result anywhere; by the others some peers may lie
-        (docs/averaging.md, "Rules"). "auto" is one of those, "nnm-trimmed-mean", in a swarm without a key,
-        and the mean in one with it. A group has one rule. `admit` and `invitation` say who takes part, as for
-        `optimizer` (docs/averaging.md, "Who takes part").
+        With `aggregate` "mean" one liar can move the result anywhere; the other rules tolerate some liars
+        (docs/averaging.md, "Rules"). "auto" is one of these, "nnm-trimmed-mean", in a swarm without a key,
+        and the mean in a swarm with one. A group has one rule. `admit` and `invitation` decide who takes
+        part, as for `optimizer` (docs/averaging.md, "Who takes part").
 
         It waits until `peers` others take part, and `timeout_seconds` for a round. The tensors are not
-        changed. Returns what was averaged and whose tensors entered; where nothing was, the same tensors and
-        the reason. Raises UsageError: what is given cannot be averaged.
+        changed. Returns the averages and the peers whose tensors entered; if nothing was averaged, the same
+        tensors and the reason. Raises UsageError: the tensors cannot be averaged.
         """
         return await average_once(
             self.averaging,
@@ -236,7 +237,7 @@ class Surface:
         )
 
     async def invite(self, run: str, peer: str, hours: float = 168.0, admit: str = "") -> str:
-        """Return the text by which a peer may take part in an averaging run of this name, for so many hours.
+        """Return an invitation, a text that admits a peer to an averaging run of this name for `hours`.
 
         It is for `invitation=` of that peer alone. The run is this node's own, or one of `admit="vouched"`
         that it takes part in. `admit` is "invited" or "vouched", for a run that is not open here yet. Raises
@@ -245,22 +246,22 @@ class Surface:
         return Commands(self).invite(run, peer, hours, admit)
 
     async def revoke(self, run: str, peer: str) -> int:
-        """Revoke what lets a peer take part in a run of this node's own; return how many members were told.
+        """Revoke a peer's admission to a run of this node; return how many members were told.
 
         `run` is the id of a run in local mode, or the name of an averaging run. The peer is out with the next
-        round, and so are those that take part by its word. Raises UsageError: the run is another's.
+        round, and so are peers that it vouched for. Raises UsageError: the run is another node's.
         """
         return await Commands(self).revoke(run, peer)
 
     async def train(
         self, model: object, data: str = "", wait_seconds: float = 0.0, **settings: Any
     ) -> RunHandle:
-        """Have the swarm train a model; return the run once every part of it is placed.
+        """Have the swarm train a model; return the run once all its parts are placed.
 
         `model` is a RUN.toml, a built-in name, a captured FILE.peerloom, PATH.py:FUNCTION or a
         `partition.capture.Task`; `data` and the settings are as in RUN.toml (`steps=200`, `stages=2`,
-        `learning_rate=0.001`), and count above the file's. It waits `wait_seconds` for peers that it lacks.
-        Raises UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
+        `learning_rate=0.001`), and override the file's. It waits `wait_seconds` for missing peers. Raises
+        UsageError: a wrong setting, model or data; RunFailed: it could not be placed.
         """
         commands = Commands(self)
         async with prepared(model, data, settings, self.seams.executor) as made:
@@ -269,14 +270,14 @@ class Surface:
         return RunHandle(self, run.text)
 
     def run(self, run: str) -> RunHandle:
-        """Return a run by its id, or how that begins; by its whole id also one that is not known here.
+        """Return a run by its id or a prefix of it; by its whole id even one that is unknown here.
 
         Raises UsageError: there is no such run.
         """
         return RunHandle(self, find_run(self.state.runs, run))
 
     def run_documents(self) -> tuple[dict[str, Any], ...]:
-        """Return what `peerloom runs --json` prints of each run that this node knows."""
+        """Return the document of `peerloom runs --json` for each run that this node knows."""
         return tuple(shown_values(state_documents.run_document(view)) for view in self.state.runs.values())
 
     async def serve(
@@ -290,17 +291,17 @@ class Surface:
     ) -> dict[str, Any]:
         """Serve a FILE.peerloom that was captured to be served; return the service once it answers.
 
-        It is called `name`, by default as the file is. A model that fits one peer is not split unless
-        `stages` say so. Its members keep it at `replicas` of each stage, whoever of them dies. `context` is
-        how many tokens a session takes at most. Before, a process computes a few short sessions, to see
-        that they give the model's logits. `tokenizer` is the model's folder, or a tokenizer.json, by which it
-        takes and gives text. Raises UsageError: it cannot be served; RunFailed: no place.
+        Its name is `name`, by default the file's. A model that fits one peer is not split unless `stages`
+        says so. Its members keep `replicas` of each stage when members die. `context` is the most tokens in a
+        session. First a process checks in a few short sessions that they give the model's logits. `tokenizer`
+        is the model's folder, or a tokenizer.json, for text. Raises UsageError: it cannot be served;
+        RunFailed: no place.
         """
         wish = ServeWish(name, stages, replicas, context, text=tokenizer)
         return await Asking(self.serving).serve(model, wish)
 
     async def services(self) -> tuple[dict[str, Any], ...]:
-        """Return the services of this swarm that answer now, as `peerloom services --json` prints them."""
+        """Return the services of this swarm that answer now, as in `peerloom services --json`."""
         return tuple((await Asking(self.serving).services())["services"])
 
     async def generate(
@@ -316,12 +317,12 @@ class Surface:
         stops: Sequence[str] = (),
         exact: bool = False,
     ) -> AsyncIterator[str | int]:
-        """Yield what a service writes behind a prompt as it comes: text, or tokens where tokens are given.
+        """Yield a service's answer to a prompt as it arrives: text, or tokens if the prompt is tokens.
 
         A prompt may also be a chat: messages, each with `role` and `content`, by the model's own template.
-        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. What is
-        None is as the model's folder says; without one it is the likeliest. The answer goes on when a peer of
-        the service dies; with `exact` only where it stays what it would have been. Whoever holds a stage can
+        `temperature` 0 takes the likeliest token each time; above it the same `seed` draws the same. Settings
+        that are None come from the model's folder; without one the likeliest token is taken. The answer goes
+        on when a peer of the service dies; with `exact` only if it stays the same. The holders of stages can
         read prompt and answer. Raises UsageError: no such service, or a wrong setting; RunFailed: the answer
         cannot go on.
         """
@@ -335,10 +336,10 @@ class Surface:
     async def hidden(self, service: str, prompt: str | Sequence[int] | Sequence[Mapping[str, str]]) -> Array:
         """Return a service's final hidden states of a prompt, an array [tokens, width].
 
-        They are what the model's head makes logits of, behind its last norm: the last of the `hidden_states`
-        of transformers; float64 where the model is, else float32. Prompts are those of `generate`, and when
-        a peer of the service dies, the prompt is read again elsewhere. Raises UsageError: no such service, or
-        a model without such a head; RunFailed: it cannot answer.
+        They are the input of the model's head, after its last norm: the last of the `hidden_states` of
+        transformers; float64 for a float64 model, else float32. Prompts are those of `generate`; when a peer
+        of the service dies, the prompt is read again elsewhere. Raises UsageError: no such service, or a
+        model without such a head; RunFailed: it cannot answer.
         """
         asked, messages = split_prompt(prompt)
         return await Asking(self.serving).hidden(service, Question(asked, messages=messages))
@@ -361,11 +362,11 @@ class Surface:
         devices: Sequence[str] = (),
         goal: float = 0.0,
     ) -> PlanReport:
-        """Plan a model over this node and its living members; nothing is started.
+        """Plan a model over this node and its live members; nothing is started.
 
         `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
-        folder; the rest is as for `node.plan`, which gives the same for the same peers. Raises RunFailed:
-        nothing fits, with what to do; UsageError.
+        folder; the rest is as for `node.plan`, which returns the same plan for the same peers. Raises
+        RunFailed: nothing fits, with a remedy; UsageError.
         """
         now = self.seams.clock.wall()
         measured = await self.measurements.document(self.membership.live)

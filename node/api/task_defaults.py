@@ -1,8 +1,8 @@
-"""The run of a person who names no model, or only the kind of task: "vision" or "language".
+"""Defaults of a run without a model, or with only the kind of task: "vision" or "language".
 
-Each kind has a model and what of `[train]` goes with it; a key that RUN.toml gives stays as it is. Without a
-model the kind follows from the data: a text is for language, images are for vision. A table or a function may
-be anything, and is refused.
+Each kind has a model and matching keys of `[train]`; keys given in RUN.toml stay. Without a model the kind
+follows from the data: a text is for language, images are for vision. A table or a function may be anything,
+and is refused.
 """
 
 from collections.abc import Mapping
@@ -41,13 +41,13 @@ TASKS: Mapping[str, TaskDefault] = MappingProxyType(
         ),
     }
 )
-"""The rate and batch of vision are those of `[train]`. A small transformer diverges now and then where its
-gradient is not clipped."""
+"""The rate and batch of vision are those of `[train]`. A small transformer sometimes diverges without
+gradient clipping."""
 
 
 def read_run(text: str, base: Path, name: str) -> tuple[RunFile, str]:
-    """Return the checked run of RUN.toml in the folder `base`, and what was filled in, "" if nothing; errors
-    call it `name`. Raises UsageError."""
+    """Return the checked run of RUN.toml in the folder `base`, and the filled-in defaults, "" if none; errors
+    name it `name`. Raises UsageError."""
     document = toml.tree(text, name=name)
     if not document:
         raise UsageError(f"{name}: there is nothing in it: neither a model nor data", 'data = "digits"')
@@ -57,7 +57,7 @@ def read_run(text: str, base: Path, name: str) -> tuple[RunFile, str]:
 def with_task_default(
     document: Mapping[str, Any], base: Path, name: str, lines: Mapping[toml.TomlPath, int]
 ) -> tuple[RunFile, str]:
-    """Return the checked run of these tables, with a model, and what was filled in, "" for nothing.
+    """Return the checked run of these tables, with a model, and the filled-in defaults, "" if none.
 
     Raises:
         UsageError: it is wrong, or there is no default for its data.

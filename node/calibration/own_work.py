@@ -1,11 +1,11 @@
-"""`python -m node.calibration.own_work`: what a node itself takes for a stage's micro-batch and for a step.
+"""`python -m node.calibration.own_work`: the node's own cost of a stage's micro-batch and of a step.
 
-A process of its own, whose event loop does what a node's does for the first of two stages, with the same
-parts: frames and step messages come and go over a connection of the network, the replica's core and shell
-decide, and requests go to a process in the place of a stage's. That one walks through as much memory as a
-small stage before it answers, so the loop finds its caches as it would in a run. Another process plays all
-others of the run. Only the loop's own processor time counts. What a node's membership takes beside it is not
-here: it is in how much of a processor is left for a stage (`partition.calibrate`).
+A process of its own, whose event loop does a node's work for the first of two stages, with the same parts:
+frames and step messages go over a network connection, the replica's core and shell decide, and requests go to
+a process that stands in for a stage's. That process reads as much memory as a small stage before it answers,
+so that the loop finds its caches as in a run. Another process plays the rest of the run. Only the loop's own
+processor time counts. The cost of a node's membership is not included: it is part of the share of a processor
+left for a stage (`partition.calibrate`).
 
 Prints nanoseconds for a micro-batch, for a MiB of its frames, and for a step.
 """
@@ -71,9 +71,9 @@ SWARM = "own work"
 SMALL_BYTES, LARGE_BYTES = 4 << 10, 192 << 10
 """Sizes of frames."""
 FEW, MANY = 2, 16
-"""Micro-batches of a step."""
+"""Micro-batches in a step."""
 STEPS, STEPS_IGNORED = 14, 4
-"""At the beginning connections are opened and code is run for the first time."""
+"""The first steps open connections and run code for the first time."""
 WALKED_BYTES = 4 << 20
 """More than a core has for itself."""
 SUM_FLOATS = 1 << 12
@@ -82,7 +82,7 @@ _ARENAS = ("parameters", "gradients", "totals", "moments")
 
 
 class OwnWork(NamedTuple):
-    """Nanoseconds."""
+    """A node's own cost, in nanoseconds."""
 
     microbatch: int
     mebibyte: int
@@ -90,7 +90,7 @@ class OwnWork(NamedTuple):
 
 
 def measure() -> OwnWork:
-    """Measure; some seconds of a processor. Raises RuntimeError: it did not come to an end."""
+    """Measure; takes some seconds of a processor. Raises RuntimeError: it did not end."""
     cases = (FEW, SMALL_BYTES), (MANY, SMALL_BYTES), (MANY, LARGE_BYTES)
     few, many, large = (_typical(_play(*case)) for case in cases)
     microbatch = max(0.0, (many - few) / (MANY - FEW))
@@ -101,12 +101,12 @@ def measure() -> OwnWork:
 
 
 def _typical(seconds: list[float]) -> float:
-    """The median: a node is disturbed in a run too."""
+    """Return the median: a node is disturbed in a run too."""
     return sorted(seconds)[len(seconds) // 2]
 
 
 def _play(microbatches: int, size_bytes: int) -> list[float]:
-    """Seconds of processor time that the node's loop takes for each step."""
+    """Return the seconds of processor time of the node's loop in each step."""
     me, others = (Identity(bytes([number]) * 32) for number in (1, 2))
     stages = (StagePlan(0, 1, (me.peer,), (1,)), StagePlan(1, 2, (others.peer,), (1,)))
     roster = tuple(sorted((me.peer, others.peer)))
@@ -128,7 +128,7 @@ def _play(microbatches: int, size_bytes: int) -> list[float]:
 
 
 def _child(parent: int, run: Callable[[], object]) -> None:
-    """Run in this process, which `parent` has forked and which ends with either."""
+    """Run in this process, forked by `parent`; it ends with either."""
     signal.alarm(round(SECONDS_MAX))
     status = 1
     try:
@@ -142,7 +142,8 @@ def _child(parent: int, run: Callable[[], object]) -> None:
 
 
 class _Cooling(trio.abc.Instrument):
-    """Walks through memory whenever the loop has waited, for a stage or others have computed meanwhile."""
+    """Reads through memory whenever the loop has waited, because a stage or others have computed
+    meanwhile."""
 
     def __init__(self) -> None:
         self._walked = np.zeros(WALKED_BYTES // 4, np.float32)
@@ -159,7 +160,7 @@ class _Cooling(trio.abc.Instrument):
             self._seconds += time.thread_time() - begun
 
     def own_seconds(self) -> float:
-        """Return the processor time of this thread, walks not counted."""
+        """Return the processor time of this thread, without walks through memory."""
         return time.thread_time() - self._seconds
 
 
@@ -167,7 +168,7 @@ class _Cooling(trio.abc.Instrument):
 
 
 class _Node:
-    """Holds the first stage, as a node does."""
+    """The node, which holds the first stage."""
 
     def __init__(
         self,
@@ -186,7 +187,7 @@ class _Node:
         self._over = trio.Event()
 
     async def run(self, end: socket.socket) -> list[float]:
-        """Play until enough steps are applied; what each took."""
+        """Play until enough steps are applied; send the time of each."""
         network = _network(self._identity)
         signer = IdentitySigner(self._identity, SWARM)
         seams: Any = SimpleNamespace(
@@ -254,17 +255,17 @@ class _Node:
 
 
 class _Codecs:
-    """What the shell asks of codecs: nothing is chosen here."""
+    """The interface of codecs that the shell uses: nothing is chosen here."""
 
     def codec(self, receivers: object, *, is_gradient: bool) -> str:  # noqa: ARG002 - as of LinkCodecs
         return "raw"
 
     async def learn(self, payload: Payload, *, is_gradient: bool) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class _Member:
-    """What the inbox asks of a member of a run."""
+    """The interface of a run's member that the inbox uses."""
 
     run = None
     steering = SimpleNamespace(steps=1 << 30)
@@ -291,7 +292,7 @@ def _raise(_: PeerId, error: RemoteProtocolError) -> None:
 
 
 def _ignore(_: PeerId) -> None:
-    """Nothing is lost that has to be sent again."""
+    """Do nothing: nothing is lost that must be sent again."""
 
 
 def _network(identity: Identity) -> RealNetwork:
@@ -301,7 +302,7 @@ def _network(identity: Identity) -> RealNetwork:
 
 
 async def _meet(network: RealNetwork, other: PeerId, end: socket.socket) -> None:
-    """Tell the other process where this one listens, and hear the same of it."""
+    """Exchange listening addresses with the other process."""
     end.sendall(str(network.addresses[0]).encode())
     address = await trio.to_thread.run_sync(end.recv, 1_000)
     network.learn(other, [parse_address(address.decode())])
@@ -311,7 +312,7 @@ async def _meet(network: RealNetwork, other: PeerId, end: socket.socket) -> None
 
 
 class _Others:
-    """Commits, feeds, and holds the second stage: answers at once whatever comes."""
+    """Commits, feeds, and holds the second stage: answers everything at once."""
 
     def __init__(self, plan: Plan, identity: Identity, node: PeerId, size_bytes: int) -> None:
         self._plan, self._node = plan, node
@@ -325,7 +326,7 @@ class _Others:
         """Play until killed."""
         network = _network(self._identity)
         network.handle(wire.PIPELINE_PROTOCOL, self._serve)
-        nobody: Any = None  # nothing is said to itself
+        nobody: Any = None  # nothing is sent to itself
         links = self._links = Links(
             network, wire.PIPELINE_PROTOCOL, deliver=nobody, on_reconnected=_ignore, on_stuck=_ignore
         )  # fmt: skip
@@ -391,7 +392,7 @@ def _payload(size_bytes: int) -> Payload:
     return Payload((1,), (tensor,), "raw", bytes(32), memoryview(bytes(size_bytes)))
 
 
-# In the place of a stage's process
+# The stand-in for a stage's process
 
 
 class _AnsweringProgram(StageProgram):
@@ -410,7 +411,7 @@ class _AnsweringProgram(StageProgram):
 
 
 class _Forked:
-    """What a StageHost asks of a `subprocess.Popen`."""
+    """The interface of `subprocess.Popen` that a StageHost uses."""
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
@@ -453,7 +454,7 @@ def _answer_requests(link: socket.socket, size_bytes: int) -> None:
                 reply = api.Applied(bytes(32))
             case _:
                 reply = api.Done()
-        # The tensors are whatever lies in the memory that only the node has.
+        # The tensors are any bytes in the memory that only the node has.
         parts = split(reply)
         link.sendall(parts.header(1).encode() + parts.message)
 

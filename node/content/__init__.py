@@ -1,1 +1,1 @@
-"""What is named by its hash and how it gets here: graphs, data sets and blobs."""
+"""Content named by its hash, and how it is fetched: graphs, data sets and blobs."""

@@ -1,7 +1,8 @@
 """Arrays in one file, npz or safetensors: which of them are inputs and labels of which part.
 
-Names tell: `x` and `y`, `train_x` or `x_train` (Keras' data sets) with those of other parts, `train_images`
-and `train_labels` (MedMNIST). Arrays of other names are the model's inputs and labels of these names.
+Names decide: `x` and `y`, `train_x` or `x_train` (Keras' data sets) and the same for other parts,
+`train_images` and `train_labels` (MedMNIST). Arrays with other names are the model's inputs and labels of
+those names.
 """
 
 import re
@@ -40,7 +41,7 @@ CHANNELS = (1, 3, 4)
 
 
 def read_npz(path: Path) -> Arrays:
-    """The arrays of an npz. Raises UsageError, OSError."""
+    """Return the arrays of an npz. Raises UsageError, OSError."""
     try:
         with path.open("rb") as file:
             layouts = read_layouts(file, same_count=False)
@@ -52,7 +53,7 @@ def read_npz(path: Path) -> Arrays:
 
 
 def read_safetensors(path: Path) -> Arrays:
-    """The arrays of a safetensors file. Raises UsageError, OSError."""
+    """Return the arrays of a safetensors file. Raises UsageError, OSError."""
     try:
         return safetensors.numpy.load_file(path)
     except (safetensors.SafetensorError, TypeError, ValueError, KeyError, AttributeError) as error:
@@ -60,13 +61,13 @@ def read_safetensors(path: Path) -> Arrays:
 
 
 def _first_line(error: Exception) -> str:
-    # What numpy says of pickled data is advice that nobody should follow.
+    # numpy's message about pickled data gives advice that nobody should follow.
     text = (str(error).splitlines() or [""])[0]
     return "it holds Python objects" if "pickle" in text.lower() else text[:200]
 
 
 def parts_of(arrays: Arrays, path: Path, keys: DataTable, reading: SourceReading) -> Parts:
-    """The parts and names of a file's arrays. Raises UsageError: they can be read in two ways."""
+    """Return the parts and names of a file's arrays. Raises UsageError if they can be read in two ways."""
     reading.form = f"{path.suffix[1:]}, arrays {', '.join(list(arrays)[:8])}"
     if not arrays or any(not array.ndim for array in arrays.values()):
         names = ", ".join(sorted(arrays)[:8]) or "nothing"
@@ -119,7 +120,7 @@ def _split(arrays: Arrays, path: Path, keys: DataTable) -> Parts:
 
 
 def _called(part: PartName, arrays: Arrays, path: Path, keys: DataTable, reading: SourceReading) -> Arrays:
-    """The arrays of a part, called x and y where two of them are inputs and labels."""
+    """Return the arrays of a part, named x and y where two of them are inputs and labels."""
     if keys.label and keys.label not in arrays:
         raise UsageError(
             f"{path}: label: there is no array {shown(keys.label)}", f"it has {', '.join(arrays)}"
@@ -144,7 +145,7 @@ def _called(part: PartName, arrays: Arrays, path: Path, keys: DataTable, reading
 
 
 def _check_channels(path: Path, name: str, array: Array, keys: DataTable) -> None:
-    """Say at once that pictures lie with their channels last, which a model would take for rows."""
+    """Report at once that pictures have their channels last, which a model would take for rows."""
     shape = array.shape[1:]
     is_last = len(shape) == 3 and shape[2] in CHANNELS and shape[0] not in CHANNELS and min(shape[:2]) >= 8
     if is_last and not keys.channels:
@@ -159,7 +160,7 @@ def _check_channels(path: Path, name: str, array: Array, keys: DataTable) -> Non
 
 
 def channels_first(parts: Parts, keys: DataTable, reading: SourceReading) -> None:
-    """Move the channels of pictures to the front, where the person says that they are last."""
+    """Move the channels of pictures to the front, where the person states that they are last."""
     if keys.channels != "last":
         return
     moved = set()
@@ -172,11 +173,11 @@ def channels_first(parts: Parts, keys: DataTable, reading: SourceReading) -> Non
 
 
 def check_numbers(path: Path, parts: Parts) -> None:
-    """Refuse arrays with numbers from which nothing is learnt. Raises UsageError."""
+    """Refuse arrays with numbers that nothing can be learnt from. Raises UsageError."""
     for part, arrays in parts.items():
         for name, array in arrays.items():
             where = f"{path}: the array {shown(name)} of {part}"
-            # Not `isfinite`, which takes memory: the lowest of numbers with a nan is nan.
+            # Not `isfinite`, which allocates memory: the minimum of numbers with a nan is nan.
             if array.size and array.dtype.kind == "f" and not np.isfinite((array.min(), array.max())).all():
                 raise UsageError(
                     f"{where} has numbers that are not finite", "leave out or fill in such samples"

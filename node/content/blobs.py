@@ -1,12 +1,11 @@
-"""`/peerloom/blobs/1`: blobs by hash, handed to whoever asks, and fetched from several peers at once.
+"""`/peerloom/blobs/1`: blobs by hash, served to any peer that asks, and fetched from several peers at once.
 
-A stream carries requests one after the other, several on their way at once, and as many answers in the same
-order. Who knows a hash may have what it names: the protocol keeps no secrets, and says nothing of what is
-here to somebody who only guesses.
+A stream carries pipelined requests and their answers in the same order. A peer that knows a hash may have its
+blob: the protocol keeps no secrets, but reveals nothing to a peer that only guesses.
 
-`fetch_all` takes from each holder as much as it delivers: whoever is quick takes the next. A holder that
-sends anything but what was asked for, hangs up or says nothing is dropped, and its share goes to the others;
-what one has owed for a while is asked of another besides, so that the last blobs do not wait for the slowest.
+`fetch_all` takes from each holder as fast as it delivers: a quick holder takes the next blob. A holder that
+sends a wrong blob, hangs up or is silent is dropped, and its share goes to the others; a blob that is overdue
+is also requested from another holder, so that the last blobs do not wait for the slowest.
 """
 
 from collections import Counter, deque
@@ -32,26 +31,27 @@ REPLY_BYTES_MAX = 64
 UPLOADS_MAX = 32
 """Streams served at once; each has one blob in memory."""
 UPLOADS_PER_PEER_MAX = 4
-"""A fetch opens one; a node may have several fetches."""
+"""A fetch opens one stream; a node may have several fetches."""
 IDLE_SECONDS_MAX = 60.0
-"""A stream that asks for nothing for so long is closed: its place may be another's."""
+"""A stream without a request for this long is closed, so that another may have its place."""
 SEND_SECONDS_MAX = 60.0
-"""For one blob to a peer that reads slowly: 35 kB/s."""
+"""For one blob to a slow reader: 35 kB/s."""
 PATIENCE_SECONDS = 5.0
-"""How long a peer that asks for nothing, or takes nothing, keeps a place that another wants."""
+"""How long a peer that requests or reads nothing keeps a place that another wants."""
 BUSY_SECONDS_MAX = 5.0
-"""To say so."""
+"""For sending the answer Busy."""
 HOLDERS_MAX = 64
-"""The holders of one fetch; more are not tried."""
+"""Holders of one fetch; further ones are not tried."""
 PARALLEL_MAX = 8
-"""Holders that one fetch takes from at once; each has a blob in memory."""
+"""Holders used by one fetch at once; each has a blob in memory."""
 IN_FLIGHT_MAX = 4
-"""Blobs asked of one holder and not yet here: 4 MiB cover 100 ms at 40 MB/s. A slow peer owes no more."""
+"""Blobs requested from one holder and outstanding: 4 MiB cover 100 ms at 40 MB/s. A slow peer owes no
+more."""
 OPEN_SECONDS_MAX = 10.0
 STALL_SECONDS_MAX = 30.0
-"""For one blob: a holder slower than 35 kB/s is as good as none."""
+"""For one blob: a holder slower than 35 kB/s is useless."""
 HEDGE_SECONDS = 2.0
-"""What one holder has owed for so long is asked of another that has nothing else to do."""
+"""A blob that one holder has owed for this long is also requested from another, idle one."""
 MISSES_MAX = 256
 """Misses after which a holder that has delivered no blob yet is dropped."""
 _CLOSE_SECONDS = 1.0
@@ -63,30 +63,30 @@ Refuse = Callable[[PeerId, RemoteProtocolError], None]
 
 
 class Want(msgspec.Struct, frozen=True, tag="want", array_like=True):
-    """The blob with this hash. Answered by Found, Absent, or Busy with the end of the stream."""
+    """Request for the blob with this hash. Answered by Found, Absent, or Busy and the end of the stream."""
 
     name: Hash
 
 
 class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
-    """The next message is this many bytes long: it goes separately, so that neither end copies it."""
+    """Answer: the next message has this many bytes. It goes separately, so that neither end copies it."""
 
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
 class Absent(msgspec.Struct, frozen=True, tag="absent", array_like=True):
-    """It is not here."""
+    """Answer: the blob is not here."""
 
 
 class Busy(msgspec.Struct, frozen=True, tag="busy", array_like=True):
-    """Too many fetch at once."""
+    """Answer: too many peers fetch at once."""
 
 
 Reply = Found | Absent | Busy
 
 
 class BlobsMissing(Unreachable):
-    """Blobs that are not here and that nobody handed over: `missing` are their hashes."""
+    """Blobs that are not here and that no holder delivered: `missing` are their hashes."""
 
     def __init__(self, missing: Sequence[bytes], reasons: str) -> None:
         what = f"blob {missing[0].hex()[:16]}" if len(missing) == 1 else f"{len(missing)} blobs"
@@ -95,8 +95,8 @@ class BlobsMissing(Unreachable):
 
 
 class BlobServer:
-    """Hands this node's blobs to peers; `refuse` is told who broke the protocol, `served` how many bytes were
-    sent to whom."""
+    """Serves this node's blobs to peers. `refuse` is called with peers that broke the protocol, `served` with
+    the bytes sent to each peer."""
 
     def __init__(
         self,
@@ -119,13 +119,13 @@ class BlobServer:
         with self._permits.take(peer) as permit:
             if permit is None:
                 with suppress(StreamClosed), trio.move_on_after(BUSY_SECONDS_MAX):
-                    await stream.receive()  # an answer that comes before the question is easily lost
+                    await stream.receive()  # a peer may miss an answer that comes before its question
                     await stream.send(encode(Busy()))
                 return
             try:
                 await self._answer(stream, peer, permit)
             except StreamClosed:
-                return  # how a fetch ends
+                return  # the end of a fetch
             except RemoteProtocolError as error:
                 self._refuse(peer, error)
 
@@ -140,21 +140,21 @@ class BlobServer:
             if data is not None:
                 await stream.send(data)
                 self._served(peer, len(data))
-            del data  # not to be kept while the next request comes
+            del data  # not to be kept while waiting for the next request
 
 
 class Sink(Protocol):
-    """Where fetched blobs go."""
+    """The destination of fetched blobs."""
 
     def has(self, name: bytes) -> bool:
-        """Return whether it needs not be fetched."""
+        """Return whether the blob need not be fetched."""
 
     async def take(self, name: bytes, data: bytes) -> bool:
-        """Keep it; False where its hash is another. Raises OSError."""
+        """Keep a blob; return False if its hash differs. Raises OSError."""
 
 
 class BlobSink:
-    """Into this node's blobs, by the executor."""
+    """Puts blobs into this node's storage, in the executor."""
 
     def __init__(self, blobs: Blobs, executor: Executor) -> None:
         self._blobs = blobs
@@ -175,9 +175,9 @@ async def fetch_all(
     sink: Sink,
     refuse: Refuse,
 ) -> Mapping[PeerId, int]:
-    """Bring all of `wanted` (hash: at most so many bytes) into `sink`, from several holders at once.
+    """Fetch all of `wanted` (hash: maximal length) into `sink`, from several holders at once.
 
-    What the sink has already is not fetched. Returns how many bytes each holder delivered.
+    Blobs that the sink already has are not fetched. Returns how many bytes each holder delivered.
 
     Raises:
         BlobsMissing: no holder delivered these; the rest is in the sink.
@@ -192,11 +192,11 @@ async def fetch_all(
 
 
 class _Dropped(Exception):
-    """This holder is asked for nothing more. Its words are for a person."""
+    """This holder is asked for nothing more. The text is for a person."""
 
 
 class _Holder:
-    """One peer during one fetch: what it may still be asked for, and what it owes, oldest first."""
+    """One peer during one fetch: the blobs it may still be asked for, and those it owes, oldest first."""
 
     def __init__(self, peer: PeerId, queue: Sequence[bytes]) -> None:
         self.peer = peer
@@ -206,7 +206,7 @@ class _Holder:
 
 
 class _Asked:
-    """A blob on its way: since when, and from whom."""
+    """A blob on its way: since when, and from which peers."""
 
     def __init__(self, since: float, peer: PeerId) -> None:
         self.since = since
@@ -214,7 +214,7 @@ class _Asked:
 
 
 class _Fetch:
-    """One `fetch_all`. All that is shared is changed between two awaits."""
+    """One `fetch_all`. Shared state only changes between two awaits."""
 
     def __init__(self, network: Network, sizes: Mapping[bytes, int], sink: Sink, refuse: Refuse) -> None:
         self.delivered: Counter[PeerId] = Counter()
@@ -222,7 +222,7 @@ class _Fetch:
         self._sink = sink
         self._refuse = refuse
         self._sizes = sizes
-        # What is not here yet, and who has said that it does not have it.
+        # Missing blobs, and the holders that reported each as absent.
         self._open: dict[bytes, set[PeerId]] = {name: set() for name in sizes}
         self._asked: dict[bytes, _Asked] = {}
         self._active: list[_Holder] = []
@@ -249,7 +249,8 @@ class _Fetch:
         async with slots:
             if not self._open:
                 return
-            # Each begins elsewhere, so that they seldom meet, and one that has half of it is found out soon.
+            # Each holder begins at another blob, so that they seldom meet and a holder of half the blobs is
+            # soon noticed.
             names = list(self._open)
             begin = len(names) * (self._started % shares) // shares
             self._started += 1
@@ -295,8 +296,8 @@ class _Fetch:
             await _in_time(partial(stream.send, encode(Want(name))), STALL_SECONDS_MAX)
 
     def _next(self, holder: _Holder) -> bytes | None:
-        """Return what to ask this holder for: what nobody was asked for, else what another has owed for
-        long."""
+        """Return the next blob for this holder: one that nobody was asked for, else one that another has owed
+        for long."""
         now = trio.current_time()
         while holder.queue:
             name = holder.queue.popleft()
@@ -312,7 +313,7 @@ class _Fetch:
         return None
 
     async def _receive(self, holder: _Holder, stream: Stream) -> None:
-        """The next answer, which is to the oldest question."""
+        """Receive the next answer, which is to the oldest request."""
         name, peer = holder.owes[0], holder.peer
         head = await _in_time(stream.receive, STALL_SECONDS_MAX)
         reply: Reply = decode(head, Reply, bytes_max=REPLY_BYTES_MAX)
@@ -338,7 +339,7 @@ class _Fetch:
 
     async def _on_found(self, name: bytes, peer: PeerId, data: bytes) -> None:
         if name not in self._open:
-            return  # another was quicker
+            return  # another was faster
         try:
             is_right = len(data) <= self._sizes[name] and await self._sink.take(name, data)
         except OSError as error:
@@ -351,7 +352,8 @@ class _Fetch:
         self.delivered[peer] += len(data)
 
     def _release(self, name: bytes, peer: PeerId) -> None:
-        """`peer` owes this no longer: if nobody does, and it is not here, it is everybody's again."""
+        """Record that `peer` no longer owes a blob; if nobody owes it and it is missing, any holder may be
+        asked again."""
         asked = self._asked.get(name)
         if asked is None:
             return

@@ -1,8 +1,8 @@
 """Files in buckets of object storage, `s3://BUCKET/FILE` and `gs://BUCKET/FILE`, read by fsspec.
 
-Credentials, region and endpoint are found as each provider's own tools find them: in the environment
-(`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`), then in its files. None is kept
-or told to others: the command of the person who asks reads the file, and what travels are arrays.
+Credentials, region and endpoint are found as by each provider's own tools: in the environment
+(`AWS_ACCESS_KEY_ID`, `AWS_ENDPOINT_URL`, `GOOGLE_APPLICATION_CREDENTIALS`), then in its files. They are
+neither stored nor sent: the requester's own command reads the file, and only arrays travel.
 """
 
 from collections.abc import Iterator, Mapping
@@ -14,7 +14,7 @@ from node.errors import UsageError
 from node.invocation import install_command
 
 PACKAGES: Mapping[str, str] = MappingProxyType({"s3": "s3fs", "gs": "gcsfs"})
-"""By scheme: the package that reads it beside fsspec."""
+"""By scheme: the package that reads it with fsspec."""
 BUCKET_SCHEMES = tuple(f"{scheme}://" for scheme in PACKAGES)
 _LENGTH_SHOWN = 200
 
@@ -29,7 +29,7 @@ def open_bucket(url: str) -> Iterator[IO[bytes]]:
     shown, scheme = url[:_LENGTH_SHOWN], url.partition("://")[0]
     package = PACKAGES[scheme]
     try:
-        import fsspec  # only here: it is in no other command
+        import fsspec  # imported here: no other command needs it
 
         fsspec.get_filesystem_class(scheme)
     except ImportError:
@@ -42,12 +42,12 @@ def open_bucket(url: str) -> Iterator[IO[bytes]]:
             yield file
     except UsageError:
         raise
-    except Exception as error:  # each provider's package has errors of its own
+    except Exception as error:  # each provider's package has its own errors
         raise UsageError(f"{shown}: {_reason(error)}") from None
 
 
 def _reason(error: Exception) -> str:
-    """What is wrong, in a line: some packages give only the path, or a page of XML."""
+    """Return the reason of an error in one line: some packages give only the path, or a page of XML."""
     if isinstance(error, FileNotFoundError):
         return "no such bucket or file"
     if isinstance(error, PermissionError):

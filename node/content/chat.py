@@ -1,8 +1,8 @@
-"""Messages of a chat as one text, by the template of a model's folder, and where its answers lie in it.
+"""A chat rendered to one text by the template of a model's folder, with the positions of its answers.
 
 The template is Jinja in the sandbox and with the names that transformers documents ("Chat templates"). It is
 rendered in the fenced process that reads the data. Where the template marks no answers (`generation`), an
-answer is what it writes behind the prompt of all messages before it.
+answer is the text that it adds to the prompt of all messages before.
 """
 
 import json
@@ -22,12 +22,12 @@ TEXT_LENGTH_MAX = 1 << 24
 """Letters of one rendered chat."""
 ASSISTANT = "assistant"
 _OPEN, _CLOSE = "\ue3f0", "\ue3f1"
-"""Private letters that mark answers while a chat is rendered; no text of a person may have them."""
+"""Private-use letters that mark answers during rendering; a person's text must not contain them."""
 _ROLES = {"human": "user", "user": "user", "gpt": ASSISTANT, "assistant": ASSISTANT, "system": "system"}
 
 
 class ChatTemplate:
-    """A template, ready to be rendered. Raises UsageError: it is none, or jinja2 is not installed."""
+    """A template, ready to be rendered. Raises UsageError if it is malformed, or jinja2 is not installed."""
 
     def __init__(self, text: str, folder: Path, special: Mapping[str, str]) -> None:
         try:
@@ -62,8 +62,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return messages as a text, with the beginning of an answer at the end if it `prompts`; the template
-        sees `options` by their names. Raises ValueError with what the template says."""
+        """Return messages as a text, with the beginning of an answer at the end if `prompts`; the template
+        sees `options` by their names. Raises ValueError with the template's message."""
         found = self._marked(messages, prompts=prompts, tools=tools, options=options or {})
         return found.replace(_OPEN, "").replace(_CLOSE, "")
 
@@ -93,8 +93,8 @@ class ChatTemplate:
         return found
 
     def answers(self, messages: Messages, counted: Counted) -> tuple[str, list[Span]]:
-        """Return a chat as a text, and which parts of it are answers that count. Raises ValueError: the
-        template refuses the messages, or where the answers lie cannot be known."""
+        """Return a chat as a text, and the spans of its answers that count. Raises ValueError if the template
+        refuses the messages or hides where the answers lie."""
         if any(mark in str(message) for message in messages for mark in (_OPEN, _CLOSE)):
             raise ValueError("it has letters U+E3F0 or U+E3F1, which mark answers here")
         marked = self._marked(messages)
@@ -123,13 +123,13 @@ _UNKNOWN_ANSWERS = "the chat template writes an answer otherwise once others fol
 
 
 def is_unclear(error: ValueError) -> bool:
-    """Return whether a template hides where answers lie."""
+    """Return whether an error means that a template hides where answers lie."""
     return str(error) == _UNKNOWN_ANSWERS
 
 
 def checked_messages(found: object) -> list[dict[str, Any]]:
-    """Return a record's messages, with `role` and `content`; those of ShareGPT (`from`, `value`) too. Raises
-    ValueError."""
+    """Return a record's messages with `role` and `content`, converted from ShareGPT's (`from`, `value`) where
+    needed. Raises ValueError."""
     if not isinstance(found, list) or not found:
         raise ValueError("want a list of messages with role and content")
     messages = []
@@ -149,7 +149,7 @@ def checked_messages(found: object) -> list[dict[str, Any]]:
 
 
 def _spans(marked: str) -> list[Span]:
-    """Where marked parts lie in the text without the marks."""
+    """Return where marked parts lie in the text without the marks."""
     spans, length, begin = [], 0, 0
     for part in marked.split(_OPEN):
         inside, _, rest = part.partition(_CLOSE)
@@ -161,7 +161,7 @@ def _spans(marked: str) -> list[Span]:
 
 
 def _generation(jinja2: Any) -> Any:
-    """The tag `generation`, by which a template marks what an assistant says."""
+    """Return the tag `generation`, by which a template marks an assistant's text."""
 
     class Generation(jinja2.ext.Extension):  # type: ignore[misc]  # jinja2 is loaded late
         tags = frozenset({"generation"})

@@ -1,8 +1,8 @@
-"""Which column of a table is the label, which are features, and what the labels are.
+"""The columns of a table: the label, the features, and the kind of labels.
 
-One plain rule finds the label: the column called label, labels or target; else the last column, where it is
-called class or y, or is the only column of words. Where more than one column could be meant, or none, the
-person is asked. An index that a program wrote along is left out, and that is said.
+One rule finds the label: the column named label, labels or target; else the last column, if it is named class
+or y or is the only column of words. If several columns fit, or none, the person must decide. An index that a
+program added is left out, and the reading says so.
 """
 
 import re
@@ -22,17 +22,17 @@ from node.suggest import did_you_mean
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Kind = Literal["numbers", "whole", "words", "names", "empty"]
-"""What the first rows of a column hold: numbers, whole numbers each once, words, words each once, nothing."""
+"""The contents of a column's first rows: numbers, distinct whole numbers, words, distinct words, nothing."""
 
 DISTINCT_ROWS_MIN = 10
-"""Words that occur once each in so many rows are names of samples and no classes."""
+"""Words that are distinct in this many rows are names of samples, not classes."""
 AMOUNTS_REPEAT = 5
-"""Numbers with a point that occur so often each may be names of classes."""
+"""Decimal numbers that occur this often each may be names of classes."""
 _AMOUNT_CLASSES_MAX = 100
 _WHOLE = re.compile(r"[+-]?[0-9]+\Z")
 _CANONICAL = re.compile(r"(?:0|-?[1-9][0-9]*)\Z")
 _UNNAMED = re.compile(r"(?:\(column [0-9]+\)|Unnamed: [0-9]+(?:\.[0-9]+)?|__index_level_[0-9]+__)\Z")
-"""Names that this program, pandas' `read_csv` and pandas' `to_parquet` give to an index without one."""
+"""Names that this program, pandas' `read_csv` and pandas' `to_parquet` give to an unnamed index."""
 _KIND_WORDS = {
     "numbers": "numbers",
     "whole": "whole numbers, each once",
@@ -45,34 +45,34 @@ _COUNTERS = frozenset(
 )
 _IDENTIFIER = re.compile(r".*(?:[_ .-]id|[a-z]I[dD])\Z", re.DOTALL)
 _UNSEEN = re.compile(r"[\u200b-\u200f\u2060\ufeff\u00ad]")
-"""Letters without a width, which come along where text is copied from pages."""
+"""Letters without width, which come along when text is copied from web pages."""
 _FLOAT32_MAX = float(np.finfo(np.float32).max)
 _INT64_MAX = 1 << 63
 
 
 @dataclass
 class Schema:
-    """What the training samples call things: the columns of a table, the classes in the order of their
-    numbers. The first source that is read fills it in, and later ones must keep to it."""
+    """The names in the training samples: the columns of a table, and the classes in the order of their
+    numbers. The first source fills it in; later ones must match it."""
 
     features: list[str] = field(default_factory=list)
     label: str = ""
     words: list[str] = field(default_factory=list)
     needs_labels: bool = True
-    """False where samples are predicted from: those without labels will do."""
+    """False for prediction: samples without labels are accepted."""
     ignored: list[str] = field(default_factory=list)
     index: str = ""
-    """A column that seems to be an index, which all rows must bear out."""
+    """A column that seems to be an index; all rows must confirm it."""
     why: str = ""
-    """Why the label is the label."""
+    """Why this column is the label."""
     label_kind: Literal["", "words", "numbers", "amounts"] = ""
     window: int = 0
-    """How many tokens make a sample, of text."""
+    """Tokens in a sample of text."""
     order: str = ""
-    """Why the classes have their numbers, where it is neither the alphabet nor a key."""
+    """Why the classes have their numbers, where neither the alphabet nor a key orders them."""
 
     def state(self, reading: SourceReading) -> None:
-        """Put into a reading what the columns are."""
+        """Put the columns into a reading."""
         reading.features, reading.words, reading.column = list(self.features), list(self.words), self.label
         reading.ignored, reading.label_kind = list(self.ignored), self.label_kind
         if self.label:
@@ -84,7 +84,7 @@ class Schema:
 
 
 def schema_from(reading: SourceReading) -> Schema:
-    """The names that further sources must keep to, of a reading."""
+    """Return the names of a reading that further sources must match."""
     kind: Any = reading.label_kind
     return Schema(
         list(reading.features),
@@ -105,8 +105,8 @@ _LABEL_TEXTS = {
 def choose(
     path: Path, kinds: Mapping[str, Kind], rows: int, keys: DataTable, schema: Schema, skipped: list[str]
 ) -> None:
-    """Fill in the columns of a table whose first `rows` hold these `kinds`. `skipped` takes what is left out.
-    Raises UsageError: more than one reading fits, or a key names no column."""
+    """Fill in the columns of a table whose first `rows` have these `kinds`. `skipped` receives the columns
+    left out. Raises UsageError if several readings fit, or a key names no column."""
     left = _left_out(path, kinds, keys, schema, skipped)
     if len(left) < 2 and not keys.label:
         only = left[0] if left else next(iter(kinds))
@@ -131,7 +131,7 @@ def choose(
 def _left_out(
     path: Path, kinds: Mapping[str, Kind], keys: DataTable, schema: Schema, skipped: list[str]
 ) -> list[str]:
-    """The columns that are neither ignored nor empty nor an index."""
+    """Return the columns that are neither ignored nor empty nor an index."""
     ignored = set(keys.ignore or ())
     _known(path, ignored, kinds, "ignore")
     if ignored:
@@ -181,7 +181,7 @@ def _known(path: Path, names: Iterable[str], kinds: Mapping[str, Kind], key: str
 def _label(
     path: Path, left: Mapping[str, Kind], rows: int, kinds: Mapping[str, Kind], keys: DataTable
 ) -> tuple[str, str]:
-    """The label, and why."""
+    """Return the label, and why it is the label."""
     if keys.label:
         _known(path, [keys.label], kinds, "label")
         return keys.label, "by the key `label`"
@@ -230,12 +230,12 @@ def _check_features(path: Path, kinds: Mapping[str, Kind], keys: DataTable, feat
 
 
 def is_identifier(name: str) -> bool:
-    """Return whether a column is called as numbers that name samples: id, row, PassengerId, user_id."""
+    """Return whether a column's name is that of an identifier: id, row, PassengerId, user_id."""
     return name.lower() in _COUNTERS or bool(_IDENTIFIER.match(name) or _IDENTIFIER.match(name.lower()))
 
 
 def kind_of(fields: Sequence[str], is_number: Any) -> Kind:
-    """What the fields of the first rows of a column are."""
+    """Return the kind of the fields in a column's first rows."""
     held = [each.strip() for each in fields if each.strip()]
     if not held:
         return "empty"
@@ -249,14 +249,14 @@ def kind_of(fields: Sequence[str], is_number: Any) -> Kind:
 
 
 def alike(word: str) -> str:
-    """Return what is equal for words that a person takes for one: without case, spaces, quotes around them,
-    letters that are not seen."""
+    """Return a form that is equal for words that a person takes for the same: without case, spaces,
+    surrounding quotes and invisible letters."""
     bare = _UNSEEN.sub("", normalize("NFKC", word)).strip(" \t\r\n\"'\u2018\u2019\u201c\u201d")
     return " ".join(bare.casefold().split())
 
 
 class LabelColumn:
-    """The labels of a table as they come, in the order of the rows: words, or numbers."""
+    """The labels of a table in the order of the rows: words, or numbers."""
 
     def __init__(self, path: Path, name: str, keys: DataTable, schema: Schema) -> None:
         self._path, self._name, self._keys, self._schema = path, name, keys, schema
@@ -266,7 +266,7 @@ class LabelColumn:
         self._count = self._known = 0
 
     def add(self, values: Sequence[str]) -> None:
-        """Take the labels of the next rows. Raises UsageError."""
+        """Add the labels of the next rows. Raises UsageError."""
         if self._numbers is not None:
             self._numbers.append(self._amounts(values))
             return
@@ -281,7 +281,7 @@ class LabelColumn:
             self._overflow()
 
     def _overflow(self) -> None:
-        """Take labels that are too many for classes as amounts. Raises UsageError: some are words."""
+        """Treat labels that are too many for classes as amounts. Raises UsageError if some are words."""
         wrong = next((each for each in self._codes if not NUMBER.match(each.strip())), None)
         if wrong is not None or self._schema.words or self._keys.classes in ("words", "numbers"):
             raise UsageError(
@@ -311,7 +311,7 @@ class LabelColumn:
         return UsageError(f"{self._path}: column '{self._name}' of labels has a number that is not finite")
 
     def finish(self) -> Array:
-        """All labels as numbers. Raises UsageError: what they are can be read in two ways."""
+        """Return all labels as numbers. Raises UsageError if they can be read in two ways."""
         if self._numbers is not None:
             self._settle("amounts")
             return np.concatenate(self._numbers)
@@ -329,7 +329,7 @@ class LabelColumn:
             )
 
     def _table(self) -> Array:
-        """The number of each different label."""
+        """Return the number of each different label."""
         values, schema, rule = list(self._codes), self._schema, self._keys.classes
         if not schema.words and isinstance(rule, tuple) and rule:
             schema.words[:] = rule
@@ -402,7 +402,8 @@ class LabelColumn:
         return np.array(found, np.int64)
 
     def _kind_of_numbers(self, values: Sequence[str]) -> Literal["numbers", "amounts"]:
-        """What numbers as labels are. Raises UsageError: classes and amounts both fit."""
+        """Return whether numbers used as labels name classes or are amounts. Raises UsageError if both
+        fit."""
         texts = [each.strip() for each in values]
         if not all(abs(float(each)) < _FLOAT32_MAX for each in texts):
             raise self._not_finite()

@@ -1,8 +1,8 @@
-"""Which data sets lie here, in the order of their last use, and which go when there is no room.
+"""The data sets on this node, least recently used first, evicted when there is no room.
 
-Data that this node's person gave, and data that was fetched for others' runs, are each held to the guests'
-budget (`node.storage.blobs`). Whatever is over makes the set go that was used longest ago, unless a run on
-this node needs it. Everything here waits for the disk, so it is called in the executor's threads.
+The owner's data and data fetched for others' runs are each held to the guests' budget (`node.storage.blobs`).
+Beyond it the least recently used set goes, unless a run on this node needs it. Everything here waits for the
+disk, so it is called in the executor's threads.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from node.seams import Storage
 from node.storage.blobs import Blobs, NoRoom
 
 SETS_MAX = 256
-"""Data sets kept at once: however small each is."""
+"""Data sets kept at once, however small."""
 INDEX_NAME = "datasets"
 _INDEX_BYTES_MAX = 1 << 20
 _LABEL = "data-"
@@ -29,11 +29,11 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class DataCache:
-    """One data folder's. Reads what is there when it is made."""
+    """The cache of one data folder; reads the existing sets when it is made."""
 
     def __init__(self, storage: Storage, blobs: Blobs, needed: Callable[[], Sequence[str]]) -> None:
         self.evicted: list[str] = []
-        """The hashes of sets that had to go."""
+        """The hashes of evicted sets."""
         self._storage = storage
         self._blobs = blobs
         self._needed = needed
@@ -50,7 +50,7 @@ class DataCache:
             found = {}
         pinned = {label.removeprefix(_LABEL) for label in blobs.labels(_LABEL)}
         self._kept = {digest: kept for digest, kept in found.items() if digest in pinned}
-        for digest in pinned - set(self._kept):  # a crash came between
+        for digest in pinned - set(self._kept):  # a crash interrupted it
             blobs.unpin(_LABEL + digest)
 
     def __contains__(self, digest: str) -> bool:
@@ -58,7 +58,7 @@ class DataCache:
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """All, the one used longest ago first."""
+        """Return all hashes, the least recently used first."""
         return tuple(self._kept)
 
     def bytes_here(self, *, own: bool) -> int:
@@ -66,10 +66,10 @@ class DataCache:
         return sum(kept.size_bytes for kept in self._kept.values() if kept.is_own == own)
 
     def keep(self, digest: str, sizes: Mapping[bytes, int], *, is_own: bool) -> None:
-        """Hold the blobs of a set, of which some may come later. It is the one used last now.
+        """Hold the blobs of a set, some of which may come later. It becomes the most recently used.
 
         Raises:
-            NoRoom: not even the sets that nobody needs made way. OSError.
+            NoRoom: evicting all unneeded sets is not enough. OSError.
         """
         with self._lock:
             before = self._kept.pop(digest, None)
@@ -99,7 +99,7 @@ class DataCache:
             if not self._evict_one(own=True) and not self._evict_one(own=False):
                 raise NoRoom(f"{SETS_MAX} data sets are in use here")
         if kept.is_own:
-            # A person's own set is taken however large it is; those before it go.
+            # A person's own set is kept whatever its size; earlier ones go.
             while self.bytes_here(own=True) + kept.size_bytes > self._blobs.guest_bytes_max:
                 if not self._evict_one(own=True):
                     return
@@ -117,7 +117,7 @@ class DataCache:
         return False
 
     def sweep(self) -> None:
-        """Free what sets that had to go took: not while somebody holds blobs."""
+        """Free the blobs of evicted sets; not while somebody holds blobs."""
         if not self._is_swept:
             self._is_swept = True
             self._blobs.sweep()

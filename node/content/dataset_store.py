@@ -1,10 +1,10 @@
-"""Data of runs on this node: packed into shards where a person has it, fetched in pieces where others do.
+"""Data of runs on this node: the owner's is packed into shards, others' is fetched in pieces.
 
 A person's own files are read once: a fenced process unpacks the arrays of an npz into a file that is mapped
-(`node.content.unpacking`), and they are packed into blobs (`node.content.shards`). Nothing that comes from
-another node is ever parsed: a manifest is decoded against its types, all else is numbers, compared with
-hashes before anything is read in them. A trainer has the shards fetched that it is dealt, first those whose
-lanes it feeds and then those it would feed next, so that a death loses no samples.
+(`node.content.unpacking`), and they are packed into blobs (`node.content.shards`). Data from other nodes is
+never parsed: a manifest is decoded against its types, all else is numbers, verified by hash before they are
+read. A trainer fetches the shards dealt to it: first those whose lanes it feeds, then those it would feed
+next, so that a death loses no samples.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,16 +34,16 @@ from node.storage.blobs import HASH_BYTES, Blobs, NoRoom
 from partition.plan.assignment import LANES
 
 FETCHES_MAX = 4
-"""Data sets whose manifests are on their way here at once."""
+"""Data sets whose manifests are being fetched at once."""
 URGENCY_NOW, URGENCY_NEXT = URGENCY_USUAL - 1, URGENCY_USUAL + 1
 
 Lanes = tuple[Sequence[int], Sequence[int]]
-"""Those whose samples are needed, and those whose are to be kept besides."""
+"""Lanes whose samples are needed, and lanes whose samples are kept in addition."""
 EVERYTHING: Lanes = (range(LANES), ())
 
 
 class _Supply:
-    """One data set of one run, as it comes in."""
+    """One data set of one run, while it arrives."""
 
     def __init__(self, held: "_Held", exchange: Exchange, holders: Callable[[], Sequence[PeerId]]) -> None:
         self._held = held
@@ -51,7 +51,7 @@ class _Supply:
         self._holders = holders
 
     async def ready(self, part: PartName, shards: Sequence[int], *, again: bool = False) -> None:
-        """Wait for shards of a part, all of them where none is named. Raises Unreachable."""
+        """Wait for shards of a part, all of them if none is named. Raises Unreachable."""
         found = self._held.manifest.part(part)
         if found is None:
             return
@@ -65,7 +65,7 @@ class _Supply:
 async def wait_for(
     exchange: Exchange, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
 ) -> None:
-    """Wait until pieces are here. Raises Unreachable: nobody has them, or there is no room."""
+    """Wait for pieces. Raises Unreachable if nobody has them or there is no room."""
     try:
         await exchange.wait(numbers, holders, urgency)
     except OSError as error:
@@ -73,7 +73,7 @@ async def wait_for(
 
 
 class _Held:
-    """A data set of which the manifest is here, and lists of some shards."""
+    """A data set with its manifest and the lists of some shards."""
 
     def __init__(self, name: bytes, manifest: DataManifest, manifest_bytes: int) -> None:
         self.name = name
@@ -83,7 +83,7 @@ class _Held:
         self._first = {(part.name, shard): first for part, shard, first in manifest.shards()}
 
     def numbers(self, part: Part, shards: Sequence[int]) -> list[int]:
-        """The pieces of these shards."""
+        """Return the pieces of these shards."""
         found: list[int] = []
         for shard in shards:
             first = self._first[part.name, shard]
@@ -92,7 +92,7 @@ class _Held:
 
     @property
     def hashes(self) -> Hashes:
-        """Return the hashes of all pieces, empty where the list is not here."""
+        """Return the hashes of all pieces; empty for shards whose list is missing."""
         found = [b""] * self.manifest.pieces
         for key, hashes in self.lists.items():
             first = self._first[key]
@@ -101,8 +101,7 @@ class _Held:
 
     @property
     def sizes(self) -> dict[bytes, int]:
-        """Return the sizes of all blobs that are wanted here: the manifest, the lists that are known, and
-        their pieces."""
+        """Return the sizes of all blobs wanted here: the manifest, the known lists, and their pieces."""
         found = {self.name: self._manifest_bytes}
         for part, shard, _ in self.manifest.shards():
             hashes = self.lists.get((part.name, shard))
@@ -113,7 +112,7 @@ class _Held:
 
 
 class DataFiles:
-    """What is here, and how the rest comes here."""
+    """The data on this node, and how the rest is fetched."""
 
     def __init__(
         self,
@@ -126,7 +125,7 @@ class DataFiles:
         came: Callable[[bytes, PeerId, int], None] = lambda _data, _peer, _size: None,
         served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
     ) -> None:
-        """`needed` are the hashes of the data of runs that go on here; for the rest see `DataExchange`."""
+        """`needed` returns the hashes of the data of active runs; for the rest see `DataExchange`."""
         self._seams = seams
         self._blobs = blobs
         self._refuse = refuse
@@ -143,14 +142,14 @@ class DataFiles:
         )
 
     async def keep(self, digest: str, path: Path, *, window: int = 0) -> None:
-        """Have the data of a person's own with this hash packed here. Raises UsageError."""
+        """Pack the owner's data with this hash. Raises UsageError."""
         if await self._find(digest) is None:
             found = await self.learn(path, window=window)
             if found.digest != digest:
                 raise UsageError(f"{path}: the data has changed")
 
     async def learn(self, path: Path, *, window: int) -> Dataset:
-        """Read data of a person's own, and pack it: it can be trained on and handed out from now on. Raises
+        """Read the owner's data and pack it: from then on it can be trained on and served. Raises
         UsageError."""
         run = self._seams.executor.run
         put = self._blobs.put
@@ -188,13 +187,13 @@ class DataFiles:
     async def load(
         self, manifest: Manifest, holders: Sequence[PeerId], lanes: Lanes | None = None
     ) -> Dataset:
-        """A run's data, from here or from other members.
+        """Return a run's data, from here or from other members.
 
-        With `lanes` it comes as soon as its lists are here, and the samples of those lanes follow; else all
-        of it is here.
+        With `lanes` it returns once the lists are here, and the samples of those lanes follow; otherwise all
+        data is here.
 
         Raises:
-            UsageError: digits that are not installed. Unreachable: nobody has it, or there is no room.
+            UsageError: the digits are not installed. Unreachable: nobody has it, or there is no room.
         """
         if manifest.data == datasets.DIGITS_NAME:
             return await self._seams.executor.run(datasets.load_digits)
@@ -230,10 +229,10 @@ class DataFiles:
         )
 
     async def _hold(self, digest: str, holders: Sequence[PeerId], lanes: Lanes) -> _Held:
-        """Have the manifest and the lists here, and room for the pieces of `lanes`.
+        """Fetch the manifest and the lists, and make room for the pieces of `lanes`.
 
         Raises:
-            Unreachable: nobody hands them over. NoRoom, OSError.
+            Unreachable: nobody delivers them. NoRoom, OSError.
         """
         name = bytes.fromhex(digest)
         sink, network = BlobSink(self._blobs, self._seams.executor), self._seams.network
@@ -267,7 +266,7 @@ class DataFiles:
         return await self._seams.executor.run(partial(self._read_held, bytes.fromhex(digest)))
 
     def _read_held(self, name: bytes) -> _Held | None:
-        """A data set by its hash, None where its manifest is not here or is none."""
+        """Return a data set by its hash; None if its manifest is missing or malformed."""
         data = self._blobs.get(name)
         if data is None:
             return None

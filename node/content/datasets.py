@@ -1,9 +1,9 @@
 """Training data: scikit-learn's digits, a folder with `train.npz` and `test.npz`, or a file of text.
 
-Samples are dealt by number, so that every micro-batch can be made again by anybody who holds the
-data. Of a set in S shards (`node.content.shards`), micro-batch m is of shard m % S: the next run of samples
-through that shard's epochs, each of which is the permutation that (seed, epoch, shard) gives. Most sets are
-one shard. Only numpy is used: importing scikit-learn takes seconds, its file does not.
+Samples are dealt by number, so that anybody who holds the data can recreate every micro-batch. In a set of S
+shards (`node.content.shards`), micro-batch m consists of the next samples of shard m % S, whose epochs are
+permutations drawn from (seed, epoch, shard). Most sets are one shard. Only numpy is used: importing
+scikit-learn takes seconds, its file does not.
 """
 
 import gzip
@@ -30,45 +30,45 @@ from node.storage.blobs import hash_of
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
 Columns = Sequence[tuple[str, str]]
-"""(name of an array, numpy's name of a type) for each port."""
+"""(name of an array, numpy's name of its type) for each port."""
 
 FileName = Literal["text", "train.npz", "validation.npz", "test.npz"]
 TEXT: FileName = "text"
 FOLDER: tuple[FileName, ...] = ("train.npz", "test.npz")
 VALIDATION: FileName = "validation.npz"
-"""Not every folder has it."""
+"""Not every folder has this file."""
 
 DIGITS_NAME = "digits"
 ORIGINS_NAME = "origins.npz"
-"""Beside parts that were dealt from one source: see `read_origins`."""
+"""The file of origins, beside parts dealt from one source: see `read_origins`."""
 HELD_OUT = 5
-"""One digit in five is kept from training."""
+"""One digit in five is held out."""
 DIGITS_SAMPLE_SHAPE = (1, 8, 8)
 DIGITS_CLASSES = 10
-"""Known of the digits before they are read: enough to make a built-in model for them."""
+"""Known before the digits are read: enough to make a built-in model for them."""
 TEXT_HELD_OUT = 10
-"""The last tenth of a text is kept from training."""
+"""The last tenth of a text is held out."""
 TEXT_VALUES = 256
-"""A text is its bytes, so that any language and any file will do."""
+"""A text is its bytes, so that any language and any file works."""
 _SPLIT_SEED = 20
 _DIGITS_FILE = "sklearn/datasets/data/digits.csv.gz"
 _DIGITS_SCALE = 16.0
 
 
 class Supply(Protocol):
-    """Where samples come from that are not here yet."""
+    """The source of samples that are not here yet."""
 
     async def ready(self, part: PartName, shards: Sequence[int], *, again: bool = False) -> None:
-        """Wait until these shards of a part are here; `again` where they seemed to be. Raises Unreachable."""
+        """Wait until these shards of a part are here; `again` if they seemed to be. Raises Unreachable."""
 
 
 @dataclass(frozen=True)
 class Dataset:
     """Samples by the names of their arrays, each (N, ...), for training and held out.
 
-    Where there is one input and one label they are called x and y. `window` is how many bytes make a sample,
-    where it is text. `validation` is what a run is judged by while it trains, where there is such a part.
-    `shards` are those of the training samples, `supply` has what is on its way. Arrays may be
+    Where there is one input and one label they are called x and y. `window` is the number of bytes in a
+    sample of text. `validation` holds the samples that judge a run while it trains, if there are any.
+    `shards` are those of the training samples; `supply` provides samples on their way. Arrays may be
     `node.content.sharded.ShardedArray`, of which samples are taken by number.
     """
 
@@ -95,7 +95,7 @@ class Dataset:
 
     @property
     def parts(self) -> dict[PartName, Mapping[str, Array]]:
-        """All parts by name."""
+        """Return all parts by name."""
         found: dict[PartName, Mapping[str, Array]] = {"train": self.train}
         if self.validation is not None:
             found["validation"] = self.validation
@@ -103,13 +103,12 @@ class Dataset:
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
-        """Return the shape of a sample's x, for a model that is built in. Raises UsageError: there is
-        none."""
+        """Return the shape of a sample's x, for a built-in model. Raises UsageError if there is none."""
         return tuple(self._named("x").shape[1:])
 
     @property
     def classes(self) -> int:
-        """How many different labels a model must tell apart."""
+        """Return how many different labels a model must distinguish."""
         largest = max(int(self._named("y").max()), int(self.test["y"].max()))
         return self.label_values or largest + 1
 
@@ -127,14 +126,13 @@ def labelled(
     label_values: int = 0,
     window: int = 0,
 ) -> Dataset:
-    """Data of one input and one label."""
+    """Return data with one input and one label."""
     arrays = [dict(zip(("x", "y"), part, strict=True)) for part in (train, test)]
     return Dataset(digest, arrays[0], arrays[1], label_values, window)
 
 
 def load(data: str, base: Path, *, window: int, tell: Callable[[str], None] = lambda _: None) -> Dataset:
-    """Return what `data` of a RUN.toml in the folder `base` names; `window` is for text. Raises
-    UsageError."""
+    """Load the `data` of a RUN.toml in the folder `base`; `window` is for text. Raises UsageError."""
     if data == DIGITS_NAME:
         return load_digits()
     path = path_of(data, base)
@@ -142,14 +140,14 @@ def load(data: str, base: Path, *, window: int, tell: Callable[[str], None] = la
 
 
 def path_of(data: str, base: Path) -> Path:
-    """Return where data that is not built in lies."""
+    """Return the path of data that is not built in."""
     return base / Path(data).expanduser()
 
 
 @lru_cache(maxsize=1)
 def load_digits() -> Dataset:
-    """1,797 handwritten digits of 1x8x8 (UCI, as scikit-learn ships them); a fixed fifth is held out.
-    They are read once in a process, half a megabyte, so nobody may write to them.
+    """Return 1,797 handwritten digits of 1x8x8 (UCI, as scikit-learn ships them); a fixed fifth is held out.
+    A process reads this half megabyte once, so callers must not write to it.
 
     Raises:
         UsageError: scikit-learn is not installed.
@@ -174,7 +172,7 @@ def load_digits() -> Dataset:
 
 
 def read_origins(folder: Path) -> dict[str, Array]:
-    """Return the numbers of each part's samples in the source that a person's command has dealt them from."""
+    """Return each part's sample numbers in the source from which the requester's command dealt them."""
     path = folder / ORIGINS_NAME
     if not path.exists():
         return {}
@@ -183,13 +181,13 @@ def read_origins(folder: Path) -> dict[str, Array]:
 
 
 def load_folder(folder: Path) -> Dataset:
-    """`train.npz` and `test.npz`, perhaps `validation.npz`, each with `x` and `y` (N, ...), or arrays of the
-    names that the model's inputs and labels have.
+    """Load `train.npz`, `test.npz` and optionally `validation.npz`, each with `x` and `y` (N, ...), or arrays
+    named like the model's inputs and labels.
 
-    In this process: a node has them read elsewhere (`node.content.dataset_store`).
+    This reads in the calling process; a node reads elsewhere (`node.content.dataset_store`).
 
     Raises:
-        UsageError: what is missing or does not fit.
+        UsageError: a file is missing or does not fit.
     """
     with ExitStack() as stack:
         files = {name: stack.enter_context(file) for name, file in open_files(folder).items()}
@@ -204,13 +202,13 @@ def load_folder(folder: Path) -> Dataset:
 
 
 def part_of(name: FileName) -> PartName:
-    """The part that a file of a folder holds."""
+    """Return the part that a file of a folder holds."""
     return "train" if name == "train.npz" else "test" if name == "test.npz" else "validation"
 
 
 def load_text(path: Path, *, window: int, tell: Callable[[str], None] = lambda _: None) -> Dataset:
-    """The bytes of a file in samples of `window`, each with the bytes one further on as its labels. `tell`
-    takes how far the packing is.
+    """Load the bytes of a file in samples of `window`; labels are the bytes one position later. `tell`
+    receives the progress.
 
     Raises:
         UsageError: it cannot be read, or is too short for two samples.
@@ -228,7 +226,8 @@ def load_text(path: Path, *, window: int, tell: Callable[[str], None] = lambda _
 
 
 def open_files(path: Path) -> dict[FileName, IO[bytes]]:
-    """The files of data that lies at `path`, a text or a folder, to be closed. Raises UsageError."""
+    """Return the open files of data at `path`, a text or a folder; the caller closes them. Raises
+    UsageError."""
     files: dict[FileName, IO[bytes]] = {}
     names: tuple[FileName, ...] = (TEXT,) if path.is_file() else FOLDER
     if (path / VALIDATION).exists():
@@ -248,7 +247,7 @@ def open_files(path: Path) -> dict[FileName, IO[bytes]]:
 
 
 def read_text(file: IO[bytes], *, may_map: bool) -> Array:
-    """The bytes of a text; mapped where nobody makes the file shorter. Raises OSError."""
+    """Return the bytes of a text; mapped if nobody truncates the file. Raises OSError."""
     if may_map and file.seek(0, os.SEEK_END):
         with suppress(io.UnsupportedOperation):  # it is in memory already
             return np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ), np.uint8)
@@ -257,10 +256,10 @@ def read_text(file: IO[bytes], *, may_map: bool) -> Array:
 
 
 def from_arrays(parts: Mapping[PartName, Mapping[str, Array]], where: str, put: Put = hash_of) -> Dataset:
-    """Data of the arrays of each part. `put` takes the blobs that it is packed into.
+    """Return data of the arrays of each part. `put` receives the packed blobs.
 
     Raises:
-        UsageError: they do not go together. OSError: as `put`.
+        UsageError: they do not match. OSError: as `put`.
     """
     train = parts["train"]
     for part, arrays in parts.items():
@@ -284,7 +283,7 @@ def from_arrays(parts: Mapping[PartName, Mapping[str, Array]], where: str, put: 
 
 
 def from_text(data: Array, window: int, where: str, put: Put = hash_of) -> Dataset:
-    """Data of the bytes of a text. Raises UsageError: it is too short. OSError: as `put`."""
+    """Return data of the bytes of a text. Raises UsageError if it is too short. OSError: as `put`."""
     count = (len(data) - 1) // max(1, window)
     if count < 2:
         raise UsageError(f"{where}: {len(data)} bytes of text are too few for samples of {window}")
@@ -312,8 +311,7 @@ def _packed(dataset: Dataset, where: str, put: Put) -> Dataset:
 class Batches:
     """Micro-batches of a dataset by number, the same for everyone with the same seed.
 
-    `inputs` and `labels` are names of arrays in the order of the model's ports, each with numpy's name of
-    the type that the model takes.
+    `inputs` and `labels` name arrays in the order of the model's ports, each with numpy's name of its type.
     """
 
     def __init__(
@@ -326,8 +324,7 @@ class Batches:
         labels: Columns,
         validated: int = 0,
     ) -> None:
-        """The first held-out micro-batches are of so many `validated` samples, those after them of samples to
-        test on."""
+        """The first held-out micro-batches are of the `validated` samples, later ones of test samples."""
         self._dataset = dataset
         self._validated = validated
         self._validations = -(-validated // microbatch)
@@ -337,25 +334,25 @@ class Batches:
         self._permutation = lru_cache(maxsize=2 * dataset.shards)(self._make_permutation)
 
     def train(self, number: int) -> tuple[list[Array], list[Array]]:
-        """Inputs and labels of training micro-batch `number`, counted from 0 over all epochs."""
+        """Return inputs and labels of training micro-batch `number`, counted from 0 over all epochs."""
         return self._taken(self._dataset.train, self.rows(number, train=True))
 
     def pick(self, rows: list[int]) -> tuple[list[Array], list[Array]]:
-        """Inputs and labels of these training samples."""
+        """Return inputs and labels of these training samples."""
         return self._taken(self._dataset.train, rows)
 
     @property
     def train_samples(self) -> int:
-        """How many samples there are to train on."""
+        """Return the number of training samples."""
         return self._dataset.train_samples
 
     @property
     def held_out_samples(self) -> tuple[int, int]:
-        """How many samples there are to validate on, and to test on."""
+        """Return the numbers of validation and test samples."""
         return self._dataset.validation_samples, self._dataset.test_samples
 
     def rows(self, number: int, *, train: bool) -> list[int]:
-        """Return which samples make a micro-batch, in its order; of those held out, in their part."""
+        """Return which samples make a micro-batch, in order; held-out ones are numbered in their part."""
         if not train:
             place = number if number < self._validations else number - self._validations
             count = self._validated if number < self._validations else self._dataset.test_samples
@@ -368,7 +365,7 @@ class Batches:
         return [int(self._permutation(p // total, shard)[p % total]) * count + shard for p in positions]
 
     async def ready(self, number: int, *, train: bool, again: bool = False) -> None:
-        """Wait until the samples of a micro-batch are here. Raises Unreachable: nobody has them."""
+        """Wait until the samples of a micro-batch are here. Raises Unreachable if nobody has them."""
         if self._dataset.supply is None:
             return
         if train:
@@ -378,20 +375,19 @@ class Batches:
             await self._dataset.supply.ready(part, [], again=again)
 
     def held_out(self, number: int) -> tuple[list[Array], list[Array]]:
-        """Inputs and labels of a held-out micro-batch: those to validate on come first, then those to
-        test on."""
+        """Return inputs and labels of a held-out micro-batch: validation samples come before test samples."""
         if number >= self._validations:
             return self.test(number - self._validations)
         assert self._dataset.validation is not None
         return self._taken(self._dataset.validation, self.rows(number, train=False))
 
     def test(self, number: int) -> tuple[list[Array], list[Array]]:
-        """Inputs and labels of held-out micro-batch `number`; the last may be short."""
+        """Return inputs and labels of test micro-batch `number`; the last may be short."""
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
         return self._taken(self._dataset.test, part)
 
     def validation(self, number: int) -> tuple[list[Array], list[Array]]:
-        """Inputs and labels of validation micro-batch `number`, of data that has such samples."""
+        """Return inputs and labels of validation micro-batch `number`, if the data has such samples."""
         assert self._dataset.validation is not None
         part = slice(number * self._microbatch, (number + 1) * self._microbatch)
         return self._taken(self._dataset.validation, part)

@@ -1,9 +1,8 @@
-"""Tables of text (csv, tsv) as people's programs write them: how one is written, and its rows.
+"""Tables of text (csv, tsv) as programs write them: their form and their rows.
 
-Encoding, separator, mark of decimals and whether the first line holds names are found where only one reading
-fits; else the person is asked for the key. The rows are parsed by Python's `csv` (RFC 4180, strict about
-quotes). Sources: Excel's "sep=" line and byte-order marks, pandas' `to_csv`, R's `write.csv`, numpy's
-`savetxt`.
+Encoding, separator, decimal mark and the presence of a header are detected where only one reading fits;
+otherwise the person must give the key. The rows are parsed by Python's `csv` (RFC 4180, strict about quotes).
+Sources: Excel's "sep=" line and byte-order marks, pandas' `to_csv`, R's `write.csv`, numpy's `savetxt`.
 """
 
 import codecs
@@ -19,7 +18,7 @@ from node.errors import UsageError
 from node.protocols.data_table import COLUMNS_MAX, DataTable
 
 NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?\Z")
-"""A number as programs write one. Python's own `float` takes 1_1 for 11, and digits of other scripts."""
+"""A number as programs write it. Python's `float` also takes 1_1 for 11, and digits of other scripts."""
 COMMA_NUMBER = re.compile(r"[+-]?[0-9]*,[0-9]+(?:[eE][+-]?[0-9]+)?\Z")
 _THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})+\Z")
 _POINT_THOUSANDS = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:\.[0-9]{3})+\Z")
@@ -28,16 +27,16 @@ MISSING = frozenset(
     {"na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "-nan", "nat", "null", "(null)", "nil", "none",
      "missing", "?", "\\n", "-", "--", ".", "#value!", "#ref!", "#div/0!", "#name?", "#num!", "#null!"}
 )  # fmt: skip
-"""What programs write where there is no value, in small letters; a class may be called so too."""
+"""Words that programs write for a missing value, in lower case; a class may have such a name too."""
 LABELS = ("label", "labels", "target")
 WEAK_LABELS = ("class", "y")
-"""Names of columns of labels; the weak ones are often a feature's."""
+"""Names of label columns; the weak ones are often a feature's."""
 
 SAMPLE_CHARACTERS = 1 << 18
 SAMPLE_ROWS = 200
-"""What the way of writing is found from; all rows are held to it."""
+"""The rows from which the form is detected; all rows must match it."""
 HEAD_BYTES_MAX = 1 << 24
-"""What is looked at where lines are long: three of 65,536 columns with long names."""
+"""Bytes read where lines are long: three lines of 65,536 columns with long names."""
 _LINES_MIN = 4
 _SEPARATORS = ",;\t|"
 _SEPARATOR_NAMES = {"\t": "tab", " ": "space"}
@@ -49,20 +48,20 @@ _MARKS = (
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
 _GUESSES = ("cp1252", "mac_roman", "cp1251", "shift_jis", "latin-1")
-"""What a file that is not UTF-8 may be; an error shows how the first of these that fit would read it."""
+"""Encodings that a file may have if it is not UTF-8; an error shows how the first that fit would read it."""
 _OTHER_FILES = (
     (b"\x1f\x8b", "packed by gzip", "unpack it first"),
     (b"PK\x03\x04", "a zip archive, or a sheet of Excel", "unpack it first, or save the sheet as csv"),
     (b"PAR1", "Parquet", "call it .parquet"),
     (b"version https://git-lfs", "a pointer that Git LFS left in place of the file", "git lfs pull"),
 )
-"""Files of other forms that are called as tables, by their first bytes, and what makes a table of one."""
+"""Files of other forms with a table's suffix, by their first bytes, and how to make a table of each."""
 _UNPRINTABLE = re.compile(r"[\x00-\x08\x0e-\x1f\x7f]")
 
 
 @dataclass(frozen=True)
 class TableForm:
-    """How a table of text is written. `columns` are the names, made up where the first line holds none."""
+    """The form of a table of text. `columns` are the names, generated where the first line has none."""
 
     encoding: str
     separator: str
@@ -71,7 +70,7 @@ class TableForm:
     skipped_lines: int
     columns: tuple[str, ...]
     sample: tuple[tuple[str, ...], ...]
-    """The first rows, without names."""
+    """The first rows, without the header."""
     is_marked: bool
 
     def __str__(self) -> str:
@@ -83,10 +82,10 @@ class TableForm:
 
 
 def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> TableForm:
-    """Return how a table is written; `known` are names of columns that it should have.
+    """Return the form of a table; `known` are names of columns that it should have.
 
     Raises:
-        UsageError: it is no table, or may be written in two ways. OSError.
+        UsageError: it is not a table, or several forms fit. OSError.
     """
     with path.open("rb") as file:
         head = file.read(4 * SAMPLE_CHARACTERS)
@@ -118,7 +117,7 @@ def find_form(path: Path, keys: DataTable, *, known: tuple[str, ...] = ()) -> Ta
 
 
 def _check_width(path: Path, text: str, keys: DataTable) -> None:
-    """Refuse what has too many columns before it is parsed. Raises UsageError."""
+    """Refuse a file with too many columns before it is parsed. Raises UsageError."""
     first = text[: text.find("\n")] if "\n" in text else text
     count = 1 + max(first.count(each) for each in keys.separator or _SEPARATORS)
     if count > COLUMNS_MAX and '"' not in first:
@@ -126,7 +125,7 @@ def _check_width(path: Path, text: str, keys: DataTable) -> None:
 
 
 def rows_of(path: Path, form: TableForm, keys: DataTable) -> Iterator[tuple[int, list[str]]]:
-    """Yield each row with the number of its line, from 1. Raises UsageError, OSError."""
+    """Yield each row with its line number, from 1. Raises UsageError, OSError."""
     width = len(form.columns)
     try:
         with path.open(encoding=form.encoding, newline="") as file:
@@ -163,7 +162,7 @@ def _ragged(path: Path, number: int, row: list[str], width: int, separator: str)
 
 
 def _encoding(path: Path, head: bytes, keys: DataTable) -> tuple[str, bool]:
-    """The name of the encoding, and whether a byte-order mark says so."""
+    """Return the name of the encoding, and whether a byte-order mark states it."""
     mark = next((name for start, name in _MARKS if head.startswith(start)), "")
     if keys.encoding:
         try:
@@ -207,7 +206,7 @@ def _decoded(path: Path, head: bytes, encoding: str, keys: DataTable, *, is_whol
 
 
 def _not_in(path: Path, error: UnicodeDecodeError, encoding: str, keys: DataTable) -> UsageError:
-    """The error for bytes that are no text in the encoding: what they would be in two others."""
+    """Return the error for bytes that do not fit the encoding: their text in two others."""
     data = bytes(error.object)
     start = max(data.rfind(b"\n", 0, error.start), error.start - 12) + 1
     odd = data[min(start, error.start) : error.start + 8].split(b"\n")[0].split(b"\r")[0]
@@ -232,14 +231,14 @@ def _not_in(path: Path, error: UnicodeDecodeError, encoding: str, keys: DataTabl
 
 
 def _stated_separator(text: str) -> tuple[str, int]:
-    """The separator that Excel's first line `sep=;` states, and how many lines that is."""
+    """Return the separator that Excel's first line `sep=;` states, and how many lines that takes."""
     first = text.split("\n", 1)[0].rstrip("\r").strip('"')
     is_stated = first.startswith("sep=") and len(first) == 5
     return (first[4], 1) if is_stated else ("", 0)
 
 
 def _parsed(text: str, separator: str, *, is_whole: bool) -> list[list[str]]:
-    """The first rows, none where quotes do not fit."""
+    """Return the first rows; none if quotes do not match."""
     rows: list[list[str]] = []
     cut = text if is_whole else text[: text.rfind("\n") + 1]
     try:
@@ -282,7 +281,7 @@ def _separator(
                 f"{error.written[0]}: names of rows without a name of their own, as R writes them",
                 f"write.csv of R, or col.names = NA; if it is no table of R: {error.written[1]}",
             )
-    # None fits: the one whose first line has most fields says what is wrong with the rows.
+    # None fits: the separator whose first line has most fields shows what is wrong with the rows.
     best = max(found, key=lambda each: len(found[each][0]) if found[each] and each != " " else 0)
     rows = found[best]
     if not rows or not text.strip():
@@ -315,7 +314,7 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
     commas = [field for field in fields if "," in field and COMMA_NUMBER.match(field)]
     if not commas:
         pointed = [field for field in fields if "." in field and NUMBER.match(field)]
-        # Where the comma is the mark of decimals, `;` separates.
+        # Where the comma is the decimal mark, `;` separates.
         if separator == ";" and pointed and all(map(_POINT_THOUSANDS.match, pointed)):
             raise unclear(
                 path,
@@ -346,7 +345,7 @@ def _decimal(path: Path, rows: list[list[str]], keys: DataTable, separator: str)
 
 
 def number_text(field: str, decimal: str) -> str:
-    """Return a field as a number of this module's form, if it is one."""
+    """Return a field as a number in this module's form, if it is one."""
     text = field.strip()
     return text.replace(",", ".") if decimal == "," and COMMA_NUMBER.match(text) else text
 
@@ -380,7 +379,7 @@ def _has_names(
         or (len(rows) > 1 and all(_is_number(row[column], decimal) for row in rows[1:]))
     ]
     if is_counted and not missing and named and len(named) == len(rest):
-        return True  # pandas calls columns without a name by their numbers
+        return True  # pandas names unnamed columns by their numbers
     odd = shown((missing or counted)[0])
     raise unclear(
         path,
@@ -392,7 +391,7 @@ def _has_names(
 
 
 def _names(path: Path, row: list[str]) -> tuple[str, ...]:
-    """The names in the first line; a column without one is called by its place."""
+    """Return the names in the first line; a column without one is named by its position."""
     names = [field.strip() for field in row]
     taken = {name for name in names if name}
     if len(taken) != len([name for name in names if name]):
@@ -402,5 +401,5 @@ def _names(path: Path, row: list[str]) -> tuple[str, ...]:
 
 
 def unnamed(place: int) -> str:
-    """What a column without a name is called, by its place from 1."""
+    """Return the name of an unnamed column at a position from 1."""
     return f"(column {place})"

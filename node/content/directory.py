@@ -1,13 +1,13 @@
-"""The DHT in a program's hands: values under keys, providers of content, and nodes by what they offer.
+"""The DHT for programs: values under keys, providers of content, and nodes by what they offer.
 
     await me.dht.put("weather/berlin", b"rain", ttl_seconds=3600)
     print(await me.dht.get("weather/berlin"))
     await me.dht.put("weather", b"rain", subkey="berlin")           # one of this node's values under the key
     await me.dht.find(device="cuda", memory_bytes=8e9, flops_per_second=50e9, near="eu-west", count=20)
 
-The types of records on the wire, for other programs, stand in `docs/dht.md`. A value that does not fit a
-record is kept here as a blob, and the record names its hash. Nobody owns a key: each node has a value of its
-own under it, or several by sub-keys, so whoever has to rely on one names its publisher.
+`docs/dht.md` specifies the types of records on the wire, for other programs. A value that does not fit a
+record is kept here as a blob, and the record names its hash. Nobody owns a key: each node has its own value
+under it, or several by sub-keys, so a program that must rely on one names its publisher.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ KEY_BYTES_MAX = 512
 FOUND_MAX = 256
 """Nodes of one search."""
 SUBKEYS_MAX = 256
-"""The sub-keys of one node under one key: as many as it may have records."""
+"""Sub-keys of one node under one key: as many as it may have records."""
 _PLAIN, _BLOB, _ROWS, _ROWS_BLOB = b"\x00", b"\x01", b"\x02", b"\x03"
 _SIZE_BYTES = 8
 
@@ -73,7 +73,8 @@ class Entry:
 
 @dataclass(frozen=True)
 class StoredEntry:
-    """What became of a value: its key in hexadecimal, how many nodes keep it, and how many had to."""
+    """The outcome of storing a value: its key in hexadecimal, how many nodes keep it, and how many were
+    wanted."""
 
     key: str
     holders: int
@@ -82,7 +83,7 @@ class StoredEntry:
 
 @dataclass(frozen=True)
 class FoundNode:
-    """A node by what it offers, as it says itself; `seconds` is how long it took to answer just now."""
+    """A node by its advertised offer; `seconds` is how long it took to answer just now."""
 
     peer: str
     device: str
@@ -94,7 +95,7 @@ class FoundNode:
 
 
 class Directory:
-    """A node's part of the DHT. `node.runtime.Node.dht`; in blocking form `node.sync(...).dht`."""
+    """A node's interface to the DHT: `node.runtime.Node.dht`; in blocking form `node.sync(...).dht`."""
 
     def __init__(self, discovery: Discovery, seams: Seams, blobs: Blobs, peer: PeerId) -> None:
         self._discovery = discovery
@@ -105,13 +106,14 @@ class Directory:
         self._putting = trio.Lock()
 
     async def put(self, key: str, value: bytes, ttl_seconds: float = 3600.0, subkey: str = "") -> StoredEntry:
-        """Store this node's value under a key. Nobody finds it after `ttl_seconds`; until then its holders
-        keep it alive, and this node while it runs.
+        """Store this node's value under a key. It expires after `ttl_seconds`; until then its holders keep it
+        alive, and this node does while it runs.
 
-        With a `subkey` it stands beside this node's values of other sub-keys; without one it replaces them.
+        With a `subkey` it is stored beside this node's values of other sub-keys; without one it replaces
+        them.
 
         Raises:
-            NotStored: fewer nodes keep it than others may rely on.
+            NotStored: too few nodes keep it for others to rely on it.
             UsageError: a key, value or time out of bounds.
         """
         name = _name(key)
@@ -133,7 +135,7 @@ class Directory:
         async with self._putting:
             wall = self._seams.swarm_clock.wall()
             known = self._rows.get(name)
-            if known is None:  # of an earlier life of this node
+            if known is None:  # from an earlier life of this node
                 own = [entry for entry in await self.get_all(key) if entry.publisher == peer_text(self._peer)]
                 rows = [SubkeyRow(each.subkey, each.value[1:], int(each.expires)) for each in own]
                 known = {row.subkey: row for row in rows if row.subkey}
@@ -151,9 +153,10 @@ class Directory:
         return _told(self._discovery.key(USER_PURPOSE, name), stored, self._seams)
 
     async def put_immutable(self, value: bytes, ttl_seconds: float = 3600.0) -> StoredEntry:
-        """Store a value under the hash of itself, which whoever finds it can check; nobody can change it.
+        """Store a value of at most 900 bytes under its own hash, which every reader can check; nobody can
+        change it.
 
-        Raises NotStored or UsageError, as `put`; it has at most 900 bytes.
+        Raises NotStored or UsageError, as `put`.
         """
         _check(ttl_seconds)
         if len(value) > VALUE_BYTES_MAX:
@@ -162,10 +165,10 @@ class Directory:
         return _told(content_key(value), stored, self._seams)
 
     async def get(self, key: str, publisher: str = "", subkey: str = "") -> bytes | None:
-        """Return the newest value under a key and sub-key, of this publisher if one is named; None where
-        there is none.
+        """Return the newest value under a key and sub-key, of this publisher if one is named; None if there
+        is none.
 
-        Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody handed over.
+        Raises UsageError: a malformed publisher; PeerloomError: the value is a blob that nobody delivers.
         """
         wanted = peer_text(_peer(publisher)) if publisher else ""
         entries = [
@@ -179,7 +182,8 @@ class Directory:
         return await self._value(newest)
 
     async def get_all(self, key: str) -> list[Entry]:
-        """Return every node's values under a key, by publisher. A value of more than a record is its name."""
+        """Return every node's values under a key, by publisher. A value too large for a record is given as
+        its hash and length."""
         records = await self._discovery.find(USER_PURPOSE, _name(key), careful=True)
         found: list[Entry] = []
         for record in self._live(records):
@@ -188,7 +192,7 @@ class Directory:
         return found
 
     async def read_all(self, key: str, bytes_max: int) -> list[bytes]:
-        """Return the values of all nodes under a key that can be had. Those of more than `bytes_max` are not
+        """Return the available values of all nodes under a key. Values of more than `bytes_max` are not
         fetched, and values under sub-keys are left out."""
         found = []
         for record in self._live(await self._discovery.find(USER_PURPOSE, _name(key), careful=True)):
@@ -200,12 +204,12 @@ class Directory:
             try:
                 found.append(await self._value(entry))
             except PeerloomError:
-                continue  # its holders are gone, or it is malformed: the values of others are there
+                continue  # its holders are gone, or it is malformed; the values of others remain
         return found
 
     def _live(self, records: Iterable[Record]) -> list[Record]:
-        """Return the records that have not expired by the clock of the swarm. Holders keep them for longer,
-        for their clocks may differ from the publisher's."""
+        """Return the records that have not expired by the clock of the swarm. Holders keep records longer,
+        because their clocks may differ from the publisher's."""
         wall = self._seams.swarm_clock.wall()
         return [record for record in records if record.expires > wall]
 
@@ -218,7 +222,7 @@ class Directory:
             packed = data if kind == _ROWS else await self._blob(entry.publisher, data)
             rows: tuple[SubkeyRow, ...] = decode(packed, Rows, bytes_max=BLOB_BYTES_MAX)
         except (PeerloomError, RemoteProtocolError):
-            return []  # malformed, or its publisher is gone: the values of others are there
+            return []  # malformed, or its publisher is gone; the values of others remain
         wall = self._seams.swarm_clock.wall()
         return [
             replace(entry, value=_PLAIN + row.value, expires=float(row.expires), subkey=row.subkey)
@@ -227,12 +231,12 @@ class Directory:
         ]
 
     async def get_immutable(self, key: str) -> bytes | None:
-        """Return an immutable value by its key in hexadecimal, None where nobody has it."""
+        """Return an immutable value by its key in hexadecimal; None if nobody has it."""
         records = await self._discovery.find_key(_content_key(key), first=True)
         return next((each.value for each in self._live(records) if each.publisher == NOBODY), None)
 
     async def provide(self, name: str) -> StoredEntry:
-        """Say that this node has the content with this hash (hexadecimal), while it runs.
+        """Announce, while this node runs, that it has the content with this hash (hexadecimal).
 
         Raises NotStored.
         """
@@ -241,7 +245,7 @@ class Directory:
         return _told(self._discovery.key(PROVIDER_PURPOSE, digest), stored, self._seams)
 
     async def providers(self, name: str) -> tuple[str, ...]:
-        """Return the peers that say they have the content with this hash (hexadecimal)."""
+        """Return the peers that announce the content with this hash (hexadecimal)."""
         records = await self._discovery.find(PROVIDER_PURPOSE, _digest(name))
         return tuple(peer_text(each.publisher) for each in self._live(records) if each.publisher != NOBODY)
 
@@ -254,8 +258,8 @@ class Directory:
         needs_slot: bool = False,
         flops_per_second: float = 0.0,
     ) -> tuple[FoundNode, ...]:
-        """Search the whole swarm for nodes with at least so much memory and measured speed, the nearest
-        first; all of them answered.
+        """Search the whole swarm for nodes with at least this memory and measured speed, the nearest first;
+        all of them answered.
 
         Raises UsageError: a device that no node advertises, or a number out of bounds.
         """
@@ -267,7 +271,7 @@ class Directory:
         return tuple(_found(offer) for offer in await self._discovery.hunt(query))
 
     async def stat(self, key: str = "") -> dict[str, object]:
-        """Return this node's part of the DHT, or how many nodes hold what is under a key."""
+        """Return statistics of this node's DHT, or how many nodes hold a key."""
         if not key:
             return self._discovery.document()
         records, holders = await self._discovery.holders(USER_PURPOSE, _name(key))
@@ -310,7 +314,7 @@ class Directory:
 
 
 class _OneBlob:
-    """Where one fetched blob goes."""
+    """The destination of one fetched blob."""
 
     def __init__(self, data: bytes | None) -> None:
         self.data = data
@@ -321,7 +325,7 @@ class _OneBlob:
         return self.data is not None
 
     async def take(self, name: bytes, data: bytes) -> bool:
-        """Keep it, if it is what it is called."""
+        """Keep it if its hash is right."""
         if hash_of(data) != name:
             return False
         self.data = data
@@ -329,7 +333,7 @@ class _OneBlob:
 
 
 def _refuse(peer: PeerId, error: RemoteProtocolError) -> None:
-    """Another holder is asked."""
+    """Do nothing: the fetch goes on with the next holder."""
     del peer, error
 
 

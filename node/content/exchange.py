@@ -1,8 +1,7 @@
 """The shell of `gossip.pieces`: exchanges of data sets with other peers over streams, on this node's blobs.
 
-One stream goes out to each peer, for all data sets: small messages first, then one piece at a time. Pieces
-that arrive are hashed and written by the executor. A data set that lies here whole is served to whoever knows
-its hash.
+One stream goes out to each peer, for all data sets: small messages first, then one piece at a time. The
+executor hashes and writes pieces that arrive. A complete data set is served to any peer that knows its hash.
 """
 
 from collections import deque
@@ -28,39 +27,38 @@ from node.waker import Waker
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
 EXCHANGES_MAX = 16
-"""Data sets at once; the one that was used longest ago goes."""
+"""Data sets at once; the least recently used goes."""
 LINKS_MAX = 64
-"""Peers to which something is on its way at once; one more takes the place of whoever takes nothing, and of
+"""Peers with something on its way to them at once; a further one displaces a peer that reads nothing,
 strangers first."""
 LINKS = Budget(LINKS_MAX, 1, LINKS_MAX // 2, 30.0)
-"""A peer that was sent a piece, or is asked by this node, may take nothing for half a minute."""
+"""A peer that was sent a piece, or that this node asks, may read nothing for half a minute."""
 ROOM_SECONDS_MAX = 2.0
-"""How long a question waits for a link by which it can be answered."""
+"""How long a request waits for a link for its answer."""
 ROOM_LOOK_SECONDS = 0.1
 QUEUE_MAX = 4_096
-"""Small messages that wait for one peer; with more it counts as lost."""
+"""Small messages queued for one peer; a peer with more counts as lost."""
 OPEN_SECONDS_MAX = 10.0
 SEND_SECONDS_MAX = 120.0
 """For one message, of at most 256 KiB: 18 kbit/s."""
 IDLE_SECONDS = 30.0
-"""After which a stream with nothing to send is closed."""
+"""An idle stream is closed after this long."""
 MEET_SECONDS = 3.0
-"""How often those that may hold missing pieces are asked again."""
+"""The interval at which possible holders of missing pieces are asked again."""
 NO_SOURCE_SECONDS = 12.0
-"""How long no peer may be known to have a missing piece."""
+"""How long a missing piece may have no known holder."""
 STILL_SECONDS_MAX = 180.0
-"""How long nothing may arrive at all."""
+"""How long no piece at all may arrive."""
 _CLOSE_SECONDS = 1.0
 
 Refuse = Callable[[PeerId, RemoteProtocolError], None]
 Hashes = Sequence[bytes]
-"""The hashes of all pieces of a data set, in the order of their numbers; empty where a shard's list is not
-here."""
+"""The hashes of all pieces of a data set by number; empty for a shard whose list is missing."""
 
 
 class DataExchange:
-    """All exchanges of one node. `known` gives the hashes of a data set that lies here, None where none
-    does."""
+    """All exchanges of one node. `known` returns the hashes of a data set on this node, None if it is not
+    here."""
 
     def __init__(
         self,
@@ -73,8 +71,8 @@ class DataExchange:
         came: Callable[[bytes, PeerId, int], None] = lambda _data, _peer, _size: None,
         served: Callable[[PeerId, int], None] = lambda _peer, _size: None,
     ) -> None:
-        """`start_task(task, *arguments)` runs a task beside the node's others. `came` hears how many bytes of
-        a data set came from a peer, and were right; `served` how many were sent to one."""
+        """`start_task(task, *arguments)` runs a task beside the node's others. `came` is called with the
+        verified bytes of a data set that came from a peer, `served` with the bytes sent to one."""
         self.came = came
         self.uploaded_bytes = 0
         self.downloaded_bytes = 0
@@ -94,7 +92,7 @@ class DataExchange:
         self._seams.network.handle(DATA_PROTOCOL, self._serve, STREAMS)
 
     def open(self, data: bytes, hashes: Hashes) -> "Exchange":
-        """The exchange of the data set with this hash. Where it is open already, `hashes` are added."""
+        """Return the exchange of the data set with this hash. If it is already open, add `hashes`."""
         found = self._open.pop(data, None)
         if found is None:
             here = [number for number, name in enumerate(hashes) if name and self._blobs.has(name)]
@@ -111,7 +109,7 @@ class DataExchange:
         return found
 
     def close(self, exchange: "Exchange") -> None:
-        """Take part in this one no longer."""
+        """End participation in this exchange."""
         if self._open.get(exchange.core.data) is exchange:
             del self._open[exchange.core.data]
         exchange.scope.cancel()
@@ -136,7 +134,7 @@ class DataExchange:
     async def _find(self, message: Message) -> "Exchange | None":
         exchange = self._open.get(message.data)
         if exchange is None and isinstance(message, Have) and message.is_question:
-            async with self._turn:  # a stranger's questions cost one look at the disk at a time
+            async with self._turn:  # strangers' questions look at the disk one at a time
                 hashes = await self._known(message.data)
                 if hashes is not None:
                     return self.open(message.data, hashes)
@@ -150,7 +148,7 @@ class DataExchange:
                 self._lost(peer)
                 continue
             if isinstance(message, Ask) or (isinstance(message, Have) and message.is_question):
-                self._places.credit(link)  # it is this node that wants something
+                self._places.credit(link)  # this node itself wants something
             link.queue.append(message)
             link.more.set()
 
@@ -178,7 +176,7 @@ class DataExchange:
         return link
 
     async def _await_link(self, peer: PeerId) -> None:
-        """Wait a little for a link to a peer: those that take nothing make room for it."""
+        """Wait briefly for a link to a peer; peers that read nothing make room for it."""
         with trio.move_on_after(ROOM_SECONDS_MAX):
             while self._link(peer) is None:  # noqa: ASYNC110 - silence is found by looking
                 await trio.sleep(ROOM_LOOK_SECONDS)
@@ -254,17 +252,17 @@ class DataExchange:
         self._start_task(task, *arguments)
 
     async def run_disk(self, function: Callable[[], object]) -> object:
-        """Run what waits for the disk elsewhere."""
+        """Run disk access in the executor."""
         return await self._seams.executor.run(function)
 
     @property
     def blobs(self) -> Blobs:
-        """Where pieces lie."""
+        """Return the storage of pieces."""
         return self._blobs
 
 
 class Exchange:
-    """One data set's: the core, and who waits for its pieces."""
+    """The exchange of one data set: the core, and the tasks that wait for its pieces."""
 
     def __init__(self, owner: DataExchange, core: PieceSwarm, hashes: list[bytes], clock: Clock) -> None:
         self.core = core
@@ -279,7 +277,7 @@ class Exchange:
         self._failure: OSError | None = None
 
     def learn(self, hashes: Hashes) -> None:
-        """Lists of more shards are here."""
+        """Add lists of further shards."""
         for number, name in enumerate(hashes):
             if name and not self._hashes[number]:
                 self._hashes[number] = name
@@ -292,7 +290,7 @@ class Exchange:
             await self._waker.run(lambda now: self.act(self.core.wake(now)))
 
     def act(self, sends: Sends) -> None:
-        """Do what the core wants done."""
+        """Carry out the core's orders."""
         events = self.core.events[:]
         self.core.events.clear()
         for event in events:
@@ -327,24 +325,24 @@ class Exchange:
         self._changed = trio.Event()
 
     async def read(self, number: int) -> Piece | None:
-        """A piece to be sent; None where it is not here, or was damaged."""
+        """Return a piece to send; None if it is missing or damaged."""
         body = await self._owner.run_disk(partial(self._owner.blobs.get, self._hashes[number]))
         return Piece(self.core.data, number, body) if isinstance(body, bytes) else None
 
     def on_uploaded(self, peer: PeerId, number: int, *, was_sent: bool) -> None:
-        """A queued piece has gone out, or is not here."""
+        """Record that a queued piece has gone out, or is not here."""
         self.act(self.core.uploaded(self._clock.monotonic(), peer, number, was_sent=was_sent))
 
     def want(self, numbers: Sequence[int], urgency: int) -> None:
-        """Fetch these in the background."""
+        """Fetch these pieces in the background."""
         self.act(self.core.want(self._clock.monotonic(), numbers, urgency))
 
     def meet(self, peers: Sequence[PeerId]) -> None:
-        """These may have the data, or want it."""
+        """Add peers that may have the data, or want it."""
         self.act(self.core.meet(self._clock.monotonic(), peers))
 
     def recheck(self, numbers: Sequence[int]) -> None:
-        """Some of these seem not to be here: look again."""
+        """Check again for pieces that seem to be missing."""
         self.core.forget(
             [number for number in numbers if not self._owner.blobs.has(self._hashes[number] or b"")]
         )
@@ -352,10 +350,10 @@ class Exchange:
     async def wait(
         self, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
     ) -> None:
-        """Until these are here.
+        """Wait for these pieces.
 
         Raises:
-            Unreachable: nobody has one of them, or nothing comes. OSError: no room.
+            Unreachable: nobody has one of them, or none arrives. OSError: no room.
         """
         self.waiters += 1
         try:
@@ -381,7 +379,7 @@ class Exchange:
 
 
 class _Link:
-    """What one peer is to be sent. Everything small goes before a piece."""
+    """The queue for one peer. Small messages go before pieces."""
 
     def __init__(self) -> None:
         self.queue: deque[Message] = deque()
@@ -392,14 +390,14 @@ class _Link:
         self.scope = trio.CancelScope()
         self.silence = Silence()
         self.is_spare = False
-        """Whether there is nothing to send by it now."""
+        """Return whether it has nothing to send now."""
 
     @property
     def silent_since(self) -> float:
         return -inf if self.is_spare else self.silence.since
 
     def take(self) -> "Message | tuple[Exchange, int] | None":
-        """The next."""
+        """Return the next item."""
         if self.queue:
             return self.queue.popleft()
         return self.uploads.popleft() if self.uploads else None

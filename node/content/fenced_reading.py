@@ -1,9 +1,9 @@
 """A fenced process that reads a person's files, `python -m node.content.fenced_reading`, and its caller.
 
-The process fences itself in (`node.stages.sandbox`) before it opens a file: it reads the sources and nothing
-else of the person's, writes nowhere, reaches no network, and has bounds on memory and time that follow from
-the sources' size. It says what it found; the command checks that, makes room in a nameless file, and has
-the numbers put there. Where a machine lacks a fence the reading says so: the files are the person's own.
+The process fences itself in (`node.stages.sandbox`) before it opens a file: it can read only the sources,
+cannot write, reaches no network, and has bounds on memory and time that follow from the sources' size. It
+reports what it found; the command checks that, makes room in an unnamed file, and has the numbers written
+there. A missing fence is only reported, not refused, because the files are the person's own.
 """
 
 import gc
@@ -36,29 +36,29 @@ from node.stages.parent import die_with
 from node.stages.scratch import Scratch
 
 MEMORY_BYTES = 512 << 20
-"""On top of Python, numpy and the libraries that read: a few chunks as text, one row group of Parquet."""
+"""On top of Python, numpy and the reading libraries: a few chunks as text, one row group of Parquet."""
 TEXT_RATIO = 8
-"""A field of two bytes is a number of four, which is there twice while blocks are joined."""
+"""A field of two bytes is a number of four, which exists twice while blocks are joined."""
 COPIES = 3
-"""Arrays of the other forms are there as often at most while they are dealt into parts."""
+"""Copies of arrays of the other forms, at most, while they are dealt into parts."""
 START_SECONDS = 60.0
 SLOW_BYTES_PER_SECOND = 1e6
-"""A slow machine's reading of csv or JPEG; a source that takes longer is made to."""
+"""A slow machine's rate for csv or JPEG; a source that takes longer is made to."""
 ARRAYS_BYTES_MAX = 64 << 30
-"""What a data set may have (docs/data.md)."""
+"""The maximal size of a data set (docs/data.md)."""
 TELL_SECONDS = 0.5
 LINE_BYTES_MAX = 2 * READING_BYTES_MAX
 _ROOT = str(Path(__file__).parents[2])
 _ORIGINS = "origins"
 _ARROW = {"ARROW_DEFAULT_MEMORY_POOL": "system", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
-"""pyarrow's own allocators start threads when it is loaded, which the fences would miss."""
+"""pyarrow's own allocators start threads when loaded, which the fences would miss."""
 _TOKENIZERS = {"TOKENIZERS_PARALLELISM": "false"}
 TOKENS_BYTES_PER_SECOND = 1e5
-"""A slow machine's rate of making tokens of a text; a shared core makes 1e6."""
+"""A slow machine's rate of tokenizing a text; a shared core reaches 1e6."""
 TOKEN_RATIO = 24
-"""A token may be one byte, which takes four in each of a list, x and y; and more while they grow."""
+"""A token may be one byte, which takes four in each of a list, x and y, and more while they grow."""
 TOKENIZER_RATIO = 24
-"""A tokenizer.json as its tables: 11 MB take 120."""
+"""The tables of a tokenizer.json, relative to its size: 11 MB take 120."""
 
 
 class _Ask(msgspec.Struct, frozen=True):
@@ -86,7 +86,7 @@ class _Array(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """A line of the process: how far it is, what it found, or why it failed; empty when it is done."""
+    """A line of the process: its progress, its findings, or why it failed; empty at the end."""
 
     progress: str = ""
     arrays: list[_Array] | None = None
@@ -96,7 +96,7 @@ class _Said(msgspec.Struct, frozen=True):
 
 
 def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> SampleParts:
-    """Read what is wished for in a process of its own; its arrays are mapped from a file without a name in
+    """Read a request's sources in a process of its own; the arrays are mapped from an unnamed file in
     `folder`. Raises UsageError."""
     with downloaded(wish, folder) as (here, names):
         shown_base = here.base
@@ -113,7 +113,7 @@ def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> Sample
         missing = [source for source in sources if not source.exists()]
         try:
             if missing:
-                read(here)  # which says what is not there
+                read(here)  # which reports what is missing
             samples = _asked(here, sources, folder, tell)
         except UsageError as error:
             raise renamed(error, names) from None
@@ -183,13 +183,14 @@ def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleP
 
 
 def _files_of(tokenizer: Path, folder: Path | str) -> list[Path]:
-    """What is read of a tokenizer, and of the folder of a model."""
+    """Return the files read for a tokenizer and a model's folder."""
     found = [tokenizer, *(Path(folder) / name for name in READ_FILES if folder)]
     return [each for each in found if each.is_file()]
 
 
 def _extent(source: Path) -> tuple[int, list[str]]:
-    """How many bytes a source has, and what must be readable for it: itself, and what links in it lead to."""
+    """Return the size of a source, and the paths that must be readable for it: itself, and the targets of its
+    links."""
     places = [os.path.realpath(source)]
     if not source.is_dir():
         return source.stat().st_size, places
@@ -199,7 +200,7 @@ def _extent(source: Path) -> tuple[int, list[str]]:
             path = os.path.join(at, name)
             real = os.path.realpath(path) if os.path.islink(path) else path
             if real != path and real in seen and os.path.isdir(real):
-                folders.remove(name)  # a link to where the walk has been
+                folders.remove(name)  # a link back to a visited folder
             elif real != path and os.path.exists(real):
                 seen.add(real)
                 places.append(real)
@@ -234,7 +235,8 @@ def _converse(process: "subprocess.Popen[bytes]", ask: _Ask, out: IO[bytes], tel
             if not 0 < size <= ARRAYS_BYTES_MAX or any(each.size_bytes <= 0 for each in said.arrays):
                 raise UsageError(f"{ask.data}: {size >> 30} GiB of samples; at most {ARRAYS_BYTES_MAX >> 30}")
             if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(out.fileno(), 0, size)  # a full disk is an error here, not in the map
+                # a full disk is an error here, not a crash at the map
+                os.posix_fallocate(out.fileno(), 0, size)
             else:
                 out.truncate(size)
             mapping = mmap.mmap(out.fileno(), size, access=mmap.ACCESS_READ)
@@ -289,7 +291,7 @@ def _listen(come: IO[bytes], tell: Tell) -> _Said:
 def main(arguments: list[str]) -> None:
     out, parent = map(int, arguments)
     die_with(parent)
-    gc.disable()  # millions of rows without a circle among them, looked through again and again
+    gc.disable()  # millions of rows without cycles, which the collector would scan again and again
     ask = msgspec.json.decode(sys.stdin.buffer.readline(), type=_Ask)
     resource.setrlimit(resource.RLIMIT_CPU, (ask.seconds, ask.seconds))
     _load_readers(ask.readable, ask.language)
@@ -317,7 +319,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _load_readers(sources: list[str], language: Language | None) -> None:
-    """Load what reads these sources: behind the fence no library is loaded any more."""
+    """Load the readers of these sources: no library can be loaded behind the fence."""
     suffixes = {Path(source).suffix.lower() for source in sources}
     try:
         if language is not None:
@@ -333,7 +335,7 @@ def _load_readers(sources: list[str], language: Language | None) -> None:
 
             Image.init()
     except ImportError:
-        return  # the reader says what is not installed
+        return  # the reader names what is not installed
 
 
 def _teller() -> Callable[[str], None]:

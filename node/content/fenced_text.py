@@ -38,13 +38,13 @@ from node.stages.piped import PipedProcess
 from node.stages.scratch import Scratch
 
 MEMORY_BYTES = 256 << 20
-"""On top of Python, the libraries, and the tokenizer's tables: a chat as a text, and its tokens."""
+"""On top of Python, the libraries, and the tokenizer's tables: a chat as text and as tokens."""
 TABLES_RATIO = 24
-"""A tokenizer.json as its tables: 11 MB take 120."""
+"""The tables of a tokenizer.json, relative to its size: 11 MB take 120."""
 START_SECONDS = 60.0
 """Python and the libraries take a second, 35 MB of tokenizer some; a machine may be busy."""
 ANSWER_SECONDS = 10.0
-"""For a chat to be rendered and made tokens of: an honest one of a million letters takes a second."""
+"""For rendering and tokenizing a chat: an honest one of a million letters takes a second."""
 LINE_BYTES_MAX = 1 << 24
 """One answer: the tokens of a long prompt."""
 MESSAGES_MAX = 4_096
@@ -59,14 +59,14 @@ class RenderedChat(msgspec.Struct, frozen=True):
 
 
 class TokenMask(msgspec.Struct, frozen=True):
-    """Which tokens may come next, a bit for each; none does where the answer `is_over`."""
+    """The tokens that may come next, one bit each; none if the answer `is_over`."""
 
     bits: bytes
     is_over: bool
 
 
 class TextLost(Exception):
-    """The process has ended or was killed. The text says why; `is_own`: it was at the asker's question."""
+    """The process has ended or was killed. The text says why; `is_own`: at the caller's own request."""
 
     def __init__(self, reason: str, *, is_own: bool = False) -> None:
         super().__init__(reason)
@@ -86,8 +86,8 @@ class FencedText:
 
     @classmethod
     async def open(cls, data: bytes, *, allow_unfenced: bool) -> "FencedText":
-        """Start one for the files of a model, or for one of bytes, which has none. Raises UsageError: they
-        cannot be read; RemoteProtocolError: they are no such files; TextLost."""
+        """Start a process for the files of a model, or for a model of bytes, which has none. Raises
+        UsageError: they cannot be read; RemoteProtocolError: they are malformed; TextLost."""
         files = read_files(data) if data else {}
         scratch = await trio.to_thread.run_sync(Scratch)
         try:
@@ -125,7 +125,7 @@ class FencedText:
         tools: Sequence[Mapping[str, Any]] = (),
         options: Mapping[str, Any] | None = None,
     ) -> RenderedChat:
-        """The same, with `options` for the template, and how the text ends."""
+        """Like `render`, with `options` for the template; also returns the end of the text."""
         if len(messages) > MESSAGES_MAX:
             raise UsageError(f"{len(messages):,} messages; at most {MESSAGES_MAX:,}", "a shorter chat")
         turns = [dict(each) for each in messages]
@@ -141,20 +141,20 @@ class FencedText:
         is_last: bool = False,
         is_marked: bool = False,
     ) -> tuple[str, str]:
-        """Return what the next tokens of an answer add to its text, and which of `stops` ended it, if one
-        did. Raises TextLost, UsageError."""
+        """Return the text that the next tokens of an answer add, and which of `stops` ended it, if any.
+        Raises TextLost, UsageError."""
         said = await self._ask(Push(stream, list(tokens), list(stops), is_last, is_marked))
         return said.text, said.stop
 
     async def spell(self, tokens: Sequence[int]) -> list[bytes]:
-        """Return the bytes that each token stands for. Raises TextLost, UsageError."""
+        """Return the bytes of each token. Raises TextLost, UsageError."""
         return (await self._ask(Spell(list(tokens)))).parts
 
     async def begin_rule(
         self, stream: int, rule: AnswerRule, tokens: Sequence[int], stops: Sequence[int]
     ) -> TokenMask:
-        """Have an answer follow a rule; return which tokens may come after those that it has. Raises
-        UsageError: it cannot be followed; TextLost."""
+        """Hold an answer to a rule; return which tokens may follow those that it has. Raises UsageError: the
+        rule cannot be followed; TextLost."""
         said = await self._ask(BeginRule(stream, rule, list(tokens), list(stops)))
         return TokenMask(said.mask, said.is_over)
 
@@ -164,7 +164,7 @@ class FencedText:
         return TokenMask(said.mask, said.is_over)
 
     async def end_rule(self, stream: int) -> None:
-        """Forget an answer's rule. Raises TextLost."""
+        """Drop an answer's rule. Raises TextLost."""
         await self._ask(EndRule(stream))
 
     async def _ask(self, question: TextQuestion) -> TextAnswer:
@@ -198,7 +198,7 @@ class FencedText:
         line: bytes | None = None
         with trio.move_on_after(seconds):
             line = await self._line()
-        is_own = not self.is_lost  # else somebody ended it meanwhile
+        is_own = not self.is_lost  # otherwise somebody else ended it meanwhile
         if line is None:
             await self.aclose()
             raise TextLost(_TOO_SLOW, is_own=is_own)

@@ -1,8 +1,8 @@
 """Records for a language model as arrays of tokens: prompts with completions, chats, texts, labelled texts.
 
 `node.content.record_columns` finds which columns hold what. Samples are cut and padded at their ends to one
-length, and the reading says how many were, and which tokens the loss counts. A label is the token one
-further on, or -100 where it does not count (as in all of transformers).
+length; the reading says how many were, and which tokens the loss counts. A label is the token one further on,
+or -100 where it does not count (as in all of transformers).
 """
 
 from array import array
@@ -28,13 +28,13 @@ Arrays = dict[str, Array]
 
 IGNORED = -100
 WINDOW_STEP = 8
-"""A window that nobody has chosen is a multiple of it."""
+"""A window that nobody chose is a multiple of this."""
 RECORDS_MAX = 1 << 26
 
 
 @dataclass
 class TokenSample:
-    """Tokens, and of each whether it counts as an answer; or the label of all."""
+    """Tokens, and for each whether it counts as an answer; or one label for all."""
 
     ids: list[int]
     counted: list[bool] = field(default_factory=list)
@@ -53,8 +53,7 @@ def read_records(
     reading: SourceReading,
     tell: Tell,
 ) -> Arrays:
-    """Return the arrays that a model of this kind takes, of the records in a file. Raises UsageError,
-    OSError."""
+    """Return the arrays for a model of this kind from the records in a file. Raises UsageError, OSError."""
     records = records_of(path, keys, reading)
     first = next(records, None)
     if first is None:
@@ -79,7 +78,7 @@ def _chained(first: Record, rest: Iterator[Record]) -> Iterator[Record]:
 
 
 class Encoder:
-    """Makes samples of records for one model."""
+    """Converts records to samples for one model."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Encoder:
             raise UsageError(f"{path}: loss: there is one completion each", 'loss = "answers", or "all"')
 
     def chat(self) -> ChatTemplate:
-        """The folder's template. Raises UsageError: it has none."""
+        """Return the folder's template. Raises UsageError if it has none."""
         if self.template is None:
             if not self.model.template:
                 raise UsageError(
@@ -119,7 +118,7 @@ class Encoder:
         return self.template
 
     def sample(self, record: Record, number: int) -> TokenSample:
-        """Return what a record holds as tokens. Raises UsageError."""
+        """Return a record as tokens. Raises UsageError."""
         try:
             match self.roles.form:
                 case "chat":
@@ -169,7 +168,7 @@ class Encoder:
                 raise ValueError("the prompt is no text")
             return self._prompt(prompt)
         completion = _field(record, self.roles.target)
-        if isinstance(completion, list):  # both are messages, as trl has it
+        if isinstance(completion, list):  # both are messages, as in trl
             return self._rendered([*checked_messages(prompt), *checked_messages(completion)], number)
         if not isinstance(prompt, str) or not isinstance(completion, str):
             raise ValueError("prompt and completion are no texts")
@@ -223,7 +222,7 @@ class Encoder:
         return TokenSample(ids, answer=answer, shown=f"{shown(prompt)} -> {shown(completion)}")
 
     def _counted(self, text: str, spans: Sequence[Span]) -> TokenSample:
-        """Tokens of a text, those of which count that have a letter in one of `spans`."""
+        """Return the tokens of a text; those with a letter in one of `spans` count."""
         encoded = self.known.encode(text)
         counted = []
         is_split = False
@@ -235,13 +234,13 @@ class Encoder:
             is_split = is_split or (is_in and begin < spans[at][0])
             counted.append(is_in)
         self.straddling += is_split
-        if self.roles.form == "chat":  # its template writes the special tokens
+        if self.roles.form == "chat":  # the template writes the special tokens
             return TokenSample(encoded.ids, counted)
         is_all = bool(spans) and spans[0][0] == 0
         return TokenSample([*self.before, *encoded.ids], [*[is_all] * len(self.before), *counted])
 
     def _end(self, sample: TokenSample) -> None:
-        """Let an answer end, as the model is to."""
+        """End an answer as the model should end it."""
         if self.end_id >= 0 and (not sample.ids or sample.ids[-1] != self.end_id):
             self.known.check([self.end_id])
             sample.ids.append(self.end_id)
@@ -258,7 +257,7 @@ def _field(record: Record, name: str) -> Any:
 
 
 class _Table:
-    """Samples as they come, then arrays of one length."""
+    """Samples as they arrive, then arrays of one length."""
 
     def __init__(
         self, path: Path, encoder: Encoder, keys: DataTable, schema: Schema, reading: SourceReading
@@ -275,7 +274,7 @@ class _Table:
         self._keys = keys
 
     def add(self, record: Record, number: int) -> None:
-        """Take a record. Raises UsageError."""
+        """Add a record. Raises UsageError."""
         names = set(record)
         if self._names is None:
             self._names = names
@@ -302,7 +301,7 @@ class _Table:
             self._shown.append(sample.shown)
 
     def finish(self, window: int) -> Arrays:
-        """Return arrays of a window each. Raises UsageError: nothing is left to learn."""
+        """Return arrays of one window per sample. Raises UsageError if nothing is left to learn."""
         is_causal = self._roles.form != "labelled" and self._model.kind == "causal"
         longest = max(*self._lengths, *self._answer_lengths, 2) - is_causal
         if not window:
@@ -375,7 +374,7 @@ class _Table:
         return {"x": x, "y": y}
 
     def _new(self, window: int) -> Arrays:
-        """Samples to be predicted: all tokens of each, how many they are, and which of them are answers."""
+        """Return samples to be predicted: the tokens of each, their number, and which are answers."""
         rows = len(self._lengths)
         found: Arrays = {
             "ids": np.full((rows, window + 1), self._pad_id(), np.int32),
@@ -409,7 +408,7 @@ class _Table:
         return f"the tokens one further on; the loss counts {what}{end}: {counted:,} of {tokens:,}"
 
     def _both(self, window: int) -> Arrays:
-        """Arrays of models that see all of a text at once: classifiers, and encoders with a decoder."""
+        """Return arrays for models that see a whole text at once: classifiers and encoder-decoders."""
         pad = self._pad_id()
         inputs, mask = self._padded(self._ids, self._lengths, window, pad)
         found = {"input_ids": inputs, "attention_mask": mask}
@@ -440,14 +439,15 @@ class _Table:
         for row, length in enumerate(lengths):
             kept = min(length, window)
             found[row, :kept] = ids[place : place + kept]
-            if length > window and 0 < len(behind) < window:  # a text still ends as the tokenizer ends it
+            # a cut text still ends as the tokenizer ends texts
+            if length > window and 0 < len(behind) < window:
                 found[row, window - len(behind) :] = behind
             mask[row, :kept] = 1
             place += length
         return found, mask
 
     def _label_numbers(self) -> Array:
-        """The numbers of the labels, by the words that the model's folder has for them."""
+        """Return the numbers of the labels by the words in the model's folder."""
         schema, model = self._schema, self._model
         different = set(self._labels)
         if not schema.words and not schema.label_kind and not self._keys.classes:

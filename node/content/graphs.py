@@ -1,8 +1,8 @@
-"""The graphs this node holds, by hash, and the files of first values beside them.
+"""The graphs this node holds, by hash, and the files of their initial values.
 
-A graph is fetched from whoever holds it, checked before anything is done with it, kept on disk, and kept
-decoded while it is used. First values are fetched in ranges, each replica those of its own parameters.
-Everything is a stranger's until its hash has been compared.
+A graph is fetched from any holder, checked before use, kept on disk, and kept decoded while it is in use.
+Initial values are fetched in ranges; each replica fetches those of its own parameters. All data is untrusted
+until its hash is verified.
 """
 
 import io
@@ -30,22 +30,22 @@ from partition.stage import Reload, StageSpecification
 from partition.stage_layout import parameter_layout
 
 GRAPHS_IN_MEMORY_MAX = 4
-"""Decoded ones: a large one takes some hundred MB."""
+"""Decoded graphs: a large one takes some hundred MB."""
 GRAPHS_KEPT_MAX = 32
-"""On disk, with their first values; the one that was put there longest ago goes, if no run here needs it."""
+"""On disk, with their initial values; the oldest goes, unless a run here needs it."""
 FETCHES_MAX = 4
-"""Graphs on their way here at once; each lies in memory."""
+"""Graphs being fetched at once; each is in memory."""
 FETCH_SECONDS_MAX = 25.0
 """For one graph from one holder; a lease waits for it."""
 RANGE_SECONDS_MAX = 30.0
 FILL_SECONDS_MAX = 100.0
-"""For all first values of a stage, with its holders being busy; a Start waits for it."""
+"""For all initial values of a stage, including busy holders; a Start waits for it."""
 RETRY_SECONDS = 0.5
 _LENGTH_BYTES = 8
 _INDEX_NAME = "models/index"
 
 Beside = Callable[[bytes, int, int], Awaitable[bytes | None]]
-"""From a graph's name, an offset among its first values and a length to those bytes, or None."""
+"""Maps a graph's name, an offset among its initial values and a length to those bytes, or None."""
 
 
 async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
@@ -53,7 +53,7 @@ async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
 
 
 class Models:
-    """What is here, and how the rest comes here."""
+    """The graphs on this node, and how others are fetched."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Models:
         needed: Callable[[], Collection[bytes]] = tuple,
         guests: Guests | None = None,
     ) -> None:
-        """`needed` says which graphs the runs here are made of: strangers' graphs never push these out. What
-        was fetched counts as one of the `guests`."""
+        """`needed` returns the graphs of the runs here, which strangers' graphs never evict. Fetched graphs
+        count as `guests`."""
         self._seams = seams
         self._needed = needed
         self._guests = guests
         self.beside: Beside = _nothing_beside
-        """Values that lie elsewhere on this node: in the stages that it serves."""
+        """Values from other places on this node: the stages that it serves."""
         self._decoded: OrderedDict[bytes, Graph] = OrderedDict()
         self._fetching: dict[bytes, trio.Lock] = {}
         self._index = trio.Lock()
@@ -75,7 +75,8 @@ class Models:
     # The requester's side
 
     async def learn(self, graph: Path, values: Path | None) -> tuple[bytes, Graph]:
-        """Take a captured graph, and the file of its first values, from this machine; its hash.
+        """Take a captured graph and the file of its initial values from this machine; return the graph's hash
+        and the graph.
 
         Raises:
             UsageError: it cannot be read, or no node would take it.
@@ -88,13 +89,13 @@ class Models:
         self._remember(name, decoded)
         return name, decoded
 
-    # Everybody's
+    # All nodes
 
     async def get(self, name: bytes, holders: Sequence[PeerId]) -> Graph:
-        """The graph with this hash, from here or from the first holder that hands it over.
+        """Return the graph with this hash, from here or from the first holder that delivers it.
 
         Raises:
-            Unreachable: nobody had it, or what they had was not it.
+            Unreachable: nobody had it, or only wrong data.
         """
         if name in self._decoded:
             self._decoded.move_to_end(name)
@@ -152,11 +153,12 @@ class Models:
         raise Unreachable("unknown", f"the model's graph was not handed over: {detail}")
 
     async def read(self, name: bytes) -> bytes | None:
-        """A graph's bytes, where they are here."""
+        """Return a graph's bytes if they are here."""
         return await self._seams.executor.run(partial(self._seams.storage.read, graph_name(name)))
 
     async def read_range(self, name: bytes, offset: int, length: int) -> bytes | None:
-        """A part of a graph's first values, counted from where their data begins; None if not here."""
+        """Return a part of a graph's initial values, at an offset from the beginning of their data; None if
+        not here."""
         data = await self._seams.executor.run(partial(self._read_range, name, offset, length))
         return await self.beside(name, offset, length) if data is None else data
 
@@ -170,11 +172,11 @@ class Models:
         return data if len(data) == length else None
 
     async def open(self, name: bytes) -> FilePart | None:
-        """A graph's file, where it is here; to be closed."""
+        """Return a graph's open file if it is here; the caller closes it."""
         return await self._seams.executor.run(lambda: whole(self._seams.storage.open(graph_name(name))))
 
     async def open_range(self, name: bytes, offset: int, length: int) -> FilePart | None:
-        """Like `read_range`, to be read and closed by the caller."""
+        """Like `read_range`, as a file part that the caller reads and closes."""
         part = await self._seams.executor.run(partial(self._open_range, name, offset, length))
         if part is not None:
             return part
@@ -193,13 +195,13 @@ class Models:
             return None
         return FilePart(values.file, start, length)
 
-    # First values
+    # Initial values
 
     async def fill(self, stage: Stage, specification: StageSpecification, holders: Sequence[PeerId]) -> None:
-        """Put a stage's stored first values into its arena, and have it take them from there.
+        """Put a stage's stored initial values into its arena, and have the stage load them.
 
         Raises:
-            StageFailed: they did not come in time, or are not what the graph says.
+            StageFailed: they did not arrive in time, or do not match the graph.
         """
         slots = [
             slot for slot in parameter_layout(specification) if isinstance(slot.parameter.source, Stored)
@@ -227,11 +229,12 @@ class Models:
             data = await self.read_range(name, offset + begin, length)
             while data is None:
                 data = await self._fetch_range(FetchRange(name, offset + begin, length), holders)
-            # Megabytes into pages that nobody has touched yet: not on the event loop.
+            # Writing megabytes into untouched pages does not belong on the event loop.
             await self._seams.executor.run(partial(part.__setitem__, slice(begin, begin + length), data))
 
     async def _fetch_range(self, request: FetchRange, holders: Sequence[PeerId]) -> bytes | None:
-        """From the first holder that hands it over; None after a pause, for each may only be busy."""
+        """Fetch from the first holder that delivers; return None after a pause, because each may only be
+        busy."""
         network = self._seams.network
         for peer in holders:
             if peer == network.peer:
@@ -256,7 +259,7 @@ class Models:
             self._decoded.popitem(last=False)
 
     async def _keep(self, name: bytes, graph: Path | bytes, values: Path | None) -> None:
-        """Put a graph on disk, and its first values, and let go of the oldest. Raises OSError."""
+        """Store a graph and its initial values on disk, and evict the oldest. Raises OSError."""
         storage, needed = self._seams.storage, {name, *self._needed()}
 
         def write() -> None:
@@ -285,7 +288,7 @@ class Models:
 
 
 def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path | None]:
-    """Return the graph's hash, the graph, and the file of its first values, if it has one.
+    """Return the graph's hash, the graph, and the file of its initial values, if it has one.
 
     Raises:
         UsageError: it cannot be read, or no node would take it.
@@ -301,7 +304,7 @@ def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path |
     except RemoteProtocolError as error:
         raise UsageError(f"{path}: no graph that can be trained: {error}") from None
     if not stored_parameters(graph):
-        return name, graph, None  # a file beside it, such as a run's result, is no part of it
+        return name, graph, None  # a file beside it, such as a run's result, does not belong to it
     beside = values or path.with_suffix(".safetensors")
     try:
         with beside.open("rb") as file:
@@ -315,7 +318,7 @@ def read_captured(path: Path, values: Path | None) -> tuple[bytes, Graph, Path |
 
 
 def _decode(name: bytes, data: bytes) -> Graph:
-    """A graph that holds together; else RemoteProtocolError."""
+    """Decode a consistent graph. Raises RemoteProtocolError."""
     if graph_hash(data) != name:
         raise RemoteProtocolError("a graph with another hash than it was asked for by")
     graph = decode_graph(data)
@@ -332,15 +335,15 @@ def _read_index(data: bytes | None) -> list[bytes]:
 
 
 def graph_label(name: bytes) -> str:
-    """Return what a fetched graph is called among the guests."""
+    """Return the label of a fetched graph among the guests."""
     return f"graph {name.hex()}"
 
 
 def graph_name(name: bytes) -> str:
-    """Return where a node keeps a graph, in its storage."""
+    """Return a graph's name in a node's storage."""
     return f"models/{name.hex()}.peerloom"
 
 
 def values_name(name: bytes) -> str:
-    """Return where it keeps a graph's first values."""
+    """Return the name of a graph's initial values in a node's storage."""
     return f"models/{name.hex()}.safetensors"

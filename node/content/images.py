@@ -1,7 +1,7 @@
 """Images as arrays, for `node.content.sources`: a folder for each class, and CIFAR-10's binary version.
 
-Pillow reads them, by conversions that the reading states. Folders are read as torchvision's `ImageFolder` and
-Keras' `image_dataset_from_directory` document it: classes in the order of their names.
+Pillow reads them, with conversions that the reading states. Folders are read as documented for torchvision's
+`ImageFolder` and Keras' `image_dataset_from_directory`: classes in the order of their names.
 """
 
 import os
@@ -30,7 +30,7 @@ _SAMPLE_SUFFIXES = frozenset(
     (".avif", ".dcm", ".dng", ".heic", ".heif", ".jp2", ".nii", ".npy", ".psd", ".svg", ".cr2", ".nef",
      ".wav", ".mp3", ".flac", ".ogg", ".m4a", ".mp4", ".avi", ".mov", ".mkv")
 )  # fmt: skip
-"""Files that are samples to their owner, and none of which is passed over in silence beside images."""
+"""Files that are samples to their owner: none is skipped silently beside images."""
 IMAGE_PIXELS_MAX = 1 << 24
 _PART_NAMES: dict[PartName, tuple[str, ...]] = {
     "train": ("train", "training"),
@@ -39,11 +39,11 @@ _PART_NAMES: dict[PartName, tuple[str, ...]] = {
 }
 _PART_TOKENS = frozenset(word for words in _PART_NAMES.values() for word in words)
 _NO_CLASSES = frozenset({"annotations", "image", "images", "imgs", "labels", "mask", "masks"})
-"""Folders of data sets whose labels lie elsewhere; hardly a class is called so."""
+"""Folders of data sets whose labels lie elsewhere; such names are hardly classes."""
 _PROGRAMS_OWN = ("__MACOSX", "__pycache__", "lost+found", "System Volume Information", "$RECYCLE.BIN")
 _FILES_OF_SYSTEMS = ("Thumbs.db", "desktop.ini")
 _ORIENTATION = 0x0112
-"""The EXIF tag by which a camera says how it was held."""
+"""The EXIF tag in which a camera stores its orientation."""
 CIFAR_SHAPE = (3, 32, 32)
 CIFAR_CLASSES = 10
 _CIFAR_TEST = "test_batch.bin"
@@ -63,8 +63,8 @@ def read_images(
     needs_labels: bool = True,
     tell: Tell,
 ) -> Parts:
-    """Read images as float32 (N, 3, H, W) from 0 to 1. `words` are the classes in the order of their numbers,
-    found where there are none yet. Raises UsageError."""
+    """Read images as float32 (N, 3, H, W) from 0 to 1. `words` are the classes in the order of their numbers;
+    if empty, it is filled in. Raises UsageError."""
     reading.form = "folders of images, a class each"
     for table in ("metadata.csv", "metadata.jsonl", "metadata.parquet", "labels.csv"):
         if (folder / table).exists():
@@ -117,7 +117,8 @@ def read_images(
 
 
 def _parts(folder: Path, reading: SourceReading) -> dict[PartName, Path]:
-    """The folders of parts, by the names that torchvision's, fastai's and Hugging Face's readers know."""
+    """Return the folders of parts, by the names that torchvision's, fastai's and Hugging Face's readers
+    know."""
     parts: dict[PartName, Path] = {}
     for name, words in _PART_NAMES.items():
         there = [each for each in folder.iterdir() if each.is_dir() and each.name.lower() in words]
@@ -144,7 +145,7 @@ def _parts(folder: Path, reading: SourceReading) -> dict[PartName, Path]:
 
 
 def _classes_in(folder: Path, keys: DataTable, reading: SourceReading) -> list[str]:
-    """The names of the folders of classes; hidden ones are left out, and that is said."""
+    """Return the names of the class folders; hidden ones are left out, and the reading says so."""
     found = []
     for each in sorted(folder.iterdir()):
         if not each.is_dir():
@@ -161,7 +162,7 @@ def _classes_in(folder: Path, keys: DataTable, reading: SourceReading) -> list[s
 def _check_classes(
     folder: Path, classes: Sequence[str], parts: dict[PartName, Path], keys: DataTable
 ) -> None:
-    """Refuse folders that may be something else than the classes. Raises UsageError."""
+    """Refuse folders that may not be the classes. Raises UsageError."""
     by_look: dict[str, str] = {}
     for name in classes:
         other = by_look.setdefault(alike(name), name)
@@ -198,14 +199,14 @@ def _check_classes(
 
 
 def _holds_folders_alone(folder: Path) -> bool:
-    """Return whether several folders lie in one, and no image beside them."""
+    """Return whether a folder holds several folders and no image."""
     within = [each for each in folder.iterdir() if not _is_hidden(each.name)]
     has_image = any(each.suffix.lower() in IMAGE_SUFFIXES for each in within if not each.is_dir())
     return not has_image and sum(each.is_dir() for each in within) > 1
 
 
 def _state_strays(folders: Sequence[Path], reading: SourceReading) -> None:
-    """State which images lie beside the folders of classes, and in none of them."""
+    """State which images lie beside the class folders, in none of them."""
     strays = [
         each.name
         for folder in dict.fromkeys(folders)
@@ -222,7 +223,7 @@ def _is_hidden(name: str) -> bool:
 
 
 def _check_numbered(folder: Path, words: list[str], keys: DataTable, reading: SourceReading) -> None:
-    """Folders that are called by numbers: their classes' numbers are other ones where 10 comes before 2."""
+    """State that folders named by numbers get other class numbers where 10 sorts before 2."""
     if all(word.isdecimal() for word in words) and [int(word) for word in words] != list(range(len(words))):
         reading.notes.append("the folders are called by numbers, which are not those of their classes")
         counted = sorted(words, key=int)
@@ -244,7 +245,7 @@ def _labelled(files: Sequence[Sequence[Path]], reading: SourceReading, tell: Tel
 
 
 def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
-    """All images under a folder, also in folders within (as torchvision reads them), ordered by path."""
+    """Return all images under a folder, including subfolders (as torchvision reads them), ordered by path."""
     found: list[Path] = []
     others: dict[str, int] = {}
     deeper = 0
@@ -278,7 +279,7 @@ def _images_in(folder: Path, reading: SourceReading) -> list[Path]:
 
 
 class _Conversions:
-    """Which images were converted how; a line for each way."""
+    """The images converted in each way; one line for each way."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
@@ -291,7 +292,7 @@ class _Conversions:
 
 
 def _read_pixels(paths: Sequence[Path], reading: SourceReading, tell: Tell) -> Array:
-    """Images of one size as float32 (N, 3, H, W) from 0 to 1. Raises UsageError."""
+    """Return images of one size as float32 (N, 3, H, W) from 0 to 1. Raises UsageError."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError:
@@ -336,7 +337,8 @@ def _read_pixels(paths: Sequence[Path], reading: SourceReading, tell: Tell) -> A
 
 
 def _pixels(image: Any, path: Path, ways: _Conversions) -> Array:
-    """One image as (3, H, W) from 0 to 1 by a stated conversion. Raises UsageError: there is none."""
+    """Return one image as (3, H, W) from 0 to 1 by a stated conversion. Raises UsageError if there is
+    none."""
     if getattr(image, "n_frames", 1) > 1:
         ways.note("several frames, of which the first is read")
     if image.getexif().get(_ORIENTATION, 1) != 1:
@@ -368,15 +370,15 @@ def _pixels(image: Any, path: Path, ways: _Conversions) -> Array:
 
 
 def _scaled(pixels: Array) -> Array:
-    """Bytes (N, C, H, W) as float32 from 0 to 1."""
+    """Return bytes (N, C, H, W) as float32 from 0 to 1."""
     found = np.ascontiguousarray(pixels, np.float32)
     found /= np.float32(255)
     return found
 
 
 def read_cifar(folder: Path, words: list[str], reading: SourceReading) -> Parts:
-    """Read CIFAR-10's binary version: of each sample a byte of label, then 3,072 bytes of pixels, C first.
-    `words` are as `read_images` has them. Raises UsageError."""
+    """Read CIFAR-10's binary version: for each sample a byte of label, then 3,072 bytes of pixels, C first.
+    `words` are as in `read_images`. Raises UsageError."""
     batches = sorted(folder.glob("data_batch_*.bin"))
     if not batches:
         raise UsageError(f"{folder}: {_CIFAR_TEST} is there and no data_batch_1.bin")

@@ -1,6 +1,6 @@
-"""What a requester's node keeps of a Hugging Face folder that it trained: all but the weights, a few files.
+"""The files of a trained Hugging Face folder that its requester's node keeps: all but the weights.
 
-With them and a run's result `runs fetch RUN --out FOLDER/` writes what `from_pretrained` reads. One folder
+From them and a run's result `runs fetch RUN --out FOLDER/` writes a folder for `from_pretrained`. One folder
 that many runs trained is kept once. Called in the executor's threads: it waits for the disk.
 """
 
@@ -15,14 +15,14 @@ from node.errors import UsageError
 from node.seams import Seams, Storage
 
 FILES_BYTES_MAX = 1 << 27
-"""The files of one folder: a tokenizer of 256,000 tokens comes as 35 MB, in two forms."""
+"""The files of one folder: a tokenizer of 256,000 tokens has 35 MB, in two forms."""
 ALL_BYTES_MAX = 1 << 30
-"""The files of all folders; what would be more is not kept, and `runs fetch` then wants the folder itself."""
+"""The files of all folders; beyond this nothing is kept, and `runs fetch` needs the folder itself."""
 _ROOM = "folders"
 
 
 def keep_folder(storage: Storage, run: str, folder: Path) -> bool:
-    """Keep the files of a folder for a run; returns whether there was room. Raises OSError."""
+    """Keep the files of a folder for a run; return whether there was room. Raises OSError."""
     files: dict[str, bytes] = {}
     size = 0
     for name in FOLDER_FILES:
@@ -45,14 +45,14 @@ def keep_folder(storage: Storage, run: str, folder: Path) -> bool:
 
 
 async def put_kept_folder(seams: Seams, run: str, into: str) -> None:
-    """Write what is kept for a run into the folder `into`, if that is not empty. Raises UsageError: nothing
-    is kept. OSError."""
+    """Write the kept files of a run into the folder `into`, unless that is empty. Raises UsageError if
+    nothing is kept. OSError."""
     if into:
         await seams.executor.run(partial(write_kept_folder, seams.storage, run, Path(into)))
 
 
 def write_kept_folder(storage: Storage, run: str, into: Path) -> None:
-    """Write what is kept for a run into a folder. Raises UsageError: nothing is. OSError."""
+    """Write the kept files of a run into a folder. Raises UsageError if nothing is kept. OSError."""
     digest = storage.read(_name_of(run))
     data = storage.read(f"{_ROOM}/{digest.decode()}") if digest else None
     try:

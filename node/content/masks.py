@@ -1,8 +1,9 @@
-"""Which tokens may come next where an answer has to follow a rule: `llguidance`, behind the fence.
+"""Masks of the tokens that may come next where an answer must follow a rule: `llguidance`, behind the fence.
 
-A mask has a bit for each token, the lowest bit of a byte first. What a grammar takes is bounded by the
-library's own limits on its size and on the work of each step, by the memory of the process, and by the time
-of an answer."""
+A mask has a bit for each token, the lowest bit of a byte first. The cost of a grammar is bounded by the
+library's limits on its size and on the work of each step, by the memory of the process, and by the time of an
+answer.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,14 +15,14 @@ from node.errors import UsageError
 from node.invocation import install_command
 
 RULES_MAX = 512
-"""Answers with a rule at once in one process: of 64 requests that a node answers at once, 8 each."""
+"""Answers with a rule at once in one process: 8 for each of the 64 requests that a node answers at once."""
 STOPS_KEPT_MAX = 4
-"""Sets of ids that end answers, for each of which llguidance has tables of the whole vocabulary."""
+"""Sets of ids that end answers; llguidance has tables of the whole vocabulary for each."""
 _GBNF = "::="
 
 
 class _Vocabulary:
-    """A vocabulary as llguidance reads it."""
+    """A vocabulary in llguidance's form."""
 
     unk_token_id = bos_token_id = None
 
@@ -40,12 +41,12 @@ class _Vocabulary:
 
 
 class Masks:
-    """The rules of the answers that one model gives now. Raises UsageError: llguidance is not installed."""
+    """The rules of one model's current answers. Raises UsageError if llguidance is not installed."""
 
     def __init__(
         self, tokens: list[bytes], special: dict[int, str], stops: list[int], template: str, known: Any
     ) -> None:
-        """`tokens` have their bytes, special ones a name; `stops` end an answer."""
+        """`tokens` have their bytes, special tokens a name; `stops` end an answer."""
         try:
             import llguidance
             import llguidance.gbnf_to_lark
@@ -57,7 +58,7 @@ class Masks:
         self._count = len(tokens)
         rows = [special[number].encode("utf-8", "replace") if number in special else row
                 for number, row in enumerate(tokens)]  # fmt: skip
-        # Where no token ends an answer, one that the model does not have does.
+        # If no token ends an answer, an id that the model does not have does.
         self._ends = [stop for stop in stops if stop < len(rows)] or [len(rows)]
         if self._ends == [len(rows)]:
             rows.append(b"<end>")
@@ -73,12 +74,12 @@ class Masks:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no answer follows a rule."""
+        """Return whether no answer follows a rule."""
         return not self._rules
 
     def begin(self, number: int, rule: AnswerRule, tokens: list[int]) -> tuple[bytes, bool]:
-        """Begin an answer, which has these tokens already; the mask of the next, and whether it is over.
-        Raises UsageError: a rule that cannot be followed."""
+        """Begin an answer that already has these tokens; return the next mask, and whether the answer is
+        over. Raises UsageError if the rule cannot be followed."""
         library = self._library
         no_grammar = library.gbnf_to_lark.GbnfToLarkError
         try:
@@ -97,8 +98,8 @@ class Masks:
         return self._mask(matcher)
 
     def advance(self, number: int, token: int) -> tuple[bytes, bool]:
-        """Take the token that came; the mask of the next, and whether the answer is over. Raises UsageError:
-        no such answer has begun, or the token is not allowed."""
+        """Add the chosen token; return the next mask, and whether the answer is over. Raises UsageError: no
+        such answer has begun, or the token is not allowed."""
         matcher = self._rules.get(number)
         if matcher is None:
             raise UsageError("no such rule is followed here")
@@ -106,7 +107,7 @@ class Masks:
         return self._mask(matcher)
 
     def end(self, number: int) -> None:
-        """Forget an answer."""
+        """Drop an answer."""
         self._rules.pop(number, None)
 
     def _mask(self, matcher: Any) -> tuple[bytes, bool]:
@@ -117,7 +118,7 @@ class Masks:
         self._check(matcher)
         if self._count % 8:
             mask[-1] &= (1 << self._count % 8) - 1
-        is_over = matcher.is_stopped() or not any(mask)  # nothing but an end that the model does not have
+        is_over = matcher.is_stopped() or not any(mask)  # only an end that the model does not have
         return bytes(mask), is_over
 
     @staticmethod
@@ -127,7 +128,8 @@ class Masks:
 
 
 class ServiceMasks:
-    """Masks of services that share a tokenizer, or are of bytes: they differ in the ids that end answers."""
+    """The masks of services that share a tokenizer, or are of bytes: they differ in the ids that end
+    answers."""
 
     def __init__(self, make: Callable[[list[int]], Masks]) -> None:
         """`make` returns masks for the ids that end an answer."""
@@ -165,7 +167,7 @@ class ServiceMasks:
         return masks.advance(number, token)
 
     def end(self, number: int) -> None:
-        """Forget an answer."""
+        """Drop an answer."""
         masks = self._followed.pop(number, None)
         if masks is not None:
             masks.end(number)

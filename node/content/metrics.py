@@ -1,4 +1,4 @@
-"""How good predictions are, by name: of classes, of tokens, of numbers. Only numpy, and nothing random."""
+"""Metrics of predictions by name: of classes, of tokens, of numbers. Only numpy, and nothing random."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,9 +8,9 @@ import numpy as np
 Array = np.ndarray[Any, np.dtype[Any]]
 
 IGNORED = -100
-"""A label that counts nothing, as torch's cross entropy has it."""
+"""A label that does not count, as in torch's cross entropy."""
 CLASSES_MAX = 1_000
-"""The classes of a confusion matrix."""
+"""The most classes of a confusion matrix."""
 TOP = 5
 
 
@@ -25,8 +25,8 @@ class Judged:
 
 
 def classes_last(outputs: Array, truth: Array) -> Array | None:
-    """Return outputs with the classes in their last place, as (..., C) for truth (...); None where they are
-    no scores of classes."""
+    """Return outputs with the classes in their last place, as (..., C) for truth (...); None if they are not
+    scores of classes."""
     if truth.dtype.kind not in "iub" or outputs.ndim != truth.ndim + 1:
         return None
     if outputs.shape[:-1] == truth.shape:
@@ -37,7 +37,7 @@ def classes_last(outputs: Array, truth: Array) -> Array | None:
 
 
 def predicted_of(outputs: Array, truth: Array | None) -> Array:
-    """What outputs say: the class with the highest score, or the numbers themselves."""
+    """Return the predictions in outputs: the classes with the highest scores, or the numbers themselves."""
     scores = classes_last(outputs, truth) if truth is not None else None
     if scores is None and truth is None and outputs.ndim == 2 and outputs.shape[1] > 1:
         scores = outputs
@@ -47,8 +47,8 @@ def predicted_of(outputs: Array, truth: Array | None) -> Array:
 def judge(outputs: Array, truth: Array) -> Judged:
     """Compare outputs with the ground truth, sample by sample.
 
-    Of classes: accuracy, top-5 (where there are more than 5), perplexity, and precision, recall and F1 as
-    means over the classes that the truth has. Of numbers: mean squared and absolute error and R2.
+    For classes: accuracy, top-5 (if there are more than 5), perplexity, and precision, recall and F1 as means
+    over the classes in the truth. For numbers: mean squared and absolute error and R2.
     """
     scores = classes_last(outputs, truth)
     if scores is None:

@@ -1,7 +1,7 @@
-"""What a Hugging Face folder says of its model and tokenizer: read from its JSON files, without torch.
+"""Facts about a Hugging Face folder's model and tokenizer, read from its JSON files, without torch.
 
-What kind of model it is, how many tokens it knows and takes, the words of its classes. `partition.capture`
-makes the model itself; both go by the same words of the class's name.
+They are the kind of model, its vocabulary and context length, and the words of its classes.
+`partition.capture` makes the model itself; both decide by the same words in the class's name.
 """
 
 import json
@@ -20,20 +20,20 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
 _SPECIAL_TOKENS = "special_tokens_map.json"
 READ_FILES = (CONFIG, TOKENIZER, TOKENIZER_CONFIG, TEMPLATE, _SPECIAL_TOKENS)
-"""What is looked at of a folder where text becomes tokens."""
+"""The files of a folder that are read where text becomes tokens."""
 FOLDER_FILES = (
     *READ_FILES, "generation_config.json", "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt",
     "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "source.spm", "target.spm",
     "chat_template.json", "preprocessor_config.json", "processor_config.json", "image_processor_config.json",
 )  # fmt: skip
-"""What `save_pretrained` of models, tokenizers and processors writes beside the weights."""
+"""The files that `save_pretrained` of models, tokenizers and processors writes beside the weights."""
 CONFIG_BYTES_MAX = 1 << 20
 TOKENIZER_CONFIG_BYTES_MAX = 1 << 24
-"""With 256,000 added tokens, each some lines."""
+"""With 256,000 added tokens of some lines each."""
 LENGTH_MAX = 1024
-"""Tokens in a sample, where neither the person nor the model says fewer; as `partition.capture` has it."""
+"""Tokens in a sample, unless the person or the model sets fewer; as in `partition.capture`."""
 _CLASSES_USUAL = 2
-"""What transformers takes where a configuration does not say."""
+"""The default of transformers, where a configuration has no number of classes."""
 _KINDS: tuple[tuple[str, FolderKind], ...] = (
     ("ForCausalLM", "causal"),
     ("LMHeadModel", "causal"),
@@ -49,8 +49,8 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A folder's facts. `words` are the classes' in the order of their numbers, empty where the folder only
-    counts them; `special` are the special tokens by their names; -1 for ids that it does not say."""
+    """A folder's facts. `words` are the classes' words in the order of their numbers, empty where the folder
+    only counts them; `special` are the special tokens by name; ids that the folder does not give are -1."""
 
     path: Path
     kind: FolderKind
@@ -64,7 +64,7 @@ class ModelFolder:
     special: Mapping[str, str] = field(default_factory=dict)
     template: str = ""
     is_own_length: bool = True
-    """Whether the model says how many tokens it takes."""
+    """Whether the model has a context length."""
 
     @property
     def tokenizer(self) -> Path:
@@ -76,7 +76,7 @@ class ModelFolder:
 
 
 def is_model_folder(path: Path) -> bool:
-    """Return whether there is a configuration in this folder."""
+    """Return whether this folder has a configuration."""
     try:
         return (path / CONFIG).is_file()
     except (OSError, ValueError):
@@ -84,7 +84,7 @@ def is_model_folder(path: Path) -> bool:
 
 
 def read_model_folder(path: Path) -> ModelFolder:
-    """Return what a folder says. Raises UsageError: its files cannot be read."""
+    """Return a folder's facts. Raises UsageError: its files cannot be read."""
     config = read_table(path / CONFIG, CONFIG_BYTES_MAX)
     names = config.get("architectures")
     name = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
@@ -121,7 +121,7 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def read_table(path: Path, bytes_max: int) -> dict[str, Any]:
-    """Return a JSON file that holds a table. Raises UsageError."""
+    """Return a JSON file that holds an object. Raises UsageError."""
     try:
         with path.open("rb") as file:
             data = file.read(bytes_max + 1)
@@ -138,7 +138,7 @@ def read_table(path: Path, bytes_max: int) -> dict[str, Any]:
 
 
 def _number(config: Mapping[str, Any], key: str) -> int:
-    """A whole number, the first of a list of them, or -1."""
+    """Return a whole number, the first of a list of them, or -1."""
     found = config.get(key)
     found = found[0] if isinstance(found, list) and found else found
     return found if isinstance(found, int) and not isinstance(found, bool) else -1
@@ -158,7 +158,7 @@ def _words(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def tokenizer_facts(path: Path) -> tuple[dict[str, str], str]:
-    """The special tokens by name, and the chat template."""
+    """Return the special tokens by name, and the chat template."""
     config: dict[str, Any] = {}
     for name in (_SPECIAL_TOKENS, TOKENIZER_CONFIG):
         if (path / name).is_file():

@@ -1,10 +1,10 @@
-"""The arrays of an npz file, read as a stranger's bytes: entries and headers first, then the numbers.
+"""The arrays of an npz file, read as untrusted bytes: entries and headers first, then the numbers.
 
-An npz is a zip of npy files (numpy.lib.format, NEP 1; APPNOTE.TXT of PKWARE). What it will take is known, and
-bounded, from its directory and short headers; only then is there room for the numbers, outside of
-anybody's heap: they are unpacked into a file that is mapped. Nothing is unpickled.
+An npz is a zip of npy files (numpy.lib.format, NEP 1; APPNOTE.TXT of PKWARE). Its directory and short headers
+give and bound its size; only then the numbers are unpacked, outside the heap, into a mapped file. Nothing is
+unpickled.
 
-Whoever reads a stranger's does so in a fenced process (`node.content.unpacking`).
+A stranger's file is read in a fenced process (`node.content.unpacking`).
 """
 
 import mmap
@@ -30,13 +30,13 @@ ENTRIES_MAX = 64
 """Arrays of one archive."""
 DIMENSIONS_MAX = 8
 HEADER_LENGTH_MAX = 1_024
-"""The length of an npy file's header: numpy writes 128 bytes for numbers."""
+"""The length of an npy header: numpy writes 128 bytes for numbers."""
 ITEM_BYTES_MAX = 16
 UNPACKED_BYTES_MAX = 1 << 38
-"""The size of all arrays, on the disk."""
+"""The size of all arrays on disk."""
 RATIO_MAX = 64
-"""How many times its archive's size the numbers may take. Images and texts shrink to a half or a tenth; what
-shrinks more holds little but one value, and is better generated."""
+"""How many times its archive's size the numbers may take. Images and texts shrink to a half or a tenth; data
+that shrinks more is almost constant, and better generated."""
 RATIO_FREE_BYTES = 64 << 20
 """Bytes that any archive may unpack to, whatever its ratio."""
 CHUNK_BYTES = 1 << 20
@@ -45,11 +45,11 @@ _READABLE = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 
 
 class BadArchive(ValueError):
-    """An archive that holds no data, or more than it may. Its words are for a person."""
+    """An archive that is malformed or too large. The text is for a person."""
 
 
 class Layout(msgspec.Struct, frozen=True):
-    """One array as its header has it; `dtype` is numpy's text."""
+    """One array according to its header; `dtype` is numpy's text."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
     shape: Annotated[tuple[int, ...], msgspec.Meta(max_length=DIMENSIONS_MAX)]
@@ -71,7 +71,7 @@ class Layouts(msgspec.Struct, frozen=True):
 
     @property
     def begins(self) -> dict[str, int]:
-        """Where each array begins."""
+        """Return where each array begins."""
         found, place = {}, 0
         for name, layout in self.arrays.items():
             found[name] = place
@@ -84,7 +84,7 @@ class Layouts(msgspec.Struct, frozen=True):
 
 
 def read_layouts(file: IO[bytes], *, same_count: bool = True) -> Layouts:
-    """Return what an archive says that it holds, checked: arrays of as many samples each, unless not
+    """Return the checked layout of an archive: all arrays have the same number of samples, unless not
     `same_count`. Raises BadArchive."""
     with _understood():
         archive_bytes = file.seek(0, 2)
@@ -101,7 +101,7 @@ def read_layouts(file: IO[bytes], *, same_count: bool = True) -> Layouts:
 
 
 def check_layouts(layouts: Layouts, archive_bytes: int, *, same_count: bool = True) -> None:
-    """Raise BadArchive where arrays are no data, or take more room than an archive so long may."""
+    """Raise BadArchive if arrays are not data, or take more room than an archive of this length may."""
     if not layouts.arrays:
         raise BadArchive("want arrays x and y")
     for name, layout in layouts.arrays.items():
@@ -132,7 +132,7 @@ def check_layouts(layouts: Layouts, archive_bytes: int, *, same_count: bool = Tr
 
 
 def unpack(file: IO[bytes], layouts: Layouts, target: memoryview) -> None:
-    """Put the arrays into `target`, `unpacked_bytes` long. Raises BadArchive."""
+    """Unpack the arrays into `target`, `unpacked_bytes` long. Raises BadArchive."""
     with _understood(), zipfile.ZipFile(file) as archive:
         for name, begin in layouts.begins.items():
             place = begin
@@ -142,13 +142,14 @@ def unpack(file: IO[bytes], layouts: Layouts, target: memoryview) -> None:
 
 
 def unpack_into(file: IO[bytes], layouts: Layouts, out: IO[bytes]) -> None:
-    """The same into a file that is so long already."""
+    """Unpack the arrays into a file that already has the right length."""
     with mmap.mmap(out.fileno(), layouts.unpacked_bytes) as mapping, memoryview(mapping) as target:
         unpack(file, layouts, target)
 
 
 def unpack_here(file: IO[bytes], out: IO[bytes], *, same_count: bool = True) -> Arrays:
-    """The arrays, read in this process where it needs no fence; `out` is an empty file. Raises BadArchive."""
+    """Return the arrays, unpacked in this process without a fence; `out` is an empty file. Raises
+    BadArchive."""
     layouts = read_layouts(file, same_count=same_count)
     out.truncate(layouts.unpacked_bytes)
     unpack_into(file, layouts, out)
@@ -156,13 +157,13 @@ def unpack_here(file: IO[bytes], out: IO[bytes], *, same_count: bool = True) -> 
 
 
 def map_arrays(layouts: Layouts, out: IO[bytes]) -> Arrays:
-    """The arrays of an unpacked file, read-only; they outlive `out`."""
+    """Return the arrays of an unpacked file, read-only; they outlive `out`."""
     mapping = mmap.mmap(out.fileno(), layouts.unpacked_bytes, access=mmap.ACCESS_READ)
     return arrays_of(layouts, mapping)
 
 
 def arrays_of(layouts: Layouts, mapping: mmap.mmap | Array) -> Arrays:
-    """The same of a file that is mapped, or of bytes in memory."""
+    """Return the arrays in a mapped file, or in bytes in memory."""
     found = {}
     for name, begin in layouts.begins.items():
         layout = layouts.arrays[name]
@@ -189,7 +190,7 @@ def _read_layout(archive: zipfile.ZipFile, name: str) -> Layout:
 
 
 def _read_header(stream: IO[bytes]) -> tuple[Layout, int]:
-    """An array's layout, and how long its header was."""
+    """Return an array's layout, and the length of its header."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
         read = np.lib.format.read_array_header_1_0
@@ -204,7 +205,7 @@ def _read_header(stream: IO[bytes]) -> tuple[Layout, int]:
 
 
 def _chunks(archive: zipfile.ZipFile, name: str, layout: Layout) -> Iterator[bytes]:
-    """The numbers as they lie there, whole ones."""
+    """Yield the numbers as stored, in whole elements."""
     with archive.open(f"{name}.npy") as stream:
         _read_header(stream)
         left, item_bytes = layout.size_bytes, np.dtype(layout.dtype).itemsize
@@ -220,7 +221,7 @@ def _chunks(archive: zipfile.ZipFile, name: str, layout: Layout) -> Iterator[byt
 
 @contextmanager
 def _understood() -> Iterator[None]:
-    """What zipfile, zlib and numpy raise for bytes that are no archive, as a BadArchive."""
+    """Convert the errors of zipfile, zlib and numpy for malformed archives to BadArchive."""
     try:
         yield
     except BadArchive:

@@ -1,6 +1,7 @@
-"""Whether a file that is to be learnt byte by byte is a text: its first bytes say what else it may be.
+"""A check of the first bytes of a file that would be learnt byte by byte: is it a text, or something else?
 
-Not what it means, which nobody can know: bytes that no text has, and rows of a table, are asked about.
+Its meaning cannot be known: only bytes that no text has, and rows of a table, are refused until the person
+decides.
 """
 
 import re
@@ -17,17 +18,17 @@ ROWS_LOOKED_AT = 20
 _ROWS_MIN = 3
 _FIELDS_MAX = 4_096
 _CONTROLS = re.compile(rb"[\x00-\x08\x0e-\x1a\x1c-\x1f]")
-"""Bytes that no text has in UTF-8, nor in the old encodings of one byte a letter."""
+"""Bytes that occur neither in UTF-8 texts nor in the old one-byte encodings."""
 _SPARSE = re.compile(r"[+-]?[0-9.]+(?:\s+[0-9]+:\S+)+\s*\Z")
-"""A row as LIBSVM and XGBoost write it."""
+"""A row in the format of LIBSVM and XGBoost."""
 _WIDE_MARKS = (b"\xff\xfe", b"\xfe\xff")
 _SEPARATORS = (("comma", ","), ("semicolon", ";"), ("tab", "\t"), ("bar", "|"), ("space", None))
 _BY_FUNCTION = 'a function that reads it: data = "FILE.py:FUNCTION"'
 
 
 def check_text(path: Path, keys: DataTable) -> None:
-    """Refuse a file whose first bytes are no text, or rows of numbers, unless the key `form` says that its
-    bytes are learnt. Raises UsageError, OSError."""
+    """Refuse a file whose first bytes are not text, or are rows of numbers, unless the key `form` asks for
+    its bytes. Raises UsageError, OSError."""
     with path.open("rb") as file:
         head = file.read(HEAD_BYTES)
     odd = _CONTROLS.search(head)
@@ -68,7 +69,7 @@ def check_text(path: Path, keys: DataTable) -> None:
 
 
 def _fields(rows: Sequence[str], separator: str | None) -> int:
-    """Return how many fields all rows have, if half of them are numbers at least; else 0."""
+    """Return the number of fields of all rows, if at least half of them are numbers; else 0."""
     found = [row.split(separator, _FIELDS_MAX) for row in rows]
     count = len(found[0])
     if count < 2 or any(len(row) != count for row in found):

@@ -1,8 +1,8 @@
-"""How a source of samples is read: stated, shown before training, and kept with the run.
+"""The reading of a source of samples: stated, shown before training, and kept with the run.
 
-A reading says which file and form, separator and encoding, which column is the label and why, the classes
-with their numbers and counts, what was left out and why, and what the samples look like. What can be read in
-two ways is no reading: `unclear` makes the error that names both, with the line of RUN.toml for each.
+A reading gives the file and its form, separator and encoding, the label column and why it is one, the classes
+with their numbers and counts, the parts left out and why, and examples of samples. A source that can be read
+in two ways is refused: `unclear` makes the error that names both ways, with the line of RUN.toml for each.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ from node.seams import Seams
 Array = np.ndarray[Any, np.dtype[Any]]
 
 READING_NAME = "reading.json"
-"""Beside the parts that were made of a source."""
+"""Beside the parts made from a source."""
 READING_BYTES_MAX = 8 << 20
 CLASSES_MAX = 65_536
 """Different labels that are words: as many as the largest sets of species have."""
@@ -34,7 +34,7 @@ _NUMBERS_SHOWN = 6
 
 
 class ClassCount(msgspec.Struct, frozen=True):
-    """A class: its word, its number, and how many samples of all parts have it."""
+    """A class: its word, its number, and its number of samples in all parts."""
 
     word: str
     number: int
@@ -42,7 +42,7 @@ class ClassCount(msgspec.Struct, frozen=True):
 
 
 class ArrayFacts(msgspec.Struct, frozen=True):
-    """An array of the training samples: type, shape of one sample, lowest and highest number."""
+    """An array of the training samples: its type, the shape of one sample, its lowest and highest number."""
 
     name: str
     dtype: str
@@ -55,10 +55,11 @@ class ArrayFacts(msgspec.Struct, frozen=True):
 class SourceReading:
     """How a source was read.
 
-    `words` are the classes' words in the order of their numbers, where labels have some; `classes` are empty
-    where labels are amounts. `label` says what the labels are and why, `column` is a table's column of them,
-    `ignored` are the columns that are neither labels nor features. Of text that became tokens, `window` is
-    how many make a sample, and `vocabulary` how many the tokenizer knows; `records` says what they were.
+    `words` are the classes' words in the order of their numbers, if labels are words; `classes` is empty
+    where labels are amounts. `label` describes the labels and why they were chosen, `column` is their column
+    in a table, `ignored` are the columns that are neither labels nor features. For tokenized text, `window`
+    is the number of tokens in a sample, `vocabulary` the size of the tokenizer's vocabulary, and `records`
+    describes the records.
     """
 
     source: str
@@ -80,7 +81,7 @@ class SourceReading:
     records: str = ""
 
     def lines(self) -> list[str]:
-        """Return the reading as a screen shows it."""
+        """Return the lines of the reading for a screen."""
         counts = ", ".join(f"{count:,} {part}" for part, count in self.parts.items())
         rows = [("data", f"{self.source}: {self.form}"), ("parts", counts), ("label", self.label)]
         if self.classes:
@@ -110,20 +111,20 @@ def _array_text(array: ArrayFacts) -> str:
 
 
 def shown(value: object) -> str:
-    """A value of a person's file, quoted and cut to a bearable length."""
+    """Return a value of a person's file, quoted and cut."""
     text = str(value).replace("\n", "\\n")
     return f"'{text[:SHOWN_MAX]}{'...' if len(text) > SHOWN_MAX else ''}'"
 
 
 def unclear(path: Path, what: str, keys: DataTable, *choices: Mapping[str, Any]) -> UsageError:
-    """Return the error for a source that can be read in two ways: each of `choices` decides, a few keys of
-    `[data]`."""
+    """Return the error for a source that can be read in two ways; each of `choices`, a few keys of `[data]`,
+    decides."""
     lines = " or ".join(keys.line(**choice) for choice in choices)
     return UsageError(f"{path}: {what}", f"in RUN.toml: {lines}")
 
 
 def describe(reading: SourceReading, parts: Mapping[Any, Mapping[str, Array]]) -> None:
-    """Fill in what the arrays of all parts say: counts, classes, ranges, and three samples."""
+    """Fill in facts about the arrays of all parts: counts, classes, ranges, and three samples."""
     train = parts["train"]
     reading.parts = {str(part): len(next(iter(arrays.values()))) for part, arrays in parts.items()}
     reading.arrays = [
@@ -181,7 +182,7 @@ def is_picture(value: Array) -> bool:
 
 
 def picture_text(value: Array) -> str:
-    """A picture of one line: the mean brightness of 16 columns, dark to light."""
+    """Return a picture in one line: the mean brightness of 16 columns, dark to light."""
     pixels = np.asarray(value, np.float64)
     if pixels.ndim == 3:
         pixels = pixels.mean(axis=0 if pixels.shape[0] in (1, 3, 4) else 2)
@@ -197,18 +198,18 @@ def write_reading(reading: SourceReading, folder: Path) -> None:
 
 
 def kept_name(run: str) -> str:
-    """What a node calls the reading of a run's data in its storage."""
+    """Return the name of the reading of a run's data in a node's storage."""
     return f"readings/{run}"
 
 
 async def kept_reading(seams: Seams, run: str) -> SourceReading | None:
-    """Return how the data of a run was read, where this node has asked for the run."""
+    """Return the reading of a run's data, if this node requested the run."""
     data = await seams.executor.run(partial(seams.storage.read, kept_name(run)))
     return decode_reading(data) if data else None
 
 
 def read_reading(folder: Path) -> SourceReading | None:
-    """Return the reading that lies in a folder, if there is one."""
+    """Return the reading in a folder, if there is one."""
     try:
         data = (folder / READING_NAME).read_bytes()
         return decode_reading(data)
@@ -217,7 +218,7 @@ def read_reading(folder: Path) -> SourceReading | None:
 
 
 def reading_document(reading: SourceReading | None) -> dict[str, Any] | None:
-    """Return a reading, where there is one, as a `peerloom/data/1` document."""
+    """Return a reading, if there is one, as a `peerloom/data/1` document."""
     if reading is None:
         return None
     found: dict[str, Any] = msgspec.to_builtins(reading)
@@ -225,7 +226,7 @@ def reading_document(reading: SourceReading | None) -> dict[str, Any] | None:
 
 
 def decode_reading(data: bytes) -> SourceReading | None:
-    """Return the reading that `data` holds, None where it is none."""
+    """Return the reading in `data`, None if it is malformed."""
     if len(data) > READING_BYTES_MAX:
         return None
     try:

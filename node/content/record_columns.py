@@ -1,7 +1,7 @@
-"""Which columns of records hold prompt and completion, messages, or text and label.
+"""The columns of records: prompt and completion, messages, or text and label.
 
-By the names that trl and datasets document, or by keys of `[data]`; what could be meant otherwise is asked
-about.
+They are found by the names that trl and datasets document, or by keys of `[data]`; ambiguous names are
+refused.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,14 @@ _PAIRS = (
     ("prompt", "completion"), ("instruction", "output"), ("question", "answer"), ("prompt", "response"),
     ("instruction", "response"), ("input", "output"), ("prompt", "chosen"), ("source", "target"),
 )  # fmt: skip
-"""Columns that other programs call so; all but the first are asked about."""
+"""Names of columns in other programs; all but the first pair must be confirmed by keys."""
 NOT_CONTENT = frozenset({"id", "idx", "index", "uid", "source", "url", "meta", "metadata", "timestamp"})
-"""Columns that say where a record is from, and are left out."""
+"""Columns about a record's origin, which are left out."""
 
 
 @dataclass(frozen=True)
 class RecordColumns:
-    """What the columns of records are: `inputs` are joined by a line's end, `target` is the completion or the
-    label."""
+    """The columns of records: `inputs` are joined by a line end, `target` is the completion or the label."""
 
     form: Form
     inputs: tuple[str, ...]
@@ -49,7 +48,7 @@ def choose_columns(
     schema: Schema,
     reading: SourceReading,
 ) -> RecordColumns:
-    """Return what the columns are. Raises UsageError: it can be read in two ways, or in none."""
+    """Return the columns of records. Raises UsageError: they can be read in two ways, or in none."""
     _check_known(path, names, keys, schema)
     ignored = set(keys.ignore or ())
     left = [name for name in names if name not in ignored]
@@ -94,7 +93,7 @@ def _check_known(path: Path, names: Sequence[str], keys: DataTable, schema: Sche
 def _written(
     path: Path, left: Sequence[str], model: ModelFolder, keys: DataTable, schema: Schema
 ) -> RecordColumns:
-    """The columns of what a model writes: a chat, a completion, or a text."""
+    """Return the columns of text that a model writes: a chat, a completion, or a text."""
     if not schema.needs_labels and (alone := _prompts(left, keys)):
         return alone
     if keys.messages:
@@ -139,7 +138,7 @@ def _written(
 
 
 def _prompts(left: Sequence[str], keys: DataTable) -> RecordColumns | None:
-    """The columns of prompts whose completions are to be predicted, where there are none."""
+    """Return the columns of prompts whose completions are to be predicted, if there are no completions."""
     named = keys.prompt if isinstance(keys.prompt, tuple) else (keys.prompt or "prompt",)
     target = keys.completion or "completion"
     return RecordColumns("completion", named) if {*named} <= {*left} and target not in left else None

@@ -1,6 +1,6 @@
-"""Records of named fields, for models of language: JSON lines, a JSON list, or a table of text.
+"""Records of named fields, for language models: JSON lines, a JSON list, or a table of text.
 
-One record at a time is in memory, of a JSON list all of them.
+One record at a time is in memory; of a JSON list all of them are.
 """
 
 import json
@@ -20,7 +20,7 @@ LINES = (".jsonl", ".ndjson", ".json")
 TABLES = (".csv", ".tsv", ".parquet")
 SUFFIXES = (*LINES, *TABLES)
 RECORD_BYTES_MAX = 1 << 24
-"""A line of JSON: a book is one of a few megabytes."""
+"""A line of JSON; a book takes a few megabytes."""
 FIELDS_MAX = 1_024
 LIST_BYTES_MAX = 1 << 28
 """A JSON list, which is parsed as a whole."""
@@ -29,8 +29,7 @@ _HEAD_BYTES = 4_096
 
 
 def records_of(path: Path, keys: DataTable, reading: SourceReading) -> Iterator[Record]:
-    """Yield the records of a file in their order; says in `reading` how they are written. Raises UsageError,
-    OSError."""
+    """Yield the records of a file in order, and put their form into `reading`. Raises UsageError, OSError."""
     suffix = path.suffix.lower()
     if suffix in (".csv", ".tsv"):
         return _of_table(path, keys, reading)
@@ -139,5 +138,5 @@ def _checked(found: object, path: Path, where: str) -> Record:
 
 
 def some_names(names: Sequence[str]) -> str:
-    """Names of fields for an error."""
+    """Return some names of fields for an error."""
     return ", ".join(map(shown, names[:8])) + (" ..." if len(names) > 8 else "")

@@ -1,8 +1,8 @@
 """A model's state dict as a safetensors file, written a piece at a time: the whole model is never in memory.
 
-What stands in it follows from the graph: parameters and statistics under all their names, constants that have
-one, and how many micro-batches each batch norm has seen. Where the numbers come from is the caller's affair.
-By hand, because the package writes from whole arrays, and numpy has no bfloat16.
+The graph defines its content: parameters and statistics under all their names, named constants, and how many
+micro-batches each batch norm has seen. The caller provides the numbers. Written by hand, because the package
+needs whole arrays, and numpy has no bfloat16.
 """
 
 import json
@@ -18,19 +18,19 @@ from partition.model.safetensors_layout import SAFETENSORS_TYPES
 from partition.model.sizes import shape_of
 
 TURN_BYTES = 64 << 20
-"""How much is written in one turn of a thread."""
+"""Bytes written in one turn of a thread."""
 _ITEM_BYTES = {name: ITEM_BYTES[dtype] for dtype, name in SAFETENSORS_TYPES.items()}
 _ALIGNMENT = 8
 _HALF = ".half"
 
 Read = Callable[[int], Iterable[bytes | memoryview]]
-"""The bytes of a row of `Graph.parameters`, in pieces."""
+"""Returns the bytes of a row of `Graph.parameters`, in pieces."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor of a state dict: `dtype` as safetensors calls it, and where its bytes come from, a row of
-    `Graph.parameters` or the bytes themselves."""
+    """One tensor of a state dict: `dtype` is safetensors' name, and the bytes come from a row of
+    `Graph.parameters` or are given."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -42,7 +42,7 @@ class Entry:
 
 
 def state_dict(graph: Graph, microbatches: int) -> dict[str, Entry]:
-    """All of a model's state dict, after so many micro-batches."""
+    """Return the state dict of a whole model after this many micro-batches."""
     entries: dict[str, Entry] = {}
     for number, row in enumerate(graph.parameters):
         entry = Entry(SAFETENSORS_TYPES[row.type.dtype], shape_of(row.type, ()), number)
@@ -57,14 +57,14 @@ def state_dict(graph: Graph, microbatches: int) -> dict[str, Entry]:
 
 
 def file_metadata(run: bytes, model: str) -> dict[str, str]:
-    """Return what the file of a run says of itself."""
+    """Return the metadata of a run's file."""
     return {"format": "pt", "peerloom.run": run.hex(), "peerloom.model": model}
 
 
 def file_pieces(
     entries: Mapping[str, Entry], metadata: Mapping[str, str], read: Read
 ) -> Iterator[bytes | memoryview]:
-    """A safetensors file: the length of a JSON header, the header, the data (the format's README)."""
+    """Yield a safetensors file: the length of a JSON header, the header, the data (the format's README)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     order = file_order(entries)
     offset = 0
@@ -85,18 +85,18 @@ def file_pieces(
 
 
 def file_order(entries: Mapping[str, Entry]) -> list[str]:
-    """Return the names of tensors as they lie in the file: the widest first, so that all are aligned."""
+    """Return the names of tensors in file order: the widest first, so that all are aligned."""
     return sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name))
 
 
 def file_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:
-    """Return how long that file is."""
+    """Return the length of that file."""
     header = next(iter(file_pieces(entries, metadata, lambda _: ())))
     return len(header) + sum(entry.size_bytes for entry in entries.values())
 
 
 def writing(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[int | None]:
-    """Write a file that takes its name only when it is whole: None after each turn, lastly its length.
+    """Write a file that gets its name only when complete; yield None after each turn, finally its length.
 
     Raises OSError.
     """
@@ -111,7 +111,7 @@ def writing(path: Path, pieces: Iterable[bytes | memoryview]) -> Iterator[int | 
                     yield None
         half.replace(path)
     except BaseException:
-        with suppress(OSError):  # what went wrong is said by the error on its way
+        with suppress(OSError):  # the error that is being raised says what went wrong
             half.unlink(missing_ok=True)
         raise
     yield size

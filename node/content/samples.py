@@ -1,11 +1,10 @@
 """Samples of a person's own objects as a folder of `train.npz` and `test.npz`: the form that a run takes.
 
-What has length and items (`torch.utils.data.Dataset`), what can be iterated over, a mapping of whole arrays,
-or a pair of such things, for training and held out. A sample is a mapping by the names of the model's inputs
-and labels, a pair of input and label (arrays x and y), or a tuple in their order; in it arrays, tensors,
-numbers, images. It all happens in the requester's own process: what travels afterwards is arrays. They are
-written as they come, so only one sample is in memory. Where nothing is held out by the source, every fifth
-sample is.
+A source has length and items (`torch.utils.data.Dataset`), is iterable, is a mapping of whole arrays, or is a
+pair of such sources, for training and held out. A sample is a mapping by the names of the model's inputs and
+labels, a pair of input and label (arrays x and y), or a tuple in their order, of arrays, tensors, numbers,
+images. All this runs in the requester's own process; only arrays travel. Samples are written as they come, so
+only one is in memory. If the source holds out nothing, every fifth sample is held out.
 """
 
 import shutil
@@ -24,18 +23,18 @@ from node.errors import UsageError
 Array = np.ndarray[Any, np.dtype[Any]]
 
 SAMPLES_BYTES_MAX = 1 << 32
-"""The size of all arrays. What is larger is better made once, by the person, and kept."""
+"""The size of all arrays. Larger data is better prepared once by the person, and kept."""
 COLUMNS_MAX = 64
 ITEM = "item_"
-"""The n-th tensor of a tuple is called item_n, and is the n-th of the model's inputs and labels."""
+"""The n-th tensor of a tuple is named item_n and is the n-th of the model's inputs and labels."""
 _PARTS = ("train", "test")
 
 
 def write_samples(source: Any, folder: Path, where: str) -> None:
-    """Write what a source gives into `folder`, which exists; errors call the source `where`.
+    """Write a source's samples into `folder`, which exists; errors name the source `where`.
 
     Raises:
-        UsageError: no samples, or some that are unlike the first, with the number of the first such.
+        UsageError: no samples, or one that differs from the first, with its number.
     """
     with ExitStack() as stack:
         parts = {name: stack.enter_context(_Part(name, where)) for name in _PARTS}
@@ -62,7 +61,7 @@ def write_samples(source: Any, folder: Path, where: str) -> None:
 
 
 def _dealt(samples: Iterator[Any], parts: "Mapping[str, _Part]") -> None:
-    """Every fifth sample is held out; of fewer than five, the last."""
+    """Deal every fifth sample to the held-out part; of fewer than five, the last."""
     waiting: list[Any] = []
     for number, sample in enumerate(samples):
         for each in waiting:
@@ -79,12 +78,12 @@ def _dealt(samples: Iterator[Any], parts: "Mapping[str, _Part]") -> None:
 
 
 def _is_source(value: Any) -> bool:
-    """Return whether samples come out of it, and it is not one itself."""
+    """Return whether a value yields samples and is not a sample itself."""
     return not hasattr(value, "__array__") and not isinstance(value, int | float | str | bytes)
 
 
 def _samples(source: Any, where: str) -> Iterator[Any]:
-    """Samples in their order. Raises UsageError: nothing that gives some, or it raises itself."""
+    """Yield samples in order. Raises UsageError: the source gives none, or raises itself."""
     if hasattr(source, "batch_sampler") and hasattr(source, "dataset"):
         raise UsageError(
             f"{where}: is a DataLoader, which gives batches; a run wants samples", "return its dataset"
@@ -123,7 +122,7 @@ def _rows(columns: Mapping[Any, Any], where: str) -> Iterator[dict[str, Array]]:
 
 
 class _Part:
-    """Samples of one file, a temporary file for each array."""
+    """The samples of one file, with a temporary file for each array."""
 
     def __init__(self, name: str, where: str) -> None:
         self.count = 0
@@ -139,7 +138,7 @@ class _Part:
         self._stack.close()
 
     def add(self, sample: Any) -> None:
-        """Append one. Raises UsageError."""
+        """Append a sample. Raises UsageError."""
         arrays = dict(self._named(sample))
         if not self.columns:
             if not 0 < len(arrays) <= COLUMNS_MAX:
@@ -186,7 +185,7 @@ class _Part:
             yield name or "x", _array(value, self._where, name or "x", self.count)
 
     def write(self, path: Path) -> None:
-        """As numpy writes an npz: equal samples make equal bytes."""
+        """Write as numpy writes an npz: equal samples make equal bytes."""
         with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED, allowZip64=True) as archive:
             for name, column in self.columns.items():
                 entry = zipfile.ZipInfo(f"{name}.npy", (1980, 1, 1, 0, 0, 0))
@@ -212,7 +211,7 @@ class _Column:
 
 
 def _leaves(sample: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """What lies in a sample, by the names in it with dots between."""
+    """Yield the leaves of a sample by their dotted names."""
     pairs: Sequence[tuple[Any, Any]]
     if isinstance(sample, Mapping):
         pairs = list(sample.items())
@@ -230,12 +229,12 @@ def _is_tree(value: Any) -> bool:
 
 
 def _is_numbers(value: Sequence[Any]) -> bool:
-    """Return whether a list is one array: of numbers, as a tokenizer gives them."""
+    """Return whether a list is one array: of numbers, as a tokenizer returns them."""
     return isinstance(value, list) and bool(value) and all(isinstance(each, int | float) for each in value)
 
 
 def _array(value: Any, where: str, name: str, number: int) -> Array:
-    """A tensor, an array, a number or an image as an array. Raises UsageError: it is none of these."""
+    """Return a tensor, an array, a number or an image as an array. Raises UsageError for other values."""
     if hasattr(value, "detach") and hasattr(value, "numpy"):  # a tensor, without torch
         tensor = value.detach().cpu()
         value = (tensor.float() if str(tensor.dtype) == "torch.bfloat16" else tensor).numpy()

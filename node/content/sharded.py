@@ -1,7 +1,7 @@
-"""Samples that are read from their shards when they are asked for: data that need not fit into memory.
+"""Samples that are read from their shards on demand: data that need not fit into memory.
 
-An array of such a data set answers as numpy's do where samples are picked by number; all else a caller does
-with the arrays that this gives. Pieces that were read lately are kept, up to `CACHE_BYTES`.
+Its arrays support only picking samples by number, like numpy's, and return numpy arrays. Recently read pieces
+are kept, up to `CACHE_BYTES`.
 """
 
 from collections import OrderedDict
@@ -16,18 +16,19 @@ from node.content.shards import Array, DataManifest, Part, PartName
 from node.errors import PeerloomError
 
 CACHE_BYTES = 128 << 20
-"""The cache of one data set; a step's micro-batches are read from as many pieces as they have samples."""
+"""The cache of one data set; the micro-batches of a step are read from as many pieces as they have
+samples."""
 
 Read = Callable[[bytes], bytes | None]
 
 
 class DataMissing(PeerloomError):
-    """A piece is not here, or was damaged: it has to be fetched again."""
+    """A piece is missing or damaged: it must be fetched again."""
 
 
 class ShardReader:
     """Reads samples of one data set; from any thread. `hashes` names the pieces of a shard, by part and
-    number; `read` gives a verified blob, None where it is not here."""
+    number; `read` returns a verified blob, None if it is missing."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class ShardReader:
         self._lock = Lock()
 
     def records(self, part: Part, rows: Sequence[int]) -> Array:
-        """These samples of a part, as numpy's records. Raises DataMissing."""
+        """Return these samples of a part as numpy's records. Raises DataMissing."""
         size, count = self.manifest.sample_bytes, len(part.shards)
         found = bytearray(len(rows) * size)
         for place, row in enumerate(rows):
@@ -92,7 +93,7 @@ class ShardedArray:
         shape: tuple[int, ...],
         window: slice | None,
     ) -> None:
-        """`window` is what of a text's bytes the array has."""
+        """`window` is the part of a text's bytes that this array has."""
         self._reader = reader
         self._part = part
         self._column = column
@@ -108,7 +109,8 @@ class ShardedArray:
         return self.shape[0]
 
     def __getitem__(self, rows: Any) -> Array:
-        """The samples of a slice or of a list of numbers; one sample for a number. Raises DataMissing."""
+        """Return the samples of a slice or of a list of numbers; one sample for a number. Raises
+        DataMissing."""
         if isinstance(rows, int | np.integer):
             one: Array = self[[int(rows)]][0]
             return one
@@ -122,7 +124,7 @@ class ShardedArray:
         return np.asarray(self[:], dtype)
 
     def max(self) -> Any:
-        """The largest number, read a part at a time."""
+        """Return the largest number, read a part at a time."""
         step = max(1, PIECE_BYTES // max(1, self._reader.manifest.sample_bytes)) * 16
         return max(self[first : first + step].max() for first in range(0, len(self), step))
 

@@ -1,13 +1,13 @@
-"""A data set as it travels: a manifest, shards of samples, and pieces of 256 KiB by hash.
+"""The transfer format of a data set: a manifest, shards of samples, and pieces of 256 KiB by hash.
 
-The bytes of a shard are its samples one after the other, each the numbers of all columns in their order,
-little-endian: nothing has to be parsed, and any sample is read alone. A shard is a tree of two levels: its
-root is the hash of a list, the list holds the hashes of its pieces. The manifest names the roots, and its own
-hash names the data set; a run's manifest, which its requester signs, holds that. Lists and pieces are blobs
-(`node.storage.blobs`), compared with their hash whenever they are read.
+A shard is the concatenation of its samples, each the numbers of all columns in order, little-endian: nothing
+is parsed, and any sample can be read alone. A shard is a tree of two levels: its root is the hash of a list,
+the list holds the hashes of its pieces. The manifest names the roots, and its own hash names the data set; a
+run's manifest, which its requester signs, holds that. Lists and pieces are blobs (`node.storage.blobs`),
+compared with their hash whenever they are read.
 
-Row r of a part lies in shard r % S as its row r // S: what lay together in a person's file is dealt out over
-all shards, so a file that is sorted by class makes no shard of one class. S is a power of two that divides
+Row r of a part lies in shard r % S as its row r // S: neighbouring rows of a person's file are dealt over all
+shards, so a file sorted by class makes no shard of one class. S is a power of two that divides
 `partition.plan.assignment.LANES`.
 """
 
@@ -31,10 +31,10 @@ Kind = Literal[
     "|b1", "|i1", "|u1", "<i2", "<u2", "<i4", "<u4", "<i8", "<u8", "<f2", "<f4", "<f8"
 ]  # fmt: skip
 KINDS: tuple[Kind, ...] = get_args(Kind)
-"""numpy's names of what data is made of."""
+"""numpy's names of the types of data."""
 
 SHARD_BYTES_MIN = 1 << 20
-"""A set that is smaller than twice this is one shard, and dealt to every trainer whole."""
+"""A set smaller than twice this is one shard, and every trainer gets all of it."""
 SHARD_PIECES_MAX = BLOB_BYTES_MAX // HASH_BYTES
 """One list is one blob."""
 COLUMNS_MAX = 64
@@ -45,7 +45,7 @@ _CHUNK_BYTES = 4 << 20
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Side = Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
 Put = Callable[[bytes], bytes]
-"""Keep a blob; returns its hash."""
+"""Stores a blob; returns its hash."""
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True):
@@ -62,21 +62,21 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """Training, validation or test samples: how many, and the root of each shard."""
+    """Training, validation or test samples: their number, and the root of each shard."""
 
     name: PartName
     samples: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
     shards: Annotated[tuple[Hash, ...], msgspec.Meta(min_length=1, max_length=LANES)]
 
     def rows(self, shard: int) -> int:
-        """How many samples a shard has."""
+        """Return how many samples a shard has."""
         count = len(self.shards)
         return (self.samples - shard + count - 1) // count
 
 
 class DataManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A data set. `window` is how many bytes make a sample of text, 0 for other data: its one column holds
-    a window and the byte after it. `label_values` is how many labels there are, where the form says so."""
+    """A data set. `window` is the number of bytes in a sample of text, 0 for other data; a text's one column
+    holds a window and the byte after it. `label_values` is the number of labels, if the form gives it."""
 
     columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
     parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=2, max_length=len(PARTS))]
@@ -107,7 +107,7 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Return the type of a sample as it lies in a shard."""
+        """Return the type of a sample in a shard."""
         return np.dtype([(column.name, column.kind, column.shape) for column in self.columns])
 
     @property
@@ -121,15 +121,15 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
         return self.sample_bytes * sum(part.samples for part in self.parts)
 
     def pieces_of(self, part: Part, shard: int) -> int:
-        """How many pieces a shard has."""
+        """Return how many pieces a shard has."""
         return -(-part.rows(shard) * self.sample_bytes // PIECE_BYTES)
 
     def part(self, name: PartName) -> Part | None:
-        """The part of this name."""
+        """Return the part of this name."""
         return next((part for part in self.parts if part.name == name), None)
 
     def shards(self) -> Iterator[tuple[Part, int, int]]:
-        """Every shard: its part, its number there, and the number of its first piece."""
+        """Yield every shard: its part, its number in it, and the number of its first piece."""
         first = 0
         for part in self.parts:
             for shard in range(len(part.shards)):
@@ -137,27 +137,27 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
                 first += self.pieces_of(part, shard)
 
     def piece_sizes(self, part: Part, shard: int) -> list[int]:
-        """How many bytes each piece of a shard has."""
+        """Return the size of each piece of a shard."""
         size = part.rows(shard) * self.sample_bytes
         count = self.pieces_of(part, shard)
         return [PIECE_BYTES] * (count - 1) + [size - PIECE_BYTES * (count - 1)]
 
 
 def shard_count(samples: int, size_bytes: int) -> int:
-    """Into how many shards a part of so many samples and bytes is cut."""
+    """Return into how many shards a part of this many samples and bytes is cut."""
     most = min(LANES, samples, max(1, size_bytes // SHARD_BYTES_MIN))
     return int(2 ** (most.bit_length() - 1))
 
 
 def hashes_of(listed: bytes, count: int) -> list[bytes]:
-    """The hashes of a shard's list, which must have `count`. Raises RemoteProtocolError."""
+    """Return the hashes in a shard's list, which must have `count`. Raises RemoteProtocolError."""
     if len(listed) != count * HASH_BYTES:
         raise RemoteProtocolError("a list of another number of pieces than the manifest's")
     return [listed[start : start + HASH_BYTES] for start in range(0, len(listed), HASH_BYTES)]
 
 
 def kind_of(dtype: "np.dtype[Any]") -> Kind | None:
-    """Return how numbers of this type travel, None where they do not."""
+    """Return the transfer type of numbers of this type, None if they cannot be sent."""
     little = dtype.newbyteorder("<") if dtype.itemsize > 1 else dtype
     return next((kind for kind in KINDS if kind == little.str), None)
 
@@ -165,13 +165,13 @@ def kind_of(dtype: "np.dtype[Any]") -> Kind | None:
 def pack(
     parts: Mapping[PartName, Mapping[str, Array]], put: Put, *, window: int = 0, label_values: int = 0
 ) -> tuple[DataManifest, bytes]:
-    """Cut arrays by name, each (N, ...), into shards whose blobs are `put`; the manifest and its hash.
+    """Cut arrays by name, each (N, ...), into shards whose blobs are `put`; return the manifest and its hash.
 
     Only some MiB are in memory at once, so the arrays may be mapped files. For text `parts` have x and y,
-    which are y's last byte apart.
+    which differ by y's last byte.
 
     Raises:
-        ValueError: a type of numbers that does not travel, or too much of them. OSError: as `put`.
+        ValueError: a type of numbers that cannot be sent, or too many of them. OSError: as `put`.
     """
     first = parts["train"]
     if window:

@@ -1,8 +1,8 @@
-"""Data as people have it, made into a folder of `train.npz` and `test.npz`: the form that a run takes.
+"""People's data converted to a folder of `train.npz` and `test.npz`: the form that a run takes.
 
-The requester's own command does so, with files that belong to the person who asks: what travels afterwards is
-arrays. Nothing here runs code or unpickles, and nothing is guessed: how a source was read is stated
-(`node.content.reading`), and one that can be read in two ways is refused with the key that decides. Read are:
+The requester's own command does so, with the requester's files; only arrays travel. Nothing here runs code or
+unpickles, and nothing is guessed: the reading of a source is stated (`node.content.reading`), and one that
+can be read in two ways is refused with the key that decides. The sources are:
 
     TABLE.csv, .tsv, .parquet   a row a sample: numbers, and one column of labels
     ARRAYS.npz, .safetensors    `x` and `y`, or arrays named as the model's inputs and labels; or all of them
@@ -10,12 +10,10 @@ arrays. Nothing here runs code or unpickles, and nothing is guessed: how a sourc
     a folder of images          a folder for each class, at the top or under `train`, `test` and `validation`
     a folder of arrays          `train.npz`, and perhaps `test.npz` and `validation.npz`
     a folder of CIFAR-10        `data_batch_*.bin` and `test_batch.bin` (its binary version)
-    http(s)://HOST/FILE         one of the files above
-    s3://BUCKET/FILE, gs://...  one of the files above (`node.content.buckets`)
+    http(s)://, s3://, gs://    one of the files above (`node.content.buckets`)
 
-`[splits]` of RUN.toml names where the validation and test samples come from: another source, or a share of
-the training samples. Where neither it nor the source has a test part, a fixed fifth is held out, the same at
-every conversion. Equal sources make equal bytes, so that their hash names them.
+`[splits]` of RUN.toml takes validation and test samples from another source, or a share of the training
+samples. Without a test part always the same fifth is held out. Equal sources make equal bytes, hence one hash.
 """
 
 import re
@@ -50,24 +48,24 @@ from node.protocols.data_table import DataTable
 Array = np.ndarray[Any, np.dtype[Any]]
 Arrays = dict[str, Array]
 Parts = dict[PartName, Arrays]
-"""What a source has of each part; `train` is there always."""
+"""The arrays of each part; `train` always exists."""
 Tell = Callable[[str], None]
-"""Takes how far the reading is."""
+"""Receives the progress of the reading."""
 
 _NUMBER = " number"
 WEB_SCHEMES = ("http://", "https://")
 SCHEMES = (*WEB_SCHEMES, *BUCKET_SCHEMES)
 DOWNLOAD_BYTES_MAX = 1 << 31
 DOWNLOAD_SECONDS = 60.0
-"""Without a byte."""
+"""The longest time without a byte."""
 HELD_OUT = 5
-"""One sample in five is held out where the source does not say which."""
+"""One sample in five is held out where the source does not decide."""
 SAMPLES_MIN = 2
 _SPLIT_SEED = 20
 _VALIDATION_SEED = 21
 _CHUNK_BYTES = 1 << 20
 _REORDERED_BYTES = 4 << 20
-"""What is moved at once while samples change their places."""
+"""Bytes moved at once while samples are reordered."""
 _ARCHIVES = {".npz": read_npz, ".safetensors": read_safetensors}
 _UNPACK = "unpack it first"
 _OTHER_FORMS = {
@@ -80,17 +78,17 @@ _OTHER_FORMS = {
     **dict.fromkeys((".pt", ".pth", ".pkl", ".pickle", ".h5", ".hdf5", ".mat", ".feather", ".arrow"), ""),
     **dict.fromkeys((".orc", ".avro", ".sqlite", ".db", ".tfrecord", ".rds", ".rdata", ".pdf", ".docx"), ""),
 }
-"""Files that are no text, which training on bytes would take for one; and what makes one that is read."""
+"""Files that are not text, which training on bytes would take for text; and how to make a readable one."""
 _TABLES = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is to be read: `data` of a RUN.toml in the folder `base`, by these keys.
+    """A request: `data` of a RUN.toml in the folder `base`, by these keys.
 
-    `test` and `validation` name another source each, or a share of the training samples. With `like`, the
-    samples are new ones, read as those of that reading were; their labels may be missing. With `language` it
-    is text that becomes tokens.
+    `test` and `validation` each name another source, or a share of the training samples. With `like` the
+    samples are new ones, read as in that reading; their labels may be missing. With `language` the source is
+    text that becomes tokens.
     """
 
     data: str
@@ -104,7 +102,8 @@ class Wish:
 
 @dataclass
 class SampleParts:
-    """What was read: arrays of each part, how, and of each part the numbers of its samples in the source."""
+    """The result of a reading: arrays of each part, the reading, and each part's sample numbers in the
+    source."""
 
     parts: Parts
     reading: SourceReading
@@ -112,8 +111,8 @@ class SampleParts:
 
 
 def is_source(data: str, base: Path) -> bool:
-    """Return whether `data` of a RUN.toml in the folder `base` is something to be converted first. Raises
-    UsageError: a URL of a kind that is not read."""
+    """Return whether `data` of a RUN.toml in the folder `base` must be converted first. Raises UsageError: a
+    URL of an unsupported kind."""
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", data):
         _check_scheme(data)
         return True
@@ -134,14 +133,14 @@ def is_archive(data: str) -> bool:
 
 
 def is_table_by_keys(keys: DataTable) -> bool:
-    """Return whether keys say that a file of any name, such as iris.data, is a table of text."""
+    """Return whether keys make a file of any name, such as iris.data, a table of text."""
     return keys.form == "table" or any(
         getattr(keys, name) not in ("", (), None) for name in ("label", *_TABLE_KEYS)
     )
 
 
 def check_form(path: Path, keys: DataTable) -> None:
-    """Refuse a file whose name or bytes say that it is no text, or that may as well be a table. Raises
+    """Refuse a file whose name or bytes show that it is not text, or that may be a table. Raises
     UsageError."""
     if keys.form == "bytes":
         return
@@ -168,11 +167,11 @@ def convert(
     validation: str | float = "",
     keys: DataTable | None = None,
 ) -> SourceReading:
-    """Write `train.npz` and `test.npz`, `validation.npz` where there is such a part, and how they were read,
-    into `folder`, which exists. It is read in this process; `node.content.fenced_reading` starts one.
+    """Write `train.npz` and `test.npz`, `validation.npz` if there is such a part, and the reading into
+    `folder`, which exists. This process does the reading; `node.content.fenced_reading` starts a fenced one.
 
     Raises:
-        UsageError: what is missing, cannot be read or does not fit together, with its file.
+        UsageError: a file is missing, cannot be read or does not match; the error names it.
     """
     wish = Wish(data, base, keys or DataTable(data), test, validation)
     with downloaded(wish, folder) as (here, names), called(names):
@@ -182,7 +181,7 @@ def convert(
 
 
 def write(samples: SampleParts, folder: Path) -> SourceReading:
-    """Put samples into `folder`, in the form that a run takes. Raises UsageError."""
+    """Write samples into `folder`, in the form that a run takes. Raises UsageError."""
     try:
         for name, arrays in samples.parts.items():
             np.savez(folder / f"{name}.npz", **arrays)  # type: ignore[arg-type]  # numpy's own
@@ -195,7 +194,7 @@ def write(samples: SampleParts, folder: Path) -> SourceReading:
 
 
 def read(wish: Wish, tell: Tell = lambda _: None) -> SampleParts:
-    """Read what is wished for, of files that are here. Raises UsageError."""
+    """Read a request's sources, which are local files. Raises UsageError."""
     reading = SourceReading(wish.data)
     if wish.like is not None:
         schema = replace(schema_from(wish.like), needs_labels=False)
@@ -238,7 +237,7 @@ def read(wish: Wish, tell: Tell = lambda _: None) -> SampleParts:
 
 
 def _check_scheme(url: str) -> None:
-    """Refuse a URL of a kind that is not read. Raises UsageError."""
+    """Refuse a URL of an unsupported kind. Raises UsageError."""
     if not url.startswith(SCHEMES):
         kind = url.partition("://")[0]
         raise UsageError(
@@ -266,7 +265,7 @@ def _read_source(
 
 
 def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, tell: Tell) -> Parts:
-    """Arrays by name for each part."""
+    """Return arrays by name for each part."""
     suffix = path.suffix.lower()
     _check_keys(path, keys)
     try:
@@ -299,13 +298,13 @@ def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, t
 def _read_language(
     path: Path, wish: Wish, language: Language, schema: Schema, reading: SourceReading, tell: Tell
 ) -> Parts:
-    """Text that becomes tokens: records, or one text in windows. Raises UsageError."""
+    """Read text that becomes tokens: records, or one text in windows. Raises UsageError."""
     model = read_model_folder(Path(language.folder)) if language.folder else None
     is_of_records = model is not None and path.suffix.lower() in SUFFIXES
     _check_language_keys(path, wish.keys, is_of_records=is_of_records)
     known = Tokens(Path(language.tokenizer), model)
     window = language.window or schema.window
-    if wish.like is not None:  # a prompt is never cut, a text with a label as those were that were learnt
+    if wish.like is not None:  # a prompt is never cut; a labelled text is cut like those in training
         window = 0 if is_of_records and model is not None and model.kind == "causal" else wish.like.window
     try:
         if model is not None and is_of_records:
@@ -323,7 +322,7 @@ def _read_language(
 
 
 def _note_untrained(parts: Parts, reading: SourceReading) -> None:
-    """State which classes have no training sample, though others have some."""
+    """State which classes have no training sample, if others have some."""
     labels = parts["train"].get("y", parts["train"].get("labels"))
     if not reading.words or labels is None:
         return
@@ -339,7 +338,7 @@ _LANGUAGE_KEYS = ("prompt", "completion", "messages", "text", "loss")
 
 
 def _check_language_keys(path: Path, keys: DataTable, *, is_of_records: bool) -> None:
-    """Refuse keys that mean nothing for text that becomes tokens. Raises UsageError."""
+    """Refuse keys that have no meaning for text that becomes tokens. Raises UsageError."""
     useless: tuple[str, ...] = ("features", "decimal", "header", "channels", "form")
     if path.suffix.lower() in LINES or path.suffix.lower() == ".parquet":
         useless += ("separator", "encoding")
@@ -355,7 +354,7 @@ def _refuse_keys(path: Path, keys: DataTable, useless: tuple[str, ...]) -> None:
 
 
 def _check_keys(path: Path, keys: DataTable) -> None:
-    """Refuse keys that mean nothing for a source of this form. Raises UsageError."""
+    """Refuse keys that have no meaning for a source of this form. Raises UsageError."""
     suffix = path.suffix.lower()
     if path.is_dir():
         useless: tuple[str, ...] = (*_TABLE_KEYS, "label", "channels")
@@ -387,8 +386,8 @@ def _check_parts(parts: Parts, where: str) -> None:
 
 
 def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Arrays, Arrays]:
-    """Split a fixed share off: what is left, and what is held out, both in the memory of `arrays`, whose
-    samples change their places. Raises UsageError: too few samples."""
+    """Hold out a fixed share: return the remaining and the held-out samples, both in the memory of `arrays`,
+    whose samples are reordered. Raises UsageError: too few samples."""
     count = len(next(iter(arrays.values())))
     if count < SAMPLES_MIN:
         raise UsageError(f"{where}: {count} samples; at least {SAMPLES_MIN}, one of them to hold out")
@@ -407,7 +406,7 @@ def hold_out(arrays: Arrays, share: float, where: str, part: str) -> tuple[Array
 
 
 def _reordered(array: Array, order: Array) -> Array:
-    """Return the samples in this order. They take the memory of `array` where it may be written to."""
+    """Return the samples in this order, in the memory of `array` if it is writable."""
     if not array.flags.c_contiguous or not array.flags.writeable:
         return array[order]
     rows = array.reshape(len(array), -1)
@@ -418,7 +417,7 @@ def _reordered(array: Array, order: Array) -> Array:
 
 
 def _count(arrays: Arrays, path: Path) -> int:
-    """How many samples they hold. Raises UsageError: each another number, or none."""
+    """Return the number of samples. Raises UsageError: the arrays differ, or have none."""
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     told = ", ".join(f"{name} {length}" for name, length in list(lengths.items())[:8])
     if len(set(lengths.values())) != 1:
@@ -428,12 +427,13 @@ def _count(arrays: Arrays, path: Path) -> int:
     return next(iter(lengths.values()))
 
 
-# From elsewhere
+# Downloads
 
 
 @contextmanager
 def downloaded(wish: Wish, folder: Path) -> Iterator[tuple[Wish, dict[str, str]]]:
-    """Yield the wish with files in the place of URLs, and what people call these files. Raises UsageError."""
+    """Yield the request with URLs replaced by files, and the people's names of these files. Raises
+    UsageError."""
     names: dict[str, str] = {}
     with ExitStack() as stack:
 
@@ -453,7 +453,7 @@ def downloaded(wish: Wish, folder: Path) -> Iterator[tuple[Wish, dict[str, str]]
 
 @contextmanager
 def called(names: dict[str, str]) -> Iterator[None]:
-    """Errors within call files as people do."""
+    """Name files in errors as people know them."""
     try:
         yield
     except UsageError as error:
@@ -461,13 +461,13 @@ def called(names: dict[str, str]) -> Iterator[None]:
 
 
 def data_names(folder: str, source: str) -> dict[str, str]:
-    """Return what people call the parts of a source that were made in a folder which they never see."""
+    """Return the names by which people know the parts that were made from a source in a hidden folder."""
     parts = {f"{folder}/{part}.npz": f"{source} ({part})" for part in PARTS}
     return parts | {folder: source}
 
 
 def renamed(error: UsageError, names: dict[str, str]) -> UsageError:
-    """Return an error that calls files by other names."""
+    """Return an error with files renamed."""
     texts = [text and _replaced(text, names) for text in error.written]
     return UsageError(texts[0] or "", texts[1])
 
@@ -479,7 +479,7 @@ def _replaced(text: str, names: dict[str, str]) -> str:
 
 
 def _download(url: str, folder: Path) -> Path:
-    """Fetch a file of a known form into `folder`. Raises UsageError."""
+    """Download a file of a known form into `folder`. Raises UsageError."""
     is_bucket = url.startswith(BUCKET_SCHEMES)
     suffix = Path(urllib.parse.urlsplit(url).path).suffix.lower()
     if suffix not in {*_TABLES, *_ARCHIVES}:

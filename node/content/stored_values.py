@@ -1,7 +1,6 @@
-"""A graph whose first values are those of a run's state dict: what a run's checkpoint is served as.
+"""A graph with the values of a run's state dict as initial values: the form in which a checkpoint is served.
 
-The file of a state dict is laid out by the graph alone (`node.content.safetensors`), so nothing of it is
-parsed.
+The graph alone defines the layout of a state dict's file (`node.content.safetensors`), so it is not parsed.
 """
 
 from collections.abc import Iterator
@@ -21,8 +20,8 @@ _CHUNK_BYTES = 1 << 22
 
 
 def with_values(graph: Graph, state: Path, target: Path) -> Graph:
-    """Return a graph with the parameters that stand in a run's file `state`, and write the file of its first
-    values. Raises RemoteProtocolError: it is not a file of this graph. OSError."""
+    """Return a graph with the parameters in a run's file `state`, and write the file of its initial values.
+    Raises RemoteProtocolError: it is not a file of this graph. OSError."""
     with state.open("rb") as file:
         places = _places(graph, file, state.stat().st_size)
         offset, rows = 0, []
@@ -43,7 +42,7 @@ def with_values(graph: Graph, state: Path, target: Path) -> Graph:
 
 
 def _places(graph: Graph, file: IO[bytes], size: int) -> dict[int, tuple[int, int]]:
-    """Where the bytes of each row of the parameter table lie, and how many there are."""
+    """Return the offset and length of each row of the parameter table."""
     begin = _LENGTH_BYTES + int.from_bytes(file.read(_LENGTH_BYTES), "little")
     entries = state_dict(graph, 0)
     found: dict[int, tuple[int, int]] = {}

@@ -1,6 +1,6 @@
-"""Tables as arrays: x (N, features) of float32, and y; a row a sample, from text or Parquet.
+"""Tables as arrays: x (N, features) of float32, and y; one sample per row, from text or Parquet.
 
-A chunk of rows is in memory as text at once; beside it only the numbers that are made of them.
+Only a chunk of rows is in memory as text, beside the numbers made from it.
 """
 
 import json
@@ -27,13 +27,13 @@ Arrays = dict[str, Array]
 Tell = Callable[[str], None]
 
 TABLE_NUMBERS_MAX = 1 << 29
-"""The numbers in a Parquet file, whose few bytes may stand for many."""
+"""The numbers in a Parquet file, a few bytes of which may stand for many."""
 CHUNK_FIELDS = 1 << 18
-"""Fields that are text at once: some 15 MB of Python's strings."""
+"""Fields in memory as text at once: some 15 MB of Python strings."""
 _GROWTH = 16
-"""An array of rows that is full grows by one so many'th."""
+"""A full array of rows grows by this fraction."""
 _ODD = re.compile(r"[^0-9+\-.eE ]")
-"""A letter that no plain number has: Python's `float` reads more than numbers as programs write them."""
+"""A letter that no plain number has: Python's `float` reads more than the numbers that programs write."""
 _ROUNDED = "features above 16,777,216 are rounded: x is float32"
 _VANISHED = "features nearer to 0 than 1e-45 are 0: x is float32"
 _FLOAT32_MIN = float(np.finfo(np.float32).smallest_subnormal)
@@ -41,7 +41,7 @@ _FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 
 def read_csv(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, tell: Tell) -> Arrays:
-    """A table of text. Raises UsageError, OSError."""
+    """Return a table of text as arrays. Raises UsageError, OSError."""
     form = find_form(path, keys, known=tuple(schema.features))
     reading.form = str(form)
     if schema.features:
@@ -62,7 +62,7 @@ def _kinds(form: TableForm) -> dict[str, Kind]:
 
 
 def _check_words(path: Path, kinds: dict[str, Kind], keys: DataTable, schema: Schema) -> None:
-    """Refuse features of words at once, all of them, with the key that leaves them out."""
+    """Refuse all features of words at once, with the key that leaves them out."""
     wrong = [name for name in schema.features if kinds[name] in ("words", "names", "empty")]
     if len(wrong) > 1:
         told = ", ".join(map(shown, wrong[:8])) + (" ..." if len(wrong) > 8 else "")
@@ -76,7 +76,7 @@ def _check_words(path: Path, kinds: dict[str, Kind], keys: DataTable, schema: Sc
 
 
 def _check_columns(path: Path, columns: Sequence[str], schema: Schema) -> None:
-    """Hold the columns of a further table to those of the training samples. Raises UsageError."""
+    """Check that a further table has the columns of the training samples. Raises UsageError."""
     known = (*schema.features, schema.label)
     for name in known if schema.needs_labels else schema.features:
         if name not in columns:
@@ -87,7 +87,7 @@ def _check_columns(path: Path, columns: Sequence[str], schema: Schema) -> None:
 
 
 class _Csv:
-    """One table of text on its way to arrays."""
+    """One table of text during its conversion."""
 
     def __init__(
         self, path: Path, form: TableForm, keys: DataTable, schema: Schema, reading: SourceReading
@@ -169,7 +169,7 @@ class _Csv:
     def _number(self, place: int, field: str) -> float:
         text = number_text(field, self._form.decimal)
         if self._form.decimal == "," and "." in field and text == field.strip():
-            text = ""  # a mark of thousands, where the comma is that of decimals
+            text = ""  # a thousands separator, where the comma is the decimal mark
         is_number = bool(NUMBER.match(text))
         if is_number and abs(float(text)) < _FLOAT32_MAX:
             return float(text)
@@ -184,13 +184,13 @@ class _Csv:
 
 
 def _leave_out(keys: DataTable, name: str) -> str:
-    """What to do where a column holds no numbers."""
+    """Return the remedy for a column without numbers."""
     line = keys.line(ignore=[*(keys.ignore or ()), name])
     return f"mend the file, or leave the column out, in RUN.toml: {line}"
 
 
 def note_rounded(numbers: Array, reading: SourceReading) -> None:
-    """State it where numbers are larger than float32 has whole ones apart, such as ids, or become 0 in it."""
+    """State if numbers exceed the exact whole numbers of float32, such as ids, or become 0 in it."""
     if np.abs(numbers).max(initial=0.0) > 1 << 24 and _ROUNDED not in reading.notes:
         reading.notes.append(_ROUNDED)
     if np.any((numbers != 0) & (np.abs(numbers) < _FLOAT32_MIN)) and _VANISHED not in reading.notes:
@@ -198,8 +198,8 @@ def note_rounded(numbers: Array, reading: SourceReading) -> None:
 
 
 class _GrowingRows:
-    """Blocks of rows as one array. It grows in its place: blocks that wait to be joined are small pieces of
-    the heap, which the system does not get back when they go."""
+    """Blocks of rows as one array, which grows in place: blocks waiting to be joined are small pieces of the
+    heap that the system does not get back."""
 
     def __init__(self, columns: int) -> None:
         self._array: Array = np.empty((0, columns), np.float32)
@@ -223,7 +223,7 @@ class _GrowingRows:
 
 
 def read_parquet(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, tell: Tell) -> Arrays:
-    """A Parquet table. Raises UsageError, OSError."""
+    """Return a Parquet table as arrays. Raises UsageError, OSError."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -242,7 +242,7 @@ def read_parquet(path: Path, keys: DataTable, schema: Schema, reading: SourceRea
 
 
 class _Parquet:
-    """One Parquet file on its way to arrays, a row group at a time."""
+    """One Parquet file during its conversion, a row group at a time."""
 
     def __init__(
         self, path: Path, file: Any, keys: DataTable, schema: Schema, reading: SourceReading
@@ -334,7 +334,7 @@ class _Parquet:
         return [name for name in names if name not in self._nested]
 
     def _is_index(self, name: str) -> bool:
-        """Return whether pandas says that a column is its index, or called it so."""
+        """Return whether pandas marks or names a column as its index."""
         columns = self._told(b"pandas").get("index_columns", [])
         return name.startswith("__index_level_") or (isinstance(columns, list) and name in columns)
 
@@ -346,7 +346,7 @@ class _Parquet:
         return found if isinstance(found, dict) else {}
 
     def _class_names(self) -> list[str]:
-        """The words that Hugging Face's `datasets` keeps for the numbers of a column of classes."""
+        """Return the words that Hugging Face's `datasets` stores for the numbers of a class column."""
         try:
             names = self._told(b"huggingface")["info"]["features"][self._schema.label]["names"]
         except (KeyError, TypeError):

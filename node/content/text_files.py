@@ -1,8 +1,8 @@
-"""The files by which a served model takes and gives text: tokenizer, chat template, how it likes to be asked.
+"""The text files of a served model: tokenizer, chat template and sampling settings.
 
-They are named by a hash: that of a list of chunks, which is a blob as the chunks are. So they travel with a
-service as blobs do, and whoever has the manifest can check every byte. What is in them is a stranger's, and
-is looked into by `node.content.fenced_text` alone.
+Their name is the hash of a list of chunks; the list and the chunks are blobs. They travel with a service as
+blobs do, and anybody with the manifest can check every byte. Their content is untrusted, and only
+`node.content.fenced_text` reads it.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from node.storage.blobs import HASH_BYTES, hash_of
 GENERATION_CONFIG = "generation_config.json"
 TEXT_FILES = (*READ_FILES, GENERATION_CONFIG)
 FILES_BYTES_MAX = 1 << 26
-"""All of them: a tokenizer of 256,000 tokens has 35 MB, and its configuration some more."""
+"""All files: a tokenizer of 256,000 tokens has 35 MB, and its configuration some more."""
 CHUNK_BYTES = 1 << 20
 CHUNKS_MAX = FILES_BYTES_MAX // CHUNK_BYTES
 LIST_BYTES_MAX = HASH_BYTES * CHUNKS_MAX + 64
@@ -28,7 +28,7 @@ _TOO_LARGE = f"more than {FILES_BYTES_MAX >> 20} MiB of tokenizer and configurat
 
 
 class TextChunks(msgspec.Struct, frozen=True, array_like=True):
-    """The list of chunks: hashes one after the other, and the size of all together."""
+    """The list of chunks: their hashes, and their total size."""
 
     hashes: Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES * CHUNKS_MAX)]
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=FILES_BYTES_MAX)]
@@ -39,7 +39,7 @@ class TextChunks(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def sizes(self) -> dict[bytes, int]:
-        """The size of each chunk, by its hash."""
+        """Return the size of each chunk, by its hash."""
         return {
             self.hashes[HASH_BYTES * number : HASH_BYTES * (number + 1)]: min(
                 CHUNK_BYTES, self.size_bytes - number * CHUNK_BYTES
@@ -49,8 +49,8 @@ class TextChunks(msgspec.Struct, frozen=True, array_like=True):
 
 
 def collect(path: Path) -> bytes:
-    """Return the files of a model's folder, or of a tokenizer.json alone, as one; empty where there is no
-    tokenizer. Raises UsageError: too large, or not to be read."""
+    """Return the files of a model's folder, or a single tokenizer.json, as one byte string; empty without a
+    tokenizer. Raises UsageError: too large, or unreadable."""
     places = {name: path / name for name in TEXT_FILES} if path.is_dir() else {TOKENIZER: path}
     files: dict[str, bytes] = {}
     left = FILES_BYTES_MAX
@@ -74,7 +74,7 @@ def collect(path: Path) -> bytes:
 
 
 def keep(data: bytes, put: Callable[[memoryview], bytes]) -> tuple[bytes, dict[bytes, int]]:
-    """Put files away as blobs; the hash of their list, and all blobs with their sizes."""
+    """Store files as blobs; return the hash of their list, and all blobs with their sizes."""
     view = memoryview(data)
     hashes = b"".join(put(view[begin : begin + CHUNK_BYTES]) for begin in range(0, len(view), CHUNK_BYTES))
     listed = TextChunks(hashes, len(data))
@@ -89,7 +89,7 @@ def read_list(data: bytes) -> TextChunks:
 
 
 def read_files(data: bytes) -> dict[str, bytes]:
-    """Return files by name. Raises RemoteProtocolError: other files, or none at all."""
+    """Return files by name. Raises RemoteProtocolError: unknown files, or malformed."""
     found: dict[str, bytes] = decode(data, dict[str, bytes], bytes_max=FILES_BYTES_MAX)
     if TOKENIZER not in found or not found.keys() <= set(TEXT_FILES):
         raise RemoteProtocolError("files of a text without a tokenizer, or with others")

@@ -1,4 +1,4 @@
-"""The bytes that each token of a tokenizer stands for, by how its decoder puts texts together.
+"""The bytes of each token of a tokenizer, derived from its decoder.
 
 A text of many tokens may be cut anywhere, so a token need not be whole letters. Special tokens stand for no
 text.
@@ -9,14 +9,14 @@ import re
 from typing import Any
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How tokenizers of SentencePiece name a token of one byte."""
+"""The form in which SentencePiece tokenizers name a token of one byte."""
 _SPACE = "\u2581"
-"""What they write for a space."""
+"""The letter that they write for a space."""
 _WORD_PIECE = "##"
 
 
 def byte_letters() -> dict[str, int]:
-    """Return the byte that each letter of a tokenizer of bytes stands for: GPT-2's table."""
+    """Return the byte of each letter of a byte-level tokenizer: GPT-2's table."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     found = {chr(each): each for each in shown}
     hidden = [each for each in range(256) if each not in set(shown)]
@@ -30,8 +30,7 @@ def special_ids(known: Any) -> dict[int, str]:
 
 
 def token_bytes(known: Any, count: int) -> list[bytes]:
-    """Return the bytes of the tokens 0 to `count` - 1; none for special ones and for ids that no token
-    has."""
+    """Return the bytes of the tokens 0 to `count` - 1; empty for special ones and unused ids."""
     kinds = _decoders(known)
     letters = byte_letters()
     added = known.get_added_tokens_decoder()
@@ -58,7 +57,7 @@ def _of_letters(text: str, letters: dict[str, int]) -> bytes:
 
 
 def _decoders(known: Any) -> set[str]:
-    """Return the kinds of decoders that put a text together."""
+    """Return the kinds of decoders of a tokenizer."""
     if known.decoder is None:
         return set()
     state = json.loads(known.decoder.__getstate__())

@@ -1,7 +1,8 @@
 """A text as tokens of a tokenizer's JSON file (`tokenizer.json` of the package `tokenizers`), in windows.
 
-In the fenced process that reads a source; what travels is arrays of ids. A sample is a window of tokens, its
-labels the tokens one further on. The end of the text is held out, as of text that is trained on byte by byte.
+It runs in the fenced process that reads a source; only arrays of ids travel. A sample is a window of tokens;
+its labels are the tokens one position later. The end of the text is held out, as for text learnt byte by
+byte.
 """
 
 from array import array
@@ -26,15 +27,15 @@ TEXT_BYTES_MAX = 1 << 31
 TOKENIZER_BYTES_MAX = 1 << 27
 """The size of a tokenizer.json: those of 256,000 tokens have 35 MB."""
 IDS_MAX = 1 << 24
-"""Ids of tokens: each is a row of the model's table of embeddings, and no vocabulary has so many."""
+"""Token ids: each is a row of the model's embeddings, and no vocabulary is this large."""
 LINE_BYTES_MAX = 1 << 24
-"""What is tokenized at once: a line, cut where it is longer."""
+"""Bytes tokenized at once: a line, cut if it is longer."""
 _TOLD_BYTES = 1 << 22
 
 
 class Language(msgspec.Struct, frozen=True):
-    """What makes tokens of a text: a tokenizer.json, the folder of the model that they are for (empty for one
-    that is built in), and how many of them make a sample (0: as many as the model or the data has)."""
+    """The tokenizer of a text: a tokenizer.json, the folder of its model (empty for a built-in one), and the
+    number of tokens in a sample (0: the model's or the data's)."""
 
     tokenizer: str
     folder: str = ""
@@ -42,23 +43,23 @@ class Language(msgspec.Struct, frozen=True):
 
 
 class Tokens:
-    """A tokenizer that is loaded, for a model or for none. Raises UsageError: it cannot be read, or does not
-    fit the model."""
+    """A loaded tokenizer, for a model or for none. Raises UsageError: it cannot be read, or does not fit the
+    model."""
 
     def __init__(self, path: Path, model: ModelFolder | None = None) -> None:
         self.path = path
         self._known = load_tokenizer(path)
-        # A file of a model for sentences says where to cut and fill them; of a text all tokens count.
+        # The file of a sentence model sets truncation and padding; in a text all tokens count.
         self._known.no_truncation()
         self._known.no_padding()
         ids = self._known.get_vocab(with_added_tokens=True).values()
         if not ids:
             raise UsageError(f"{path}: a tokenizer without tokens")
-        highest = int(max(ids))  # added tokens may have ids beyond their count
+        highest = int(max(ids))  # ids of added tokens may exceed their count
         if highest >= IDS_MAX:
             raise UsageError(f"{path}: a token has the id {highest:,}; at most {IDS_MAX - 1:,}")
         self.count = highest + 1
-        """The rows that its embeddings take."""
+        """The rows of its embeddings."""
         self._rows = self.count
         self._model = model
         if model is not None and model.vocabulary:
@@ -70,11 +71,11 @@ class Tokens:
 
     @property
     def package(self) -> Any:
-        """The tokenizer as the package `tokenizers` has it."""
+        """Return the tokenizer object of the package `tokenizers`."""
         return self._known
 
     def encode(self, text: str, *, special: bool = False) -> Any:
-        """Tokens of a text, with the special ones that the tokenizer puts around it if so. Raises
+        """Return the tokens of a text, with the tokenizer's surrounding special ones if `special`. Raises
         UsageError: ids that the model does not know, or a text that the tokenizer refuses."""
         try:
             found = self._known.encode(text, add_special_tokens=special)
@@ -85,7 +86,7 @@ class Tokens:
         return found
 
     def check(self, ids: list[int]) -> None:
-        """Raise UsageError for an id that the model, or the tokenizer itself, has not."""
+        """Raise UsageError for an id that the model or the tokenizer does not have."""
         if not ids or (highest := max(ids)) < self._rows:
             return
         if self._model is None:
@@ -97,7 +98,7 @@ class Tokens:
         )
 
     def id_of(self, token: str) -> int:
-        """The id of a token, -1 where there is none of this name."""
+        """Return the id of a token, -1 if there is none of this name."""
         found = self._known.token_to_id(token)
         return -1 if found is None else int(found)
 
@@ -105,11 +106,11 @@ class Tokens:
         return str(self._known.id_to_token(number) or "")
 
     def decode(self, ids: list[int], *, special: bool = False) -> str:
-        """Return the text of tokens; without `special`, special ones are left out."""
+        """Return the text of tokens; special ones only if `special`."""
         return str(self._known.decode(ids, skip_special_tokens=not special))
 
     def around(self) -> tuple[list[int], list[int]]:
-        """The special tokens that it puts before and behind a text."""
+        """Return the special tokens that it puts before and after a text."""
         bare, whole = self.encode("a").ids, self.encode("a", special=True).ids
         for at in range(len(whole) - len(bare) + 1):
             if whole[at : at + len(bare)] == bare:
@@ -144,12 +145,12 @@ def read_windows(
     size = text.stat().st_size
     if size > TEXT_BYTES_MAX:
         raise UsageError(f"{text}: more than {TEXT_BYTES_MAX >> 30} GiB of text")
-    # Arrays of the type that travels: a list of Python's numbers takes eight times as much.
+    # Arrays of the transfer type: a list of Python numbers takes eight times as much.
     ids = array("H" if known.dtype is np.uint16 else "i")
     done = told = 0
     try:
         with text.open(encoding="utf-8-sig", newline="") as file:
-            # A line at a time: what a tokenizer keeps of a whole text is many times its size.
+            # A line at a time: a tokenizer's state for a whole text is many times its size.
             while line := file.readline(LINE_BYTES_MAX):
                 if "\0" in line:
                     raise UsageError(f"{text}: no text in UTF-8: it has bytes that are 0", "save it as UTF-8")

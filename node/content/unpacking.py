@@ -1,9 +1,9 @@
-"""A process of its own that reads an npz file: `python -m node.content.unpacking`, and who starts it.
+"""A fenced process that reads an npz file, `python -m node.content.unpacking`, and its caller.
 
-It inherits two descriptors, the archive and a file without a name for the numbers, and fences itself in
-(`node.stages.sandbox`) before it looks at either: whatever a made-up archive does to zlib or numpy, it
-reaches no network, no other file, and little memory. It says what the archive holds; the node checks that for
-itself, makes room on the disk, and has the numbers put there. The node maps them and never parses a byte.
+It inherits two descriptors, the archive and an unnamed file for the numbers, and fences itself in
+(`node.stages.sandbox`) before it reads either: an archive that exploits zlib or numpy reaches no network, no
+other file, and little memory. It reports the archive's layout; the node checks that itself, makes room on the
+disk, and has the numbers written there. The node maps them and never parses a byte.
 """
 
 import mmap
@@ -37,11 +37,11 @@ from node.stages.scratch import Scratch
 from node.storage.budget import ScratchBudget
 
 MEMORY_BYTES = 256 << 20
-"""On top of Python and numpy: a few chunks, and the directory of an archive that is all directory."""
+"""On top of Python and numpy: a few chunks, and the directory of an archive that has nothing else."""
 START_SECONDS = 30.0
 """Python and numpy take a third of a second; a machine may be busy."""
 SLOW_BYTES_PER_SECOND = 1e7
-"""The rate of numbers unpacked and written: a slow disk."""
+"""The rate of unpacking to a slow disk."""
 LINE_BYTES_MAX = 65_536
 """The longest line that the process may say."""
 _REASON_LENGTH_MAX = 200
@@ -49,7 +49,7 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """A line of the process: what it found, or why it goes no further; empty when it is done."""
+    """A line of the process: its findings, or why it stops; empty at the end."""
 
     layouts: Layouts | None = None
     refused: str = ""
@@ -58,12 +58,12 @@ class _Said(msgspec.Struct, frozen=True):
 async def unpack_fenced(
     archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool, budget: ScratchBudget | None = None
 ) -> Arrays:
-    """The arrays of an npz, unpacked into `out`, an empty file of this node's, and mapped.
+    """Return the arrays of an npz, unpacked into `out`, an empty file of this node, and mapped.
 
-    They count in `budget` until nobody looks at them any more.
+    They count in `budget` until the last view of them is gone.
 
     Raises:
-        BadArchive: it holds no data, or more than it may, or no process can be fenced in.
+        BadArchive: it is malformed or too large, or no process can be fenced in.
         OSError: the disk is full, or the budget is spent.
     """
     archive_bytes = os.fstat(archive.fileno()).st_size
@@ -71,13 +71,13 @@ async def unpack_fenced(
     try:
         process = _start(archive, out, scratch.path, archive_bytes, allow_unfenced=allow_unfenced)
         try:
-            # A file of its own: a thread that nobody waits for any more must not meet another's descriptor.
+            # A duplicate: an abandoned thread must not meet another file under a reused descriptor.
             room = os.fdopen(os.dup(out.fileno()), "r+b", buffering=0)
             converse = partial(_converse, process, archive_bytes, room, budget)
             with trio.move_on_after(_seconds(archive_bytes)):
                 return arrays_of(*await trio.to_thread.run_sync(converse, abandon_on_cancel=True))
         finally:
-            process.kill()  # whoever still talks to it hears that it has ended
+            process.kill()  # a task that still talks to it learns that it has ended
             process.wait()
         raise BadArchive("it took too long to read")
     finally:
@@ -85,7 +85,7 @@ async def unpack_fenced(
 
 
 def _seconds(archive_bytes: int) -> float:
-    """Return how long an archive so long may take."""
+    """Return the time allowed for an archive of this length."""
     return START_SECONDS + (RATIO_FREE_BYTES + RATIO_MAX * archive_bytes) / SLOW_BYTES_PER_SECOND
 
 
@@ -128,12 +128,13 @@ def _converse(
 
 
 def _make_room(room: IO[bytes], size: int, budget: ScratchBudget | None) -> mmap.mmap:
-    """Have an empty file be so long, and a map of it. Raises OSError."""
+    """Return a map of an empty file that is extended to this length. Raises OSError."""
     if budget is not None:
         budget.take(size)
     try:
         if sys.platform == "linux":
-            # Real blocks and no hole: a full disk is an error here, and would kill whoever writes to the map.
+            # Real blocks, no hole: a full disk is an error here, but would kill a process that writes to the
+            # map.
             os.posix_fallocate(room.fileno(), 0, size)
         else:
             room.truncate(size)

@@ -1,1 +1,1 @@
-"""The library: what a program may ask of a node, in an async form (`Node` itself) and in a blocking one."""
+"""The library: a node's interface for programs, in an async form (`Node` itself) and a blocking one."""

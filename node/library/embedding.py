@@ -1,4 +1,4 @@
-"""`node.Node`: a node in a program of one's own, and what both forms, `node.Node` and `node.sync`, are told.
+"""`node.Node`: a node in a user's program, and the arguments of both forms, `node.Node` and `node.sync`.
 
 async with node.Node(join=["10.0.0.5:9747"], name="lab-1", data_dir="DIR") as me: ...
 """
@@ -24,11 +24,11 @@ from node.services.capacity import Capacity
 from node.storage.folder_lock import find_holder
 
 SCRIPTS_MAX = 64
-"""Nodes of scripts that one user runs at once on a machine, each with an identity of its own."""
+"""Nodes of scripts that one user runs at once on a machine, each with its own identity."""
 
 
 class Parts(TypedDict, total=False):
-    """What a node is made of in place of the real things: see `node.runtime.Node`."""
+    """Replacements of a node's real parts: see `node.runtime.Node`."""
 
     network: Network
     clock: Clock
@@ -43,8 +43,8 @@ class Parts(TypedDict, total=False):
 
 
 class Node(runtime.Node):
-    """A node of a swarm in a program under trio, to be entered by `async with`. Its arguments are those of
-    `node.sync`; `parts` are the way in for simulations."""
+    """A node of a swarm in a program under trio, entered by `async with`. Its arguments are those of
+    `node.sync`; `parts` are for simulations."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ def configs_of(
     listen: Sequence[str],
     lan: bool | None,
 ) -> tuple[Config, ...]:
-    """Return what a node may be, of which the first is taken whose data folder nobody else holds.
+    """Return the possible configurations of a node; it takes the first whose data folder nobody else holds.
 
-    Without `config` the environment and the arguments say what differs from the defaults; beside one only
-    `join` may be given, which counts in addition. Raises UsageError.
+    Without `config` the environment and the arguments override the defaults; with one only `join` may be
+    given, which adds to it. Raises UsageError.
     """
     given: dict[str, str | bool | Sequence[str] | None] = {
         "name": name,

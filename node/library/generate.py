@@ -1,9 +1,9 @@
-"""Write `node/library/blocking.py` from `node/api/surface.py` and what it hands out: public methods in
+"""Writes `node/library/blocking.py` from `node/api/surface.py` and the objects it returns: public methods in
 blocking form.
 
     python -m node.library.generate
 
-A development tool; a test holds that the file is what this makes.
+A development tool; a test checks that the file is up to date.
 """
 
 import ast
@@ -24,7 +24,7 @@ SURFACES = (
     ("node.content.directory", "Directory", "BlockingDirectory"),
     ("node.api.handles", "RunHandle", "BlockingRunHandle"),
 )
-"""What has public methods: module, class, and its blocking form. The first may hand out the others."""
+"""The classes with public methods: module, class, and its blocking form. The first may return the others."""
 
 
 def generate() -> str:
@@ -64,7 +64,7 @@ def _class(tree: ast.Module, of: str, form: str) -> str:
     ]
     return (
         f"class {form}:\n"
-        f'    """What `{of}` offers, for any other thread. Each call may raise PortalClosed."""\n\n'
+        f'    """The interface of `{of}` for other threads. Each call may raise PortalClosed."""\n\n'
         f"    def __init__(self, portal: Portal[Any], of: {of}) -> None:\n"
         "        self._portal = portal\n"
         "        self._of = of\n\n" + "\n".join(methods)
@@ -103,7 +103,7 @@ def _imports(trees: list[ast.Module], used: set[str], defined: dict[str, str]) -
 
 
 def _import_order(name: str) -> tuple[int, str]:
-    """Constants, then classes, then the rest, as ruff sorts them."""
+    """Return a key that sorts constants, then classes, then the rest, as ruff does."""
     kind = 0 if name.isupper() else 1 if name[0].isupper() else 2
     return kind, name
 
@@ -150,7 +150,7 @@ def _method(method: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
 
 
 def _wrapped(body: str) -> str:
-    """Return a call in as many lines as it takes."""
+    """Return a call, wrapped over several lines if needed."""
     if len(body) + 8 <= LINE_LENGTH_MAX:
         return body
     begin, arguments = body.removesuffix(")").split("(", 1)

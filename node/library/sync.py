@@ -32,7 +32,7 @@ log = logging.getLogger("peerloom")
 
 
 class SyncNode(BlockingSurface):
-    """A node in blocking form: see `sync`. Its methods may be called from any thread, also from several."""
+    """A node in blocking form: see `sync`. Its methods may be called from any thread, even from several."""
 
     def __init__(
         self, configs: Iterable[Config], make: Callable[[Config], Node], recorder: Recorder | None = None
@@ -70,8 +70,8 @@ class SyncNode(BlockingSurface):
         raise UsageError(f"{SCRIPTS_MAX} scripts of this user run nodes already", "give this one a data_dir=")
 
     def _tell_of_another_identity(self, number: int) -> None:
-        """Say which folder is taken in place of the first, and why: whoever expects the first one's identity
-        must not wonder where it has gone."""
+        """Report which folder replaces the first, and why, so that a user who expects the first one's
+        identity does not wonder."""
         first = self._configs[0].data_dir
         log.warning(
             "process %s holds %s; this node takes %s, which is another identity (data_dir= chooses one)",
@@ -91,15 +91,15 @@ class SyncNode(BlockingSurface):
         join_seconds: float = 2.0,
         **options: Any,
     ) -> "PeerOptimizer":
-        """Return an optimizer of torch that trains with all who do so under the same `run_id`.
+        """Return an optimizer of torch that trains with all peers under the same `run_id`.
 
         It wraps one optimizer, or several of one model. Exactly one of `target_batch_size` (samples, over all
-        peers) and `local_steps` (between two rounds of averaging) says how. With the `model`, its floating
-        buffers are averaged too with local steps, and tensors have its names. `options` are those of
-        `node.optimizer.wrapper.Settings`. A run that has begun hands over its state before this returns: it
+        peers) and `local_steps` (between two rounds of averaging) is given. With the `model`, local steps
+        also average its floating-point buffers, and tensors have its names. `options` are those of
+        `node.optimizer.wrapper.Settings`. A run that has begun delivers its state before this returns: it
         waits `join_seconds` for peers. Raises UsageError, TypeError, ValueError.
         """
-        # Here alone: a node that trains nothing by itself never imports torch.
+        # Imported here, so that a node that trains nothing itself never imports torch.
         from node.optimizer.open import open_optimizer
 
         return open_optimizer(
@@ -150,16 +150,14 @@ def sync(
     """Return a node in blocking form, to be entered by `with` or `open()`.
 
     Its arguments are those of `node.Node`. Without a `config`, the environment (`PEERLOOM_*`) and these
-    arguments say what differs from the defaults, each as its flag of `peerloom`; beside one `join` counts
-    in addition, and the others are refused. Without a data folder the node takes the first
-    of the folders `scripts/1`, `scripts/2`, ... beside the default one that no other script holds, so that
-    several scripts run side by side on one machine and one that is started again keeps its identity. A script
-    that does not get the first says so in the log.
+    arguments override the defaults, each like its flag of `peerloom`; with one `join` adds to it, and the
+    others are refused. Without a data folder the node takes the first of the folders `scripts/1`,
+    `scripts/2`, ... beside the default one that no other script holds, so that several scripts run side by
+    side on one machine and a restarted one keeps its identity. A script that does not get the first logs it.
 
-    A child that the script forks, such as a worker of a DataLoader, has no part in the node: its calls raise
-    `node.forks.ForkedChild` there.
-    `report` is told of every event, in the node's thread. `record` is a file that is written as by `peerloom
-    --record` (docs/recording.md). Raises UsageError.
+    A forked child of the script, such as a worker of a DataLoader, cannot use the node: its calls raise
+    `node.forks.ForkedChild`. `report` is called with every event, in the node's thread. `record` is a file to
+    write as with `peerloom --record` (docs/recording.md). Raises UsageError.
     """
     configs = configs_of(
         config, join=join, name=name, data_dir=data_dir, swarm=swarm, preset=preset, listen=listen, lan=lan

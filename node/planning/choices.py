@@ -1,4 +1,5 @@
-"""What a person left open in RUN.toml with "auto": chosen by the planner over the peers there are, and why.
+"""The choice of settings left as "auto" in RUN.toml, made by the planner over the available peers, with
+reasons.
 
 Pure: the same run file, graph, sizes and peers give the same choice on every machine.
 """
@@ -17,7 +18,8 @@ from partition.plan.problem import Constraints
 
 
 def layers_together(run_file: RunFile, graph: Graph, name: str) -> tuple[tuple[int, int], ...]:
-    """Return the ranges of layers that stay in one stage. Raises UsageError: it names none of the model's."""
+    """Return the ranges of layers that stay in one stage. Raises UsageError: the file names no such layer of
+    the model."""
     try:
         return kept_ranges(graph, run_file.plan.together, tied=run_file.plan.keep_tied)
     except ValueError as error:
@@ -25,7 +27,7 @@ def layers_together(run_file: RunFile, graph: Graph, name: str) -> tuple[tuple[i
 
 
 def has_open(run_file: RunFile) -> bool:
-    """Return whether anything is to be chosen."""
+    """Return whether any setting is to be chosen."""
     train = run_file.train
     return "auto" in (train.microbatch, train.recompute, train.frames, train.mode)
 
@@ -33,12 +35,12 @@ def has_open(run_file: RunFile) -> bool:
 def choose(
     run_file: RunFile, graph: Graph, sizes: tuple[int, ...], peers: Peers
 ) -> tuple[RunFile, tuple[str, ...]]:
-    """Return the run file with all that was "auto" filled in, and why it is so.
+    """Return the run file with every "auto" filled in, and the reasons.
 
     `sizes` are those of the graph's symbols after the batch, as the data has them.
 
     Raises:
-        Infeasible: nothing fits, with what is needed and what to do.
+        Infeasible: nothing fits; the error names the need and a remedy.
         UsageError: a batch that the model does not take.
     """
     train, rules = run_file.train, run_file.plan

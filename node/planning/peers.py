@@ -1,4 +1,4 @@
-"""The peers of a plan as people write them: PEERS.toml, and what `--what-if` changes.
+"""The peers of a plan as people write them: PEERS.toml, and the changes of `--what-if`.
 
 [[peers]]
 name = "lab-1"
@@ -38,11 +38,12 @@ from partition.plan.rates import Calibration, assumed, decode_calibration, encod
 
 PEERS_MAX = 4_096
 LINKED_PEERS_MAX = 64
-"""Links of more peers are not told: a plan for so many takes links to be alike."""
+"""Links among more peers are left out: a plan for so many treats links as equal."""
 
 
 class PeerRow(msgspec.Struct, frozen=True):
-    """`[[peers]]`: what one offers. `watts` is what it draws while computing, `idle_watts` while waiting."""
+    """`[[peers]]`: the offer of one peer. `watts` is its power while computing, `idle_watts` while
+    waiting."""
 
     name: str
     memory: str
@@ -57,7 +58,7 @@ class PeerRow(msgspec.Struct, frozen=True):
 
 
 class LinkRow(msgspec.Struct, frozen=True):
-    """`[[links]]`: what is between two, each way."""
+    """`[[links]]`: the link between two peers, the same in both directions."""
 
     between: tuple[str, str]
     rate: str
@@ -73,7 +74,7 @@ class PeersFile(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class PeerSpecification:
-    """One peer that could hold a stage. `reason` says why it may not, empty where it may."""
+    """One peer that could hold a stage. `reason` says why it may not; empty if it may."""
 
     name: str
     memory_bytes: int
@@ -84,21 +85,20 @@ class PeerSpecification:
     busy_milliwatts: int = BUSY_MILLIWATTS
     idle_milliwatts: int = IDLE_MILLIWATTS
     device: str = ""
-    """The kind that torch names; "" where it is not known."""
+    """torch's name of the kind of device; "" if unknown."""
 
 
 @dataclass(frozen=True)
 class Peers:
-    """All peers of a plan, and the links of which more is known than of their ends."""
+    """All peers of a plan, and the links known beyond their ends."""
 
     peers: tuple[PeerSpecification, ...]
     links: tuple[tuple[str, str, Link], ...] = ()
     is_measured: bool = False
-    """Whether the links are of measurements, and not what somebody wrote."""
+    """Whether the links were measured, rather than written by a person."""
 
     def link(self, one: str, other: str) -> Link:
-        """Return what carries bytes from one to another: what was said of the two, else the slower of their
-        own."""
+        """Return the link from one peer to another: the stated one, else the slower of their own."""
         for first, second, link in self.links:
             if (first, second) == (one, other):
                 return link
@@ -109,13 +109,13 @@ class Peers:
         )
 
     def with_link(self, one: str, other: str, link: Link) -> "Peers":
-        """The same with another link between two, each way."""
+        """Return the same peers with another link between two, in both directions."""
         kept = [row for row in self.links if {row[0], row[1]} != {one, other}]
         return replace(self, links=(*kept, (one, other, link), (other, one, link)))
 
 
 def read_peers(file: str) -> Peers:
-    """The peers of a PEERS.toml. Raises UsageError."""
+    """Return the peers of a PEERS.toml. Raises UsageError."""
     document = read(Path(file).expanduser(), PeersFile)
     found = document.value
     if not found.peers or len(found.peers) > PEERS_MAX:
@@ -159,8 +159,8 @@ MEASUREMENTS_SCHEMA = "peerloom/measurements/1"
 
 
 def measurements_document(knowledge: Knowledge, peers: Collection[PeerId]) -> dict[str, Any]:
-    """What is known by measurement of these peers and the links between them, as plain values: calibrations
-    (as they are published, hexadecimal), rates that others found in runs, and links."""
+    """Return measurements of these peers and their links as plain values: calibrations (as published,
+    hexadecimal), rates that others observed in runs, and links."""
     limits = {peer: knowledge.flops_per_second(peer, FLOPS_PER_SECOND_MAX) for peer in peers}
     linked = sorted(peers)[:LINKED_PEERS_MAX]
     return {
@@ -188,10 +188,10 @@ def measurements_document(knowledge: Knowledge, peers: Collection[PeerId]) -> di
 def live_peers(
     status: Mapping[str, Any], peers: Mapping[str, Any], measured: Mapping[str, Any] | None = None
 ) -> Peers:
-    """The node and its living members, of its `peerloom/status/1` and `peerloom/peers/1` documents, with what
-    was `measured` of them (`peerloom/measurements/1`).
+    """Return the node and its live members from its `peerloom/status/1` and `peerloom/peers/1` documents,
+    with the measurements `measured` (`peerloom/measurements/1`).
 
-    What nobody measured is assumed: classes of operators in proportion to a peer's rate, and a usual link.
+    Missing measurements are assumed: classes of operators in proportion to a peer's rate, and a usual link.
     """
     found: list[PeerSpecification] = []
     measured = measured or {"calibrations": {}, "rates": {}, "links": []}
@@ -206,7 +206,7 @@ def live_peers(
         names[row["peer"]] = name
         rate = int(capacity["flops_per_second"])
         calibration = _calibration(row["peer"], max(1, rate), measured)
-        if row["peer"] == status["peer"]:  # whoever plans asks for the run
+        if row["peer"] == status["peer"]:  # the peer that plans requests the run
             calibration = calibration.as_requester()
         busy, idle = calibration.draw_milliwatts
         found.append(
@@ -234,7 +234,7 @@ def live_peers(
 
 
 def _reason(row: Mapping[str, Any], rate: int) -> str:
-    """Return why a peer takes no stage of this node's runs; "" where it does."""
+    """Return why a peer takes no stage of this node's runs; "" if it does."""
     if not rate:
         return "takes no stages"
     standing = row.get("standing")
@@ -244,7 +244,7 @@ def _reason(row: Mapping[str, Any], rate: int) -> str:
 
 
 def in_place(peers: Peers, place: str) -> Peers:
-    """Return the same with no stage for peers elsewhere; "" is anywhere."""
+    """Return the peers with none elsewhere eligible for a stage; "" is anywhere."""
     rows = tuple(
         peer if place in ("", peer.location) or peer.reason else replace(peer, reason=f"not in {place}")
         for peer in peers.peers
@@ -253,7 +253,7 @@ def in_place(peers: Peers, place: str) -> Peers:
 
 
 def on_devices(peers: Peers, devices: Sequence[str]) -> Peers:
-    """Return the same with no stage for peers on other devices than these; none is any."""
+    """Return the peers with none on other devices eligible for a stage; empty is any."""
     wanted = " or ".join(devices)
     rows = tuple(
         replace(peer, reason=f"not on {wanted}") if devices and peer.device not in devices else peer
@@ -263,7 +263,7 @@ def on_devices(peers: Peers, devices: Sequence[str]) -> Peers:
 
 
 def _calibration(peer: str, rate: int, measured: Mapping[str, Any]) -> Calibration:
-    """Return what a peer takes for operators, slowed down to what others found it to compute at."""
+    """Return a peer's times of operators, slowed down to the rate that others observed."""
     data = measured["calibrations"].get(peer)
     found = assumed(rate) if data is None else decode_calibration(bytes.fromhex(data))
     most = measured["rates"].get(peer, found.flops_per_second)
@@ -279,8 +279,8 @@ def _latency(text: str, where: str) -> int:
 
 
 def what_if(peers: Peers, text: str) -> Peers:
-    """Other peers: `lose=NAME`, `add=8GB@50GFLOPS@100Mbit`, `link=A:B@1Gbit`, with commas between. Raises
-    UsageError."""
+    """Return the peers after `lose=NAME`, `add=8GB@50GFLOPS@100Mbit`, `link=A:B@1Gbit`, separated by commas.
+    Raises UsageError."""
     for number, part in enumerate(text.split(",")):
         where = f"--what-if {part}"
         key, _, value = part.strip().partition("=")

@@ -45,7 +45,7 @@ def plan_svg(document: Mapping[str, Any]) -> str:
 
 
 def _stages(document: Mapping[str, Any]) -> list[str]:
-    """Bars side by side, as wide as their layers but never too narrow to be read."""
+    """Return bars side by side, as wide as their layers but never too narrow to read."""
     stages = document["stages"]
     gap = 84 if len(stages) <= 6 else 24
     counts = [stage["last_layer"] - stage["first_layer"] + 1 for stage in stages]
@@ -113,7 +113,7 @@ def _timeline(document: Mapping[str, Any], lanes: list[Mapping[str, Any]], top: 
     left, right = MARGIN + 92, WIDTH - MARGIN - 44
     scale = (right - left) / end
     parts = [_text(MARGIN, top - 10, f"a step of {seconds_text(document['step_seconds'])}", "quiet")]
-    # The last stage goes back as soon as it has gone forward.
+    # The last stage runs its backward pass right after the forward pass.
     last_stage = len(document["stages"])
     for direction, x in (("forward", right - 186), ("backward", right - 118), ("both", right - 42)):
         parts += [_box(direction, x, top - 19, 10, 10), _text(x + 15, top - 10, direction, "quiet")]

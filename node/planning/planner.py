@@ -1,8 +1,8 @@
 """The best plan of a model over given peers, with its reasons: a pure function for screen and library.
 
-Beside the split it chooses what people should not have to: the micro-batch, whether to recompute, and says
-which codec of frames would pay. It says who holds nothing and why, what one peer alone would reach, and which
-single change would help most. Torch is not needed: a captured graph is.
+Beside the split it chooses settings that people should not have to: the micro-batch and recomputation, and it
+says which codec of frames would pay. It reports which peers hold nothing and why, the rate of one peer alone,
+and the single change that would help most. It needs a captured graph, but not torch.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,23 +32,23 @@ from partition.plan.solver import solve
 from partition.plan.tables import IMPOSSIBLE, Tables
 
 MICROBATCHES_MAX = 64
-"""As many as a stage of a run may hold at once."""
+"""The most that a stage of a run may hold at once."""
 MICROBATCHES_TRIED = 7
 LOCAL_GAIN_MIN = 0.5
-"""Local steps learn less from a sample than exact ones: so much more of them must be gained."""
+"""Local steps learn less from a sample than exact ones: they must train this many more samples."""
 GAIN_MIN = 0.05
-"""Smaller improvements are not worth a word."""
+"""Smaller improvements are not reported."""
 BFLOAT16_PERMILLE = 307
-"""What bfloat16 with zstd leaves of real activations (a GPT's)."""
+"""The permille that bfloat16 with zstd leaves of real activations (a GPT's)."""
 LINK_STEPS = (1_250_000, 12_500_000, 125_000_000, 1_250_000_000)
 HELP_TRIED_MAX = 6
 
 
 def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") -> PlanReport:
-    """The best plan that was found.
+    """Return the best plan found.
 
     Raises:
-        Infeasible: nothing fits; with what is needed, what there is, and what to do.
+        Infeasible: nothing fits; the error names the need, the supply, and a remedy.
         UsageError: a batch that the model does not take.
     """
     planner = _Planner(graph, peers, wanted)
@@ -96,7 +96,7 @@ class _Planner:
     def _trains(self) -> bool:
         return self._wanted.objective != "latency"
 
-    # What is asked of the solver
+    # The problems for the solver
 
     def _problem(self, microbatch: int, *, recompute: bool, peers: Peers) -> Problem:
         sizes = (microbatch, *self._sizes[1:])
@@ -155,7 +155,7 @@ class _Planner:
         return fitting[::step] if len(fitting) > MICROBATCHES_TRIED else fitting
 
     def best(self) -> tuple[Problem, Split, list[str]]:
-        """The problem with the best answer, that answer, and why these were chosen. Raises Infeasible."""
+        """Return the problem with the best answer, that answer, and the reasons. Raises Infeasible."""
         found: list[tuple[float, Problem, Split]] = []
         failure: Infeasible | None = None
         tried = [False, True] if self._wanted.recompute is None else [self._wanted.recompute]
@@ -171,7 +171,7 @@ class _Planner:
                     continue
                 found.append((self._value(problem, split), problem, split))
             if found:
-                # Computing forward twice is for those that do not fit otherwise.
+                # Recomputing is for models that do not fit otherwise.
                 break
         if not found:
             assert failure is not None
@@ -180,7 +180,7 @@ class _Planner:
         return found[0][1], found[0][2], list(self._reasons(found))
 
     def _value(self, problem: Problem, split: Split) -> float:
-        """Return what is least for the best: time, delay or energy of a sample."""
+        """Return the value that the best plan minimizes: time, delay or energy of a sample."""
         if self._wanted.objective == "throughput":
             return forecast(problem, split).step_nanoseconds / self._wanted.batch
         if self._wanted.objective == "energy":
@@ -210,7 +210,7 @@ class _Planner:
     def frames_of(
         self, problem: Problem, split: Split
     ) -> tuple[Problem, Split, Literal["exact", "bfloat16"], tuple[str, ...]]:
-        """The codec of frames, by what a smaller one would gain, and the plan with it."""
+        """Return the codec of frames, chosen by the gain of a smaller one, and the plan with it."""
         if len(split.groups) < 2 or not problem.trains:
             return problem, split, "exact", ()
         lean = replace(problem, wire_permille=BFLOAT16_PERMILLE)
@@ -223,7 +223,7 @@ class _Planner:
         return lean, leaner, "bfloat16", (f"frames bfloat16: {gain * 100:+.0f} % against exact ones",)
 
     def mode_of(self, problem: Problem, split: Split) -> tuple[Literal["exact", "local"], tuple[str, ...]]:
-        """Exact steps, or local ones with averages between, by the samples a second of both."""
+        """Return exact steps, or local ones with averages between, by the samples per second of both."""
         if problem.trains and self._wanted.objective == "energy" and self._wanted.mode == "auto":
             return "exact", ("exact steps: what local ones take of energy is not known",)
         if not problem.trains or self._wanted.objective != "throughput":
@@ -239,8 +239,8 @@ class _Planner:
         return "exact", (f"exact steps; local ones with averages would give {told}",)
 
     def _local_rate(self, problem: Problem) -> tuple[float, int]:
-        """Micro-batches a nanosecond where each peer trains the whole model, and how many can. Every so many
-        steps they wait for an average over the slowest of their links."""
+        """Return the micro-batches per nanosecond where each peer trains the whole model, and how many peers
+        can. Every few steps they wait for an average over the slowest of their links."""
         whole = replace(problem, constraints=Constraints(), microbatches=1)
         tables = Tables(whole)
         layers = len(problem.layers)
@@ -254,13 +254,13 @@ class _Planner:
         rate = sum(1.0 / int(tables.segment(place)[0, layers]) for place in able)
         steps = self._wanted.local_steps * problem.microbatches / (rate * len(able))
         average = int(tables.reduction(tuple(able))[0, layers])
-        # Members go on while they average; what the links do not carry in time is waited for.
+        # Members go on while they average; they wait for what the links do not carry in time.
         return rate * min(1.0, steps * len(able) / max(1.0, average)), len(able)
 
-    # What else there is to say
+    # Further findings
 
     def left_out(self, problem: Problem, split: Split) -> Iterator[LeftOut]:
-        """Everybody without a stage, by name."""
+        """Yield all peers without a stage, by name."""
         used = {problem.peers[place].name for group in split.groups for place in group}
         played = forecast(problem, split)
         smallest = min(row.memory_bytes for row in played.stages)
@@ -278,7 +278,7 @@ class _Planner:
                 yield LeftOut(peer.name, "the others are faster without it")
 
     def alone(self, problem: Problem) -> tuple[str, float] | None:
-        """The best single peer and its samples per second; None where none can hold the model."""
+        """Return the best single peer and its samples per second; None if none can hold the model."""
         best: tuple[str, float] | None = None
         for peer in problem.peers:
             own = replace(problem, peers=(peer,), constraints=Constraints())
@@ -294,7 +294,7 @@ class _Planner:
         return best
 
     def what_helps(self, report: PlanReport) -> tuple[str, float] | None:
-        """The one change that would help most, and by which share; None where none would."""
+        """Return the one change that would help most, and its gain; None if none would."""
         if self._wanted.objective == "energy":
             return None
         microbatch = report.microbatch
@@ -356,7 +356,7 @@ def _cost(peer: PeerSpecification, operations: Sequence[Operations]) -> PeerCost
 
 
 def rate_text(bytes_per_second: int) -> str:
-    """`100 Mbit/s`."""
+    """Format a rate: `100 Mbit/s`."""
     bits = 8.0 * bytes_per_second
     for unit in ("bit/s", "kbit/s", "Mbit/s", "Gbit/s"):
         if bits < 1000 or unit == "Gbit/s":

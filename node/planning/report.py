@@ -12,12 +12,12 @@ from partition.plan.problem import Constraints, Objective, Pipeline, Problem, Sp
 FRAME_BYTES_MAX = 63 << 26
 SCHEMA = "peerloom/plan/1"
 BARS_MAX = 512
-"""Passes told of a step's timeline."""
+"""Passes in a step's timeline."""
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a person asks for. A `microbatch` of 0, or `recompute` None, lets the planner choose."""
+    """A person's request. A `microbatch` of 0, or `recompute` None, lets the planner choose."""
 
     batch: int = 64
     objective: Objective = "throughput"
@@ -28,7 +28,7 @@ class Wanted:
     optimizer: str = "adam"
     constraints: Constraints = field(default_factory=lambda: Constraints(frame_bytes_max=FRAME_BYTES_MAX))
     sizes: tuple[int, ...] = ()
-    """The sizes of the graph's symbols after the batch; none: as the graph was captured."""
+    """The sizes of the graph's symbols after the batch; empty: as the graph was captured."""
     frames: Literal["exact", "auto"] = "exact"
     mode: Literal["exact", "auto"] = "exact"
     local_steps: int = 20
@@ -46,8 +46,8 @@ class LeftOut:
 
 @dataclass(frozen=True)
 class Predicted:
-    """What a plan will do. `samples_per_second` is of training, or of passes one after another where latency
-    is the objective; `tokens_per_second` is None where samples have no tokens. `memory_bytes` is by stage."""
+    """The prediction for a plan. `samples_per_second` is of training, or of consecutive passes if latency is
+    the objective; `tokens_per_second` is None if samples have no tokens. `memory_bytes` is by stage."""
 
     samples_per_second: float
     tokens_per_second: float | None
@@ -60,10 +60,9 @@ class Predicted:
 
 @dataclass(frozen=True)
 class PlanReport:
-    """A plan with all that there is to say of it. `tokens` is how many tokens make a sample, 0 for other
-    data. `frames` and `mode` are what was chosen where that was left open. `what_if` are the changes to the
-    peers that it was made with, and `without` what it would do without these, None where nothing fits then.
-    """
+    """A plan with all its findings. `tokens` is the number of tokens in a sample, 0 for other data. `frames`
+    and `mode` are the chosen ones if they were left open. `what_if` are the changes to the peers, and
+    `without` is the prediction without these, None if nothing fits then."""
 
     model: str
     problem: Problem
@@ -83,7 +82,7 @@ class PlanReport:
 
     @property
     def predicted(self) -> Predicted:
-        """Throughput, times, memory and energy."""
+        """Return throughput, times, memory and energy."""
         rate, played = self.samples_per_second, self.forecast
         return Predicted(
             samples_per_second=rate,
@@ -97,25 +96,26 @@ class PlanReport:
 
     @property
     def what_if_gain(self) -> float | None:
-        """Samples a second more with `what_if`, as a share; None without, or where nothing fits without."""
+        """Return the gain in samples per second of `what_if`, as a share; None without it, or if nothing fits
+        without."""
         if self.without is None:
             return None
         return self.samples_per_second / max(1e-12, self.without.samples_per_second) - 1
 
     @property
     def samples_per_second(self) -> float:
-        """As predicted."""
+        """Return the predicted samples per second."""
         if self.problem.objective == "latency":
             return self.microbatch * 1e9 / max(1, self.forecast.pass_nanoseconds)
         samples = self.microbatch * self.problem.microbatches
         return samples * 1e9 / max(1, self.forecast.step_nanoseconds)
 
     def peers_of(self, stage: int) -> tuple[str, ...]:
-        """Names, sorted."""
+        """Return the peers of a stage, sorted."""
         return tuple(self.problem.peers[place].name for place in self.split.groups[stage])
 
     def explain(self) -> str:
-        """Return the screen of `peerloom plan --explain`: a table of stages, what is predicted, why."""
+        """Return the screen of `peerloom plan --explain`: a table of stages, the prediction, the reasons."""
         return "\n".join(plan_lines(plan_document(self), explain=True))
 
     def to_json(self) -> str:
@@ -136,7 +136,7 @@ def goal_document(report: PlanReport) -> dict[str, Any] | None:
 
 
 def plan_document(report: PlanReport) -> dict[str, Any]:
-    """All of a plan, in seconds and bytes."""
+    """Return the whole plan as a document, in seconds and bytes."""
     problem, played = report.problem, report.forecast
     names = [peer.name for peer in problem.peers]
     predicted = report.predicted

@@ -1,7 +1,7 @@
-"""What a person asks of the planner, by command or in a program: a model, peers, and wishes in words.
+"""Requests to the planner, by command or in a program: a model, peers, and settings as words.
 
-`plan` needs no node. A model that must be captured first is captured by a process of its own, so that whoever
-asks never imports torch here.
+`plan` needs no node. A model that must be captured first is captured by a process of its own, so that the
+caller never imports torch.
 """
 
 import os
@@ -33,13 +33,13 @@ from partition.plan.problem import Constraints, Infeasible, Objective, Pipeline
 GRAPH_SUFFIX = ".peerloom"
 HUGGING_FACE_CONFIG = "config.json"
 CAPTURE_SECONDS_MAX = 600.0
-"""A large model on a busy machine; torch alone takes many seconds there."""
+"""For a large model on a busy machine; torch alone takes many seconds there."""
 OPTIMIZERS: Mapping[str, int] = MappingProxyType({"sgd": 0, "momentum": 1, "adam": 2, "adamw": 2})
-"""And how many vectors each keeps beside the parameters."""
+"""The optimizers, and how many vectors each keeps beside the parameters."""
 
 
 class BuiltIn(NamedTuple):
-    """A built-in model of this `name`, a sample of it without the batch, its classes, further options."""
+    """A built-in model `name`, a sample of it without the batch, its classes, further options."""
 
     name: str
     sample: tuple[int, ...]
@@ -71,7 +71,7 @@ def wishes(
     replicas_min: int = 1,
     goal: float = 0.0,
 ) -> Wanted:
-    """Return what is asked of the planner; 0 lets it choose. Raises UsageError."""
+    """Return a request to the planner; 0 lets it choose. Raises UsageError."""
     _among("objective", objective, get_args(Objective))
     _among("pipeline", pipeline, get_args(Pipeline))
     _among("optimizer", optimizer, OPTIMIZERS)
@@ -141,7 +141,7 @@ def plan(
     says whether the plan is predicted to reach it.
 
     Raises:
-        RunFailed: nothing fits; its hint says what to do. UsageError: what was asked makes no sense.
+        RunFailed: nothing fits; its hint gives a remedy. UsageError: the request is malformed.
     """
     wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min, goal)
     found = peers if isinstance(peers, Peers) else read_peers(str(peers))
@@ -154,7 +154,8 @@ def plan(
 def with_together(
     wanted: Wanted, graph: Graph, groups: Sequence[Sequence[str]], *, keep_tied: bool
 ) -> Wanted:
-    """Return the wishes with layers that stay in one stage. Raises UsageError: the model has none such."""
+    """Return the request with layers that stay in one stage. Raises UsageError: the model has no such
+    layers."""
     try:
         ranges = kept_ranges(graph, groups, tied=keep_tied)
     except ValueError as error:
@@ -171,14 +172,14 @@ def plan_over(
     devices: Sequence[str] = (),
     name: str,
 ) -> PlanReport:
-    """Return the best plan over these peers, or over what `what_if` makes of them and what that gains.
+    """Return the best plan over these peers, or over those changed by `what_if`, with the gain.
 
     Raises:
-        RunFailed: nothing fits; its hint says what to do. UsageError: what was asked makes no sense.
+        RunFailed: nothing fits; its hint gives a remedy. UsageError: the request is malformed.
     """
 
     def planned(among: Peers) -> PlanReport:
-        """On the first devices that are enough for one."""
+        """Return the plan on the first devices that suffice."""
         for count in range(1, len(devices)):
             with suppress(Infeasible):
                 return plan_model(graph, on_devices(among, devices[:count]), wanted, name=name)
@@ -199,7 +200,7 @@ def plan_over(
 
 
 def graph_of(model: Graph | str | Path) -> Graph:
-    """Return the graph of what was given as a model. Raises UsageError: it is none, or none can be made."""
+    """Return the graph of a model. Raises UsageError: it is not a model, or cannot be captured."""
     if isinstance(model, Graph):
         return model
     text = str(model)
@@ -229,7 +230,8 @@ def graph_of(model: Graph | str | Path) -> Graph:
 
 
 def _words(model: str) -> list[str]:
-    """Return what the command `model capture` is told of a model. Raises UsageError: there is no such one."""
+    """Return the arguments of the command `model capture` for a model. Raises UsageError: there is no such
+    model."""
     built_in = MODELS.get(model)
     if built_in is not None:
         sample = ",".join(map(str, built_in.sample))

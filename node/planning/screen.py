@@ -1,4 +1,4 @@
-"""The screen of a plan: a table of stages, who is left out, what is predicted, and what would help."""
+"""The screen of a plan: a table of stages, the peers left out, the prediction, and the best change."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,13 +7,13 @@ from node.text import bytes_text, seconds_text, table
 
 BAR_WIDTH = 5
 WIDTH = 80
-"""Columns of the screen. Names that do not fit beside the rest of their row stand below one another."""
+"""Columns of the screen. Names that do not fit in their row are stacked."""
 PEERS_WIDTH_MIN = 8
 PEERS_SHOWN_MAX = 4
 
 
 def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[str]:
-    """The screen of a `peerloom/plan/1` document. `<` stands behind what everything waits for."""
+    """Return the screen of a `peerloom/plan/1` document. `<` marks the bottleneck."""
     stages = document["stages"]
     longest = max((stage["seconds"] for stage in stages), default=0.0) or 1.0
     rows = [_stage_row(stage, longest, document["slowest"]) for stage in stages]
@@ -24,7 +24,7 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
     left_out = len(rows) + 1
     rows += [("-", "-", row["peer"], "", "", "") for row in document["left_out"]]
     lines = table(header, rows)
-    # A reason runs over the columns behind, which are empty.
+    # A reason extends over the empty columns to its right.
     column = lines[0].index("TIME/")
     for number, row in enumerate(document["left_out"], left_out):
         lines[number] = f"{lines[number].ljust(column)}no stage: {row['reason']}"
@@ -48,7 +48,7 @@ def plan_lines(document: Mapping[str, Any], *, explain: bool = False) -> list[st
 
 
 def _spread(row: tuple[str, ...], room: int) -> list[tuple[str, ...]]:
-    """Return a row with its peers in a column of `room`: those that do not fit are in rows below it."""
+    """Return a row with its peers in a column of width `room`: the rest go in rows below it."""
     lines: list[str] = []
     for name in row[2].split(", "):
         if lines and len(lines[-1]) + len(name) + 2 <= room:
@@ -109,7 +109,7 @@ def _rate(value: float) -> str:
 
 
 def _timeline(document: Mapping[str, Any], width: int = WIDTH - 21) -> list[str]:
-    """A step, a line for each peer: forward as the micro-batch's last digit, backward as a letter."""
+    """Return a step with one line per peer: forward as the micro-batch's last digit, backward as a letter."""
     bars = document["timeline"]
     end = max((bar["end_seconds"] for bar in bars), default=0.0)
     if not end:

@@ -1,1 +1,1 @@
-"""What nodes say to each other about runs, on streams: messages, signed manifests, and how to ask."""
+"""Messages among nodes about runs, on streams: requests, signed manifests, and how to ask."""

@@ -17,14 +17,14 @@ Stage = Annotated[int, msgspec.Meta(ge=0, lt=64)]
 
 
 class WhichFrames(msgspec.Struct, frozen=True, tag="which"):
-    """Which frames of this step of a run have you? Answered by FramesHere."""
+    """Which frames of this step of a run do you have? Answered by FramesHere."""
 
     run: Hash
     step: StepNumber
 
 
 class Row(msgspec.Struct, frozen=True, array_like=True):
-    """A frame that is kept; `stage` is the one that it is for."""
+    """A kept frame; `stage` is its destination."""
 
     stage: Stage
     direction: Direction
@@ -33,7 +33,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ShowFrame(msgspec.Struct, frozen=True, tag="show"):
-    """Show me this one. Answered by FrameShown, with its payload's data beside it."""
+    """Send this frame. Answered by FrameShown, with its payload's data beside it."""
 
     run: Hash
     step: StepNumber
@@ -41,13 +41,13 @@ class ShowFrame(msgspec.Struct, frozen=True, tag="show"):
 
 
 class FramesHere(msgspec.Struct, frozen=True, tag="here"):
-    """These, the first of them; none to who is no member of the run."""
+    """The first of the kept frames; none for a peer that is not a member of the run."""
 
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
 
 
 class FrameShown(msgspec.Struct, frozen=True, tag="shown"):
-    """The signed header. Without `has_data` its payload is not kept any more."""
+    """The signed header. Without `has_data` its payload is no longer kept."""
 
     header: Fact | None = None
     has_data: bool = False

@@ -1,6 +1,6 @@
-"""How a node asks another: one stream, one question, one answer, in so many seconds; and blobs as answers.
+"""Requests to other nodes: one stream, one question, one answer, with a time limit; and blobs as answers.
 
-Not here: how many questions of one peer are answered at once (`node.protocols.permits`, `StreamLimits`).
+Not here: the limit of one peer's concurrent requests (`node.protocols.permits`, `StreamLimits`).
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -27,7 +27,7 @@ from node.seams import MESSAGE_BYTES_USUAL, Network, Stream
 from partition.run.asks import Declined
 
 CLOSE_SECONDS_MAX = 1.0
-"""To end a conversation in order, also where whoever asks is cancelled."""
+"""To end a conversation in order, even if the asking task is cancelled."""
 
 
 @asynccontextmanager
@@ -40,8 +40,8 @@ async def conversation(
     message_bytes_max: int = MESSAGE_BYTES_USUAL,
     at: Address | None = None,
 ) -> AsyncIterator[Stream]:
-    """A stream to `peer`, if need be to its address `at`, for at most so many seconds, which is closed at the
-    end, however it comes.
+    """Yield a stream to `peer`, if need be to its address `at`, for at most `seconds`; it is always closed at
+    the end.
 
     Raises:
         Unreachable: no path, or the time is up. What the block raises.
@@ -67,10 +67,10 @@ async def call(
     seconds: float,
     reply_bytes_max: int,
 ) -> Any:
-    """Put one request to `peer`; its answer, of the type `kind`.
+    """Send one request to `peer`; return its answer, of the type `kind`.
 
     Raises:
-        Unreachable: no path, no answer, or none in time. RemoteProtocolError: an answer that is none.
+        Unreachable: no path, no answer, or none in time. RemoteProtocolError: a malformed answer.
     """
     message_bytes_max = max(MESSAGE_BYTES_USUAL, reply_bytes_max)
     talk = conversation(network, peer, protocol, seconds=seconds, message_bytes_max=message_bytes_max)
@@ -83,7 +83,7 @@ async def call(
 
 
 async def ask(network: Network, peer: PeerId, request: Request, *, seconds: float) -> Reply:
-    """Put one request about a run. Raises Unreachable, also for an answer that is none."""
+    """Send one request about a run. Raises Unreachable, also for a malformed answer."""
     try:
         reply: Reply = await call(
             network, peer, RUNS_PROTOCOL, request, Reply, seconds=seconds, reply_bytes_max=REQUEST_BYTES_MAX
@@ -96,7 +96,7 @@ async def ask(network: Network, peer: PeerId, request: Request, *, seconds: floa
 async def fetch(
     network: Network, peer: PeerId, request: Request, *, seconds: float, bytes_max: int = BLOB_BYTES_MAX
 ) -> bytes:
-    """Put a request whose answer is a Blob of at most `bytes_max`; its bytes. Raises Unreachable."""
+    """Send a request whose answer is a Blob of at most `bytes_max`; return its bytes. Raises Unreachable."""
     parts = bytearray()
 
     async def take(chunk: bytes) -> None:
@@ -115,10 +115,10 @@ async def fetch_into(
     seconds: float,
     bytes_max: int,
 ) -> None:
-    """The same with each chunk handed to `take` as it comes, so that no more than one is in memory.
+    """Fetch like `fetch`, but hand each chunk to `take` as it arrives, so that only one is in memory.
 
     Raises:
-        Unreachable: as `fetch`; what was taken by then is of no use. What `take` raises.
+        Unreachable: as `fetch`; the chunks taken by then are useless. Errors of `take`.
     """
     talk = conversation(network, peer, RUNS_PROTOCOL, seconds=seconds, message_bytes_max=BLOB_CHUNK_BYTES)
     try:
@@ -136,7 +136,7 @@ async def fetch_into(
 
 
 def _announced(reply: Reply, bytes_max: int) -> int:
-    """Return how many bytes follow. Raises Unreachable: none do, or more than are wanted."""
+    """Return how many bytes follow. Raises Unreachable: none do, or too many."""
     if isinstance(reply, Declined):
         raise Unreachable("busy" if reply.is_busy else "refused", reply.reason)
     if not isinstance(reply, Blob):
@@ -147,6 +147,6 @@ def _announced(reply: Reply, bytes_max: int) -> int:
 
 
 def read_reply(data: bytes) -> Reply:
-    """A reply, or RemoteProtocolError."""
+    """Decode a reply. Raises RemoteProtocolError."""
     reply: Reply = decode(data, Reply, bytes_max=REQUEST_BYTES_MAX)
     return reply

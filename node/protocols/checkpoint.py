@@ -1,15 +1,15 @@
-"""What a checkpoint is, as data: a signed manifest that names a list of chunks for each stage. No I/O.
+"""The data of a checkpoint: a signed manifest that names a list of chunks for each stage. No I/O.
 
     Fact(author, Checkpoint, signature)          the checkpoint's blob; its BLAKE3 hash is its name
       StageState, one for each stage             which layers, how large, the hash of ...
         StatePart                                ... a blob: the hashes of the chunks of two arenas
           chunk                                  a blob: CHUNK_BYTES of `parameters` or `moments`
 
-Chunks lie at fixed offsets in each arena, so what did not change from one checkpoint to the next (frozen
-layers, untouched rows) has the same hashes, and costs neither disk nor network again.
+Chunks lie at fixed offsets in each arena, so unchanged parts of the next checkpoint (frozen layers, untouched
+rows) have the same hashes, and cost neither disk nor network again.
 
-Everything has one encoding: decoding refuses bytes that it would not have written itself. A checkpoint of an
-8B model in 8 stages with Adam is a manifest of 2 kB, 8 lists of 393 kB each, and 96 GB of chunks.
+Everything has one encoding: decoding refuses bytes that encoding would not produce. A checkpoint of an 8B
+model in 8 stages with Adam is a manifest of 2 kB, 8 lists of 393 kB each, and 96 GB of chunks.
 """
 
 from collections.abc import Iterator
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 CHECKPOINT_VERSION = 1
 CHUNK_BYTES = 1 << 20
-"""Part of the format: other borders are other hashes. Measured: with a quarter of it storing and fetching
-take 1.6 times as long; four times as much is no faster, and wastes more where one place changed."""
+"""Part of the format: other borders give other hashes. Measured: with a quarter of it, storing and fetching
+take 1.6 times as long; four times as much is no faster, and costs more where one place changed."""
 PART_BYTES_MAX = 3 * (VECTOR_BYTES_MAX // CHUNK_BYTES) * HASH_BYTES + 256
-"""A list of chunks: of parameters of 16 GiB and two moments for each. 1.5 MiB."""
+"""A list of chunks of 16 GiB of parameters with two moments each: 1.5 MiB."""
 _STAGE_BYTES_MAX = 160
 CHECKPOINT_BYTES_MAX = MANIFEST_BYTES_MAX + STAGES_MAX * _STAGE_BYTES_MAX + 1_024
 """The blob with its signature and the run's manifest: 12 kB for 64 stages."""
@@ -48,8 +48,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=SAMPLES_MAX)]
 
 
 class StatePart(msgspec.Struct, frozen=True, array_like=True):
-    """What a stage's arenas hold: the hashes of their chunks, one after the other, and how long each arena
-    is.
+    """The content of a stage's arenas: the concatenated hashes of their chunks, and the length of each arena.
 
     All chunks but the last of an arena have `CHUNK_BYTES`. `digest` is BLAKE3 of all the parameters, the same
     that `partition.stage.Applied` carries. Little-endian numbers, as in the arenas.
@@ -68,7 +67,7 @@ class StatePart(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def chunks(self) -> dict[bytes, int]:
-        """Every chunk once, with its length."""
+        """Return every chunk once, with its length."""
         sizes = dict(chunk_sizes(self.parameters, self.parameters_bytes))
         return sizes | dict(chunk_sizes(self.moments, self.moments_bytes))
 
@@ -94,7 +93,8 @@ class StageState(msgspec.Struct, frozen=True, array_like=True):
 class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
     """A run's whole state after `step` committed steps and `samples` samples.
 
-    `manifest` is the run as its requester signed it, `plan` and `height` the plan in force when it was made.
+    `manifest` is the run as signed by its requester, `plan` and `height` those of the plan in force at that
+    time.
     """
 
     version: Annotated[int, msgspec.Meta(ge=CHECKPOINT_VERSION, le=CHECKPOINT_VERSION)]
@@ -110,7 +110,7 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def ranges(self) -> list[tuple[int, int]]:
-        """The stages' layers, as `partition.model.cut.cut_layers` takes them."""
+        """Return the stages' layers, as `partition.model.cut.cut_layers` takes them."""
         return [(stage.first_layer, stage.last_layer) for stage in self.stages]
 
     @property
@@ -120,38 +120,38 @@ class Checkpoint(msgspec.Struct, frozen=True, array_like=True):
 
 
 def encode_part(part: StatePart) -> bytes:
-    """A part's blob."""
+    """Return a part's blob."""
     return encode(part)
 
 
 def decode_part(data: bytes) -> StatePart:
-    """A part as its blob says; else RemoteProtocolError."""
+    """Decode a part's blob. Raises RemoteProtocolError."""
     return _decode_canonical(data, StatePart, PART_BYTES_MAX, "a list of chunks")
 
 
 def stage_state(part: StatePart, name: bytes, size: int, layers: tuple[int, int]) -> StageState:
-    """Return what a checkpoint says of a part whose blob has this name and size."""
+    """Return the entry in a checkpoint of a part whose blob has this name and size."""
     return StageState(*layers, name, size, part.parameters_bytes, part.moments_bytes, part.digest)
 
 
 def check_part(part: StatePart, stage: StageState) -> None:
-    """Whether a part is what its checkpoint says beside its hash; else RemoteProtocolError."""
+    """Check that a part matches its checkpoint's entry beyond the hash. Raises RemoteProtocolError."""
     said = (stage.parameters_bytes, stage.moments_bytes, stage.digest)
     if (part.parameters_bytes, part.moments_bytes, part.digest) != said:
         raise RemoteProtocolError("a list of chunks that is not what its checkpoint says")
 
 
 def sign_checkpoint(signer: Signer, checkpoint: Checkpoint) -> bytes:
-    """The blob of a checkpoint by this peer."""
+    """Return the blob of a checkpoint signed by this peer."""
     data = encode(signer.sign(CHECKPOINT_PURPOSE, encode(checkpoint)))
     check_checkpoint(signer, data)
     return data
 
 
 def check_checkpoint(signer: Signer, data: bytes) -> tuple[PeerId, Run, Checkpoint]:
-    """A checkpoint with its author and its run, both signatures checked; else RemoteProtocolError.
+    """Return a checkpoint with its author and its run, both signatures verified. Raises RemoteProtocolError.
 
-    Whether the author was in the run is not known from it.
+    It does not show whether the author was in the run.
     """
     fact, checkpoint = _decode_fact(data)
     author = signer.check(CHECKPOINT_PURPOSE, fact)
@@ -160,13 +160,14 @@ def check_checkpoint(signer: Signer, data: bytes) -> tuple[PeerId, Run, Checkpoi
         raise RemoteProtocolError("a checkpoint of another run than its manifest's")
     if run.manifest.graph_hash != checkpoint.graph:
         raise RemoteProtocolError("a checkpoint of another graph than its run's")
-    if checkpoint.step > STEPS_MAX:  # not the manifest's: a run may be revised to end later
+    if checkpoint.step > STEPS_MAX:  # not the manifest's limit: a run may be revised to end later
         raise RemoteProtocolError("a checkpoint after the last step that a run may have")
     return author, run, checkpoint
 
 
 def read_checkpoint(data: bytes) -> tuple[PeerId, Manifest, Checkpoint]:
-    """The same from this node's own disk, where it was checked when it came: no signature is looked at.
+    """Decode a checkpoint from this node's own disk, where it was verified on arrival: signatures are not
+    checked.
 
     Raises:
         RemoteProtocolError: it is of another version, or damaged.
@@ -198,6 +199,6 @@ def _decode_canonical(data: bytes, kind: type[T], bytes_max: int, what: str) -> 
 
 
 def chunk_sizes(hashes: bytes, size: int) -> Iterator[tuple[bytes, int]]:
-    """Each chunk of an arena of `size` bytes, with its length, in order."""
+    """Yield each chunk of an arena of `size` bytes, with its length, in order."""
     for number, name in enumerate(split(hashes)):
         yield name, min(CHUNK_BYTES, size - number * CHUNK_BYTES)

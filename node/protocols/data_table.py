@@ -1,7 +1,7 @@
-"""`[data]` of RUN.toml: where a run's samples come from, and how they are read where that is not plain.
+"""`[data]` of RUN.toml: the source of a run's samples, and keys that settle ambiguous readings.
 
-What each key decides is in docs/data.md. A source that can be read in two ways is refused with the line that
-decides between them, which `line` writes.
+docs/data.md explains each key. A source that can be read in two ways is refused with the line that decides
+between them, which `line` writes.
 """
 
 import json
@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 COLUMNS_MAX = 65_536
-"""The columns of a table: tables of genes have 60,000."""
+"""Columns of a table: tables of genes have 60,000."""
 _TEXT_MAX = 4_096
 
 Name = Annotated[str, msgspec.Meta(max_length=_TEXT_MAX)]
@@ -19,17 +19,17 @@ ClassRule = Literal["words", "numbers", "amounts"]
 
 
 class DataTable(msgspec.Struct, frozen=True):
-    """Where samples come from, and the keys that decide what would otherwise be refused as unclear.
+    """The source of samples, and the keys that decide readings which would otherwise be refused as unclear.
 
-    `source` is what `data = "..."` names. `label` is the column of labels; `features` are the columns that
-    are learnt from, `ignore` those that are left out (`[]`: none). `separator`, `decimal`, `encoding` and
-    `header` (the first line holds names) say how a table is written. `classes` lists the labels' words in the
-    order of their numbers, or says that each label is a word, the number of its class, or an amount.
-    `channels` says where those of pictures in arrays lie.
+    `source` is the value of `data = "..."`. `label` is the label column; `features` are the columns to learn
+    from, `ignore` those left out (`[]`: none). `separator`, `decimal`, `encoding` and `header` (the first
+    line holds names) give the form of a table. `classes` lists the labels' words in the order of their
+    numbers, or says that each label is a word, the number of its class, or an amount. `channels` gives the
+    axis of pictures' channels.
 
-    Of records for a language model, `prompt` and `completion`, `messages`, or `text` are the columns that
-    hold these, and `loss` says which tokens are learnt: of all answers, of the last one, or all. `form` says
-    what a file is that may be a table, or a text whose bytes are learnt.
+    For records of a language model, `prompt` and `completion`, `messages`, or `text` name their columns, and
+    `loss` selects the tokens to learn: of all answers, of the last one, or all. `form` decides whether a file
+    is a table, or a text whose bytes are learnt.
     """
 
     source: Annotated[str, msgspec.Meta(min_length=1, max_length=_TEXT_MAX)]
@@ -59,7 +59,7 @@ class DataTable(msgspec.Struct, frozen=True):
         return "data = { " + ", ".join(f"{name} = {_toml(value)}" for name, value in given.items()) + " }"
 
     def flags(self, **more: Any) -> str:
-        """Return the flags of `data show` that say the same as `more`."""
+        """Return the flags of `data show` that mean the same as `more`."""
         words = []
         for name, value in more.items():
             if isinstance(value, bool):

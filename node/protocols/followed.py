@@ -1,7 +1,7 @@
 """Settings that many nodes take from one key: numbered, signed and bounded, as data.
 
-A `SettingsBody` in a Fact by the key. A node that follows the key takes the newest it finds, in so far as its
-owner lets these settings be set from outside. Not here: how one is found and applied (`node.following`).
+A `SettingsBody` in a Fact by the key. A node that follows the key takes the newest settings it finds, as far
+as its owner allows them to be set from outside. Not here: how they are found and applied (`node.following`).
 """
 
 import base64
@@ -18,25 +18,26 @@ from crypto.identity import PeerId, parse_peer, peer_text
 
 SETTINGS_PURPOSE = "settings"
 SETTINGS_MAX = 32
-"""More than there are to be set from outside."""
+"""More than there are settings that can be set from outside."""
 VALUE_LENGTH_MAX = 4_096
-"""The longest is a list of peers: some seventy of them."""
+"""The longest value is a list of some seventy peers."""
 SETTINGS_BYTES_MAX = 16 * 1024
-"""All of a document. Longer ones are not fetched."""
+"""The size of a document. Longer ones are not fetched."""
 VERSION_MAX = 2**53
 
 Version = Annotated[int, msgspec.Meta(ge=1, lt=VERSION_MAX)]
 
 
 class SharedSetting(msgspec.Struct, frozen=True, array_like=True):
-    """A setting by the name that `peerloom config set` has for it, and its value as a person writes it."""
+    """A setting, named as in `peerloom config set`, and its value as a person writes it."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=32)]
     value: Annotated[str, msgspec.Meta(max_length=VALUE_LENGTH_MAX)]
 
 
 class SettingsBody(msgspec.Struct, frozen=True, array_like=True):
-    """All settings of one key: what an older version set and this does not is again as each owner has it."""
+    """All settings of one key: a setting that only an older version contained returns to its owner's
+    value."""
 
     version: Version
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
@@ -48,7 +49,7 @@ class SettingsBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 class SettingsFile(msgspec.Struct, frozen=True):
-    """A signed document as a file: JSON that can be sent by any way."""
+    """A signed document as a file: JSON that can be sent in any way."""
 
     schema: Annotated[str, msgspec.Meta(pattern=r"^peerloom/settings/1\Z")]
     key: Annotated[str, msgspec.Meta(max_length=128)]
@@ -63,7 +64,7 @@ def sign_settings(signer: Signer, body: SettingsBody) -> Fact:
 
 
 def read_settings(signer: Signer, fact: Fact) -> SettingsBody:
-    """Return what a fact sets. Raises RemoteProtocolError: it is not what its author has signed for this
+    """Return the settings in a fact. Raises RemoteProtocolError: its author did not sign it for this
     swarm."""
     body: SettingsBody = decode(fact.body, SettingsBody, bytes_max=SETTINGS_BYTES_MAX)
     signer.check(SETTINGS_PURPOSE, fact)
@@ -83,7 +84,7 @@ def file_of(fact: Fact, version: int) -> bytes:
 
 
 def fact_of(text: str) -> Fact:
-    """Return the fact in such a file, unproven. Raises ValueError."""
+    """Return the fact in such a file, unverified. Raises ValueError."""
     try:
         file = msgspec.json.decode(text, type=SettingsFile)
         body, signature = (base64.b64decode(each, validate=True) for each in (file.body, file.signature))
@@ -93,7 +94,7 @@ def fact_of(text: str) -> Fact:
 
 
 def fact_in(data: bytes, author: PeerId) -> Fact | None:
-    """Return the fact in what somebody stored, None where it is none of this author."""
+    """Return the fact in stored data, None if it is not one of this author."""
     try:
         fact: Fact = decode(data, Fact, bytes_max=SETTINGS_BYTES_MAX)
     except RemoteProtocolError:

@@ -22,12 +22,12 @@ from partition.stage import IN_FLIGHT_MAX, METRICS_MAX, OptimizerSettings
 from partition.steps.validation import ValidationSettings
 
 LOSS = "loss"
-"""What states are compared by unless a run says otherwise."""
+"""The metric by which states are compared, unless a run names another."""
 CORRECT, ACCURACY = "correct", "accuracy"
-"""The metric that counts right answers, and what people call it: over the samples it is the accuracy."""
+"""The metric that counts right answers, and its usual name: divided by the samples it is the accuracy."""
 MANIFEST_PURPOSE = "run-manifest"
 MANIFEST_VERSION = 2
-"""What this node reads and writes; a manifest of version 1 had no number."""
+"""The version that this node reads and writes; a manifest of version 1 had no number."""
 MANIFEST_BYTES_MAX = 900
 """So that it fits a DHT record."""
 
@@ -38,7 +38,7 @@ Size = Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
 LayerNumber = Annotated[int, msgspec.Meta(ge=0, le=LAYERS_MAX)]
 
 Objective = Literal["throughput", "energy"]
-"""What a plan of a run is best by. Latency, which `peerloom plan` has too, is that of answers."""
+"""The measure by which a run's plan is best. `peerloom plan` also has latency, which concerns answers."""
 DeviceKind = Literal["cuda", "mps", "cpu"]
 DEVICE_KINDS = 3
 STANDBYS_MAX = 8
@@ -56,14 +56,14 @@ class PlaceWish(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
-    """What a run is. `model` is how a screen calls it, `graph` (BLAKE3, hex) what it is.
+    """The definition of a run. `model` is its model's name on screens, `graph` (BLAKE3, hex) identifies the
+    model.
 
-    `data` is `digits`, or the BLAKE3 hash (hex) of what a folder or file holds; where data stays with its
-    owners, of `local.own_data`, which says what it looks like. `sizes` are the graph's
-    symbols after the batch, whose value is `microbatch`. `metrics` name the sums that the graph makes
-    beside the loss. `window` is how many bytes make a sample of text, 0 for other data. `validation` says
-    when a run in exact mode is validated, None for never. `together` are half-open
-    ranges of layers, within which no plan cuts.
+    `data` is `digits`, or the BLAKE3 hash (hex) of the content of a folder or file; where data stays with its
+    owners, the hash of `local.own_data`, which describes it. `sizes` are the graph's symbols after the batch,
+    whose value is `microbatch`. `metrics` name the sums that the graph makes beside the loss. `window` is the
+    number of bytes in a sample of text, 0 for other data. `validation` says when a run in exact mode is
+    validated, None for never. `together` are half-open ranges of layers, within which no plan cuts.
     """
 
     version: Annotated[int, msgspec.Meta(ge=MANIFEST_VERSION, le=MANIFEST_VERSION)] = MANIFEST_VERSION
@@ -101,22 +101,23 @@ class Manifest(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
 
     @property
     def graph_hash(self) -> bytes:
-        """As requests name it."""
+        """Return the graph's hash as requests name it."""
         return bytes.fromhex(self.graph)
 
     @property
     def sizes_max(self) -> tuple[int, ...]:
-        """All symbols, the batch first, for a whole micro-batch."""
+        """Return all symbols, the batch first, for a whole micro-batch."""
         return (self.microbatch, *self.sizes)
 
     @property
     def evaluations(self) -> int:
-        """Micro-batches of samples to test on."""
+        """Return the number of micro-batches of test samples."""
         return -(-self.test_samples // self.microbatch)
 
     @property
     def validations(self) -> int:
-        """Micro-batches of samples to validate on between steps: held-out ones with the lowest numbers."""
+        """Return the number of micro-batches of validation samples: the held-out ones with the lowest
+        numbers."""
         return -(-self.validation_samples // self.microbatch) if self.validation else 0
 
 
@@ -145,12 +146,12 @@ _NOT_ARITHMETIC = frozenset(
         "standbys",
     }
 )
-"""Fields of a Manifest that change nothing of what a step computes, only whether it is applied.
-`graph` is the model, `model` a name."""
+"""Fields of a Manifest that do not affect what a step computes, only whether it is applied. `graph` is the
+model, `model` a name."""
 
 
 class Run(msgspec.Struct, frozen=True):
-    """A checked manifest: its id, who asks, and the fact to hand on."""
+    """A checked manifest: its id, its requester, and the fact to pass on."""
 
     id: bytes
     requester: PeerId
@@ -159,35 +160,35 @@ class Run(msgspec.Struct, frozen=True):
 
     @property
     def tie_breaker(self) -> PeerId | None:
-        """The member with which half of the voters decide, if the run has one."""
+        """Return the member whose vote decides with half of the voters, if the run has one."""
         return self.requester if self.manifest.on_lost_quorum == "requester" else None
 
     @property
     def random_key(self) -> bytes:
-        """What dropout masks are drawn from: all of the manifest that says what is computed, and nothing of
-        when, by how many, in which order of work, or how it is sent. So the same run asked for twice, by
-        whomever and in whatever shape, draws the same ones."""
+        """Return the key from which dropout masks are drawn: the hash of all fields that affect what is
+        computed, not when, by how many, in which order of work, or how it is sent. The same run requested
+        twice, by anybody and in any shape, therefore draws the same masks."""
         names = (name for name in Manifest.__struct_fields__ if name not in _NOT_ARITHMETIC)
         return blake3(encode([getattr(self.manifest, name) for name in names])).digest()
 
     @property
     def text(self) -> str:
-        """The run's id as screens and files show it: the first 16 hex digits."""
+        """Return the run's id as screens and files show it: the first 16 hex digits."""
         return run_text(self.id)
 
 
 def own_data_of(manifest: Manifest) -> OwnData | None:
-    """What each member must have of its own; None where data travels."""
+    """Return the requirements for each member's own data; None where data travels."""
     return None if manifest.local is None else manifest.local.own_data
 
 
 def own_data_hash(own: OwnData) -> str:
-    """What stands in a manifest in place of the hash of data that stays with its owners."""
+    """Return the hash in a manifest for data that stays with its owners."""
     return blake3(encode(own)).hexdigest()
 
 
 def run_text(run: bytes) -> str:
-    """The short text form of a run id."""
+    """Return the short text form of a run id."""
     return run.hex()[:16]
 
 
@@ -197,7 +198,7 @@ def make_run(signer: Signer, manifest: Manifest) -> Run:
 
 
 def check_run(signer: Signer, fact: Fact) -> Run:
-    """A manifest whose signature and ranges hold; else RemoteProtocolError."""
+    """Return a manifest with a valid signature and valid ranges. Raises RemoteProtocolError."""
     if len(fact.body) > MANIFEST_BYTES_MAX:
         raise RemoteProtocolError(
             f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX} fit a record"
@@ -218,7 +219,7 @@ def check_run(signer: Signer, fact: Fact) -> Run:
 
 
 class _Beginning(msgspec.Struct, frozen=True, array_like=True):
-    """The beginning of a manifest of any version: those without a number begin with a name."""
+    """The beginning of a manifest of any version; those without a number begin with a name."""
 
     version: int | str
 

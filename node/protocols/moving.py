@@ -1,6 +1,6 @@
-"""Moves what a node says on a stream to a better path, between two messages: none is lost or overtaken.
+"""Moving a stream to a better path between two messages, so that none is lost or overtaken.
 
-A stream that carries a run for hours may have been opened through a relay, before there was a direct path.
+A stream of a run may last hours and may have been opened through a relay, before there was a direct path.
 """
 
 from collections.abc import Awaitable, Callable
@@ -11,18 +11,18 @@ from node.errors import StreamClosed, StreamEnded, Unreachable
 from node.seams import Stream
 
 MOVE_SECONDS = 10.0
-"""From one attempt to move a stream to the next."""
+"""The pause between two attempts to move a stream."""
 READ_SECONDS_MAX = 20.0
-"""What the other side gets to read all that was sent before."""
+"""How long the other side may take to read all earlier messages."""
 CLOSE_SECONDS_MAX = 1.0
 
 
 async def move(stream: Stream, open_stream: Callable[[], Awaitable[Stream]]) -> Stream:
-    """Return another stream to the same peer, once the other side has read all of this one, on which it says
-    nothing itself; this one where no better one can be opened.
+    """Return a new stream to the same peer once the other side, which sends nothing itself, has read all of
+    this one; this one if no better one can be opened.
 
     Raises:
-        StreamClosed: this one broke meanwhile, or was not read in time: what was sent may be lost.
+        StreamClosed: this one broke meanwhile, or was not read in time: messages may be lost.
     """
     try:
         better = await open_stream()
@@ -41,7 +41,7 @@ async def move(stream: Stream, open_stream: Callable[[], Awaitable[Stream]]) -> 
 
 
 async def _be_read(stream: Stream) -> None:
-    """Say that nothing more comes, and wait until the other side has read all and closes."""
+    """Announce the end, and wait until the other side has read all and closes."""
     await stream.send_eof()
     with trio.move_on_after(READ_SECONDS_MAX):
         try:

@@ -1,7 +1,7 @@
-"""What the committer of a run tells the other members for their screens. Nothing depends on its arrival.
+"""Notices of a run's committer to the other members, for their screens. Nothing depends on their arrival.
 
-Each notice has the fields of one event of `node.events`, but for the time, which is the receiver's own, and
-the run, which the plan names. Its numbers are such that a screen can show them.
+Each notice has the fields of one event of `node.events`, except the time, which is the receiver's own, and
+the run, which the plan names. Its numbers are bounded so that a screen can show them.
 """
 
 from typing import Annotated
@@ -14,9 +14,9 @@ from partition.run.messages import Reason
 from partition.stage import METRICS_MAX
 
 NUMBER_MAX = 2**53
-"""What every reader of our JSON can count exactly."""
+"""The largest integer that every reader of our JSON represents exactly."""
 SECONDS_MAX = 1e9
-"""What a step may have taken: thirty years, so that a screen can multiply it by the steps that are left."""
+"""The longest time of a step: thirty years, so that a screen can multiply it by the steps left."""
 FINITE_MAX = 1.7e308
 
 Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
@@ -27,7 +27,7 @@ StageCounts = Annotated[tuple[Number, ...], msgspec.Meta(max_length=STAGES_MAX)]
 
 
 class StepNotice(msgspec.Struct, frozen=True, tag="step", kw_only=True):
-    """As `node.events.StepCommitted`."""
+    """The fields of `node.events.StepCommitted`."""
 
     step: StepNumber
     loss: Finite
@@ -46,7 +46,7 @@ class StepNotice(msgspec.Struct, frozen=True, tag="step", kw_only=True):
 
 
 class DropNotice(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
-    """As `node.events.ReplicaDropped`."""
+    """The fields of `node.events.ReplicaDropped`."""
 
     step: StepNumber
     stage: StageNumber
@@ -55,7 +55,7 @@ class DropNotice(msgspec.Struct, frozen=True, tag="drop", kw_only=True):
 
 
 class EvaluationNotice(msgspec.Struct, frozen=True, tag="evaluation", kw_only=True):
-    """As `node.events.RunEvaluated`."""
+    """The fields of `node.events.RunEvaluated`."""
 
     accuracy: Finite | None
     loss: Finite
@@ -68,7 +68,7 @@ class EvaluationNotice(msgspec.Struct, frozen=True, tag="evaluation", kw_only=Tr
 
 
 class ResumeNotice(msgspec.Struct, frozen=True, tag="resume", kw_only=True):
-    """As `node.events.RunResumed`."""
+    """The fields of `node.events.RunResumed`."""
 
     height: Number
     step: StepNumber
@@ -91,19 +91,19 @@ _EVENTS = {news: event for event, news in NEWS.items()}
 
 
 class Notice(msgspec.Struct, frozen=True, tag="notice"):
-    """Committer to everybody else in the plan: what has happened."""
+    """Committer to all others in the plan: an event."""
 
     plan: Hash
     news: News
 
 
 def news_of(event: RunEvent) -> News:
-    """Return what is told of an event."""
+    """Return the notice of an event."""
     kind = NEWS[type(event)]
     return kind(**{name: getattr(event, name) for name in kind.__struct_fields__})
 
 
 def event_of(news: News, *, at: float, run: str) -> RunEvent:
-    """Return the event that a notice tells of, as it is shown here."""
+    """Return the event of a notice, as it is shown here."""
     fields = {name: getattr(news, name) for name in news.__struct_fields__}
     return _EVENTS[type(news)](at=at, run=run, **fields)

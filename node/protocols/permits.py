@@ -1,8 +1,7 @@
-"""Permits to be served: so many in all, a few for one peer, and none for long to a peer that moves nothing.
+"""Permits to be served: a limited number, a few per peer, and none for long to a peer that moves nothing.
 
-A peer that stops reading or asking costs what serving it holds: memory, an open file, a share of what all
-may have at once. So a permit ends once nothing has moved for some seconds, and earlier where another peer
-waits for one.
+A peer that stops reading or asking holds resources: memory, an open file, one of the permits. A permit
+therefore ends once nothing has moved for some seconds, and earlier if another peer waits for one.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from crypto.registers import Budget, Register
 
 
 class Permit:
-    """To serve one stream. It can be taken away only while its peer is waited for."""
+    """The permit to serve one stream. It can be taken away only while the node waits for its peer."""
 
     def __init__(self, moved: Callable[["Permit"], None]) -> None:
         self._tell_moved = moved
@@ -26,7 +25,7 @@ class Permit:
         self.scope = trio.CancelScope()
 
     def waits(self, seconds: float) -> None:
-        """Something has moved; from now on the peer has so long to move the next."""
+        """Record that something has moved; the peer has `seconds` to move the next."""
         if self._has_waited:
             self._tell_moved(self)
         self._has_waited = True
@@ -34,17 +33,17 @@ class Permit:
         self.scope.deadline = self.silent_since + seconds
 
     def works(self) -> None:
-        """This node has to do something itself, for which the peer pays nothing."""
+        """Record that this node itself has work to do, which does not count against the peer."""
         self.silent_since = self.scope.deadline = inf
 
 
 class Permits:
-    """`permits_max` of them, `per_peer_max` for one peer. Where all are given out, one whose peer has moved
-    nothing for a while is taken away: `patience_seconds` for a peer that has taken something by now, less for
-    a stranger (`crypto.registers`)."""
+    """All permits: `permits_max`, and `per_peer_max` for one peer. When none is left, one is taken from a
+    peer that has moved nothing for a while: `patience_seconds` for a peer that has already read something,
+    less for a stranger (`crypto.registers`)."""
 
     def __init__(self, permits_max: int, per_peer_max: int, *, patience_seconds: float) -> None:
-        # A peer's source is not known here: each counts as one of its own.
+        # A peer's source address is unknown here: each counts as its own source.
         self._taken: Register[Permit] = Register(
             Budget(permits_max, per_peer_max, permits_max, patience_seconds)
         )
@@ -54,7 +53,8 @@ class Permits:
 
     @contextmanager
     def take(self, peer: PeerId) -> Iterator[Permit | None]:
-        """One while the context lasts, which is left early once it is taken away; None: too many."""
+        """Yield a permit while the context lasts, or None if there are too many; taking it away ends the
+        context early."""
         permit = Permit(self._taken.credit)
         evicted = self._taken.admit(trio.current_time(), permit, peer, peer)
         if evicted is None:

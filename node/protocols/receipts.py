@@ -13,13 +13,13 @@ ANSWER_BYTES_MAX = 32 * 1024
 
 
 class OfferReceipt(msgspec.Struct, frozen=True, tag="offer"):
-    """To a provider: this is what I measured of you. Answered by Accepted, or Nothing."""
+    """To a provider: my measurement of your work. Answered by Accepted, or Nothing."""
 
     measured: Fact
 
 
 class ShowReceipts(msgspec.Struct, frozen=True, tag="show"):
-    """Anybody to anybody: the receipts of your work. Answered by Shown."""
+    """Anybody to anybody: show the receipts of your work. Answered by Shown."""
 
 
 class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
@@ -29,7 +29,7 @@ class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
 
 
 class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
-    """This node has no part in that run, or did not do so much."""
+    """This node has no part in that run, or did less than that."""
 
 
 class Shown(msgspec.Struct, frozen=True, tag="shown"):

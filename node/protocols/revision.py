@@ -1,7 +1,7 @@
-"""What the requester of a run may change while it goes on: a signed word that replaces the one before it.
+"""A revision of a running run by its requester: a signed statement that replaces the one before it.
 
-It is signed by the key that signed the manifest, so every member believes it from anybody. Not here: who acts
-on it (`node.runs.steering`), and how it is spread (`node.runs.revising`).
+The key that signed the manifest signs it, so every member accepts it from anybody. Not here: who acts on it
+(`node.runs.steering`), and how it is spread (`node.runs.revising`).
 """
 
 from collections.abc import Mapping
@@ -22,16 +22,16 @@ REVISION_PURPOSE = "run-revision"
 REVISION_BYTES_MAX = 128
 PRIORITY_MAX = 9
 PRIORITY = 5
-"""The priority of a run that says none."""
+"""The priority of a run that sets none."""
 
 
 class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
-    """The requester's word on its run; of two the one with the higher `number` counts.
+    """The requester's revision of its run; the one with the highest `number` counts.
 
-    `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is where the
-    run ends; both are None for what the manifest says. `deadline_milliseconds` (unix) is by when it should
-    be done: of one requester's runs of one priority the earliest has a slot first, 0 for no time. The
-    requester is told where the run trains less than `samples_per_second` over `goal_seconds`, 0 for no goal.
+    `learning_rate` replaces the manifest's, and its schedule multiplies it as before. `steps` is the last
+    step; both are None to keep the manifest's. `deadline_milliseconds` (unix) is when it should be done: of
+    one requester's runs of one priority the earliest gets a slot first; 0 is no deadline. The requester is
+    told when the run trains less than `samples_per_second` over `goal_seconds`; 0 is no goal.
     """
 
     run: Hash
@@ -46,7 +46,7 @@ class RevisionBody(msgspec.Struct, frozen=True, array_like=True):
 
 
 def check_changes(changes: Mapping[str, object]) -> None:
-    """Check what a person wants to change: fields of RevisionBody by name. Raises ValueError."""
+    """Check the changes that a person wants: fields of RevisionBody by name. Raises ValueError."""
     whole = {"run": bytes(32), "number": 1, "learning_rate": None, "steps": None, "priority": PRIORITY}
     whole |= {"is_paused": False, "deadline_milliseconds": 0, "samples_per_second": 0.0, "goal_seconds": 0}
     row = [*(whole | dict(changes)).values()]
@@ -70,18 +70,18 @@ def revised(before: RevisionBody, number: int, changes: Mapping[str, Any]) -> Re
 
 
 def make_revision(signer: Signer, body: RevisionBody) -> Fact:
-    """Sign it as the requester."""
+    """Sign a revision as the requester."""
     return signer.sign(REVISION_PURPOSE, encode(body))
 
 
 def read_revision(fact: Fact) -> RevisionBody:
-    """Return what a revision says, its signature not looked at. Raises RemoteProtocolError."""
+    """Return the body of a revision without checking its signature. Raises RemoteProtocolError."""
     body: RevisionBody = decode(fact.body, RevisionBody, bytes_max=REVISION_BYTES_MAX)
     return body
 
 
 def check_revision(signer: Signer, run: Run, fact: Fact) -> RevisionBody:
-    """Return what the requester of `run` says of it; else RemoteProtocolError."""
+    """Return the body of a revision by the requester of `run`. Raises RemoteProtocolError."""
     body = read_revision(fact)
     if signer.check(REVISION_PURPOSE, fact) != run.requester or body.run != run.id:
         raise RemoteProtocolError("a run revised by another peer than its requester")

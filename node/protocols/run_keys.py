@@ -1,6 +1,6 @@
-"""Refuse keys of RUN.toml that would change nothing: each key acts in its run's mode, or is refused there.
+"""Refuses keys of RUN.toml without an effect: each key acts in its run's mode, or is refused there.
 
-Pure. `EXACT_ONLY` and `LOCAL_ONLY` name the keys that one mode alone reads; `tests/test_keys.py` walks them.
+Pure. `EXACT_ONLY` and `LOCAL_ONLY` name the keys that only one mode reads; `tests/test_keys.py` walks them.
 """
 
 from collections.abc import Iterator
@@ -71,7 +71,7 @@ def is_given(run: Run, key: str) -> bool:
 
 
 def unused_keys(run: Run) -> Iterator[tuple[str, str]]:
-    """Yield each key that is given and that the run's mode does not read, and why it does not."""
+    """Yield each given key that the run's mode does not read, and why not."""
     if run.train.mode == "auto":
         return  # either may be chosen
     other = LOCAL_ONLY if run.train.mode == "exact" else EXACT_ONLY
@@ -79,7 +79,7 @@ def unused_keys(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def check_keys(run: Run, where: str) -> None:
-    """Refuse the first key that would change nothing. Raises UsageError."""
+    """Refuse the first key without an effect. Raises UsageError."""
     train, plan = run.train, run.plan
     for key, why in unused_keys(run):
         raise UsageError(

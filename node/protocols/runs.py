@@ -1,7 +1,7 @@
 """Requests between members of a run, each on a stream of its own: one question, one answer.
 
-`/peerloom/runs/2` carries what must be answered: placing, leasing, starting, ending, models, weights. What
-flows during a step (frames, step messages, all-reduce parts, notices) goes by `/peerloom/pipeline/2`.
+`/peerloom/runs/2` carries messages with answers: placing, leasing, starting, ending, models, weights. The
+messages of a step (frames, step messages, all-reduce parts, notices) go by `/peerloom/pipeline/2`.
 """
 
 from typing import Annotated, Literal
@@ -33,18 +33,18 @@ from partition.steps.messages import CommitterMessage, ReplicaMessage
 
 RUNS_PROTOCOL = "/peerloom/runs/2"
 RUNS_WORD = RUNS_PROTOCOL.removeprefix("/peerloom/")
-"""Among the capabilities of a member: it understands runs as this version plans them."""
+"""The capability of a member that understands runs of this version."""
 PIPELINE_PROTOCOL = "/peerloom/pipeline/2"
 REQUEST_BYTES_MAX = PLAN_BYTES_MAX + HISTORY_BYTES_MAX + 16 * 1024
-"""A plan, how it came about, and the signatures and the manifest around them."""
+"""A plan, its history, and the signatures and the manifest around them."""
 PIPELINE_BYTES_MAX = 4 * 1024 * 1024
-"""The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. What a frame carries goes
-beside it, and has a limit of its own."""
+"""The longest is an Open of 64 stages and 4,096 micro-batches, all counted: 2.6 MB. The data of a frame goes
+beside it, with a limit of its own."""
 PIPELINE_STREAMS = StreamLimits(message_bytes_max=PIPELINE_BYTES_MAX, streams_per_peer_max=4)
-"""A member has one; another where the first broke, and this side has not noticed yet."""
+"""A member has one stream, and another after the first broke while this side has not noticed."""
 BLOB_BYTES_MAX = 16 * 1024**3
 RANGE_BYTES_MAX = 16 * 1024 * 1024
-"""The first values in one answer: some of them fit the memory of whoever answers many."""
+"""The initial values in one answer: a node that answers many has memory for some of them."""
 BLOB_CHUNK_BYTES = 4 * 1024 * 1024
 
 PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
@@ -53,8 +53,8 @@ PlanBytes = Annotated[bytes, msgspec.Meta(max_length=PLAN_BYTES_MAX)]
 class LeaseRequest(msgspec.Struct, frozen=True, tag="lease"):
     """Planner to a provider: hold a slot for this stage. Answered by Leased or Declined ("busy").
 
-    A witness is asked for no stage and needs no slot. The first plan has no `history` yet: it is signed once
-    it is in force. `revision` is the requester's word on the run's priority and deadline, where it said any.
+    A witness has no stage and needs no slot. The first plan has no `history` yet: it is signed once it is in
+    force. `revision` has the requester's priority and deadline of the run, if it set any.
     """
 
     manifest: Fact
@@ -72,24 +72,23 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
 
 
 class WithdrawRun(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Planner to a provider that told it to wait: the run wants no slot there any more. Answered by
-    Done."""
+    """Planner to a provider that told it to wait: the run no longer needs a slot there. Answered by Done."""
 
     run: Hash
 
 
 class EnterQueue(msgspec.Struct, frozen=True, tag="enter queue"):
-    """Requester to a provider: the run wants one of your slots. Answered by Done where it may have one now,
-    or Declined. In larger swarms a requester asks all providers so at once, before it leases any."""
+    """Requester to a provider: the run wants one of your slots. Answered by Done if it may have one now, or
+    Declined. In larger swarms a requester asks all providers at once, before it leases any."""
 
     manifest: Fact
     revision: Fact | None = None
 
 
 class Join(msgspec.Struct, frozen=True, tag="join"):
-    """A member of a run in local mode to a node that is not in it: take part. Answered by Done when it will,
-    or Declined. The chain of tickets makes it a member; its last is the asker's, and fresh. It
-    holds `stage` of the model, where it `is_beside` one that it holds already for this head."""
+    """A member of a run in local mode to a node that is not in it: take part. Answered by Done if it will, or
+    Declined. The chain of tickets makes it a member; the last ticket is the sender's, and fresh. It holds
+    `stage` of the model; `is_beside`: beside another stage that it already holds for this head."""
 
     manifest: Fact
     chain: Chain
@@ -98,8 +97,8 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Start(msgspec.Struct, frozen=True, tag="start"):
-    """Requester to member, or committer to a newcomer: this plan is in force. Answered by Done when it is
-    known here; the stage opens by itself then."""
+    """Requester to member, or committer to a newcomer: this plan is in force. Answered by Done once the
+    receiver knows it; its stage then opens by itself."""
 
     manifest: Fact
     plan: PlanBytes
@@ -107,8 +106,8 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
-    """Planner to a provider it leased from: open the stage, for this plan may soon be decided. Answered by
-    Done when it is open."""
+    """Planner to a provider it leased from: open the stage, because this plan may soon be decided. Answered
+    by Done when it is open."""
 
     manifest: Fact
     plan: PlanBytes
@@ -116,7 +115,7 @@ class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Committer to member: the run goes on. Answered by Done, or Declined where this node has forgotten
+    """Committer to member: the run goes on. Answered by Done, or Declined if the receiver has forgotten
     it."""
 
     run: Hash
@@ -124,8 +123,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
 
 
 class FetchState(msgspec.Struct, frozen=True, tag="state"):
-    """Newcomer to a replica of its stage: a part of an arena as it is after `step` steps. Answered by a
-    Blob."""
+    """Newcomer to a replica of its stage: a part of an arena after `step` steps. Answered by a Blob."""
 
     plan: Hash
     step: StepNumber
@@ -153,21 +151,21 @@ class End(msgspec.Struct, frozen=True, tag="end"):
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
-    """Anybody to member: the run is over, by its requester's signed word (`node.runs.stopping.StopBody`).
-    Answered by Done, or Declined where this node does not know the run."""
+    """Anybody to member: the run is over, by its requester's signed statement
+    (`node.runs.stopping.StopBody`). Answered by Done, or Declined if the receiver does not know the run."""
 
     stop: Fact
 
 
 class Revise(msgspec.Struct, frozen=True, tag="revise"):
-    """Anybody to member: the requester has changed the run (`node.protocols.revision.RevisionBody`). Answered
-    by Done, or Declined where this node does not know the run."""
+    """Anybody to member: the requester has revised the run (`node.protocols.revision.RevisionBody`). Answered
+    by Done, or Declined if the receiver does not know the run."""
 
     revision: Fact
 
 
 class Describe(msgspec.Struct, frozen=True, tag="describe"):
-    """Anybody to member: how is the run with this short id? Answered by Described, or Declined."""
+    """Anybody to member: describe the run with this short id. Answered by Described, or Declined."""
 
     run: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 
@@ -185,8 +183,8 @@ class FetchModel(msgspec.Struct, frozen=True, tag="model"):
 
 
 class FetchRange(msgspec.Struct, frozen=True, tag="range"):
-    """Replica to a holder: a part of the file of first values beside a graph, counted from where its data
-    begins. Answered by a Blob or Declined."""
+    """Replica to a holder: a part of the file of a graph's initial values, at an offset from the beginning of
+    their data. Answered by a Blob or Declined."""
 
     graph: Hash
     offset: Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -227,8 +225,8 @@ class Blob(msgspec.Struct, frozen=True, tag="blob"):
 
 
 class Described(msgspec.Struct, frozen=True, tag="described"):
-    """A run as the member that was asked knows it: its claim, like all that members say of a run to those
-    outside. `status` is one of `partition.run.states`; `weights` is the hash (hex) of the result."""
+    """A run as the asked member knows it: a claim, like all that members report to outsiders. `status` is one
+    of `partition.run.states`; `weights` is the hash (hex) of the result."""
 
     model: Annotated[str, msgspec.Meta(max_length=40)]
     data: Annotated[str, msgspec.Meta(max_length=64)]
@@ -246,8 +244,8 @@ Reply = Leased | Declined | Done | Blob | Described
 
 
 class LeaseBody(msgspec.Struct, frozen=True, array_like=True):
-    """A provider's promise to hold `stage` of `plan`, or to be a witness of it, until it hears nothing of the
-    run for so long."""
+    """A provider's promise to hold `stage` of `plan`, or to be a witness of it, until it has heard nothing of
+    the run for this long."""
 
     run: Hash
     plan: Hash
@@ -259,7 +257,7 @@ LEASE_PURPOSE = "lease"
 
 
 def check_step(message: object, steps: int) -> None:
-    """Whether what a message says of a step can be so in a run of `steps`; else RemoteProtocolError."""
+    """Check that a message's step is possible in a run of `steps`. Raises RemoteProtocolError."""
     said = message.news if isinstance(message, Notice) else message
     done = getattr(said, "step", None)
     if isinstance(said, StepNotice):
@@ -275,14 +273,15 @@ class GroupPart(msgspec.Struct, frozen=True, tag="part"):
 
 
 class Revised(msgspec.Struct, frozen=True, tag="revised"):
-    """Committer to member: the requester's newest word on the run, before any step that follows from it."""
+    """Committer to member: the requester's newest revision of the run, before any step that follows from
+    it."""
 
     plan: Hash
     revision: Fact
 
 
 class Saved(msgspec.Struct, frozen=True, tag="saved"):
-    """Replica to committer: my stage, as it was after `step` steps, is put away here, which took so long."""
+    """Replica to committer: my stage after this step is saved here, which took this long."""
 
     plan: Hash
     step: StepNumber
@@ -308,4 +307,4 @@ PipelineMessage = (
 )
 
 Early = CommitterMessage | Absent | Revised
-"""What is kept for a plan that is decided, but not in force here yet."""
+"""Messages kept for a plan that is decided, but not yet in force here."""

@@ -1,8 +1,8 @@
-"""What a service is, and `/peerloom/services/1`: how one is found, and a stage of it is asked to be held.
+"""Services and `/peerloom/services/1`: finding services, and asking peers to hold their stages.
 
 A service's manifest is signed by its publisher and names the model by the hash of its graph, which has a
-digest of each parameter's values: so it names the weights too. All members hold the manifest and hand it on,
-so a service outlives its publisher's node. Its id is the manifest's hash.
+digest of each parameter's values: it thereby names the weights too. All members hold the manifest and pass it
+on, so a service outlives its publisher's node. Its id is the manifest's hash.
 """
 
 from collections.abc import Iterable
@@ -30,28 +30,28 @@ SERVICES_PROTOCOL = "/peerloom/services/1"
 SERVICE_PURPOSE = "service-manifest"
 STOP_SERVICE_PURPOSE = "service-stop"
 NAMED_PURPOSE, ALL_PURPOSE = "service", "services"
-"""DHT records of members: under a service's name, and those of all services under one key. The value is the
-manifest's fact."""
+"""Purposes of members' DHT records: under a service's name, and of all services under one key. The value is
+the manifest's fact."""
 MANIFEST_BYTES_MAX = 640
 """With its signature it fits a DHT record of 900 bytes."""
 REQUEST_BYTES_MAX = 8_192
 REPLY_BYTES_MAX = 16_384
 REPLICAS_MAX = 16
 SERVICES_MAX = 8
-"""Listings of one answer: a stage each."""
+"""Listings in one answer, one per stage."""
 VOCABULARY_MAX = 1 << 24
 VECTOR_MAX = 1 << 16
-"""Numbers that one text comes to: the largest encoders have some thousand."""
+"""Numbers in the vector of a text: the largest encoders have some thousand."""
 SESSIONS_SHOWN_MAX = 1 << 20
 PACE_MAX = 1 << 36
-"""A minute in nanoseconds: no stage of use takes longer for one token."""
+"""A minute in nanoseconds: no useful stage takes longer for one token."""
 ENDED_MAX = 256
-"""Services that were stopped and that a node remembers, so that no late word begins them again."""
+"""Stopped services that a node remembers, so that no late message restarts them."""
 
 HOLDERS_MAX = 12
 """Peers that a service may be restricted to: the manifest has to fit a record."""
 HOLDER_BYTES = 16
-"""The part of the hash of a peer's id: enough that nobody finds another id with the same."""
+"""The part of the hash of a peer's id: long enough that nobody finds another id with the same part."""
 Holder = Annotated[bytes, msgspec.Meta(min_length=HOLDER_BYTES, max_length=HOLDER_BYTES)]
 
 TokensShown = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
@@ -60,15 +60,15 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,79}\Z
 
 
 class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
-    """A service as its publisher wants it.
+    """A service as its publisher defines it.
 
-    `cuts` are the layers before which a stage begins, without the first. `threads` is part of what makes
-    stages equal to the bit. `text` says how tokens are made of a text: "bytes", or by a tokenizer whose files
-    have the list of chunks `tokenizer` (`node.content.text_files`); "" where only tokens are taken. `run` and
-    `step` are the run and the checkpoint that the weights are of, if they are of one. With `holders` only
-    these may hold a stage: the first bytes of the hashes of their ids. With `vector` the model answers a text
-    by so many numbers and by no tokens, which is the form of version 2: a node that knows version 1 alone
-    takes no stage of it.
+    `cuts` are the layers at which stages begin, without the first. `threads` must be equal for stages to
+    agree to the bit. `text` is the way to tokenize: "bytes", or a tokenizer whose files have the list of
+    chunks `tokenizer` (`node.content.text_files`); "" if the service takes only tokens. `run` and `step` are
+    the run and the checkpoint of the weights, if they come from one. With `holders` only these peers may hold
+    a stage: the first bytes of the hashes of their ids. With `vector` the model answers a text by this many
+    numbers and no tokens, which is the form of version 2: a node that knows only version 1 takes no stage of
+    it.
     """
 
     version: Literal[1, 2]
@@ -115,7 +115,8 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
         return len(self.cuts) + 1
 
     def ranges(self, layers: int) -> list[tuple[int, int]]:
-        """Return the layers of each stage. Raises RemoteProtocolError: the model has other layers."""
+        """Return the layers of each stage. Raises RemoteProtocolError: the model has a different number of
+        layers."""
         ends = (0, *self.cuts, layers)
         if any(first >= last for first, last in pairwise(ends)):
             raise RemoteProtocolError(f"a service that cuts a model of {layers} layers elsewhere")
@@ -124,7 +125,7 @@ class ServiceManifest(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class Service:
-    """A manifest whose signature holds."""
+    """A manifest with a valid signature."""
 
     id: bytes
     publisher: PeerId
@@ -133,23 +134,23 @@ class Service:
 
     @property
     def text(self) -> str:
-        """The id as people see it: the first 16 of its hexadecimal digits."""
+        """Return the id as people see it: the first 16 hexadecimal digits."""
         return service_text(self.id)
 
     @property
     def requester(self) -> PeerId:
-        """The publisher, under the name that an owner's rules know."""
+        """Return the publisher, under the name that owners' rules use."""
         return self.publisher
 
 
 class StopServiceBody(msgspec.Struct, frozen=True, array_like=True):
-    """Its publisher has ended this service."""
+    """The publisher has ended this service."""
 
     service: Hash
 
 
 class Host(msgspec.Struct, frozen=True, tag="host"):
-    """Hold this stage of a service; `rows` are its members. Answered by Done once it is being loaded, or
+    """Hold this stage of a service; `rows` are its members. Answered by Done once the stage is loading, or
     Declined."""
 
     manifest: Fact
@@ -158,13 +159,14 @@ class Host(msgspec.Struct, frozen=True, tag="host"):
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
-    """Which services are you a member of: this one (an id), or all of them (empty)? ServicesFound answers."""
+    """List the services of which you are a member: this one (an id), or all (empty). Answered by
+    ServicesFound."""
 
     service: Annotated[bytes, msgspec.Meta(max_length=32)] = b""
 
 
 class StopService(msgspec.Struct, frozen=True, tag="stop"):
-    """Let go of your stage: its publisher says so, as a signed StopServiceBody. Answered by Done."""
+    """Release your stage: the publisher ended the service, by a signed StopServiceBody. Answered by Done."""
 
     stop: Fact
 
@@ -173,11 +175,10 @@ Request = Host | Find | StopService
 
 
 class Listing(msgspec.Struct, frozen=True, array_like=True):
-    """A service of which the asked node is a member; `sessions` are open at that node itself, with so many
-    `tokens` of the `tokens_max` whose keys and values it has room for, and
-    `bits` is the bit class of its stage there, as it says: empty where it has none, or is not loaded. Its
-    stage takes `decode_microseconds` for one more token of a session, and `read_nanoseconds` for a token of a
-    prompt; 0: not measured."""
+    """A service of which the asked node is a member; `sessions` are open at that node itself, with `tokens`
+    of the `tokens_max` whose keys and values it has room for. `bits` is the claimed bit class of its stage:
+    empty if it has none, or it is not loaded. Its stage takes `decode_microseconds` for one more token of a
+    session, and `read_nanoseconds` for a token of a prompt; 0: not measured."""
 
     manifest: Fact
     rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
@@ -190,8 +191,8 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ServicesFound(msgspec.Struct, frozen=True, tag="found"):
-    """What was asked for; nothing where the node is a member of no such service. Of the listings of one
-    service only the first has other rows than the node's own, and no more than fit."""
+    """The listings; empty if the node is a member of no such service. Of one service's listings only the
+    first has rows beside the node's own, and no more than fit."""
 
     listings: Annotated[tuple[Listing, ...], msgspec.Meta(max_length=SERVICES_MAX)] = ()
 
@@ -201,7 +202,7 @@ Reply = Done | Declined | ServicesFound
 
 def make_found(listings: Iterable[Listing]) -> ServicesFound:
     """Return the answer of a node with these stages: all of its services come before a second stage of one,
-    and where it would be too long, the longest lists of members are cut."""
+    and if it would be too long, the longest lists of members are cut."""
     firsts: dict[bytes, Listing] = {}
     others: list[Listing] = []
     for each in listings:
@@ -218,7 +219,7 @@ def make_found(listings: Iterable[Listing]) -> ServicesFound:
 
 
 def holder_name(peer: PeerId) -> bytes:
-    """Return how a manifest names a peer that may hold a stage."""
+    """Return a peer's name in a manifest's list of holders."""
     return blake3(peer).digest(HOLDER_BYTES)
 
 
@@ -234,7 +235,7 @@ def make_service(signer: Signer, manifest: ServiceManifest) -> Service:
 
 
 def check_service(signer: Signer, fact: Fact) -> Service:
-    """Return the service that a fact is the manifest of. Raises RemoteProtocolError."""
+    """Return the service whose manifest is in a fact. Raises RemoteProtocolError."""
     if len(fact.body) > MANIFEST_BYTES_MAX:
         raise RemoteProtocolError(f"a manifest of {len(fact.body)} bytes, at most {MANIFEST_BYTES_MAX}")
     publisher = signer.check(SERVICE_PURPOSE, fact)
@@ -243,7 +244,7 @@ def check_service(signer: Signer, fact: Fact) -> Service:
 
 
 def read_record(signer: Signer, value: bytes) -> Service | None:
-    """Return the service that a DHT record tells of; None where it is none, or one that was left."""
+    """Return the service in a DHT record; None if it is malformed, or its member has left."""
     try:
         fact: Fact = decode(value, Fact, bytes_max=REQUEST_BYTES_MAX)
         return check_service(signer, fact)
@@ -252,12 +253,12 @@ def read_record(signer: Signer, value: bytes) -> Service | None:
 
 
 def make_stop(signer: Signer, service: bytes) -> Fact:
-    """Return the word of this peer that its service is over."""
+    """Return this peer's signed statement that its service is over."""
     return signer.sign(STOP_SERVICE_PURPOSE, encode(StopServiceBody(service)))
 
 
 def check_stop(signer: Signer, fact: Fact) -> tuple[bytes, PeerId]:
-    """Return which service is over, and by whose word. Raises RemoteProtocolError."""
+    """Return which service is over, and who signed it. Raises RemoteProtocolError."""
     author = signer.check(STOP_SERVICE_PURPOSE, fact)
     body: StopServiceBody = decode(fact.body, StopServiceBody, bytes_max=REQUEST_BYTES_MAX)
     return body.service, author

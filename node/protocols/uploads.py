@@ -1,7 +1,7 @@
-"""Blobs on their way out: what lies in a file is read a chunk at a time, as fast as its receiver takes it.
+"""Uploads of blobs: a file is read a chunk at a time, as fast as its receiver reads.
 
 A receiver that stops reading costs a permit (`node.protocols.permits`), an open file and a chunk in memory,
-and these for some seconds only.
+for some seconds only.
 """
 
 import io
@@ -16,14 +16,14 @@ from node.protocols.runs import BLOB_BYTES_MAX, Blob
 from node.seams import Executor, Stream
 
 CHUNK_BYTES = 256 * 1024
-"""Read and sent at once: all that one upload has in memory."""
+"""Bytes read and sent at once: the only part of an upload in memory."""
 STALL_SECONDS_MAX = 8.0
-"""For one chunk: a receiver slower than 32 kB/s is as good as none."""
+"""For one chunk: a receiver slower than 32 kB/s is useless."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """`length` bytes of an open file from `offset` on, which whoever sends them closes."""
+    """`length` bytes of an open file from `offset` on; the sender closes it."""
 
     file: IO[bytes]
     offset: int
@@ -31,11 +31,11 @@ class FilePart:
 
 
 Body = bytes | FilePart
-"""What follows a Blob."""
+"""The body after a Blob."""
 
 
 def whole(file: IO[bytes] | None, *, bytes_max: int = BLOB_BYTES_MAX) -> FilePart | None:
-    """All of an open file; None where there is none, or it is too long and so closed again."""
+    """Return all of an open file; None if there is none, or it is too long and therefore closed."""
     if file is None:
         return None
     length = file.seek(0, os.SEEK_END)
@@ -46,7 +46,7 @@ def whole(file: IO[bytes] | None, *, bytes_max: int = BLOB_BYTES_MAX) -> FilePar
 
 
 async def send_blob(stream: Stream, body: Body, permit: Permit, executor: Executor) -> None:
-    """Answer with a Blob and its chunks; the permit is lost if one of them is not taken in time."""
+    """Answer with a Blob and its chunks; the permit is lost if a chunk is not read in time."""
     part = FilePart(io.BytesIO(body), 0, len(body)) if isinstance(body, bytes) else body
     with part.file:
         permit.waits(STALL_SECONDS_MAX)
@@ -57,7 +57,7 @@ async def send_blob(stream: Stream, body: Body, permit: Permit, executor: Execut
             wanted = min(CHUNK_BYTES, part.length - sent)
             chunk = await executor.run(partial(_read, part.file, part.offset + sent, wanted))
             if not chunk:
-                return  # it has become shorter: the receiver sees that the stream ends too early
+                return  # the file became shorter: the receiver sees that the stream ends early
             permit.waits(STALL_SECONDS_MAX)
             await stream.send(chunk)
             sent += len(chunk)

@@ -1,1 +1,1 @@
-"""Recording a node: what its cores were given and what they answered, in a file that `sim.replay` plays."""
+"""Recording of a node: the inputs and outputs of its cores, in a file that `sim.replay` plays."""

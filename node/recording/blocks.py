@@ -1,12 +1,13 @@
-"""The file of a record: blocks of zstandard, each with the hash of all before it, so that a change is found.
+"""The file of a record: blocks of zstandard, each with the hash of all before it, so that changes are
+detected.
 
     file    magic, then blocks
     block   length of the data (4 bytes, little endian), CRC-32 of that, CRC-32 of each 64 bytes of the data,
             hash (16 bytes), data
 
-The hash is blake2b over the hash before, the length and the data. Where it does not fit, the sums name the
-piece, and trying every other byte in it names the byte. A file that ends within a block, as after a crash of
-its machine, is read as far as its whole blocks go.
+The hash is blake2b over the hash before, the length and the data. If it does not match, the sums identify the
+piece, and trying all values of each of its bytes identifies the byte. A file that ends within a block, as
+after a crash of its machine, is read up to its last complete block.
 """
 
 from collections.abc import Iterator
@@ -23,13 +24,13 @@ HEAD_BYTES = 8
 BLOCK_BYTES_MAX = 8 << 20
 """The size of one block, compressed."""
 UNPACKED_BYTES_MAX = 64 << 20
-"""The size of one block, unpacked: a file may be a stranger's."""
+"""The size of one block, unpacked: a file may come from a stranger."""
 _LEVEL = 3
 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file: the number of the block, the place in the file in bytes, and in words."""
+    """Damage of a file: the number of the block, the offset in bytes, and a description."""
 
     block: int
     offset: int
@@ -37,14 +38,14 @@ class Damage:
 
 
 def pack_block(data: bytes, before: bytes) -> tuple[bytes, bytes]:
-    """Return the block for what comes next, and its hash; `before` is the hash of the last one, or MAGIC."""
+    """Return the next block and its hash; `before` is the hash of the last one, or MAGIC."""
     packed = zstandard.ZstdCompressor(level=_LEVEL).compress(data)
     name = _hash(before, packed)
     return _head(len(packed)) + _sums(packed) + name + packed, name
 
 
 def read_blocks(data: bytes) -> Iterator[bytes | Damage]:
-    """Yield what each block holds; the last may be the damage that ends the reading."""
+    """Yield the content of each block; the last may be the damage that ends the reading."""
     if data[: len(MAGIC)] != MAGIC:
         wrong = next((at for at, byte in enumerate(MAGIC) if data[at : at + 1] != bytes([byte])), 0)
         yield Damage(0, wrong, f"byte {wrong} is not as in the first line of a record of this version")
@@ -92,7 +93,7 @@ def _sums(packed: bytes) -> bytes:
 
 
 def _find(data: bytes, number: int, before: bytes, sums_at: int, hash_at: int, packed: bytes) -> Damage:
-    """Name what was changed in a block that is not what was written."""
+    """Locate the change in a damaged block."""
     start, kept, name = hash_at + HASH_BYTES, data[sums_at:hash_at], data[hash_at : hash_at + HASH_BYTES]
     found = _sums(packed)
     wrong = [at for at in range(0, len(kept), 4) if kept[at : at + 4] != found[at : at + 4]]
@@ -116,7 +117,7 @@ def _find(data: bytes, number: int, before: bytes, sums_at: int, hash_at: int, p
 
 
 def _mended(packed: bytes, first: int, wanted: bytes) -> tuple[int, int] | None:
-    """Return the place and the value of the one byte with which a piece has its sum again."""
+    """Return the offset and value of the one byte that restores a piece's sum."""
     piece = bytearray(packed[first : first + PIECE_BYTES])
     for at, now in enumerate(piece):
         for byte in range(256):

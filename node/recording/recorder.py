@@ -1,11 +1,11 @@
-"""Writing down what the cores of a node are given, turn by turn, and what they make of it.
+"""A recorder of the inputs and outputs of a node's cores, turn by turn.
 
-A core is made through `Recorder.core` and looks to its shell as it always does. Each call of it is a turn:
-what was asked of it, what it asked itself meanwhile (a signature, who is alive, where a peer was seen), and
-what it learnt and sends. So the record holds what came in through the six seams at the one place where it
-reaches the protocols, in their order, and no key: signatures are written, not what makes them. `sim.replay`
-gives the same turns to the same cores again. The form of the file is for `node.recording.blocks`, that of its
-values for `node.recording.values`.
+`Recorder.core` makes a core that looks to its shell like any other. Each call is a turn: its arguments, the
+answers that the core asked for meanwhile (a signature, who is alive, where a peer was seen), its events and
+its messages. The record thus holds all input of the six seams, in order, at the one place where it reaches
+the protocols, and no key: signatures are written, not the signer. `sim.replay` gives the same turns to the
+same cores again. `node.recording.blocks` defines the form of the file, `node.recording.values` that of its
+values.
 """
 
 import dataclasses
@@ -32,29 +32,29 @@ from node.recording.values import Unrecordable, written
 from node.seams import Clock, Executor
 
 RECORD_BYTES_MAX = 256 << 20
-"""The longest file, compressed. Then the record ends, not the node."""
+"""The longest file, compressed. Beyond it the record ends, not the node."""
 WAITING_BYTES_MAX = 32 << 20
-"""What waits for the disk, not compressed; a disk that is slower than that ends the record."""
+"""Uncompressed data waiting for the disk; a slower disk ends the record."""
 WRITE_SECONDS = 0.5
 BLOCK_DATA_BYTES = 6 << 20
-"""What one block holds at most: within `BLOCK_BYTES_MAX` however little it can be compressed."""
+"""The most data in one block: within `BLOCK_BYTES_MAX` even if it cannot be compressed."""
 DIGEST_BYTES = 8
 HANDED_MAX = 32
-"""Pieces of work that are out at once; a core has one or two."""
+"""Pieces of work handed out at once; a core has one or two."""
 
 QUIET = frozenset({
     "acquainted", "deadline", "document", "export", "get", "is_replica", "member", "others", "status", "wall",
 })  # fmt: skip
-"""Methods that only tell: no core is another after them."""
+"""Methods that only read: they do not change a core."""
 PARTS = frozenset({"failures", "losses", "origins", "saves", "vouched"})
-"""Parts of cores that their shells change themselves: these changes are turns too. A test finds others."""
+"""Parts of cores that shells change directly: these changes are turns too. A test finds others."""
 OUTBOXES = ("events", "sends")
 ENDED = "the node has ended"
 
 
 class Recorder:
-    """Writes one file. Nothing here ever harms the node: what cannot be written ends the record, and
-    `over` says why. Raises OSError at its beginning: there can be no such file."""
+    """Writes one file. It never harms the node: a write that fails ends the record, and `over` says why. The
+    constructor raises OSError if the file cannot be created."""
 
     def __init__(self, path: Path, *, bytes_max: int = RECORD_BYTES_MAX) -> None:
         self.path = path
@@ -64,8 +64,8 @@ class Recorder:
         self._bytes_max = bytes_max
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         self._file: IO[bytes] = os.fdopen(os.open(path, flags, 0o600), "wb")
-        keep_from_children(self._file)  # one that ends would write what is still in the buffer a second time
-        path.chmod(0o600)  # names and addresses of members are in it; an older file may be for all to read
+        keep_from_children(self._file)  # an exiting child would write the buffered rest a second time
+        path.chmod(0o600)  # names and addresses of members are in it; an older file may be world-readable
         self._file.write(MAGIC)
         self._before = MAGIC
         self._waiting: list[bytearray] = []
@@ -78,7 +78,7 @@ class Recorder:
         self._listens = False
 
     def core(self, kind: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Make a core, and write down its turns from now on."""
+        """Make a core, and record its turns from now on."""
         if self.over or not isinstance(kind, type):
             return kind(*arguments, **named)
         self._made += 1
@@ -95,26 +95,26 @@ class Recorder:
         return recorded
 
     def _forget(self, name: int, number: int) -> None:
-        """Nobody has this core any more."""
+        """Forget a core that was freed."""
         self._cores.pop(name, None)
         self._kept.pop(number, None)
         self._put(["gone", number])
 
     def event(self, document: dict[str, Any]) -> None:
-        """Note an event of the node for people, as `events --json` shows it."""
+        """Record an event for people, as `events --json` shows it."""
         self._put(["event", document])
 
     def begin(self, peer: str, config: Config, clock: Clock) -> None:
-        """Say whose record this is, and since when."""
+        """Record whose record this is, and since when."""
         about = {"peer": peer, "name": config.name, "swarm": config.swarm.name, "version": _version()}
         self._put(["node", {**about, "wall": clock.wall(), "monotonic": clock.monotonic()}])
 
     async def run(self, executor: Executor) -> None:
-        """Bring to the disk what was written down, until cancelled."""
+        """Write recorded data to the disk, until cancelled."""
         while True:
             await trio.sleep(WRITE_SECONDS)
             blocks = self._take()
-            with trio.CancelScope(shield=True):  # what was taken is written, and in its order
+            with trio.CancelScope(shield=True):  # data taken is written, and in order
                 await executor.run(partial(self._save, blocks))
 
     def close(self, reason: str = ENDED) -> None:
@@ -130,7 +130,7 @@ class Recorder:
     def call(
         self, core: Any, number: int, name: str, method: Any, given: tuple[Any, ...], by_name: Any
     ) -> Any:
-        """Let the core take its turn, and write down both sides of it."""
+        """Let the core take its turn, and record its input and output."""
         if self.over:
             return method(*given, **by_name)
         wrapped = [self._noted(each) for each in given]
@@ -161,7 +161,7 @@ class Recorder:
         setattr(core, name, _bare(wrapped))
 
     def ask(self, number: int, name: str, answer: Callable[[], Any]) -> Any:
-        """Let a core ask something outside of it, and note the answer."""
+        """Let a core ask something outside of it, and record the answer."""
         if self.over or not self._listens:
             return answer()
         self._listens = False
@@ -189,14 +189,14 @@ class Recorder:
     # Values
 
     def _noted(self, value: Any) -> Any:
-        """Have the answers of a function noted that a core was given."""
+        """Wrap a function given to a core, so that its answers are recorded."""
         if not callable(value):
             return value
         self._asked += 1
         return Asked(self, self._asked, value, "")
 
     def _wrap(self, value: Any) -> Any:
-        """Have what a core is given to ask noted: functions, and objects such as a signer."""
+        """Wrap functions, and objects such as a signer, that a core is given to ask."""
         if callable(value):
             return self._noted(value)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -255,7 +255,7 @@ class Recorder:
         return blocks
 
     def _save(self, blocks: Sequence[bytearray]) -> None:
-        """Write blocks. A failure ends the record: what came after it would not fit it."""
+        """Write blocks. A failure ends the record: later blocks would not continue it."""
         if self._has_failed or self._file.closed:
             return
         try:
@@ -273,7 +273,7 @@ class Recorder:
 
 
 def open_record(path: Path, flag: str) -> Recorder:
-    """Begin a record in a file that a person named by `flag`. Raises UsageError."""
+    """Begin a record in the file that a person gave by `flag`. Raises UsageError."""
     try:
         return Recorder(path)
     except OSError as error:
@@ -281,7 +281,7 @@ def open_record(path: Path, flag: str) -> Recorder:
 
 
 class Handed:
-    """The newest pieces of work that cores handed out: one comes back as the very same object."""
+    """The newest pieces of work that cores handed out, because one comes back as the very same object."""
 
     def __init__(self) -> None:
         self._count = 0
@@ -289,7 +289,7 @@ class Handed:
         self._numbers: dict[int, int] = {}
 
     def note(self, returned: object) -> None:
-        """A core has returned this."""
+        """Remember a value that a core returned."""
         if dataclasses.is_dataclass(returned):
             self._count += 1
             self._objects[self._count] = returned
@@ -299,18 +299,18 @@ class Handed:
                 del self._numbers[id(old)]
 
     def number(self, value: object) -> int | None:
-        """Return which one this is, counted from the first; None where it is none of them."""
+        """Return the number of a value, counted from the first; None if it is not one of them."""
         return self._numbers.get(id(value))
 
     def get(self, number: int) -> object:
-        """Return the one of this number. Raises KeyError."""
+        """Return the value of this number. Raises KeyError."""
         return self._objects[number]
 
 
 def outcome(
     core: Any, lengths: dict[str, int], returned: Any, refer: values.Refer
 ) -> tuple[list[Any], str, str]:
-    """Return what came of a turn: the events it made, its other messages in short, and the digest of all."""
+    """Return the outcome of a turn: its events, the kinds of its messages, and the digest of all."""
     made = {name: getattr(core, name)[lengths.get(name, 0) :] for name in OUTBOXES if hasattr(core, name)}
     try:
         answer = written(returned, refer)
@@ -330,7 +330,7 @@ def _shown(value: Any, refer: values.Refer) -> Any:
 
 
 def _in_short(returned: Any, sends: Any) -> str:
-    """Return the kinds of messages that a turn sends, as `Ping Ping Facts`."""
+    """Return the kinds of messages that a turn sends, such as `Ping Ping Facts`."""
     if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], list):
         returned = returned[1]
     found = [*(returned if isinstance(returned, list) else ()), *sends]
@@ -354,12 +354,12 @@ def _version() -> str:
 
 
 def _bare(value: Any) -> Any:
-    """Return what a core is to have in the place of its wrapping: cores know each other directly."""
+    """Return the value behind a wrapping: cores know each other directly."""
     return value.recorded_core if isinstance(value, RecordedCore) else value
 
 
 class RecordedCore:
-    """A core as its shell sees it: every call is written down."""
+    """A core as its shell sees it, with every call recorded."""
 
     def __init__(self, recorder: Recorder, core: Any, number: int, path: str = "") -> None:
         set_own = object.__setattr__
@@ -394,7 +394,7 @@ class RecordedCore:
 
 
 class Asked:
-    """A function that a core was given: its answers are written down."""
+    """A function given to a core, with its answers recorded."""
 
     def __init__(self, recorder: Recorder, number: int, function: Callable[..., Any], name: str) -> None:
         self.asked_number = number
@@ -407,7 +407,7 @@ class Asked:
 
 
 class AskedObject:
-    """An object that a core was given, such as a signer: what it answers is written down, not what it is."""
+    """An object given to a core, such as a signer: its answers are recorded, not the object."""
 
     def __init__(self, recorder: Recorder, number: int, value: Any) -> None:
         self.asked_number = number

@@ -1,9 +1,9 @@
 """Values of the cores as MessagePack, and back: messages, plans, addresses, generators; never code.
 
-A value that is no plain one is a list: a tag, then what it consists of. Types are named in full and found
-again among the modules of this program that are loaded already, and only dataclasses, structs and enums are
-made, so a file from a stranger can name nothing that would run. Tensors (buffers and arrays), and what a
-type names in its `UNREAD`, are kept as their lengths: read back they are zeros, which no core looks at.
+A value that is not plain is a list: a tag, then its parts. Types have full names that are looked up among the
+loaded modules of this program, and only dataclasses, structs and enums are made, so a stranger's file cannot
+run code. Tensors (buffers and arrays), and fields that a type names in `UNREAD`, are stored as their lengths:
+read back they are zeros, which no core reads.
 """
 
 import dataclasses
@@ -18,10 +18,10 @@ import msgspec
 import numpy as np
 
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node")
-"""Where types of values stand."""
+"""The packages with types of values."""
 DEPTH_MAX = 64
 PAYLOAD_BYTES_MAX = 1 << 32
-"""A longer buffer is none of a frame."""
+"""Frames are at most this long; longer buffers are rejected."""
 INTEGER_BITS_MAX = 64
 
 encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
@@ -29,11 +29,11 @@ decode: Callable[[bytes], Any] = msgspec.msgpack.Decoder().decode
 
 
 class Unrecordable(Exception):
-    """A value that cannot be written, or a file that names one that this program does not have."""
+    """A value that cannot be written, or a file that names one unknown to this program."""
 
 
 Refer = Callable[[object], list[Any] | None]
-"""What stands for a core or for what a core asks, by number; None: it is neither."""
+"""Returns the reference to a core, or to an object that a core asks, by number; None for other values."""
 Resolve = Callable[[list[Any]], object]
 
 
@@ -43,7 +43,7 @@ def _no_reference(value: object) -> list[Any] | None:
 
 
 def written(value: Any, refer: Refer = _no_reference, depth: int = 0) -> Any:
-    """Return a value as what MessagePack can hold. Raises Unrecordable."""
+    """Return a value in the types of MessagePack. Raises Unrecordable."""
     if value is None or isinstance(value, bool | float | str | bytes):
         return value.value if isinstance(value, Enum) else value
     if depth > DEPTH_MAX:
@@ -72,7 +72,7 @@ def written(value: Any, refer: Refer = _no_reference, depth: int = 0) -> Any:
 
 
 def _looked_at(value: Any, kind: Any) -> Iterator[Any]:
-    """Yield what a value is made of, and only how long what no core looks at."""
+    """Yield the parts of a value; only the length of those that no core reads."""
     unread = getattr(kind, "UNREAD", ())
     for name in fields(kind):
         found = getattr(value, name)
@@ -149,7 +149,7 @@ def find_type(name: str) -> Any:
 
 
 def find_class(name: str) -> type[Any]:
-    """Return a class of this program that is loaded. Raises Unrecordable."""
+    """Return a loaded class of this program. Raises Unrecordable."""
     place, _, path = name.partition(":")
     found: Any = sys.modules.get(place) if place.split(".")[0] in PACKAGES else None
     for part in path.split("."):
@@ -163,7 +163,7 @@ _fields: dict[Any, tuple[str, ...]] = {}
 
 
 def fields(kind: Any) -> tuple[str, ...]:
-    """Return the names of what a dataclass or a struct is made of."""
+    """Return the names of the fields of a dataclass or a struct."""
     names = _fields.get(kind)
     if names is None:
         if issubclass(kind, msgspec.Struct):

@@ -1,9 +1,8 @@
-"""Try once what a stage's process can be held to here: `python -m node.stages.fences` in a process of its
-own.
+"""A trial of the fences that this machine supports: `python -m node.stages.fences` in a process of its own.
 
-A fence stands for good, so the trial puts it up around a process that then ends. The node does so when it
-starts, before it offers anything, and `doctor` whenever it is asked. It is not the fence of any stage: each
-stage's process puts up its own, and refuses if one does not stand (`node.stages.sandbox`).
+A fence cannot be removed, so the trial puts fences up around a process that then ends. The node runs it at
+its start, before it offers anything, and `doctor` whenever it runs. It is not the fence of any stage: each
+stage's process puts up its own, and refuses if one fails (`node.stages.sandbox`).
 """
 
 import json
@@ -19,7 +18,7 @@ from node.stages import sandbox
 from node.stages.scratch import Scratch, remove_forgotten
 
 TRIAL_SECONDS_MAX = 20.0
-"""It takes 0.1 s; a machine that swaps gets its time, and no start waits for ever."""
+"""It takes 0.1 s; a swapping machine gets more time, and no start waits for ever."""
 _TRIAL_BYTES = 64 << 20
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 REMEDY = (
@@ -29,11 +28,10 @@ REMEDY = (
 
 
 def try_fences(device: str) -> sandbox.Fenced:
-    """Return what a process here can be held to that computes on `device`. Call it in a thread; raises
-    nothing.
+    """Return the fences of a process here that computes on `device`. Call it in a thread; raises nothing.
 
-    Where the trial itself fails nothing is known to hold, and that is what is said. Scratch folders of
-    killed nodes go by the way.
+    If the trial itself fails, the result says that no fence is known to hold. It also removes scratch folders
+    of killed nodes.
     """
     remove_forgotten()
     try:
@@ -49,7 +47,7 @@ def try_fences(device: str) -> sandbox.Fenced:
             env=sandbox.environment(os.environ, scratch=scratch.path, path=_SOURCE_ROOT, threads=1),
             timeout=TRIAL_SECONDS_MAX,
             check=True,
-            # Ctrl-C at the terminal is for the node. A trial that it ended would prove nothing.
+            # Ctrl-C at the terminal is for the node. A trial that it interrupted would prove nothing.
             process_group=0,
         )
         said = json.loads(ended.stdout)
@@ -66,7 +64,7 @@ def try_fences(device: str) -> sandbox.Fenced:
 
 
 def try_here(resources: Resources, at: float) -> FencesTried:
-    """The same as an event, for the device that a node with these resources computes on."""
+    """Return the trial as an event, for the device of a node with these resources."""
     tried = try_fences(find_device(resources.device))
     return FencesTried(
         at=at, fences=tried.fences, unfenced=tried.unfenced, is_allowed=resources.allow_unfenced

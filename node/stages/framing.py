@@ -1,10 +1,10 @@
-"""How a request and its answer travel between a node and its stage's process. No torch, and no sockets.
+"""The framing of requests and answers between a node and its stage's process. No torch, and no sockets.
 
-A message is a header, its MessagePack, and what stands behind that: the file of an `Import` or `Exported`,
-which may be gigabytes, and decoding copies at one go. The tensors of a micro-batch are in neither. Their
-bytes lie in memory that both sides map, requests in its first half and answers in the second: one call is
-served at a time, so one place for each is enough. Whoever reads copies them out at once, and trusts nothing
-that stands there later.
+A message is a header, its MessagePack, and a trailing file for an `Import` or `Exported`, which may be
+gigabytes; inside the MessagePack, decoding would copy it at once. The tensors of a micro-batch are in
+neither: their bytes lie in memory that both sides map, requests in its first half and answers in the second.
+One call is served at a time, so one place for each is enough. The reader copies them out at once and never
+reads there again.
 """
 
 import struct
@@ -48,14 +48,14 @@ _PAYLOADS: dict[type, tuple[str, ...]] = {
     Ran: ("output",),
     Served: ("output",),
 }
-"""Where messages have tensors: at most two bundles of them."""
+"""The fields with tensors in each message: at most two bundles."""
 
 Message = TypeVar("Message", Request, Reply)
 
 
 class Header(NamedTuple):
-    """In front of every message. Bytes of its MessagePack, of what stands behind that, and of its bundles of
-    tensors in shared memory; then for how many nanoseconds the stage's process was busy with the answer."""
+    """The header of every message: the lengths of its MessagePack, of its trailing file, and of its bundles
+    of tensors in shared memory; then the nanoseconds that the stage's process was busy with the answer."""
 
     message: int
     behind: int = 0
@@ -65,7 +65,7 @@ class Header(NamedTuple):
 
     @property
     def payloads(self) -> int:
-        """Bytes in shared memory."""
+        """Return the bytes in shared memory."""
         return self.first + self.second
 
     def encode(self) -> bytes:
@@ -73,7 +73,7 @@ class Header(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """A message as it travels."""
+    """A message split for sending."""
 
     message: bytes
     behind: bytes = b""
@@ -85,13 +85,12 @@ class Parts(NamedTuple):
 
 
 def read_header(data: bytes) -> Header:
-    """Read a header of HEADER_BYTES; whatever they are, they are numbers, which the caller holds against its
-    bounds."""
+    """Read a header of HEADER_BYTES. Any bytes give numbers, which the caller checks against its bounds."""
     return Header(*_HEADER.unpack(data))
 
 
 def split(message: object) -> Parts:
-    """Take a request or reply apart."""
+    """Split a request or reply."""
     if isinstance(message, Import | Exported):
         return Parts(encode(msgspec.structs.replace(message, data=b"")), message.data)
     found: dict[str, Payload] = {}
@@ -109,7 +108,7 @@ def split(message: object) -> Parts:
 
 
 def largest_payload(request: object) -> PayloadPart | None:
-    """Return which of the tensors of a micro-batch is the longest; None where a request has none."""
+    """Return the longest tensor field of a micro-batch; None if a request has none."""
     if isinstance(request, Backward):
         return "gradient"
     if not isinstance(request, Forward):
@@ -118,7 +117,7 @@ def largest_payload(request: object) -> PayloadPart | None:
 
 
 def refusal(reply: Refused) -> StageFailed:
-    """The error that a refusal comes to for whoever asked."""
+    """Return the error that a refusal raises at the caller."""
     if reply.fault in ("position", "room"):
         return SessionRefused(reply.reason, reply.session, has_no_room=reply.fault == "room")
     if reply.part:
@@ -127,10 +126,11 @@ def refusal(reply: Refused) -> StageFailed:
 
 
 def joined(message: Message, behind: bytes, payloads: Sequence[Data]) -> Message:
-    """A decoded message with what came beside it: `payloads` are both bundles, b"" where there is none.
+    """Return a decoded message with its trailing file and tensors: `payloads` are both bundles, b"" if there
+    is none.
 
     Raises:
-        RemoteProtocolError: something came beside a message that has no place for it.
+        RemoteProtocolError: a file or tensors came with a message that has no field for them.
     """
     if isinstance(message, Import | Exported):
         if any(payloads):

@@ -1,16 +1,15 @@
 """StageHost: a stage in a process of its own, behind the one message API of `partition.stage`.
 
-Why a process: torch is slow to import and holds the interpreter while it computes, and a stage that breaks
-must not take the node with it. Requests go over a socket pair, one at a time in the order of the calls; the
-numbers lie in shared memory without a name, and the tensors of a micro-batch come and go through more of it
-(`node.stages.framing`). The process gets nothing of the node's but these and fences itself in
-(`node.stages.sandbox`); what it cannot do to itself is done here: while it owes an answer it is watched, and
-one that is frozen, too slow or too large is killed. A node that is killed leaves one empty folder behind,
-which the next stage of any node removes.
+Torch is slow to import and holds the interpreter while it computes, and a stage that breaks must not break
+the node: hence a process. Requests go over a socket pair, one at a time in the order of the calls; parameters
+lie in unnamed shared memory, and the tensors of a micro-batch go through another part of it
+(`node.stages.framing`). The process gets nothing else of the node and fences itself in
+(`node.stages.sandbox`). The limits that it cannot set itself are here: while it owes an answer it is watched,
+and killed if it is frozen, too slow or too large. A node that is killed leaves one empty folder behind, which
+the next stage of any node removes.
 
-A stage that fails stays failed: whoever opened it closes it and opens another. One that is over may leave
-its process to the next stage of the same run (`retire`), never to another run: what a stranger's stage left
-behind would be there for the next stranger's.
+A failed stage stays failed: its user closes it and opens another. A finished stage may leave its process to
+the next stage of the same run (`retire`), never to another run, whose requester could find its remains.
 """
 
 import contextlib
@@ -54,15 +53,15 @@ from partition.stage import (
 )
 
 EPITAPH_SECONDS = 2.0
-"""How long a process that closed its end may take to end, before it is killed and its status not known."""
+"""How long a process that closed its end may take to exit, before it is killed with its status unknown."""
 RETIRE_SECONDS = 10.0
-"""How long a process may take to let go of a stage. To load another one takes longer on any machine."""
+"""How long a process may take to release a stage. Loading another process takes longer on any machine."""
 REAP_SECONDS = 5.0
-"""How long to wait for a killed process to be gone; only a stuck kernel call takes longer."""
+"""How long to wait until a killed process is gone; only a stuck kernel call takes longer."""
 PART_BYTES = 256 << 10
-"""Read at once: as much as the kernel keeps of a link."""
+"""Bytes read at once: as much as the kernel buffers on a link."""
 YIELD_BYTES = 1 << 20
-"""The loop copies so much in half a millisecond."""
+"""The loop copies this much in half a millisecond."""
 _REAP_POLL_SECONDS = 0.002
 _STDERR_TAIL_BYTES = 2_000
 _LAST_LINE_MAX = 200
@@ -71,8 +70,9 @@ _LAST_LINE_MAX = 200
 class StageHost:
     """The node's handle on one stage process; implements `node.seams.Stage`.
 
-    Made by `open`. `call` may be used from many tasks; `aclose` must be called in the end. `admitted` is what
-    the process said when it was ready; its `fences` and `unfenced` say what it is held to.
+    Made by `open`. `call` may be used from many tasks; `aclose` must be called at the end. `admitted` is the
+    process's report when it was ready; its `fences` and `unfenced` list the fences that hold and those that
+    do not.
     """
 
     admitted: Admitted
@@ -85,11 +85,11 @@ class StageHost:
         scratch: ScratchBudget | None = None,
         program: StageProgram | None = None,
     ) -> None:
-        """`program` is a process that waits for a stage; by default one is started."""
+        """`program` is a process that waits for a stage; by default a new one is started."""
         self._allowance = allowance
         self._stalled_seconds = stalled_seconds
         self._answer_seconds = self._count_at = 0.0
-        self._lock = trio.Lock()  # hands over in the order of asking
+        self._lock = trio.Lock()  # hands over in the order of waiting
         self._failure: str | None = None
         self._mappings: dict[str, mmap.mmap] = {}
         if program is None:
@@ -128,11 +128,11 @@ class StageHost:
         spare: Spare | None = None,
         after: "StageHost | None" = None,
     ) -> Self:
-        """Start a process, or take the one of the stage `after` or the one that `spare` has, and wait until
-        it is ready, with its first parameters in the arena. `after` is of the same run, and closed by this.
+        """Start a process, or take that of the stage `after` or of `spare`, and wait until it is ready, with
+        its initial parameters in the arena. `after` is of the same run, and closed by this call.
 
-        `start_seconds` is by default long enough for any machine that is not broken; `stalled_seconds` is how
-        long the process may do nothing while it owes an answer. Its files count in `scratch`.
+        `start_seconds` is by default long enough for any working machine; `stalled_seconds` is how long the
+        process may do nothing while it owes an answer. Its files count in `scratch`.
 
         Raises:
             RemoteProtocolError: `specification` is not an encoded `StageSpecification`.
@@ -140,7 +140,7 @@ class StageHost:
         """
         program = None
         try:
-            # In a thread: a graph is decoded in milliseconds or, a hostile one, in a second.
+            # In a thread: decoding a graph takes milliseconds, or a second for a hostile one.
             allowance = await trio.to_thread.run_sync(partial(_decode_allowance, specification))
             if after is not None:
                 program = await after.retire(allowance)
@@ -167,13 +167,13 @@ class StageHost:
         return self._process.pid
 
     async def call(self, request: object, *, seconds: float | None = None) -> Reply:
-        """Hand one request to the stage and wait for its answer; calls are served in order.
+        """Send one request to the stage and wait for its answer; calls are served in order.
 
-        A stage that has not answered after `seconds` (by default far more than its work takes on a slow
-        machine), that stands still, or takes more memory than it may is killed.
+        A stage is killed if it has not answered after `seconds` (by default far more than its work takes on a
+        slow machine), stands still, or exceeds its memory.
 
-        Cancelling a call that is being served ends the process: its answer would be taken for the next
-        call's. The stage then counts as failed.
+        Cancelling a call that is being served ends the process, because the next call would receive its
+        answer. The stage then counts as failed.
 
         Raises:
             PayloadRefused: what others sent with the request cannot be used; the stage goes on.
@@ -182,7 +182,7 @@ class StageHost:
             StageFailed: the stage refused the request for another reason (it goes on), or its process is
                 gone.
         """
-        # At once where the stage is idle: what others do in between, encrypting frames, it would wait for.
+        # At once if the stage is idle: otherwise it would wait while other tasks encrypt frames.
         await acquire(self._lock)
         try:
             if self._failure is not None:
@@ -199,10 +199,10 @@ class StageHost:
         return reply
 
     def vector(self, name: str) -> memoryview:
-        """The bytes of an arena, the very memory the stage computes in.
+        """Return the bytes of an arena, the memory in which the stage computes.
 
-        A view stays valid as long as somebody holds it, also after the stage has ended. Read or write it
-        only between calls.
+        A view stays valid as long as somebody holds it, even after the stage has ended. Read or write it only
+        between calls.
 
         Raises:
             StageFailed: the stage has been closed.
@@ -212,8 +212,8 @@ class StageHost:
         return memoryview(self._mappings[name])[: self._allowance.arenas[name]]
 
     async def retire(self, allowance: Allowance) -> StageProgram | None:
-        """Have the process let go of this stage, which is over now, for one of the same run that may take so
-        much. Return the process; None where it has to be another one."""
+        """Have the process release this finished stage for one of the same run with this allowance. Return
+        the process; None if another process is needed."""
         program = self._program
         if program is None or self._failure is not None or self._lock.statistics().locked:
             return None
@@ -235,8 +235,8 @@ class StageHost:
         return program
 
     async def aclose(self) -> None:
-        """End the process, let go of the arenas, remove the scratch folder. Once it is retired, the process
-        and its folder are those of another stage.
+        """End the process, let go of the arenas, remove the scratch folder. After `retire` the process and
+        its folder belong to another stage.
 
         May be called again; not to be cancelled, but bounded.
         """
@@ -247,7 +247,7 @@ class StageHost:
                 await trio.to_thread.run_sync(self._scratch.remove)
         while self._mappings:
             _, mapping = self._mappings.popitem()
-            # Where somebody still holds a view, the memory goes with the last one.
+            # If somebody still holds a view, the memory is freed with the last one.
             with contextlib.suppress(BufferError):
                 mapping.close()
         self._exchange_memory.close()
@@ -265,7 +265,7 @@ class StageHost:
         return reply
 
     def _complaint(self, header: Header) -> str | None:
-        """Return what is too long about a message, if anything is."""
+        """Return which part of a message is too long, if any."""
         length, longest = header.message + header.behind + header.payloads, self._allowance.message_bytes_max
         if length > longest:
             return f"{length} bytes, at most {longest} allowed"
@@ -274,7 +274,7 @@ class StageHost:
         return None
 
     async def _exchange(self, parts: Parts, seconds: float, *, what: str = "has not answered") -> Reply:
-        """Send one message and wait for the answer; every way out but an answer ends the process."""
+        """Send one message and wait for the answer; without an answer the process is ended."""
         self._watch.begin(seconds, what)
         try:
             self._count_files()
@@ -306,14 +306,14 @@ class StageHost:
         return reply
 
     def _count_files(self) -> None:
-        """Look at the process's files, once in a while: most calls take less than the look."""
+        """Look at the process's files at intervals: most calls take less time than the look."""
         now = trio.current_time()
         if now >= self._count_at:
             self._count_at = now + WATCH_SECONDS
             self._scratch.count()
 
     async def _give(self, payloads: Sequence[Data]) -> None:
-        """Put a request's tensors where the process looks for them."""
+        """Put a request's tensors where the process reads them."""
         begin = 0
         for payload in payloads:
             view = memoryview(payload)
@@ -324,7 +324,7 @@ class StageHost:
                 await _yield_after(len(part))
 
     async def _take(self, begin: int, length: int) -> bytes:
-        """A part of an answer's tensors, copied: what the process writes there later is nobody's answer."""
+        """Return a copy of a part of an answer's tensors: later writes by the process must not change it."""
         if length <= YIELD_BYTES:
             return self._shared()[begin : begin + length]
         copied = io.BytesIO()
@@ -334,7 +334,7 @@ class StageHost:
         return copied.getvalue()
 
     def _shared(self) -> mmap.mmap:
-        """The memory for tensors. Raises StageFailed: the stage was closed in between."""
+        """Return the memory for tensors. Raises StageFailed: the stage was closed meanwhile."""
         if self._failure is not None:
             raise StageFailed(self._failure)
         return self._exchange_memory
@@ -352,7 +352,7 @@ class StageHost:
             moved = await _yield_after(moved + count)
 
     async def _receive(self, length: int) -> bytes:
-        """Receive `length` bytes. The BytesIO hands over its buffer: no gigabyte is copied at once."""
+        """Receive `length` bytes. BytesIO hands over its buffer, so that no gigabyte is copied at once."""
         received = io.BytesIO()
         moved = 0
         while length:
@@ -386,7 +386,7 @@ class StageHost:
                 await trio.sleep(_REAP_POLL_SECONDS)
 
     def _epitaph(self) -> str:
-        """How the process ended, with the last line it wrote."""
+        """Return how the process ended, with the last line it wrote."""
         code = self._process.returncode
         if code is None:
             return "has closed its end"
@@ -399,7 +399,7 @@ class StageHost:
 
 
 async def _yield_after(moved: int) -> int:
-    """Let others run once `moved` bytes have gone through without a pause; what counts from now on."""
+    """Let others run once `moved` bytes have been copied without a pause; return the new count."""
     if moved < YIELD_BYTES:
         return moved
     await trio.lowlevel.checkpoint()

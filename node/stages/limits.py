@@ -1,9 +1,9 @@
-"""What a stage's process may take of memory and time, and the eye that is kept on it while it owes an answer.
+"""Bounds on a stage's process in memory and time, and the watch on it while it owes an answer.
 
-The bounds follow from the specification, above all from `memory_bytes_max`, which is what the provider
-offers. On Linux the process holds itself to its memory (`node.stages.sandbox`), so that an allocation fails
-inside it; the watch is what remains elsewhere, and the only fence against a process that stands still or
-never ends. Times are so long that a correct stage on a bad machine keeps them.
+The bounds follow from the specification, above all from `memory_bytes_max`, the provider's offer. On Linux
+the process limits its own memory (`node.stages.sandbox`), so that an allocation fails inside it. Elsewhere
+only the watch bounds memory; it is everywhere the only bound on a process that stands still or never ends.
+Times are long enough for a correct stage on a bad machine.
 """
 
 import socket
@@ -20,42 +20,42 @@ from partition.stage_layout import arena_bytes, message_bytes_max, payload_bytes
 START_SECONDS = 60.0
 """Until the process has loaded torch, which alone takes five seconds on a busy machine."""
 ANSWER_SECONDS = 60.0
-"""For any answer, on top of what its work takes: a machine may be busy with something else."""
+"""For any answer, in addition to its work: the machine may be busy with something else."""
 SLOW_FLOPS_PER_SECOND = 5e7
-"""A core of a small board does a hundred times as much. Slower than this is as good as frozen."""
+"""A core of a small board is a hundred times as fast. Anything slower than this counts as frozen."""
 SLOW_BYTES_PER_SECOND = 2e7
-"""The rate at which arenas are filled, copied or hashed: memory that has gone to a slow disk."""
+"""The rate of filling, copying or hashing arenas whose memory was swapped to a slow disk."""
 SLOW_NODES_PER_SECOND = 20.0
-"""The nodes of a graph admitted in a second: a machine with nothing else to do looks through some
-hundreds."""
+"""Nodes of a graph admitted per second: an idle machine checks some hundreds."""
 STALLED_SECONDS = 30.0
-"""How long a process that owes an answer may take no processor time: it is stopped, or stuck."""
+"""How long a process that owes an answer may use no processor time: it is stopped, or stuck."""
 WATCH_SECONDS = 0.25
-"""How often a process that owes an answer is looked at (100 us each). Memory grows by a GB or two between."""
+"""The interval of looks at a process that owes an answer (100 us each). Memory grows by a GB or two
+between."""
 PROCESS_BYTES = 256 << 20
-"""On top of tensors: what is loaded late, the interpreter's objects and what lies between them."""
+"""In addition to tensors: modules loaded late, the interpreter's objects and fragmentation."""
 HEAP_SLACK = 8
-"""One part in so many more: what lies unused between a heap's pieces, and counts all the same."""
+"""One part in this many in addition: unused memory between a heap's pieces, which counts all the same."""
 GRAPH_FACTOR = 256
 """A byte of an encoded graph as objects, the dry run's and the interpreter's: 140 were measured."""
 GRAPH_MEMORY_BYTES_MAX = 1 << 30
-"""More than any graph takes that is admitted; one that is all nodes and no sense is to fail early."""
+"""More than any admitted graph takes; a senseless graph of many nodes must fail early."""
 THREAD_BYTES = 16 << 20
 """A thread's stack and its part of the heap."""
 LIBRARIES_BYTES = {"cpu": 768 << 20}
-"""What the process has before the specification: Python and torch take 0.25 GB."""
+"""Memory of the process before the specification: Python and torch take 0.25 GB."""
 LIBRARIES_BYTES_ACCELERATOR = 6 << 30
 """An accelerator's libraries and the driver's mirror of its memory."""
 
 
 @dataclass(frozen=True)
 class Allowance:
-    """For one stage's process. The graph itself the node need not keep.
+    """The bounds of one stage's process, so that the node need not keep the graph.
 
-    `arenas` are their bytes by name; `payload_bytes_max` is the most of tensors in one request or in one
-    answer, which go through memory that both sides share; `own_bytes` is what the process may take besides
-    all these and what it has before it begins; `start_seconds` is how long it may take to be ready;
-    `allow_unfenced` lets it run without the fences that this system lacks.
+    `arenas` gives their bytes by name; `payload_bytes_max` is the size of the tensors in one request or one
+    answer, which go through shared memory; `own_bytes` is the memory that the process may take besides these
+    and its initial memory; `start_seconds` is how long it may take to be ready; `allow_unfenced` lets it run
+    without the fences that this system lacks.
     """
 
     arenas: dict[str, int]
@@ -69,11 +69,11 @@ class Allowance:
 
     @property
     def watched_bytes(self) -> int:
-        """The most that the process may hold, the arenas not counted."""
+        """Return the most memory that the process may hold, without the arenas."""
         return self.own_bytes + LIBRARIES_BYTES.get(self.device, LIBRARIES_BYTES_ACCELERATOR)
 
     def answer_seconds(self, admitted: Admitted) -> float:
-        """Return how long an answer may take: more than any stage needs that still is of use."""
+        """Return how long an answer may take: more than any useful stage needs."""
         moved = sum(self.arenas.values()) + self.message_bytes_max
         return ANSWER_SECONDS + admitted.flops / SLOW_FLOPS_PER_SECOND + moved / SLOW_BYTES_PER_SECOND
 
@@ -81,9 +81,8 @@ class Allowance:
 def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allowance:
     """Return what a process for this stage may take; `encoded_bytes` is the length of its specification.
 
-    `own_bytes` is what the arenas leave over of `memory_bytes_max`. On top comes what no plan counts: one
-    request with its answer, each of which exists up to three times (received, decoded, as tensors), and the
-    process itself.
+    `own_bytes` is `memory_bytes_max` minus the arenas, plus memory that no plan counts: one request with its
+    answer, each of which exists up to three times (received, decoded, as tensors), and the process itself.
     """
     arenas = arena_bytes(specification)
     size = sum(arenas.values())
@@ -111,12 +110,12 @@ def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allow
 
 
 class Watch:
-    """Looks at a process that owes an answer, now and then, and says when there is no sense in waiting."""
+    """Looks at a process that owes an answer at intervals, and decides when to stop waiting."""
 
     def __init__(
         self, pid: int, bytes_max: int, stalled_seconds: float, count_files: Callable[[], None]
     ) -> None:
-        """`count_files` raises StageFailed where the process has written too much."""
+        """`count_files` raises StageFailed if the process has written too much."""
         self._process = psutil.Process(pid)
         self._count_files = count_files
         self._bytes_max = bytes_max
@@ -124,7 +123,7 @@ class Watch:
         self.begin(0.0, "")
 
     def begin(self, seconds: float, what: str) -> None:
-        """An answer is owed from now on, for at most `seconds`."""
+        """Begin: an answer is owed from now on, for at most `seconds`."""
         now = trio.current_time()
         self._complaint = f"the stage's process {what} within {seconds:g} s"
         self._until = now + seconds
@@ -132,7 +131,7 @@ class Watch:
         self._busy_at = now
 
     async def wait(self, ready: Callable[[socket.socket], Awaitable[None]], link: socket.socket) -> None:
-        """Wait until `ready` to go on with `link`. Raises StageFailed: there is no sense in it."""
+        """Wait until `ready` to go on with `link`. Raises StageFailed if waiting is useless."""
         while True:
             until = min(trio.current_time() + min(WATCH_SECONDS, self._stalled_seconds), self._until)
             with trio.move_on_at(until):
@@ -150,13 +149,13 @@ class Watch:
                 times = self._process.cpu_times()
                 memory = self._process.memory_info()
         except psutil.Error:
-            return  # it has ended, which the link will tell
+            return  # it has ended, which the link will show
         busy = times.user + times.system
         if busy > self._busy_seconds:
             self._busy_seconds, self._busy_at = busy, now
         elif now - self._busy_at >= self._stalled_seconds:
             raise StageFailed(f"the stage's process has done nothing for {self._stalled_seconds:g} s")
-        # Where the system counts it: arenas and libraries are shared, the rest is its own.
+        # Where the system counts them: arenas and libraries are shared, the rest is its own.
         own = memory.rss - getattr(memory, "shared", 0)
         if own > self._bytes_max:
             raise StageFailed(

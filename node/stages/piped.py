@@ -1,8 +1,7 @@
-"""A process with two pipes, started by the thread of the event loop: it ends with this one, whatever happens.
+"""A process with two pipes, started by the thread of the event loop: it always ends with this process.
 
-`trio.lowlevel.open_process` starts processes from a thread of its own, which ends when it was idle for ten
-seconds; a child that dies with its parent (`prctl(PR_SET_PDEATHSIG)`, see its notes) would die with that
-thread.
+`trio.lowlevel.open_process` starts processes from a pool thread, which ends after ten idle seconds; a child
+that dies with its parent (`prctl(PR_SET_PDEATHSIG)`, see its notes) would die with that thread.
 """
 
 import os
@@ -17,7 +16,8 @@ _READ_BYTES = 65_536
 
 
 class PipedProcess:
-    """Started at once; `aclose` must be called in the end. Raises OSError: no process can be started."""
+    """A process, started at once; `aclose` must be called at the end. Raises OSError: it cannot be
+    started."""
 
     def __init__(self, command: Sequence[str], *, cwd: str, env: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(  # noqa: S603 - our own program and arguments
@@ -39,19 +39,19 @@ class PipedProcess:
 
     @property
     def status(self) -> int | None:
-        """How the process ended, None while it runs."""
+        """Return how the process ended, None while it runs."""
         return self._process.returncode
 
     async def send(self, data: bytes) -> None:
-        """Write all of it. Raises trio.BrokenResourceError, trio.ClosedResourceError."""
+        """Write all bytes. Raises trio.BrokenResourceError, trio.ClosedResourceError."""
         await self._stdin.send_all(data)
 
     async def end_input(self) -> None:
-        """Have the process read the end."""
+        """Close its input, so that the process reads the end."""
         await self._stdin.aclose()
 
     async def receive(self) -> bytes:
-        """Return what comes next, nothing at the end. Raises trio.ClosedResourceError."""
+        """Return the next output, empty at the end. Raises trio.ClosedResourceError."""
         return bytes(await self._stdout.receive_some(_READ_BYTES))
 
     async def aclose(self) -> None:

@@ -1,20 +1,19 @@
 """The process that computes one stage: `python -m node.stages.process`.
 
 Not for people: `node.stages.program` starts it, in the stage's scratch folder, with the number of a
-descriptor, its parent's, and the settings that count while it loads. It inherits one end of a socket pair.
-First it loads everything; then it is given, maybe much later, the settings that count before the
-specification is read and file descriptors: of the memory through which tensors come and go
-(`node.stages.framing`), and of each arena (`partition.stage.ARENAS`). It fences itself in
-(`node.stages.sandbox`), and only then it reads what others had a hand in: the specification, which it admits
-or refuses before it touches an arena, and then requests, each of which it answers. An empty request is not
-for the stage: it lets go of this one, says so by an empty answer, and is given another one of the same run,
-from its settings on. The fences stay up, so what one requester left behind could reach nobody but that
-requester. It ends when the other
-side closes. On Linux the kernel also kills it when its parent dies, so a long computation does not outlive a
-killed node. An error that is not a refusal ends it with a traceback on stderr, which the node keeps the end
-of: a half-computed stage must not go on.
+descriptor, its parent's id, and the settings needed while it loads. It inherits one end of a socket pair.
+First it loads everything. Then, maybe much later, it receives the settings needed before the specification,
+and file descriptors: of the memory for tensors (`node.stages.framing`), and of each arena
+(`partition.stage.ARENAS`). It fences itself in (`node.stages.sandbox`), and only then reads data that others
+influenced: the specification, which it admits or refuses before it touches an arena, then requests, each of
+which it answers. An empty request means that the stage is over: the process releases it, confirms by an empty
+answer, and receives another stage of the same run, beginning with its settings. The fences stay up, so
+remains of a requester's stage can reach only that requester. It ends when the other side closes. On Linux the
+kernel also kills it when its parent dies, so a long computation does not outlive a killed node. An error that
+is not a refusal ends it with a traceback on stderr, of which the node keeps the end: a half-computed stage
+must not go on.
 
-The node's process never imports torch; this one does, once it can no longer be left behind.
+The node's process never imports torch; this one does, once the kernel ends it with its parent.
 """
 
 import gc
@@ -55,7 +54,7 @@ def main(arguments: list[str]) -> None:
     keep_freed_memory()
     defer_compiler()
     load_late_modules()
-    gc.freeze()  # what is loaded stays: no collection of garbage looks through it again
+    gc.freeze()  # loaded modules stay: the garbage collector need not look through them again
     found = link.settings()
     if found is None:
         return
@@ -69,7 +68,7 @@ def main(arguments: list[str]) -> None:
             may_be_raised=True,
         )
     except sandbox.NotFenced as error:
-        # Before a byte that others chose was read.
+        # Before any byte chosen by others was read.
         link.send(split(Refused(f"a stage cannot be fenced in here: {error}"[:REASON_LENGTH_MAX])), 0)
         return
     prepare_process(int(threads))  # it starts threads, which inherit the fences
@@ -78,18 +77,18 @@ def main(arguments: list[str]) -> None:
         link.send(Parts(b""), 0)
         if (found := link.settings()) is None:
             return
-        _, _, descriptors = found  # the node has set its limit; the fences stand
+        _, _, descriptors = found  # the node has set its limit; the fences are up
 
 
 def _compute_stage(
     link: "_Link", descriptors: list[int], fenced: sandbox.Fenced, threads: int, device: str
 ) -> bool:
-    """Be one stage until the node wants it no more. Return whether another stage follows."""
+    """Be one stage until the node ends it. Return whether another stage follows."""
     from partition.execute import StageExecutor, set_threads
     from partition.execute.admit import admit, room_bytes
 
     exchange, *arenas = descriptors
-    set_threads(threads)  # the stage before may have found others to be better
+    set_threads(threads)  # the previous stage may have chosen another number
     first = link.receive()
     if first is None:
         return False
@@ -108,7 +107,7 @@ def _compute_stage(
     link.widen(specification, exchange)
     ready = msgspec.structs.replace(admitted, fences=fenced.fences, unfenced=fenced.unfenced)
     link.send(split(ready), 0)
-    # What is served has the same bits only with the same number of threads.
+    # Served results have the same bits only with the same number of threads.
     serves = any(entry.name == SERVE for entry in specification.graph.entries)
     numbers = candidates(threads) if device == "cpu" and not serves else ()
     if len(numbers) > 1:
@@ -120,7 +119,7 @@ def _compute_stage(
 
 
 def _let_go(device: str) -> None:
-    """Give back the memory of a stage that is over."""
+    """Free the memory of a finished stage."""
     from partition.execute import release_memory
 
     gc.collect()
@@ -128,7 +127,7 @@ def _let_go(device: str) -> None:
 
 
 class _Link:
-    """The process's end: a socket, and for tensors the shared memory once it is mapped."""
+    """The process's end of the link: a socket, and for tensors the shared memory once it is mapped."""
 
     def __init__(self, link: socket.socket) -> None:
         self.bytes_max = SPECIFICATION_BYTES_MAX
@@ -136,8 +135,8 @@ class _Link:
         self._requests = self._answers = memoryview(b"")
 
     def settings(self) -> tuple[int, bool, list[int]] | None:
-        """What it may take of memory, whether it may do without fences, and descriptors; None when the other
-        side has closed."""
+        """Receive the memory limit, whether it may run unfenced, and descriptors; None when the other side
+        has closed."""
         data, descriptors, _, _ = socket.recv_fds(self._socket, SETTINGS.size, 1 + len(ARENAS))
         if len(data) < SETTINGS.size:
             return None
@@ -145,19 +144,20 @@ class _Link:
         return memory_bytes, bool(allow_unfenced), descriptors
 
     def widen(self, specification: StageSpecification, exchange: int) -> None:
-        """From now on there are requests; `exchange` is the descriptor of what their tensors lie in."""
+        """Switch from the specification to requests; `exchange` is the descriptor of their tensors'
+        memory."""
         size = payload_bytes_max(specification)
         self.bytes_max = message_bytes_max(specification)
         whole = _map(exchange, 2 * size)
         self._requests, self._answers = whole[:size], whole[size:]
 
     def narrow(self) -> None:
-        """From now on there is no stage, and then the specification of another."""
+        """Switch back to waiting for the specification of another stage."""
         self.bytes_max = SPECIFICATION_BYTES_MAX
         self._requests = self._answers = memoryview(b"")
 
     def receive(self) -> Parts | None:
-        """One message, or None when the other side has closed."""
+        """Receive one message, or None when the other side has closed."""
         found = self._exactly(HEADER_BYTES)
         if found is None:
             return None
@@ -172,7 +172,7 @@ class _Link:
         return Parts(message, behind, (bytes(self._requests[:first]), bytes(self._requests[first:end])))
 
     def send(self, parts: Parts, busy_nanoseconds: int) -> None:
-        """Everything but the payloads, which `give` has put in their place."""
+        """Send all but the payloads, which `give` has already placed."""
         self._socket.sendall(parts.header(busy_nanoseconds).encode() + parts.message)
         self._socket.sendall(parts.behind)
 
@@ -185,7 +185,7 @@ class _Link:
     def _exactly(self, length: int) -> bytes | None:
         parts = []
         while length:
-            # As a rule the whole of it at once: the kernel waits for all, but gives at most 2 GiB.
+            # Usually all of it at once: the kernel waits for all, but returns at most 2 GiB.
             part = self._socket.recv(min(length, PART_BYTES_MAX), socket.MSG_WAITALL)
             if not part:
                 return None
@@ -195,8 +195,8 @@ class _Link:
 
 
 def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], int]) -> bool:
-    """Answer requests until the other side closes, or wants another stage (True). Only what comes between is
-    `busy`, not waiting for it."""
+    """Answer requests until the other side closes, or wants another stage (True). Only the time between
+    request and answer counts as `busy`."""
     while (received := link.receive()) is not None:
         if not received.message:
             return True
@@ -204,7 +204,7 @@ def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], 
         answer = split(_answer(handle, received, link.bytes_max))
         link.give(answer.payloads)
         link.send(answer, clock() - begun)
-        del received, answer  # not to be kept while the next one comes
+        del received, answer  # not to be kept while waiting for the next one
     return False
 
 
@@ -223,7 +223,7 @@ def _map_arenas(specification: StageSpecification, descriptors: list[int]) -> di
 
 
 def _map(descriptor: int, size: int) -> memoryview:
-    # Nothing of length zero can be mapped, so every file has one byte at least.
+    # A mapping cannot have length zero, so every file has at least one byte.
     view = memoryview(mmap.mmap(descriptor, max(1, size)))[:size]
     os.close(descriptor)
     return view
@@ -236,6 +236,6 @@ if __name__ == "__main__":
     except Exception:
         traceback.print_exc()
         status = 1
-    # Not to take torch apart, for a second in which the link is closed already and the status not known.
+    # Without dismantling torch, which would keep the status unknown for a second after the link is closed.
     sys.stderr.flush()
     os._exit(status)

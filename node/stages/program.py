@@ -1,7 +1,7 @@
-"""A process for a stage, as the node starts it: it loads torch and waits to be told its settings.
+"""The node's side of a stage's process, which loads torch and waits for its settings.
 
-To load takes a second where nothing else runs and twenty on a busy machine. So a node keeps a process that is
-loaded (`Spare`), and one whose stage is over goes on with the next stage of the same run (`renew`). The
+Loading takes a second on an idle machine and twenty on a busy one. A node therefore keeps a loaded process
+(`Spare`), and a process whose stage is over goes on with the next stage of the same run (`renew`). The
 settings come with the descriptors of the stage's memory; until then the process has read nothing but its own
 modules.
 """
@@ -26,11 +26,11 @@ from node.stages.scratch import Scratch
 from node.storage.budget import ScratchBudget
 
 SETTINGS = struct.Struct("<QQ")
-"""What it may take of memory beside what it has, and whether it may do without fences that are lacking."""
+"""The memory beyond its initial memory, and whether it may run without missing fences."""
 
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 _PROGRAM = ("-P", "-m", "node.stages.process")
-"""-P: a file in the current folder must not stand in for one of the stage's modules."""
+"""-P: a file in the current folder must not replace one of the stage's modules."""
 
 
 class StageProgram:
@@ -54,8 +54,8 @@ class StageProgram:
                 raise
 
     def _start(self, link: int) -> "subprocess.Popen[bytes]":
-        # Not trio's open_process: it forks from a thread of its pool, and Linux kills a child that asked to
-        # die with its parent as soon as the *thread* that forked it ends.
+        # Not trio's open_process: it forks from a pool thread, and Linux kills a child that asked to die with
+        # its parent as soon as the *thread* that forked it ends.
         scratch = self.scratch.path
         path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(  # noqa: S603 - our own program and arguments
@@ -69,29 +69,29 @@ class StageProgram:
         )
 
     def begin(self, memory_bytes: int, descriptors: Sequence[int], *, allow_unfenced: bool) -> None:
-        """Tell it what it may take, and where the tensors and arenas lie."""
+        """Send its memory limit, and the memory of tensors and arenas."""
         self._own_bytes = memory_bytes
         settings = SETTINGS.pack(memory_bytes, allow_unfenced)
-        with contextlib.suppress(OSError):  # it has ended: the first answer that does not come says so
+        with contextlib.suppress(OSError):  # it has ended, which the first missing answer shows
             socket.send_fds(self.link, [settings], list(descriptors))
         self.link.setblocking(False)
 
     def renew(self, memory_bytes: int) -> bool:
-        """Let it take so much memory for its next stage, beside what it had before its first. False: the
+        """Allow this much memory for its next stage, beyond its memory before the first. Return False if the
         kernel's limit cannot be changed."""
         if sys.platform != "linux" or self.device != "cpu":
-            return True  # the node alone watches it
+            return True  # only the node's watch bounds it
         try:
             limit, hard = resource.prlimit(self.process.pid, resource.RLIMIT_DATA)
             limit += memory_bytes - self._own_bytes
             resource.prlimit(self.process.pid, resource.RLIMIT_DATA, (limit, hard))
-        except (OSError, ValueError):  # one that could not be fenced in holds its limit for good
+        except (OSError, ValueError):  # a process that could not be fenced in keeps its limit for good
             return False
         return True
 
     @property
     def is_alive(self) -> bool:
-        """Whether it still waits."""
+        """Return whether it still waits."""
         return self.process.poll() is None
 
     def discard(self) -> None:
@@ -104,7 +104,7 @@ class StageProgram:
 
 
 class Spare:
-    """At most one process that is loaded and waits."""
+    """At most one loaded process that waits."""
 
     def __init__(self, budget: ScratchBudget | None = None) -> None:
         self._budget = budget
@@ -112,7 +112,7 @@ class Spare:
 
     @property
     def memory_bytes(self) -> int:
-        """The memory that it has for itself, without what is shared where the system counts that."""
+        """Return its own memory, without shared memory where the system counts that."""
         if self._program is None:
             return 0
         try:
@@ -122,7 +122,7 @@ class Spare:
         return int(memory.rss) - int(getattr(memory, "shared", 0))
 
     def keep(self, threads: int, device: str) -> None:
-        """Have one ready from now on, or soon. Raises OSError: no process can be started."""
+        """Keep one ready from now on, or soon. Raises OSError: no process can be started."""
         kept = self._program
         if kept is not None and kept.is_alive and (kept.threads, kept.device) == (threads, device):
             return
@@ -130,7 +130,7 @@ class Spare:
         self._program = StageProgram(threads, device, self._budget)
 
     def take(self, threads: int, device: str) -> StageProgram | None:
-        """Hand the process over to a stage with these settings; None where there is none for it."""
+        """Hand the process over to a stage with these settings; None if there is none."""
         kept = self._program
         if kept is None or not kept.is_alive or (kept.threads, kept.device) != (threads, device):
             return None
@@ -145,13 +145,13 @@ class Spare:
 
 
 def shared_file(name: str, size: int) -> int:
-    """A descriptor of `size` zero bytes that have no name in any folder."""
+    """Return a descriptor of `size` zero bytes without a name in any folder."""
     if sys.platform == "linux":
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         descriptor = os.memfd_create(f"peerloom-{name}", flags)
         os.truncate(descriptor, size)
         if size:
-            # A file that shrinks under a mapping kills whoever reads it.
+            # A file that shrinks under a mapping kills every process that reads it.
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
     else:
         with tempfile.TemporaryFile() as file:

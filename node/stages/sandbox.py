@@ -1,21 +1,20 @@
-"""What a stage's process takes away from itself before it reads a byte that a stranger has chosen.
+"""The fences that a stage's process puts up before it reads a byte chosen by a stranger.
 
-No stranger's code runs in a stage, so all of this is for the day when a graph finds a fault in torch. By
-then the process can reach nothing worth having: no network, no other program or process, no file to read but
-Python's own, none to write but in its scratch folder and only for an accelerator's driver, and its memory is
-bounded by the kernel.
+No stranger's code runs in a stage; the fences are for a graph that exploits a bug in torch. Such a process
+reaches nothing of value: no network, no other program or process, no file to read but Python's own, none to
+write except in its scratch folder for an accelerator's driver, and the kernel bounds its memory.
 
     seccomp     an allow-list of kernel calls (`node.stages.seccomp`)
     landlock    what paths may be read and written; none may be executed
     namespaces  an empty network, and no privilege in the machine's own
     limits      memory, descriptors, the size of files, no core dumps, less of the processor
 
-A fence that the system lacks is an error unless `allow_unfenced`: whoever offers the machine decides, and the
-report says what holds and what does not. A second thread is always one, since landlock fences only the thread
-that asks for it. An accelerator's driver needs devices and address space, so some fences are lower with
-one. Not a container: the number of threads is bounded only by what is above, and with an accelerator the disk
-that its files take only by the watch (`node.stages.scratch`).
-Sources: seccomp(2), landlock(7), unshare(2), getrlimit(2).
+A fence that the system lacks is an error unless `allow_unfenced`: the machine's owner decides, and the report
+lists the fences that hold and those that do not. A second thread is always an error, because landlock fences
+only the thread that asks for it. An accelerator's driver needs devices and address space, so some fences are
+lower with one. This is not a container: only the limits above bound the number of threads, and with an
+accelerator only the watch bounds the size of its files (`node.stages.scratch`). Sources: seccomp(2),
+landlock(7), unshare(2), getrlimit(2).
 """
 
 import contextlib
@@ -39,16 +38,16 @@ from node.stages.seccomp import ARCHITECTURES, compile_filter
 DESCRIPTORS_MAX = 256
 """A stage has some ten open; an accelerator's driver some fifty."""
 FILE_BYTES_MAX = 16 * 1024 * 1024
-"""A file it writes, its stderr among them, which lies in the node's memory."""
+"""A file it writes, including its stderr, which lies in the node's memory."""
 NICE = 5
-"""The node's own loop, and whoever sits at the machine, come first."""
+"""The node's own loop, and the person at the machine, come first."""
 
 _ENVIRONMENT = ("LANG", "LANGUAGE", "LD_LIBRARY_PATH", "PYTHONHOME", "TZ")
 _PACKAGES = ("crypto", "node", "partition")
 
 _PR_SET_NO_NEW_PRIVS = 38
 _O_PATH = getattr(os, "O_PATH", 0)
-"""Linux alone has it, and Landlock."""
+"""Linux and Landlock alone have it."""
 _CLONE_NEWNET, _CLONE_NEWUSER = 0x40000000, 0x10000000
 _SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC = 1, 1
@@ -60,25 +59,26 @@ _IOCTL_DEV = 1 << 15
 _READ = _READ_FILE | _READ_DIR
 _ON_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | 1 << 14 | _IOCTL_DEV
 _HANDLED = {1: (1 << 13) - 1, 2: (1 << 14) - 1, 3: (1 << 15) - 1, 5: (1 << 16) - 1}
-"""The actions each version of landlock added."""
+"""The actions that each version of landlock added."""
 _NET_VERSION, _NET = 4, 0b11
 _SCOPE_VERSION, _SCOPE = 6, 0b11
 
 
 class NotFenced(Exception):
-    """A fence is missing, and nobody has allowed that. The text says which and why."""
+    """A fence is missing and not waived. The text says which and why."""
 
 
 @dataclass(frozen=True)
 class Fenced:
-    """What holds, by what means; and what does not, and why. Each line fits a screen."""
+    """The fences that hold, with their means; and those that do not, with the reason. Each line fits a
+    screen."""
 
     fences: tuple[str, ...]
     unfenced: tuple[str, ...]
 
 
 def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: int) -> dict[str, str]:
-    """The environment of a stage's process: nothing of the node's but what sets up arithmetic."""
+    """Return the environment of a stage's process: of the node's own only the settings of arithmetic."""
     kept = {name: value for name, value in given.items() if name in _ENVIRONMENT}
     return (
         kept
@@ -86,19 +86,18 @@ def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: i
         | {
             "HOME": scratch,
             "TMPDIR": scratch,
-            # Some of torch's modules make this folder when they are loaded; one that is there may not be
-            # written.
+            # Some of torch's modules make this folder when loaded; an existing one may not be written.
             "TORCHINDUCTOR_CACHE_DIR": scratch,
             "PYTHONPATH": path,
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": str(threads),
-            # Threads that wait for each other by spinning take the time of what they wait for, where another
-            # process has a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s
+            # Threads that wait by spinning take processor time from those they wait for, where another
+            # process uses a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s
             # without.
             "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
-            # numpy only packs here; its threads would begin before the fences, which then miss them.
+            # numpy only packs here; its threads would start before the fences, which would miss them.
             "OPENBLAS_NUM_THREADS": "1",
-            # cuBLAS reads it when it is loaded; without it its sums may differ from run to run.
+            # cuBLAS reads it when loaded; without it sums may differ from run to run.
             "CUBLAS_WORKSPACE_CONFIG": given.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
         }
     )
@@ -113,16 +112,17 @@ def enter(
     readable: Sequence[str] = (),
     may_be_raised: bool = False,
 ) -> Fenced:
-    """Fence this process in, for good. Call it with everything imported and before any thread is started.
+    """Fence this process in, for good. Call it after all imports and before any thread is started.
 
-    With an accelerator `scratch` is the only folder it may write to afterwards, else there is none.
-    `memory_bytes` is what it may take on top of what it has now. With `allow_unfenced` it goes on without
-    what this system lacks. `readable` are further files and folders that it may read. Where `may_be_raised`
-    and seccomp stands, which lets this process set no limit, whoever started it may change the one on memory.
+    With an accelerator `scratch` is the only folder it may write to afterwards, otherwise there is none.
+    `memory_bytes` is its memory beyond what it has now. With `allow_unfenced` it goes on without fences that
+    this system lacks. `readable` are further files and folders that it may read. With `may_be_raised` the
+    starter of the process may later change its memory limit; this requires seccomp, by which the process
+    itself can set no limit.
 
     Raises:
-        NotFenced: a fence does not stand; those that do stay. Or another thread runs already, allowed or not:
-            it would be outside of some fences, and could do for this one what is forbidden to it.
+        NotFenced: a fence failed; the others stay. Or another thread already runs, waived or not: it would be
+            outside of some fences, and could act for this one.
     """
     if others := _other_threads():
         raise NotFenced(f"other threads run already, which some fences would miss: {', '.join(others)}")
@@ -135,7 +135,7 @@ def enter(
 def _fence(
     scratch: str, device: str, memory_bytes: int, readable: Sequence[str], *, may_be_raised: bool
 ) -> Fenced:
-    tempfile.tempdir = scratch  # else it tries out by writing which folder it may use
+    tempfile.tempdir = scratch  # otherwise it tests by writing which folder it may use
     accelerator = device != "cpu"
     fences: list[str] = []
     unfenced: list[str] = []
@@ -151,7 +151,7 @@ def _fence(
     if seccomp and not accelerator:
         _lower(
             resource.RLIMIT_DATA, resource.getrlimit(resource.RLIMIT_DATA)[0]
-        )  # by itself, it could raise it
+        )  # without seccomp, it could raise it
     by = [name for name, missing in (("seccomp", seccomp), ("namespaces", namespaces)) if not missing]
     if landlock:
         by.append(f"landlock {landlock}")
@@ -173,7 +173,7 @@ def _fence(
 def _limit(
     memory_bytes: int, device: str, fences: list[str], unfenced: list[str], *, may_be_raised: bool
 ) -> None:
-    """What every Unix has; memory and the order of victims on Linux only."""
+    """Set the limits of every Unix; memory and the order of OOM victims on Linux only."""
     os.nice(NICE)
     for limit, wanted in (
         (resource.RLIMIT_CORE, 0),
@@ -186,22 +186,22 @@ def _limit(
         f"nice {NICE}"
     )
     if sys.platform == "linux" and device == "cpu":
-        # Not the whole address space, most of which torch's libraries only reserve: what is written to.
+        # Limits written memory, not the whole address space, most of which torch's libraries only reserve.
         _lower(resource.RLIMIT_DATA, _data_bytes() + memory_bytes, for_good=not may_be_raised)
         fences.append(f"memory: {memory_bytes >> 20} MiB besides arenas and libraries, by the kernel")
     elif sys.platform == "linux":
-        # A driver's address space is beyond any limit. The watch ends what takes too much within a second,
-        # and the kernel takes this process before any other.
+        # A driver's address space exceeds any limit. The watch ends a process that takes too much within a
+        # second, and the kernel kills this process before any other.
         fences.append(f"memory: watched by the node, no limit of the kernel for {device}")
     else:
         unfenced.append(f"memory: no limit of the kernel on {sys.platform}, the node only watches")
     if sys.platform == "linux":
-        # Where the machine runs out all the same, the stage is to go and not the node.
+        # If the machine still runs out of memory, the kernel must kill the stage and not the node.
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def _other_threads() -> list[str]:
-    """The names of the threads beside this one; on other systems than Linux only of those Python knows."""
+    """Return the names of the other threads; outside Linux only those that Python knows."""
     if sys.platform != "linux":
         return [each.name for each in threading.enumerate() if each is not threading.current_thread()]
     found = []
@@ -220,7 +220,7 @@ def _lower(limit: int, wanted: int, *, for_good: bool = True) -> None:
 
 
 def _data_bytes() -> int:
-    """Return what RLIMIT_DATA counts of this process."""
+    """Return the memory of this process that RLIMIT_DATA counts."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
@@ -228,7 +228,7 @@ def _data_bytes() -> int:
 
 
 def _try(fence: Callable[[], None]) -> str:
-    """Why a fence could not be put up; '' if it stands."""
+    """Put up a fence; return why it failed, '' if it holds."""
     try:
         fence()
     except OSError as error:
@@ -239,13 +239,13 @@ def _try(fence: Callable[[], None]) -> str:
 
 
 class _Kernel:
-    """The calls that Python has no name for, with their errors raised."""
+    """Kernel calls that Python does not wrap, with their errors raised."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
 
     def leave_namespaces(self) -> None:
-        """An empty network; and a user namespace, in which old privileges count for nothing."""
+        """Enter an empty network, and a user namespace in which old privileges do not count."""
         self._check(self._libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET))
 
     def forbid_new_privileges(self) -> None:
@@ -262,7 +262,7 @@ class _Kernel:
         self._call(_SECCOMP[machine], _SECCOMP_SET_MODE_FILTER, _SECCOMP_TSYNC, header)
 
     def restrict_files(self, scratch: str, readable: Sequence[str], *, accelerator: bool) -> tuple[int, str]:
-        """Landlock's version and '', or 0 and why it does not stand."""
+        """Return landlock's version and '', or 0 and why it failed."""
         if os.uname().machine not in ARCHITECTURES:
             return 0, f"unknown architecture {os.uname().machine}"
         try:
@@ -274,7 +274,7 @@ class _Kernel:
                 _NET if version >= _NET_VERSION else 0,
                 _SCOPE if version >= _SCOPE_VERSION else 0,
             )
-            # A kernel refuses an attribute longer than its own only where the rest is not zero.
+            # A kernel refuses an attribute longer than its own only if the excess is not zero.
             buffer = ctypes.create_string_buffer(attributes, len(attributes))
             ruleset = self._call(_CREATE_RULESET, buffer, len(attributes), 0)
             try:
@@ -294,7 +294,7 @@ class _Kernel:
         try:
             place = os.open(path, _O_PATH | os.O_CLOEXEC)
         except OSError:
-            return  # what is not there needs no permission
+            return  # a missing path needs no permission
         try:
             if not os.path.isdir(path):
                 actions &= _ON_FILES
@@ -315,14 +315,14 @@ class _Kernel:
 
 
 def _open_paths(scratch: str, *, accelerator: bool) -> Iterator[tuple[str, int]]:
-    """The paths that stay open, and for what; links among them are followed."""
-    # A driver keeps what it has compiled there. The CPU's arithmetic writes nothing, and so may not.
+    """Yield the paths that stay open, and the actions; their links are followed."""
+    # A driver stores compiled kernels there. The CPU's arithmetic writes nothing, and so may not.
     yield scratch, ~(_EXECUTE | _IOCTL_DEV) if accelerator else _READ
     yield "/dev/null", _READ_FILE | _WRITE_FILE
     for path in _readable():
         yield path, _READ
     if accelerator:
-        # Not all of /proc: other processes' environments are there.
+        # Not all of /proc, which holds other processes' environments.
         for path in ("/proc/devices", "/proc/driver", "/proc/modules", "/proc/sys", "/sys", "/etc/nvidia"):
             yield path, _READ
         for path in (*glob.glob("/dev/nvidia*"), "/dev/dri", "/dev/kfd", "/dev/shm"):  # noqa: S108 - the driver's
@@ -330,10 +330,11 @@ def _open_paths(scratch: str, *, accelerator: bool) -> Iterator[tuple[str, int]]
 
 
 def _readable() -> Iterator[str]:
-    """Where Python, torch and the system's libraries lie, and what the C library asks about the machine."""
+    """Yield where Python, torch and the system's libraries lie, and files about the machine that the C
+    library reads."""
     source = str(Path(__file__).parents[2])
     yield from (sys.prefix, sys.base_prefix, sys.exec_prefix)
-    # A checkout may hold the node's data folder, and with it the node's key: only our packages in it.
+    # A checkout may hold the node's data folder with the node's key: open only our packages in it.
     yield from (path for path in sys.path if path and path != source)
     yield from (f"{source}/{package}" for package in _PACKAGES)
     yield from filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))

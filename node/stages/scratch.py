@@ -1,11 +1,11 @@
-"""A folder for a stage's process to write in, gone with the stage; one that a killed node left goes later.
+"""A scratch folder for a stage's process, removed with the stage; a killed node's is removed later.
 
-On Linux a process that computes on the CPU may write nothing there (`node.stages.sandbox`). The files of
-others, for an accelerator's driver or on systems without fences, count in the node's budget, and are looked
-at while an answer is owed.
+On Linux a process that computes on the CPU cannot write there (`node.stages.sandbox`). The files of others,
+for an accelerator's driver or on systems without fences, count in the node's budget, and are counted while an
+answer is owed.
 
-It lies in the system's temporary folder. Whoever made it holds a lock on it, which the kernel lets go of with
-the holder, so a folder without one is nobody's.
+It lies in the system's temporary folder. Its maker holds a lock on it, which the kernel releases with the
+holder, so a folder without a lock is abandoned.
 """
 
 import fcntl
@@ -23,30 +23,31 @@ from node.storage.budget import ScratchBudget
 
 PREFIX = "peerloom-stage-"
 COMMAND_PREFIX = "peerloom-command-"
-"""A folder of the same kind that a person's command makes for its own time."""
+"""A folder of the same kind that a person's command makes while it runs."""
 FILES_MAX = 1_000
-"""An accelerator's libraries make some ten; so many are looked through in two milliseconds."""
+"""An accelerator's libraries make some ten; this many are counted in two milliseconds."""
 _BLOCK_BYTES = 512
-"""What st_blocks counts (stat(2))."""
+"""The unit of st_blocks (stat(2))."""
 
 
 class Scratch:
-    """`path` is empty, private, and this process's own until `remove`. Its files count in `budget`."""
+    """A scratch folder. `path` is empty, private, and this process's own until `remove`. Its files count in
+    `budget`."""
 
     def __init__(self, budget: ScratchBudget | None = None, *, prefix: str = PREFIX) -> None:
         self._budget = budget
         self._counted_bytes = 0
         while True:
             self.path = tempfile.mkdtemp(prefix=prefix, dir=temporary_folder())
-            # Not a record lock, which no folder can have: children have to lose this one.
+            # Not a record lock, which a folder cannot have; a child must not inherit this one.
             self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             if os.path.isdir(self.path):
                 return
-            self._lock.close()  # another process took it for a forgotten one, just before the lock
+            self._lock.close()  # another process took it for abandoned, just before the lock
 
     def count(self) -> None:
-        """Look at what lies here. Raises StageFailed: more than all stages together may hold, or too many."""
+        """Count its files. Raises StageFailed: more than all stages together may hold, or too many."""
         found = 0
         for number, size in enumerate(_sizes(self.path), start=1):
             if number > FILES_MAX:
@@ -69,14 +70,14 @@ class Scratch:
         self._counted_bytes = found
 
     def remove(self) -> None:
-        """With all that is in it; may be called again."""
+        """Remove it with all its files; may be called again."""
         shutil.rmtree(self.path, ignore_errors=True)
         self._count(0)
         self._lock.close()
 
 
 def _sizes(folder: str) -> Iterator[int]:
-    """What each file and folder below `folder` takes of the disk; links are not followed."""
+    """Yield the disk size of each file and folder below `folder`; links are not followed."""
     waiting = [folder]
     while waiting:
         try:
@@ -95,8 +96,7 @@ def _sizes(folder: str) -> Iterator[int]:
 
 
 def remove_forgotten() -> None:
-    """Remove what killed nodes and commands have left; what another user or a living process has made
-    stays."""
+    """Remove folders of killed nodes and commands; those of another user or a living process stay."""
     folder = Path(temporary_folder())
     for path in sorted([*folder.glob(f"{PREFIX}*"), *folder.glob(f"{COMMAND_PREFIX}*")]):
         try:

@@ -1,9 +1,9 @@
-"""Which kernel calls a stage's process may make: an allow-list, compiled to a seccomp filter.
+"""The kernel calls that a stage's process may make: an allow-list, compiled to a seccomp filter.
 
-Arithmetic needs memory, threads, clocks and the files it has open. Whatever is not named here "does not
-exist" (ENOSYS), so that libraries take their older ways, and calls of later kernels are refused unseen.
-What an intruder would want is refused by its name (EPERM), so that an error says what happened: sockets,
-other programs, other processes. A call of a foreign architecture kills.
+Arithmetic needs memory, threads, clocks and open files. Calls not named here "do not exist" (ENOSYS), so that
+libraries fall back to older ones, and calls of later kernels are refused too. Calls that an intruder would
+want are refused by name (EPERM), so that an error says what happened: sockets, other programs, other
+processes. A call of a foreign architecture kills.
 
 Only data and a compiler of it: `node.stages.sandbox` hands the program to the kernel. The filter language is
 classic BPF (linux/filter.h, linux/seccomp.h); numbers are those of asm/unistd_64.h and
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 ARCHITECTURES: dict[str, tuple[int, int]] = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""What `os.uname().machine` says: the column in the tables below, and the kernel's own name for it."""
+"""By `os.uname().machine`: the column in the tables below, and the kernel's own number."""
 INSTRUCTIONS_MAX = 4_096
-"""What the kernel takes (BPF_MAXINSNS)."""
+"""The kernel's limit (BPF_MAXINSNS)."""
 
 Numbers = tuple[int | None, int | None]
 
@@ -78,7 +78,7 @@ ACCELERATOR: dict[str, Numbers] = {
     "memfd_create": (319, 279), "sched_setaffinity": (203, 122), "timerfd_create": (283, 85),
     "timerfd_settime": (286, 86),
 }  # fmt: skip
-"""What the driver's library of an accelerator also asks for."""
+"""Further calls of an accelerator's driver library."""
 REFUSED: dict[str, Numbers] = {
     "accept": (43, 202), "accept4": (288, 242), "add_key": (248, 217), "bind": (49, 200),
     "bpf": (321, 280), "chmod": (90, None), "chown": (92, None), "chroot": (161, 51),
@@ -95,7 +95,7 @@ REFUSED: dict[str, Numbers] = {
     "tkill": (200, 130), "umount2": (166, 39), "unshare": (272, 97), "userfaultfd": (323, 282),
     "vfork": (58, None),
 }  # fmt: skip
-"""EPERM. Memory without a file (memfd, shm) is among them: no limit of the kernel counts it."""
+"""Refused with EPERM. Memory without a file (memfd, shm) is among them: no limit of the kernel counts it."""
 
 _THREAD = 0x00010000
 _NAMESPACES = 0x7E020080
@@ -114,7 +114,7 @@ _KILL = 0x80000000
 _ERRNO = 0x00050000
 _LOAD, _AND, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x54, 0x15, 0x35, 0x06
 _X32 = 0x40000000
-"""The 32-bit pointers of x86_64: the same architecture, other numbers."""
+"""The x32 ABI of x86_64: the same architecture, other numbers."""
 
 
 @dataclass(frozen=True)
@@ -129,10 +129,10 @@ class Condition:
 
 
 def compile_filter(machine: str, pid: int, *, files_fenced: bool, accelerator: bool) -> bytes:
-    """The program for a process, as an array of `struct sock_filter`.
+    """Return the program for a process, as an array of `struct sock_filter`.
 
-    `files_fenced`: landlock already keeps its writing inside its scratch folder; otherwise no file is opened
-    for writing at all. With an `accelerator`, its driver may be spoken to, which takes any `ioctl`.
+    `files_fenced`: landlock already confines its writing to its scratch folder; otherwise no file may be
+    opened for writing. With an `accelerator` any `ioctl` is allowed, as its driver requires.
 
     Raises: KeyError: an architecture without a table.
     """
@@ -160,15 +160,15 @@ def compile_filter(machine: str, pid: int, *, files_fenced: bool, accelerator: b
 def _tested(
     pid: int, *, files_fenced: bool, accelerator: bool
 ) -> Iterator[tuple[Numbers, tuple[Condition, ...]]]:
-    """The calls whose arguments decide."""
+    """Yield the calls whose arguments decide."""
     yield (56, 220), (Condition(0, (_THREAD,), _THREAD | _NAMESPACES),)  # clone: threads, not processes
-    # mmap: shared memory without a file is counted by no limit.
+    # mmap: no limit counts shared memory without a file.
     shared = Condition(3, (_SHARED_ANONYMOUS,), _SHARED_ANONYMOUS, wanted=False)
     yield (9, 222), () if accelerator else (shared,)
     yield (234, 131), (Condition(0, (pid,)),)  # tgkill: abort() signals itself
-    # prlimit64: ask for its own limits, set none. A privileged process could raise them.
+    # prlimit64: read its own limits, set none. A privileged process could raise them.
     yield (302, 261), (Condition(0, (0, pid)), Condition(2, (0,)), Condition(2, (0,), upper=True))
-    # sendto: over what is connected, without an address.
+    # sendto: on a connected socket, without an address.
     yield (44, 206), (Condition(4, (0,)), Condition(4, (0,), upper=True))
     yield (157, 167), (Condition(0, _PRCTLS),)
     yield (72, 25), (Condition(1, _FCNTLS_REFUSED, wanted=False),)
@@ -179,7 +179,7 @@ def _tested(
 
 
 def _block(conditions: Sequence[Condition]) -> Iterator[tuple[int, int, int, int]]:
-    """Allow if every condition holds, else EPERM. It ends in a return on every way through it."""
+    """Yield instructions that allow if every condition holds, else EPERM. Every path ends in a return."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     for condition in conditions:
         yield _LOAD, 0, 0, 16 + 8 * condition.argument + (4 if condition.upper else 0)

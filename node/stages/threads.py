@@ -1,8 +1,9 @@
-"""How many threads a stage computes with: found by measuring, and found again when its machine gets busy.
+"""The number of threads of a stage, found by measuring, and again when its machine gets busy.
 
-A small stage beside somebody's own work is faster on one thread than on two that wait for each other, a large
-one on an idle machine is not. Between two steps another number is tried for one step; numbers whose trials
-cost more are tried more seldom. Within a step the number stays, so that what is computed twice is the same.
+A small stage beside other work is faster on one thread than on two that wait for each other; a large one on
+an idle machine is not. Between two steps another number is tried for one step; numbers with costlier trials
+are tried more rarely. Within a step the number is constant, so that a repeated computation gives the same
+result.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,22 +11,22 @@ from collections.abc import Callable, Sequence
 from partition.stage import Apply, Backward, Forward, Reply, Request
 
 TRIAL_SHARE = 0.05
-"""The share of the time since a number was last tried that a trial may cost over the best one."""
+"""The share of the time since a number's last trial that a trial may cost beyond the best number."""
 TRIAL_STEPS_MIN = 20
 BETTER_SHARE = 0.9
-"""Another number must take at most so much of the time: less is noise."""
+"""Another number must take at most this share of the time: smaller gains are noise."""
 EWMA_SHARE = 0.5
-"""The weight of the newest step in what the number in use takes."""
+"""The weight of the newest step in the average of the number in use."""
 
 
 def candidates(most: int) -> tuple[int, ...]:
-    """Return the numbers of threads that are worth a trial, where `most` are allowed; the most first."""
+    """Return the numbers of threads worth trying if `most` are allowed, the largest first."""
     halves = {most, most // 2, most // 4, 1}
     return tuple(sorted((number for number in halves if number), reverse=True))
 
 
 class ThreadChooser:
-    """`threads` is what to compute the next step with."""
+    """`threads` is the number for the next step."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         """`numbers` may be tried; the first is used until more is known."""
@@ -35,7 +36,7 @@ class ThreadChooser:
         self._steps = 0
 
     def stepped(self, seconds: float, passes: int) -> None:
-        """Note what a step took with `threads`, for so many passes of a micro-batch."""
+        """Record the time of a step with `threads`, for this many passes of a micro-batch."""
         self._steps += 1
         if not passes or self._steps == 1:  # the first loads libraries
             return
@@ -50,14 +51,14 @@ class ThreadChooser:
         self.threads = self._trial(passes, seconds)
 
     def _settle(self) -> None:
-        """Use the number that is found to be the best, if it is clearly better than the one in use."""
+        """Use the best number found, if it is clearly better than the one in use."""
         known = {number: seconds for number, seconds in self._seconds.items() if seconds is not None}
         best = min(known, key=lambda number: known[number])
         if known[best] < BETTER_SHARE * known.get(self._home, float("inf")):
             self._home = best
 
     def _trial(self, passes: int, step_seconds: float) -> int:
-        """Return a number that is not known, or was not tried for long enough; else the one in use."""
+        """Return a number that is unknown, or was not tried for long enough; else the one in use."""
         home = self._seconds[self._home]
         for number, seconds in self._seconds.items():
             if number == self._home or home is None:
@@ -77,7 +78,7 @@ def adaptive(
     set_threads: Callable[[int], None],
     clock: Callable[[], int],
 ) -> Callable[[Request], Reply]:
-    """Return `handle` with as many threads as the chooser says, by a clock of nanoseconds."""
+    """Return `handle` with the chooser's number of threads, measured by a clock of nanoseconds."""
     spent, passes = 0, 0
 
     def handled(request: Request) -> Reply:

@@ -1,14 +1,13 @@
-"""Blobs by the hash of what they hold, with pins that say what must stay and a budget for what is others'.
+"""Blobs by the hash of their content, with pins that hold them and a budget for others' blobs.
 
-A blob's name is the BLAKE3 hash of its bytes, and every read compares it: a damaged file is a missing one,
-and is removed. So nothing needs to be on the disk for sure before somebody relies on it: blobs are written
-without waiting for the disk, and `pin` and `sync` wait for all of them at once (measured, 1,200 blobs of 256
-KiB: 0.9 s when each is waited for, 0.5 s together).
+A blob's name is the BLAKE3 hash of its bytes, and every read compares it: a damaged file counts as missing,
+and is removed. Blobs are therefore written without waiting for the disk, and `pin` and `sync` wait for all of
+them at once (measured, 1,200 blobs of 256 KiB: 0.9 s waiting for each, 0.5 s together).
 
-A pin is a named set of hashes and sizes, which survives a restart. What no pin names goes at the next
-`sweep`. A pin may name what is not here yet, so that what is on its way is not swept. Pins of a *guest* are
-what this node keeps for others: together they take at most the budget; what this node has pinned for itself
-is not counted.
+A pin is a named set of hashes and sizes, which survives a restart. Blobs without a pin go at the next
+`sweep`. A pin may name blobs that are not here yet, so that they are not swept when they arrive. Pins of a
+*guest* are blobs that this node keeps for others: together they take at most the budget; blobs that this node
+pins for itself do not count.
 
 Everything here waits for the disk, so it is called in the executor's threads, and may be by several at once.
 """
@@ -28,24 +27,24 @@ from node.settings import GUEST_BYTES_MAX as GUEST_BYTES_MAX
 
 HASH_BYTES = 32
 BLOB_BYTES_MAX = 2 << 20
-"""One message on a stream, whole in memory at both ends. Chunks of a state have a MiB; the longest list of
+"""One message on a stream, whole in memory at both ends. Chunks of a state take a MiB; the longest list of
 chunks (`node.protocols.checkpoint`) has 1.5."""
 GUEST_PINS_MAX = 4_096
-"""However little each names: every blob is a file."""
+"""However small: every blob is a file."""
 PIN_BYTES_MAX = 16 << 20
-"""One pin's file, which is this node's own: four times the hashes of the largest stage."""
+"""The file of one pin, which is this node's own: four times the hashes of the largest stage."""
 _FOLDER = "blobs"
 _PINS = "pins"
 _STRIPES = 16
-"""Locks, so that as many blobs may be written at once, and never one twice."""
+"""Locks, so that this many blobs may be written at once, and never one twice."""
 
 
 class NoRoom(Exception):
-    """What was to be pinned for others is more than the budget has left."""
+    """The blobs to pin for others exceed the rest of the budget."""
 
 
 class _Pin(msgspec.Struct, frozen=True, array_like=True):
-    """The file of a pin: hashes, one after the other, and as many sizes."""
+    """The file of a pin: the concatenated hashes, and as many sizes."""
 
     is_guest: bool
     hashes: bytes
@@ -57,19 +56,19 @@ class _Pin(msgspec.Struct, frozen=True, array_like=True):
 
 
 def hash_of(data: bytes | memoryview) -> bytes:
-    """Return what a blob is called."""
+    """Return a blob's name."""
     return blake3(data).digest()
 
 
 class Blobs:
-    """One data folder's. Reads what is there when it is made."""
+    """The blobs of one data folder; reads the existing ones when it is made."""
 
     def __init__(self, storage: Storage, *, guest_bytes_max: int = GUEST_BYTES_MAX) -> None:
         self.guest_bytes_max = guest_bytes_max
         self.files_bytes = 0
-        """What other files of guests take of the budget (`node.storage.guests`)."""
+        """The bytes that other files of guests take of the budget (`node.storage.guests`)."""
         self.make_room: Callable[[int], bool] = _keep
-        """Have those give up so many bytes; whether they did."""
+        """Makes the other guests give up this many bytes; returns whether they did."""
         self._storage = storage
         self._lock = Lock()
         self._stripes = [Lock() for _ in range(_STRIPES)]
@@ -81,7 +80,7 @@ class Blobs:
         self._unsynced: set[bytes] = set()
         self._holds = 0
         self._pins: dict[str, _Pin] = {}
-        # How many pins of our own, and of guests, name a hash; and its size as they say.
+        # For each hash: how many own pins and guests' pins name it, and its size according to them.
         self._references: dict[bytes, list[int]] = {}
         self._guest_bytes = 0
         for file in storage.sizes(_PINS):
@@ -90,16 +89,16 @@ class Blobs:
     # Blobs
 
     def put(self, data: bytes | memoryview) -> bytes:
-        """Keep these bytes; their hash. What is here already costs no more than its hash.
+        """Store these bytes; return their hash. An existing blob costs only its hash.
 
-        Nothing holds it yet: `pin` it, within `hold` where somebody may sweep meanwhile. Raises OSError.
+        Nothing holds it yet: `pin` it, within `hold` if somebody may sweep meanwhile. Raises OSError.
         """
         name = hash_of(data)
         self._put(name, data)
         return name
 
     def take(self, name: bytes, data: bytes | memoryview) -> bool:
-        """Keep what came from elsewhere under this name; False if it is not that. Raises OSError."""
+        """Store a blob from elsewhere under this name; return False if its hash differs. Raises OSError."""
         if len(data) > BLOB_BYTES_MAX or hash_of(data) != name:
             return False
         self._put(name, data)
@@ -117,13 +116,13 @@ class Blobs:
                 self._unsynced.add(name)
 
     def get(self, name: bytes) -> bytes | None:
-        """The bytes, or None where they are not here, or were damaged and so are gone now."""
+        """Return the bytes, or None if they are missing, or were damaged and have been removed."""
         if name not in self._sizes:
             return None
         data = self._read(name)
         if data is None:
             with self._stripe(name):
-                # Once more, alone: it may have been swept and put again meanwhile.
+                # Once more under the lock: it may have been swept and put again meanwhile.
                 data = self._read(name)
                 if data is None:
                     self._delete(name)
@@ -134,7 +133,7 @@ class Blobs:
         return data if data is not None and hash_of(data) == name else None
 
     def has(self, name: bytes) -> bool:
-        """Return whether a file of this name is here; whether it is whole is found out by reading."""
+        """Return whether a file of this name exists; only reading shows whether it is intact."""
         return name in self._sizes
 
     def delete(self, name: bytes) -> None:
@@ -153,7 +152,7 @@ class Blobs:
         return self._stripes[name[0] % _STRIPES]
 
     def missing(self, names: Iterable[bytes]) -> list[bytes]:
-        """Those of `names` that are not here, each once, in their order."""
+        """Return those of `names` that are missing, each once, in order."""
         return [name for name in dict.fromkeys(names) if name not in self._sizes]
 
     @property
@@ -163,7 +162,7 @@ class Blobs:
             return sum(self._sizes.values())
 
     def sync(self, names: Iterable[bytes]) -> None:
-        """Have those of `names` that are here survive a crash of the machine. Raises OSError."""
+        """Make those of `names` that are here survive a crash of the machine. Raises OSError."""
         with self._lock:
             waiting = [name for name in dict.fromkeys(names) if name in self._unsynced]
         self._storage.sync(map(_file_of, waiting))
@@ -173,9 +172,9 @@ class Blobs:
     # Pins
 
     def pin(self, label: str, sizes: Mapping[bytes, int], *, is_guest: bool = False) -> None:
-        """Hold these blobs, by hash and size, under `label`, in place of what it held; some may come later.
+        """Hold these blobs, by hash and size, under `label`, replacing its earlier ones; some may come later.
 
-        What is here of them survives a crash from now on, and so does the pin.
+        The pin, and the blobs that are here, survive a crash from now on.
 
         Raises:
             NoRoom: guests' blobs would take more than the budget. OSError: the disk is full.
@@ -198,8 +197,7 @@ class Blobs:
             raise
 
     def _try(self, label: str, pin: _Pin) -> tuple[str | None, int]:
-        """Put a pin in place of what its label held, unless there is no room: why not, and how many bytes are
-        missing."""
+        """Replace a label's pin if there is room; return why not, and how many bytes are missing."""
         with self._lock:
             before = self._pins.get(label)
             self._forget(label)
@@ -221,29 +219,30 @@ class Blobs:
         return None
 
     def unpin(self, label: str) -> None:
-        """Let go of what `label` holds; nothing happens where it holds nothing."""
+        """Release the blobs of `label`, if it holds any."""
         self._storage.delete(f"{_PINS}/{label}")
         with self._lock:
             self._forget(label)
 
     def pinned(self, label: str) -> tuple[bytes, ...] | None:
-        """The hashes that `label` holds, None where there is no such pin."""
+        """Return the hashes that `label` holds, None if there is no such pin."""
         pin = self._pins.get(label)
         return None if pin is None else tuple(split(pin.hashes))
 
     def labels(self, under: str = "") -> list[str]:
-        """The labels that begin with `under`, sorted."""
+        """Return the labels that begin with `under`, sorted."""
         with self._lock:
             return sorted(label for label in self._pins if label.startswith(under))
 
     @property
     def guest_bytes(self) -> int:
-        """What the guests' pins name that this node does not hold for itself, here or still to come."""
+        """Return the bytes of guests' pins that this node does not hold for itself, here or still to come."""
         return self._guest_bytes
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """Nothing is swept meanwhile: for what is put, or found here, before it can be pinned."""
+        """Prevent sweeps within this context: for blobs that are put, or found here, before they can be
+        pinned."""
         with self._lock:
             self._holds += 1
         try:
@@ -253,7 +252,7 @@ class Blobs:
                 self._holds -= 1
 
     def sweep(self) -> int:
-        """Remove what no pin names; how many bytes that were. While somebody holds, nothing is removed."""
+        """Remove blobs without a pin; return how many bytes. While somebody holds, nothing is removed."""
         freed = 0
         for name in list(self._sizes):
             with self._stripe(name):
@@ -270,7 +269,7 @@ class Blobs:
         try:
             pin: _Pin = decode(data or b"", _Pin, bytes_max=PIN_BYTES_MAX)
         except RemoteProtocolError:
-            return  # damaged: whoever needs it pins it again (`Checkpoints.recover`)
+            return  # damaged: its user pins again (`Checkpoints.recover`)
         self._remember(file.removeprefix(f"{_PINS}/"), pin)
 
     def _remember(self, label: str, pin: _Pin) -> None:
@@ -299,7 +298,7 @@ def _keep(_: int) -> bool:
 
 
 def split(hashes: bytes) -> Iterator[bytes]:
-    """Hashes that stand one after the other."""
+    """Yield the hashes of a concatenation."""
     return (hashes[start : start + HASH_BYTES] for start in range(0, len(hashes), HASH_BYTES))
 
 

@@ -1,9 +1,9 @@
-"""What the stages of a node may put on its disk besides what is kept: one total for all of them.
+"""The budget of disk for temporary files of a node's stages: one total for all.
 
-Frames of open steps that memory has no room for (`node.storage.spill`) and the files of their processes
-(`node.stages.scratch`) are counted together. A stage that asks for more fails with the reason; the node and
-the other stages go on. What a process held is given back when it is gone, and a node that is killed leaves
-nothing that counts: its frames had no name, and its folders go at the next start.
+Frames of open steps that do not fit in memory (`node.storage.spill`) and the files of stages' processes
+(`node.stages.scratch`) count together. A stage that exceeds it fails with the reason; the node and the other
+stages go on. A process's share is returned when it is gone, and a killed node leaves nothing that counts: its
+frames had no name, and its folders go at the next start.
 """
 
 import errno
@@ -14,37 +14,37 @@ from threading import RLock
 from node.quantities import Memory
 
 DISK_FREE_BYTES_MIN = 256 << 20
-"""Left to the node itself, whatever stages may take: its promises, votes and results must reach the disk."""
+"""Reserved for the node itself, whatever stages take: its promises, votes and results must reach the disk."""
 
 
 class ScratchBudget:
-    """One node's. Called in any thread."""
+    """The budget of one node; called in any thread."""
 
     def __init__(self, limit: Memory, folder: Path) -> None:
-        """`limit` is of the disk of `folder`, which must be there before anything is taken."""
+        """`limit` is of the disk of `folder`, which must exist before anything is taken."""
         self.held_bytes = 0
         self._limit = limit
         self._folder = folder
-        # What frees a file may run in the middle of anything, in the same thread too.
+        # A file may be freed in the middle of anything, in the same thread too.
         self._lock = RLock()
 
     def limit(self, limit: Memory) -> None:
-        """Allow so much from now on; what is held already stays until it is given back."""
+        """Set the limit; bytes already held stay until they are returned."""
         self._limit = limit
 
     def of_disk(self, amount: Memory) -> int:
-        """Return an amount in bytes, of the same disk."""
+        """Return an amount in bytes of the same disk."""
         if amount.bytes:
             return amount.bytes
         return amount.of(shutil.disk_usage(self._folder).total)
 
     @property
     def bytes_max(self) -> int:
-        """The most that stages may hold together."""
+        """Return the most bytes that stages may hold together."""
         return self._limit.of(shutil.disk_usage(self._folder).total)
 
     def take(self, count: int) -> None:
-        """Count so many bytes more. Raises OSError: they would be too many, and nothing is counted."""
+        """Count `count` more bytes. Raises OSError if they exceed the limit; then nothing is counted."""
         usage = shutil.disk_usage(self._folder)
         bytes_max = self._limit.of(usage.total)
         with self._lock:

@@ -1,4 +1,4 @@
-"""A file that is written a piece at a time and takes its name only when it is whole."""
+"""A file that is written a piece at a time and gets its name only when complete."""
 
 import os
 from collections.abc import Callable
@@ -10,13 +10,13 @@ from node.forks import keep_from_children
 
 
 class FileDraft:
-    """`node.seams.Draft`: writes to `half`, a new file beside what it is to become, and of this mode.
+    """`node.seams.Draft`: writes to `half`, a new file of this mode beside its destination.
 
     Called in the executor's threads, one call at a time. Raises OSError.
     """
 
     def __init__(self, half: Path, name: Callable[[Path], object], mode: int) -> None:
-        """`name` gives the whole file its name."""
+        """`name` gives the complete file its name."""
         self._half = half
         self._name = name
         self._file = os.fdopen(os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb")
@@ -27,21 +27,21 @@ class FileDraft:
         self._file.write(data)
 
     def commit(self) -> None:
-        """It is whole: have it on the disk, under its name."""
+        """Sync the complete file and give it its name."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
         self._name(self._half)
 
     def discard(self) -> None:
-        """Leave nothing of it, unless it was committed."""
-        with suppress(OSError):  # what is left in a buffer, on a full disk
+        """Remove it, unless it was committed."""
+        with suppress(OSError):  # the rest of a buffer, on a full disk
             self._file.close()
         self._half.unlink(missing_ok=True)
 
 
 def draft_beside(path: Path) -> FileDraft:
-    """A draft of a person's own file, which may replace an older one."""
+    """Return a draft of a person's own file, which may replace an older one."""
     half = path.with_name(f".{path.name}.{os.getpid()}.half")
     half.unlink(missing_ok=True)
     return FileDraft(half, lambda whole: whole.replace(path), 0o666)

@@ -1,9 +1,9 @@
-"""The data folder: the real Storage seam. What keeps it to one process is `node.storage.folder_lock`.
+"""The data folder: the real Storage seam. `node.storage.folder_lock` reserves it for one process.
 
-A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced:
-after a crash there is the old blob or the new one, never half (the rename of POSIX, rename(2)).
-It holds keys, contacts, small tables, the graphs of runs and the weights they began and ended with, and
-blobs named for their hash (`node.storage.blobs`), which are synced many at a time.
+A write goes to a temporary file, is synced and renamed over the old one, and the folder is synced: after a
+crash the old blob or the new one is there, never half of one (the rename of POSIX, rename(2)). It holds keys,
+contacts, small tables, the graphs of runs and the weights they began and ended with, and blobs named for
+their hash (`node.storage.blobs`), which are synced many at a time.
 """
 
 import contextlib
@@ -32,14 +32,15 @@ NAME_DEPTH_MAX = 8
 COPY_BYTES = 1 << 20
 IDENTITY_NAME = "identity.key"
 FOLDER_MARKS = (IDENTITY_NAME, LOCK_NAME)
-"""By one of these a folder is known to be a node's."""
+"""A folder with one of these is a node's."""
 _TEMPORARY_SUFFIX = ".half"
 # No leading dot, so neither `..` nor hidden files; 128 letters leave room for the suffix in any file system.
 _PART = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 
 
 def parts_of(name: str) -> list[str]:
-    """Split a name in storage. Raises LocalProtocolError: it is none, so it came unchecked from outside."""
+    """Split a name in storage. Raises LocalProtocolError: it is malformed, so it came unchecked from
+    outside."""
     parts = name.split("/")
     safe = len(parts) <= NAME_DEPTH_MAX and all(_PART.fullmatch(part) for part in parts)
     if not safe or name.endswith(_TEMPORARY_SUFFIX):
@@ -51,7 +52,7 @@ class FolderStorage:
     """`node.seams.Storage` in a folder of files, from any thread."""
 
     def __init__(self, path: Path, scratch: ScratchBudget | None = None) -> None:
-        """Makes the folder (mode 0700) where there is none, and closes it to others. Raises UsageError."""
+        """Make the folder (mode 0700) if it does not exist, and close it to others. Raises UsageError."""
         self.path = path
         self.scratch = scratch or ScratchBudget(Resources().scratch, path)
         try:
@@ -66,29 +67,29 @@ class FolderStorage:
         self._spill = Spill(path, self.scratch)
         self._drafts = itertools.count()
         self._changing = threading.Lock()
-        # Of each name that is being written: its lock, and how many hold it or wait for it.
+        # For each name being written: its lock, and how many hold it or wait for it.
         self._writers: dict[str, tuple[threading.Lock, int]] = {}
 
     def read(self, name: str) -> bytes | None:
-        """The blob, or None where there is none."""
+        """Return the blob, or None if there is none."""
         try:
             return self.file(name).read_bytes()
         except FileNotFoundError:
             return None
 
     def open(self, name: str) -> IO[bytes] | None:
-        """The blob as a file to be read from, None where there is none."""
+        """Return the blob as a file to read, None if there is none."""
         try:
             return self.file(name).open("rb", buffering=0)
         except FileNotFoundError:
             return None
 
     def temporary(self) -> IO[bytes]:
-        """An empty file without a name in the folder's file system."""
+        """Return an empty unnamed file in the folder's file system."""
         return tempfile.TemporaryFile(dir=self.path, buffering=0)
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
-        """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""
+        """Return `length` bytes at `offset`, fewer at the end of the blob; None if there is none."""
         try:
             with self.file(name).open("rb") as file:
                 file.seek(offset)
@@ -97,20 +98,20 @@ class FolderStorage:
             return None
 
     def write(self, name: str, data: bytes) -> None:
-        """Put `data` in place of what was there, durably, readable by this user only."""
+        """Replace the blob by `data`, durably, readable by this user only."""
         self._put(name, lambda file: file.write(data))
 
     def copy_in(self, name: str, path: Path) -> None:
-        """The same with the content of the file at `path`, which need not fit into memory."""
+        """Replace the blob by the content of the file at `path`, which need not fit into memory."""
         with path.open("rb") as source:
             self._put(name, lambda file: shutil.copyfileobj(source, file, COPY_BYTES))
 
     def write_soon(self, name: str, data: bytes | memoryview) -> None:
-        """As `write`, but it survives a crash of the machine for sure only after `sync`."""
+        """Like `write`, but it survives a crash of the machine for sure only after `sync`."""
         self._put(name, lambda file: file.write(data), durable=False)
 
     def draft(self, name: str) -> FileDraft:
-        """A blob of any size, to be written a piece at a time."""
+        """Return a blob of any size that is written a piece at a time."""
         target = self.file(name)
         target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
 
@@ -125,7 +126,7 @@ class FolderStorage:
         return FileDraft(half, put, FILE_MODE)
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make what `write_soon` wrote survive; names that are not there are passed over."""
+        """Make blobs of `write_soon` durable; missing names are skipped."""
         folders: dict[Path, None] = {}
         for name in names:
             path = self.file(name)
@@ -138,11 +139,11 @@ class FolderStorage:
             _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def _folders(self, path: Path) -> list[Path]:
-        """All above a file up to the data folder: a new folder is an entry of the one above it."""
+        """Return all folders above a file up to the data folder: a new folder is an entry of its parent."""
         return [folder for folder in path.parents if folder.is_relative_to(self.path)]
 
     def sizes(self, under: str) -> dict[str, int]:
-        """The blobs whose names begin with `under` and a slash, with their lengths; links are not
+        """Return the blobs whose names begin with `under` and a slash, with their lengths; links are not
         followed."""
         found: dict[str, int] = {}
         waiting = [under]
@@ -155,7 +156,7 @@ class FolderStorage:
             for entry in entries:
                 name = f"{folder}/{entry.name}"
                 if not _PART.fullmatch(entry.name) or name.endswith(_TEMPORARY_SUFFIX):
-                    continue  # none of ours, or what a crash left half written
+                    continue  # not ours, or the half-written remains of a crash
                 if entry.is_dir(follow_symlinks=False):
                     waiting.append(name)
                 elif entry.is_file(follow_symlinks=False):
@@ -169,7 +170,7 @@ class FolderStorage:
 
     @contextlib.contextmanager
     def _alone(self, name: str) -> Iterator[None]:
-        """Wait for whoever writes this name now: both would write to one half file."""
+        """Wait for another writer of this name: both would write to one half file."""
         with self._changing:
             lock, waiting = self._writers.get(name, (threading.Lock(), 0))
             self._writers[name] = lock, waiting + 1
@@ -187,7 +188,7 @@ class FolderStorage:
         is_new = not target.parent.is_dir()
         target.parent.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
         half = target.with_name(target.name + _TEMPORARY_SUFFIX)
-        # A half file left by a crash may have any mode; a new one surely has ours.
+        # A half file left by a crash may have any mode; a new one has ours.
         half.unlink(missing_ok=True)
         descriptor = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_EXCL, FILE_MODE)
         try:
@@ -197,7 +198,7 @@ class FolderStorage:
                 if durable:
                     os.fsync(file.fileno())
         except BaseException:
-            half.unlink(missing_ok=True)  # of a full disk it may hold what was left
+            half.unlink(missing_ok=True)  # the remains after a full disk
             raise
         half.replace(target)
         if durable:
@@ -205,7 +206,7 @@ class FolderStorage:
                 _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def remove_halves(self) -> None:
-        """Remove what writes left that were cut short by a crash. Only while nobody writes."""
+        """Remove the half files of writes interrupted by a crash. Only while nobody writes."""
         for folder, folders, files in os.walk(self.path):
             for name in (*folders, *files):
                 path = Path(folder, name)
@@ -213,11 +214,11 @@ class FolderStorage:
                     path.unlink(missing_ok=True)
 
     def spill(self, data: Data) -> memoryview:
-        """A view of the same bytes in a file without a name: see `node.storage.spill`."""
+        """Return a view of the same bytes in an unnamed file: see `node.storage.spill`."""
         return self._spill.put(data)
 
     def delete(self, name: str) -> None:
-        """Remove the blob; nothing happens where there is none."""
+        """Remove the blob, if there is one."""
         self.file(name).unlink(missing_ok=True)
 
     def file(self, name: str) -> Path:
@@ -227,10 +228,9 @@ class FolderStorage:
 
 @contextlib.contextmanager
 def locked_folder(path: Path, scratch: ScratchBudget) -> Iterator[FolderStorage]:
-    """The data folder at `path` for a node: held, and without what a crash has left half written.
+    """Open and lock the data folder at `path` for a node, without half-written remains of a crash.
 
-    Raises:
-        UsageError: another process holds it, or it cannot be used.
+    Raises UsageError: another process holds it, or it cannot be used.
     """
     storage = FolderStorage(path, scratch)
     with lock(path):

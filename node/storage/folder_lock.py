@@ -1,9 +1,9 @@
 """The lock that keeps a data folder to one process: a record lock on `node.lock`, which names the process.
 
-A record lock belongs to a process (fcntl(2), F_SETLK). No child inherits it by fork(2), unlike that of
-flock(2), which lives on in children of a killed node. But a process loses it with *any* descriptor of the
-file that it closes. So nobody in this program opens the file of a folder that this process holds: what is
-held stands in a table, from which questions are answered, and another node of this process is refused.
+A record lock belongs to a process (fcntl(2), F_SETLK). Children do not inherit it by fork(2), unlike that of
+flock(2), which lives on in children of a killed node. But a process loses it when it closes *any* descriptor
+of the file. This program therefore never opens the lock file of a folder that it holds: a table of held
+folders answers questions, and another node of this process is refused.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from node.storage.ownership import FILE_MODE, open_own
 
 PROCESS_LENGTH_MAX = 20
 _HELD_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
-"""What systems say of a record lock that another process holds (fcntl(2))."""
+"""Errors for a record lock that another process holds (fcntl(2))."""
 
 _File = tuple[int, int]
-"""Device and inode: a file by whatever name."""
+"""Device and inode: identify a file under any name."""
 
 _held: dict[_File, Descriptor] = {}
 _changing = threading.Lock()
 
 
 def _begin_child() -> None:
-    """A forked child holds nothing of what its parent does."""
+    """Forget the locks in a forked child, which holds none of them."""
     global _changing
     _held.clear()
     _changing = threading.Lock()
@@ -47,7 +47,7 @@ def lock(path: Path) -> Iterator[None]:
     """Hold the data folder `path` for this process; the system frees it when the process ends.
 
     Raises:
-        UsageError: a node holds it, and says in which process; or the lock is no file of this user's.
+        UsageError: a node holds it (the error names its process), or the lock is not a file of this user.
     """
     with _changing:
         file, descriptor = _take(path)
@@ -62,7 +62,7 @@ def lock(path: Path) -> Iterator[None]:
         if os.getpid() == process:
             with _changing:
                 del _held[file]
-                # The file stays: removing it would let two processes lock two files of one name.
+                # The file stays: after removing it, two processes could lock two files of one name.
                 descriptor.close()
 
 
@@ -75,7 +75,7 @@ def _take(path: Path) -> tuple[_File, Descriptor]:
         raise unusable(path, error) from None
     number = descriptor.fileno()
     try:
-        # Anyone who can read it could hold it, and keep the node from starting.
+        # Anyone who can read it could lock it, and keep the node from starting.
         os.fchmod(number, FILE_MODE)
         fcntl.lockf(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -89,7 +89,7 @@ def _take(path: Path) -> tuple[_File, Descriptor]:
 
 
 def _is_ours(path: Path) -> bool:
-    """Whether this process holds the folder. Looks at the file without opening it."""
+    """Return whether this process holds the folder, without opening the file."""
     try:
         status = os.stat(path / LOCK_NAME)
     except OSError:
@@ -98,13 +98,14 @@ def _is_ours(path: Path) -> bool:
 
 
 def find_holder(path: Path) -> str | None:
-    """Return the number of the process that holds the data folder `path` now, empty where it is not known;
-    None where nobody does. A folder that is not there is held by nobody.
+    """Return the id of the process that holds the data folder `path` now, empty if unknown; None if nobody
+    does, or the folder does not exist.
 
     Raises:
-        UsageError: the lock is no file of this user's, or its file system takes no locks.
+        UsageError: the lock is not a file of this user, or its file system has no locks.
     """
-    with _changing:  # else another thread may take the lock meanwhile, and lose it with what is closed here
+    # otherwise another thread might take the lock meanwhile, and lose it with the descriptor closed here
+    with _changing:
         if _is_ours(path):
             return str(os.getpid())
         try:
@@ -123,7 +124,7 @@ def find_holder(path: Path) -> str | None:
 
 
 def last_holder(path: Path) -> str:
-    """Return the number of the process that holds or held the folder; empty where it is not known."""
+    """Return the id of the process that holds or held the folder; empty if unknown."""
     with _changing:
         if _is_ours(path):
             return str(os.getpid())

@@ -1,8 +1,8 @@
-"""What this node keeps of others' runs beside checkpoints, within the guests' budget: results, graphs, data.
+"""Files of others' runs beside checkpoints, within the guests' budget: results, graphs, data.
 
-Each is a label with its files. The budget is that of `node.storage.blobs`, and one for both: whatever comes
-first drives out the oldest of these files, which can be fetched again or were handed out long ago, and never
-what a run on this node needs. What this node has of its own is on no list here and counts nothing.
+Each is a label with its files. They share the budget of `node.storage.blobs`: new data of either kind evicts
+the oldest of these files, which can be fetched again or were delivered long ago, but never files that a run
+on this node needs. This node's own files are not listed and do not count.
 
 Everything here waits for the disk, so it is called in the executor's threads, and may be by several at once.
 """
@@ -20,7 +20,7 @@ from node.seams import Storage
 from node.storage.blobs import Blobs, NoRoom
 
 GUESTS_MAX = 1_024
-"""Labels: however little each takes."""
+"""Labels, however small."""
 INDEX_NAME = "guests"
 _INDEX_BYTES_MAX = 1 << 20
 
@@ -33,13 +33,13 @@ class _Guest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Guests:
-    """One data folder's. Reads what is there when it is made; the oldest comes first."""
+    """The guests of one data folder; reads the existing ones when it is made. The oldest comes first."""
 
     def __init__(self, storage: Storage, blobs: Blobs) -> None:
         self.needed: frozenset[str] = frozenset()
         """The labels that runs on this node need now."""
         self.evicted: deque[str] = deque(maxlen=GUESTS_MAX)
-        """The labels that had to go, for whoever wants to know."""
+        """Evicted labels."""
         self._storage = storage
         self._blobs = blobs
         self._lock = RLock()
@@ -48,7 +48,7 @@ class Guests:
                 storage.read(INDEX_NAME) or encode({}), dict[str, _Guest], bytes_max=_INDEX_BYTES_MAX
             )
         except RemoteProtocolError:
-            self._guests = {}  # damaged: what it told of counts nothing any more
+            self._guests = {}  # damaged: the files in it no longer count
         self._count()
         blobs.make_room = self._shrink
 
@@ -59,15 +59,15 @@ class Guests:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """All, the oldest first."""
+        """Return all labels, the oldest first."""
         return tuple(self._guests)
 
     def admit(self, label: str, files: Collection[str], size: int) -> None:
-        """Make room for these files, of `size` bytes together, and count them from now on, in place of what
-        the label held.
+        """Make room for these files, of `size` bytes together, and count them from now on, replacing the
+        label's earlier ones.
 
         Raises:
-            NoRoom: not even the oldest made way. OSError: the disk is full.
+            NoRoom: evicting the oldest is not enough. OSError: the disk is full.
         """
         with self._lock:
             before = self._guests.pop(label, None)
@@ -83,7 +83,7 @@ class Guests:
             self._save()
 
     def release(self, label: str) -> None:
-        """The files of this label are this node's own now, or gone."""
+        """Stop counting the files of this label: they are this node's own now, or gone."""
         with self._lock:
             if self._guests.pop(label, None) is not None:
                 self._save()
@@ -95,7 +95,7 @@ class Guests:
             return found
 
     def _evict(self, size: int, count: int) -> bool:
-        """Give up the oldest, so many bytes and so many labels at least; none where that is not enough."""
+        """Evict the oldest, at least this many bytes and labels; none if that is not enough."""
         needed, going = self.needed, []
         for label, guest in self._guests.items():
             if size <= 0 and count <= 0:

@@ -1,7 +1,7 @@
-"""The two keys of a node, kept from its first second: identity (Ed25519) and static (X25519).
+"""The two keys of a node, kept from its first start: identity (Ed25519) and static (X25519).
 
-Raw 32-byte files of mode 0600 in the data folder. What is lost here cannot be replaced: a node
-without its identity is another peer. So a wrong file is refused with a remedy, never overwritten.
+Raw 32-byte files of mode 0600 in the data folder. They cannot be replaced: a node without its identity is
+another peer. A wrong file is therefore refused with a remedy, never overwritten.
 """
 
 import os
@@ -24,7 +24,7 @@ STATIC_BYTES = 32
 
 @dataclass(frozen=True)
 class NodeKeys:
-    """`static` is the private X25519 key (32 bytes); `is_new` tells whether the identity was made now."""
+    """`static` is the private X25519 key (32 bytes); `is_new`: the identity was made now."""
 
     identity: Identity
     static: bytes = field(repr=False)
@@ -32,8 +32,8 @@ class NodeKeys:
 
 
 def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes], work_bits: int = 0) -> NodeKeys:
-    """The keys in the data folder; those missing are made from `entropy` (the seam) and kept. An identity is
-    made with `work_bits` of proof of work, which takes 2^work_bits tries of some 30 us.
+    """Return the keys in the data folder; missing ones are made from `entropy` (the seam) and kept. An
+    identity is made with `work_bits` of proof of work, which takes 2^work_bits tries of some 30 us.
 
     Raises:
         UsageError: a key file is readable by others, of a wrong size, or not a file.
@@ -51,9 +51,9 @@ def load_keys(storage: FolderStorage, entropy: Callable[[int], bytes], work_bits
 
 
 def keys_of(storage: Storage, entropy: Callable[[int], bytes], work_bits: int = 0) -> NodeKeys:
-    """The keys in any storage: a data folder's modes are checked, another's blobs are just read.
+    """Return the keys in any storage: a data folder's modes are checked, other storage is just read.
 
-    Raises UsageError: as `load_keys`, or the identity has less work in it than its swarm wants.
+    Raises UsageError: as `load_keys`, or the identity has less work in it than its swarm requires.
     """
     keys = _keys_of(storage, entropy, work_bits)
     if not has_work(keys.identity.peer, work_bits):
@@ -78,7 +78,7 @@ def _keys_of(storage: Storage, entropy: Callable[[int], bytes], work_bits: int) 
 
 
 def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None:
-    """A secret of `size_bytes`, None where there is none. Raises UsageError."""
+    """Return a secret of `size_bytes`, None if there is none. Raises UsageError."""
     path = storage.file(name)
     data = read_secret(path, size_bytes, _RESTORE, follow=False)
     if data is not None and len(data) != size_bytes:
@@ -88,14 +88,13 @@ def read_key(storage: FolderStorage, name: str, size_bytes: int) -> bytes | None
 
 
 def read_secret(path: Path, bytes_max: int, remedy: str, *, follow: bool = True) -> bytes | None:
-    """Return what a file holds that only its owner may read, or its first `bytes_max` + 1 bytes; None: no
+    """Return the content of a file that only its owner may read, or its first `bytes_max` + 1 bytes; None: no
     file.
 
-    The file may be this user's or root's. With `follow` the path may be a link, as that of a secret which a
-    container is given.
+    The file may be this user's or root's. With `follow` the path may be a link, like a container's secrets.
 
     Raises:
-        UsageError: others may read it, it is another's, or no file, for which `remedy` says what to do.
+        UsageError: others may read it, or it is another's, or not a file; `remedy` says what to do.
     """
     what = f"key file {short_path(path)}"
     try:

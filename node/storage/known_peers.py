@@ -1,7 +1,7 @@
-"""Peers met before, so that a node finds its swarm again without any seed: a small JSON.
+"""Peers met before, so that a node finds its swarm again without any seed: a small JSON file.
 
-Hints only: whoever answers there proves its identity anew. A damaged file is an empty list, because
-joining never stops the process.
+They are hints: a peer that answers proves its identity anew. A damaged file is an empty list, because joining
+never stops the process.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from crypto.identity import parse_peer, peer_text
 from node.seams import Storage
 
 REMEMBERED_MAX = 64
-"""Enough to survive most of a swarm having moved; all are dialled at a start without seeds."""
+"""Enough even if most of the swarm has moved; all are dialled at a start without seeds."""
 _NAME = "peers.json"
 
 
@@ -35,7 +35,7 @@ _SCHEMA = "peerloom/remembered/1"
 
 
 def read_remembered(storage: Storage) -> tuple[tuple[Address, ...], ...]:
-    """For each peer, best first, its addresses with the peer id in them; empty where nothing is kept."""
+    """Return the addresses of each peer, best first, with the peer id in them; empty if nothing is kept."""
     data = storage.read(_NAME)
     if data is None:
         return ()

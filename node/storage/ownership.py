@@ -1,9 +1,9 @@
-"""Owner and mode of a data folder and its files, checked before anything is believed or written there.
+"""Owner and mode of a data folder and its files, checked before anything is read or written there.
 
-A data folder holds keys, and what is in it commands the node: only its user may own it, and nobody else may
-look in. What was opened is judged and not its path, so that nothing can be put in its place between the look
-and the use (open(2), O_NOFOLLOW). A link to the folder itself is followed: it may lie on another disk. Access
-lists beyond the mode are not looked at.
+A data folder holds keys, and its files command the node: only its user may own it, and nobody else may read
+it. The opened file is checked and not its path, so that it cannot be replaced between check and use (open(2),
+O_NOFOLLOW). A link to the folder itself is followed: it may lie on another disk. Access lists beyond the mode
+are not checked.
 """
 
 import errno
@@ -19,18 +19,19 @@ FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 _OTHERS, _OTHERS_WRITE = 0o077, 0o022
 _LINKED = (errno.ELOOP, errno.EMLINK)
-"""What systems say of a link that is not to be followed."""
+"""Errors for a link that must not be followed."""
 
 
 def close_folder(path: Path, marks: tuple[str, ...]) -> None:
-    """Make sure that a data folder is this user's alone; one of its own that is open to others is closed.
+    """Make sure that a data folder belongs to this user alone; close the user's own folder if it is open to
+    others.
 
     Only a folder that cannot have been tampered with is closed: an empty one, or one that others could only
-    look into and that holds one of `marks`, by which a node's folder is known. A home folder that somebody
-    names by mistake must not change its mode.
+    read and that has one of `marks`, which identify a node's folder. A home folder named by mistake must not
+    change its mode.
 
     Raises:
-        UsageError: it is another user's, no folder, or open to others in a way that a person must look at.
+        UsageError: it is another user's, not a folder, or open to others in a way that a person must judge.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -60,7 +61,7 @@ def close_folder(path: Path, marks: tuple[str, ...]) -> None:
 
 
 def _why_left_open(mode: int, held: list[str], marks: tuple[str, ...]) -> str | None:
-    """Why a folder that others have a right to is not just closed to them."""
+    """Return why a folder that others may access is not simply closed."""
     shown = f"(mode {stat.S_IMODE(mode):04o})"
     if held and mode & _OTHERS_WRITE:
         return f"others may write in it {shown}"
@@ -72,11 +73,11 @@ def _why_left_open(mode: int, held: list[str], marks: tuple[str, ...]) -> str | 
 def open_own(path: Path, flags: int, what: str) -> int:
     """Open a file of this user's, which is not a link; with O_CREAT it is made readable by nobody else.
 
-    `what` says in errors which file it is.
+    `what` names the file in errors.
 
     Raises:
         FileNotFoundError: there is none.
-        UsageError: it is a link, no file, another user's, or cannot be opened.
+        UsageError: it is a link, not a file, another user's, or cannot be opened.
     """
     what = f"{what} {short_path(path)}"
     remove = f"look what it is, then: rm {short_path(path)}"
@@ -99,13 +100,13 @@ def open_own(path: Path, flags: int, what: str) -> int:
 
 
 def check_file(descriptor: int, what: str, remedy: str) -> os.stat_result:
-    """Hold that what was opened is a file of this user's or of root's, with one name. Raises UsageError."""
+    """Check that an opened file is this user's or root's, with one name. Raises UsageError."""
     status = os.fstat(descriptor)
     if not stat.S_ISREG(status.st_mode):
         raise UsageError(f"{what} is not a file", remedy)
     _check_owner(what, status, remedy)
     if status.st_nlink > 1:
-        # Written to under this name, it would change under the other.
+        # Writing to it under this name would change it under the other.
         raise UsageError(f"{what} is a link: the same file has {status.st_nlink} names", remedy)
     return status
 

@@ -1,8 +1,8 @@
-"""What a node holds of the DHT, over a restart: its records and contacts in one sqlite file.
+"""A node's DHT records and contacts, kept over a restart in one sqlite file.
 
-A file of a data folder is written in place; any other storage gets the whole database as one blob. What comes
-back is a stranger's data all the same: signatures are checked anew, and a file that is damaged is an empty
-one. It is used by one thread at a time, never the event loop's.
+A file of a data folder is written in place; other storage gets the whole database as one blob. Its content is
+still a stranger's data: signatures are checked anew, and a damaged file counts as empty. One thread at a time
+uses it, never the event loop's.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from node.storage.ownership import FILE_MODE
 NAME = "records.sqlite"
 VERSION = 1
 CONTACTS_MAX = 1_024
-"""Contacts kept, those that answered last; a table of a million nodes has some 400."""
+"""Contacts kept, the most recent to answer; the table of a million nodes has some 400."""
 RECORDS_MAX = 20_000
 """Records read back: twice what a node holds. 30 MB."""
 TEXTS_BYTES_MAX = 512
@@ -45,7 +45,7 @@ Contact = tuple[PeerId, tuple[str, ...]]
 
 
 class RecordsFile:
-    """The file of one node. Every method may raise OSError or sqlite3.Error where the disk does not do."""
+    """The file of one node. Every method may raise OSError or sqlite3.Error where the disk fails."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -54,7 +54,8 @@ class RecordsFile:
         leave_to_parent(self)
 
     def load(self, signer: Signer, wall: float) -> tuple[list[Record], list[Contact]]:
-        """Return the live records whose signatures hold, and the contacts, those that answered last first."""
+        """Return the live records with valid signatures, and the contacts, the most recent to answer
+        first."""
         rows = self._database.execute(
             "SELECT publisher, body, signature FROM record WHERE expires > ? LIMIT ?",
             (int(wall), RECORDS_MAX),
@@ -79,7 +80,7 @@ class RecordsFile:
     def save(
         self, changes: Mapping[tuple[Key, PeerId], Record | None], contacts: Iterable[Contact] | None = None
     ) -> None:
-        """Put records in or, where they are None, out; `contacts` take the place of all that were there."""
+        """Store records or, where they are None, delete them; `contacts` replace all earlier ones."""
         gone = [place for place, record in changes.items() if record is None]
         kept = [
             (record.key, record.publisher, record.fact.body, record.fact.signature, record.expires)
@@ -100,13 +101,13 @@ class RecordsFile:
             self._storage.write(NAME, self._database.serialize())
 
     def close(self) -> None:
-        """Nothing more is kept."""
+        """Close the file."""
         self._database.close()
 
     def _open(self) -> sqlite3.Connection:
         with contextlib.suppress(sqlite3.DatabaseError):
             return self._connect()
-        # Damaged, or of a later version: what others hold as well is no reason not to start.
+        # Damaged, or of a later version: others hold the records too, so this is no reason not to start.
         if self._path is not None:
             for path in _files(self._path):
                 path.unlink(missing_ok=True)
@@ -127,7 +128,7 @@ class RecordsFile:
             if version not in (0, VERSION):
                 raise sqlite3.DatabaseError(f"version {version}")
             if self._path is not None:
-                # Whole after a crash of the process; the machine's may cost the last seconds.
+                # Consistent after a crash of the process; a crash of the machine may cost the last seconds.
                 database.execute("PRAGMA journal_mode = WAL")
                 database.execute("PRAGMA synchronous = NORMAL")
             database.executescript(_TABLES)
@@ -140,5 +141,5 @@ class RecordsFile:
 
 
 def _files(path: Path) -> Sequence[Path]:
-    """The file and those that sqlite puts beside it."""
+    """Return the file and those that sqlite puts beside it."""
     return path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")

@@ -1,9 +1,8 @@
-"""Bytes that need not stay in memory: in files without a name, seen through maps, gone with their last view.
+"""Bytes that need not stay in memory: in unnamed files, mapped, freed with their last view.
 
-The system writes them to the disk when it likes, takes their memory when it needs it, and reads them again
-when they are looked at. What is gone before it was written never reaches the disk. Not for what must survive
-anything: the system frees such a file when the process ends, however it ends. How much there may be is the
-node's whole budget (`node.storage.budget`).
+The system writes them to the disk when it likes, takes their memory when needed, and reads them again on
+access. Bytes freed before they were written never reach the disk. Not for durable data: the system frees such
+a file when the process ends, however it ends. The node's budget bounds their size (`node.storage.budget`).
 """
 
 import mmap
@@ -17,12 +16,12 @@ from crypto.noise import Data
 from node.storage.budget import ScratchBudget
 
 FILE_BYTES = 1 << 30
-"""One file's, most of it a hole until it is used: a file for each piece would be a descriptor for each."""
+"""The size of one file, mostly a hole until used: a file for each piece would need a descriptor for each."""
 
 
 class Spill:
-    """One folder's. Called in the executor's threads, and may be by several at once: they take turns, as the
-    disk would have them do anyway."""
+    """The spill of one folder. Called in the executor's threads, several at once: they take turns, as the
+    disk would make them do anyway."""
 
     def __init__(self, folder: Path, budget: ScratchBudget) -> None:
         self._folder = folder
@@ -34,14 +33,15 @@ class Spill:
         self._counted = _Counted(budget)
 
     def put(self, data: Data) -> memoryview:
-        """A read-only view of the same bytes. Raises OSError: the disk is full, or the budget is spent."""
+        """Return a read-only view of the same bytes. Raises OSError: the disk is full, or the budget is
+        spent."""
         view = memoryview(data).cast("B")
         pages_bytes = -(-len(view) // mmap.PAGESIZE) * mmap.PAGESIZE
         with self._lock:
             mapping = self._with_room(len(view))
             self._counted.add(pages_bytes)
             begin = self._used
-            # Not through the map: a full disk would kill the process there, and here it is an error.
+            # Not through the map: on a full disk that would kill the process, and this raises an error.
             written = 0
             while written < len(view):
                 written += os.pwrite(self._descriptor, view[written:], begin + written)
@@ -52,7 +52,7 @@ class Spill:
         mapping = self._latest() if self._latest is not None else None
         if mapping is not None and self._used + length <= len(mapping):
             return mapping
-        # No name from the first moment where the system can do that, and from the second where not.
+        # Unnamed from the beginning if the system supports that, otherwise right after creation.
         file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed with its map
         try:
             file.truncate(max(FILE_BYTES, length))
@@ -60,7 +60,7 @@ class Spill:
         except BaseException:
             file.close()
             raise
-        # Whatever looks at the file holds its map; with the last view the map goes, and so does the file.
+        # Every view of the file holds its map; with the last view the map is freed, and so is the file.
         weakref.finalize(mapping, file.close)
         self._counted = _Counted(self._budget)
         weakref.finalize(mapping, self._counted.give_back)
@@ -69,7 +69,7 @@ class Spill:
 
 
 class _Counted:
-    """What one file holds of the budget: all that was ever put into it, until the file is gone."""
+    """The share of the budget that one file holds: all bytes ever put into it, until the file is freed."""
 
     def __init__(self, budget: ScratchBudget) -> None:
         self._budget = budget

@@ -1,11 +1,11 @@
-"""The key file of a private swarm: a text that people copy from machine to machine, one key a line.
+"""The key file of a private swarm: a text that people copy from machine to machine, one key per line.
 
     # since March
     1f0c...64 hex digits...9a
     kq3V...44 letters of base64...Yk=     # the one before, until all have the new one
 
-The first key is the one used towards others, all are accepted. The file belongs to its owner alone, as the
-identity does. What a key does is `crypto.swarm`; no message here shows one, not even a wrong one.
+The first key is used towards others, all are accepted. The file is private to its owner, like the identity.
+`crypto.swarm` uses the keys; no message here shows one, not even a wrong one.
 """
 
 import base64
@@ -19,14 +19,14 @@ from node.paths import short_path
 from node.storage.keys import read_secret
 
 KEY_FILE_BYTES_MAX = 16_384
-"""Four keys and much to say about them."""
+"""Four keys and many comments."""
 
 
 def load_swarm_keys(path: Path) -> tuple[bytes, ...]:
-    """The keys in a file, in their order, at least one.
+    """Return the keys in a file, in order, at least one.
 
     Raises:
-        UsageError: there is no such file, others may read it, or a line is no key.
+        UsageError: there is no such file, others may read it, or a line is not a key.
     """
     shown = short_path(path)
     make = f"(umask 077; openssl rand -hex {SWARM_KEY_BYTES} > {shlex.quote(str(path))})"
@@ -59,7 +59,7 @@ def load_swarm_keys(path: Path) -> tuple[bytes, ...]:
 
 
 def read_swarm_key(text: str) -> bytes:
-    """A key as a person copies it, hex or base64. Raises ValueError, which does not show it."""
+    """Parse a key as a person copies it, hex or base64. Raises ValueError, which does not show it."""
     try:
         is_hex = len(text) == 2 * SWARM_KEY_BYTES
         key = bytes.fromhex(text) if is_hex else base64.b64decode(text, validate=True)

@@ -1,2 +1,1 @@
-"""What a model says beside its text, in the formats of model families: calls of tools, and reasoning.
-Pure."""
+"""The formats in which model families write tool calls and reasoning, and how these are read. Pure."""

@@ -1,4 +1,4 @@
-"""Which family's format a model writes its tool calls and its reasoning in, found by marks in its template.
+"""The formats of tool calls and reasoning by model family, detected by marks in the chat template.
 
 A template without tools of its own gets them described in a system message, in the format of Hermes
 (NousResearch/Hermes-Function-Calling), which most open models have seen.
@@ -11,8 +11,8 @@ from typing import Any, Literal
 from blake3 import blake3
 
 CallFormat = Literal["", "hermes", "llama", "mistral", "deepseek", "granite", "gemma", "harmony", "json"]
-"""`json`: nothing but an object or a list of objects with name and arguments, to which a model without a
-format of its own is held where it has to call; empty: none is known."""
+"""`json`: only an object or a list of objects with name and arguments; the form that a model without a format
+of its own is held to where it must call. Empty: unknown."""
 
 DEEPSEEK = {
     name: f"<\uff5ctool▁{name}\uff5c>"
@@ -23,9 +23,9 @@ GEMMA = (
     ("<start_function_call>", "<end_function_call>", "<escape>"),
     ("<|tool_call>", "<tool_call|>", '<|"|>'),
 )
-"""How a call begins and ends, and the mark around texts: FunctionGemma's, and Gemma 4's."""
+"""The marks around a call, and around texts in it: FunctionGemma's, and Gemma 4's."""
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|channel>thought", "<channel|>"))
-"""What stands around the reasoning that comes before an answer."""
+"""The marks around the reasoning before an answer."""
 
 _MARKS: tuple[tuple[str, CallFormat], ...] = (
     ("<|message|>", "harmony"),
@@ -41,9 +41,9 @@ KEPT = frozenset(
     + [*DEEPSEEK.values(), *HARMONY, *(mark for row in (*GEMMA, *REASONING) for mark in row)]
     + ["</tool_call>", "[ARGS]", "[CALL_ID]"]
 )
-"""Special tokens that are part of these formats; all others are left out of a text."""
+"""Special tokens that are part of these formats; all others are removed from a text."""
 _MISTRAL_ID_LENGTH = 9
-"""Its templates refuse calls with other ids."""
+"""Mistral's templates refuse calls with ids of other lengths."""
 _HERMES_TOOLS = """You may call one or more functions to assist with the user query.
 
 You are provided with function signatures within <tools></tools> XML tags:
@@ -59,8 +59,8 @@ XML tags:
 
 
 def detect_calls(template: str, has_token: Callable[[str], bool]) -> CallFormat:
-    """Return the format of calls that a chat template asks for. `has_token` says whether the tokenizer knows
-    a token: Llama's templates do not name the one that begins a call."""
+    """Return the format of calls that a chat template asks for. `has_token` returns whether the tokenizer
+    knows a token: Llama's templates do not name the token that begins a call."""
     for mark, found in _MARKS:
         if mark in template:
             return found
@@ -78,7 +78,7 @@ def detect_reasoning(template: str, has_token: Callable[[str], bool]) -> int:
 
 
 def adapt_turns(turns: Sequence[Mapping[str, Any]], calls: CallFormat) -> list[dict[str, Any]]:
-    """Return turns with what a family's templates want otherwise than others."""
+    """Return turns adapted to a family's templates."""
     found = []
     for turn in turns:
         turn = dict(turn)
@@ -87,7 +87,7 @@ def adapt_turns(turns: Sequence[Mapping[str, Any]], calls: CallFormat) -> list[d
                 turn["tool_call_id"] = _mistral_id(turn["tool_call_id"])
             if "tool_calls" in turn:
                 turn["tool_calls"] = [call | {"id": _mistral_id(call["id"])} for call in turn["tool_calls"]]
-        if "reasoning_content" in turn:  # GPT-OSS' templates call it otherwise
+        if "reasoning_content" in turn:  # the key that GPT-OSS' templates use
             turn["thinking"] = turn["reasoning_content"]
         found.append(turn)
     return found
@@ -96,8 +96,7 @@ def adapt_turns(turns: Sequence[Mapping[str, Any]], calls: CallFormat) -> list[d
 def describe_tools(
     turns: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return turns for a template without tools: what may be called, what was, and what came of it are
-    text."""
+    """Return turns for a template without tools: the available tools, calls and results become text."""
     found: list[dict[str, Any]] = []
     for turn in turns:
         content = str(turn.get("content") or "")

@@ -1,6 +1,6 @@
-"""Arguments as Gemma writes them: objects with bare keys, and texts between marks of their own.
+"""Arguments as Gemma writes them: objects with bare keys, and texts between special marks.
 
-A model writes them, so they may be anything: each letter is looked at a bounded number of times.
+A model writes them, so they may be malformed: each letter is read a bounded number of times.
 """
 
 import json
@@ -14,11 +14,11 @@ _SCALAR = re.compile(r"[^,\]}]*")
 
 
 class _Unclear(Exception):
-    """It is no such text."""
+    """The text is malformed."""
 
 
 def gemma_arguments(text: str, quote: str) -> dict[str, Any] | None:
-    """Return `{key:<quote>text<quote>,other:[1,2]}` as an object; None where it is none."""
+    """Return `{key:<quote>text<quote>,other:[1,2]}` as an object; None if it is malformed."""
     if not text:
         return {}
     try:
@@ -78,7 +78,7 @@ def _list(text: str, at: int, quote: str, depth: int) -> tuple[list[Any], int]:
 
 
 def _after(text: str, at: int, end: str) -> int:
-    """Return where the next element or the end begins."""
+    """Return where the next element begins, or the end."""
     at = _skip(text, at)
     if text.startswith(",", at):
         return at + 1
@@ -88,7 +88,7 @@ def _after(text: str, at: int, end: str) -> int:
 
 
 def _refuse(word: str) -> Any:
-    raise ValueError(word)  # NaN and Infinity are no JSON
+    raise ValueError(word)  # NaN and Infinity are not JSON
 
 
 def _scalar(word: str) -> Any:

@@ -1,10 +1,10 @@
-"""An answer as it comes, taken apart: its text, its reasoning, and the calls of tools that it makes.
+"""A streaming reader of answers: it separates text, reasoning and tool calls.
 
     reader = AnswerReader("hermes", reasoning=0, is_reasoning=False, tools={"look": {...}})
     parts = reader.push("<tool_call>\\n{\\"name\\"")      what can be told by now
     parts = reader.finish()                             the rest; what was no call after all is text
 
-It is written as one pass over the text: a generator that waits (`yield`) where it needs more of it.
+It is one pass over the text: a generator that waits (`yield`) where it needs more.
 """
 
 import json
@@ -19,9 +19,9 @@ from node.content.calls.scanning import NAME_LENGTH_MAX, CallObject
 Steps = Generator[None, None, None]
 Found = Generator[None, None, str]
 Tools = Mapping[str, Mapping[str, Any]]
-"""The schema of the parameters of each tool, by its name."""
+"""The JSON schema of each tool's parameters, by its name."""
 CALLS_MAX = 128
-"""Calls of one answer; what comes after is text."""
+"""Calls of one answer; further ones are text."""
 _SPACE = " \t\r\n"
 
 
@@ -40,7 +40,7 @@ class AnswerReader:
         tools: Tools | None = None,
     ) -> None:
         self.calls = 0
-        """Calls that are complete."""
+        """Complete calls."""
         self._format: CallFormat = calls
         self._tools = tools or {}
         self._marks = REASONING[reasoning] if reasoning >= 0 else None
@@ -51,7 +51,7 @@ class AnswerReader:
         self._number = 0
         self._is_in_call = False
         self._space = ""
-        """White space before the newest mark, which was left out."""
+        """White space before the newest mark, not reported yet."""
         self._tried = ""
         self._is_trying = False
         self._steps = self._harmony() if calls == "harmony" else self._answer()
@@ -59,17 +59,17 @@ class AnswerReader:
 
     @property
     def is_reasoning(self) -> bool:
-        """Whether what comes now is reasoning."""
+        """Return whether the next text is reasoning."""
         return self._is_reasoning
 
     def push(self, text: str) -> list[Part]:
-        """Take more text; return what it is part of."""
+        """Read more text; return its parts."""
         self._text += text
         next(self._steps, None)
         return self._taken()
 
     def finish(self) -> list[Part]:
-        """Return what was held back; no text comes any more."""
+        """Return the text held back; no more text follows."""
         self._is_last = True
         for _ in self._steps:
             pass
@@ -90,18 +90,18 @@ class AnswerReader:
                 joined.append(part)
         return joined
 
-    # What is told
+    # Output
 
     def _say(self, text: str) -> None:
         if text:
             self._parts.append(TextPart(text))
 
     def _try(self, text: str) -> None:
-        """Keep what is taken from here on, until a call begins or there is none."""
+        """Hold back the text from here on, until it is known whether a call begins."""
         self._tried, self._is_trying = text, True
 
     def _release(self) -> None:
-        """Tell what was kept: it is no call."""
+        """Report the held text: it is not a call."""
         self._say(self._tried)
         self._tried, self._is_trying = "", False
 
@@ -125,11 +125,11 @@ class AnswerReader:
         self.calls += 1
 
     def _leave(self) -> None:
-        """Count the call that has begun, also where it breaks: the next one is another."""
+        """Count the call that has begun, even if it is malformed: the next call has another number."""
         self._number += self._is_in_call
         self._is_in_call = False
 
-    # How text is taken
+    # Input
 
     def _drop(self, count: int) -> str:
         taken, self._text = self._text[:count], self._text[count:]
@@ -138,8 +138,8 @@ class AnswerReader:
         return taken
 
     def _until(self, marks: Sequence[str], tell: Callable[[str], None], *, is_stripped: bool = True) -> Found:
-        """Tell what comes before the first of some marks, which is dropped and returned; "" where none comes.
-        White space before a mark is left out."""
+        """Report the text before the first of some marks; drop and return the mark, "" if none comes. White
+        space before a mark is dropped."""
         while True:
             places = [(place, mark) for mark in marks if (place := self._text.find(mark)) >= 0]
             if places:
@@ -166,7 +166,7 @@ class AnswerReader:
             yield
 
     def _next_is(self, *marks: str) -> Found:
-        """Return which of some marks comes next, and is dropped; "" where none does."""
+        """Drop and return the one of some marks that comes next; "" if none does."""
         while not self._is_last and any(mark.startswith(self._text) and mark != self._text for mark in marks):
             yield
         for mark in sorted(marks, key=len, reverse=True):
@@ -176,7 +176,7 @@ class AnswerReader:
         return ""
 
     def _taken_until(self, marks: Sequence[str]) -> Generator[None, None, tuple[str, str]]:
-        """Return the text before the first of some marks, and the mark; both dropped."""
+        """Return the text before the first of some marks, and the mark; drop both."""
         told: list[str] = []
         mark = yield from self._until(marks, told.append, is_stripped=False)
         return "".join(told), mark
@@ -236,7 +236,7 @@ class AnswerReader:
             yield from self._skip_space()
 
     def _group(self, mark: str) -> Steps:
-        """One or more calls behind a mark."""
+        """Read one or more calls after a mark."""
         match self._format:
             case "hermes":
                 yield from self._marked()
@@ -252,7 +252,7 @@ class AnswerReader:
                 yield from self._gemma(mark)
 
     def _object(self) -> Generator[None, None, bool]:
-        """Read one call as an object; what turns out to be none is text."""
+        """Read one call as an object; text that turns out not to be one is reported as text."""
         found, is_begun = CallObject(), False
         while True:
             self._drop(found.take(self._text))
@@ -286,7 +286,7 @@ class AnswerReader:
         return False
 
     def _bare_calls(self) -> Steps:
-        """Calls that only their form shows, with `;` between them: Llama's."""
+        """Read calls without marks, separated by `;`: Llama's."""
         while True:
             while not self._is_last and not self._text.strip(_SPACE):
                 yield
@@ -303,7 +303,7 @@ class AnswerReader:
             yield from self._next_is(";", ",")
 
     def _marked(self) -> Steps:
-        """A call between marks: Hermes' object, or Qwen's and GLM's elements."""
+        """Read a call between marks: Hermes' object, or Qwen's and GLM's elements."""
         yield from self._skip_space()
         if self._text.startswith(("{", "[")):
             if (yield from self._listed()):
@@ -319,7 +319,7 @@ class AnswerReader:
         yield from self._skip_space()
 
     def _elements(self) -> Steps:
-        """`<function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder's."""
+        """Read `<function=name><parameter=key>value</parameter></function></tool_call>`: Qwen3-Coder's."""
         name, mark = yield from self._taken_until((">",))
         name = name.strip()
         if not mark or not name or len(name) > NAME_LENGTH_MAX:
@@ -342,7 +342,7 @@ class AnswerReader:
         self._end()
 
     def _pairs(self) -> Steps:
-        """`name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5's."""
+        """Read `name<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`: GLM-4.5's."""
         told, mark = yield from self._taken_until(("<arg_key>", "</tool_call>"))
         name = told.strip()
         if not mark or not name or len(name) > NAME_LENGTH_MAX or any(each in name for each in "\n<{"):
@@ -368,8 +368,7 @@ class AnswerReader:
         self._argue(f"{lead}{json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
 
     def _mistral(self) -> Steps:
-        """A list of objects, or `name[ARGS]{...}` (with `[CALL_ID]id` before the arguments), again and
-        again."""
+        """Read a list of objects, or repeated `name[ARGS]{...}` (with `[CALL_ID]id` before the arguments)."""
         yield from self._skip_space()
         if self._text.startswith(("[", "{")):
             yield from self._listed()
@@ -386,7 +385,7 @@ class AnswerReader:
             self._end()
 
     def _arguments(self) -> Generator[None, None, bool]:
-        """Tell an object as the arguments of the call that has begun; False where it does not end."""
+        """Report an object as the arguments of the current call; return False if it does not end."""
         found = CallObject("-")
         while True:
             self._drop(found.take(self._text))
@@ -396,7 +395,7 @@ class AnswerReader:
             yield
 
     def _deepseek(self) -> Steps:
-        """`function<sep>name`, a fence and the arguments (V3, R1), or `name<sep>` and the arguments
+        """Read `function<sep>name`, a fence and the arguments (V3, R1), or `name<sep>` and the arguments
         (V3.1)."""
         while True:
             yield from self._skip_space()
@@ -422,7 +421,7 @@ class AnswerReader:
             yield from self._taken_until((DEEPSEEK["call▁end"],))
 
     def _gemma(self, mark: str) -> Steps:
-        """`call:name{key:value}` with marks around texts."""
+        """Read `call:name{key:value}` with marks around texts."""
         _, end, quote = next(row for row in GEMMA if row[0] == mark)
         told, _ = yield from self._taken_until((end,))
         name, brace, inside = told.strip().partition("{")
@@ -437,7 +436,7 @@ class AnswerReader:
         yield from self._skip_space()
 
     def _harmony(self) -> Steps:
-        """Messages with headers that name a channel, and for a call its recipient: GPT-OSS'."""
+        """Read messages whose headers name a channel and, for a call, its recipient: GPT-OSS'."""
         ends = ("<|end|>", "<|call|>", "<|return|>", "<|start|>")
         while True:
             self._is_reasoning = False
@@ -464,7 +463,7 @@ class AnswerReader:
 
 
 def typed(text: str, schema: Mapping[str, Any], key: str) -> object:
-    """Return a value that was written as text: by its schema a text, else the JSON that it is."""
+    """Return a value that was written as text: as text if its schema says so, else parsed as JSON."""
     properties = schema.get("properties")
     said = properties.get(key) if isinstance(properties, Mapping) else None
     if isinstance(said, Mapping) and said.get("type") == "string":

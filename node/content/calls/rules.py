@@ -1,9 +1,9 @@
-"""What an answer has to be, as a grammar for `llguidance`: a JSON schema, an expression, a grammar of the
-client's, calls of tools in the format of the model's family, or any text in which nothing but such a call
-begins as one does. Reasoning may come before it.
+"""Rules for answers as grammars for `llguidance`: a JSON schema, a regular expression, the client's own
+grammar, tool calls in the format of the model's family, or free text with such calls. Reasoning may come
+first.
 
-Nothing here compiles a grammar: that happens behind a fence (`node.content.masks`). Schemas are never
-fetched: a `$ref` that leaves its own schema is refused there.
+Grammars are not compiled here but behind a fence (`node.content.masks`). Schemas are never fetched: a `$ref`
+that leaves its own schema is refused there.
 """
 
 import json
@@ -21,7 +21,7 @@ RULE_LENGTH_MAX = 1 << 18
 """Letters of a schema, an expression or a grammar; large ones of real APIs have some 50,000."""
 TOOLS_MAX = 512
 WHITE_SPACE = r"[ \n]{1,32}"
-"""Between the parts of JSON: a model that may write it without an end sometimes does."""
+"""Between the parts of JSON: a model that is allowed endless white space sometimes writes it."""
 SCHEMA_OPTIONS = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE}
 _TEXT = r"/(.|\n)*/"
 
@@ -33,7 +33,7 @@ _OPENINGS: dict[CallFormat, tuple[str, ...]] = {
     "deepseek": (DEEPSEEK["calls▁begin"],),
     "granite": ("<|tool_call|>", "<tool_call>"),
 }
-"""What begins calls; the first is what a model is held to."""
+"""The marks that begin calls; a model is held to the first one."""
 
 
 class RuleTool(msgspec.Struct, frozen=True):
@@ -45,8 +45,8 @@ class RuleTool(msgspec.Struct, frozen=True):
 
 class AnswerRule(msgspec.Struct, frozen=True):
     """A rule for one answer. `text` is the schema, the expression or the grammar (Lark as llguidance reads
-    it, or GBNF), or a list of choices. With `tools` besides another kind the answer may be calls instead; of
-    the kind "text" it is any text, behind which calls may come."""
+    it, or GBNF), or a list of choices. With `tools` beside another kind the answer may consist of calls
+    instead; with the kind "text" calls may follow any text."""
 
     kind: RuleKind
     text: Annotated[str, msgspec.Meta(max_length=RULE_LENGTH_MAX)] = ""
@@ -55,35 +55,35 @@ class AnswerRule(msgspec.Struct, frozen=True):
     is_single: bool = False
     """Whether at most one call may be made."""
     reasoning: int = -1
-    """Which row of `REASONING` the model writes."""
+    """The row of `REASONING` that the model writes."""
     is_reasoning: bool = False
-    """Whether the prompt has begun it."""
+    """Whether the prompt has begun the reasoning."""
 
 
 @dataclass(frozen=True)
 class ModelMarks:
-    """What a model's tokenizer and template say: the id of a special token (-1: none is called so), and
-    whether the template has a text."""
+    """Facts about a model's tokenizer and template: the id of a special token (-1 if there is none of that
+    name), and whether the template contains a text."""
 
     special: Callable[[str], int]
     template: str = ""
 
 
 def written_calls(calls: CallFormat) -> CallFormat:
-    """Return the format in which a model is held to calls: some families write no JSON."""
+    """Return the format in which a model is held to calls: some families' own formats are not JSON."""
     return "json" if calls in ("", "gemma") else calls
 
 
 def held_calls(rule: AnswerRule, calls: CallFormat) -> CallFormat | None:
-    """Return the format of calls in an answer under a rule, by a model of the format `calls`; None where the
-    rule does not hold it to one: a call that may come behind any text needs marks of its family, and JSON."""
+    """Return the format of calls in an answer of a model with the format `calls` under a rule; None where the
+    rule does not hold it to one: a call after free text needs its family's marks, and JSON."""
     if rule.kind == "text":
         return calls if calls in _OPENINGS or calls == "harmony" else None
     return written_calls(calls) if rule.tools else calls
 
 
 def grammar_of(rule: AnswerRule, marks: ModelMarks) -> str:
-    """Return a rule as llguidance takes it. Raises ValueError: it is none."""
+    """Return a rule in llguidance's form. Raises ValueError if it is malformed."""
     grammars: list[dict[str, Any]] = [{"name": "answer"}]
     options: list[str] = []
     if rule.kind == "text":
@@ -133,7 +133,7 @@ def _schema(text: str) -> dict[str, Any]:
 
 
 def _unslashed(text: str) -> str:
-    """Return an expression in which no slash ends it."""
+    """Return an expression in which slashes are escaped."""
     found, is_escaped = [], False
     for letter in text:
         found.append("\\/" if letter == "/" and not is_escaped else "\\n" if letter == "\n" else letter)
@@ -148,7 +148,7 @@ def _quoted(text: str) -> str:
 
 
 def _mark(mark: str, marks: ModelMarks) -> str:
-    """Return a mark as the token that it is, or as its letters."""
+    """Return a mark as its token, or as its letters."""
     number = marks.special(mark)
     return _quoted(mark) if number < 0 else f"<[{number}]>"
 
@@ -190,7 +190,7 @@ def _calls(rule: AnswerRule, marks: ModelMarks) -> list[str]:
 
 
 def _opening(rule: AnswerRule, marks: ModelMarks, begin: str) -> list[str]:
-    """Return what comes before the first call of an answer that may begin with text."""
+    """Return the text before the first call of an answer that may begin with text."""
     if rule.calls == "harmony":
         said = f"{_harmony_head('commentary', marks)} TEXT {_mark('<|end|>', marks)}"
         return [f'opening: ({said} {_mark("<|start|>", marks)} "assistant")?']
@@ -203,13 +203,13 @@ def _opening(rule: AnswerRule, marks: ModelMarks, begin: str) -> list[str]:
 
 
 def _plain(calls: CallFormat) -> str:
-    """Return text in which no call begins."""
+    """Return the expression of text in which no call begins."""
     begun = [f"~/(.|\\n)*{_escaped(mark)}(.|\\n)*/" for mark in _OPENINGS[calls]]
     return " & ".join([f"/{_before(calls)}/", *begun])
 
 
 def _before(calls: CallFormat) -> str:
-    """Return the expression of what may come before a mark: Llama's calls need none at the beginning."""
+    """Return the expression of text before a mark: Llama's calls need no mark at the beginning."""
     return r"[ \t\r\n]*([^{ \t\r\n](.|\n)*)?" if calls == "llama" else r"(.|\n)*"
 
 
@@ -243,7 +243,8 @@ def _call(number: int, name: str, rule: AnswerRule, marks: ModelMarks) -> str:
 
 
 def _around(rule: AnswerRule, marks: ModelMarks) -> tuple[str, str, str]:
-    """What begins all calls, what stands between two (nothing: there is only one), and what ends them."""
+    """Return the text that begins all calls, the text between two (empty: only one call), and the text that
+    ends them."""
     match rule.calls:
         case "hermes":
             begin, end = _mark("<tool_call>", marks), _mark("</tool_call>", marks)
