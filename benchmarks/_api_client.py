@@ -10,19 +10,19 @@ import trio
 NAME = "words"
 PROMPT = 64
 SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 99_999_999}, "minItems": 400}
-"""Of answers that are held to one: longer than any that is asked for."""
+"""The schema of constrained answers: longer than any requested answer."""
 MADE = re.compile(rb'"completion_tokens":([0-9]+)')
 
 
 def prompt_of(number: int) -> str:
-    """What stream `number` asks: no two the same."""
+    """Return the prompt of stream `number`: no two are the same."""
     return f"{number:04d} once upon a time, far away from every network, a node ".ljust(PROMPT)[:PROMPT]
 
 
 async def read_stream(
     port: int, key: str, number: int, tokens: int, marks: list[float], *, is_held: bool = False
 ) -> int:
-    """Ask for a stream; note when it was asked, and when each event came. Return its tokens."""
+    """Request a stream; record the times of the request and of each event. Return its tokens."""
     asked: dict[str, object] = {
         "model": NAME,
         "prompt": prompt_of(number),
@@ -51,7 +51,7 @@ async def read_stream(
 async def ask_over_http(
     port: int, key: str, streams: int, tokens: int, is_held: bool
 ) -> tuple[list[list[float]], int]:
-    """Return the marks of so many streams at once, and the tokens of all."""
+    """Return the times of this many concurrent streams, and the tokens of all."""
     marks: list[list[float]] = [[] for _ in range(streams)]
     made: list[int] = []
 
@@ -65,8 +65,8 @@ async def ask_over_http(
 
 
 def client(port: int, key: str) -> None:
-    """Answer each line of the input, `streams tokens` and `held` where a schema is followed, by the figures
-    of one round."""
+    """Answer each line of the input, `streams tokens` and `held` for a schema, with the figures of one
+    round."""
     for line in sys.stdin:
         streams, tokens, *held = line.split()
         marks, made = trio.run(ask_over_http, port, key, int(streams), int(tokens), bool(held))
@@ -74,7 +74,7 @@ def client(port: int, key: str) -> None:
 
 
 def figures(marks: list[list[float]], tokens: int) -> dict[str, float]:
-    """Return the tokens a second of a round, and the seconds to the first token of its first stream."""
+    """Return the tokens per second of a round, and the seconds to the first token of its first stream."""
     spent = max(row[-1] for row in marks) - min(row[0] for row in marks)
     return {"rate": tokens / spent, "first": marks[0][1] - marks[0][0]}
 

@@ -1,8 +1,8 @@
-"""Whole nodes that come and go, in virtual time, for `benchmarks/churn_runs.py`: who lives when, and where
-each machine's time goes while a run trains.
+"""Whole nodes that come and go, in virtual time, for `benchmarks/churn_runs.py`: the lives of machines, and
+where each machine's time goes while a run trains.
 
-A machine computes as fast as its capacity says, one micro-batch at a time. Beside the machines there is the
-node that asks for the run: it stays, feeds and commits, and takes no stage.
+A machine computes as fast as its capacity says, one micro-batch at a time. The node that requests the run is
+not one of them: it stays, feeds and commits, and takes no stage.
 """
 
 from collections import Counter, defaultdict
@@ -43,13 +43,14 @@ CRASH_SHARE = 0.7
 FLOPS = 3.0e7
 """Of every machine: a micro-batch takes half a second, long beside a message."""
 MICROBATCH, MICROBATCHES = 4, 30
-"""Thirty divide by five and by six machines. A step of all takes some three seconds."""
+"""Thirty are divisible by five and by six machines. A step of all takes some three seconds."""
 LOCAL_MICROBATCHES = 2
-"""A step of one member takes a second, and the usual twenty between two rounds twenty."""
+"""A step of one member takes a second, and the usual twenty between two rounds take twenty."""
 SAMPLE_SECONDS = 0.25
-"""So often it is seen what every machine does."""
+"""The interval at which each machine's activity is recorded."""
 CALM_SECONDS, PHASE_LOOK_SECONDS = 15.0, 0.01
-"""Between a death and what comes next, where each falls into a phase; how often the phase is looked at."""
+"""Between a death and the next event, when each falls into a phase; the interval at which the phase is
+checked."""
 STEPS_MAX = 1_000_000
 READY_SECONDS_MAX = 120.0
 NETWORK = NetworkModel()
@@ -57,8 +58,8 @@ NETWORK = NetworkModel()
 
 @dataclass
 class Death:
-    """`phase` is what the committer was doing. `stalled_seconds` is how much later than usual the next step
-    was committed; in local mode nobody waits, so it is 0 there."""
+    """`phase` is the committer's. `stalled_seconds` is the delay of the next committed step; in local mode
+    nobody waits, so it is 0 there."""
 
     at: float
     why: str
@@ -70,7 +71,7 @@ class Death:
 
 @dataclass
 class Found:
-    """What one play came to. `seconds` are machine-seconds by what machines did with them."""
+    """The outcome of one play. `seconds` are machine-seconds by activity."""
 
     samples: int = 0
     microbatch_seconds: float = 0.0
@@ -84,28 +85,29 @@ class Found:
 
     @property
     def share(self) -> float:
-        """Samples of steps that count, of those that the machines present could have computed."""
+        """Return the share of samples of counted steps in the samples that the present machines could have
+        computed."""
         return self.samples / MICROBATCH * self.microbatch_seconds / self.seconds["present"]
 
 
 class BusyExecutor(NodeExecutor):
-    """Says whether a machine computes now, and what."""
+    """An executor that records whether a machine computes now, and what."""
 
     def __init__(self) -> None:
         super().__init__(FLOPS, 1.0, lambda _run: 0.0, Pace(), lambda *_: None)
         self.doing: Counter[str] = Counter()
 
         self.microbatch_seconds = 0.0
-        """What one takes of all layers, forward and back."""
+        """The time of a micro-batch through all layers, forward and back."""
         self.made: list[tuple[float, int]] = []
-        """When a step was made here, and the samples of all of them until then."""
+        """When a step was made here, and the samples of all steps until then."""
 
     async def open_stage(self, specification: bytes) -> Stage:
         return _Watched(await super().open_stage(specification), self)
 
 
 class _Watched:
-    """A stage that counts the requests which it has."""
+    """A stage that counts its pending requests."""
 
     def __init__(self, stage: Stage, executor: BusyExecutor) -> None:
         self._stage = stage
@@ -161,17 +163,18 @@ class _Life:
     kept_samples: int = 0
 
     def made_samples(self, until: float = inf) -> int:
-        """Return of how many samples it had made steps by then."""
+        """Return how many samples of its steps it had made by then."""
         return next((samples for at, samples in reversed(self.executor.made) if at <= until), 0)
 
 
 class Play:
-    """One run beside machines that come and go for so many seconds from its first step on."""
+    """One run beside machines that come and go for some seconds from its first step on."""
 
     def __init__(
         self, wanted: dict[str, Any], seconds: float, seed: int, phases: tuple[str, ...] = ()
     ) -> None:
-        """With `phases` nobody comes and goes by itself: in each of these of the committer one is killed."""
+        """With `phases` nobody comes and goes by itself: one machine is killed in each of these phases of the
+        committer."""
         self.found = Found()
         self._phases = phases
         self._wanted = wanted
@@ -230,7 +233,7 @@ class Play:
     # Machines
 
     async def _live(self, number: int, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """A life from its start to its end; number 0 is the node that asks."""
+        """Run a life from its start to its end; number 0 is the requester."""
         serial = self._serials[number]
         self._serials[number] += 1
         identity = Identity(bytes([self._seed, number + 1]) * 16)
@@ -280,7 +283,7 @@ class Play:
             await self._change(change)
 
     async def _kill_in_phases(self) -> None:
-        """Kill a machine in each phase in turn, and have it back."""
+        """Kill a machine in each phase in turn, and restart it."""
         for phase in self._phases:
             await trio.sleep(CALM_SECONDS)
             victim = max(self._lives)
@@ -315,7 +318,7 @@ class Play:
             self._open.append(death)
 
     def _phase(self, life: _Life) -> str:
-        """What a death falls into: the committer's phase, or what the machine itself does in local mode."""
+        """Return the phase of a death: the committer's, or in local mode the machine's own."""
         if self._is_local:
             doing = life.executor.doing
             return next((kind for kind in ("evaluating", "applying", "training") if doing[kind]), "between")
@@ -327,7 +330,7 @@ class Play:
         phase = committer.core.phase
         return phase if phase in ("counting", "committing", "applying", "evaluating") else "between"
 
-    # What is seen
+    # Observations
 
     def _heard(self, number: int, event: Event) -> None:
         if self._is_over:
@@ -367,12 +370,12 @@ class Play:
             self._gap_seconds = 0.8 * self._gap_seconds + 0.2 * gap if self._gap_seconds else gap
 
     def _keep(self, life: _Life, made: int) -> None:
-        """Count what a machine has learnt in local mode, once that has entered a mean."""
+        """Count the samples of a machine in local mode, once they have entered a mean."""
         self.found.samples += max(0, made - life.kept_samples)
         life.kept_samples = max(life.kept_samples, made)
 
     async def _look(self) -> None:
-        """See what every machine does, until the time is over."""
+        """Record each machine's activity, until the time is over."""
         end = self._begun_at + self._seconds
         while trio.current_time() < end and not self.found.outcome:
             await trio.sleep(SAMPLE_SECONDS)

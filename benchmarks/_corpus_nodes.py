@@ -1,7 +1,7 @@
 """Three steps of a captured model by two whole nodes, a stage each, beside the same run in one process.
 
 The nodes are those of `tests/stack.py`: all of their code and real arithmetic, in one process and virtual
-time, so that a hundred models take minutes. What a step does between processes is for `finetune.py`.
+time, so that a hundred models take minutes. `finetune.py` covers steps between processes.
 """
 
 from pathlib import Path
@@ -28,10 +28,9 @@ EXACT_MAX = 1e-9
 
 
 def trained_on_nodes(case: Case, captured: Captured, dtype: torch.dtype, microbatch: int) -> float:
-    """Train it on both, and return the largest relative difference of a tensor of the result.
+    """Train a model on both, and return the largest relative difference of a tensor of the result.
 
-    Raises:
-        AssertionError: the run failed, or fewer steps were committed; the text says why.
+    Raises AssertionError: the run failed, or fewer steps were committed; the text says why.
     """
     samples = STEPS * MICROBATCHES * microbatch
     with TemporaryDirectory() as name:

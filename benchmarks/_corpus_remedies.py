@@ -1,7 +1,7 @@
-"""What the refusals of the corpus say to write instead, written, so that each remedy is known to work.
+"""The remedies that refusals of the corpus recommend, implemented, so that each is known to work.
 
 Each function changes classes of transformers for good, as their author would, and is called only after the
-model was refused as it is. What it makes does not count as captured: it is another model.
+model was refused unchanged. The changed model does not count as captured: it is another model.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,18 +18,18 @@ def _module(name: str) -> Any:
 
 
 class _Context:
-    """What a forward saves goes nowhere."""
+    """Drops the tensors that a forward saves."""
 
     def save_for_backward(self, *_: Any) -> None: ...
 
 
 def _plain(function: Any) -> Any:
-    """An autograd function by ordinary operators: its forward alone."""
+    """Replace an autograd function by ordinary operators: its forward alone."""
     return SimpleNamespace(apply=lambda *arguments: function.forward(_Context(), *arguments))
 
 
 def _all_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """Every expert of every token, times its weight, which is zero where it is not chosen."""
+    """Apply every expert to every token, times its weight, which is zero if it is not chosen."""
     shares = torch.zeros(len(hidden_states), self.total_experts, dtype=hidden_states.dtype)
     shares = shares.scatter_add(1, top_k_index, top_k_weights.to(hidden_states.dtype))
     total = torch.zeros_like(hidden_states)
@@ -120,12 +120,12 @@ def yoso() -> None:
 
 
 def fsmt() -> None:
-    """Always have a mask of padding, be there any or not."""
+    """Always use a padding mask, even without padding."""
     _module("fsmt").make_padding_mask = lambda ids, padding_idx=1: ids.eq(padding_idx)
 
 
 def ibert() -> None:
-    """Do not look whether activations are numbers: leave what is there in evaluation alone."""
+    """Do not check whether activations are finite: keep them unchanged in evaluation."""
     module = import_module("transformers.models.ibert.quant_modules")
     forward = module.QuantAct.forward
 

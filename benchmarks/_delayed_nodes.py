@@ -1,8 +1,9 @@
-"""Real nodes on loopback whose messages to each other take a chosen time: each is reached by a proxy alone.
+"""Real nodes on loopback whose messages to each other take a chosen time: others reach each through a proxy
+only.
 
-A node announces its proxy's address, so all connections to it, whoever opens them, go through that; what
-passes either way is held back by the delay. The system's own means (netem) are missing in many containers.
-Datagrams find no proxy, so connections are TCP.
+A node announces its proxy's address, so all connections to it go through the proxy, which delays traffic in
+both directions. The system's own means (netem) are missing in many containers. Datagrams find no proxy, so
+connections are TCP.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ SECONDS_MAX = 60.0
 
 
 class DelayingProxies:
-    """Proxies of one thread; `delay_seconds` may be changed at any time."""
+    """Proxies in one thread; `delay_seconds` may be changed at any time."""
 
     def __init__(self) -> None:
         self.delay_seconds = 0.0
@@ -58,7 +59,7 @@ class DelayingProxies:
         newest = 0.0
         with suppress(OSError):
             while data := await reader.read(CHUNK_BYTES):
-                # Never before what came first, though the delay has become shorter.
+                # Never before earlier data, even if the delay has become shorter.
                 newest = max(newest, self._loop.time() + self.delay_seconds)
                 self._loop.call_at(newest, self._write, writer, data)
         self._loop.call_at(max(newest, self._loop.time()), writer.close)
@@ -75,7 +76,7 @@ def free_port() -> int:
 
 
 class DelayedNodes:
-    """A swarm of such nodes below `folder`. Use `close` in the end."""
+    """A swarm of such nodes below `folder`. Use `close` at the end."""
 
     def __init__(self, folder: Path, names: Sequence[str]) -> None:
         self.folder = folder
@@ -86,7 +87,7 @@ class DelayedNodes:
         for name in names:
             port = free_port()
             announced = f"{HOST}:{self.proxies.open(port)}"
-            # The last flags count: the swarm's own listen at any port.
+            # The last flags count; by default the swarm listens at any port.
             flags = ["--listen", f"{HOST}:{port}", "--announce", announced]
             self._swarm.start(name, join, flags)
             join = join or announced
@@ -98,7 +99,7 @@ class DelayedNodes:
         return ask(self.folder / name, command, arguments, seconds=SECONDS_MAX, **more)
 
     def token_times(self, name: str, service: str, prompt: Sequence[int], tokens: int) -> list[float]:
-        """Return when the question was put and when each token of its answer came."""
+        """Return when the prompt was sent and when each token of its answer came."""
         times = [time.perf_counter()]
         asked = {"service": service, "question": {"prompt": list(prompt), "tokens_max": tokens}}
 

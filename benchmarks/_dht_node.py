@@ -3,8 +3,8 @@ hivemind's.
 
     python benchmarks/_dht_node.py ours|package|hivemind NUMBER K [FOLDER PORT]
 
-With a folder, which only ours takes, it keeps there what it holds, and begins with what is there.
-It prints where it listens, then does what lines of JSON on its stdin say, and answers each with one.
+With a folder, which only ours takes, it keeps its records there and starts with them. It prints where it
+listens, then executes lines of JSON from its stdin, and answers each with one.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What every benchmark shares: its flags, its one JSON object, and the exit code for a missed goal."""
+"""The common part of all benchmarks: flags, the one JSON object, and the exit code for a missed goal."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ OPERATORS = {"<=": lambda value, bound: value <= bound, ">=": lambda value, boun
 
 @dataclass(frozen=True)
 class Goal:
-    """A figure held against a bound, such as ("status, median seconds", 0.3, "<=", 0.5)."""
+    """A figure compared with a bound, such as ("status, median seconds", 0.3, "<=", 0.5)."""
 
     name: str
     value: float

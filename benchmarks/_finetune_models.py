@@ -1,7 +1,8 @@
-"""What `benchmarks/finetune.py` trains: models of others as their users write them, small, and their data.
+"""The models and data of `benchmarks/finetune.py`: small models of other libraries, as their users write
+them.
 
-A command loads this file by name, as a person's own (`model = ".../_finetune_models.py:bert"`).
-Each function takes what RUN.toml's `[options]` say and returns a Task.
+A command loads this file by name, like a person's own (`model = ".../_finetune_models.py:bert"`). Each
+function takes RUN.toml's `[options]` and returns a Task.
 """
 
 from pathlib import Path
@@ -25,7 +26,7 @@ VOCABULARY = 64
 
 
 def bert() -> Task:
-    """Two sentences each, with masks and types of tokens; the loss is the model's own mean."""
+    """A model of pairs of sentences, with masks and token types; the loss is the model's own mean."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
@@ -36,7 +37,7 @@ def bert() -> Task:
 
 
 def bert_data(count: int, seed: int) -> Arrays:
-    """Pairs of sentences of different lengths, padded."""
+    """Return padded pairs of sentences of different lengths."""
     draw = np.random.default_rng(seed)
     lengths = draw.integers(6, LENGTH + 1, count)[:, None]
     places = np.arange(LENGTH)[None]
@@ -58,7 +59,7 @@ def t5() -> Task:
 
 
 def t5_data(count: int, seed: int) -> Arrays:
-    """The first tokens of the input backwards."""
+    """Return inputs whose labels are their first tokens backwards."""
     draw = np.random.default_rng(seed)
     ids = draw.integers(2, VOCABULARY, (count, LENGTH))
     mask = np.ones_like(ids)
@@ -87,7 +88,7 @@ def logits_loss(output: Any, labels: Tensor) -> Tensor:
 
 
 def write_pictures(folder: Path, count: int, seed: int) -> None:
-    """A folder for each of two classes: bright above, or bright below."""
+    """Write a folder for each of two classes: bright above, or bright below."""
     from PIL import Image
 
     draw = np.random.default_rng(seed)
@@ -113,7 +114,7 @@ def squared(output: Tensor, label: Tensor) -> Tensor:
 
 
 class Siamese(nn.Module):
-    """One network for two inputs; near where they are alike."""
+    """One network for two inputs; its outputs are close if they are alike."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,7 +123,7 @@ class Siamese(nn.Module):
         )
 
     def forward(self, left: Tensor, right: Tensor) -> Tensor:
-        """How far apart, (batch,)."""
+        """Return the distances, (batch,)."""
         return functional.pairwise_distance(self.body(left), self.body(right))
 
 
@@ -135,12 +136,12 @@ def siamese() -> Task:
 
 
 def contrastive(distance: Tensor, alike: Tensor) -> Tensor:
-    """Squared distance of pairs that are alike, and what others lack of a margin."""
+    """Return the squared distance of alike pairs, and the shortfall from a margin of others."""
     return (alike * distance**2 + (1 - alike) * (1 - distance).clamp(min=0) ** 2).mean()
 
 
 def siamese_data(count: int, seed: int) -> Arrays:
-    """Pairs of which every second is one sample twice, with noise."""
+    """Return pairs; every second is one sample twice, with noise."""
     draw = np.random.default_rng(seed)
     left, right = draw.normal(size=(2, count, 10))
     alike = np.arange(count) % 2
@@ -150,7 +151,7 @@ def siamese_data(count: int, seed: int) -> Arrays:
 
 
 class Pairs(Dataset[dict[str, Any]]):
-    """As a person has them: one sample a call, by the names of inputs and label."""
+    """A person's data set: one sample per call, by the names of inputs and label."""
 
     def __init__(self, count: int) -> None:
         self.arrays = siamese_data(count, 1)
@@ -163,7 +164,7 @@ class Pairs(Dataset[dict[str, Any]]):
 
 
 def pairs() -> Pairs:
-    """What RUN.toml names as data."""
+    """Return the data that RUN.toml names."""
     return Pairs(80)
 
 

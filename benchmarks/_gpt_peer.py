@@ -20,13 +20,13 @@ import torch
 
 warnings.filterwarnings("ignore")
 OURS = sys.stdout
-sys.stdout = sys.stderr  # what others print is no answer
+sys.stdout = sys.stderr  # the answers have stdout for themselves
 ROOT = Path(__file__).parents[1]
 BLOCK, LAYERS, HEADS, WIDTH = 64, 4, 4, 128
 RATE, BATCH, TARGET = 1e-3, 16, 256
 HELD_BATCHES = 8
 MATCHMAKING_SECONDS = 1.0
-"""For hivemind: about a step's time, as its authors recommend less than that."""
+"""For hivemind: about a step's time; its authors recommend less than that."""
 JOINED_SECONDS = 60.0
 
 
@@ -88,7 +88,7 @@ def loss_of(model: torch.nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) ->
 
 
 class Plain:
-    """Gathers its own batches until the target is full, as one script alone does."""
+    """Gathers its own batches until the target is full, as a lone script does."""
 
     def __init__(self, plain: torch.optim.Optimizer) -> None:
         self._plain, self._batches = plain, 0
@@ -116,7 +116,7 @@ def ours(stack: ExitStack, number: int, count: int, folder: str, plain: torch.op
         swarm=config.Swarm(name="benchmark", preset="host"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False, seeds=(parse_address(address),) if address else ()),
-        resources=config.Resources(calibrate=False),  # it would measure beside what is measured here
+        resources=config.Resources(calibrate=False),  # calibration would disturb the measurement
     )
     me = stack.enter_context(sync(settings))
     say(address=me.addresses[0])
@@ -157,7 +157,7 @@ def hivemind(stack: ExitStack, model: torch.nn.Module) -> Any:
 
 
 def main() -> None:
-    """Train for as long as is said, and say what came of it."""
+    """Train for the given time, and report the results."""
     kind, number, count, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -1,9 +1,9 @@
 """Members of a run in local mode without a network, for `benchmarks/headline.py`: twenty seeds in minutes.
 
-`Shard` deals the samples, `make_strategy` and `Delayed` make what is averaged and what comes of it: these are
-the nodes' own. The model is torch's own SimpleCNN. Messages and processes are left out: a round takes as long
-as some steps do, and reaches everybody whom the strategy wants. One vector holds parameters and Adam's
-moments, all of which the strategies without outer steps average, as a node does.
+`Shard` deals the samples, `make_strategy` and `Delayed` average: these are the nodes' own. The model is
+torch's own SimpleCNN. Messages and processes are left out: a round takes as long as some steps, and reaches
+all peers that the strategy wants. One vector holds parameters and Adam's moments, all of which the strategies
+without outer steps average, as a node does.
 """
 
 import heapq
@@ -26,11 +26,11 @@ from partition.capture.models.simple_cnn import SimpleCNN
 Array = NDArray[Any]
 BETAS = (0.9, 0.999)
 ROUND_STEPS = 3.0
-"""A round of averaging takes as long as so many steps where nobody waits for it."""
+"""The time of a round of averaging, in steps, where nobody waits for it."""
 UNBALANCED = (0.8, 1.25)
-"""How likely a sample of a class is held out, beside the others, in a new partition: drawn for each class."""
+"""The relative likelihood of holding out a class's samples in a new partition: drawn for each class."""
 PACES = (0.8, 1.25)
-"""Seconds a step, of members who wait for nobody: drawn anew for each seed."""
+"""Seconds of a step, of members that wait for nobody: drawn anew for each seed."""
 
 torch.set_num_threads(1)
 
@@ -53,15 +53,15 @@ class Data:
         return int(self.train[1].max()) + 1
 
     def split(self, share: float, seed: int) -> "Data":
-        """Hold out this share of the training samples in place of the test part, to choose settings."""
+        """Hold out this share of the training samples instead of the test part, to choose settings."""
         order = np.random.default_rng(seed).permutation(len(self.train[0]))
         at = int(share * len(order))
         parts = [(self.train[0][rows], self.train[1][rows]) for rows in (order[at:], order[:at])]
         return Data(self.name, parts[0], parts[1])
 
     def repartitioned(self, number: int) -> "Data":
-        """Deal all samples into training and held-out ones anew, as many as before: held out are more of some
-        classes than of others, and so trained on are fewer of these."""
+        """Deal all samples into training and held-out ones anew, as many as before. More samples of some
+        classes are held out, and fewer of these are trained on."""
         draws = np.random.default_rng((number, 6))
         images, labels = (np.concatenate(pair) for pair in zip(self.train, self.test, strict=True))
         weights = draws.uniform(*UNBALANCED, self.classes)
@@ -83,15 +83,15 @@ class Way:
     rate: float = 0.001
     batch: int = 16
     same_steps: bool = False
-    """Each member makes the steps of one machine: all together see `providers` times the samples."""
+    """Each member makes as many steps as one machine: all together see `providers` times the samples."""
     is_centralised: bool = False
-    """A federated simulation in one machine: clients train one after another, a server averages what they
-    have learnt, and each begins its next turn with new moments."""
+    """A federated simulation in one machine: clients train one after another, a server averages their models,
+    and each begins its next turn with new moments."""
 
 
 @dataclass
 class Result:
-    """What came of a seed: the curve has (epochs, accuracy), `confusion` truth in rows."""
+    """The outcome of a seed: the curve has (epochs, accuracy), `confusion` truth in rows."""
 
     accuracy: float = 0.0
     curve: list[tuple[float, float]] = field(default_factory=list)
@@ -164,8 +164,8 @@ class Member:
 def train(
     data: Data, way: Way, seed: int, epochs: int, *, look: bool = False, shuffle: int | None = None
 ) -> Result:
-    """Train by the samples of so many epochs; `look` also draws the curve, once an epoch. `shuffle` deals the
-    samples in another order and to others; the first values stay those of `seed`."""
+    """Train on the samples of this many epochs; `look` also draws the curve, once an epoch. `shuffle` deals
+    the samples in another order and to others; the initial values stay those of `seed`."""
     order = seed if shuffle is None else 1_000 + shuffle
     draws = np.random.default_rng((order, 5))
     peers = [PeerId(draws.bytes(34)) for _ in range(way.providers)]
@@ -200,7 +200,7 @@ def _accuracy(member: Member) -> tuple[float, Array]:
 
 
 def _wait(members: list[Member], total: int, made: Callable[[int], None]) -> None:
-    """All average once all have made their local steps."""
+    """Average all once all have made their local steps."""
     each, length = total // len(members), members[0].local_steps
     at = 0
     while at < each:
@@ -219,7 +219,7 @@ def _wait(members: list[Member], total: int, made: Callable[[int], None]) -> Non
 def _wait_for_nobody(
     members: list[Member], total: int, made: Callable[[int], None], draws: np.random.Generator
 ) -> None:
-    """Each averages with the next one that offers, and trains on meanwhile."""
+    """Average each member with the next one that offers; it trains on meanwhile."""
     paces = draws.uniform(*PACES, len(members))
     order: Iterator[int] = count()
     events: list[tuple[float, int, int, Array | None]] = [
@@ -232,7 +232,7 @@ def _wait_for_nobody(
     while steps < total:
         now, _, number, mean = heapq.heappop(events)
         member = members[number]
-        if mean is not None:  # a round that this member is in is over
+        if mean is not None:  # a round with this member is over
             at, _ = offered.pop(number)
             stale = member.steps - at
             member.set(member.strategy.take(member.copy(), Mean(mean, stale_steps=stale)))

@@ -38,16 +38,16 @@ LOCAL = (
     ("4 nodes", "abcd", 5, 3, "average"),
     ("4 nodes, asynchronous", "abcd", 5, 3, "asynchronous"),
 )
-"""Name, nodes, local steps, times the learning rate, strategy."""
+"""Name, nodes, local steps, factor of the learning rate, strategy."""
 LOCAL_SEEDS = 2
 STAGE_SECONDS = 1.0
-"""A pass is modelled to take so long, so that a round of averaging takes about one."""
+"""A pass is modelled to take this long, so that a round of averaging takes about one."""
 LOCAL_SECONDS_MAX = 4 * TOTAL_STEPS * STAGE_SECONDS
-"""Of virtual time: one node alone makes all steps, and evaluates between them."""
+"""In virtual time: one node alone makes all steps, and evaluates between them."""
 QUOTA, FOUR_QUOTA = 0.9, 0.4
 """Cores each: two cores carry two nodes, and four, beside this program."""
 SAMPLES, HELD_OUT, EPOCHS, FOUR_EPOCHS = 1_000, 500, 32, 16
-"""A second node trains some eight seconds after the first, which has to be little of the whole."""
+"""A second node trains some eight seconds after the first, which must be little of the whole."""
 PROCESSES = (
     ("1 node", "a", QUOTA, EPOCHS, 10, 1, "average"),
     ("2 nodes, every 10, rate x2", "ab", QUOTA, EPOCHS, 10, 2, "average"),
@@ -56,7 +56,7 @@ PROCESSES = (
     ("4 nodes, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3, "average"),
     ("4 nodes, asynchronous, every 5, rate x3", "abcd", FOUR_QUOTA, FOUR_EPOCHS, 5, 3, "asynchronous"),
 )
-"""Name, nodes, cores for each, epochs, local steps, times the learning rate, strategy."""
+"""Name, nodes, cores for each, epochs, local steps, factor of the learning rate, strategy."""
 START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 600.0
 
 
@@ -64,7 +64,7 @@ START_SECONDS_MAX, RUN_SECONDS_MAX = 120.0, 600.0
 
 
 def play_nodes(measure: Measure) -> None:
-    """Exact mode against one process, and local mode."""
+    """Compare exact mode with one process, and play local mode."""
     for name, nodes, stages, replicas in (*EXACT, *REPLICATED):
         key = {"how": f"exact, {name}", "seed": 1, "steps": EXACT_STEPS}
         measure(key, partial(_exact, nodes, stages, replicas))
@@ -134,7 +134,7 @@ def _outcome(group: Swarm, nodes: str, events: list[Any]) -> dict[str, Any]:
 
 
 def play_processes(measure: Measure, write_images: Callable[[Path, int, int], None]) -> None:
-    """One node beside two and four, in local mode, each pair under the same quota."""
+    """Compare one node with two and four, in local mode, each pair under the same quota."""
     for how, names, quota, epochs, local_steps, times, strategy in PROCESSES:
         key = {"how": how, "quota": quota}
         measure(key, partial(_real, names, quota, epochs, local_steps, times, strategy, write_images))
@@ -148,7 +148,7 @@ def play_one(
     write_images: Callable[[Path, int, int], None],
     samples: tuple[int, int],
 ) -> dict[str, Any]:
-    """Real nodes of a thread each, on so many samples to train on and held out."""
+    """Train real nodes of a thread each on this many training and held-out samples."""
     return _real(names, 1.0, epochs, local_steps, times, "average", write_images, samples)
 
 

@@ -1,4 +1,4 @@
-"""One of hivemind's averagers, beside which ours are measured (`averaging.py`).
+"""One of hivemind's averagers, for comparison with ours (`averaging.py`).
 
     python benchmarks/_hivemind_averager.py NUMBER PROCESSES MILLIONS
 
@@ -12,7 +12,7 @@ import warnings
 
 warnings.filterwarnings("ignore")
 OURS = sys.stdout
-sys.stdout = sys.stderr  # what hivemind prints is no answer
+sys.stdout = sys.stderr  # the answers have stdout for themselves
 
 
 def say(**document: object) -> None:
@@ -20,7 +20,7 @@ def say(**document: object) -> None:
 
 
 def main() -> None:
-    """Average what comes, until the input ends."""
+    """Average incoming vectors, until the input ends."""
     import numpy as np
     import torch
     from hivemind import DHT
@@ -55,7 +55,7 @@ def main() -> None:
         with averager.get_tensors() as tensors:
             tensors[0].copy_(vector)
         if is_grouped:
-            # The group is formed before the trigger, as its optimizer does where it can.
+            # The group forms before the trigger, as in its optimizer where possible.
             control = averager.step(wait=False, require_trigger=True, timeout=120)
             while control.stage.name != "AWAITING_TRIGGER":
                 time.sleep(0.01)

@@ -1,10 +1,10 @@
-"""The ledger of figures: every benchmark's quick form, its goals beside those of the commit before.
+"""The ledger of figures: every benchmark's quick form, with the figures of the commit before.
 
     make figures            all of them, alone on the machine: half an hour
     make figures QUICK=1    those in which a loss would be felt first, in ten minutes
 
-Writes docs/figures.md, whose own table is what the next time compares with: a figure that was not measured
-keeps its row, with the commit at which it was. A figure more than WORSE worse than before is marked.
+Writes docs/figures.md; the next run compares with its table. A figure that was not measured keeps its row,
+with the commit of its measurement. A figure worse than before by more than WORSE is marked.
 """
 
 import argparse
@@ -22,7 +22,7 @@ PAGE = ROOT / "docs" / "figures.md"
 SECONDS_MAX = 180.0
 """The quick form takes under 50 s; on a busy machine three times as long."""
 WORSE = 0.15
-"""Machines are shared: less than this is noise."""
+"""Machines are shared: smaller changes are noise."""
 APART = ("cloudmesh", "corpus", "finetune", "headline", "models")
 """Experiments of an hour, with pages of their own."""
 FIRST = (
@@ -47,12 +47,12 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """The value as a multiple of the one before."""
+        """Return the value relative to the one before."""
         return self.value / self.before if self.before else None
 
     @property
     def is_worse(self) -> bool:
-        """By more than WORSE, in the direction in which its goal is missed."""
+        """Return whether it is worse by more than WORSE, in the direction of its goal."""
         if self.ratio is None:
             return False
         return self.ratio > 1 + WORSE if self.goal.startswith("<") else self.ratio < 1 - WORSE
@@ -78,7 +78,7 @@ def read_page(text: str) -> list[Figure]:
 
 
 def page(figures: Iterable[Figure], failures: Mapping[str, str], machine: str) -> str:
-    """Return the page: a table that `read_page` reads, and which benchmarks gave no figure."""
+    """Return the page: a table that `read_page` reads, and the benchmarks without figures."""
     lines = [
         "# Figures",
         "",
@@ -102,7 +102,7 @@ def page(figures: Iterable[Figure], failures: Mapping[str, str], machine: str) -
 
 
 def merged(known: Sequence[Figure], measured: Sequence[Figure]) -> list[Figure]:
-    """What was measured now, with what was known before it; what was not measured stays as it is."""
+    """Return the new figures, merged with earlier ones; figures not measured now stay."""
     old = {(each.benchmark, each.name): each for each in known}
     for each in measured:
         found = old.get((each.benchmark, each.name))
@@ -116,7 +116,7 @@ def merged(known: Sequence[Figure], measured: Sequence[Figure]) -> list[Figure]:
 
 
 def measure(name: str, commit: str) -> tuple[list[Figure], str, str]:
-    """Run a benchmark's quick form: its figures, its machine, or why there is none."""
+    """Run a benchmark's quick form; return its figures, its machine, or why there is none."""
     command = [sys.executable, str(ROOT / "benchmarks" / f"{name}.py"), "--quick", "--json"]
     try:
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS_MAX)
@@ -134,13 +134,13 @@ def measure(name: str, commit: str) -> tuple[list[Figure], str, str]:
 
 
 def names() -> list[str]:
-    """The benchmarks that have a quick form."""
+    """Return the benchmarks that have a quick form."""
     found = (path.stem for path in sorted((ROOT / "benchmarks").glob("[a-z]*.py")))
     return [name for name in found if name not in APART]
 
 
 def main() -> int:
-    """Measure and write the page; 1 if a benchmark gave nothing or a figure is worse."""
+    """Measure and write the page; return 1 if a benchmark gave nothing or a figure is worse."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--first", action="store_true", help="only those that matter most")
     parser.add_argument("names", nargs="*", help="these benchmarks (all)")

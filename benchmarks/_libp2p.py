@@ -1,6 +1,6 @@
-"""py-libp2p as a rival of our streams, where the extra `bench` has put it: Noise and yamux over TCP.
+"""py-libp2p as a rival of our streams, if the extra `bench` installed it: Noise and yamux over TCP.
 
-Its packages are imported only once it is known to be there.
+Its packages are imported only once they are known to be there.
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from _pipes import HOST, PipeLine, fill, serve_pipe
 
 PROTOCOL = "/benchmark/pipe/1"
 WRITE_BYTES_MAX = 2**16
-"""What it writes at once without complaint."""
+"""Bytes that it writes at once without complaint."""
 
 
 def is_installed() -> bool:
@@ -37,7 +37,7 @@ class LibPipe:
         await fill(view, self._stream.read)
 
     def close(self) -> None:
-        """The next connection ends this one."""
+        """Do nothing: the next connection ends this one."""
 
 
 def _address(port: int) -> Any:
@@ -47,7 +47,7 @@ def _address(port: int) -> Any:
 
 
 async def serve_libp2p(connection: Connection) -> None:
-    """The far side; tells its port and its id."""
+    """Run the far side; send its port and its id."""
     from libp2p import new_host
 
     async def serve(stream: Any) -> None:
@@ -64,12 +64,12 @@ async def serve_libp2p(connection: Connection) -> None:
 
 @asynccontextmanager
 async def libp2p_line(port: int, peer: str) -> AsyncIterator[PipeLine]:
-    """Connected, as long as it is entered."""
+    """Yield a connected line."""
     from libp2p import new_host
     from libp2p.peer.id import ID
     from libp2p.peer.peerinfo import PeerInfo
 
-    # One that keeps its connection, and one that connects again and again.
+    # One that keeps its connection, and one that reconnects each time.
     host, dialler, there = new_host(), new_host(), ID.from_string(peer)
 
     async def connect(host: Any) -> LibPipe:

@@ -1,4 +1,4 @@
-"""One network of `nat.py`, on a machine of the laboratory: it says what it found in lines of JSON.
+"""One network of `nat.py`, on a machine of the laboratory: it reports in lines of JSON.
 
     python benchmarks/_nat_node.py relay
     python benchmarks/_nat_node.py hidden RELAY_ADDRESS
@@ -128,7 +128,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 async def tell_usage(ledger: RelayLedger) -> None:
-    """For each line of input, say what this process has used."""
+    """For each line of input, report the usage of this process."""
     while await trio.to_thread.run_sync(sys.stdin.readline, abandon_on_cancel=True):
         used = resource.getrusage(resource.RUSAGE_SELF)
         pages = resident_pages()
@@ -141,7 +141,7 @@ async def tell_usage(ledger: RelayLedger) -> None:
 
 
 async def crowd(count: int, text: str) -> None:
-    """Open a circuit each to one peer, and keep them."""
+    """Open one circuit for each of `count` peers to one peer, and keep them."""
     address = parse_address(text)
     assert address.peer is not None
     async with trio.open_nursery() as nursery:
@@ -158,7 +158,7 @@ async def crowd(count: int, text: str) -> None:
 
 
 async def observed(network: RealNetwork, nursery: trio.Nursery, texts: list[str]) -> Puncher:
-    """Have peers with public addresses say where they see this node."""
+    """Let peers with public addresses tell this node its outside address."""
     addresses = [parse_address(text) for text in texts]
     peers = [address.peer for address in addresses if address.peer is not None]
     for address in addresses:
@@ -173,7 +173,7 @@ async def observed(network: RealNetwork, nursery: trio.Nursery, texts: list[str]
 
 
 async def punch(network: RealNetwork, text: str) -> None:
-    """Open a stream through a relay, and wait for a path without one."""
+    """Open a stream through a relay, and wait for a direct path."""
     address = parse_address(text)
     peer = address.peer
     assert peer is not None
@@ -205,14 +205,14 @@ async def main(*words: str) -> None:
     network.handle(PROBE, echo)
     async with trio.open_nursery() as nursery:
         await nursery.start(network.run)
-        with trio.fail_after(10):  # a cable that was just plugged in takes a moment to carry
+        with trio.fail_after(10):  # a newly connected cable takes a moment
             while all(each.host == "127.0.0.1" for each in network.addresses):
                 await trio.sleep(0.1)
                 network.look()
         if role == "relay":
             ledger = RelayLedger(Limits(True, 64, 0), os.urandom)
             RelayServer(network, RealClock(), ledger, counters)
-            Puncher(network, RealClock(), Random(1), list, counters)  # says where it sees others
+            Puncher(network, RealClock(), Random(1), list, counters)  # tells others their outside address
             say(addresses=[str(each) for each in network.addresses])
             await tell_usage(ledger)
         elif role == "hidden":

@@ -1,6 +1,5 @@
-"""What `transport.py` holds our streams against: plain sockets, trio's, and TLS over those; and what is
-asked of every case. Bytes without messages: a letter says what follows.
-"""
+"""The rivals of `transport.py`: plain sockets, trio's, and TLS over those; and the interface of every case.
+They carry bytes without messages: a letter announces what follows."""
 
 import os
 import socket
@@ -28,7 +27,7 @@ ANSWER_SECONDS = 5.0
 
 
 class Line(Protocol):
-    """One case, connected: what is measured of it, and its far side's CPU seconds so far."""
+    """One connected case: its measurements, and its far side's CPU seconds so far."""
 
     async def bulk(self) -> None: ...
     async def echo(self) -> None: ...
@@ -46,7 +45,7 @@ class Pipe(Protocol):
 
     async def send_all(self, data: memoryview) -> None: ...
     async def receive_into(self, view: memoryview) -> None:
-        """Fill `view`; EOFError: the other side has closed."""
+        """Fill `view`. Raises EOFError: the other side has closed."""
 
     def close(self) -> None: ...
 
@@ -95,7 +94,8 @@ class TrioPipe:
 
 
 async def fill(view: memoryview, read: Callable[[int], Awaitable[bytes | bytearray]]) -> None:
-    """Fill `view` with what `read` brings, asked for what is missing; EOFError: the other side has closed."""
+    """Fill `view` with the results of `read`, which is asked for the missing bytes. Raises EOFError: the
+    other side has closed."""
     at = 0
     while at < len(view):
         data = await read(len(view) - at)
@@ -122,7 +122,7 @@ class TlsPipe:
 
 
 class PipeLine:
-    """`Line` over bytes: a letter says what follows."""
+    """`Line` over bytes: a letter announces what follows."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ async def _ping(pipe: Pipe) -> None:
 
 
 async def serve_pipe(pipe: Pipe) -> None:
-    """The far side of `PipeLine`. It takes an activation whole before it answers, as a stage must."""
+    """Run the far side of `PipeLine`. It takes an activation whole before it answers, as a stage must."""
     memory = memoryview(bytearray(PING_BYTES))
     try:
         while True:
@@ -194,14 +194,14 @@ async def serve_pipe(pipe: Pipe) -> None:
 
 
 def udp_socket(port: int = 0) -> socket.socket:
-    """Bound, for datagrams."""
+    """Return a bound socket for datagrams."""
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.bind((HOST, port))
     return made
 
 
 def ask_plain(port: int) -> Callable[[bytes], Awaitable[bytes]]:
-    """Datagrams there and back over a blocking socket."""
+    """Return a function that sends datagrams there and back over a blocking socket."""
     plain = udp_socket()
     plain.settimeout(ANSWER_SECONDS)
 
@@ -213,7 +213,7 @@ def ask_plain(port: int) -> Callable[[bytes], Awaitable[bytes]]:
 
 
 def ask_trio(port: int) -> Callable[[bytes], Awaitable[bytes]]:
-    """Datagrams there and back over a trio socket."""
+    """Return a function that sends datagrams there and back over a trio socket."""
     wrapped = trio.socket.from_stdlib_socket(udp_socket())
 
     async def ask(data: bytes) -> bytes:
@@ -231,7 +231,7 @@ def answer_plain(plain: socket.socket) -> None:
 
 
 def serve_plain(connection: Connection) -> None:
-    """Blocking sockets, a thread for each."""
+    """Serve blocking sockets, a thread for each."""
     listener = socket.create_server((HOST, 0))
     port = listener.getsockname()[1]
     threading.Thread(target=answer_plain, args=(udp_socket(port),), daemon=True).start()
@@ -242,7 +242,7 @@ def serve_plain(connection: Connection) -> None:
 
 
 async def serve_trio(connection: Connection, context: ssl.SSLContext | None) -> None:
-    """Trio sockets, and TLS over them where there is a context."""
+    """Serve trio sockets, with TLS if there is a context."""
 
     async def serve(stream: trio.SocketStream) -> None:
         if context is None:
@@ -265,7 +265,7 @@ async def serve_trio(connection: Connection, context: ssl.SSLContext | None) -> 
 
 
 def certificate(folder: Path) -> Path:
-    """A self-signed certificate and its key in one file."""
+    """Write a self-signed certificate and its key to one file."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, HOST)])
     now = datetime.now(UTC)
@@ -286,7 +286,7 @@ def certificate(folder: Path) -> Path:
 
 
 def tls_context(path: Path, *, server: bool) -> ssl.SSLContext:
-    """TLS 1.3 only; nobody's name is checked, which costs nothing here."""
+    """Return a context of TLS 1.3 only; names are not checked, which costs nothing here."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     if server:

@@ -1,7 +1,7 @@
-"""What `pipeline.py` holds the nodes against: the same model and micro-batches without them.
+"""The rivals of the nodes in `pipeline.py`: the same model and micro-batches without nodes.
 
-Each rival is a process (or two) of its own, kept while the benchmark runs, which trains so many steps when it
-is told to. As a stage's process is, they are nice to others, so that a busy machine slows all alike.
+Each rival is a process (or two) of its own, kept while the benchmark runs, which trains a number of steps on
+request. Like a stage's process they are nice, so that a busy machine slows all alike.
 """
 
 import os
@@ -41,10 +41,10 @@ from partition.stage_layout import arena_bytes, parameter_layout
 
 Ranges = tuple[tuple[int, int], ...]
 Perform = Callable[[str, int], list[float]]
-"""Does what it is told so many times; the seconds of each."""
+"""Does a named job this many times; returns the seconds of each."""
 STAGES = 2
 BUSY_STEP = 0
-"""Of the micro-batches that a stage computes without any end, to see how long each takes."""
+"""Of the micro-batches that a stage computes endlessly, to measure the time of each."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class Task:
 
     @property
     def tokens(self) -> int:
-        """Of one step."""
+        """Return the tokens of one step."""
         return self.samples * self.window * self.microbatches
 
     def stages(self, ranges: Ranges) -> tuple[StageGraph, ...]:
         return cut_layers(decode_graph(self.graph), graph_hash(self.graph), ranges)
 
     def arrays(self) -> tuple[Any, Any]:
-        """Tokens and targets of every micro-batch of a step."""
+        """Return tokens and targets of every micro-batch of a step."""
         shape = (self.microbatches, self.samples, self.window + 1)
         drawn = np.random.default_rng(0).integers(0, self.model.vocabulary, shape)
         return np.ascontiguousarray(drawn[..., :-1]), np.ascontiguousarray(drawn[..., 1:])
 
 
 class Rival:
-    """`count` processes that do `made(*given, rank)` when told, and say how long each time took. They start
-    while others do; the first question waits for them."""
+    """`count` processes that do `made(*given, rank)` on request and report the time of each. They start while
+    others do; the first request waits for them."""
 
     def __init__(self, made: Callable[..., Perform], count: int, *given: Any) -> None:
         context = get_context("spawn")
@@ -91,7 +91,7 @@ class Rival:
         self._starts = list(self._links)
 
     def seconds(self, what: str, times: int) -> list[list[float]]:
-        """Of each process: the seconds of each of `times`."""
+        """Return, for each process, the seconds of each of `times`."""
         while self._starts:
             self._starts.pop().recv()
         for link in self._links:
@@ -99,7 +99,7 @@ class Rival:
         return [link.recv() for link in self._links]
 
     def close(self) -> None:
-        """End them. Left alone, torch would take its time to go."""
+        """End them: by itself, torch would take long to exit."""
         for link, process in zip(self._links, self._processes, strict=True):
             link.close()
             process.kill()
@@ -119,7 +119,7 @@ def _serve(link: Any, made: Callable[..., Perform], given: Sequence[Any], rank: 
 
 
 def timed(step: Callable[[], object], times: int) -> list[float]:
-    """Seconds of each."""
+    """Return the seconds of each."""
     seconds = []
     for _ in range(times):
         begun = time.perf_counter()
@@ -132,7 +132,7 @@ def timed(step: Callable[[], object], times: int) -> list[float]:
 
 
 def eager(task: Task, threads: int, rank: int) -> Perform:
-    """The module as its author wrote it, with torch's own optimizer."""
+    """Return the module as its author wrote it, with torch's own optimizer."""
     del rank
     torch.set_num_threads(threads)
     model = GPT(task.model)
@@ -156,7 +156,7 @@ def eager(task: Task, threads: int, rank: int) -> Perform:
 
 
 def executor(task: Task, threads: int, rank: int) -> Perform:
-    """The stage's own executor, with the whole model as its one stage."""
+    """Return the stage's own executor, with the whole model as its one stage."""
     del rank
     prepare_process(threads)
     layers = len(decode_graph(task.graph).layers)
@@ -210,7 +210,8 @@ class Held:
 
 
 def stage(task: Task, ranges: Ranges, store: str, rank: int) -> Perform:
-    """One stage of two: `alone` computes micro-batches and waits for nobody, `gloo` trains with its other."""
+    """Return one stage of two: `alone` computes micro-batches without waiting, `gloo` trains with the other
+    stage."""
     prepare_process(1)
     graphs = task.stages(ranges)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=len(graphs))
@@ -227,7 +228,7 @@ def stage(task: Task, ranges: Ranges, store: str, rank: int) -> Perform:
 
 
 def _alone(task: Task, graphs: Sequence[StageGraph], rank: int) -> Callable[[int], list[float]]:
-    """Seconds of each of so many micro-batches, there and back, with what was computed once as input."""
+    """Return the seconds of each micro-batch, there and back, with input that was computed once."""
     held = Held(task, graphs[rank], 1)
     sizes = (task.samples, task.window)
     arrays = task.arrays()
@@ -254,7 +255,7 @@ def _output(task: Task, graph: StageGraph, given: Payload) -> Payload:
 
 
 def _like(payload: Payload) -> Payload:
-    """Gradients of ones for a payload's floating tensors."""
+    """Return gradients of ones for a payload's floating-point tensors."""
     arrays = [np.ones(header.shape, header.dtype) for header in payload.tensors if "float" in header.dtype]
     return pack([typed(array) for array in arrays], "raw", payload.sizes)
 
@@ -280,7 +281,7 @@ class _Piped:
         self._sent: list[Any] = []
 
     def first(self) -> None:
-        """The first stage's step: two micro-batches are on their way, then one goes back for each new one."""
+        """Run the first stage's step: with two micro-batches on their way, one goes back for each new one."""
         flying: deque[tuple[dict[int, Tensor], list[Tensor], list[Any]]] = deque()
         entry = self.entry
         for given in self.tokens:
@@ -295,7 +296,7 @@ class _Piped:
         self._finish()
 
     def last(self) -> None:
-        """The last stage's step: each micro-batch goes back at once."""
+        """Run the last stage's step: each micro-batch goes back at once."""
         entry = self.entry
         coming = self._coming(entry.inputs, 0)
         for number, wanted in enumerate(self.targets, start=1):
@@ -319,7 +320,7 @@ class _Piped:
         self._sent += [dist.isend(tensor.contiguous(), to) for tensor in tensors]
 
     def _coming(self, values: Sequence[int], source: int) -> tuple[list[Tensor], list[Any]]:
-        """Where these values will be, and what to wait for."""
+        """Return where these values will be, and what to wait for."""
         types = dict(self.entry.types)
         kinds = [self.graph.types[types[number]] for number in values]
         tensors = [torch.empty(shape_of(kind, self._rows), dtype=DTYPES[kind.dtype]) for kind in kinds]
@@ -351,7 +352,7 @@ def _gradient(tensor: Tensor) -> Tensor:
 
 
 def _adamw(task: Task, parameters: Iterable[Tensor]) -> torch.optim.AdamW:
-    """As a stage has it: torch's plain loop over the tensors."""
+    """Return AdamW as a stage has it: torch's plain loop over the tensors."""
     settings = task.optimizer
     return torch.optim.AdamW(
         parameters,

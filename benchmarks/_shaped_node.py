@@ -1,7 +1,7 @@
-"""`peerloom`, with some of its links made slower in user space: for benchmarks alone.
+"""`peerloom` with some links slowed down in user space: for benchmarks alone.
 
-PEERLOOM_SHAPED names a JSON file of bytes a second by peer id (hexadecimal); it may change at any time. What
-this node sends to such a peer on streams waits for its turn before it goes out, each message as a whole.
+PEERLOOM_SHAPED names a JSON file of bytes a second by peer id (hexadecimal); it may change at any time. Each
+whole message that this node sends to such a peer on a stream waits for its turn.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Swarms of bare SWIM cores on the simulator's engine, for `benchmarks/swim.py` and its small forms as tests.
 
-Members know each other from the start, as after a long life. Signatures are keyed hashes (`sim.seeds`), which
-cost a fiftieth of Ed25519; sizes are those of the real codec with the envelope of a real datagram around it.
+Members know each other from the start. Signatures are keyed hashes (`sim.seeds`), which cost a fiftieth of
+Ed25519; sizes are those of the real codec with the envelope of a real datagram around it.
 """
 
 from bisect import bisect_left
@@ -31,11 +31,11 @@ LINKS = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds
 """One way: a round trip takes 20 to 180 ms."""
 LOSSY = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.08, jitter_seconds=0.01, loss=0.1)
 METADATA = bytes(60)
-"""About what a node says of its capacity."""
+"""About the size of a node's capacity."""
 
 
 class CountingCore:
-    """A core whose sends are counted by kind of message and of fact; slow, for looking into traffic."""
+    """A core whose sends are counted by kind of message and of fact; slow, for analysing traffic."""
 
     def __init__(self, core: Swim, counts: Counter[str]) -> None:
         self.core = core
@@ -67,9 +67,9 @@ class CountingCore:
 
 
 class BlockedCore:
-    """A core whose messages wait, in and out, while it is blocked, and whose timers run on: the slow
-    member of Lifeguard's experiments (Dadgar et al. 2018, section V), which blames others for what it cannot
-    hear."""
+    """A core whose messages wait, in and out, while it is blocked, and whose timers run on: the slow member
+    of Lifeguard's experiments (Dadgar et al. 2018, section V), which accuses others because it cannot hear
+    them."""
 
     def __init__(self, core: Swim) -> None:
         self.core = core
@@ -111,7 +111,7 @@ class BlockedCore:
 
 @dataclass
 class Swarm:
-    """`count` members. What they learn goes to `events`: (time, observer, event). `scoped`: each lists its
+    """`count` members. Their events go to `events`: (time, observer, event). `scoped`: each lists its
     neighbourhood; `blockable`: `block` holds a member's messages back."""
 
     count: int
@@ -150,7 +150,7 @@ class Swarm:
             core.events.clear()
 
     def _neighbourhoods(self, facts: list[Fact]) -> dict[int, tuple[int, list[Fact]]]:
-        """How deep each member's scope is, and what those in it say of themselves."""
+        """Return the depth of each member's scope, and the facts of the members in it."""
         sorted_facts = sorted(facts, key=lambda fact: node_number(PeerId(fact.author)))
         keys = [node_number(PeerId(fact.author)) for fact in sorted_facts]
         found = {}
@@ -172,7 +172,7 @@ class Swarm:
         return Profile(f"node-{number}", (Address("ip4", host, 9747),), METADATA)
 
     def start(self, number: int, incarnation: int, join: Iterable[int] = ()) -> Swim:
-        """Begin a life of a member; `join` are those it knows."""
+        """Begin a life of a member; it knows the members `join`."""
         peer = self.peers[number]
         self.lives[number] += 1
         rng = seeded_rng(self.seed, "life", peer, self.lives[number])
@@ -190,12 +190,12 @@ class Swarm:
         return core
 
     def crash(self, number: int) -> None:
-        """It stops without a word."""
+        """Crash a member without a word."""
         self.engine.kill(self.peers[number], self.now)
         del self.cores[number]
 
     def block(self, number: int, until: float) -> None:
-        """Hold back all that it sends and all that is sent to it."""
+        """Hold back all messages to and from it."""
 
         def block(core: Any, _now: float) -> Sends:
             core.block(until)
@@ -207,13 +207,13 @@ class Swarm:
         self.engine.run(self.engine.now + seconds)
 
     def sent_bytes(self, peers: Iterable[PeerId] | None = None) -> int:
-        """What everybody has sent so far, or these."""
+        """Return the bytes that all members, or these, have sent so far."""
         if peers is None:
             return sum(sent.sent_bytes for sent in self.engine.traffic().values())
         return sum(self.engine.traffic(peer)[PROTOCOL].sent_bytes for peer in peers)
 
     def rate(self, before_bytes: int, seconds: float) -> float:
-        """Bytes a second and member since `before_bytes`."""
+        """Return the bytes per second and member since `before_bytes`."""
         return (self.sent_bytes() - before_bytes) / seconds / self.count
 
     def holds(self, observer: int, subject: int) -> Status | None:
@@ -223,7 +223,7 @@ class Swarm:
         return [row for row in self.events if type(row[2]) is kind and row[0] >= since]
 
     def false_deaths(self, since: float = 0.0) -> int:
-        """Verdicts of death on a member that runs, at members that run."""
+        """Return the number of verdicts of death on running members, at running members."""
         return sum(self.numbers[event.peer] in self.cores for _, _, event in self.of(MemberDown, since))
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:

@@ -1,7 +1,8 @@
 """Families of torchvision for the corpus, small: each by its own classes, with few and narrow layers.
 
 Detectors are left out: they need torchvision's operators of C++, which a build of torch for CPUs cannot load,
-and choose boxes by the data. Quantized models are left out, too. Without torchvision there are no rows.
+and choose boxes depending on the data. Quantized models are left out, too. Without torchvision there are no
+rows.
 """
 
 import importlib
@@ -18,13 +19,13 @@ from torch.nn import functional
 
 CLASSES = 5
 _OPERATORS = ("nms", "qnms")
-"""What torchvision says the shapes of when it is imported, whether they are there or not."""
+"""Operators whose shapes torchvision registers on import, whether they exist or not."""
 _library: Any = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]  # torch's
 
 
 @dataclass(frozen=True)
 class Vision:
-    """One family. `shape` is that of a sample; `kind` says what it predicts."""
+    """One family. `shape` is that of a sample; `kind` is the kind of prediction."""
 
     make: Callable[[Any], nn.Module]
     shape: tuple[int, ...]
@@ -37,7 +38,7 @@ def is_installed() -> bool:
 
 
 def prepare() -> None:
-    """Let torchvision be imported without its operators of C++, by transformers, too."""
+    """Let torchvision be imported without its operators of C++, even by transformers."""
     for name in _OPERATORS:
         if not hasattr(torch.ops.torchvision, name):
             _library.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
@@ -48,7 +49,7 @@ if is_installed():
 
 
 def _narrow(model: Any) -> nn.Module:
-    """A model of the age of fully connected heads, with a head of few columns."""
+    """Return an old model of fully connected heads with a narrow head."""
     linear = [place for place, layer in enumerate(model.classifier) if isinstance(layer, nn.Linear)]
     sizes = [model.classifier[linear[0]].in_features, 32, 32, CLASSES]
     for place, (before, after) in zip(linear, pairwise(sizes), strict=True):
@@ -176,7 +177,7 @@ FAMILIES: Mapping[str, Vision] = MappingProxyType(
 
 
 class Flow(nn.Module):
-    """Optical flow between the two pictures of a pair, by two updates."""
+    """Optical flow between two pictures, by two updates."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -193,7 +194,7 @@ def build(name: str) -> nn.Module:
 
 
 def draw(name: str, generator: torch.Generator, batch: int) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Noise, and labels of what the family predicts."""
+    """Return noise, and labels for the family."""
     vision = FAMILIES[name]
     given = torch.randn(batch, *vision.shape, generator=generator, dtype=torch.float64)
     if vision.kind == "flow":
@@ -204,7 +205,7 @@ def draw(name: str, generator: torch.Generator, batch: int) -> tuple[tuple[Tenso
 
 
 def loss(output: Any, labels: Tensor) -> Tensor:
-    """Cross entropy of all heads that there are, or the distance of flows; of pixels the mean a picture."""
+    """Return the cross entropy of all heads, or the distance of flows; of pixels the mean per picture."""
     if isinstance(output, list):
         return torch.stack([(flow - labels).abs().flatten(1).mean(1).sum() for flow in output]).sum()
     if isinstance(output, dict):

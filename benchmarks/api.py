@@ -1,11 +1,11 @@
-"""Time what the HTTP door of models costs over the library in the same node: tokens per second of 32 streams,
-and the first token of one; and what a JSON schema costs where a vocabulary has 32,768 tokens.
+"""Time the cost of a model's HTTP interface over the library in the same node: tokens per second of 32
+streams, and the first token of one; and the cost of a JSON schema with a vocabulary of 32,768 tokens.
 
     python benchmarks/api.py [--quick] [--json]
 
 One node on loopback serves a small model, whose stage is a process of its own. The library's streams are
-tasks of the node's process; those over HTTP are connections of another one, which reads events as they come
-and does nothing else. Both ask the same and take turns; of several rounds the medians count.
+tasks of the node's process; those over HTTP are connections of another process, which only reads events as
+they come. Both send the same prompts in turns; the medians of several rounds count.
 """
 
 import json
@@ -40,7 +40,7 @@ RATE_SHARE, FIRST_SECONDS = 0.97, 0.005
 
 
 async def ask_library(asking: Asking, streams: int, tokens: int) -> dict[str, float]:
-    """Return the same figures of the library."""
+    """Return the same figures for the library."""
     marks: list[list[float]] = [[] for _ in range(streams)]
 
     async def one(number: int) -> None:
@@ -60,7 +60,7 @@ async def ask_library(asking: Asking, streams: int, tokens: int) -> dict[str, fl
 async def serving(
     folder: Path, vocabulary: int, wish: ServeWish
 ) -> AsyncIterator[tuple[Asking, trio.Process]]:
-    """A node that serves a small model, and a client of its door."""
+    """Yield a node that serves a small model, and a client of its HTTP interface."""
     model = folder / f"{NAME}.peerloom"
     options = {"layers": 6, "heads": 4, "width": 256}
     model.write_bytes(capture_built_in("gpt", (CONTEXT,), vocabulary, options=options).data)
@@ -112,7 +112,7 @@ async def measure(folders: tuple[Path, Path], *, quick: bool) -> dict[str, float
 
 
 def pairs_of_letters(count: int) -> dict[str, Any]:
-    """Return a tokenizer of letters, and of so many pairs of them that it has `count` tokens."""
+    """Return a tokenizer of letters and of enough pairs of them for `count` tokens."""
     letters = sorted(byte_letters())
     pairs = [(first, second) for first in letters for second in letters][: count - len(letters)]
     words = {word: number for number, word in enumerate([*letters, *map("".join, pairs)])}
@@ -127,12 +127,12 @@ def pairs_of_letters(count: int) -> dict[str, Any]:
 
 
 async def _held_rounds(process: trio.Process, *, quick: bool) -> dict[str, float]:
-    """Return tokens a second of answers that follow a schema, and of such that follow none."""
+    """Return the tokens per second of answers with and without a schema."""
     rates: dict[str, list[float]] = {"": [], "held": []}
     for number in range(1 + (4 if quick else 12)):
         for held, row in rates.items():
             found = await ask_client(process, HELD_STREAMS, 32 if quick else 96, held=held)
-            row += [found["rate"]] if number else []  # the first warms
+            row += [found["rate"]] if number else []  # the first round warms up
     free, kept = (statistics.median(row) for row in rates.values())
     return {"free_tokens_per_second": free, "held_tokens_per_second": kept, "held_share": kept / free}
 
@@ -146,7 +146,7 @@ async def _rounds(asking: Asking, process: trio.Process, *, quick: bool) -> dict
     }
     tokens, rounds, singles = (48, 5, 20) if quick else (128, 12, 100)
     for way in ways.values():
-        await way(STREAMS, 8)  # warm
+        await way(STREAMS, 8)  # warm up
     for _ in range(rounds):
         for name, way in ways.items():
             rates[name].append((await way(STREAMS, tokens))["rate"])

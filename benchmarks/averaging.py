@@ -2,12 +2,12 @@
 codecs.
 
 Each process runs a node (encrypted and authenticated streams, commitments, checks) and a gloo rank. The two
-take turns on the same vectors; a ratio is the median of the ratios of the turns, so that what else the
-machine does falls out. Seconds are those from the trigger to the last process that is done, a group's forming
-included. Peak memory is the growth of a process within a round, with the vector itself counted, in vectors.
-gloo sends plain numbers over plain sockets: it is the floor, and no rival. hivemind has its turns too where
-PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are installed in (see `dht_sockets.py`):
-from its `step()`, and from the trigger of a group that was formed before.
+take turns on the same vectors; a ratio is the median of the ratios of the turns, so that other load on the
+machine cancels. Seconds are from the trigger to the last process that is done, including the forming of the
+group. Peak memory is the growth of a process within a round, including the vector itself, in vectors. gloo
+sends plain numbers over plain sockets: it is a lower bound, not a rival. hivemind has its turns too where
+PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are installed in (see `dht_sockets.py`),
+timed from its `step()`, and from the trigger of a group that was formed before.
 """
 
 import json
@@ -38,7 +38,7 @@ FULL = [(processes, millions) for processes in (4, 8) for millions in (1, 10, 50
 QUICK = [(4, 1), (4, 4)]
 CODECS = ("float32", "bfloat16", "int8", "int4")
 ROBUST = "float32, by the rule of auto"
-"""As "float32", by the rule that a swarm without a key has, which may survive liars."""
+""""float32" by the rule of a swarm without a key, which tolerates liars."""
 GLOO = "gloo"
 HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
 RIVALS = {"hivemind": False, "hivemind, group formed": True}
@@ -47,7 +47,7 @@ RATIO_GOALS = {10: 2.5, 50: 2.0}
 RIVAL_GOAL = 5.0
 MEMORY_GOAL, INT8_GOAL = 3.3, 0.01
 ROBUST_GOAL = 1.15
-"""Times a round by the mean of the same turn: what it costs where nobody lies."""
+"""Relative to a round by the mean in the same turn: the cost of the rule where nobody lies."""
 TURNS = 3
 ANSWER_SECONDS = 300.0
 
@@ -59,12 +59,12 @@ def settings(folder: str, number: int, seed: str) -> config.Config:
         swarm=config.Swarm(name="benchmark", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False, seeds=(parse_address(seed),) if seed else ()),
-        resources=config.Resources(calibrate=False),  # it would measure beside what is measured here
+        resources=config.Resources(calibrate=False),  # calibration would disturb the measurement
     )
 
 
 def peer(pipe: Connection, folder: str, number: int, processes: int, rendezvous: str) -> None:
-    """One process: a node and a gloo rank, that do what comes by the pipe."""
+    """Run one process: a node and a gloo rank, which execute requests from the pipe."""
     import torch
     import torch.distributed as gloo
 
@@ -105,13 +105,13 @@ def peer(pipe: Connection, folder: str, number: int, processes: int, rendezvous:
 
 
 def reset_peak() -> int:
-    """Forget the largest size of this process so far; its size now, in bytes."""
+    """Reset the peak size of this process; return its size now, in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
 
 def peak_bytes() -> int:
-    """The largest size of this process, in bytes."""
+    """Return the peak size of this process, in bytes."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -125,7 +125,7 @@ def answer(pipe: Connection) -> Any:
 
 
 def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, float]:
-    """One averaging: seconds until the last is done, the largest peak in vectors, the RMS error."""
+    """Average once; return the seconds until the last is done, the largest peak in vectors, the RMS error."""
     for pipe in pipes:
         pipe.send((kind, items))
     for pipe in pipes:
@@ -142,7 +142,7 @@ def turn(pipes: list[Connection], kind: str, items: int) -> tuple[float, float, 
 
 
 class Hivemind:
-    """As many of hivemind's averagers, for vectors of one size."""
+    """As many averagers of hivemind, for vectors of one size."""
 
     def __init__(self, processes: int, millions: int) -> None:
         script = Path(__file__).with_name("_hivemind_averager.py")
@@ -166,7 +166,7 @@ class Hivemind:
             seeds = seeds or addresses
 
     def turn(self, *, is_grouped: bool) -> tuple[float, float, float]:
-        """One averaging, as `turn`; memory is not measured."""
+        """Average once, as `turn`; memory is not measured."""
         for process in self._processes:
             self._tell(process, is_grouped=is_grouped)
         for process in self._processes:
@@ -181,7 +181,7 @@ class Hivemind:
         return max(result["seconds"] for result in results), 0.0, rms
 
     def close(self) -> None:
-        """End its processes, which do not always by themselves."""
+        """End its processes, which do not always end by themselves."""
         for process in self._processes:
             process.stdin.close()  # type: ignore[union-attr]  # it has pipes
         for process in self._processes:
@@ -199,7 +199,7 @@ class Hivemind:
 
 
 def truth(processes: int, items: int, shown: int) -> Any:
-    """The first numbers of the mean."""
+    """Return the first numbers of the mean."""
     vectors = [
         np.random.default_rng(number).standard_normal(items, np.float32)[:shown].astype(np.float64)
         for number in range(processes)
@@ -208,7 +208,7 @@ def truth(processes: int, items: int, shown: int) -> Any:
 
 
 def measure(processes: int, sizes: list[int], turns: int, rows: list[dict[str, Any]]) -> None:
-    """All sizes with so many processes."""
+    """Measure all sizes with this many processes."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         pipes: list[Connection] = []
@@ -261,7 +261,7 @@ def measure(processes: int, sizes: list[int], turns: int, rows: list[dict[str, A
 
 
 def goals_of(rows: list[dict[str, Any]]) -> list[Goal]:
-    """What the figures are held against."""
+    """Return the goals for the figures."""
     goals = []
     for row in rows:
         where = f"{row['processes']} x {row['millions']}M {row['codec']}"

@@ -1,15 +1,15 @@
-"""A stage beside a busy owner: what its own choice of threads reaches of the best fixed setting.
+"""A stage beside a busy owner: its own choice of threads compared with the best fixed setting.
 
 The stage is a whole small GPT with forward, backward and an optimizer's step, in processes that are set up as
 a stage's are (`node.stages.sandbox.environment`, niceness and all) and run the stage's executor. One chooses
 its threads as the node's do (`node.stages.threads`); the others have a fixed number of threads that wait for
-each other asleep (passive) or spinning (active). All load side by side; then they take turns, and whoever has
-no turn waits between two steps. First no, then one, then two other processes compute all the time at
-niceness 0. What a step takes counts from a second after the beginning of a turn on; a turn in which fewer
-than two steps ended counts as the time of all of it.
+each other asleep (passive) or spinning (active). All load side by side; then they take turns, and the others
+wait between two steps. First no, then one, then two other processes compute all the time at niceness 0. The
+times of steps count from a second after the beginning of a turn; a turn with fewer than two steps counts with
+its whole time.
 
-Niceness stays what a stage has: that the owner's work comes first is a promise, not a setting to tune. What
-niceness 0 would give is shown beside it.
+The niceness stays that of a stage: the owner's work comes first by promise, not by a setting to tune. The
+figure with niceness 0 is shown for comparison.
 """
 
 import os
@@ -43,7 +43,7 @@ WARM_STEPS = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """How a stage's process computes; 0 threads are chosen by itself."""
+    """The settings of a stage's process; with 0 threads it chooses by itself."""
 
     name: str
     threads: int
@@ -51,11 +51,11 @@ class Setting:
     niceness: int = NICE
 
     def command(self) -> list[str]:
-        """The process: this file, as a stage."""
+        """Return the command of the process: this file, as a stage."""
         return [sys.executable, __file__, "--stage", str(self.threads), str(self.niceness)]
 
     def environment(self) -> dict[str, str]:
-        """As a stage's, but for the wait policy."""
+        """Return a stage's environment, except for the wait policy."""
         threads = self.threads or (os.cpu_count() or 1)
         given = {**os.environ, "OMP_WAIT_POLICY": self.policy}
         return environment(given, scratch="/tmp", path=str(ROOT), threads=threads)
@@ -83,7 +83,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 class Computer:
-    """A stage's process that computes while it has its turn."""
+    """A stage's process that computes in its turns."""
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
@@ -99,7 +99,7 @@ class Computer:
         self._until(b"ready", START_SECONDS_MAX)
 
     def turn(self, seconds: float) -> float:
-        """Let it compute for a while; steps a second."""
+        """Let it compute for a while; return the steps per second."""
         begun = time.monotonic()
         self._say(b"go\n")
         ended: list[float] = []
@@ -129,7 +129,7 @@ class Computer:
                 raise RuntimeError(f"{self.setting.name}: not {word.decode()} within {seconds:g} s")
 
     def _read(self, seconds: float) -> list[bytes]:
-        """Whole lines that come within so many seconds."""
+        """Return the complete lines that come within this many seconds."""
         if not select.select([self._out], [], [], max(0.0, seconds))[0]:
             return []
         data = os.read(self._out, 1 << 16)
@@ -140,7 +140,7 @@ class Computer:
 
 
 def stage(threads: int, niceness: int) -> None:
-    """Be a stage's process: compute steps and print when each was done, until the end."""
+    """Run as a stage's process: compute steps and print when each was done, until the end."""
     import numpy as np
     import torch
 
@@ -187,7 +187,7 @@ def stage(threads: int, niceness: int) -> None:
             continue
         if step > WARM_STEPS:
             print(time.monotonic(), flush=True)
-        # Not through `sys.stdin`, which may have read a line that `select` then does not see.
+        # Not through `sys.stdin`, which may have buffered a line that `select` then does not see.
         if step == WARM_STEPS or select.select([0], [], [], 0)[0]:
             print("ready" if step == WARM_STEPS else "stopped", flush=True)
             if step > WARM_STEPS:

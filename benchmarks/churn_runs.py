@@ -1,22 +1,22 @@
-"""Runs on machines that come and go: what is left of their computing, and what a death costs.
+"""Runs on machines that come and go: the used share of their computing, and the cost of a death.
 
 Whole nodes in virtual time. Six equal machines live for five minutes on average and are away for one, seven
-of ten go without a word; a seventh node asks for the run, stays, and takes no stage. One run is in exact mode
+of ten go without a word; a seventh node requests the run, stays, and takes no stage. One run is in exact mode
 (one stage, a replica on every machine, samples of committed steps count once), one in local mode (samples
-count once they have entered a mean). `share` is samples a second beside what the machines that were present
-could have computed, whether they were in the run or not.
+count once they have entered a mean). `share` is the samples per second relative to the capacity of the
+machines present, whether they were in the run or not.
 
-Where the rest goes is seen four times a virtual second: a machine trains, evaluates, applies a step, is
-joining (not yet at work in this life), is not in the plan, or waits for others. A death's phase is what the
-committer was doing, in local mode what the machine itself was. Almost all fall into the longest phase, so in
-exact mode a machine is also killed in each phase, where nobody else comes or goes ("placed"); in that of the
-last evaluation what stalls is the end of the run. Not measured here: the death of the node that
-feeds and commits (tests/test_exactness.py), several stages, machines that differ, real networks.
+Each machine's activity is recorded four times a virtual second: it trains, evaluates, applies a step, joins
+(has not worked in this life), is not in the plan, or waits for others. A death's phase is the committer's, in
+local mode the machine's own. Almost all fall into the longest phase, so in exact mode a machine is also
+killed in each phase, while nobody else comes or goes ("placed"); in the last evaluation's phase the end of
+the run stalls. Not measured here: the death of the node that feeds and commits (tests/test_exactness.py),
+several stages, machines that differ, real networks.
 
-Best in exact mode: 0.81 in half an hour (seed 1), about 0.77 in 41 minutes (seed 2). What is left: in each
-step of 3.2 s no machine computes for half a second (3.19 s with six machines, 3.73 s with five; where in it
-was not traced), and each crash costs 5 s until SWIM holds the machine for dead. Next ideas: sum the
-first micro-batches while the last are computed, and ask a replica at once whose frames are overdue.
+Best in exact mode: 0.81 in half an hour (seed 1), about 0.77 in 41 minutes (seed 2). The remaining losses: in
+each step of 3.2 s no machine computes for half a second (3.19 s with six machines, 3.73 s with five; not
+traced further), and each crash costs 5 s until SWIM declares the machine dead. Next ideas: sum the first
+micro-batches while the last are computed, and ask a replica at once whose frames are overdue.
 """
 
 import os
@@ -42,7 +42,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 PHASES, PLACED_SECONDS_MAX = ("counting", "committing", "applying", "evaluating"), 600.0
 PLACED_STEPS = 45
-"""All are killed that are to die within a step, and are back, before the last one."""
+"""All killed machines are dead and back before the last step."""
 
 
 def main() -> int:
@@ -84,7 +84,7 @@ def _row(mode: str, seed: int, found: Found) -> dict[str, Any]:
 
 
 def _deaths(mode: str, deaths: list[Death]) -> list[dict[str, Any]]:
-    """What deaths cost, by how and in which phase."""
+    """Return the cost of deaths, by how and in which phase."""
     groups: dict[tuple[str, str], list[Death]] = defaultdict(list)
     for death in deaths:
         if death.was_in_plan:

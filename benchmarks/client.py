@@ -1,6 +1,6 @@
-"""How long `status --json` and `peers --json` take beside an idle node, as whole processes.
+"""The time of `status --json` and `peers --json` with an idle node, as whole processes.
 
-Interleaved with `python -c pass`, so that the share that is ours can be told from the interpreter's.
+They are interleaved with `python -c pass`, so that our share can be told from the interpreter's.
 """
 
 import statistics
@@ -16,7 +16,7 @@ GOAL_SECONDS = 0.5
 
 
 def seconds(command: list[str]) -> float:
-    """One run of a whole process."""
+    """Time one whole process."""
     begun = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     return time.perf_counter() - begun

@@ -1,4 +1,4 @@
-"""What CloudMesh's report measures beside its headline: new partitions, a federated baseline, real nodes.
+"""CloudMesh's other measurements beside its headline: new partitions, a federated baseline, real nodes.
 
     python benchmarks/cloudmesh.py                    everything, and docs/partitions.md; what is in
                                                       cloudmesh-out/ is not made again
@@ -11,8 +11,8 @@ set of CIFAR's shape and difficulty; `virtual`, whole nodes in virtual time: how
 
 A *partition* deals train and test together anew, with some classes held out more often than others; it is no
 reordering. The *federated baseline* is a simulation in one machine, as the report has one: clients train one
-after another, a server averages. Settings of ours on digits are those of docs/headline.md. The
-load of the machine stands beside every time: of a machine that others share seconds say little.
+after another, a server averages. Our settings on digits are those of docs/headline.md. Every time is shown
+with the load of the machine, because on a shared machine seconds alone say little.
 """
 
 import argparse
@@ -47,22 +47,22 @@ WAYS = {
     FOUR: Way(4, 5, rate=0.003),
     FEDERATED: Way(2, is_centralised=True, same_steps=True),
 }
-"""The baseline makes as many steps a client as one machine makes: the report's took four times as long."""
+"""A client of the baseline makes as many steps as one machine: the report's took four times as long."""
 IMAGE_WAYS = WAYS | {TWO: Way(2, 10), FOUR: Way(4, 5, rate=0.0014)}
 """Chosen on a fifth of the training images and another seed, by the members alone."""
 SAMPLES, HELD_OUT = 2_000, 1_000
 NOISE = 1.6
-"""So much that one machine reaches 70 to 80 %, as the report's does on CIFAR-10."""
+"""Enough that one machine reaches 70 to 80 %, as the report's does on CIFAR-10."""
 RATIO_GOAL, SPEED_GOAL = 0.99, 1.5
 NODES = (("1 node", "a", 10, 1), ("2 nodes", "ab", 10, 2), ("4 nodes", "abcd", 5, 3))
-"""How it is called, the nodes, local steps, times the learning rate."""
+"""Name, nodes, local steps, factor of the learning rate."""
 IMAGE_NODES = (("1 node", "a", 10, 1.0), ("2 nodes", "ab", 10, 1.0), ("4 nodes", "abcd", 5, 1.4))
 VIRTUAL_STEPS = 400
 
 
 def write_hard_images(folder: Path, samples: int, held_out: int, seed: int = 1) -> None:
-    """A generated set in CIFAR-10's binary form and of its difficulty: of each class a coloured pattern,
-    shifted, mirrored and weakened, under one of another class and much noise."""
+    """Write a generated set in CIFAR-10's binary form and of its difficulty: for each class a coloured
+    pattern, shifted, mirrored and weakened, under one of another class and much noise."""
     draws = np.random.default_rng(seed)
     patterns = draws.standard_normal((CIFAR_CLASSES, 3, 8, 8)).repeat(4, axis=2).repeat(4, axis=3)
     for name, count in (("data_batch_1.bin", samples), ("test_batch.bin", held_out)):
@@ -77,7 +77,7 @@ def write_hard_images(folder: Path, samples: int, held_out: int, seed: int = 1) 
 
 
 def hard_images() -> Data:
-    """The generated set, read as a run reads a folder of CIFAR-10."""
+    """Return the generated set, read as a run reads a folder of CIFAR-10."""
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as read:
         write_hard_images(Path(made), SAMPLES, HELD_OUT)
         convert(made, Path("/"), Path(read))
@@ -89,7 +89,7 @@ def hard_images() -> Data:
 
 
 def row(data: Data, way: str, seed: int, epochs: int, ways: dict[str, Way] = WAYS) -> dict[str, Any]:
-    """Accuracy, and how unbalanced what is held out is: its largest class over its smallest."""
+    """Return the accuracy, and the imbalance of the held-out samples: the largest class over the smallest."""
     found = train(data, ways[way], seed, epochs)
     counts = np.bincount(data.test[1])
     return {"accuracy": found.accuracy, "unbalanced": float(counts.max() / counts.min())}
@@ -112,7 +112,7 @@ def images(path: Path, seeds: range) -> None:
 
 
 def virtual(path: Path) -> None:
-    """Virtual seconds and accuracy of whole nodes, on digits: no load of this machine is in them."""
+    """Measure virtual seconds and accuracy of whole nodes, on digits, independent of this machine's load."""
     from _headline_nodes import BATCH, LOCAL_SECONDS_MAX, RATE, STAGE_SECONDS, _outcome
 
     from node.events import RunEnded, StepCommitted
@@ -149,8 +149,8 @@ def virtual(path: Path) -> None:
 
 
 def nodes(path: Path, seeds: range) -> None:
-    """Real nodes of one thread each; a seed is another generated set. Pairs come one after the other, and the
-    load of the machine before each is kept with it."""
+    """Measure real nodes of one thread each; a seed is another generated set. Pairs come one after the other,
+    each with the machine's load before it."""
     from _headline_nodes import play_one
 
     for seed in seeds:
@@ -168,7 +168,7 @@ def nodes(path: Path, seeds: range) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean accuracy with its interval, by part and way."""
+    """Return the mean accuracy with its interval, by part and way."""
     found = []
     for part in PARTS:
         names = dict.fromkeys(each.get("way") or each.get("how") for each in rows if each["part"] == part)
@@ -227,7 +227,7 @@ TEXTS = {
 
 
 def write_page(rows: list[dict[str, Any]]) -> None:
-    """Write docs/partitions.md of what was measured."""
+    """Write docs/partitions.md from the measurements."""
     lines = ["# New partitions, a federated baseline, and real nodes", ""]
     lines += wrap(
         "Made by `python benchmarks/cloudmesh.py`; do not edit. Beside docs/headline.md, which has the "
@@ -258,7 +258,7 @@ def _cell(value: Any) -> str:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """Two real nodes over one, pair by pair."""
+    """Return the goals: two real nodes over one, pair by pair."""
 
     def ratio(part: str, of: str, over: str, what: str) -> list[float]:
         found = {

@@ -1,8 +1,8 @@
-"""What frames cost and save: ratio, speed and error of every codec on what really crosses stages.
+"""The cost and savings of frames: ratio, speed and error of every codec on real tensors between stages.
 
 The tensors are those between the two halves of the built-in GPT (this repository's texts) and CNN (digits,
-enlarged), at their first values and after some steps: activations of a `Forward`, gradients of the last
-stage's answer. Then what a link of a given rate would choose, with the costs just measured.
+enlarged), at their initial values and after some steps: activations of a `Forward`, gradients of the last
+stage's answer. Then the choice of a link of a given rate, with the measured costs.
 """
 
 import sys
@@ -43,13 +43,13 @@ Batches = Callable[[int], tuple[Payload, Payload]]
 
 @dataclass(frozen=True)
 class Model:
-    """A model in two stages, and what makes its micro-batches of so many samples."""
+    """A model in two stages, and the maker of its micro-batches of a number of samples."""
 
     name: str
     row: Row
     batches: Batches
     sample_bytes: int
-    """Of what crosses, for one sample."""
+    """The bytes that cross for one sample."""
 
 
 def gpt() -> Model:
@@ -90,7 +90,7 @@ def cnn() -> Model:
 
 
 def crossing(model: Model, count: int) -> tuple[Array, Array]:
-    """The activation and the gradient between the stages, for so many samples."""
+    """Return the activation and the gradient between the stages, for this many samples."""
     first, last = model.row.chains[0]
     inputs, labels = model.batches(count)
     values = first.ask(Forward(0, 0, True, inputs), Forwarded).output
@@ -103,20 +103,21 @@ def crossing(model: Model, count: int) -> tuple[Array, Array]:
 
 
 def largest(payload: Payload) -> Array:
-    """The largest tensor of a bundle: beside it there is hardly anything."""
+    """Return the largest tensor of a bundle; the rest is negligible."""
     arrays = [array for _, array in unpack(payload, bytes_max=payload.size_bytes)]
     return max(arrays, key=lambda array: array.nbytes)
 
 
 def train(model: Model, count: int) -> None:
-    """A few steps, so that activations are no longer those of first values."""
+    """Train a few steps, so that activations are no longer those of initial values."""
     for step in range(TRAINED_STEPS):
         closed = model.row.forward(step, step, *model.batches(count), train=True)
         model.row.apply(step, closed.samples)
 
 
 def best(what: Callable[[], object], seconds: float) -> float:
-    """The least time of this thread, of as many turns as go into so many seconds: others may be busy here."""
+    """Return the least time of this thread in as many repetitions as fit into `seconds`: others may be
+    busy."""
     shortest, ended = float("inf"), time.perf_counter() + seconds
     while time.perf_counter() < ended or shortest == float("inf"):
         begun = time.thread_time()
@@ -126,7 +127,7 @@ def best(what: Callable[[], object], seconds: float) -> float:
 
 
 def measured(array: Array, codec: Codec, seconds: float) -> dict[str, Any]:
-    """The row of one tensor and codec."""
+    """Return the row of one tensor and codec."""
     tensors = [typed(array)]
     payload, rounding = pack_measured(tensors, codec)
     size = array.nbytes
@@ -145,7 +146,7 @@ def measured(array: Array, codec: Codec, seconds: float) -> dict[str, Any]:
 
 
 def tensors(model: Model, sizes: tuple[int, ...], when: str) -> list[tuple[str, Array]]:
-    """What crosses, cut to these numbers of MiB, with what to call it."""
+    """Return the tensors that cross, cut to these numbers of MiB, with their names."""
     pair = crossing(model, -(-max(sizes) * MIB // model.sample_bytes))
     return [
         (f"{model.name} {kind} {when} {size} MiB", np.ascontiguousarray(array.reshape(-1)[: size * MIB // 4]))
@@ -155,7 +156,7 @@ def tensors(model: Model, sizes: tuple[int, ...], when: str) -> list[tuple[str, 
 
 
 def choices(sample: Array) -> list[dict[str, Any]]:
-    """The codec of links of several rates, for each policy."""
+    """Return the codec chosen for links of several rates, by each policy."""
     costs = calibrate(time.thread_time, sample)
     policies: tuple[Frames, ...] = ("exact", "bfloat16", "int8", "int4")
     return [

@@ -1,10 +1,10 @@
-"""Models that nobody here wrote, of transformers and torchvision: captured, proved, admitted and cut.
+"""Models of transformers and torchvision: captured, proved, admitted and cut.
 
 A model that `torch.export` takes should be captured, be proved equal to itself, pass a peer's admission at
-capture, and train in two and in four stages as in one process: gradients and one step in float64. What is
-refused is shown with its reason. With `--quick` 7 of them, with PEERLOOM_CORPUS=sample 25; the full run
-writes docs/corpus.md, and PEERLOOM_CORPUS_LOG=FILE gets each row as it is known: those that it has are not
-examined again. torchvision's are examined where it is installed, as `make corpus` does.
+capture, and train in two and in four stages as in one process: gradients and one step in float64. Refusals
+are shown with their reasons. With `--quick` 7 of them, with PEERLOOM_CORPUS=sample 25; the full run writes
+docs/corpus.md. PEERLOOM_CORPUS_LOG=FILE gets each row once it is known; rows in it are not examined again.
+torchvision's are examined where it is installed, as `make corpus` does.
 """
 
 import contextlib
@@ -57,11 +57,11 @@ DOCUMENT = Path(__file__).parents[1] / "docs" / "corpus.md"
 MODEL_SECONDS_MAX = 240
 """Of CPU."""
 CAPTURED_MIN, TRAINABLE_MIN = 0.95, 0.90
-"""Shares of what torch exports."""
+"""Shares of the models that torch exports."""
 FLOAT32_STEP_MAX = 1e-4
-"""Where a model of float64 computes in float32 on its way, such as its softmax or its loss."""
+"""For a model of float64 that computes partly in float32, such as its softmax or its loss."""
 FLOAT32_MODEL_MAX = 1e-3
-"""Where all of a model is float32."""
+"""For a model entirely in float32."""
 BATCH, LENGTH, CLASSES, VOCABULARY = 4, 8, 5, 99
 
 FAMILIES = {
@@ -92,7 +92,7 @@ FAMILIES = {
         audio-spectrogram-transformer sew sew-d wav2vec2-bert
     """,
 }
-"""By kind of task, as transformers calls their configurations; `vision` are families of torchvision."""
+"""By kind of task: transformers' names of configurations; `vision` are families of torchvision."""
 if _torchvision.is_installed():
     FAMILIES["vision"] = " ".join(_torchvision.FAMILIES)
 
@@ -102,10 +102,10 @@ SAMPLE = """
 """
 
 QUICK = 7
-"""Of the sample, where there is less than a minute."""
+"""Models of the sample, for runs of less than a minute."""
 
 SOUNDS = {"wav2vec2-bert": (24, 16), "audio-spectrogram-transformer": (32, 16)}
-"""Where a sound is a spectrogram: (time, bins); else it is so many numbers."""
+"""Sounds that are spectrograms: (time, bins); others are this many numbers."""
 
 _SIZES: dict[Any, str] = {
     32: """hidden_size d_model n_embd dim embedding_size emb_dim embed_dim word_embed_proj_dim image_size
@@ -154,11 +154,11 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }
 REMEDIES: dict[str, dict[str, Any]] = {"batched_mm": {"experts_implementation": "batched_mm"}}
-"""What a refusal names, and the setting it means: tried where the text has the word."""
+"""A word in a refusal, and the setting it recommends: tried if the text has the word."""
 MASKED = ("longt5", "switch_transformers")
-"""Models that can be exported only where they are given a mask."""
+"""Models that can be exported only with a mask."""
 FLOAT32 = ("fsmt", "mra", "raft", "xglm")
-"""Models that compute in float32 whatever type they have, so that eager itself fails in float64."""
+"""Models that compute in float32 whatever their type, so that eager itself fails in float64."""
 _MAPPINGS = {
     "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
@@ -169,20 +169,20 @@ _MAPPINGS = {
 
 
 def tokens_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the ids that count, and how many those are."""
+    """Return the cross entropy of the ids that count, and their number."""
     logits = output.logits if hasattr(output, "logits") else output[0]
     loss = functional.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
     return loss, (labels != -100).sum()
 
 
 def class_loss(output: Any, labels: Tensor) -> Tensor:
-    """Cross entropy over classes."""
+    """Return the cross entropy over classes."""
     logits = output.logits if hasattr(output, "logits") else output.last_hidden_state.flatten(1)[:, :CLASSES]
     return functional.cross_entropy(logits, labels, reduction="sum")
 
 
 class Named(nn.Module):
-    """A model with its inputs by place, as a case of the zoo has them."""
+    """A model with its inputs by position, as a case of the zoo has them."""
 
     def __init__(self, model: nn.Module, names: Sequence[str]) -> None:
         super().__init__()
@@ -193,7 +193,8 @@ class Named(nn.Module):
 
 
 def case_of(kind: str, name: str, settings: Mapping[str, Any] = MappingProxyType({})) -> Case:
-    """A small model of an architecture, with noise to train it on; `settings` go into its configuration."""
+    """Return a small model of an architecture, with noise to train it on; `settings` go into its
+    configuration."""
     if kind == "vision":
         draw = partial(_torchvision.draw, name)
         return Case(name, partial(_torchvision.build, name), draw, _torchvision.loss, batch=BATCH)
@@ -207,7 +208,7 @@ def case_of(kind: str, name: str, settings: Mapping[str, Any] = MappingProxyType
         for key, value in SMALL.items()
         if hasattr(usual, key) and getattr(usual, key) is not None and type(getattr(usual, key)) in plain
     }
-    # Dropout itself is the zoo's matter (tests/zoo).
+    # Dropout is tested by the zoo (tests/zoo).
     fields |= {
         key: 0.0 for key, value in usual.to_dict().items() if "drop" in key and isinstance(value, float)
     }
@@ -254,13 +255,13 @@ def exportable(case: Case, dtype: torch.dtype) -> bool:
     try:
         with redirect_stderr(io.StringIO()):
             torch.export.export(case.model(dtype), inputs, strict=False)
-    except Exception:  # whatever torch raises
+    except Exception:  # any error of torch
         return False
     return True
 
 
 def examine(kind: str, name: str) -> dict[str, Any]:
-    """One row. `silent`: it was proved, and its stages do not compute what the module does."""
+    """Return one row. `silent`: it was proved, but its stages do not compute what the module does."""
     row: dict[str, Any] = {"model": name, "kind": kind, "captured": False, "trained": False, "silent": False}
     row["why"] = ""
     dtype = torch.float32 if name in FLOAT32 else torch.float64
@@ -270,7 +271,7 @@ def examine(kind: str, name: str) -> dict[str, Any]:
     except Exception as error:  # a configuration that is too small for this architecture
         return row | {"exported": False, "why": f"not built: {type(error).__name__}: {str(error)[:120]}"}
     found = _proved(case, dtype, row)
-    # What is captured was exported for it.
+    # A captured model was exported for it.
     row["exported"] = found is not None or exportable(case, dtype)
     remedies = [word for word in REMEDIES if word in row["why"]]
     if found is None and remedies:
@@ -307,7 +308,7 @@ def examine(kind: str, name: str) -> dict[str, Any]:
 
 
 def rewritten(kind: str, name: str, dtype: torch.dtype, remedy: str) -> str:
-    """Write the model as its refusal says: "proved", or why it still is not."""
+    """Rewrite the model as its refusal says; return "proved", or why it still fails."""
     REWRITTEN[name]()
     found: dict[str, Any] = {"why": ""}
     _proved(case_of(kind, name, REMEDIES.get(remedy, {})), dtype, found)
@@ -315,7 +316,7 @@ def rewritten(kind: str, name: str, dtype: torch.dtype, remedy: str) -> str:
 
 
 def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captured, float] | None:
-    """Capture, prove and admit; how far stages may be off, or None with the reason in the row."""
+    """Capture, prove and admit; return the tolerance of stages, or None with the reason in the row."""
     inputs, labels = case.data(0, BATCH, dtype)
     task = Task(case.model(dtype), inputs, labels, loss=case.loss, name=case.name)
     begun = time.perf_counter()
@@ -327,7 +328,7 @@ def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captur
     except (CaptureRefused, ValueError) as error:
         row["why"] = " ".join(str(error).split())[:600]
         return None
-    except Exception as error:  # a crash, which is a fault of ours
+    except Exception as error:  # a crash, which is our bug
         row["why"] = f"CRASH {type(error).__name__}: {' '.join(str(error).split())[:300]}"
         return None
     if dtype == torch.float32:
@@ -336,7 +337,7 @@ def _proved(case: Case, dtype: torch.dtype, row: dict[str, Any]) -> tuple[Captur
 
 
 def on_nodes(kind: str, name: str, row: dict[str, Any]) -> dict[str, Any]:
-    """Train what has been proved for three steps on two nodes; what the row gets of it."""
+    """Train a proved model for three steps on two nodes; return the row's figures."""
     dtype = torch.float32 if name in FLOAT32 else torch.float64
     case = case_of(kind, name, REMEDIES.get(row.get("remedy", ""), {}))
     inputs, labels = case.data(0, BATCH, dtype)
@@ -344,7 +345,7 @@ def on_nodes(kind: str, name: str, row: dict[str, Any]) -> dict[str, Any]:
     try:
         captured = capture_task(task, unproved=True, evaluation="evaluate" in row["entries"] or None)
         difference = trained_on_nodes(case, captured, dtype, BATCH)
-    except Exception as error:  # whatever a run fails with is the row's
+    except Exception as error:  # any failure of a run goes into the row
         return {"nodes": f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"}
     return {"nodes": difference}
 
@@ -355,7 +356,7 @@ class Late(BaseException):
 
 @contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise Late after so many seconds of CPU."""
+    """Raise Late after this many seconds of CPU."""
 
     def ring(*_: object) -> None:
         raise Late
@@ -382,7 +383,7 @@ def _tree() -> str:
 
 
 def document(rows: Sequence[dict[str, Any]], goals: Sequence[Goal]) -> str:
-    """docs/corpus.md."""
+    """Return docs/corpus.md."""
     lines = [
         "# Models of others",
         "",
@@ -437,7 +438,7 @@ def main() -> int:
         if row and (not flags.nodes or not row["trained"] or "nodes" in row):
             continue
         try:
-            # torch writes its own pages to both.
+            # torch writes pages of its own to both.
             with limited(MODEL_SECONDS_MAX), contextlib.redirect_stdout(io.StringIO()):
                 row = row or examine(kind, name)
                 if flags.nodes and row["trained"]:
@@ -454,7 +455,7 @@ def main() -> int:
                 file.write(json.dumps(row) + "\n")
         told = "yes" if row["trained"] else row["why"][:100]
         print(name, told, row.get("nodes", ""), file=sys.stderr)
-    # As they are listed, in whatever order a log has them.
+    # In the order of the list, whatever the order of a log.
     rows = [known[each] for each in wanted if each in known]
     goals = goals_of(rows)
     if not flags.quick and not is_sample:
@@ -463,7 +464,7 @@ def main() -> int:
 
 
 def _logged(log: str) -> dict[tuple[str, str], dict[str, Any]]:
-    """Rows by kind and name; of several the last."""
+    """Return rows by kind and name; of several the last."""
     if not log or not Path(log).exists():
         return {}
     rows = [json.loads(line) for line in Path(log).read_text().splitlines()]
@@ -471,7 +472,7 @@ def _logged(log: str) -> dict[tuple[str, str], dict[str, Any]]:
 
 
 def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
-    """Shares of what torch exports."""
+    """Return the goals: shares of the models that torch exports."""
     exported = [row for row in rows if row["exported"]]
     count = max(1, len(exported))
     asked = [row for row in rows if "nodes" in row]
@@ -496,7 +497,7 @@ def goals_of(rows: Sequence[dict[str, Any]]) -> list[Goal]:
 def is_equal_on_nodes(row: dict[str, Any]) -> bool:
     """Return whether nodes have trained it as one process does."""
     found = row["nodes"]
-    # A model of float64 that computes in float32 on its way is told by its stages, too.
+    # The stages of a float64 model that computes partly in float32 show this, too.
     is_exact = row["model"] not in FLOAT32 and row["error"] <= EXACT_MAX
     return isinstance(found, float) and found <= (EXACT_MAX if is_exact else FLOAT32_STEP_MAX)
 

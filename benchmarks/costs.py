@@ -1,4 +1,4 @@
-"""What the planner expects of stages beside what they take: time of both passes, and peak memory.
+"""The planner's predictions for stages compared with measurements: time of both passes, and peak memory.
 
 The device is calibrated by the node's own code, in a process of its own. Every model of `tests.zoo` at its
 realistic size is then cut into three stages of about as many layers, and executors in this process, set up as
@@ -56,7 +56,7 @@ MEMORY_QUICK = ("resnet18", "gpt")
 
 
 def calibrated() -> Calibration:
-    """This machine's calibration, measured now."""
+    """Return this machine's calibration, measured now."""
     with tempfile.TemporaryDirectory() as folder:
         found = calibrate(Wanted("cpu", "float32", 1), Path(folder))
     if found is None:
@@ -65,7 +65,7 @@ def calibrated() -> Calibration:
 
 
 def stage_times(case: Case, captured: Captured, seconds: float) -> tuple[list[tuple[int, int]], list[float]]:
-    """The layers of each stage, and the seconds that each takes for both passes of a micro-batch."""
+    """Return the layers of each stage, and the seconds of each for both passes of a micro-batch."""
     layers = len(captured.graph.layers)
     count = min(STAGES, layers)
     ends = [round(layers * number / count) for number in range(count + 1)]
@@ -104,7 +104,7 @@ def stage_times(case: Case, captured: Captured, seconds: float) -> tuple[list[tu
 
 
 def time_row(name: str, calibration: Calibration, seconds: float) -> dict[str, Any]:
-    """Predicted over measured time of a model's stages, and of all of them together."""
+    """Return predicted over measured time of a model's stages, and of all together."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     ranges, measured = stage_times(case, captured, seconds)
@@ -120,7 +120,7 @@ def time_row(name: str, calibration: Calibration, seconds: float) -> dict[str, A
 def predictions(
     case: Case, captured: Captured, calibration: Calibration, ranges: Sequence[tuple[int, int]]
 ) -> list[float]:
-    """Seconds of a processor for each stage by the planner's tables, without a node's own work."""
+    """Return the seconds of a processor for each stage by the planner's tables, without a node's own work."""
     alone = msgspec.structs.replace(calibration, node=Pace(0, 0, 0), share_permille=1000)
     data = case.data(0, case.batch)
     sizes = sizes_of(captured.graph, data)
@@ -133,7 +133,7 @@ def predictions(
 
 
 async def memory_row(name: str, calibration: Calibration) -> dict[str, Any]:
-    """Predicted over measured peak memory of a stage's process that holds the whole model."""
+    """Return predicted over measured peak memory of a stage's process that holds the whole model."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     data = case.data(0, case.batch)
@@ -165,7 +165,7 @@ async def memory_row(name: str, calibration: Calibration) -> dict[str, Any]:
 
 
 def peak_bytes(process: int) -> int:
-    """The most that a process ever had in memory."""
+    """Return the peak memory of a process."""
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -173,7 +173,7 @@ def peak_bytes(process: int) -> int:
 
 
 def times(calibration: Calibration, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Predicted against measured time of both passes."""
+    """Compare predicted with measured time of both passes."""
     names, seconds = (QUICK, SECONDS_QUICK) if is_quick else (tuple(ZOO), SECONDS)
     rows = []
     for name in names:
@@ -195,7 +195,7 @@ def times(calibration: Calibration, *, is_quick: bool) -> tuple[list[dict[str, A
 
 
 def memory(calibration: Calibration, *, is_quick: bool) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Predicted against measured peak memory."""
+    """Compare predicted with measured peak memory."""
     rows = []
     for name in MEMORY_QUICK if is_quick else tuple(ZOO):
         rows.append(trio.run(memory_row, name, calibration))
@@ -208,7 +208,7 @@ def memory(calibration: Calibration, *, is_quick: bool) -> tuple[list[dict[str, 
 
 
 def main() -> int:
-    """Measure both, or what was asked for."""
+    """Measure both, or the requested one."""
     flags = arguments(__doc__ or "", times="only the times", memory="only the memory")
     keep_freed_memory()
     prepare_process(1)

@@ -1,4 +1,4 @@
-"""What memory a requester and a trainer need for a data set of several sizes: it must not grow with the set.
+"""The memory of a requester and a trainer for data sets of several sizes: it must not grow with the set.
 
     python benchmarks/data_memory.py [--mebibytes 64 1024]
 

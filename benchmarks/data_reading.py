@@ -1,13 +1,12 @@
-"""What reading people's data takes: a csv of 1 GB, 100,000 images, texts of 1 GB and, as tokens, 100 MB.
+"""The cost of reading people's data: a csv of 1 GB, 100,000 images, texts of 1 GB and, as tokens, 100 MB.
 
     python benchmarks/data_reading.py [--quick] [--json]
 
 Each is read by `peerloom data show`, a real command with its fenced process. Shown are seconds, the peak of
 the anonymous memory of both beside the bytes of the arrays that are made (`RssAnon`: pages of mapped files,
-which the system takes back at will, are not in it), and how often progress was told. Then the command is
-begun again and interrupted by Ctrl-C in the middle: how soon it ends, by which status, and what it leaves
-behind. With `--quick` a twentieth of each. Memory is held to twice the arrays and what Python and the
-libraries take, and all of it to the end.
+which the system takes back at will, are not in it), and how often progress was reported. Then the command is
+started again and interrupted by Ctrl-C in the middle: how soon it ends, its status, and its leftovers. With
+`--quick` a twentieth of each. The memory goal is twice the arrays plus that of Python and the libraries.
 """
 
 import json
@@ -35,15 +34,15 @@ QUICK = 20
 LIBRARIES_BYTES = 300 * MB
 """Two processes of Python with numpy, Pillow and tokenizers: 230 MB."""
 INTERRUPTED = 130, -signal.SIGINT
-"""By its own word; or by the signal, while Python loads its modules, which a shell calls 130 too."""
+"""Its own exit code; or the signal, while Python loads its modules, which a shell reports as 130 too."""
 ENDED_SECONDS_MAX = 3.0
 LONG_SECONDS = 5.0
-"""What takes longer tells how far it is."""
+"""Longer readings must report progress."""
 _POLL_SECONDS = 0.02
 
 
 def write_csv(folder: Path, size: int) -> str:
-    """Rows of 20 numbers and a word."""
+    """Write rows of 20 numbers and a word."""
     draw = np.random.default_rng(1)
     rows = draw.normal(size=(2_000, 20)).round(5)
     lines = [",".join(map(str, row)) + f",{WORDS[n % 3]}\n" for n, row in enumerate(rows.tolist())]
@@ -56,7 +55,7 @@ def write_csv(folder: Path, size: int) -> str:
 
 
 def write_images(folder: Path, count: int) -> str:
-    """Pictures of 32 x 32 in ten folders."""
+    """Write pictures of 32 x 32 in ten folders."""
     from PIL import Image
 
     draw = np.random.default_rng(1)
@@ -70,7 +69,7 @@ def write_images(folder: Path, count: int) -> str:
 
 
 def write_text(folder: Path, size: int) -> str:
-    """Sentences, one a line."""
+    """Write sentences, one per line."""
     line = b"".join(
         b"In the year %d there were %d of them, and nobody counted.\n" % (n, n * n) for n in range(9_000)
     )
@@ -81,7 +80,7 @@ def write_text(folder: Path, size: int) -> str:
 
 
 def write_tokens(folder: Path, size: int) -> str:
-    """The same, for a folder of a model with its tokenizer."""
+    """Write the same for a model's folder with its tokenizer."""
     import tokenizers
 
     write_text(folder, size)
@@ -124,7 +123,7 @@ class Command:
 
     @property
     def progress(self) -> int:
-        """How often it has said how far it is."""
+        """Return how often it has reported progress."""
         return self.said.count(b"\x1b[K")
 
 
@@ -142,7 +141,7 @@ def anonymous_bytes(process: psutil.Process) -> int:
 
 
 def read(source: str, folder: Path) -> tuple[float, int, int, int]:
-    """Read to the end: seconds, peak of memory, bytes of arrays, lines of progress."""
+    """Read to the end; return seconds, peak memory, bytes of arrays, lines of progress."""
     began = time.monotonic()
     command = Command(source, folder)
     watched = psutil.Process(command.process.pid)
@@ -164,8 +163,8 @@ def read(source: str, folder: Path) -> tuple[float, int, int, int]:
 
 
 def interrupt(source: str, folder: Path, after: float) -> tuple[float, int, list[str]]:
-    """Begin, and press Ctrl-C once it has told how far it is, or `after` so many seconds: seconds to the end,
-    status, what is left."""
+    """Start, and press Ctrl-C once it reports progress, or after `after` seconds; return the seconds to the
+    end, its status, and leftovers."""
     command = Command(source, folder)
     children: list[psutil.Process] = []
     end = time.monotonic() + after
@@ -184,7 +183,7 @@ def interrupt(source: str, folder: Path, after: float) -> tuple[float, int, list
 
 
 def main() -> int:
-    """Measure each kind; 1 if a goal is missed."""
+    """Measure each kind; return 1 if a goal is missed."""
     given = arguments(__doc__ or "")
     share = QUICK if given.quick else 1
     kinds: list[tuple[str, Callable[[Path, int], str], int]] = [

@@ -1,8 +1,9 @@
 """200 MB from one requester to eight providers, 20 Mbit/s each way, over the simulator's network.
 
-The real exchange core; virtual time, so the figures do not depend on the machine. Held against the time in
-which the requester alone would serve all of them at its full rate. Once undisturbed, once with the requester
-killed after it has uploaded 1.1 copies, once with a liar and a peer that never sends among the holders.
+The real exchange core; virtual time, so the figures do not depend on the machine. The reference is the time
+in which the requester alone would serve all of them at its full rate. Once undisturbed, once with the
+requester killed after it has uploaded 1.1 copies, once with a liar and a peer that never sends among the
+holders.
 """
 
 from math import inf
@@ -34,7 +35,7 @@ def row(what: str, seed: int, found: Trade) -> dict[str, object]:
 
 
 def main() -> int:
-    """Play all cases; 1 if a goal is missed."""
+    """Play all cases; return 1 if a goal is missed."""
     flags = arguments(str(__doc__))
     pieces = PIECES_QUICK if flags.quick else PIECES_FULL
     rows, goals = [], []

@@ -3,9 +3,9 @@
     python benchmarks/dht_churn.py [--json] [--quick] [--seeds N] [--first-seed N] [--nodes N]
         [--minutes N] [--only CASE]
 
-Kademlia cores alone (`tests.dht.table_world`), which find out who died by themselves: nodes of a swarm have
-SWIM beside. 2 % loss, 50 ms one way, a constant population whose lives are exponential; a newcomer knows
-nothing but three addresses. --quick is 200 nodes and minutes in place of hours.
+Kademlia cores alone (`tests.dht.table_world`), which detect deaths by themselves; nodes of a swarm also have
+SWIM. 2 % loss, 50 ms one way, a constant population whose lives are exponential; a newcomer knows nothing but
+three addresses. --quick is 200 nodes and minutes in place of hours.
 """
 
 import argparse
@@ -36,18 +36,18 @@ Rows = list[dict[str, Any]]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value that so many are not above; nan of none."""
+    """Return the value that this share does not exceed; nan of none."""
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else math.nan
 
 
 def share(values: Sequence[bool]) -> float:
-    """How many of these are so; nan of none."""
+    """Return the share of true values; nan of none."""
     return sum(values) / len(values) if values else math.nan
 
 
 def churn(seed: int, nodes: int, seconds: float, median_seconds: float) -> TableWorld:
-    """Records stored at the start, and lookups all the time."""
+    """Play records stored at the start, and lookups all the time."""
     world = TableWorld(nodes, seed, median_seconds=median_seconds)
     for number in range(RECORDS):
         world.at(5.0 + number, world.store)
@@ -87,7 +87,7 @@ def churn_row(case: str, seed: int, world: TableWorld) -> dict[str, Any]:
 
 
 def lying(seed: int, nodes: int, seconds: float, paths: int) -> dict[str, Any]:
-    """A fifth of the nodes lie, a third of these in each way."""
+    """Play a swarm in which a fifth of the nodes lie, a third of these in each way."""
     is_liar = [random.Random(f"{seed} {number}").random() < LIARS_SHARE for number in range(nodes)]
     make = liar_of(KINDS)
     world = TableWorld(nodes, seed, core_of=lambda n: make if n < nodes and is_liar[n] else Kademlia)
@@ -103,7 +103,8 @@ def lying(seed: int, nodes: int, seconds: float, paths: int) -> dict[str, Any]:
 
 
 def eclipse(seed: int, nodes: int) -> dict[str, Any]:
-    """500 ids near one key, in five address groups; then an honest record is stored there, and looked for."""
+    """Play 500 ids near one key, in five address groups; then an honest record is stored and looked up
+    there."""
     key = record_key("table", b"eclipsed")
     world = TableWorld(nodes, seed, host_of=_host_of(nodes))
     FalseNeighbours.liars = ground = grind(seed, key, ECLIPSE_IDS, 40 * nodes)
@@ -124,7 +125,7 @@ def eclipse(seed: int, nodes: int) -> dict[str, Any]:
 
 
 def _host_of(nodes: int) -> Callable[[int], str]:
-    """Honest nodes each in a network of their own, attackers in a few."""
+    """Give each honest node a network of its own, attackers a few."""
 
     def host(number: int) -> str:
         if number < nodes:
@@ -135,7 +136,8 @@ def _host_of(nodes: int) -> Callable[[int], str]:
 
 
 def split(seed: int, nodes: int, republish_seconds: float) -> dict[str, Any]:
-    """Halves for 30 minutes (or as long as a republish); each publisher makes a new version meanwhile."""
+    """Play halves for 30 minutes (or as long as a republish); each publisher makes a new version
+    meanwhile."""
     world = TableWorld(nodes, seed, settings=Settings(republish_seconds=republish_seconds))
     peers = list(world.lives)
     for number in range(20):
@@ -167,7 +169,7 @@ def _renew(world: TableWorld, number: int) -> None:
 
 
 def capability(seed: int, nodes: int, seconds: float) -> dict[str, Any]:
-    """Searches under churn, of rare and of common classes."""
+    """Play searches under churn, for rare and for common classes."""
     world = TableWorld(nodes, seed, median_seconds=3_600.0, advert_of=some_advert)
     warm = 400.0
     world.run(warm)
@@ -185,7 +187,7 @@ def capability(seed: int, nodes: int, seconds: float) -> dict[str, Any]:
     hunts = world.figures.hunts
     sent = {peer: _sent(world, [peer]) - before[peer] for peer in world.lives if peer in before}
     loads = list(sent.values())
-    # Whoever searches sends some hundred requests at once; this is what it costs those that do not.
+    # A searching peer sends some hundred requests at once; this is the cost for the others.
     others = max(count for peer, count in sent.items() if peer not in askers)
     return {
         "case": "capability",
@@ -208,7 +210,7 @@ def _sent(world: TableWorld, peers: list[Any]) -> int:
 
 
 def goals_of(rows: Rows) -> list[Goal]:
-    """What the issue of a finished DHT asks for, of the cases that ran: the worst seed counts."""
+    """Return the goals for the cases that ran: the worst seed counts."""
     goals: list[Goal] = []
 
     def worst(case: str, name: str, figure: str, operator: str, bound: float) -> None:

@@ -1,11 +1,10 @@
-"""All nodes of a swarm stop at once and start again from their disks: what of the records is found?
+"""All nodes of a swarm stop at once and restart from their disks: which records are found again?
 
     python benchmarks/dht_restart.py [--json] [--quick]
 
 16 processes on real sockets, k=5. Each stores records of 200 bytes that last an hour, and some that last
-seconds. When all have been saved every process is killed (SIGKILL), and all are started again in their
-folders and on their ports. Nobody is told whom to join: they have the contacts that they saved. Then each
-looks for the records of another.
+seconds. Once all are saved, every process is killed (SIGKILL) and restarted in its folder and on its port.
+They join by their saved contacts alone. Then each looks up the records of another.
 """
 
 import tempfile
@@ -19,9 +18,9 @@ from dht_sockets import PARALLEL, PROCESSES, Process, quantile
 EACH = 40
 SHORT_EACH = 5
 SHORT_SECONDS = 8.0
-"""Of records that have expired when they are looked for; one that is found all the same is a fault."""
+"""The lifetime of records that have expired before they are looked up; one that is still found is a fault."""
 READY_SECONDS = 20.0
-"""Until every node has all the contacts back that it needs."""
+"""The time until every node has recovered enough contacts."""
 
 
 def begin(folder: str, ports: list[str]) -> list[Process]:
@@ -42,7 +41,7 @@ def shares(nodes: list[Process], what: str, names: str, count: int, **more: Any)
 
 
 def have(each: list[list[float]]) -> int:
-    """How many of these succeeded."""
+    """Return how many of these succeeded."""
     return sum(seconds >= 0 for some in each for seconds in some)
 
 

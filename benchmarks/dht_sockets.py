@@ -4,10 +4,9 @@
 
 200-byte values, k=5, one operation at a time and eight at a time. Ours travels in authenticated sessions and
 its records are signed; the package has neither. Both are measured in turn in one run, so that a busy machine
-slows both. So is hivemind, where PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are
-installed in (`pip install --target FOLDER hivemind numpy==2.2.6`), for it goes with no other numpy; where it
-does not, nothing is compared with it. A file named `dht.py` in this
-folder would hide the package of that name from all benchmarks.
+slows both. hivemind is measured too if PEERLOOM_HIVEMIND names the folders with it and its numpy (`pip
+install --target FOLDER hivemind numpy==2.2.6`), because it works with no other numpy. A file named `dht.py`
+in this folder would hide the package of that name from all benchmarks.
 """
 
 import json
@@ -28,7 +27,7 @@ NODE = Path(__file__).with_name("_dht_node.py")
 
 
 class Process:
-    """One node, and what it is told."""
+    """The process of one node, which takes orders."""
 
     def __init__(self, kind: str, number: int, *place: str) -> None:
         """`place`: a folder to keep its records in, and a port."""
@@ -46,18 +45,18 @@ class Process:
         self.address = self.answer()["address"]
 
     def ask(self, **order: Any) -> Any:
-        """Tell it something, and wait for its answer."""
+        """Send an order, and wait for its answer."""
         self.tell(**order)
         return self.answer()
 
     def tell(self, **order: Any) -> None:
-        """Tell it something."""
+        """Send an order."""
         pipe = self._pipe(self._process.stdin)
         pipe.write(json.dumps(order) + "\n")
         pipe.flush()
 
     def end(self) -> None:
-        """Let it end; hivemind's processes do not always."""
+        """End it; hivemind's processes do not always end by themselves."""
         self.tell(do="end")
         try:
             self._process.wait(10)
@@ -66,12 +65,12 @@ class Process:
             self._process.wait()
 
     def kill(self) -> None:
-        """Stop it as a cut of the power does."""
+        """Kill it, as a power cut does."""
         self._process.kill()
         self._process.wait()
 
     def answer(self) -> Any:
-        """What it says to what it was told."""
+        """Return its answer to an order."""
         line = self._pipe(self._process.stdout).readline()
         if not line:
             raise RuntimeError("a node ended before it answered")
@@ -93,12 +92,12 @@ def start(kind: str) -> tuple[list[Process], list[float]]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value that so many are not above."""
+    """Return the value that this share does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def measure(nodes: list[Process], label: str, count: int, parallel: int) -> dict[str, Any]:
-    """Store by one node, get by another one, in turn."""
+    """Store by one node, get by another, in turn."""
     keys = [f"{label} {number}" for number in range(count)]
     row: dict[str, Any] = {}
     for what, node in (("store", nodes[3]), ("get", nodes[11])):
@@ -144,7 +143,7 @@ def main() -> int:
             0,
         ),
     ]
-    if HIVEMIND:  # a comparison is a goal only where both were measured in this run
+    if HIVEMIND:  # a comparison is a goal only if both were measured in this run
         their_store, their_get = figure("hivemind", 1, "store_p50_ms"), figure("hivemind", 1, "get_p50_ms")
         goals += [
             Goal("store, times faster than hivemind", their_store / store, ">=", 5),

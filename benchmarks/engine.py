@@ -34,7 +34,7 @@ RATIO_GOAL = 3.0
 
 
 class CountedSwim(Swim):
-    """Counts what it receives, the same way under both drivers."""
+    """Counts received messages, the same way under both drivers."""
 
     received = 0
 
@@ -44,7 +44,7 @@ class CountedSwim(Swim):
 
 
 def cores(count: int) -> list[tuple[PeerId, Swim]]:
-    """Fresh cores."""
+    """Return fresh cores."""
     made: list[tuple[PeerId, Swim]] = []
     for index in range(count):
         peer = seeded_peer(SEED, index)
@@ -56,7 +56,7 @@ def cores(count: int) -> list[tuple[PeerId, Swim]]:
 
 
 def by_engine(count: int, seconds: float) -> None:
-    """The heap, with the real codec, as the driver has it."""
+    """Run the heap engine with the real codec, as the driver has it."""
     engine = Engine(Links(MODEL, SEED), wires={PROTOCOL: Wire(Message, MESSAGE_BYTES_MAX)})
     swarm = cores(count)
     first = swarm[0][0]
@@ -67,7 +67,7 @@ def by_engine(count: int, seconds: float) -> None:
 
 
 def by_trio(count: int, seconds: float) -> None:
-    """The node's own driver, a task a core."""
+    """Run the node's own driver, one task per core."""
     trio.run(_drive, count, seconds, clock=MockClock(autojump_threshold=0))
 
 
@@ -109,7 +109,7 @@ async def _join(driver: Driver, core: Swim, through: PeerId, at: float) -> None:
 
 
 def rate(run: Callable[[], None]) -> float:
-    """Messages received per CPU second."""
+    """Return the messages received per CPU second."""
     CountedSwim.received = 0
     begun = time.process_time()
     run()

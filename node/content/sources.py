@@ -13,7 +13,7 @@ can be read in two ways is refused with the key that decides. The sources are:
     http(s)://, s3://, gs://    one of the files above (`node.content.buckets`)
 
 `[splits]` of RUN.toml takes validation and test samples from another source, or a share of the training
-samples. Without a test part always the same fifth is held out. Equal sources make equal bytes, hence one hash.
+samples. Without a test part always the same fifth is held out. Equal sources make equal bytes, so one hash.
 """
 
 import re
