@@ -104,8 +104,7 @@ class Node(Surface):
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
     are the six seams, the simulator's way in; `observe` is told of every event of membership and records, and
     of every message of a run that is sent; `swim` and `kademlia` make these cores, for whoever tries out
-    others; `recorder` writes down what comes in; `settings` are those of the services. Use it as an async
-    context manager under trio.
+    others; `recorder` writes down what comes in. Use it as an async context manager under trio.
 
     Long because it is the composition root: it makes each service once, joins them, and holds no rule of any.
     """
@@ -254,8 +253,7 @@ class Node(Surface):
         nursery.start_soon(keep_running, "remembering", self._remembered.run)
         nursery.start_soon(keep_running, "standing", self._standing.run)
         nursery.start_soon(keep_running, "advertising", self._advertise)
-        watch = partial(self._swarm_clock.watch, self._follow_clock, self._publish)
-        nursery.start_soon(keep_running, "clocks", watch)
+        nursery.start_soon(keep_running, "clocks", self._swarm_clock.watch, self._follow_clock, self._publish)
         self.handlers |= start_following(self, nursery)
 
     def _swarm_keys(self) -> tuple[bytes, ...]:

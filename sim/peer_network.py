@@ -32,7 +32,7 @@ HANDSHAKE_TRIPS = 4
 
 
 class Fabric(Protocol):
-    """What all simulated networks of one simulation share, as one of them uses it: `sim.seams`."""
+    """The part that all networks of one simulation share, as one of them uses it: `sim.seams`."""
 
     links: Links
     homes: Homes
@@ -169,7 +169,7 @@ class SimNetwork(SingleHomed):
         self._post(peer, protocol, bytes(message), by_stream)
 
     def send_held(self) -> None:
-        """What was to be sent while the peer stood still leaves at the thaw."""
+        """Send at the thaw the messages that were held back while the peer was frozen."""
         if self._held and self.pace.still_until <= now_seconds():
             held, self._held = self._held, []
             for each in held:

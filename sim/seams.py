@@ -47,7 +47,7 @@ from sim.storage import MemoryStorage
 from sim.wakeup import Alarm
 
 EPOCH_SECONDS = 1_800_000_000.0
-"""What the wall clock shows when a simulation begins."""
+"""The wall clock's time at the start of a simulation."""
 
 
 class SimClock:

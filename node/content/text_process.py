@@ -57,7 +57,7 @@ TAIL_LENGTH = 64
 
 
 class _Texts:
-    """What the process knows of a model with a tokenizer."""
+    """A model with a tokenizer, as the process knows it."""
 
     def __init__(self, folder: Path) -> None:
         self._known = Tokens(folder / TOKENIZER)
@@ -134,7 +134,7 @@ class _Texts:
 
 
 class _Bytes:
-    """What the process knows of a model of bytes: it holds answers to rules, and no more is asked of it."""
+    """A model of bytes, as the process knows it: it holds answers to rules, nothing else."""
 
     def __init__(self) -> None:
         self._masks = ServiceMasks(_byte_masks)

@@ -11,7 +11,7 @@ from node.content.calls.rules import AnswerRule
 
 
 class TextFacts(msgspec.Struct, frozen=True):
-    """What a model's files say: the ids that end an answer, how it is usually asked, whether chats have a
+    """Facts in a model's files: the ids that end an answer, how it is usually asked, whether chats have a
     template, how many tokens the tokenizer tells apart, and in which formats it writes calls of tools and its
     reasoning. Temperature 0 takes the likeliest."""
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from crypto.identity import PeerId
-from partition.run.timeouts import LEAVE_SECONDS_MAX
+from partition.run.settings import RunSettings
 from partition.serve.messages import Answer, Roll, Row
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
 from partition.serve.provider import Event as ProviderEvent
@@ -31,7 +31,7 @@ Sends = list[tuple[PeerId, Any]]
 
 
 class StageOwner(Protocol):
-    """What is needed of the peer that holds stages."""
+    """The peer that holds stages, as they use it."""
 
     peer: PeerId
     provider: SessionProvider
@@ -56,7 +56,7 @@ class StageOwner(Protocol):
         """Ask a peer, which may be this one, to hold a stage."""
 
 
-class HeldStage:
+class LoadedStage:
     """One of them, with the tokens that each session has there."""
 
     def __init__(self, number: int, upkeep: ServiceUpkeep) -> None:
@@ -80,12 +80,12 @@ class HeldStages:
         self._service = service
         self._model = model
         self._token_after = token_after
-        self._stages: dict[int, HeldStage] = {}
+        self._stages: dict[int, LoadedStage] = {}
         self._computes_until = -inf
         self._is_leaving = False
 
     @property
-    def held(self) -> list[HeldStage]:
+    def held(self) -> list[LoadedStage]:
         """The stages, the one that is held for good first."""
         return sorted(self._stages.values(), key=lambda held: held.upkeep.is_stopgap)
 
@@ -145,19 +145,19 @@ class HeldStages:
         )  # fmt: skip
         if here:
             self._owner.count("stopgaps taken")
-        held = self._stages[stage] = HeldStage(stage, upkeep)
+        held = self._stages[stage] = LoadedStage(stage, upkeep)
         self._owner.at(after(now, model.load_seconds), partial(self._loaded, held))
         self._owner.turn([])
         return True
 
-    def _loaded(self, held: HeldStage) -> None:
+    def _loaded(self, held: LoadedStage) -> None:
         if self._stages.get(held.number) is not held:
             return
         context = 4 * self._model.prompt + self._model.tokens
         self._owner.provider.hold(self._service, held.number, self._model.stages, context)
         self._owner.turn(list(held.upkeep.ready(self._owner.now)))
 
-    def _let_go(self, held: HeldStage) -> None:
+    def _let_go(self, held: LoadedStage) -> None:
         if self._stages.get(held.number) is not held:
             return
         del self._stages[held.number]
@@ -172,7 +172,7 @@ class HeldStages:
         """Let go of all stages, each after another peer answers for it where sessions would have to wait for
         that; `then` comes once that is done, or after as long as a node waits for it."""
         self._is_leaving = True
-        until = self._owner.now + LEAVE_SECONDS_MAX
+        until = self._owner.now + RunSettings().leave_seconds_max
         for each in self.held:
             self._hand_over(each, until)
 
@@ -184,7 +184,7 @@ class HeldStages:
 
         look()
 
-    def _hand_over(self, held: HeldStage, until: float) -> None:
+    def _hand_over(self, held: LoadedStage, until: float) -> None:
         owner = self._owner
         if not owner.provider.sessions_of(self._service) or self._has_other(held):
             self._let_go(held)
@@ -206,12 +206,12 @@ class HeldStages:
         members = [PeerId(row.peer) for row in rows if row.peer != owner.peer]
         self._place(held.number, rows, [*self._free(rows), *members], found)
 
-    def _has_other(self, held: HeldStage) -> bool:
+    def _has_other(self, held: LoadedStage) -> bool:
         return bool(held.roster) and any(peer != self._owner.peer for peer in held.roster[held.number])
 
     # Finding others
 
-    def _recruit(self, held: HeldStage, wanted: Recruit) -> None:
+    def _recruit(self, held: LoadedStage, wanted: Recruit) -> None:
         """Ask those that live and hold no stage, one after another, then the members where nobody has it."""
         rows = held.upkeep.rows()
         asked = self._free((*rows, *(Row(peer, 0, False) for peer in wanted.members)))
@@ -263,7 +263,7 @@ class HeldStages:
         tokens = sum(1.0 if unit.work.tokens == 1 else READ_PART * unit.work.tokens for unit in asked.units)
         return float(self._model.pass_seconds * max(1.0, tokens**0.5) * self._owner.slowness)
 
-    def _computed(self, held: HeldStage, asked: ComputeBatch) -> None:
+    def _computed(self, held: LoadedStage, asked: ComputeBatch) -> None:
         if self._stages.get(held.number) is not held:
             return
         is_last = held.number == self._model.stages - 1

@@ -16,6 +16,7 @@ from dht.messages import Message as RecordMessage
 from dht.messages import Store
 from dht.records import RecordStore
 from gossip.messages import DeadBody, Message, SuspectBody, read_body
+from gossip.prober import Prober
 from gossip.swim import Swim
 from node.services.driver import Sends
 from partition.plan.paxos import ForkFound, PaxosChain
@@ -64,12 +65,21 @@ def seeds_until(invariant: str, scenario: Scenario, **cores: Any) -> int:
     pytest.fail(f"not found within {SEEDS_MAX} seeds")
 
 
-class ForgetsToRefute(Swim):
-    """It passes over what others say against it, and knocks at none of those it holds for dead."""
+class ProbesNoDead(Prober):
+    """It never probes a member that it believes dead."""
 
-    def _probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
+    def probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
         del now, count, peer
         return []
+
+
+class ForgetsToRefute(Swim):
+    """It ignores accusations against itself, and probes no member that it believes dead."""
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self._prober = ProbesNoDead(self._beliefs, self._settings, self.events, 0)
+        self._flight = self._prober.flight
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
         facts = getattr(message, "facts", ())
