@@ -28,7 +28,8 @@ def tell(world: World, name: str, step: int) -> None:
     wanted = world.run.manifest
     samples = step * wanted.microbatches * wanted.microbatch
     head = ChainHead(run=world.run.id, parent=ELSEWHERE, height=1, step=step, samples=samples)
-    member._on_chain_event(ForkFound(node.peer, head))
+    member.core.on_chain(member._now, ForkFound(node.peer, head))
+    member._act()
 
 
 def committer(group: Swarm, world: World) -> str:

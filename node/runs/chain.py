@@ -1,15 +1,14 @@
-"""The shell around a `partition.plan.paxos.PaxosChain`: one run's chain of plans on this node.
+"""The disk of a run's chain of plans: its promises, beside the history of the plans for newcomers.
 
-Its promises are on disk before they are sent, beside the history of the plans for newcomers. One task handles
-incoming messages strictly in order.
+The chain itself belongs to the run's member (`partition.run.member`), which sends nothing that follows from a
+promise before the promise is here.
 """
 
-from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import msgspec
+import trio
 from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
@@ -18,7 +17,6 @@ from crypto.identity import PeerId
 from node.protocols.manifest import Run
 from node.runs.context import Service
 from node.seams import Storage, own_rng
-from node.waker import Waker
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
 from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
 from partition.plan.paxos import PaxosChain
@@ -27,8 +25,6 @@ from partition.plan.plan import Hash, Height, Plan
 
 ENTERED_BYTES_MAX = 2 * HISTORY_BYTES_MAX + LINKS_BYTES_MAX + 64 * 1024
 """The size limit of this node's own file: a history and the later changes, the last of which may be many."""
-QUEUE_MAX = 4_096
-"""Messages that wait for the disk; more are dropped, as a lossy network would drop them."""
 
 
 def chain_name(run: str) -> str:
@@ -59,10 +55,8 @@ def read_entered(storage: Storage, run: str) -> Entered:
 
 
 class ChainShell:
-    """Agreement on plans; `on_event` is called for each decided plan, after it is on disk here.
-
-    `entered` is the history by which this node entered the run, with the decisions it knows of since.
-    """
+    """Writes down one run's chain. `entered` is the history by which this node entered the run, with the
+    decisions it knows of since; `stored` is called whenever the promises are on disk."""
 
     def __init__(
         self,
@@ -74,7 +68,7 @@ class ChainShell:
         durable: bytes = b"",
         may_fork: bool,
         tie_breaker: PeerId | None = None,
-        on_event: Callable[[Any], None],
+        stored: Callable[[], None],
     ) -> None:
         seams, me = service.seams, service.signer.peer
         self.core: PaxosChain = seams.core(
@@ -90,40 +84,13 @@ class ChainShell:
         self._run = run.text
         self._entered = entered
         self._seams = seams
-        self._send = service.send
-        self._on_event = on_event
-        self._refuse = service.refuse
-        self._waiting: deque[Callable[[float], list[tuple[PeerId, Any]]]] = deque()
-        self._waker = Waker(seams.clock, lambda: self.core.deadline)
+        self._stored = stored
+        self._wanted = trio.Event()
 
     @property
     def head(self) -> Plan:
         """The newest plan known to be decided."""
         return self.core.head
-
-    def receive(self, sender: PeerId, message: Any) -> None:
-        """Queue a message about the chain, from anybody: it is checked, or refused, when its turn comes."""
-        self._do(lambda now: self._checked(now, sender, message))
-
-    def _checked(self, now: float, sender: PeerId, message: Any) -> list[tuple[PeerId, Any]]:
-        try:
-            return list(self.core.receive(now, sender, message))
-        except RemoteProtocolError as error:
-            self._refuse(sender, error)
-            return []
-
-    def wish(self, change: Change | None, parent: bytes) -> None:
-        """Propose a change to be decided after the plan `parent`; None to propose nothing."""
-        self._do(lambda now: self.core.wish(now, change, parent=parent))
-
-    def reach(self, live: Collection[PeerId]) -> None:
-        """Tell the core which peers are now believed to be alive."""
-        self._do(lambda now: self.core.reach(now, live))
-
-    def tell(self, peer: PeerId) -> None:
-        """Exchange missing parts of the chain with a peer."""
-        for receiver, message in self.core.tell(peer):
-            self._send(receiver, message)
 
     def history(self, plan: Plan, change: Change | None = None) -> History:
         """Return how `plan` came about, for a newcomer: it is decided, or `change` would lead to it.
@@ -163,39 +130,19 @@ class ChainShell:
         self._entered = replace(entered, links=(*entered.links, *chain[-missing:]))
         return True
 
+    def store(self) -> None:
+        """Have the promises written down."""
+        self._wanted.set()
+
     async def run(self) -> None:
-        """Keep promises until cancelled."""
-        if self.core.unsaved:
-            await self._save()
+        """Write promises down until cancelled."""
         while True:
-            while self._waiting:
-                await self._take(self._waiting.popleft())
-            now = await self._waker.wait()
-            if now is not None:
-                await self._take(self.core.wake, not_before=now)
-
-    def _do(self, call: Callable[[float], list[tuple[PeerId, Any]]]) -> None:
-        if len(self._waiting) < QUEUE_MAX:
-            self._waiting.append(call)
-            self._waker.stir()
-
-    async def _take(
-        self, call: Callable[[float], Sequence[tuple[PeerId, Any]]], *, not_before: float = 0.0
-    ) -> None:
-        try:
-            sends = call(max(self._seams.clock.monotonic(), not_before))
-        except RemoteProtocolError:
-            sends = []  # a wish of our own that does not fit any more
-        if self.core.unsaved:
+            await self._wanted.wait()
+            self._wanted = trio.Event()
             await self._save()
-        for peer, message in sends:
-            self._send(peer, message)
-        events, self.core.events[:] = list(self.core.events), []
-        for event in events:
-            self._on_event(event)
+            self._stored()
 
     async def _save(self) -> None:
-        self.core.unsaved = False
         await self._seams.executor.run(
             partial(self._seams.storage.write, chain_name(self._run), self.core.durable)
         )

@@ -32,7 +32,6 @@ from node.runs.standbys import Standbys
 from node.runs.steering import Steering
 from node.runs.trainer import Training, keep_data
 from node.waker import Waker
-from partition.plan import paxos
 from partition.plan.change import Change, standby_trainers
 from partition.plan.history import first_plan
 from partition.plan.paxos_messages import AgreementMessage
@@ -183,7 +182,7 @@ class RunMember:
     @property
     def acquainted(self) -> set[PeerId]:
         """Return all peers known to be, or to have been, members."""
-        return set() if self._chain is None else set(self._chain.core.acquainted)
+        return set(self.core.acquainted)
 
     @property
     def _now(self) -> float:
@@ -198,7 +197,7 @@ class RunMember:
     def _living(self) -> list[PeerId]:
         """Return live peers that could hand something over; former members keep their copies."""
         live = self._service.live()
-        return [peer for peer in self._chain.core.acquainted if peer in live] if self._chain else []
+        return [peer for peer in self.core.acquainted if peer in live]
 
     # Driving the core
 
@@ -217,7 +216,7 @@ class RunMember:
             durable=durable,
             may_fork=self.run.manifest.on_lost_quorum == "fork",
             tie_breaker=self.run.tie_breaker,
-            on_event=self._on_chain_event,
+            stored=self._stored,
         )
         self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact)
         first = first_plan(entered.history)
@@ -237,7 +236,7 @@ class RunMember:
                     await trio.sleep_forever()
         finally:
             self._is_driven = False
-        self.core.give_up()
+        self.core.close()
         self._act()
 
     async def _wake(self) -> None:
@@ -246,8 +245,8 @@ class RunMember:
             self.core.wake(self._now if now is None else now)
             self._act()
 
-    def _on_chain_event(self, event: paxos.Event) -> None:
-        self.core.on_chain(self._now, event)
+    def _stored(self) -> None:
+        self.core.stored(self._now)
         self._act()
 
     def _replied(self, now: float, number: int, reply: Reply) -> None:
@@ -289,10 +288,10 @@ class RunMember:
                 self._stop_training()
                 self._committer = None
                 self._start_task(self._let_go)
-            case events.LivingChanged() if chain is not None:
-                chain.reach(event.living)
-            case events.Proposed() if chain is not None:
-                chain.wish(event.change, event.parent)
+            case events.PromisesMade() if chain is not None:
+                chain.store()
+            case events.MessageRefused():
+                service.refuse(event.peer, RemoteProtocolError(event.reason))
             case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
                 self.steering.steer(event, self._committer)
             case events.CheckpointFound():
@@ -492,6 +491,7 @@ class RunMember:
 
     async def _tell_failure(self, reason: str) -> None:
         """Tell the others of the end where this member's driver has failed itself; bounded."""
+        self.core.close()
         await tell_end(self.core, lambda: self.core.wake(self._now), self._act, self._service.settings)
         await self.end("failed", reason, "")
 
@@ -535,13 +535,10 @@ class RunMember:
         """Handle a pipeline message of the plan in force, or one about the chain. Raises
         RemoteProtocolError."""
         self._stall.heard(now, sender)
-        if isinstance(message, AgreementMessage):
-            if self._chain is not None:
-                self._chain.receive(sender, message)
-        elif isinstance(message, ReplicaMessage):
+        if isinstance(message, ReplicaMessage):
             if self._committer is not None:
                 self._committer.receive(now, sender, message)
-        elif isinstance(message, Absent | Checkpointed | GivenUp | Leaving | Recut):
+        elif isinstance(message, AgreementMessage | Absent | Checkpointed | GivenUp | Leaving | Recut):
             self.core.receive(now, sender, message)
             self._act()
         elif isinstance(message, Notice | wire.Saved | wire.Revised):

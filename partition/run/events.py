@@ -55,18 +55,16 @@ class Left:
 
 
 @dataclass(frozen=True)
-class LivingChanged:
-    """The members of the run that count as alive."""
-
-    living: tuple[PeerId, ...]
+class PromisesMade:
+    """Write down `durable` of the chain of plans, then call `stored`: until then nothing of it is sent."""
 
 
 @dataclass(frozen=True)
-class Proposed:
-    """The change that should follow the plan of this hash; None for nothing."""
+class MessageRefused:
+    """A peer sent a message about plans that no correct peer sends, and why it is none."""
 
-    change: Change | None
-    parent: bytes
+    peer: PeerId
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -110,8 +108,8 @@ Event = (
     | RolesGiven
     | StateChanged
     | Left
-    | LivingChanged
-    | Proposed
+    | PromisesMade
+    | MessageRefused
     | PauseWanted
     | SaveWanted
     | StepsWanted

@@ -2,19 +2,15 @@
 
 It follows the chain of plans, proposes the next one, renews the run or watches for its committer, tells
 others which members the next plan must do without, leaves its branch for a longer one, and moves by the table
-of states. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
+of states. It owns its chain: whenever a driver has written down the promises of `PromisesMade`, it calls
+`stored`. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
 
-Not here: agreeing on plans (`partition.plan.paxos`, whose promises must be stored before its events come
-here), steps (`partition.steps`), and the work of a role: `Roles` reports on it.
+Not here: steps (`partition.steps`), and the work of a role: `Roles` reports on it.
 """
 
 from collections.abc import Collection
-from contextlib import suppress
 from typing import assert_never
 
-from msgspec.structs import replace
-
-from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
 from partition.plan.change import Change, successor
@@ -24,21 +20,19 @@ from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import NO_HASH, Plan, plan_hash
 from partition.run import keepalive, proposals
 from partition.run.asks import Asks, Declined, Done, Reply
+from partition.run.between_steps import BetweenSteps
 from partition.run.branches import Verdict
 from partition.run.completion import Completion, answer_end
 from partition.run.events import (
     Event,
     Left,
-    LivingChanged,
-    PauseWanted,
+    MessageRefused,
     PlanEntered,
     PlanFollowed,
-    Proposed,
+    PromisesMade,
     RolesGiven,
     RunOver,
-    SaveWanted,
     StateChanged,
-    StepsWanted,
 )
 from partition.run.failures import Failures
 from partition.run.messages import (
@@ -55,7 +49,6 @@ from partition.run.parts import MemberLife, Parts
 from partition.run.pauses import stage_missing, stages_fewer, votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Surroundings
-from partition.run.recutting import Recutting
 from partition.run.roles import Roles
 from partition.run.settings import RunSettings
 from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
@@ -93,7 +86,6 @@ class Member:
         self.is_dropped = self.is_over = False
         self.progress = Progress(samples_per_step)
         self.failures = Failures()
-        self.recutting = Recutting()
         self.asks = Asks()
         self.sends: list[tuple[PeerId, RunMessage | AgreementMessage]] = []
         self.events: list[Event] = []
@@ -117,16 +109,27 @@ class Member:
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
-        if self._life is None or self.is_over:
+        if self._life is None:
             return INF
+        if self.is_over:
+            return self._life.chain.deadline  # its vote still counts
         ending = INF if self._completion is None else self._completion.deadline
-        parts = self._life.proposer, self._life.keepalive, self.recutting
+        life = self._life
+        parts = life.chain, life.proposer, life.keepalive, life.between.recutting
         return min(ending, *(part.deadline for part in parts))
+
+    @property
+    def acquainted(self) -> tuple[PeerId, ...]:
+        """All other peers known to be, or to have been, members."""
+        return () if self._life is None else self._life.chain.core.acquainted
 
     def others(self) -> list[PeerId]:
         """Return the living members of the plan in force, without this one."""
         live, plan = self._around.live(), self.plan
         return [peer for peer in plan.members if peer != self._me and peer in live] if plan else []
+
+    def _tell(self, message: RunMessage) -> None:
+        self.sends += [(peer, message) for peer in self.others()]
 
     # The beginning
 
@@ -153,10 +156,18 @@ class Member:
             settings=self._settings,
         )
         self._life = MemberLife(
-            chain=chain,
+            chain=make.chain(chain),
             branches=make.branches(self._me, chain, self.progress, self._settings, may_fork=self._may_fork),
             proposer=proposer,
-            draining=make.draining(proposer),
+            between=BetweenSteps(
+                self._me,
+                proposer,
+                make.draining(proposer),
+                self._roles,
+                events=self.events,
+                tell=self._tell,
+                exclude=self.exclude_for_all,
+            ),
             keepalive=make.keepalive(self._me, now, self.asks, self._settings),
             first_pace=slowest_pace(first),
         )
@@ -207,7 +218,7 @@ class Member:
     def _adopt(self, now: float, life: MemberLife, plan: Plan, change: Change | None) -> None:
         """Adopt a plan that has come into force."""
         before, self.plan = self.plan, plan
-        self.recutting.end()
+        life.between.recutting.end()
         self.events.append(PlanFollowed(plan))
         if self._completion is not None:
             self._completion.changed(now)
@@ -257,7 +268,7 @@ class Member:
         """Ask peers for the links of the chain that are missing here."""
         if self._life is not None:
             for peer in peers:
-                self.sends += self._life.chain.tell(peer)
+                self.sends += self._life.chain.core.tell(peer)
 
     # Branches
 
@@ -305,92 +316,40 @@ class Member:
         message = Absent(plan_hash(plan), (peer,), reason[:REASON_LENGTH_MAX])
         self.sends += [(other, message) for other in (self.others() if others is None else others)]
 
+    # Between two steps
+
     def leave(self, now: float) -> None:
         """Tell all that this node wants to leave."""
         if self.plan is not None and self._life is not None and not self.is_over:
-            message = Leaving(plan_hash(self.plan))
-            self.sends += [(peer, message) for peer in self.others()]
-            self._note_leaving(now, self._life, self._me)
-
-    def _note_leaving(self, now: float, life: MemberLife, peer: PeerId) -> None:
-        life.draining.note(now, peer)
-        if self.recutting.paused_at is None:
-            self.look_for_leavers()
-        else:
-            self.paused(now, self.recutting.paused_at)
+            self._life.between.leave(now, self.plan)
 
     def look_for_leavers(self) -> None:
-        """As the committer: pause before a member leaves that its stage can spare, or whose layers the stages
-        beside it take."""
-        if not self.commits or self._life is None:
-            return
-        handed_over = self._life.proposer.handed_over()
-        if handed_over is not None and not self.recutting.is_open:
-            self.recutting.begin(handed_over)
-        if handed_over is not None or self._life.draining.ready():
-            self.events.append(PauseWanted())
+        """As the committer: pause before a member leaves that can be spared."""
+        if self.plan is not None and self._life is not None:
+            self._life.between.look_for_leavers(self.plan)
 
     def paused(self, now: float, step: int) -> None:
-        """As the committer: no step is open, so a member that wants to leave takes nothing with it, and
-        layers can move."""
-        leaving = self._life.draining.ready() if self._life is not None else []
-        for peer in leaving:
-            self.exclude_for_all(now, peer, f"it leaves after step {step}")
-        if leaving:
-            self.recutting.end()  # the plan without them is measured anew
-        elif self.recutting.paused(now, step):
-            self.events.append(SaveWanted(step))
-            self.checkpointed(now)
-
-    # Borders between stages
+        """As the committer: no step is open after `step` steps."""
+        if self.plan is not None and self._life is not None:
+            self._life.between.paused(now, self.plan, step)
 
     def recut(self, wanted: Change) -> None:
-        """As the committer: move the borders between stages, or make more of them, as was found to be better.
-        The `wanted` change takes all layers from a checkpoint that is made for it, except a standby's."""
-        life, plan = self._life, self.plan
-        if life is None or plan is None or not self.commits or self.is_over or self.is_finishing:
-            return
-        if self.recutting.is_open or life.proposer.absent or life.proposer.leaving:
-            return
-        if wanted.joined and not self._roles.can_tell:
-            return
-        with suppress(RemoteProtocolError):
-            if not (wanted.cuts or wanted.stages):  # somebody joins and nothing moves
-                successor(plan, wanted)
-                life.proposer.recut, life.proposer.deadline = wanted, 0.0
-                return
-            successor(plan, replace(wanted, restored=plan_hash(plan)))  # any checkpoint: could this follow?
-            self.recutting.begin(wanted)
-            self.events.append(PauseWanted())
+        """As the committer: move the borders between stages, or make more of them, as was found to be
+        better."""
+        may_change = self.commits and not (self.is_over or self.is_finishing)
+        if self._life is not None and self.plan is not None and may_change:
+            self._life.between.recut(self.plan, wanted)
 
     def checkpointed(self, now: float) -> None:
         """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
-        life, plan = self._life, self.plan
-        if life is None or plan is None or life.proposer.recut is not None:
-            return
-        change = self.recutting.saved(self._roles.restorable)
-        if change is not None and change.stages:
-            life.proposer.recut = change  # the committer alone asks those who are to join
-            life.proposer.changed(now)
-        elif change is not None:
-            self._wish(now, life, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
-
-    def _wish(self, now: float, life: MemberLife, message: Recut) -> None:
-        self.sends += [(peer, message) for peer in self.others()]
-        life.proposer.recut = message.change
-        life.proposer.changed(now)
+        if self.plan is not None and self._life is not None:
+            self._life.between.checkpointed(now, self.plan)
 
     def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
         """As the committer: after the last step, make the state of `step` in this checkpoint the result."""
-        life, plan = self._life, self.plan
-        if life is not None and plan is not None and self.commits and not self.is_over:
-            self._wish(now, life, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
-
-    def _give_up_recut(self, life: MemberLife) -> None:
-        self.recutting.end()
-        life.proposer.give_up_recut()
-        if life.proposer.recut is None:  # else what all have heard is still decided, sooner or later
-            self.events.append(StepsWanted())
+        if self._life is not None and self.plan is not None and self.commits and not self.is_over:
+            message = Recut(plan_hash(self.plan), step, checkpoint, (), is_final=True)
+            self._life.between.wish(now, message)
 
     # Steps
 
@@ -408,7 +367,7 @@ class Member:
 
     def _claim(self) -> None:
         if self._life is not None:
-            self.progress.claim(self._life.chain, hosts=self._roles.hosts)
+            self.progress.claim(self._life.chain.core, hosts=self._roles.hosts)
 
     def training_over(self, reason: str | None) -> None:
         """As the committer: the last step is committed, or training failed."""
@@ -474,9 +433,14 @@ class Member:
 
     # Input
 
-    def receive(self, now: float, sender: PeerId, message: RunMessage) -> None:
-        """Take a message about the run, under the plan in force. Raises RemoteProtocolError."""
+    def receive(self, now: float, sender: PeerId, message: RunMessage | AgreementMessage) -> None:
+        """Take a message about the chain, or about the run under the plan in force. Raises
+        RemoteProtocolError."""
         life, plan = self._life, self.plan
+        if isinstance(message, AgreementMessage):
+            if life is not None:
+                life.chain.receive(sender, message)
+            return
         if life is None or plan is None or self.is_over:
             return
         check_sender(plan, sender, message)
@@ -488,14 +452,13 @@ class Member:
                 self._leave(life.branches.farewell(), is_branch=True)
             case Recut():
                 successor(plan, message.change)  # or it is refused
-                life.proposer.recut = message.change
-                life.proposer.changed(now)
+                life.between.heard(now, message.change)
             case Checkpointed():
                 self.events += self._ways_back.told(message)
             case Leaving(at_once=True):
                 self.exclude_for_all(now, sender, "it has nothing to feed the run with")
             case Leaving():
-                self._note_leaving(now, life, sender)
+                life.between.note_leaving(now, plan, sender)
             case _:
                 assert_never(message)
 
@@ -509,7 +472,7 @@ class Member:
         if self._life is not None:
             if self.plan is not None:
                 self._note(self._life.branches.look(now, self.plan, self._around.live()))
-            self.events.append(LivingChanged(tuple(sorted(self._life.proposer.living(now)))))
+            self._life.chain.reach(tuple(sorted(self._life.proposer.living(now))))
             self._life.proposer.changed(now)
             if self._completion is not None:
                 self._completion.changed(now)
@@ -526,30 +489,59 @@ class Member:
     def wake(self, now: float) -> None:
         """Do what is due. Nothing is due before `deadline`."""
         life = self._life
-        if life is None or self.is_over:
+        if life is None:
+            return
+        if now >= life.chain.deadline:  # one call, for what follows from it may change all below
+            life.chain.wake(now)
+            self._follow_chain(now, life)
+            return
+        if self.is_over:
             return
         if self._completion is not None and now >= self._completion.deadline:
             self._tell_end(now)
         if now >= life.keepalive.deadline:
             self._beat(now, life)
-        if now >= self.recutting.deadline:
-            self._give_up_recut(life)
+        if now >= life.between.recutting.deadline:
+            life.between.give_up()
         if now >= life.proposer.deadline:
             restorable = self._ways_back.find(self._roles.restorable, self.progress.furthest)
             change = life.proposer.think(now, self._roles, restorable)
-            self.events.append(Proposed(change, life.chain.head_hash))
+            life.chain.wish(change, life.chain.core.head_hash)
         self._follow(now, life)
 
-    def give_up(self) -> None:
-        """Release newcomers that were asked: nothing is proposed any more."""
+    @property
+    def durable(self) -> bytes:
+        """The promises to write down after `PromisesMade`."""
+        return b"" if self._life is None else self._life.chain.core.durable
+
+    def stored(self, now: float) -> None:
+        """Note that the promises of the chain are written down."""
+        if self._life is not None:
+            self._life.chain.stored()
+            self._follow_chain(now, self._life)
+
+    def _follow_chain(self, now: float, life: MemberLife) -> None:
+        """Send what the chain says, and act on its events, once they may be."""
+        if life.chain.is_storing:
+            self.events.append(PromisesMade())
+        sends, events = life.chain.take()
+        self.sends += sends
+        self.events += [MessageRefused(*row) for row in life.chain.refused]
+        life.chain.refused.clear()
+        for event in events:
+            self.on_chain(now, event)
+
+    def close(self) -> None:
+        """Release newcomers that were asked, and take no part in the agreement any more."""
         if self._life is not None:
             self._life.proposer.give_up()
+            self._life.chain.close()
 
     def _beat(self, now: float, life: MemberLife) -> None:
         self.members_changed(now)
         self.note_step(max(self.progress.step, self._roles.committed or 0))
         live = self._around.live()
-        self.catch_up([peer for peer in life.chain.acquainted if peer in live])
+        self.catch_up([peer for peer in life.chain.core.acquainted if peer in live])
         self.sends += [(peer, absence) for absence in life.proposer.own_absence() for peer in self.others()]
         life.keepalive.wake(
             now,
@@ -584,7 +576,7 @@ class Member:
             case keepalive.RunSilent():
                 self.events.append(RunOver("failed", event.reason))
             case proposals.RecutDeclined():
-                self._give_up_recut(life)
+                life.between.give_up()
             case proposals.WayFound():
                 if self._is_stuck:
                     self._in_force(life, "every stage has a replica again")
@@ -596,11 +588,11 @@ class Member:
     def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
         """Wait while no plan can follow; if that lasts the member that would propose one ends the run."""
         if not self._is_stuck:
-            self._is_stuck, is_alone = True, life.chain.is_forking
+            self._is_stuck, is_alone = True, life.chain.core.is_forking
             reason = stage_missing(event.reason, event.lost)
             reason = f"it cannot go on alone: {reason}" if is_alone else reason
             self._change("stage lost", reason, event.lost, is_note=is_alone)
-        elif life.chain.is_forking:
+        elif life.chain.core.is_forking:
             return  # the others may be further: how the run ends is not for those who wait here
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
             self.finish(now, "failed", event.reason)

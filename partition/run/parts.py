@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from fractions import Fraction
 
-from partition.plan.paxos import PaxosChain
+from partition.run.between_steps import BetweenSteps
 from partition.run.branches import Branches
 from partition.run.draining import Draining
 from partition.run.keepalive import Keepalive
 from partition.run.proposals import Proposer
+from partition.run.stored_chain import StoredChain
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,17 @@ class Parts:
     draining: type[Draining] = Draining
     keepalive: type[Keepalive] = Keepalive
     proposer: type[Proposer] = Proposer
+    chain: type[StoredChain] = StoredChain
 
 
 @dataclass
 class MemberLife:
     """The parts of a member that has a plan."""
 
-    chain: PaxosChain
+    chain: StoredChain
     branches: Branches
     proposer: Proposer
-    draining: Draining
+    between: BetweenSteps
     keepalive: Keepalive
     first_pace: Fraction
     """The pace of the plan that this member began with: see `partition.plan.merging.slowest_pace`."""

@@ -14,7 +14,6 @@ from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan import paxos as agreed
 from partition.plan.chain import base_plan
 from partition.plan.change import Change
 from partition.plan.paxos_messages import AgreementMessage, ChainHead
@@ -72,8 +71,6 @@ class Member(Turns):
         self._rng = rng
         self._has_forgotten = has_forgotten
         self._is_busy = is_busy
-        self._chain: agreed.PaxosChain | None = None
-        self._calls: deque[Callable[[agreed.PaxosChain, float], Any]] = deque()
         self._early: deque[tuple[PeerId, Any]] = deque(maxlen=EARLY_MAX)
         self.keeping = Keeping(
             setting,
@@ -157,15 +154,12 @@ class Member(Turns):
         is_settled = False
         while not is_settled:
             self._act()
-            if self._calls:
-                self._call(self._calls.popleft())
-            elif self.core.deadline <= self.now:
+            if self.core.deadline <= self.now:
                 self.core.wake(self.now)
             else:
                 is_settled = self.trainer is None or not self.trainer.follow()
         due = min(
             self.core.deadline,
-            self._chain.deadline if self._chain is not None else INF,
             self.trainer.deadline if self.trainer is not None else INF,
         )
         if due < self._armed_at:
@@ -179,8 +173,6 @@ class Member(Turns):
             self.turn(self._wake)
 
     def _wake(self) -> None:
-        if self._chain is not None and self._chain.deadline <= self.now:
-            self._calls.append(lambda core, now: core.wake(now))
         if self.trainer is not None and self.trainer.deadline <= self.now:
             self.trainer.wake()
 
@@ -203,7 +195,7 @@ class Member(Turns):
             raise AssertionError(f"a disk is damaged: {error}") from error
 
     def _enter(self, plan: Plan, durable: bytes) -> None:
-        chain = self._chain = self._setting.cores.agreement(
+        chain = self._setting.cores.agreement(
             self.me,
             plan,
             self._rng,
@@ -212,28 +204,7 @@ class Member(Turns):
             tie_breaker=self._setting.tie_breaker,
             abstain=self._has_forgotten,
         )
-        self._calls.append(lambda core, now: core.wake(now))  # keeps what is unsaved
         self.core.begin(self.now, chain, self._setting.first or plan, is_restart=bool(durable))
-
-    def _call(self, call: Callable[[agreed.PaxosChain, float], Any]) -> None:
-        """Call the chain, keep its promises, send, act."""
-        chain = self._chain
-        if chain is None:
-            return
-        try:
-            sends = call(chain, self.now)
-        except RemoteProtocolError:
-            self._setting.counters["refused"] += 1
-            sends = []
-        if chain.unsaved:
-            chain.unsaved = False
-            self._disk.chain = chain.durable
-        self.send_all(sends)
-        told, chain.events[:] = list(chain.events), []
-        for event in told:
-            if self._chain is chain:
-                self.core.on_chain(self.now, event)
-                self._act()
 
     def _act(self) -> None:
         """Do what the core wants, also what it wants because of that."""
@@ -268,10 +239,11 @@ class Member(Turns):
                 self._forget()
                 self.core = self._make_core()
                 self._has_forgotten = False
-            case events.LivingChanged(living):
-                self._calls.append(lambda chain, now: chain.reach(now, living))
-            case events.Proposed(change, parent):
-                self._calls.append(lambda chain, now: chain.wish(now, change, parent=parent))
+            case events.PromisesMade():
+                self._disk.chain = self.core.durable
+                self.core.stored(self.now)
+            case events.MessageRefused():
+                self._setting.counters["refused"] += 1
             case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
                 if self.trainer is not None:
                     self.trainer.steer(event)
@@ -330,13 +302,11 @@ class Member(Turns):
 
     def _forget(self) -> None:
         self.core.is_over = True
-        self.core.give_up()
+        self.core.close()
         for wanted in self.core.asks.take():
             self._put(self.core, wanted)
         self.hosting.close()
-        self._chain = None
         self._stop_training()
-        self._calls.clear()
         self.keeping.forget()
 
     # Training
@@ -399,13 +369,13 @@ class Member(Turns):
             self._setting.counters["refused"] += 1
 
     def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
-        if self._chain is not None:
-            self._calls.append(lambda core, now: core.receive(now, sender, message))
-        elif self.outcome == "done" and isinstance(message, ChainHead) and message.asks:
+        if self.outcome == "done" and isinstance(message, ChainHead) and message.asks:
             # A member that was away when a run ended well still believes in a plan, and asks how it went on.
             self.ask(
                 sender, EndRun(message.plan, "done", ""), self._setting.settings.end_seconds_max, _nothing
             )
+        else:
+            self.core.receive(self.now, sender, message)
 
     def _about_the_run(self, plan: Plan, sender: PeerId, message: Any) -> None:
         match message:
@@ -492,9 +462,8 @@ class Member(Turns):
 
     def _living(self) -> list[PeerId]:
         """Return who could hand something over; whoever was in the run has what it kept of it."""
-        known = () if self._chain is None else self._chain.acquainted
         live = self._told(True)
-        return [peer for peer in known if peer in live]
+        return [peer for peer in self.core.acquainted if peer in live]
 
 
 def _nothing(reply: Any) -> None:

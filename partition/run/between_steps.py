@@ -1,0 +1,129 @@
+"""Changes that wait until no step is open: members that leave, and borders between stages that move.
+
+The committer pauses, so that a member that leaves takes nothing with it, and layers that move are saved first
+(`partition.run.recutting`). Not here: the plan that follows (`partition.run.proposals`).
+"""
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.change import Change, successor
+from partition.plan.plan import Plan, plan_hash
+from partition.run.draining import Draining
+from partition.run.events import Event, PauseWanted, SaveWanted, StepsWanted
+from partition.run.messages import Leaving, Recut
+from partition.run.proposals import Proposer
+from partition.run.recutting import Recutting
+from partition.run.roles import Roles
+
+
+class BetweenSteps:
+    """One member's part; each call takes the plan in force. `events` are the member's; `tell` sends to all
+    living members, `exclude` has the next plan do without a peer."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        proposer: Proposer,
+        draining: Draining,
+        roles: Roles,
+        *,
+        events: list[Event],
+        tell: Callable[[Leaving | Recut], None],
+        exclude: Callable[[float, PeerId, str], None],
+    ) -> None:
+        self.recutting = Recutting()
+        self._me = me
+        self._proposer = proposer
+        self._draining = draining
+        self._roles = roles
+        self._events = events
+        self._tell = tell
+        self._exclude = exclude
+
+    # Members that leave
+
+    def leave(self, now: float, plan: Plan) -> None:
+        """Tell all that this node wants to leave."""
+        self._tell(Leaving(plan_hash(plan)))
+        self.note_leaving(now, plan, self._me)
+
+    def note_leaving(self, now: float, plan: Plan, peer: PeerId) -> None:
+        """Note that a member wants to leave."""
+        self._draining.note(now, peer)
+        if self.recutting.paused_at is None:
+            self.look_for_leavers(plan)
+        else:
+            self.paused(now, plan, self.recutting.paused_at)
+
+    def look_for_leavers(self, plan: Plan) -> None:
+        """As the committer: pause before a member leaves that its stage can spare, or whose layers the stages
+        beside it take."""
+        if plan.committer != self._me:
+            return
+        handed_over = self._proposer.handed_over()
+        if handed_over is not None and not self.recutting.is_open:
+            self.recutting.begin(handed_over)
+        if handed_over is not None or self._draining.ready():
+            self._events.append(PauseWanted())
+
+    def paused(self, now: float, plan: Plan, step: int) -> None:
+        """As the committer: no step is open, so a member that wants to leave takes nothing with it, and
+        layers can move."""
+        leaving = self._draining.ready()
+        for peer in leaving:
+            self._exclude(now, peer, f"it leaves after step {step}")
+        if leaving:
+            self.recutting.end()  # the plan without them is measured anew
+        elif self.recutting.paused(now, step):
+            self._events.append(SaveWanted(step))
+            self.checkpointed(now, plan)
+
+    # Borders between stages
+
+    def recut(self, plan: Plan, wanted: Change) -> None:
+        """As the committer: move the borders between stages, or make more of them, as was found to be better.
+        The `wanted` change takes all layers from a checkpoint that is made for it, except a standby's."""
+        if self.recutting.is_open or self._proposer.absent or self._proposer.leaving:
+            return
+        if wanted.joined and not self._roles.can_tell:
+            return
+        with suppress(RemoteProtocolError):
+            if not (wanted.cuts or wanted.stages):  # somebody joins and nothing moves
+                successor(plan, wanted)
+                self._proposer.recut, self._proposer.deadline = wanted, 0.0
+                return
+            successor(plan, replace(wanted, restored=plan_hash(plan)))  # any checkpoint: could this follow?
+            self.recutting.begin(wanted)
+            self._events.append(PauseWanted())
+
+    def checkpointed(self, now: float, plan: Plan) -> None:
+        """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
+        if self._proposer.recut is not None:
+            return
+        change = self.recutting.saved(self._roles.restorable)
+        if change is not None and change.stages:
+            self.heard(now, change)  # the committer alone asks those who are to join
+        elif change is not None:
+            self.wish(now, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
+
+    def wish(self, now: float, message: Recut) -> None:
+        """As the committer: tell all members of this change, and propose it."""
+        self._tell(message)
+        self.heard(now, message.change)
+
+    def heard(self, now: float, change: Change) -> None:
+        """Propose a change that the committer wants."""
+        self._proposer.recut = change
+        self._proposer.changed(now)
+
+    def give_up(self) -> None:
+        """As the committer: go on with the borders as they are."""
+        self.recutting.end()
+        self._proposer.give_up_recut()
+        if self._proposer.recut is None:  # else what all have heard is still decided, sooner or later
+            self._events.append(StepsWanted())

@@ -1,0 +1,94 @@
+"""A member's chain of plans, whose promises are stored before anything that follows from them is sent.
+
+The chain (`partition.plan.paxos`) must keep its promises over every restart. So its calls wait in order, and
+what a call sends, and its events, are held back while `is_storing`: until the driver has written down
+`durable` and calls `stored`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Collection
+from functools import partial
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.change import Change
+from partition.plan.paxos import Event, PaxosChain
+from partition.plan.paxos_messages import AgreementMessage, Sends
+
+CALLS_MAX = 4_096
+"""Calls that wait for the disk; more are dropped, as a lossy network would drop them."""
+INF = float("inf")
+
+
+class StoredChain:
+    """The chain of one run at one member. After `wake` and `stored` the owner takes `sends`, `refused` and
+    `events`, in this order, unless it `is_storing`."""
+
+    def __init__(self, chain: PaxosChain) -> None:
+        self.core = chain
+        self.is_storing = False
+        self.refused: list[tuple[PeerId, str]] = []
+        self._held: Sends = []
+        self._calls: deque[Callable[[float], Sends]] = deque(
+            [chain.wake]
+        )  # the first promise is to be stored
+        self._is_closed = False
+
+    @property
+    def deadline(self) -> float:
+        """When `wake` wants to be called; at once while calls wait."""
+        if self.is_storing or self._is_closed:
+            return INF
+        return -INF if self._calls else self.core.deadline
+
+    def receive(self, sender: PeerId, message: AgreementMessage) -> None:
+        """Queue a message about the chain, from anybody: it is checked, or refused, when its turn comes."""
+        self._do(partial(self._receive, sender, message))
+
+    def wish(self, change: Change | None, parent: bytes) -> None:
+        """Propose a change to be decided after the plan `parent`; None to propose nothing."""
+        self._do(lambda now: self.core.wish(now, change, parent=parent))
+
+    def reach(self, live: Collection[PeerId]) -> None:
+        """Note which peers are now believed to be alive."""
+        self._do(lambda now: self.core.reach(now, live))
+
+    def wake(self, now: float) -> None:
+        """Make the call that is next. Nothing is due before `deadline`."""
+        if now < self.deadline:
+            return
+        call = self._calls.popleft() if self._calls else self.core.wake
+        try:
+            self._held = list(call(now))
+        except RemoteProtocolError:
+            self._held = []  # a wish of our own that does not fit any more
+        if self.core.unsaved:
+            self.core.unsaved, self.is_storing = False, True
+
+    def stored(self) -> None:
+        """Note that `durable` of the chain is written down."""
+        self.is_storing = False
+
+    def take(self) -> tuple[Sends, list[Event]]:
+        """Return what may be sent now, and the events to act on after that; each once."""
+        if self.is_storing:
+            return [], []
+        sends, self._held = self._held, []
+        events, self.core.events[:] = list(self.core.events), []
+        return sends, events
+
+    def close(self) -> None:
+        """Make no more calls: this node takes no part in the agreement any more."""
+        self._is_closed = True
+        self._calls.clear()
+
+    def _do(self, call: Callable[[float], Sends]) -> None:
+        if not self._is_closed and len(self._calls) < CALLS_MAX:
+            self._calls.append(call)
+
+    def _receive(self, sender: PeerId, message: AgreementMessage, now: float) -> Sends:
+        try:
+            return list(self.core.receive(now, sender, message))
+        except RemoteProtocolError as error:
+            self.refused.append((sender, str(error)))
+            return []
