@@ -36,7 +36,7 @@ from node.journal import REFUSALS_SHOWN
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice, news_of
-from node.runs.inbox import EARLY_BYTES_MAX, EARLY_MAX
+from node.runs.inbox import EARLY_BYTES_MAX
 from node.runtime import Node
 from node.seams import Network
 from node.services.capacity import Capacity
@@ -63,6 +63,7 @@ from partition.plan.paxos_messages import (
     Promised,
 )
 from partition.plan.plan import Plan, plan_hash
+from partition.run.dispatch import EARLY_MAX
 from partition.run.messages import Absent, Checkpointed, Leaving
 from partition.steps import messages as said
 from partition.steps.frames import FRAME_PURPOSE, Frame, FrameHeader, open_frame
@@ -309,9 +310,9 @@ def outcome(events: Sequence[Event]) -> RunEnded:
 
 def assert_nothing_is_left(node: Node) -> None:
     """Of a run that is over, and of what strangers said of it."""
-    early = node.runs.inbox.early
+    early = node.runs.inbox.dispatch.early
     assert not node.runs.members
-    assert not node.runs.inbox.plans
+    assert not node.runs.inbox.dispatch.plans
     assert len(early) <= EARLY_MAX
     assert all(len(data) <= EARLY_BYTES_MAX for _, _, data in early)
 

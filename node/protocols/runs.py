@@ -24,6 +24,7 @@ from partition.plan.plan import (
     StageNumber,
     StepNumber,
 )
+from partition.run import dispatch
 from partition.run.asks import Declined, Done
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Reason, Recut
 from partition.run.states import State
@@ -306,5 +307,5 @@ PipelineMessage = (
     | AgreementMessage
 )
 
-Early = CommitterMessage | Absent | Revised
+Early = dispatch.Early | Revised
 """Messages kept for a plan that is decided, but not yet in force here."""

@@ -1,10 +1,8 @@
-"""Messages on `/peerloom/pipeline/2`: each is checked and handed to the run whose plan it names.
+"""Messages on `/peerloom/pipeline/2`: each is checked and handed to the member that it is for.
 
-A committer's messages may arrive before its plan is in force here; some are kept until then. The member
-decides who may send which message.
+`partition.run.dispatch` finds that member, and keeps what comes too early; streams and limits are here.
 """
 
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
@@ -22,13 +20,12 @@ from node.runs.member import RunMember
 from node.seams import Seams, Stream
 from partition.plan.paxos_messages import AGREEMENT_BYTES_MAX, AgreementMessage, ChainHead
 from partition.plan.plan import HASH_BYTES
+from partition.run.dispatch import Dispatch
 from partition.run.settings import RunSettings
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, OpenedFrame, open_frame
 
 IDLE_SECONDS_MAX = 120.0
 """A stream without a message for this long is closed, unless its peer is in a run with this node."""
-EARLY_MAX = 256
-"""Messages of committers whose plan is decided but not yet on disk here, and reports of absent members."""
 EARLY_BYTES_MAX = 16 * 1024
 """The limit of one early message, as anybody may send them: a committer begins with a Sync, and repeats the
 rest."""
@@ -50,25 +47,16 @@ class Service(Protocol):
 
 
 class PipelineInbox:
-    """One node's inbox, over all its runs. `plans` has the member that messages are for, by the plan's hash;
-    `early` are messages that wait for their plan: sender, plan and message."""
+    """One node's inbox, over all its runs."""
 
     def __init__(self, runs: Service) -> None:
-        self.plans: dict[bytes, RunMember] = {}
+        self.dispatch: Dispatch[RunMember, bytes] = Dispatch()
         self._runs = runs
         self._telling: set[PeerId] = set()
-        self.early: deque[tuple[PeerId, bytes, bytes]] = deque(maxlen=EARLY_MAX)
-
-    def forget(self, member: object) -> None:
-        """Stop handing messages to this member."""
-        self.plans = {plan: other for plan, other in self.plans.items() if other is not member}
 
     def follow(self, plan: bytes, member: RunMember) -> None:
         """Hand messages of this plan to `member`, beginning with those that arrived too early."""
-        self.plans[plan] = member
-        late = [row for row in self.early if row[1] == plan]
-        if late:
-            self.early = deque((row for row in self.early if row[1] != plan), maxlen=EARLY_MAX)
+        if late := self.dispatch.follow(plan, member):
             self._runs.start_task(self._deliver_late, late, of=member.run)
 
     async def serve(self, stream: Stream) -> None:
@@ -109,18 +97,16 @@ class PipelineInbox:
                 return
             else:
                 plan = message.plan
-            member = self.plans.get(plan)
-            if member is not None and member.plan is not None and sender not in member.plan.roster:
-                raise RemoteProtocolError("a message of a run from a peer that is not in it")
+            member = self.dispatch.find(sender, plan)
             if member is not None:
                 await self._hand_over(member, sender, message)
             elif isinstance(message, wire.Early) and len(data) <= EARLY_BYTES_MAX:
-                self.early.append((sender, plan, bytes(data)))
+                self.dispatch.keep(sender, plan, bytes(data))
         except RemoteProtocolError as error:
             self._runs.refuse(sender, error)
 
-    async def _deliver_late(self, late: list[tuple[PeerId, bytes, bytes]]) -> None:
-        for sender, _, data in late:
+    async def _deliver_late(self, late: list[tuple[PeerId, bytes]]) -> None:
+        for sender, data in late:
             await self.deliver(sender, data)
         await trio.lowlevel.checkpoint()
 

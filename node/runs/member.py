@@ -34,24 +34,16 @@ from node.runs.trainer import Training, keep_data
 from node.waker import Waker
 from partition.plan.change import Change, standby_trainers
 from partition.plan.history import first_plan
-from partition.plan.paxos_messages import AgreementMessage
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Declined, Done, Reply
-from partition.run.messages import (
-    REASON_LENGTH_MAX,
-    Absent,
-    Checkpointed,
-    GivenUp,
-    Leaving,
-    Recut,
-    check_sender,
-)
+from partition.run.dispatch import Role, role_of
+from partition.run.messages import REASON_LENGTH_MAX, Leaving, check_sender
 from partition.run.proposals import Surroundings
 from partition.run.stall import StallClock
 from partition.run.states import State
-from partition.steps.messages import Failed, Open, ReplicaMessage
+from partition.steps.messages import Failed, Open
 
 STANDBY_TRAINERS = 2
 """The number of next-in-line trainers that fetch the data beforehand."""
@@ -535,16 +527,17 @@ class RunMember:
         """Handle a pipeline message of the plan in force, or one about the chain. Raises
         RemoteProtocolError."""
         self._stall.heard(now, sender)
-        if isinstance(message, ReplicaMessage):
-            if self._committer is not None:
-                self._committer.receive(now, sender, message)
-        elif isinstance(message, AgreementMessage | Absent | Checkpointed | GivenUp | Leaving | Recut):
-            self.core.receive(now, sender, message)
-            self._act()
-        elif isinstance(message, Notice | wire.Saved | wire.Revised):
+        if isinstance(message, Notice | wire.Saved | wire.Revised):
             self._on_told(sender, message)
-        else:
-            self._to_roles(now, sender, message)
+            return
+        match role_of(message):
+            case Role.MEMBER:
+                self.core.receive(now, sender, message)
+                self._act()
+            case Role.COMMITTER if self._committer is not None:
+                self._committer.receive(now, sender, message)
+            case Role.STAGE:
+                self._to_stage(now, sender, message)
 
     def revise(self, fact: Fact) -> bool:
         """Handle the requester's revision of the run; return whether it is new. Raises
@@ -567,7 +560,7 @@ class RunMember:
         else:
             raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
 
-    def _to_roles(self, now: float, sender: PeerId, message: Any) -> None:
+    def _to_stage(self, now: float, sender: PeerId, message: Any) -> None:
         if isinstance(message, Open) and self._training is not None:
             self._training.open(sender, message)
         if self.hosting.replica is not None:

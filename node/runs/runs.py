@@ -498,12 +498,12 @@ class Runs:
 
     def following(self, plan: bytes) -> RunMember | None:
         """Return the member of the run in which this plan is in force."""
-        member = self.inbox.plans.get(plan)
+        member = self.inbox.dispatch.plans.get(plan)
         return member if member is not None and member.plan_hash == plan else None
 
     def follow(self, plan: bytes, member: Membership) -> None:
         """Hand messages of this plan to `member`, and no longer those of the plan before."""
-        self.inbox.forget(member)
+        self.inbox.dispatch.forget(member)
         known = self.members.get(member.run.id)
         if known is None or known is not member:
             return
@@ -529,7 +529,7 @@ class Runs:
             self.outside.follow(known)
         elif not self.outside.has(member.run.id):
             forget_files(self.seams, member.run.text)
-        self.inbox.forget(member)
+        self.inbox.dispatch.forget(member)
         self.readiness.over()
 
     def released(self, member: Membership) -> None:
@@ -561,7 +561,7 @@ class Runs:
         self.receipts.ended(member.run.id)
         self.stopping.over(member.run.text)
         self.seams.storage.delete(newest_name(member.run.text))
-        self.inbox.forget(member)
+        self.inbox.dispatch.forget(member)
         self.readiness.over()
         if member.plan is not None:
             needed = {peer for other in self.members.values() if other.plan for peer in other.plan.members}

@@ -6,7 +6,6 @@ it says is sent, its events are acted on; then whatever has come due since. So n
 one. A peer that restarts begins with a new `Member` and its old `Disk`.
 """
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from random import Random
@@ -14,16 +13,19 @@ from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
+from gossip.allreduce import Part
 from partition.plan.chain import base_plan
 from partition.plan.change import Change
 from partition.plan.paxos_messages import AgreementMessage, ChainHead
-from partition.plan.plan import Plan, plan_hash
+from partition.plan.plan import HASH_BYTES, Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
-from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
+from partition.run.dispatch import Dispatch, Early, Role, role_of
+from partition.run.messages import check_sender
 from partition.run.proposals import Surroundings
-from partition.steps.messages import CommitterMessage, Open, ReplicaMessage
+from partition.steps.frames import OpenedFrame
+from partition.steps.messages import Open
 from sim.events import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
@@ -38,9 +40,6 @@ from sim.worlds.streams import Answer
 from sim.worlds.trainer import Trainer
 from sim.worlds.turns import Turns
 
-_ABOUT_THE_RUN = Absent | Checkpointed | GivenUp | Leaving | Noted | Recut | Saved
-EARLY_MAX = 64
-"""A committer's messages of a plan that has not come into force here yet."""
 INF = float("inf")
 RATE = 1_000
 """The rate of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
@@ -71,7 +70,7 @@ class Member(Turns):
         self._rng = rng
         self._has_forgotten = has_forgotten
         self._is_busy = is_busy
-        self._early: deque[tuple[PeerId, Any]] = deque(maxlen=EARLY_MAX)
+        self._dispatch: Dispatch[Member, Any] = Dispatch()
         self.keeping = Keeping(
             setting,
             me,
@@ -228,7 +227,7 @@ class Member(Turns):
     def _on_event(self, event: events.Event) -> None:
         match event:
             case events.PlanFollowed():
-                self.provider.slots.release_run(self._setting.run)
+                self._follow(event.plan)
             case events.PlanEntered():
                 self._stop_training()
             case events.RolesGiven():
@@ -252,6 +251,11 @@ class Member(Turns):
             case events.RunOver():
                 self.end(event.outcome, event.detail)
 
+    def _follow(self, plan: Plan) -> None:
+        self.provider.slots.release_run(self._setting.run)
+        for row in self._dispatch.follow(plan_hash(plan), self):
+            self._setting.ground.at(self.now, partial(self.receive, *row))
+
     def _take_roles(self, event: events.RolesGiven) -> None:
         """Host, feed and commit as the plan says."""
         plan = event.plan
@@ -267,9 +271,6 @@ class Member(Turns):
                 self.catch_up([peer for peer in plan.members if peer != self.me])
             self.trainer.begin(self.keeping.restorable)
             self.core.look_for_leavers()
-        early, self._early = self._early, deque(maxlen=EARLY_MAX)
-        for row in early:
-            self._setting.ground.at(self.now, partial(self.receive, *row))
 
     def absent(self, peer: PeerId, reason: str) -> None:
         """As the committer: the next plan must do without this peer."""
@@ -305,6 +306,7 @@ class Member(Turns):
         self.core.close()
         for wanted in self.core.asks.take():
             self._put(self.core, wanted)
+        self._dispatch.forget(self)
         self.hosting.close()
         self._stop_training()
         self.keeping.forget()
@@ -355,16 +357,12 @@ class Member(Turns):
         try:
             if isinstance(message, AgreementMessage):
                 self._about_plans(sender, message)
-            elif self.plan is None or sender not in self.plan.roster:
-                pass
-            elif isinstance(message, ReplicaMessage):
-                if self.trainer is not None:
-                    self.trainer.receive(sender, message)
-            elif isinstance(message, _ABOUT_THE_RUN):
-                if message.plan == plan_hash(self.plan):
-                    self._about_the_run(self.plan, sender, message)
-            else:
-                self._to_roles(self.plan, sender, message)
+                return
+            name = plan_named(message)
+            if self._dispatch.find(sender, name) is not None:
+                self._hand_over(sender, message)
+            elif isinstance(message, Early):
+                self._dispatch.keep(sender, name, message)
         except RemoteProtocolError:
             self._setting.counters["refused"] += 1
 
@@ -377,26 +375,29 @@ class Member(Turns):
         else:
             self.core.receive(self.now, sender, message)
 
-    def _about_the_run(self, plan: Plan, sender: PeerId, message: Any) -> None:
+    def _hand_over(self, sender: PeerId, message: Any) -> None:
+        plan = self.plan
+        assert plan is not None, "a plan is followed"
         match message:
             case Noted():
                 check_sender(plan, sender, message)
                 self.core.heard(self.now)
                 self.core.show_step(message.step - 1)
+                return
             case Saved():
                 if plan.committer == self.me:
                     self.keeping.saved(plan, sender, message)
-            case _:
+                return
+        match role_of(message):
+            case Role.MEMBER:
                 self.core.receive(self.now, sender, message)
-
-    def _to_roles(self, plan: Plan, sender: PeerId, message: Any) -> None:
-        if isinstance(message, CommitterMessage) and message.plan != plan_hash(plan):
-            self._early.append((sender, message))
-            return
-        if isinstance(message, Open) and self.trainer is not None:
-            self.trainer.opened(sender, message)
-        if self.hosting.hosted is not None:
-            self.hosting.hosted.receive(sender, message)
+            case Role.COMMITTER if self.trainer is not None:
+                self.trainer.receive(sender, message)
+            case Role.STAGE:
+                if isinstance(message, Open) and self.trainer is not None:
+                    self.trainer.opened(sender, message)
+                if self.hosting.hosted is not None:
+                    self.hosting.hosted.receive(sender, message)
 
     def reconnected(self, peer: PeerId) -> None:
         """The stream to `peer` is open again."""
@@ -464,6 +465,14 @@ class Member(Turns):
         """Return who could hand something over; whoever was in the run has what it kept of it."""
         live = self._told(True)
         return [peer for peer in self.core.acquainted if peer in live]
+
+
+def plan_named(message: Any) -> bytes:
+    """Return the hash of the plan that a message is of."""
+    if isinstance(message, Part):
+        return message.key[:HASH_BYTES]
+    plan: bytes = message.header.plan if isinstance(message, OpenedFrame) else message.plan
+    return plan
 
 
 def _nothing(reply: Any) -> None:

@@ -1,9 +1,9 @@
 """A world in memory for the chain of plans: members, their disks, a network and everything that goes wrong.
 
-Virtual time on one heap; a seed is a history. The shell of each member is as `partition.run.stored_chain`: it stores
-what is unsaved, sends, then hears the events, and it may crash between any two of these. The world watches
-from outside: what was decided, and what each member has ever promised on the wire. `Broken` says what is
-wrong.
+Virtual time on one heap; a seed is a history. The shell of each member is as `partition.run.stored_chain`: it
+stores what is unsaved, sends, then hears the events, and it may crash between any two of these. The world
+watches from outside: what was decided, and what each member has ever promised on the wire. `Broken` says what
+is wrong.
 """
 
 from collections import Counter
