@@ -5,11 +5,20 @@
 
 from collections.abc import Callable
 from math import inf
-from typing import NoReturn
+from typing import NoReturn, Protocol, TypeVar
 
 import trio
 
 from node.seams import Clock
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+
+class Woken(Protocol[T_co]):
+    """A core that is woken."""
+
+    def wake(self, now: float) -> T_co: ...
 
 
 class Waker:
@@ -48,9 +57,14 @@ class Waker:
             return max(now, self._until)
         return now if self._deadline() <= now else None
 
-    async def run(self, wake: Callable[[float], None]) -> NoReturn:
-        """Call `wake(now)` at each deadline, until cancelled."""
+    async def wake_when_due(self, core: Woken[T]) -> T | None:
+        """Wait for the deadline and wake the core. Return what it answers, or None if `stir` came first."""
+        now = await self.wait()
+        return None if now is None else core.wake(now)
+
+    async def run(self, core: Woken[T], act: Callable[[T], object]) -> NoReturn:
+        """Wake the core at each deadline and `act` on what it answers, until cancelled."""
         while True:
             now = await self.wait()
             if now is not None:
-                wake(now)
+                act(core.wake(now))

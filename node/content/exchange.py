@@ -287,7 +287,7 @@ class Exchange:
     async def run(self) -> None:
         """Wake the core at its deadlines until this is closed."""
         with self.scope:
-            await self._waker.run(lambda now: self.act(self.core.wake(now)))
+            await self._waker.run(self.core, self.act)
 
     def act(self, sends: Sends) -> None:
         """Carry out the core's orders."""

@@ -157,9 +157,8 @@ class CommitterShell:
             if self._to_vouch:
                 await self._vouch(*self._to_vouch.popleft())
                 continue
-            now = await self._waker.wait()
-            if now is not None:
-                self._pass_on(self.core.wake(now))
+            if (sends := await self._waker.wake_when_due(self.core)) is not None:
+                self._pass_on(sends)
 
     async def _vouch(self, sender: PeerId, message: BadFrame) -> None:
         """Check whether an unusable number of a frame is in this node's own data too."""

@@ -1,6 +1,5 @@
 """The result of a run: the stages' parameters joined, kept, and fetched by each member."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 
@@ -24,9 +23,7 @@ from node.runs.context import Service
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan
 from partition.run.completion import COLLECT_SECONDS_MAX
-from partition.run.member import Member
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.settings import RunSettings
 
 BUSY_SECONDS = 1.0
 """Before a source of the result that is busy is asked again: it serves a few members at a time."""
@@ -63,17 +60,6 @@ async def collect_result(
             return "", reason
         # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
         await trio.sleep(service.settings.retry_seconds)
-
-
-async def tell_end(
-    core: Member, wake: Callable[[], None], act: Callable[[], None], settings: RunSettings
-) -> None:
-    """Tell the others of the end where a member's driver has failed itself; bounded."""
-    with trio.move_on_after(settings.end_seconds_max):
-        while not core.is_over:
-            wake()
-            act()
-            await trio.sleep(settings.retry_seconds)
 
 
 def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:

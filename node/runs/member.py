@@ -23,7 +23,7 @@ from node.runs.asking import AskShell
 from node.runs.best import BestState
 from node.runs.chain import ChainShell, Entered
 from node.runs.checkpointing import Keeping
-from node.runs.completion import collect_result, fetch_result, tell_end, with_checkpoint
+from node.runs.completion import collect_result, fetch_result, with_checkpoint
 from node.runs.context import Service
 from node.runs.progress import ProgressReports
 from node.runs.rebalancing import Rebalancing
@@ -224,18 +224,15 @@ class RunMember:
             with self._life:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(self._chain.run)
-                    nursery.start_soon(self._wake)
+                    nursery.start_soon(self._waker.run, self.core, self._woken)
                     await trio.sleep_forever()
         finally:
             self._is_driven = False
         self.core.close()
         self._act()
 
-    async def _wake(self) -> None:
-        while True:
-            now = await self._waker.wait()
-            self.core.wake(self._now if now is None else now)
-            self._act()
+    def _woken(self, _: None) -> None:
+        self._act()
 
     def _stored(self) -> None:
         self.core.stored(self._now)
@@ -484,7 +481,10 @@ class RunMember:
     async def _tell_failure(self, reason: str) -> None:
         """Tell the others of the end where this member's driver has failed itself; bounded."""
         self.core.close()
-        await tell_end(self.core, lambda: self.core.wake(self._now), self._act, self._service.settings)
+        with trio.move_on_after(self._service.settings.end_seconds_max):
+            while not self.core.is_over:
+                await self._waker.wake_when_due(self.core)
+                self._act()
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:

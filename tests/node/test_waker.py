@@ -13,6 +13,10 @@ class Core:
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
 
+    def wake(self, now: float) -> float:
+        self.deadline = now + 2.0
+        return now
+
 
 def open_waker(deadline: float) -> tuple[Core, Waker]:
     core = Core(deadline)
@@ -68,12 +72,8 @@ def test_run_wakes_the_core_at_each_deadline() -> None:
         core, waker = open_waker(start + 1.0)
         woken: list[float] = []
 
-        def wake(now: float) -> None:
-            woken.append(now - start)
-            core.deadline = now + 2.0
-
         with trio.move_on_after(6.0):
-            await waker.run(wake)
+            await waker.run(core, lambda now: woken.append(now - start))
         return woken
 
     assert trio.run(main, clock=MockClock(autojump_threshold=0)) == [1.0, 3.0, 5.0]
