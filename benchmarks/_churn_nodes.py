@@ -324,7 +324,7 @@ class Play:
             return next((kind for kind in ("evaluating", "applying", "training") if doing[kind]), "between")
         assert self._asker is not None
         member = next(iter(self._asker.runs.members.values()), None)
-        committer = None if member is None else member._committer
+        committer = None if member is None else member.duties.committer
         if committer is None:
             return "between"
         phase = committer.core.phase

@@ -118,7 +118,7 @@ def look(group: Swarm) -> Sight:
     """What everybody holds now."""
     members = [member for name in group.nodes if (member := member_of(group, name)) is not None]
     shells = [member.hosting.replica for member in members]
-    (committer,) = [member._committer.core for member in members if member._committer is not None]
+    (committer,) = [member.duties.committer.core for member in members if member.duties.committer is not None]
     assert isinstance(committer, Committer)
     return Sight(
         replicas=tuple(standing(shell) for shell in shells if shell is not None),

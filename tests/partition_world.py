@@ -459,7 +459,7 @@ def standing(world: World) -> str:
         if name in world.down or member is None:
             rows.append(f"{name} {'down' if name in world.down else 'not in it'}")
             continue
-        core = None if member._committer is None else member._committer.core
+        core = None if member.duties.committer is None else member.duties.committer.core
         phase = "" if core is None else f" {core.phase} step {core.step}"
         rows.append(
             f"{name} {member.state} plan {None if member.plan is None else member.plan.height}{phase}"

@@ -29,7 +29,7 @@ def tell(world: World, name: str, step: int) -> None:
     samples = step * wanted.microbatches * wanted.microbatch
     head = ChainHead(run=world.run.id, parent=ELSEWHERE, height=1, step=step, samples=samples)
     member.core.on_chain(member._now, ForkFound(node.peer, head))
-    member._act()
+    member.act()
 
 
 def committer(group: Swarm, world: World) -> str:

@@ -290,7 +290,7 @@ def test_a_plan_that_comes_into_force_while_the_end_is_told_does_not_keep_the_ru
                 for node in group.nodes.values():
                     for mine in list(node.runs.members.values()):
                         mine.core.on_chain(mine._now, PlanDecided(following, change, 1))
-                        mine._act()
+                        mine.act()
 
             monkeypatch.setattr(Member, "finish", finish_and_go_on)
             run, _ = await train(group, "e", small())

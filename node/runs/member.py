@@ -4,7 +4,7 @@ It drives the core and the chain of plans, and takes this node's roles in the pl
 feed, commit, or only follow. The core has the rules of a run's life.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,35 +13,27 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from node.errors import RunFailed
-from node.pipeline.committer import CommitterShell
 from node.placement.leases import Offer, rounded
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice
 from node.runs.asking import AskShell
-from node.runs.best import BestState
 from node.runs.chain import ChainShell, Entered
 from node.runs.checkpointing import Keeping
-from node.runs.completion import collect_result, fetch_result, with_checkpoint
+from node.runs.completion import fetch_result, with_checkpoint
 from node.runs.context import Service
-from node.runs.progress import ProgressReports
-from node.runs.rebalancing import Rebalancing
+from node.runs.duties import Duties
 from node.runs.stage import Hosting
-from node.runs.standbys import Standbys
-from node.runs.steering import Steering
-from node.runs.trainer import Training, keep_data
 from node.waker import Waker
-from partition.plan.change import Change, standby_trainers
+from partition.plan.change import Change
 from partition.plan.history import first_plan
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Declined, Done, Reply
 from partition.run.dispatch import Role, role_of
-from partition.run.messages import REASON_LENGTH_MAX, Leaving, check_sender
+from partition.run.messages import REASON_LENGTH_MAX, check_sender
 from partition.run.proposals import Surroundings
-from partition.run.stall import StallClock
 from partition.run.states import State
 from partition.steps.messages import Failed, Open
 
@@ -75,67 +67,56 @@ class RunMember:
         )
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
-        self._keeping = Keeping(
-            service, run, self._living, lambda: self._committer, learned=self._checkpointed
+        self.keeping = Keeping(
+            service, run, self._living, lambda: self.duties.committer, learned=self._checkpointed
         )
         self.hosting = Hosting(
             service,
             run,
-            holders=self._holders,
+            self.core.hosting,
+            holders=self.holders,
             failed=self.fail_stage,
             abandoned=self._abandoned,
-            save=self._keeping.save,
-            restore=self._keeping.restore,
+            save=self.keeping.save,
+            restore=self.keeping.restore,
         )
-        best_from = self._bring_back, self._keeping.note_best
-        self._best = BestState(service, run, lambda: self._committer, *best_from)
-        self._rebalancing = Rebalancing(service, run, self._recut, self._offers)
-        self._standbys = Standbys(service, run, self._recut, self._offers, self.absent)
-        self.steering = Steering(service, run, self._paused)
-        self._committer: CommitterShell | None = None
-        self._past: CommitterShell | None = None
-        self._training: Training | None = None
-        self._life, self._stall = trio.CancelScope(), StallClock(self._now)
+        self.duties = Duties(service, run, self)
+        self.steering, self._reports = self.duties.steering, self.duties.reports
+        self._life = trio.CancelScope()
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
-        self._reports = ProgressReports(service, run, self.core, self._stall, self._best, self.steering)
         self.shown = self._reports.shown
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
-        self.prepare, self.unprepare = self.hosting.prepare, self.hosting.unprepare
+        self.unprepare = self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
         self.keep, self.close_stage = self.hosting.keep, self.hosting.end
         self._decided = trio.Event()
         self._waker = Waker(service.seams.clock, lambda: self.core.deadline)
-        self._is_acting, self._is_driven = False, True
+        self._has_begun = trio.Event()
+        self._is_acting, self._has_life, self._is_driven = False, False, True
 
     # What the core asks of its roles
 
     @property
     def hosts(self) -> bool:
         """Return whether a stage of this run is open here, or being opened."""
-        return self.hosting.core.occupies
-
-    @property
-    def is_opening(self) -> bool:
-        """Return whether a stage is being opened."""
-        return self.hosting.core.is_opening
+        return self.core.hosting.occupies
 
     @property
     def committed(self) -> int | None:
         """Return the number of steps committed here, if this node commits and its replicas are synced."""
-        committer = self._committer
-        return None if committer is None or committer.core.phase == "syncing" else committer.core.step
+        return self.duties.committed
 
     @property
     def restorable(self) -> tuple[bytes, int] | None:
         """Return the newest complete checkpoint and its step; under a final plan, the result's."""
         is_final = self.plan is not None and self.plan.is_final
-        return self._best.checkpoint if is_final else self._keeping.restorable
+        return self.duties.best.checkpoint if is_final else self.keeping.restorable
 
     @property
     def can_restore(self) -> bool:
         """Return whether a copy of that is here, or may be at another live member, present or former."""
-        return self._keeping.can_restore
+        return self.keeping.can_restore
 
     @property
     def can_tell(self) -> bool:
@@ -143,9 +124,9 @@ class RunMember:
         return self._chain is not None and self._chain.can_tell
 
     def _free(self) -> list[tuple[PeerId, int]]:
-        return [(row.peer, rounded(row.flops_per_second)) for row in self._offers() if row.has_slot]
+        return [(row.peer, rounded(row.flops_per_second)) for row in self.offers() if row.has_slot]
 
-    def _offers(self) -> list[Offer]:
+    def offers(self) -> list[Offer]:
         return self._service.places.choose(self.run, self._service.offers())
 
     # What is known
@@ -180,7 +161,7 @@ class RunMember:
     def _now(self) -> float:
         return self._clock.monotonic()
 
-    def _holders(self) -> list[PeerId]:
+    def holders(self) -> list[PeerId]:
         """Return the peers that may hand over data and model: the requester, then other members."""
         members = () if self.plan is None else self.plan.members
         others = [peer for peer in members if peer not in (self._me, self.run.requester)]
@@ -193,10 +174,19 @@ class RunMember:
 
     # Driving the core
 
+    async def prepare(self, plan: Plan, planner: PeerId) -> str | None:
+        """Open the stage of a plan that is not in force yet, as `planner` asks. Return None when it is open,
+        else why it is not."""
+        self._drive()
+        try:
+            return await self.hosting.prepare(plan, planner)
+        finally:
+            self._waker.stir()
+
     def place(self) -> None:
         """Look for providers, as the requester."""
         self.core.place()
-        self._act()
+        self.act()
 
     def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
         """Enter the run by the first known plan, and follow its chain, `durable` after a restart."""
@@ -213,36 +203,43 @@ class RunMember:
         self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact)
         first = first_plan(entered.history)
         self.core.begin(self._now, chain.core, first, is_restart=bool(durable))
-        self._start_task(self._live)
-        self._act()
+        self._drive()
+        self._has_begun.set()
+        self.act()
         if durable:
             self._service.publish_plan(self.run, chain.head)
 
+    def _drive(self) -> None:
+        """Wake the core from now on: it has a stage to open, or a plan to follow."""
+        if not self._has_life:
+            self._has_life = True
+            self._start_task(self._live)
+
     async def _live(self) -> None:
-        assert self._chain is not None
         try:
             with self._life:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._chain.run)
                     nursery.start_soon(self._waker.run, self.core, self._woken)
-                    await trio.sleep_forever()
+                    await self._has_begun.wait()
+                    assert self._chain is not None
+                    await self._chain.run()
         finally:
             self._is_driven = False
         self.core.close()
-        self._act()
+        self.act()
 
     def _woken(self, _: None) -> None:
-        self._act()
+        self.act()
 
     def _stored(self) -> None:
         self.core.stored(self._now)
-        self._act()
+        self.act()
 
     def _replied(self, now: float, number: int, reply: Reply) -> None:
         self.core.replied(now, number, reply)
-        self._act()
+        self.act()
 
-    def _act(self) -> None:
+    def act(self) -> None:
         """Carry out the core's requests, and those that follow from them."""
         if self._is_acting:
             return
@@ -272,19 +269,21 @@ class RunMember:
                 self._end_roles(event)
             case events.RolesGiven():
                 self._take_roles(event)
+            case events.StageAbandoned():
+                self._start_task(self.hosting.abandon)
             case events.Left():
-                self._keeping.left_branch(event.kept_step)
-                self._stop_training()
-                self._committer = None
+                self.keeping.left_branch(event.kept_step)
+                self.duties.stop()
+                self.duties.committer = None
                 self._start_task(self._let_go)
             case events.PromisesMade() if chain is not None:
                 chain.store()
             case events.MessageRefused():
                 service.refuse(event.peer, RemoteProtocolError(event.reason))
             case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
-                self.steering.steer(event, self._committer)
+                self.steering.steer(event, self.duties.committer)
             case events.CheckpointFound():
-                self._keeping.learn(event.step, event.checkpoint)
+                self.keeping.learn(event.step, event.checkpoint)
             case events.RunOver():
                 self._start_task(self.end, event.outcome, event.detail, event.weights)
 
@@ -292,96 +291,16 @@ class RunMember:
 
     def _end_roles(self, event: events.PlanEntered) -> None:
         """End this node's roles of the last plan, as another is in force."""
-        self._past, self._committer = self._committer, None
-        self._stop_training()
+        self.duties.end()
         self._decided.set()
         self._decided = trio.Event()
         self._service.publish_plan(self.run, event.plan)
 
     def _take_roles(self, event: events.RolesGiven) -> None:
         """Host, feed and commit as the plan says."""
-        plan = event.plan
-        self._stall.entered(self._now, None if event.change is None else event.change.lost)
-        self.hosting.adopt(plan)
-        self._best.begin(plan)
-        self._rebalancing.begin(plan)
-        self._standbys.begin(plan)
-        past, self._past = self._past, None
-        if past is not None and plan.committer == self._me:
-            for dropped in past.dropped(plan):
-                self._reports.tell(plan, dropped)
-        if event.over is not None:
-            self._fail(event.over)
-        elif self._me in plan.trainers:
-            self._train(plan, event.lost_steps)
-        elif self._me in standby_trainers(plan.roster, plan.stages)[:STANDBY_TRAINERS]:
-            self._start_task(keep_data, self._service, self.run, self._holders())
-
-    def _train(self, plan: Plan, lost_steps: int) -> None:
-        if plan.committer == self._me:
-            self._commit(plan, lost_steps)
-        training = self._training = Training(
-            self._service,
-            self.run,
-            plan,
-            self._holders(),
-            self._committer,
-            cannot=partial(self._cannot_train, plan),
-            over=partial(self._finish_training, plan),
-        )
-        self._start_task(training.run)
-
-    def _commit(self, plan: Plan, lost_steps: int) -> None:
-        saved = self._keeping.restorable
-        self._committer = CommitterShell(
-            self._service,
-            self.steering.run,
-            plan,
-            partial(self._reports.tell, plan),
-            absent=self.absent,
-            paused=self._paused,
-            stalled_since=self._stall.since,
-            saved=saved[1] if saved is not None else 0,
-            failures=self.core.failures,
-            lost_steps=lost_steps,
-            stepped=partial(self._stepped, plan),
-            best=self._best,
-        )
-        if saved is None and self.run.manifest.save_every:
-            self._committer.save()  # else whatever is lost before the first checkpoint ends the run
-        self.core.catch_up([peer for peer in plan.members if peer != self._me])
-        self.core.look_for_leavers()
-        self.steering.begin(self._committer, plan, self._me)
-
-    def _stepped(self, plan: Plan, step: int, seconds: float, *measured: Mapping[PeerId, int]) -> None:
-        self._rebalancing.stepped(plan, step, seconds, *measured)
-        self._standbys.stepped(plan, seconds)
-
-    def _stop_training(self) -> None:
-        if self._training is not None:
-            self._training.stop()
-            self._training = None
-
-    async def _finish_training(self, plan: Plan, reason: str | None, digest: str = "") -> None:
-        """As the committer: end the training, after the last step or for the `reason` of a failure."""
-        self.core.training_over(reason)
-        self._act()
-        if reason is None:
-            run, replica = self.steering.run, self.hosting.replica
-            digest, reason = await collect_result(self._service, run, plan, replica)
-        if reason is None:
-            self._finish("done", self._best.detail, digest)
-        else:
-            self._fail(reason)
-
-    async def _cannot_train(self, plan: Plan, reason: str) -> None:
-        """Ask for a plan without this node's part in the feeding, which it cannot play."""
-        if plan.committer == self._me and (plan.height == 0 or len(plan.roster) == 1):
-            self._finish("failed", reason, "")
-        elif plan.committer == self._me:
-            self.absent(self._me, reason)
-        else:
-            self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
+        self.duties.stall.entered(self._now, None if event.change is None else event.change.lost)
+        self.hosting.act(event.stage)
+        self.duties.begin(event)
 
     def fail_stage(self, reason: str) -> None:
         """Report that this node cannot hold its stage: the next plan excludes it."""
@@ -393,35 +312,26 @@ class RunMember:
     def absent(self, peer: PeerId, reason: str) -> None:
         """Exclude a peer from the next plan, as the committer or of this node itself."""
         self.core.exclude_for_all(self._now, peer, reason)
-        self._act()
+        self.act()
 
-    def _paused(self, step: int) -> None:
-        if self.steering.is_paused and self._committer is not None:
-            self._committer.save()
-        self.core.paused(self._now, step)
-        self._act()
-
-    def _recut(self, plan: Plan, wanted: Change) -> None:
+    def recut(self, plan: Plan, wanted: Change) -> None:
         """As the committer of `plan`: propose other borders, or more stages."""
         if plan == self.plan:
             self.core.recut(wanted)
-            self._act()
+            self.act()
 
     def _checkpointed(self) -> None:
-        self._best.learned(self._keeping.restorable)
+        self.duties.best.learned(self.keeping.restorable)
         self.core.checkpointed(self._now)
-        self._act()
+        self.act()
 
-    def _bring_back(self, checkpoint: bytes, step: int) -> None:
+    def bring_back(self, checkpoint: bytes, step: int) -> None:
         self.core.bring_back(self._now, checkpoint, step)
-        self._act()
+        self.act()
 
     async def save(self) -> int:
         """Have a checkpoint made after this step; return it. Raises RunFailed: not the committer."""
-        if self._committer is None:
-            raise RunFailed(f"run {self.run.text[:8]} is committed by another node: ask there")
-        self._committer.save()
-        return self._committer.core.step + 1
+        return self.duties.save()
 
     # The end
 
@@ -430,6 +340,7 @@ class RunMember:
         if self.plan is None and not self.core.is_over:
             self.core.is_over = True
             self._service.released(self)
+            self._life.cancel()
 
     async def _let_go(self) -> None:
         await self.hosting.end()
@@ -437,14 +348,14 @@ class RunMember:
         self._decided.set()
         self._life.cancel()
 
-    def _fail(self, reason: str) -> None:
+    def fail_for_all(self, reason: str) -> None:
         """End the run for all, with a note on what can be recovered."""
-        self._finish("failed", with_checkpoint(reason, self.run, self._keeping.restorable), "")
+        self.finish("failed", with_checkpoint(reason, self.run, self.keeping.restorable), "")
 
-    def _finish(self, outcome: str, detail: str, weights: str) -> None:
+    def finish(self, outcome: str, detail: str, weights: str) -> None:
         """Tell every live member, then end here, whichever plan comes into force meanwhile."""
         self.core.finish(self._now, outcome, detail, weights)
-        self._act()
+        self.act()
 
     async def end(
         self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None, refusal: str = ""
@@ -464,13 +375,13 @@ class RunMember:
         await self._service.ended(self, outcome, missing or detail, weights, is_here=is_here)
         self._decided.set()
         self._life.cancel()
-        self._stop_training()
+        self.duties.stop()
 
     async def fail(self, reason: str) -> None:
         """End after an unexpected failure; where another node commits, the run goes on without this one."""
         if not (self.core.is_over or self.core.is_finishing):
             if self.core.commits:
-                self._finish("failed", reason, "")
+                self.finish("failed", reason, "")
                 if not self._is_driven:
                     self._start_task(self._tell_failure, reason)
                 return
@@ -484,7 +395,7 @@ class RunMember:
         with trio.move_on_after(self._service.settings.end_seconds_max):
             while not self.core.is_over:
                 await self._waker.wake_when_due(self.core)
-                self._act()
+                self.act()
         await self.end("failed", reason, "")
 
     async def drop(self, reason: str) -> None:
@@ -492,8 +403,8 @@ class RunMember:
         if self.core.is_over or self.core.is_dropped:
             return
         self.core.is_dropped = True
-        self._stop_training()
-        self._committer = None
+        self.duties.stop()
+        self.duties.committer = None
         await self.hosting.end()
         self.absent(self._me, "it dropped the run")
         self._start_task(self._go, reason)
@@ -518,7 +429,7 @@ class RunMember:
         if self.plan is None or self.core.is_over:
             return True
         self.core.leave(self._now)
-        self._act()
+        self.act()
         return await self._until_out(self._service.settings.leave_seconds_max)
 
     # What comes in
@@ -526,23 +437,23 @@ class RunMember:
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         """Handle a pipeline message of the plan in force, or one about the chain. Raises
         RemoteProtocolError."""
-        self._stall.heard(now, sender)
+        self.duties.stall.heard(now, sender)
         if isinstance(message, Notice | wire.Saved | wire.Revised):
             self._on_told(sender, message)
             return
         match role_of(message):
             case Role.MEMBER:
                 self.core.receive(now, sender, message)
-                self._act()
-            case Role.COMMITTER if self._committer is not None:
-                self._committer.receive(now, sender, message)
+                self.act()
+            case Role.COMMITTER if self.duties.committer is not None:
+                self.duties.committer.receive(now, sender, message)
             case Role.STAGE:
                 self._to_stage(now, sender, message)
 
     def revise(self, fact: Fact) -> bool:
         """Handle the requester's revision of the run; return whether it is new. Raises
         RemoteProtocolError."""
-        return self.steering.take(fact, self.state, self._committer, self.plan, self._me)
+        return self.steering.take(fact, self.state, self.duties.committer, self.plan, self._me)
 
     def _on_told(self, sender: PeerId, message: Notice | wire.Saved | wire.Revised) -> None:
         plan = self.plan
@@ -556,13 +467,13 @@ class RunMember:
             self._reports.hear(message)
             self.core.heard(self._now)
         elif plan.committer == self._me:
-            self._keeping.saved(plan, sender, message)
+            self.keeping.saved(plan, sender, message)
         else:
             raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
 
     def _to_stage(self, now: float, sender: PeerId, message: Any) -> None:
-        if isinstance(message, Open) and self._training is not None:
-            self._training.open(sender, message)
+        if isinstance(message, Open) and self.duties.training is not None:
+            self.duties.training.open(sender, message)
         if self.hosting.replica is not None:
             self.hosting.replica.receive(now, sender, message)
 
@@ -573,19 +484,19 @@ class RunMember:
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
         """Return whether this node does not know the plan before `plan`; then it asks `sender`."""
         is_behind = self.core.is_behind(sender, plan)
-        self._act()
+        self.act()
         return is_behind
 
     def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
         """Answer a claim that a plan is in force; None: this node may begin with it."""
         answer = self.core.on_start(sender, plan)
-        self._act()
+        self.act()
         return answer
 
     def catch_up(self, peers: Sequence[PeerId]) -> None:
         """Ask peers for missing parts of the chain."""
         self.core.catch_up(peers)
-        self._act()
+        self.act()
 
     def reconnected(self, peer: PeerId) -> None:
         """Handle a link to `peer` that was opened anew."""
@@ -593,17 +504,21 @@ class RunMember:
             self.catch_up([peer])
         if self.hosting.replica is not None:
             self.hosting.replica.reconnected(peer)
-        if self._training is not None:
-            self._training.reconnected(peer)
+        if self.duties.training is not None:
+            self.duties.training.reconnected(peer)
         if self.plan is not None and self.plan.committer == self._me:
             self.steering.tell(self.plan, self._me, peer)
 
     def members_changed(self) -> None:
         """React to a change in the set of live members."""
         self.core.members_changed(self._now)
-        self._act()
+        self.act()
 
     def member_suspected(self, peer: PeerId) -> None:
         """Handle the suspicion that a member may be dead."""
-        if self._committer is not None and self.plan is not None and self.plan.stage_of(peer) is not None:
-            self._committer.suspect(peer)
+        if (
+            self.duties.committer is not None
+            and self.plan is not None
+            and self.plan.stage_of(peer) is not None
+        ):
+            self.duties.committer.suspect(peer)

@@ -236,7 +236,7 @@ class Runs:
         exact = [
             run
             for run, member in self.members.items()
-            if member.hosting.core.occupies and not is_standby(member, self.signer.peer)
+            if member.hosts and not is_standby(member, self.signer.peer)
         ]
         local = [run for run, member in self.local.members.items() if member.crew.is_training]
         return [*exact, *local, *self.hosted_beside()]

@@ -1,6 +1,6 @@
-"""The stage process of one run: the driver of a `partition.run.hosting.Hosting`.
+"""The stage process of one run: the driver of the `partition.run.hosting.Hosting` of a member.
 
-Only for `node.runs.member`, which says what plan is in force.
+Only for `node.runs.member`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ class Hosting:
         self,
         service: Service,
         run: Run,
+        hosting: core.Hosting,
         *,
         holders: Callable[[], Sequence[PeerId]],
         failed: Callable[[str], None],
@@ -45,8 +46,7 @@ class Hosting:
         self.replica: ReplicaShell | None = None
         self.machine: Machine | None = None
         """The machine that the slot gave when the stage was opened."""
-        self.core = core.Hosting(service.signer.peer, service.settings)
-        """Not recorded: it sends nothing, and its inputs follow from cores that are recorded."""
+        self.core = hosting
         self._service = service
         self._run = run
         self._holders = holders
@@ -57,12 +57,11 @@ class Hosting:
         self._scope = trio.CancelScope()
         self._changing = trio.Lock()
 
-    def adopt(self, plan: Plan) -> None:
-        """Follow a plan that is in force: keep this node's stage, open it, or close an old one."""
-        wanted = self.core.adopt(plan)
+    def act(self, wanted: core.StageAction | None) -> None:
+        """Keep this node's stage under a plan that is in force, open it, or close an old one."""
         if isinstance(wanted, core.StageKept) and self.replica is not None:
-            self._service.spans.admit(plan)
-            self.replica.adopt(plan)
+            self._service.spans.admit(wanted.plan)
+            self.replica.adopt(wanted.plan)
         elif isinstance(wanted, core.StageWanted | core.StageEnded):
             self._service.start_task(self._change, wanted, of=self._run)
 
@@ -72,19 +71,15 @@ class Hosting:
         wanted = self.core.prepare(self._service.seams.clock.monotonic(), plan, planner)
         if wanted is None:
             return core.NO_ROOM
-        expires_at = self.core.deadline
         reason = await self._open_early(wanted)
-        if reason is None:
-            self._service.start_task(self._expire, expires_at, of=self._run)
-        else:
+        if reason is not None:
             self._service.start_task(self.unprepare, plan_hash(plan), of=self._run)
         return reason
 
-    async def _expire(self, due: float) -> None:
-        await trio.sleep_until(due)
-        if self.core.wake(due) is not None:
-            await self._close()
-            self._abandoned()
+    async def abandon(self) -> None:
+        """Close the stage that was opened for a plan that was not decided."""
+        await self._close()
+        self._abandoned()
 
     async def _open_early(self, wanted: core.StageWanted) -> str | None:
         async with self._changing:
@@ -104,14 +99,12 @@ class Hosting:
     async def unprepare(self, plan: bytes) -> None:
         """Close the stage opened for this plan, which was not decided."""
         if self.core.unprepare(plan) is not None:
-            await self._close()
-            self._abandoned()
+            await self.abandon()
 
     async def planner_lost(self, planner: PeerId) -> None:
         """Close the stage opened for a plan of `planner` that is not decided yet; the peer is gone."""
         if self.core.planner_lost(planner) is not None:
-            await self._close()
-            self._abandoned()
+            await self.abandon()
 
     async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
         """Keep an incoming frame, in memory it may stay in; return None where there is none, and the stage

@@ -26,7 +26,7 @@ class Service(Protocol):
 async def vacate(runs: Service, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
     """Hand over the stages of these runs; return by run id whether that succeeded in time."""
     found: dict[str, bool] = {}
-    holding = [member for member in runs.members.values() if member.hosting.core.occupies]
+    holding = [member for member in runs.members.values() if member.hosts]
     for member in filter(which, holding):
         found[member.run.text] = False
         runs.start_task(_hand_over, member, reason, found, of=member.run)

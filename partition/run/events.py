@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 from partition.plan.change import Change
 from partition.plan.plan import Plan
+from partition.run.hosting import StageAction
 from partition.run.states import State
 
 
@@ -25,13 +26,20 @@ class PlanEntered:
 
 @dataclass(frozen=True)
 class RolesGiven:
-    """Take the roles that the plan gives to this node, and only these. `lost_steps` are to be committed
-    again. `over`: end the run instead as its committer, for this reason."""
+    """Take the roles that the plan gives to this node, and only these. `stage` is what to do with its stage,
+    None for nothing. `lost_steps` are to be committed again. `over`: end the run instead as its committer,
+    for this reason."""
 
     plan: Plan
     change: Change | None
+    stage: StageAction | None
     lost_steps: int
     over: str | None
+
+
+@dataclass(frozen=True)
+class StageAbandoned:
+    """Close the stage that was opened for a plan that was not decided in time."""
 
 
 @dataclass(frozen=True)
@@ -106,6 +114,7 @@ Event = (
     PlanFollowed
     | PlanEntered
     | RolesGiven
+    | StageAbandoned
     | StateChanged
     | Left
     | PromisesMade

@@ -36,13 +36,14 @@ def held_in(plan: Plan, peer: PeerId) -> Held | None:
 @dataclass(frozen=True)
 class StageWanted:
     """Close the open stage and open this stage of `plan`, then call `opened` or `failed`. `step` is the
-    number of steps of the opened state; None: it has to be filled. `is_early`: the plan is not in force
-    yet."""
+    number of steps of the opened state; None: it has to be filled. `is_early`: the plan is not in force yet.
+    `number` counts a member's openings."""
 
     plan: Plan
     held: Held
     step: int | None
     is_early: bool
+    number: int
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,9 @@ class StageKept:
 @dataclass(frozen=True)
 class StageEnded:
     """Close the open stage."""
+
+
+StageAction = StageWanted | StageKept | StageEnded
 
 
 class Hosting:
@@ -72,6 +76,7 @@ class Hosting:
         self._planner: PeerId | None = None
         self._expires_at = inf
         self._is_over = False
+        self._openings = 0
 
     @property
     def is_opening(self) -> bool:
@@ -83,7 +88,7 @@ class Hosting:
         """Whether a slot is taken: a stage is open or being opened."""
         return self.is_open or self.is_opening
 
-    def adopt(self, plan: Plan) -> StageWanted | StageKept | StageEnded | None:
+    def adopt(self, plan: Plan) -> StageAction | None:
         """Take a plan that is in force: keep the stage it gives to this member, open it, or close the open
         one."""
         # A trained stage is opened again: first values are made in a new process.
@@ -101,7 +106,7 @@ class Hosting:
             self._clear()
             return StageEnded()
         # Only the first plan finds everybody at the beginning; later members have nothing yet.
-        return self._open(StageWanted(plan, held, None if plan.height else 0, is_early=False))
+        return self._open(plan, held, None if plan.height else 0)
 
     def prepare(self, now: float, plan: Plan, planner: PeerId) -> StageWanted | None:
         """Open the stage of a plan that is not in force yet, as `planner` asks. None: no room for it here."""
@@ -109,18 +114,19 @@ class Hosting:
         if held is None or self.occupies or self._is_over:
             return None
         self.plan, self._prepared, self._planner = plan, plan_hash(plan), planner
-        self._expires_at = (
-            now + self._settings.silence_seconds_max
-        )  # the planner may die before its plan is decided
-        return self._open(StageWanted(plan, held, None, is_early=True))
+        # The planner may die before its plan is decided.
+        self._expires_at = now + self._settings.silence_seconds_max
+        return self._open(plan, held, None, is_early=True)
 
-    def _open(self, wanted: StageWanted) -> StageWanted:
-        self.is_open, self._held, self._opening = False, wanted.held, wanted
+    def _open(self, plan: Plan, held: Held, step: int | None, *, is_early: bool = False) -> StageWanted:
+        self._openings += 1
+        wanted = StageWanted(plan, held, step, is_early, self._openings)
+        self.is_open, self._held, self._opening = False, held, wanted
         return wanted
 
     def wants(self, opening: StageWanted) -> bool:
         """Return whether this stage is still to be opened."""
-        return self._opening is opening
+        return self._opening is not None and self._opening.number == opening.number
 
     def opened(self, opening: StageWanted) -> Plan | None:
         """Note that a stage is open. Return the plan it is under now; None: close it, it is not wanted."""

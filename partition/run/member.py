@@ -32,9 +32,11 @@ from partition.run.events import (
     PromisesMade,
     RolesGiven,
     RunOver,
+    StageAbandoned,
     StateChanged,
 )
 from partition.run.failures import Failures
+from partition.run.hosting import Hosting
 from partition.run.messages import (
     REASON_LENGTH_MAX,
     Absent,
@@ -87,6 +89,8 @@ class Member:
         self.progress = Progress(samples_per_step)
         self.failures = Failures()
         self.asks = Asks()
+        self._settings = settings or RunSettings()
+        self.hosting = Hosting(me, self._settings)
         self.sends: list[tuple[PeerId, RunMessage | AgreementMessage]] = []
         self.events: list[Event] = []
         self._me = me
@@ -96,7 +100,6 @@ class Member:
         self._roles = roles
         self._ways_back = WaysBack(save_every)
         self._parts = parts or Parts()
-        self._settings = settings or RunSettings()
         self._life: MemberLife | None = None
         self._is_stuck = False
         self._completion: Completion | None = None
@@ -110,12 +113,12 @@ class Member:
     def deadline(self) -> float:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         if self._life is None:
-            return INF
+            return self.hosting.deadline
         if self.is_over:
             return self._life.chain.deadline  # its vote still counts
         ending = INF if self._completion is None else self._completion.deadline
         life = self._life
-        parts = life.chain, life.proposer, life.keepalive, life.between.recutting
+        parts = self.hosting, life.chain, life.proposer, life.keepalive, life.between.recutting
         return min(ending, *(part.deadline for part in parts))
 
     @property
@@ -240,7 +243,10 @@ class Member:
             lost_steps = self.progress.restored(plan.step)
             over = self.failures.went_back(plan.step, self.progress.furthest, reason)
         over = over if self.commits else None
-        self.events.append(RolesGiven(plan, change, lost_steps, over))
+        self.events.append(RolesGiven(plan, change, self.hosting.adopt(plan), lost_steps, over))
+        if over is None and self.commits:
+            self.catch_up([peer for peer in plan.members if peer != self._me])
+            self.look_for_leavers()
         if over is None:
             joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
             life.proposer.start(
@@ -277,7 +283,7 @@ class Member:
             return
         roles, live = self._roles, life.keepalive.speaking(now, self.plan, self._around.live())
         verdict = life.branches.judge(
-            now, event, self.plan, live=live, committed=roles.committed, hosts=roles.hosts
+            now, event, self.plan, live=live, committed=roles.committed, hosts=self.hosting.occupies
         )
         if verdict is Verdict.REFUSE and self.plan is not None:
             self._note(life.branches.refusal(now, event, self.plan))
@@ -367,7 +373,7 @@ class Member:
 
     def _claim(self) -> None:
         if self._life is not None:
-            self.progress.claim(self._life.chain.core, hosts=self._roles.hosts)
+            self.progress.claim(self._life.chain.core, hosts=self.hosting.occupies)
 
     def training_over(self, reason: str | None) -> None:
         """As the committer: the last step is committed, or training failed."""
@@ -489,6 +495,8 @@ class Member:
     def wake(self, now: float) -> None:
         """Do what is due. Nothing is due before `deadline`."""
         life = self._life
+        if now >= self.hosting.deadline and self.hosting.wake(now) is not None:
+            self.events.append(StageAbandoned())
         if life is None:
             return
         if now >= life.chain.deadline:  # one call, for what follows from it may change all below
@@ -548,7 +556,7 @@ class Member:
             self.plan,
             others=self.others(),
             is_paused=self.state == "paused",
-            is_opening=self._roles.is_opening,
+            is_opening=self.hosting.is_opening,
         )
         self._tell_checkpoint(self.others())
 

@@ -7,14 +7,6 @@ class Roles(Protocol):
     """This node's roles under the plan in force."""
 
     @property
-    def hosts(self) -> bool:
-        """Whether a stage is open here, or being opened."""
-
-    @property
-    def is_opening(self) -> bool:
-        """Whether a stage is being opened."""
-
-    @property
     def committed(self) -> int | None:
         """How many steps this node's committer has committed; None where it does not commit, or does not know
         yet because its replicas are not synced."""

@@ -1,4 +1,5 @@
-"""The stage of a run that a peer in a world of cores holds: the driver of a `partition.run.hosting.Hosting`.
+"""The stage of a run that a peer in a world of cores holds: the driver of the `partition.run.hosting.Hosting`
+of a member.
 
 Opening takes a while; what is open is a `sim.worlds.sim_stage.Hosted`.
 """
@@ -7,8 +8,9 @@ from collections.abc import Callable
 
 from crypto.identity import PeerId
 from partition.plan.plan import Plan
-from partition.run import hosting as core
-from partition.run.settings import RunSettings
+from partition.run import hosting
+from partition.run.hosting import NO_ROOM, WENT_ON, StageAction, StageEnded, StageKept, StageWanted
+from partition.run.member import Member
 from sim.worlds.sim_stage import Hosted
 
 OPEN_SECONDS = 0.5
@@ -20,28 +22,30 @@ class Hosting:
 
     def __init__(
         self,
-        me: PeerId,
-        settings: RunSettings,
+        member: Callable[[], Member],
         make: Callable[[Plan, int | None], Hosted],
         later: Callable[[float, Callable[[], None]], None],
         now: Callable[[], float],
     ) -> None:
-        self.core = core.Hosting(me, settings)
         self.hosted: Hosted | None = None
+        self._member = member
         self._make = make
         self._later = later
         self._now = now
 
-    def adopt(self, plan: Plan) -> None:
-        """A plan is in force: keep the stage it gives to this peer, open it, or close what was open."""
-        if self.hosted is not None and self.hosted.is_failed:
-            self.core.closed()
-        match self.core.adopt(plan):
-            case core.StageKept() if self.hosted is not None:
+    @property
+    def core(self) -> hosting.Hosting:
+        """Return the member's hosting."""
+        return self._member().hosting
+
+    def act(self, wanted: StageAction | None) -> None:
+        """Keep the stage under a plan that is in force, open it, or close what was open."""
+        match wanted:
+            case StageKept(plan) if self.hosted is not None:
                 self.hosted.adopt(plan)
-            case core.StageWanted() as wanted:
+            case StageWanted():
                 self._open(wanted)
-            case core.StageEnded():
+            case StageEnded():
                 self.hosted = None
 
     def prepare(self, plan: Plan, planner: PeerId, opened: Callable[[str], None]) -> None:
@@ -49,11 +53,9 @@ class Hosting:
         open, or nothing."""
         wanted = self.core.prepare(self._now(), plan, planner)
         if wanted is None:
-            opened(core.NO_ROOM)
+            opened(NO_ROOM)
         else:
-            due = self.core.deadline
             self._open(wanted, opened)
-            self._later(due - self._now(), lambda: self._close_if(self.core.wake(max(due, self._now()))))
 
     def unprepare(self, plan: bytes) -> None:
         """Close what was opened for this plan, which did not come about."""
@@ -63,19 +65,28 @@ class Hosting:
         """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
         self._close_if(self.core.planner_lost(planner))
 
-    def _close_if(self, ended: core.StageEnded | None) -> None:
+    def failed(self, hosted: Hosted) -> None:
+        """Note that a stage cannot go on."""
+        if self.hosted is hosted:
+            self.core.closed()
+
+    def abandon(self) -> None:
+        """Close what was opened for a plan that was not decided in time."""
+        self.hosted = None
+
+    def _close_if(self, ended: StageEnded | None) -> None:
         if ended is not None:
             self.hosted = None
 
-    def _open(self, wanted: core.StageWanted, opened: Callable[[str], None] | None = None) -> None:
-        self.hosted = None
+    def _open(self, wanted: StageWanted, opened: Callable[[str], None] | None = None) -> None:
+        self.hosted, core = None, self.core
 
         def done() -> None:
-            plan = self.core.opened(wanted)
+            plan = core.opened(wanted)
             if plan is not None:
                 self.hosted = self._make(plan, wanted.step)
             if opened is not None:
-                opened("" if plan is not None else core.WENT_ON)
+                opened("" if plan is not None else WENT_ON)
 
         self._later(OPEN_SECONDS, done)
 

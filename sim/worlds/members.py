@@ -81,7 +81,7 @@ class Member(Turns):
             later=self.later,
             learned=self._checkpointed,
         )
-        self.hosting = Hosting(me, setting.settings, self._make_hosted, self.later, lambda: self.now)
+        self.hosting = Hosting(lambda: self.core, self._make_hosted, self.later, lambda: self.now)
         self.requester = setting.requester
         self._armed_at = INF
         self.core = self._make_core()
@@ -109,16 +109,6 @@ class Member(Turns):
         return [(peer, max(1, round(RATE / setting.slowness(peer)))) for peer in free]
 
     # What the core asks of its roles
-
-    @property
-    def hosts(self) -> bool:
-        """Whether a stage is open here, or on its way."""
-        return self.hosting.core.occupies
-
-    @property
-    def is_opening(self) -> bool:
-        """Whether a stage is on its way."""
-        return self.hosting.core.is_opening
 
     @property
     def committed(self) -> int | None:
@@ -243,13 +233,20 @@ class Member(Turns):
                 self.core.stored(self.now)
             case events.MessageRefused():
                 self._setting.counters["refused"] += 1
+            case events.RunOver():
+                self.end(event.outcome, event.detail)
+            case _:
+                self._on_work(event)
+
+    def _on_work(self, event: events.Event) -> None:
+        match event:
+            case events.StageAbandoned():
+                self.hosting.abandon()
             case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
                 if self.trainer is not None:
                     self.trainer.steer(event)
             case events.CheckpointFound():
                 self.keeping.learn(event.step, event.checkpoint)
-            case events.RunOver():
-                self.end(event.outcome, event.detail)
 
     def _follow(self, plan: Plan) -> None:
         self.provider.slots.release_run(self._setting.run)
@@ -261,16 +258,13 @@ class Member(Turns):
         plan = event.plan
         adopted = PlanAdopted(self._setting.run, plan.height, plan_hash(plan), plan.parent)
         self._setting.publish(self.me, adopted)
-        self.hosting.adopt(plan)
+        self.hosting.act(event.stage)
         if event.over is not None:
             self._finish("failed", event.over)
             return
         if self.me in plan.trainers:
             self.trainer = Trainer(self._setting, self.me, plan, self, self.core.failures)
-            if plan.committer == self.me:
-                self.catch_up([peer for peer in plan.members if peer != self.me])
             self.trainer.begin(self.keeping.restorable)
-            self.core.look_for_leavers()
 
     def absent(self, peer: PeerId, reason: str) -> None:
         """As the committer: the next plan must do without this peer."""
@@ -435,6 +429,11 @@ class Member(Turns):
     # Bookkeeping
 
     @property
+    def hosts(self) -> bool:
+        """Whether a stage is open here, or on its way."""
+        return self.core.hosting.occupies
+
+    @property
     def is_paused(self) -> bool:
         """Whether a minority, or a stage without a replica, waits."""
         return self.core.state == "paused"
@@ -450,6 +449,7 @@ class Member(Turns):
             save=self.keeping.save,
             fetch=self._fetch_state,
             restore=self.keeping.restore,
+            failed=self.hosting.failed,
         )
 
     def _fetch_state(

@@ -88,9 +88,10 @@ class Hosted:
         save: Callable[[Plan, int, State], None],
         fetch: Callable[[Sequence[PeerId], bytes, int, Then], None],
         restore: Callable[[bytes, Sequence[int], int, Then], None],
+        failed: Callable[["Hosted"], None],
     ) -> None:
         """`save` keeps a copy of the stage of a plan; `fetch` brings its state of a step from sources, and
-        `restore` from a checkpoint."""
+        `restore` from a checkpoint; `failed` is called with this stage when it cannot go on."""
         number = plan.stage_of(me)
         assert number is not None
         self.stage = SummingSpan(plan, number, setting.training.stages, setting.run)
@@ -102,6 +103,7 @@ class Hosted:
         self._save = save
         self._fetch = fetch
         self._restore = restore
+        self._failed = failed
         self._work: core.WorkItem | None = None
         self._reduction: AllReduce | None = None
         self._key_now = b""
@@ -325,5 +327,6 @@ class Hosted:
     def fail(self, reason: str) -> None:
         """Fail: the committer asks for a plan without this stage."""
         self.is_failed = True
+        self._failed(self)
         for peer, message in self.core.failed(reason):
             self._send(peer, message)

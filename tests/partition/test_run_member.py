@@ -39,6 +39,7 @@ from partition.run.events import (
     RunOver,
     StateChanged,
 )
+from partition.run.hosting import StageWanted
 from partition.run.member import Member
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut
 from partition.run.parts import Parts
@@ -87,8 +88,6 @@ class Node:
     live: list[PeerId] = field(default_factory=lambda: list(PEERS))
     gone: list[PeerId] = field(default_factory=list)
     free: list[tuple[PeerId, int]] = field(default_factory=list)
-    hosts: bool = True
-    is_opening: bool = False
     committed: int | None = None
     restorable: tuple[bytes, int] | None = None
     can_restore: bool = True
@@ -118,6 +117,13 @@ class Node:
 
     def begin(self, **how: Any) -> "Node":
         self.core.begin(self.now, self.chain, PLAN, **how)
+        return self.open_stage()
+
+    def open_stage(self) -> "Node":
+        """Open the stage that the newest roles have, if it is to be opened."""
+        for event in self.of(RolesGiven):
+            if isinstance(event.stage, StageWanted):
+                self.core.hosting.opened(event.stage)
         return self
 
     def die(self, *peers: PeerId) -> None:
@@ -142,7 +148,7 @@ class Node:
         events, self.chain.events[:] = list(self.chain.events), []
         for event in events:
             self.core.on_chain(self.now, event)
-        return self.chain.head
+        return self.open_stage().chain.head
 
     def asked(self) -> list[Ask]:
         return list(self.core.asks.take())

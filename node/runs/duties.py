@@ -1,0 +1,186 @@
+"""This node's feeding and committing in one run, from plan to plan, and what it measures meanwhile.
+
+Only for `node.runs.member`, whose core says which plan is in force and what is to be paused or saved.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Protocol
+
+from crypto.identity import PeerId
+from node.errors import RunFailed
+from node.pipeline.committer import CommitterShell
+from node.placement.leases import Offer
+from node.protocols.manifest import Run
+from node.runs.best import BestState
+from node.runs.checkpointing import Keeping
+from node.runs.completion import collect_result
+from node.runs.context import Service
+from node.runs.progress import ProgressReports
+from node.runs.rebalancing import Rebalancing
+from node.runs.stage import Hosting
+from node.runs.standbys import Standbys
+from node.runs.steering import Steering
+from node.runs.trainer import Training, keep_data
+from partition.plan.change import Change, standby_trainers
+from partition.plan.plan import Plan, plan_hash
+from partition.run import events
+from partition.run.member import Member
+from partition.run.messages import Leaving
+from partition.run.stall import StallClock
+
+STANDBY_TRAINERS = 2
+"""The number of next-in-line trainers that fetch the data beforehand."""
+
+
+class DutyOwner(Protocol):
+    """The part of a `node.runs.member.RunMember` that this file uses."""
+
+    core: Member
+    hosting: Hosting
+    keeping: Keeping
+
+    def holders(self) -> list[PeerId]: ...
+    def offers(self) -> list[Offer]: ...
+    def act(self) -> None: ...
+    def absent(self, peer: PeerId, reason: str) -> None: ...
+    def recut(self, plan: Plan, wanted: Change) -> None: ...
+    def bring_back(self, checkpoint: bytes, step: int) -> None: ...
+    def finish(self, outcome: str, detail: str, weights: str) -> None: ...
+    def fail_for_all(self, reason: str) -> None: ...
+
+
+class Duties:
+    """One member's. `committer` commits the plan in force, where that is this node's part."""
+
+    def __init__(self, service: Service, run: Run, member: DutyOwner) -> None:
+        self.committer: CommitterShell | None = None
+        self.training: Training | None = None
+        self._service = service
+        self._run = run
+        self._member = member
+        self._me = service.signer.peer
+        self._clock = service.seams.clock
+        self._past: CommitterShell | None = None
+        self.stall = StallClock(self._clock.monotonic())
+        best_from = member.bring_back, member.keeping.note_best
+        self.best = BestState(service, run, lambda: self.committer, *best_from)
+        self._rebalancing = Rebalancing(service, run, member.recut, member.offers)
+        self._standbys = Standbys(service, run, member.recut, member.offers, member.absent)
+        self.steering = Steering(service, run, self.paused)
+        self.reports = ProgressReports(service, run, member.core, self.stall, self.best, self.steering)
+
+    @property
+    def committed(self) -> int | None:
+        """Return the number of steps committed here, if this node commits and its replicas are synced."""
+        committer = self.committer
+        return None if committer is None or committer.core.phase == "syncing" else committer.core.step
+
+    # From plan to plan
+
+    def end(self) -> None:
+        """End the work under the last plan, as another is in force."""
+        self._past, self.committer = self.committer, None
+        self.stop()
+
+    def stop(self) -> None:
+        """Stop training."""
+        if self.training is not None:
+            self.training.stop()
+            self.training = None
+
+    def begin(self, event: events.RolesGiven) -> None:
+        """Feed and commit as the plan says."""
+        plan = event.plan
+        self.best.begin(plan)
+        self._rebalancing.begin(plan)
+        self._standbys.begin(plan)
+        past, self._past = self._past, None
+        if past is not None and plan.committer == self._me:
+            for dropped in past.dropped(plan):
+                self.reports.tell(plan, dropped)
+        if event.over is not None:
+            self._member.fail_for_all(event.over)
+        elif self._me in plan.trainers:
+            self._train(plan, event.lost_steps)
+        elif self._me in standby_trainers(plan.roster, plan.stages)[:STANDBY_TRAINERS]:
+            self._start_task(keep_data, self._service, self._run, self._member.holders())
+
+    def _start_task(self, task: Callable[..., object], *arguments: object) -> None:
+        self._service.start_task(task, *arguments, of=self._run)
+
+    def _train(self, plan: Plan, lost_steps: int) -> None:
+        if plan.committer == self._me:
+            self._commit(plan, lost_steps)
+        training = self.training = Training(
+            self._service,
+            self._run,
+            plan,
+            self._member.holders(),
+            self.committer,
+            cannot=partial(self._cannot_train, plan),
+            over=partial(self._finish, plan),
+        )
+        self._start_task(training.run)
+
+    def _commit(self, plan: Plan, lost_steps: int) -> None:
+        saved = self._member.keeping.restorable
+        self.committer = CommitterShell(
+            self._service,
+            self.steering.run,
+            plan,
+            partial(self.reports.tell, plan),
+            absent=self._member.absent,
+            paused=self.paused,
+            stalled_since=self.stall.since,
+            saved=saved[1] if saved is not None else 0,
+            failures=self._member.core.failures,
+            lost_steps=lost_steps,
+            stepped=partial(self._stepped, plan),
+            best=self.best,
+        )
+        if saved is None and self._run.manifest.save_every:
+            self.committer.save()  # else whatever is lost before the first checkpoint ends the run
+        self.steering.begin(self.committer, plan, self._me)
+
+    def _stepped(self, plan: Plan, step: int, seconds: float, *measured: Mapping[PeerId, int]) -> None:
+        self._rebalancing.stepped(plan, step, seconds, *measured)
+        self._standbys.stepped(plan, seconds)
+
+    async def _finish(self, plan: Plan, reason: str | None, digest: str = "") -> None:
+        """As the committer: end the training, after the last step or for the `reason` of a failure."""
+        member = self._member
+        member.core.training_over(reason)
+        member.act()
+        if reason is None:
+            run, replica = self.steering.run, member.hosting.replica
+            digest, reason = await collect_result(self._service, run, plan, replica)
+        if reason is None:
+            member.finish("done", self.best.detail, digest)
+        else:
+            member.fail_for_all(reason)
+
+    async def _cannot_train(self, plan: Plan, reason: str) -> None:
+        """Ask for a plan without this node's part in the feeding, which it cannot play."""
+        if plan.committer == self._me and (plan.height == 0 or len(plan.roster) == 1):
+            self._member.finish("failed", reason, "")
+        elif plan.committer == self._me:
+            self._member.absent(self._me, reason)
+        else:
+            self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
+
+    # Between two steps
+
+    def paused(self, step: int) -> None:
+        """Note that no step is open after `step` steps."""
+        if self.steering.is_paused and self.committer is not None:
+            self.committer.save()
+        self._member.core.paused(self._clock.monotonic(), step)
+        self._member.act()
+
+    def save(self) -> int:
+        """Have a checkpoint made after this step; return it. Raises RunFailed: not the committer."""
+        if self.committer is None:
+            raise RunFailed(f"run {self._run.text[:8]} is committed by another node: ask there")
+        self.committer.save()
+        return self.committer.core.step + 1
