@@ -37,9 +37,6 @@ from partition.run.proposals import Surroundings
 from partition.run.states import State
 from partition.steps.messages import Failed, Open
 
-STANDBY_TRAINERS = 2
-"""The number of next-in-line trainers that fetch the data beforehand."""
-
 
 class RunMember:
     """One run on this node, from its manifest to its end.
