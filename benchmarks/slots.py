@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from _figures import leave, report
 
-from node.services.calibration import CALIBRATION_SECONDS, MeasuringTurn, Wanted, measure_now
+from node.services.calibration import CalibrationSettings, MeasuringProcesses, MeasuringTurn, Wanted
 from tests.slowdown import slowdown
 
 
@@ -29,13 +29,15 @@ def main() -> int:
     parser.add_argument("--slots", type=int, nargs="+", default=[2])
     parser.add_argument("--times", type=int, default=4, help="alone and beside the others, so often in turn")
     options = parser.parse_args()
-    seconds = 2.0 if options.quick else CALIBRATION_SECONDS
+    seconds = 2.0 if options.quick else CalibrationSettings().measure_seconds
     cores = psutil.cpu_count() or 1
     rows: list[dict[str, Any]] = []
     for slots in options.slots:
         threads = max(1, cores // slots)
         found = [
-            measure_now(Wanted("cpu", "float32", threads, count), seconds, MeasuringTurn())
+            MeasuringProcesses().measure_now(
+                Wanted("cpu", "float32", threads, count), seconds, MeasuringTurn()
+            )
             for count in (1, slots) * options.times
         ]
         measured = [each for each in found if each is not None]

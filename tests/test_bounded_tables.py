@@ -15,9 +15,9 @@ OWN = "this node's own, or its owner's: no other peer fills it"
 FLOW = "a queue that is emptied as fast as the loop goes; a datagram may be lost"
 ROOM_MADE = {
     ("crypto/registers.py", "KNOWN_MAX"): "the greediest source's oldest",
-    ("crypto/sessions/memories.py", "MEMORIES_MAX"): "the greediest source's oldest",
-    ("crypto/sessions/table.py", "STRANGERS_MAX"): "the greediest source's oldest",
-    ("crypto/sessions/table.py", "WANTED_MAX"): "the oldest",
+    ("crypto/sessions/memories.py", "_memories_max"): "the greediest source's oldest",
+    ("crypto/sessions/table.py", "strangers_max"): "the greediest source's oldest",
+    ("crypto/sessions/table.py", "wanted_max"): "the oldest",
     ("dht/hunt.py", "HUNTS_MAX"): OWN,
     ("dht/kademlia.py", "checks_max"): "a check ends with an answer or its timeout, in a second",
     ("dht/lookup.py", "found_max"): "a lookup ends in seconds",

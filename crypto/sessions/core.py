@@ -43,7 +43,7 @@ from crypto.sessions.packets import (
 )
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, REPLY_SECONDS, RETRY_SECONDS, SILENCE_SECONDS, PeerState
-from crypto.sessions.table import Table
+from crypto.sessions.table import SessionLimits, Table
 from crypto.swarm import Swarm
 
 WAKEN_MAX = 16
@@ -84,13 +84,14 @@ class Sessions:
         wall_milliseconds: int,
         counters: Counter[str] | None = None,
         admits: Callable[[PeerId], bool] = lambda _peer: True,
+        limits: SessionLimits | None = None,
     ) -> None:
         self._peer = identity.peer
         self._entropy = entropy
         self._counters = Counter[str]() if counters is None else counters
         self.unanswered: list[PeerId] = []
         """Peers of the last `wake` that have left two or more initiations unanswered."""
-        self._table = Table(swarm.secrets[0], entropy, self._counters)
+        self._table = Table(swarm.secrets[0], entropy, self._counters, limits or SessionLimits())
         self._handshakes = Handshakes(
             identity,
             swarm,

@@ -41,10 +41,6 @@ from crypto.sessions.state import ANEW_SECONDS, RETRY_SECONDS_MAX, Attempt, Peer
 from crypto.sessions.table import Table
 from crypto.swarm import Swarm
 
-SEEN_MAX = 4_096
-"""Initiations remembered, so that a copy of one is refused without computing: it may come by several
-paths."""
-
 _PATTERN, _CIPHER = "IKpsk2", "ChaChaPoly"
 """ChaCha20-Poly1305 is as fast as AES for packets so small, on machines of every kind."""
 _KEY_BYTES = 32
@@ -253,7 +249,7 @@ class Handshakes:
                 _, index = INITIATION_HEAD.unpack_from(data)
                 return number, self._cookies.answer(now, self._mac_keys[number], index, mac1, source)
         self._seen[mac1] = None
-        if len(self._seen) > SEEN_MAX:
+        if len(self._seen) > self._table.limits.seen_max:
             self._seen.popitem(last=False)
         return number, None
 

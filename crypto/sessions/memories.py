@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from crypto.crowds import Crowd
 from crypto.identity import PeerId
 
-MEMORIES_MAX = 16_384
-"""Peers remembered: 500 bytes each; only they keep old initiations from coming twice."""
-
 _UNPROVEN = b""
 
 
@@ -27,10 +24,11 @@ class Memory:
 
 class Memories:
     """Memories by peer. `is_needed(peer)` says whether a peer's memory must stay, since the peer has its
-    state."""
+    state; at most `memories_max` others are kept."""
 
-    def __init__(self, is_needed: Callable[[PeerId], bool]) -> None:
+    def __init__(self, is_needed: Callable[[PeerId], bool], memories_max: int) -> None:
         self._is_needed = is_needed
+        self._memories_max = memories_max
         self._memories: dict[PeerId, Memory] = {}
         self._crowd: Crowd[PeerId] = Crowd()
 
@@ -49,7 +47,7 @@ class Memories:
         """Return the memory of a peer, a new one if there is none."""
         memory = self._memories.get(peer)
         if memory is None:
-            while len(self._memories) >= MEMORIES_MAX and self._drop_one():
+            while len(self._memories) >= self._memories_max and self._drop_one():
                 pass
             memory = self._memories[peer] = Memory()
             self._crowd.add(peer, _UNPROVEN)

@@ -10,13 +10,14 @@ expense of the greediest source, if one takes more room than its own (`crowds`),
 import heapq
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from crypto.crowds import Crowd
 from crypto.identity import PeerId
 from crypto.key_conversion import agreement_public
 from crypto.sessions.macs import Source, mac_key
 from crypto.sessions.memories import Memories
-from crypto.sessions.packets import INDEX_BYTES, Request
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INDEX_BYTES, Request
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, PeerState
 from crypto.token_buckets import prefix_of
@@ -39,15 +40,62 @@ STRANGER_QUEUE_MAX = 16
 is room for messages to others."""
 QUEUED_BYTES_MAX = 8 * 2**20
 """The limit for all peers together."""
+MEMORIES_MAX = 16_384
+"""Peers remembered: 500 bytes each; only they keep old initiations from coming twice."""
+SEEN_MAX = 4_096
+"""Initiations remembered, so that a copy of one is refused without computing: it may come by several
+paths."""
 _ALARMS_SPARE = 64
 _NOWHERE = b""
 """The source of a peer that we want to reach: its real one is known when it answers."""
 
 
+@dataclass(frozen=True)
+class SessionLimits:
+    """The limits of one node's sessions. Raises ValueError where they contradict each other."""
+
+    peers_max: int = PEERS_MAX
+    """At least `wanted_max`."""
+
+    wanted_max: int = WANTED_MAX
+    """At most `peers_max`, so that wanted peers leave room for settled ones."""
+
+    strangers_max: int = STRANGERS_MAX
+    """So few that their queues fill two thirds of `queued_bytes_max` at most."""
+
+    queued_bytes_max: int = QUEUED_BYTES_MAX
+    """See `strangers_max`."""
+
+    memories_max: int = MEMORIES_MAX
+    """More than `peers_max`: a memory outlives the peer's sessions."""
+
+    seen_max: int = SEEN_MAX
+    """At least 1."""
+
+    def __post_init__(self) -> None:
+        queues_bytes = self.strangers_max * STRANGER_QUEUE_MAX * DATAGRAM_BYTES_MAX
+        bounds = (
+            (1 <= self.wanted_max <= self.peers_max, "wanted at most peers"),
+            (self.strangers_max >= 1, "strangers at least 1"),
+            (3 * queues_bytes <= 2 * self.queued_bytes_max, "strangers fill two thirds of the queues"),
+            (self.memories_max > self.peers_max, "memories above peers"),
+            (self.seen_max >= 1, "seen at least 1"),
+        )
+        for holds, rule in bounds:
+            if not holds:
+                raise ValueError(f"session limits: {rule}")
+
+
 class Table:
     """All peers of a node. `secret` is the swarm's first: mac1 to others is keyed with it."""
 
-    def __init__(self, secret: bytes, entropy: Callable[[int], bytes], counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        secret: bytes,
+        entropy: Callable[[int], bytes],
+        counters: Counter[str],
+        limits: SessionLimits,
+    ) -> None:
         self.peers: OrderedDict[PeerId, PeerState] = OrderedDict()
         """The latest used last."""
         self.sessions: dict[int, tuple[PeerState, Session]] = {}
@@ -55,10 +103,11 @@ class Table:
         self._secret = secret
         self._entropy = entropy
         self._counters = counters
+        self.limits = limits
         self._strangers: Crowd[PeerId] = Crowd()
         self._wanted: OrderedDict[PeerId, None] = OrderedDict()
         self._settled: Crowd[PeerId] = Crowd()
-        self._memories = Memories(self.peers.__contains__)
+        self._memories = Memories(self.peers.__contains__, limits.memories_max)
         self._alarms: list[tuple[float, PeerId]] = []
         # Peers, and not what is known of them: of one that was dropped nothing may stay until then.
         self._queued_bytes = 0
@@ -66,8 +115,8 @@ class Table:
     def meet(self, now: float, peer: PeerId) -> PeerState:
         """Return the state of a peer that we want to reach; RemoteProtocolError if its id is worthless."""
         state = self._make(now, peer)
-        if len(self._wanted) + len(self._settled) >= PEERS_MAX:
-            if len(self._wanted) >= WANTED_MAX or not len(self._settled):
+        if len(self._wanted) + len(self._settled) >= self.limits.peers_max:
+            if len(self._wanted) >= self.limits.wanted_max or not len(self._settled):
                 self.drop(self.peers[next(iter(self._wanted))])
             else:
                 self.drop(self._least_recent(_NOWHERE))
@@ -80,7 +129,7 @@ class Table:
         """Return the state of a peer that wants to reach us, perhaps from `source`."""
         prefix = prefix_of(source[0])
         state = self._make(now, peer)
-        if len(self._strangers) >= STRANGERS_MAX:
+        if len(self._strangers) >= self.limits.strangers_max:
             # The oldest: an honest one is through before its turn comes.
             members = self._strangers.greedier(prefix) or self._strangers.equals(prefix)
             self.drop(self.peers[next(iter(members))])
@@ -95,7 +144,7 @@ class Table:
         prefix = prefix_of(source[0])
         if state.peer in self._settled:
             return True
-        if state.peer in self._strangers and len(self._wanted) + len(self._settled) >= PEERS_MAX:
+        if state.peer in self._strangers and len(self._wanted) + len(self._settled) >= self.limits.peers_max:
             is_greedier = bool(self._settled.greedier(prefix))
             oldest = self._least_recent(prefix) if len(self._settled) else None
             if oldest is None or not (is_greedier or now - oldest.used_at >= RECENT_SECONDS):
@@ -143,7 +192,8 @@ class Table:
         state.queue.append(request)
         self._queued_bytes += request.size_bytes
         messages_max = STRANGER_QUEUE_MAX if state.peer in self._strangers else QUEUE_MAX
-        while len(state.queue) > messages_max or (self._queued_bytes > QUEUED_BYTES_MAX and state.queue):
+        bytes_max = self.limits.queued_bytes_max
+        while len(state.queue) > messages_max or (self._queued_bytes > bytes_max and state.queue):
             self.drop_oldest(state)
 
     def take(self, state: PeerState) -> None:

@@ -70,13 +70,14 @@ async def average_once(
     signature, alike = signatures_of("average", rows, rule)
     run = service.find(group, signature, door)
     run = run or service.open(group, signature, aggregate=rule, alike=alike, door=door)
-    begun = trio.current_time()
+    now = service.clock.monotonic
+    begun = now()
     with trio.move_on_after(timeout_seconds) as patience:
         await run.wait_for_peers(peers)
-        left = timeout_seconds - (trio.current_time() - begun)
+        left = timeout_seconds - (now() - begun)
         wanted = Wanted(codec=codec, patience_seconds=left, size_min=max(2, peers + 1))
         made = await run.average(vector, weight, wanted)
-    seconds = trio.current_time() - begun
+    seconds = now() - begun
     if patience.cancelled_caught:
         return Averaged(dict(tensors), {}, seconds, _too_late(run, peers, timeout_seconds), rule)
     if made.vector is None:

@@ -78,6 +78,7 @@ class Averaging:
         """`participants_max` of one run are kept. A swarm with a key `is_private`."""
         self.is_private = is_private
         self._seams = seams
+        self.clock = seams.clock
         self._signer = signer
         self._discovery = discovery
         self._live = live
@@ -262,10 +263,10 @@ class Averaging:
         to other peers that declare the same. Runs until cancelled."""
         with contain("declaring of a group"):
             declared = Declarations(self._discovery, self._seams.network.peer, GROUP_PURPOSE, key)
-            until = trio.current_time() + seconds
+            until = self.clock.monotonic() + seconds
             async with trio.open_nursery() as nursery:
                 while True:
-                    nursery.start_soon(declared.declare, b"", max(1.0, until - trio.current_time()))
+                    nursery.start_soon(declared.declare, b"", max(1.0, until - self.clock.monotonic()))
                     peers = await declared.look()
                     self._match_driver.command(lambda _, peers=peers: self._matches.introduce(key, peers))  # type: ignore[misc]  # bound now
                     await trio.sleep(GROUP_LOOK_SECONDS)

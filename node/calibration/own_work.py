@@ -196,7 +196,8 @@ class _Node:
         runs: Any = SimpleNamespace(seams=seams, members={}, refuse=_raise, containing=_containing)
         inbox = PipelineInbox(runs)
         links = Links(
-            network, wire.PIPELINE_PROTOCOL, deliver=inbox.deliver, on_reconnected=_ignore, on_stuck=_ignore
+            network, wire.PIPELINE_PROTOCOL, RealClock(),
+            deliver=inbox.deliver, on_reconnected=_ignore, on_stuck=_ignore,
         )  # fmt: skip
         sizes = dict.fromkeys(_ARENAS, 4 * SUM_FLOATS)
         allowance = Allowance(
@@ -328,7 +329,8 @@ class _Others:
         network.handle(wire.PIPELINE_PROTOCOL, self._serve)
         nobody: Any = None  # nothing is sent to itself
         links = self._links = Links(
-            network, wire.PIPELINE_PROTOCOL, deliver=nobody, on_reconnected=_ignore, on_stuck=_ignore
+            network, wire.PIPELINE_PROTOCOL, RealClock(),
+            deliver=nobody, on_reconnected=_ignore, on_stuck=_ignore,
         )  # fmt: skip
         async with trio.open_nursery() as nursery:
             await nursery.start(network.run)

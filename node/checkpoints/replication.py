@@ -144,7 +144,9 @@ class CheckpointReplicator:
         )
         """Hears how many bytes of a run's checkpoint each holder delivered where it was fetched; the second
         is the run's requester."""
-        self._permits = Permits(REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
+        self._permits = Permits(
+            REQUESTS_MAX, REQUESTS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS, clock=seams.clock
+        )
         self._keeping: dict[tuple[bytes, int, int], PeerId] = {}
         seams.network.handle(COPIES_PROTOCOL, self.serve)
 

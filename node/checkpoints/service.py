@@ -237,11 +237,25 @@ class Checkpoints:
         if data is not None:
             return data
         sink = _MemorySink(self._seams.executor)
-        await fetch_all(self._seams.network, {name: bytes_max}, holders, sink=sink, refuse=self._refuse)
+        await fetch_all(
+            self._seams.network,
+            {name: bytes_max},
+            holders,
+            sink=sink,
+            refuse=self._refuse,
+            clock=self._seams.clock,
+        )
         return sink.found[name]
 
     async def _bring(self, wanted: Mapping[bytes, int], holders: Sequence[PeerId]) -> Mapping[PeerId, int]:
-        return await fetch_all(self._seams.network, wanted, holders, sink=self._sink, refuse=self._refuse)
+        return await fetch_all(
+            self._seams.network,
+            wanted,
+            holders,
+            sink=self._sink,
+            refuse=self._refuse,
+            clock=self._seams.clock,
+        )
 
 
 class _MemorySink:

@@ -22,7 +22,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import StreamClosed, Unreachable
 from node.protocols.permits import Permit, Permits
-from node.seams import Executor, Network, Seams, Stream
+from node.seams import Clock, Executor, Network, Seams, Stream
 from node.storage.blobs import BLOB_BYTES_MAX, HASH_BYTES, Blobs
 
 BLOBS_PROTOCOL = "/peerloom/blobs/1"
@@ -110,7 +110,9 @@ class BlobServer:
         self._served = served
         self._blobs = blobs
         self._refuse = refuse
-        self._permits = Permits(UPLOADS_MAX, UPLOADS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
+        self._permits = Permits(
+            UPLOADS_MAX, UPLOADS_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS, clock=seams.clock
+        )
         seams.network.handle(BLOBS_PROTOCOL, self.serve)
 
     async def serve(self, stream: Stream) -> None:
@@ -174,6 +176,7 @@ async def fetch_all(
     *,
     sink: Sink,
     refuse: Refuse,
+    clock: Clock,
 ) -> Mapping[PeerId, int]:
     """Fetch all of `wanted` (hash: maximal length) into `sink`, from several holders at once.
 
@@ -184,7 +187,7 @@ async def fetch_all(
         OSError: the sink could not keep one.
     """
     missing = [name for name in wanted if not sink.has(name)]
-    fetch = _Fetch(network, {name: wanted[name] for name in missing}, sink, refuse)
+    fetch = _Fetch(network, {name: wanted[name] for name in missing}, sink, refuse, clock)
     if missing:
         others = [peer for peer in dict.fromkeys(holders) if peer != network.peer]
         await fetch.run(others[:HOLDERS_MAX])
@@ -216,7 +219,10 @@ class _Asked:
 class _Fetch:
     """One `fetch_all`. Shared state only changes between two awaits."""
 
-    def __init__(self, network: Network, sizes: Mapping[bytes, int], sink: Sink, refuse: Refuse) -> None:
+    def __init__(
+        self, network: Network, sizes: Mapping[bytes, int], sink: Sink, refuse: Refuse, clock: Clock
+    ) -> None:
+        self._clock = clock
         self.delivered: Counter[PeerId] = Counter()
         self._network = network
         self._sink = sink
@@ -298,7 +304,7 @@ class _Fetch:
     def _next(self, holder: _Holder) -> bytes | None:
         """Return the next blob for this holder: one that nobody was asked for, else one that another has owed
         for long."""
-        now = trio.current_time()
+        now = self._clock.monotonic()
         while holder.queue:
             name = holder.queue.popleft()
             if name not in self._asked and holder.peer not in self._open.get(name, {holder.peer}):

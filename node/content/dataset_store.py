@@ -239,7 +239,14 @@ class DataFiles:
         async with self._fetching:
             with self._blobs.hold():
                 await _fetched(
-                    fetch_all(network, {name: MANIFEST_BYTES_MAX}, holders, sink=sink, refuse=self._refuse)
+                    fetch_all(
+                        network,
+                        {name: MANIFEST_BYTES_MAX},
+                        holders,
+                        sink=sink,
+                        refuse=self._refuse,
+                        clock=self._seams.clock,
+                    )
                 )
                 held = await self._seams.executor.run(partial(self._read_held, name))
                 if held is None:
@@ -249,7 +256,11 @@ class DataFiles:
                     wanted = _shards_of(part, (*lanes[0], *lanes[1])) if part.name == "train" else [shard]
                     if shard in wanted:
                         lists[part.shards[shard]] = held.manifest.pieces_of(part, shard) * HASH_BYTES
-                await _fetched(fetch_all(network, lists, holders, sink=sink, refuse=self._refuse))
+                await _fetched(
+                    fetch_all(
+                        network, lists, holders, sink=sink, refuse=self._refuse, clock=self._seams.clock
+                    )
+                )
                 held = await self._seams.executor.run(partial(self._read_held, name))
                 assert held is not None, "its manifest was here"
                 await self._seams.executor.run(partial(self.cache.keep, digest, held.sizes, is_own=False))

@@ -306,7 +306,14 @@ class Directory:
         sink = _OneBlob(await self._seams.executor.run(lambda: self._blobs.get(digest)))
         holders = [_peer(publisher), *(_peer(text) for text in await self.providers(digest.hex()))]
         try:
-            await fetch_all(self._seams.network, {digest: size}, holders, sink=sink, refuse=_refuse)
+            await fetch_all(
+                self._seams.network,
+                {digest: size},
+                holders,
+                sink=sink,
+                refuse=_refuse,
+                clock=self._seams.clock,
+            )
         except Unreachable as error:
             raise PeerloomError(f"dht: nobody handed over the value: {error.detail}") from None
         assert sink.data is not None, "a fetch without an error has brought it"

@@ -195,23 +195,23 @@ class DataExchange:
     async def _drain(self, peer: PeerId, link: "_Link") -> None:
         stream: Stream | None = None
         link.is_broken = True
-        network = self._seams.network
+        network, now = self._seams.network, self._seams.clock.monotonic
         open_stream = partial(network.open, peer, DATA_PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
         try:
-            with trio.move_on_after(OPEN_SECONDS_MAX), link.silence.waiting(trio.current_time):
+            with trio.move_on_after(OPEN_SECONDS_MAX), link.silence.waiting(now):
                 stream = await open_stream()
             if stream is None:
                 return
             while True:
                 while (item := link.take()) is not None:
-                    if stream.has_better_path and trio.current_time() >= link.moves_at:
-                        link.moves_at = trio.current_time() + MOVE_SECONDS
-                        with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(trio.current_time):
+                    if stream.has_better_path and now() >= link.moves_at:
+                        link.moves_at = now() + MOVE_SECONDS
+                        with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(now):
                             stream = await move(stream, open_stream)
                     exchange, number = item if isinstance(item, tuple) else (None, 0)
                     message = item if not isinstance(item, tuple) else await item[0].read(number)
                     if message is not None:
-                        with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(trio.current_time):
+                        with trio.fail_after(SEND_SECONDS_MAX), link.silence.waiting(now):
                             await stream.send(encode(message))
                     if exchange is not None:
                         size = len(message.body) if isinstance(message, Piece) else 0

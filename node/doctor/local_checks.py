@@ -25,6 +25,7 @@ from node.config import Config
 from node.doctor.steps import Skipped, Steps, in_thread
 from node.errors import NoNode, PeerloomError
 from node.paths import short_path
+from node.seams import RealClock
 from node.services.capacity import find_device
 from node.services.torch_extra import cannot_compute
 from node.stages.fences import REMEDY, try_fences
@@ -37,6 +38,7 @@ from node.text import CLOCK_REMEDY, clock_text, counted, open_ports_text, way_te
 from node.transport.listen import bind_all, dialable
 from node.transport.multicast import BEACON_PORT, GROUP_4, GROUP_6, Multicast, interfaces_of
 
+_now = RealClock().monotonic
 _NO_NODE = "no node runs here"
 
 DISK_FREE_BYTES_MIN = 2**30
@@ -259,13 +261,13 @@ async def _family(host: str) -> str:
             raise
         listener.listen(1)
         dialler = stack.enter_context(trio.socket.socket(family, socket.SOCK_STREAM))
-        begun = trio.current_time()
+        begun = _now()
         await dialler.connect(listener.getsockname())
         accepted, _ = await listener.accept()
         stack.enter_context(accepted)
         await dialler.send(b"x")
         await accepted.recv(1)
-        return f"a connection to {host} in {(trio.current_time() - begun) * 1000:.1f} ms"
+        return f"a connection to {host} in {(_now() - begun) * 1000:.1f} ms"
 
 
 async def _udp() -> str:
@@ -377,8 +379,8 @@ async def _local(scene: Scene) -> str:
         await nursery.start(local.run)
         spoken = len(local.interfaces)
         local.send(packet)
-        until = trio.current_time() + MULTICAST_SECONDS
-        while heard < spoken and trio.current_time() < until:
+        until = _now() + MULTICAST_SECONDS
+        while heard < spoken and _now() < until:
             heard += sum(data == packet for _, data in await local.take(until))
         nursery.cancel_scope.cancel()
     names = ", ".join(dict.fromkeys(each.name for each in wanted))

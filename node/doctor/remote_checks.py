@@ -30,6 +30,7 @@ from node.storage.keys import STATIC_BYTES, STATIC_NAME
 from node.transport.handshake import error_reason
 from node.transport.network import RealNetwork
 
+_now = RealClock().monotonic
 CONNECT_SECONDS = 5.0
 ECHO_SECONDS = 1.0
 """After this a datagram is taken for lost, and sent once more."""
@@ -114,7 +115,7 @@ async def _name(visit: RemoteChecks) -> str:
 async def _connect(visit: RemoteChecks) -> str:
     if not visit.hosts:
         raise Skipped("no number for the name")
-    port, begun = visit.address.port, trio.current_time()
+    port, begun = visit.address.port, _now()
     with trio.move_on_after(CONNECT_SECONDS):
         try:
             stream = await trio.open_tcp_stream(visit.address.host, port)
@@ -122,7 +123,7 @@ async def _connect(visit: RemoteChecks) -> str:
             raise _not_connected(visit, error) from None
         await stream.aclose()
         visit.is_connected = True
-        return f"TCP port {port} answers after {(trio.current_time() - begun) * 1000:.1f} ms"
+        return f"TCP port {port} answers after {(_now() - begun) * 1000:.1f} ms"
     raise Failed(
         f"nothing comes back from port {port} within {CONNECT_SECONDS:g} s",
         f"is the machine on? let TCP port {port} through its firewall and router",
@@ -146,7 +147,7 @@ async def _handshake(visit: RemoteChecks) -> str:
     if not visit.is_connected:
         await trio.lowlevel.checkpoint()
         raise Skipped("no connection")
-    begun = trio.current_time()
+    begun = _now()
     try:
         visit.peer = await visit.network.identify(visit.address.of(None))
     except Unreachable as error:
@@ -154,7 +155,7 @@ async def _handshake(visit: RemoteChecks) -> str:
         key = " with the same key file" if swarm.key_file is not None else ""
         remedy = f"is it a node of swarm '{swarm.name}'{key}? a private one answers no outsider"
         raise Failed(error.detail, remedy) from None
-    return f"a node answers after {(trio.current_time() - begun) * 1000:.1f} ms"
+    return f"a node answers after {(_now() - begun) * 1000:.1f} ms"
 
 
 async def _peer_id(visit: RemoteChecks) -> str:
@@ -226,15 +227,15 @@ async def _echo(visit: RemoteChecks, filling_bytes: int) -> float | None:
     inbox = network.inbox(PROTOCOL)
     for _ in range(ECHO_ATTEMPTS):
         visit.echoes += 1
-        begun = trio.current_time()
+        begun = _now()
         by_stream = _streams(network)
         network.send(peer, PROTOCOL, encode(Echo(True, visit.echoes, bytes(filling_bytes))))
         until = begun + ECHO_SECONDS
-        while trio.current_time() < until:
+        while _now() < until:
             for sender, data in await inbox.take(until):
                 is_ours = sender == peer and _number(data) == visit.echoes
                 if is_ours and _streams(network) == by_stream:
-                    return trio.current_time() - begun
+                    return _now() - begun
     return None
 
 

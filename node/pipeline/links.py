@@ -19,7 +19,7 @@ from crypto.noise import Data
 from node.containment import contain
 from node.errors import NotListening, StreamClosed, Unreachable
 from node.protocols.moving import MOVE_SECONDS, move
-from node.seams import Network, Stream
+from node.seams import Clock, Network, Stream
 
 QUEUE_BYTES_MAX = 8 * 1024**3
 """Bytes waiting for one peer. A step's frames (64 of 48 MiB) and a reduction's parts (4 GiB at most) fit;
@@ -53,6 +53,7 @@ class Links:
         self,
         network: Network,
         protocol: str,
+        clock: Clock,
         *,
         deliver: Callable[..., Awaitable[None]],
         on_reconnected: Callable[[PeerId], None],
@@ -65,6 +66,7 @@ class Links:
         """`on_stuck` hears of a peer for which too much waits, `on_broken` of one whose stream has ended, or
         could not be opened again, `on_unopened` of one to which none could be opened yet."""
         self._network = network
+        self._clock = clock
         self._deliver = deliver
         self._on_reconnected = on_reconnected
         self._on_stuck = on_stuck
@@ -91,7 +93,7 @@ class Links:
         link = self._links.get(peer)
         if link is None:
             assert self._nursery is not None, "Links.run was not started"
-            link = self._links[peer] = _Link()
+            link = self._links[peer] = _Link(self._clock)
             self._nursery.start_soon(self._serve, peer, link)
         # As bytes, whatever a tensor's view counts in.
         queued: tuple[Data, ...] = (message, *[memoryview(piece).cast("B") for piece in payload])
@@ -186,7 +188,7 @@ class Links:
     async def _move(self, peer: PeerId, link: "_Link", stream: Stream) -> Stream:
         """Return a stream by a better path, where one can be opened: all that was sent is read by then. A
         stream that breaks meanwhile is returned closed, and mended as any other."""
-        link.moves_at = trio.current_time() + MOVE_SECONDS
+        link.moves_at = self._clock.monotonic() + MOVE_SECONDS
         link.stream_scope = trio.CancelScope()
         with link.stream_scope, suppress(StreamClosed):
             return await move(stream, partial(self._network.open, peer, *self._names))
@@ -225,7 +227,7 @@ async def _drain_until_closed(link: "_Link", stream: Stream, send: Callable[...,
     sent by another one."""
 
     def is_to_move() -> bool:
-        return stream.has_better_path and trio.current_time() >= link.moves_at
+        return stream.has_better_path and link.clock.monotonic() >= link.moves_at
 
     stands = False
     async with trio.open_nursery() as nursery:
@@ -247,7 +249,8 @@ async def _drain_until_closed(link: "_Link", stream: Stream, send: Callable[...,
 class _Link:
     """One peer's queue."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.queue: deque[tuple[Data, ...]] = deque()
         self.waiting_bytes = 0
         self.more = trio.Event()
@@ -285,14 +288,14 @@ class _Link:
                 if is_over():
                     return
                 queued = self.queue[0]
-                began = trio.current_time()
+                began = self.clock.monotonic()
                 await send(*queued)
-                self.measured(sum(map(len, queued)), trio.current_time() - began)
+                self.measured(sum(map(len, queued)), self.clock.monotonic() - began)
                 if self.queue and self.queue[0] is queued:
                     self.waiting_bytes -= sum(map(len, self.queue.popleft()))
                 del queued  # while nothing is to be sent, the last payload's memory is not held
             self.more = trio.Event()
             if not self.queue:
-                began = trio.current_time()
+                began = self.clock.monotonic()
                 await self.more.wait()
-                self.idle_seconds += trio.current_time() - began
+                self.idle_seconds += self.clock.monotonic() - began

@@ -44,7 +44,7 @@ class LeaseChecks:
         self._clock = clock
         self._machine = machine
         self._buckets = Buckets[PeerId](RATE, BURST, PEERS_MAX)
-        self._permits = Permits(WAITING_MAX, 1, patience_seconds=0.0)
+        self._permits = Permits(WAITING_MAX, 1, patience_seconds=0.0, clock=clock)
         self._turn = trio.Lock()
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
 

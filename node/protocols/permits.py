@@ -12,13 +12,15 @@ import trio
 
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register
+from node.seams import Clock
 
 
 class Permit:
     """The permit to serve one stream. It can be taken away only while the node waits for its peer."""
 
-    def __init__(self, moved: Callable[["Permit"], None]) -> None:
+    def __init__(self, moved: Callable[["Permit"], None], clock: Clock) -> None:
         self._tell_moved = moved
+        self._clock = clock
         self._has_waited = False
         self.silent_since = inf
         """See `crypto.registers.PlaceHolder`."""
@@ -29,8 +31,8 @@ class Permit:
         if self._has_waited:
             self._tell_moved(self)
         self._has_waited = True
-        self.silent_since = trio.current_time()
-        self.scope.deadline = self.silent_since + seconds
+        self.silent_since = self._clock.monotonic()
+        self.scope.deadline = trio.current_time() + seconds
 
     def works(self) -> None:
         """Record that this node itself has work to do, which does not count against the peer."""
@@ -42,7 +44,8 @@ class Permits:
     peer that has moved nothing for a while: `patience_seconds` for a peer that has already read something,
     less for a stranger (`crypto.registers`)."""
 
-    def __init__(self, permits_max: int, per_peer_max: int, *, patience_seconds: float) -> None:
+    def __init__(self, permits_max: int, per_peer_max: int, *, patience_seconds: float, clock: Clock) -> None:
+        self._clock = clock
         # A peer's source address is unknown here: each counts as its own source.
         self._taken: Register[Permit] = Register(
             Budget(permits_max, per_peer_max, permits_max, patience_seconds)
@@ -55,8 +58,8 @@ class Permits:
     def take(self, peer: PeerId) -> Iterator[Permit | None]:
         """Yield a permit while the context lasts, or None if there are too many; taking it away ends the
         context early."""
-        permit = Permit(self._taken.credit)
-        evicted = self._taken.admit(trio.current_time(), permit, peer, peer)
+        permit = Permit(self._taken.credit, self._clock)
+        evicted = self._taken.admit(self._clock.monotonic(), permit, peer, peer)
         if evicted is None:
             yield None
             return

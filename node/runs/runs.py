@@ -146,6 +146,7 @@ class Runs:
         self.links = Links(
             seams.network,
             wire.PIPELINE_PROTOCOL,
+            seams.clock,
             deliver=self.inbox.deliver,
             on_reconnected=self._reconnected,
             on_stuck=swarm.suspect,

@@ -104,13 +104,17 @@ class Requests:
         self._checks = LeaseChecks(
             runs.signer.peer, runs.seams.executor, runs.seams.clock, lambda: runs.machine
         )
-        files = partial(Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS)
+        files = partial(
+            Permits, FILES_MAX, FILES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS, clock=runs.seams.clock
+        )
         self._permits: dict[type, Permits] = {
             kind: files() for kind in (wire.FetchWeights, wire.FetchModel, wire.FetchRange)
         }
-        self._permits[wire.ExportStage] = Permits(EXPORTS_MAX, 1, patience_seconds=PATIENCE_SECONDS)
+        self._permits[wire.ExportStage] = Permits(
+            EXPORTS_MAX, 1, patience_seconds=PATIENCE_SECONDS, clock=runs.seams.clock
+        )
         self._permits[wire.FetchState] = Permits(
-            RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS
+            RANGES_MAX, RANGES_PER_PEER_MAX, patience_seconds=PATIENCE_SECONDS, clock=runs.seams.clock
         )
         self._provider = StageProvider(
             runs.signer.peer, runs.slots.core, self._witnessing, runs.gone, runs.settings

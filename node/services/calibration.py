@@ -38,26 +38,52 @@ FORMAT = "5"
 """The format of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
 without what autograd takes for each pass, 4 has the node's own work by its own parts, and that for a step,
 5 has a baseline with torch's code in memory, and all of what applying a step takes."""
-CALIBRATION_SECONDS = 8.0
-SHARE_SECONDS = 2.0
-"""The time that other slots are kept busy, while it is found out how much of a processor is at hand."""
-IDLE_SECONDS = 1.0
-"""For what the machine draws while a stage waits."""
 MILLIWATTS_MAX = 2**31 - 1
-PROCESS_SECONDS_MAX = 300.0
-"""On a machine that is busy, importing torch alone takes many seconds."""
 BESIDE_FACTOR = 1.5
 """A process of another slot measures for so many times as long, so that it is busy until the end."""
 LOOK_SECONDS = 0.1
 """How often whoever measures, or waits until it may, looks whether that is still wanted."""
-QUIET_SECONDS = 3.0
-"""How long a node that has computed must be idle before it measures: runs often follow each other."""
-NICENESS = 5
-"""As a stage's process, whose share of a processor is to be known."""
 
 T = TypeVar("T")
 
 _SOURCE_ROOT = str(Path(__file__).parents[2])
+
+
+@dataclass(frozen=True)
+class CalibrationSettings:
+    """How long is measured, and how. Raises ValueError where the settings contradict each other."""
+
+    measure_seconds: float = 8.0
+    """For all classes of operators. Below `process_seconds_max`. 8."""
+
+    share_seconds: float = 2.0
+    """The time that other slots are kept busy, while it is found out how much of a processor is at hand.
+    2."""
+
+    idle_seconds: float = 1.0
+    """For what the machine draws while a stage waits. 1."""
+
+    process_seconds_max: float = 300.0
+    """For a process that measures to end. On a machine that is busy, importing torch alone takes many
+    seconds. 300."""
+
+    quiet_seconds: float = 3.0
+    """How long a node that has computed must be idle before it measures: runs often follow each other. 3."""
+
+    niceness: int = 5
+    """0-19, as a stage's process, whose share of a processor is to be known. 5."""
+
+    def __post_init__(self) -> None:
+        bounds = (
+            (0 < self.measure_seconds < self.process_seconds_max, "measure below process"),
+            (0 < self.share_seconds < self.process_seconds_max, "share below process"),
+            (self.idle_seconds > 0, "idle above 0"),
+            (self.quiet_seconds >= 0, "quiet at least 0"),
+            (0 <= self.niceness <= 19, "niceness is 0-19"),
+        )
+        for holds, rule in bounds:
+            if not holds:
+                raise ValueError(f"calibration settings: {rule}")
 
 
 class SteppedAside(Exception):
@@ -67,9 +93,10 @@ class SteppedAside(Exception):
 class MeasuringTurn:
     """Tells a thread when it may measure. `is_busy` and `give_up` are for other threads to set and call."""
 
-    def __init__(self) -> None:
+    def __init__(self, quiet_seconds: float = CalibrationSettings.quiet_seconds) -> None:
         self.is_busy = False
         """Whether this node computes."""
+        self._quiet_seconds = quiet_seconds
         self._given_up = threading.Event()
 
     @property
@@ -82,11 +109,11 @@ class MeasuringTurn:
         self._given_up.set()
 
     def wait(self) -> bool:
-        """Wait until this node is idle, and was so for QUIET_SECONDS if it was busy; False if given up."""
+        """Wait until this node is idle, and was so for `quiet_seconds` if it was busy; False if given up."""
         until = 0.0
         while not self.is_given_up:
             if self.is_busy:
-                until = time.monotonic() + QUIET_SECONDS
+                until = time.monotonic() + self._quiet_seconds
             elif time.monotonic() >= until:
                 return True
             self._given_up.wait(LOOK_SECONDS)
@@ -128,17 +155,21 @@ def _processor() -> str:
 
 
 def calibrate(
-    wanted: Wanted, folder: Path, meter: EnergyMeter | None = None, turn: MeasuringTurn | None = None
+    wanted: Wanted,
+    folder: Path,
+    meter: EnergyMeter | None = None,
+    turn: MeasuringTurn | None = None,
+    processes: "MeasuringProcesses | None" = None,
 ) -> Calibration | None:
     """The calibration of this machine, from the cache or measured; None where it cannot be. Blocks for some
     seconds, for as long as another node of this machine measures, and while this one computes: call it in a
     thread.
 
-    `meter` reads what the machine draws; by default what its hardware counts, if that can be read. Once
-    `turn` is given up, it returns None soon, and leaves no process behind.
+    `meter` reads what the machine draws; by default what its hardware counts, if that can be read.
+    `processes` measure. Once `turn` is given up, it returns None soon, and leaves no process behind.
     """
     turn = turn or MeasuringTurn()
-    work = _Work(wanted, folder, meter or EnergyMeter())
+    work = _Work(wanted, folder, meter or EnergyMeter(), processes or MeasuringProcesses())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while turn.wait():
@@ -153,48 +184,51 @@ def calibrate(
 class _Work:
     """What is found out for one calibration, part after part; a part that was broken off begins again."""
 
-    def __init__(self, wanted: Wanted, folder: Path, meter: EnergyMeter) -> None:
+    def __init__(
+        self, wanted: Wanted, folder: Path, meter: EnergyMeter, processes: "MeasuringProcesses"
+    ) -> None:
         self._wanted = wanted
         self._file = folder / wanted.key
         self._meter = meter
+        self._processes = processes
         self._kinds: Calibration | None = None
 
     def run(self, turn: MeasuringTurn) -> Calibration | None:
         """Do what is left to do, with the lock held. Raises SteppedAside, OSError."""
         known = _read(self._file)
         if known is not None:
-            found = measure_now(self._wanted, 0.0, turn)
+            found = self._processes.measure_now(self._wanted, 0.0, turn)
             share = known.share_permille if found is None else found.share_permille
             return msgspec.structs.replace(known, share_permille=share)
         if self._kinds is None:
-            self._kinds = _with_power(
-                self._meter, lambda: measure_now(self._wanted, CALIBRATION_SECONDS, turn)
-            )
+            self._kinds = self._measure_kinds(turn)
         if self._kinds is None:
             return None
-        found = with_own_work(self._kinds, turn)
+        found = self._processes.with_own_work(self._kinds, turn)
         _write(self._file, msgspec.structs.replace(found, share_permille=1000))
         return found
 
+    def _measure_kinds(self, turn: MeasuringTurn) -> Calibration | None:
+        """Measure every class, and what the machine draws before and meanwhile, where that is counted."""
+        processes, settings = self._processes, self._processes.settings
+        if not self._meter.read():
+            return processes.measure_now(self._wanted, settings.measure_seconds, turn)
+        idle, _ = self._milliwatts(lambda: processes.sleep(settings.idle_seconds))
+        busy, found = self._milliwatts(
+            lambda: processes.measure_now(self._wanted, settings.measure_seconds, turn)
+        )
+        if found is None:
+            return None
+        # What other programs draw counts in both; they may have ended meanwhile.
+        return msgspec.structs.replace(found, busy_milliwatts=max(idle, busy), idle_milliwatts=idle)
 
-def _with_power(meter: EnergyMeter, measure: Callable[[], Calibration | None]) -> Calibration | None:
-    """Return what `measure` does, with what the machine drew before and meanwhile, where that is counted."""
-    if not meter.read():
-        return measure()
-    idle, _ = _milliwatts(meter, lambda: time.sleep(IDLE_SECONDS))
-    busy, found = _milliwatts(meter, measure)
-    if found is None:
-        return None
-    # What other programs draw counts in both; they may have ended meanwhile.
-    return msgspec.structs.replace(found, busy_milliwatts=max(idle, busy), idle_milliwatts=idle)
-
-
-def _milliwatts(meter: EnergyMeter, run: Callable[[], T]) -> tuple[int, T]:
-    """Return what the machine draws while something runs, and what that gives."""
-    before, begun = sum(meter.read().values()), time.monotonic()
-    given = run()
-    seconds, joules = time.monotonic() - begun, sum(meter.read().values()) - before
-    return min(MILLIWATTS_MAX, round(1_000 * joules / max(1e-3, seconds))), given
+    def _milliwatts(self, run: Callable[[], T]) -> tuple[int, T]:
+        """Return what the machine draws while something runs, and what that gives."""
+        meter, now = self._meter, self._processes.now
+        before, begun = sum(meter.read().values()), now()
+        given = run()
+        seconds, joules = now() - begun, sum(meter.read().values()) - before
+        return min(MILLIWATTS_MAX, round(1_000 * joules / max(1e-3, seconds))), given
 
 
 def _read(file: Path) -> Calibration | None:
@@ -208,22 +242,6 @@ def _write(file: Path, calibration: Calibration) -> None:
     draft = file.with_suffix(f".{os.getpid()}")
     draft.write_bytes(encode_calibration(calibration))
     draft.replace(file)
-
-
-def measure_now(wanted: Wanted, seconds: float, turn: MeasuringTurn) -> Calibration | None:
-    """Measure in a process that ends with it, without `seconds` only the share; None where that fails. The
-    other slots are as busy meanwhile: each measures too, for longer, and is not asked for what it found.
-    Raises SteppedAside."""
-    with ExitStack() as stack:
-        try:
-            for _ in range(wanted.slots - 1):
-                stack.callback(_end, _begin(wanted, (seconds or SHARE_SECONDS) * BESIDE_FACTOR))
-            own = _begin(wanted, seconds)
-            stack.callback(_end, own)
-            said = _said(own, turn)
-            return None if own.returncode else decode_calibration(bytes.fromhex(said.decode().strip()))
-        except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
-            return None
 
 
 @contextmanager
@@ -242,71 +260,93 @@ def _lock(path: Path, turn: MeasuringTurn) -> Iterator[bool]:
         yield False
 
 
-def _said(process: "subprocess.Popen[bytes]", turn: MeasuringTurn) -> bytes:
-    """Read all that a process says until it ends.
+class MeasuringProcesses:
+    """Processes that measure; each ends with the call that began it. Called in a thread, where trio's
+    clock is not to be had: `now` and `sleep` are the machine's."""
 
-    Raises:
-        subprocess.TimeoutExpired: it takes too long, or is given up.
-        SteppedAside: the node computes.
-    """
-    until = time.monotonic() + PROCESS_SECONDS_MAX
-    while True:
+    def __init__(self, settings: CalibrationSettings | None = None) -> None:
+        self.settings = settings or CalibrationSettings()
+        self.now: Callable[[], float] = time.monotonic
+        self.sleep: Callable[[float], None] = time.sleep
+
+    def measure_now(self, wanted: Wanted, seconds: float, turn: MeasuringTurn) -> Calibration | None:
+        """Measure in a process, without `seconds` only the share; None where that fails. The other slots are
+        as busy meanwhile: each measures too, for longer, and is not asked for what it found. Raises
+        SteppedAside."""
+        with ExitStack() as stack:
+            try:
+                for _ in range(wanted.slots - 1):
+                    beside_seconds = (seconds or self.settings.share_seconds) * BESIDE_FACTOR
+                    stack.callback(_end, self.begin(wanted, beside_seconds))
+                own = self.begin(wanted, seconds)
+                stack.callback(_end, own)
+                said = self._said(own, turn)
+                return None if own.returncode else decode_calibration(bytes.fromhex(said.decode().strip()))
+            except (subprocess.SubprocessError, OSError, ValueError, RemoteProtocolError):
+                return None
+
+    def with_own_work(self, calibration: Calibration, turn: MeasuringTurn) -> Calibration:
+        """Return it with what a node takes beside the stage's process, as its own parts take it in a process
+        of theirs; unchanged where that cannot be measured. Raises SteppedAside."""
+        process = self.spawn(["node.calibration.own_work"])
         try:
-            return process.communicate(timeout=min(LOOK_SECONDS, PROCESS_SECONDS_MAX))[0]
-        except subprocess.TimeoutExpired:
-            if turn.is_given_up or time.monotonic() > until:
-                raise
-            if turn.is_busy:
-                raise SteppedAside from None
+            said = self._said(process, turn)
+            microbatch, mebibyte, step = (min(2**53, 1_000 * int(word)) for word in said.split())
+        except (subprocess.SubprocessError, ValueError):
+            return calibration
+        finally:
+            _end(process)
+        return msgspec.structs.replace(calibration, node=Pace(microbatch, 0, mebibyte), node_step=step)
+
+    def begin(self, wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
+        """Begin to measure what is wanted, without `seconds` only the share."""
+        arguments = [wanted.device, wanted.dtype, str(wanted.threads), str(seconds)]
+        return self.spawn(["partition.calibrate", *arguments], wanted.threads)
+
+    def _said(self, process: "subprocess.Popen[bytes]", turn: MeasuringTurn) -> bytes:
+        """Read all that a process says until it ends.
+
+        Raises:
+            subprocess.TimeoutExpired: it takes too long, or is given up.
+            SteppedAside: the node computes.
+        """
+        seconds_max = self.settings.process_seconds_max
+        until = self.now() + seconds_max
+        while True:
+            try:
+                return process.communicate(timeout=min(LOOK_SECONDS, seconds_max))[0]
+            except subprocess.TimeoutExpired:
+                if turn.is_given_up or self.now() > until:
+                    raise
+                if turn.is_busy:
+                    raise SteppedAside from None
+
+    def spawn(self, module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]":
+        """Start one of our modules, with as much of the environment as a stage has."""
+        environment = {
+            **arithmetic_settings(os.environ),
+            **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
+            "PYTHONPATH": _SOURCE_ROOT,
+            "OMP_NUM_THREADS": str(threads),
+            "OMP_WAIT_POLICY": "PASSIVE",
+        }
+        niceness = self.settings.niceness
+        process = subprocess.Popen(  # noqa: S603 - our own modules, a device name checked by the config
+            [sys.executable, "-P", "-m", *module],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            preexec_fn=lambda: os.nice(niceness),
+        )
+        assert process.stdout is not None
+        keep_from_children(process.stdout)
+        return process
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     process.kill()
     process.communicate()
-
-
-def with_own_work(calibration: Calibration, turn: MeasuringTurn) -> Calibration:
-    """Return it with what a node takes beside the stage's process, as its own parts take it in a process of
-    theirs; unchanged where that cannot be measured. Raises SteppedAside."""
-    process = _spawn(["node.calibration.own_work"])
-    try:
-        said = _said(process, turn)
-        microbatch, mebibyte, step = (min(2**53, 1_000 * int(word)) for word in said.split())
-    except (subprocess.SubprocessError, ValueError):
-        return calibration
-    finally:
-        _end(process)
-    return msgspec.structs.replace(calibration, node=Pace(microbatch, 0, mebibyte), node_step=step)
-
-
-def _begin(wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
-    arguments = [wanted.device, wanted.dtype, str(wanted.threads), str(seconds)]
-    return _spawn(["partition.calibrate", *arguments], wanted.threads)
-
-
-def _spawn(module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]":
-    environment = {
-        **arithmetic_settings(os.environ),
-        **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
-        "PYTHONPATH": _SOURCE_ROOT,
-        "OMP_NUM_THREADS": str(threads),
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }
-    process = subprocess.Popen(  # noqa: S603 - our own modules, a device name checked by the config
-        [sys.executable, "-P", "-m", *module],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        preexec_fn=_step_back,
-    )
-    assert process.stdout is not None
-    keep_from_children(process.stdout)
-    return process
-
-
-def _step_back() -> None:
-    os.nice(NICENESS)
 
 
 def corrected(capacity: Capacity, calibration: Calibration, slots: int = 1) -> Capacity:

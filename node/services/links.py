@@ -228,7 +228,7 @@ class LinkMeasuring:
         """Measure the links to some of `candidates` now and then, until cancelled. `changed` is told of each
         measurement."""
         while True:
-            await trio.sleep_until(trio.current_time() + self.core.deadline - self._clock.monotonic())
+            await trio.sleep(max(0.0, self.core.deadline - self._clock.monotonic()))
             now = max(self._clock.monotonic(), self.core.deadline)
             self._look_at_ways(now)
             nearest = sorted(candidates(), key=lambda peer: (self._round_trip(peer) or 10.0, peer))

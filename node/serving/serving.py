@@ -149,6 +149,7 @@ class Serving:
         self._links = Links(
             seams.network,
             SERVE_PROTOCOL,
+            seams.clock,
             deliver=self._deliver,
             on_reconnected=lambda _peer: None,
             on_stuck=self._lost,

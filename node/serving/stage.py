@@ -14,7 +14,7 @@ from node.content.graphs import Models
 from node.errors import SessionRefused, StageFailed, Unreachable
 from node.placement.admission import Machine
 from node.protocols.services import Service, ServiceManifest
-from node.seams import Executor, Seams, Stage
+from node.seams import Clock, Executor, Seams, Stage
 from node.serving import tensors
 from partition import stage as api
 from partition.codecs.codec import Payload, Typed, pack, unpack
@@ -92,7 +92,10 @@ def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
 class HeldStage:
     """A stage that answers. `open` makes one; `aclose` must be called in the end."""
 
-    def __init__(self, service: Service, number: int, wanted: api.StageSpecification, stage: Stage) -> None:
+    def __init__(
+        self, service: Service, number: int, wanted: api.StageSpecification, stage: Stage, clock: Clock
+    ) -> None:
+        self._clock = clock
         self.service = service
         self.number = number
         self.specification = wanted
@@ -136,7 +139,7 @@ class HeldStage:
             raise StageFailed(f"no process can be started: {error}") from None
         try:
             await models.fill(stage, wanted, holders())
-            held = cls(service, number, wanted, stage)
+            held = cls(service, number, wanted, stage, seams.clock)
             probed = await stage.call(api.FindBits())
             if isinstance(probed, api.BitsFound):
                 held.bits, held._packed = probed.bits, frozenset(probed.packed)
@@ -183,9 +186,9 @@ class HeldStage:
         async with self._reading:
             # A call that is cancelled ends the process, and this one is a peer's to cancel.
             with trio.CancelScope(shield=True):
-                begun = trio.current_time()
+                begun = self._clock.monotonic()
                 found = await self._stage.call(asked)
-                took = trio.current_time() - begun
+                took = self._clock.monotonic() - begun
             # Whoever asks for one weight after another has each unpacked, and sessions wait for that.
             await trio.sleep(READING_PAUSE * took)
         if not isinstance(found, api.ValuesRead) or len(found.data) != asked.length:

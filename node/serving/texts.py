@@ -102,9 +102,11 @@ class Texts:
         """Return the files of a service's text, from here or from `holders`; they are kept here. Raises
         Unreachable: nobody hands them over."""
         name = service.manifest.tokenizer
-        network, executor = self._owner.seams.network, self._owner.seams.executor
-        sink = BlobSink(self._blobs, executor)
-        fetch = partial(fetch_all, network, holders=holders, sink=sink, refuse=self._owner.refuse)
+        seams, executor = self._owner.seams, self._owner.seams.executor
+        sink, refuse = BlobSink(self._blobs, executor), self._owner.refuse
+        fetch = partial(
+            fetch_all, seams.network, holders=holders, sink=sink, refuse=refuse, clock=seams.clock
+        )
         try:
             with self._blobs.hold():
                 with trio.fail_after(FETCH_SECONDS_MAX):

@@ -126,7 +126,7 @@ class PortMappingDriver:
                         await upnp.act()
                     self._tell(_state(router, core, upnp))
             finally:
-                with trio.CancelScope(shield=True, deadline=trio.current_time() + END_SECONDS):
+                with trio.move_on_after(END_SECONDS, shield=True):
                     await self._send(asking, core.end())
                     await upnp.end()
 

@@ -69,11 +69,12 @@ class PageChat:
     async def services(self) -> Response:
         """Return the services, those that cannot answer too."""
         async with self._looking:
-            now = trio.current_time()
+            clock = self._node.serving.seams.clock
+            now = clock.monotonic()
             if self._listed is None or now - self._listed[0] > LISTED_SECONDS:
                 rows = [await self._row(each) for each in await self._node.serving.finder.all()]
                 answer = _json({"schema": "peerloom/page-services/1", "services": rows})
-                self._listed = trio.current_time(), answer
+                self._listed = clock.monotonic(), answer
             return self._listed[1]
 
     async def _row(self, service: Any) -> dict[str, Any]:
@@ -123,7 +124,7 @@ async def _write(stream: AnswerStream, send: Send, clock: Clock) -> None:
     """Send an answer as it comes, and what happens to its route."""
     route, moves = stream.generation.route, stream.generation.moves
     await send(event({"service": stream.service.text, "route": _keys(route)}, "begin"))
-    beat_at = trio.current_time() + BEAT_SECONDS
+    beat_at = clock.monotonic() + BEAT_SECONDS
     async with trio.open_nursery() as nursery:
         entrance, pieces = trio.open_memory_channel[bytes](WAITING_PIECES_MAX)
         nursery.start_soon(_read, stream, entrance, clock)
@@ -147,10 +148,10 @@ async def _write(stream: AnswerStream, send: Send, clock: Clock) -> None:
                 elif not route:
                     data += event({"route": _keys(made.route)}, "route")
                 route, moves = made.route, made.moves
-            if not data and trio.current_time() >= beat_at:
+            if not data and clock.monotonic() >= beat_at:
                 data = BEAT
             if data:
-                beat_at = trio.current_time() + BEAT_SECONDS
+                beat_at = clock.monotonic() + BEAT_SECONDS
                 await send(data)
 
 

@@ -8,6 +8,7 @@ from crypto.identity import Identity, PeerId
 from crypto.sessions.core import Received, Sessions
 from crypto.sessions.macs import Source
 from crypto.sessions.packets import Datagram
+from crypto.sessions.table import SessionLimits
 from crypto.swarm import Swarm
 
 PING = "/peerloom/ping/1"
@@ -27,6 +28,7 @@ class Node:
         wall: int = WALL,
         life: int = 0,
         admits: Callable[[PeerId], bool] = lambda _peer: True,
+        limits: SessionLimits | None = None,
     ) -> None:
         rng = random.Random(number * 1_000 + life)
         self.identity = Identity(bytes((number,)) * 32)
@@ -42,6 +44,7 @@ class Node:
             wall_milliseconds=wall,
             counters=self.counters,
             admits=admits,
+            limits=limits,
         )
 
     def send(self, now: float, to: "Node", payload: bytes, protocol: str = PING) -> list[bytes]:
@@ -64,9 +67,9 @@ def carry(now: float, sender: Node, receiver: Node, packets: list[bytes]) -> Non
         carry(now, receiver, sender, receiver.receive(now, packet, sender.source).answers)
 
 
-def acquainted(first: int = 1, second: int = 2) -> tuple[Node, Node]:
-    """Two that have a session."""
-    one, other = Node(first), Node(second)
+def acquainted(first: int = 1, second: int = 2, **limits: int) -> tuple[Node, Node]:
+    """Two that have a session; `limits` are those of the second."""
+    one, other = Node(first), Node(second, limits=SessionLimits(**limits))
     carry(0.0, one, other, one.send(0.0, other, b"hello"))
     assert other.payloads == [b"hello"]
     other.arrived.clear()

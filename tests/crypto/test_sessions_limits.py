@@ -6,11 +6,12 @@ import random
 import pytest
 
 from crypto.identity import Identity, PeerId
-from crypto.sessions import handshakes, limits, memories, table
+from crypto.sessions import limits
 from crypto.sessions.core import WAKEN_MAX, Sessions
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cookie
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
 from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS, PeerState
+from crypto.sessions.table import SessionLimits
 from crypto.token_buckets import Bucket, prefix_of
 from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
 
@@ -193,10 +194,8 @@ def test_one_source_with_cookies_is_held_to_its_own_rate() -> None:
     assert refusals == ["busy"] * (150 - int(limits.SOURCE_BURST))
 
 
-def test_strangers_push_out_strangers_and_no_friends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "PEERS_MAX", 10)
-    monkeypatch.setattr(table, "STRANGERS_MAX", 6)
-    alice, bob = acquainted()
+def test_strangers_push_out_strangers_and_no_friends() -> None:
+    alice, bob = acquainted(peers_max=10, strangers_max=6, wanted_max=5)
     flood(bob, 1.0, 50)
     assert len(bob.sessions.peers) <= 1 + 6
     assert alice.peer in bob.sessions.peers
@@ -256,12 +255,8 @@ NETWORK = [f"203.0.113.{host}" for host in range(1, 101)]
 
 
 @pytest.mark.parametrize("hosts", [TWO, NETWORK], ids=["two addresses", "one network"])
-def test_a_crowd_with_valid_handshakes_shuts_nobody_out(
-    hosts: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(table, "PEERS_MAX", 60)
-    monkeypatch.setattr(table, "STRANGERS_MAX", 10)
-    bob, crowd = Node(2), Crowd(hosts)
+def test_a_crowd_with_valid_handshakes_shuts_nobody_out(hosts: list[str]) -> None:
+    bob, crowd = Node(2, limits=SessionLimits(peers_max=60, strangers_max=10, wanted_max=5)), Crowd(hosts)
     friends = friends_of(bob, 20)
     now = 1.0
     for _ in range(10):
@@ -282,9 +277,8 @@ def test_a_crowd_with_valid_handshakes_shuts_nobody_out(
     assert len(bob.sessions.peers) <= 60 + 10
 
 
-def test_a_crowd_that_never_goes_on_keeps_no_newcomer_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "STRANGERS_MAX", 10)
-    bob, newcomer = Node(2), Node(3)
+def test_a_crowd_that_never_goes_on_keeps_no_newcomer_waiting() -> None:
+    bob, newcomer = Node(2, limits=SessionLimits(strangers_max=10)), Node(3)
     (packet,) = newcomer.send(0.0, bob, b"let me in")
     answers = bob.receive(0.0, packet, newcomer.source).answers
     flood(bob, 0.0, 50)
@@ -294,10 +288,8 @@ def test_a_crowd_that_never_goes_on_keeps_no_newcomer_waiting(monkeypatch: pytes
     assert bob.payloads == [b"let me in", b"in time"]
 
 
-def test_peers_named_by_others_push_out_few_sessions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "PEERS_MAX", 30)
-    monkeypatch.setattr(table, "WANTED_MAX", 5)
-    bob = Node(2)
+def test_peers_named_by_others_push_out_few_sessions() -> None:
+    bob = Node(2, limits=SessionLimits(peers_max=30, wanted_max=5))
     friends = friends_of(bob, 30)
     for number in range(100):
         bob.sessions.send(1.0, mallory_peer(7_000 + number), PING, b"are you there?")
@@ -305,13 +297,12 @@ def test_peers_named_by_others_push_out_few_sessions(monkeypatch: pytest.MonkeyP
     assert len(bob.sessions.peers) == 30
 
 
-def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(memories, "MEMORIES_MAX", 50)
-    monkeypatch.setattr(table, "PEERS_MAX", 10)
-    monkeypatch.setattr(handshakes, "SEEN_MAX", 10)
-    alice, bob, crowd = Node(1), Node(2), Crowd(TWO)
+def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after() -> None:
+    alice, bob, crowd = (
+        Node(1),
+        Node(2, limits=SessionLimits(memories_max=50, peers_max=10, seen_max=10, wanted_max=5)),
+        Crowd(TWO),
+    )
     (caught,) = alice.send(0.0, bob, b"pay")
     carry(0.0, alice, bob, [caught])
     for step in range(30):
@@ -326,10 +317,8 @@ def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after(
     assert bob.payloads.count(b"pay") == 1
 
 
-def test_a_dropped_peer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "PEERS_MAX", 30)
-    monkeypatch.setattr(table, "WANTED_MAX", 5)
-    bob = Node(2)
+def test_a_dropped_peer_leaves_nothing_behind() -> None:
+    bob = Node(2, limits=SessionLimits(peers_max=30, wanted_max=5))
     friends_of(bob, 30)
     gc.collect()
     before_count = sum(isinstance(each, PeerState) for each in gc.get_objects())
@@ -338,12 +327,8 @@ def test_a_dropped_peer_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -
     assert sum(isinstance(each, PeerState) for each in gc.get_objects()) == before_count
 
 
-def test_messages_to_strangers_do_not_displace_those_to_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(table, "QUEUED_BYTES_MAX", 2 * 16 * 16 * 1_000)
-    monkeypatch.setattr(table, "STRANGERS_MAX", 16)
-    bob = Node(2)
+def test_messages_to_strangers_do_not_displace_those_to_others() -> None:
+    bob = Node(2, limits=SessionLimits(queued_bytes_max=2 * 16 * 16 * 1_000, strangers_max=16))
     flood(bob, 0.0, 16)
     absent = mallory_peer(7)
     bob.sessions.send(0.0, absent, PING, bytes(1_000))
@@ -406,13 +391,12 @@ def test_silent_peers_are_retried_a_few_at_a_time() -> None:
     assert again >= 100 // WAKEN_MAX
 
 
-def test_messages_waiting_for_all_peers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "QUEUED_BYTES_MAX", 10_000)
-    alice = Node(1)
+def test_messages_waiting_for_all_peers_are_bounded() -> None:
+    alice = Node(1, limits=SessionLimits(queued_bytes_max=30_000, strangers_max=1))
     for number in range(10, 20):
         for _ in range(5):
             alice.send(0.0, Node(number), bytes(1_000))
-    assert alice.counters["datagrams_dropped_unsent"] == 41
+    assert alice.counters["datagrams_dropped_unsent"] == 21
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:

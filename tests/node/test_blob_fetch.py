@@ -79,6 +79,7 @@ class Peer:
             [holder.id for holder in holders],
             sink=BlobSink(self.blobs, self.seams.executor),
             refuse=self.refuse,
+            clock=self.seams.clock,
         )
 
 
@@ -538,6 +539,7 @@ async def test_over_real_sockets_one_dies_one_lies_one_stalls_and_all_of_it_come
             [stalling.peer, lying.peer, dying.peer, good.peer, better.peer],
             sink=BlobSink(mine, executor),
             refuse=refuse,
+            clock=RealClock(),
         )
     assert mine.missing(data) == []
     assert all(mine.get(name) == each for name, each in data.items())

@@ -3,7 +3,7 @@
 import trio
 
 from node.pipeline.links import Links
-from node.seams import Stream
+from node.seams import RealClock, Stream
 from tests.node.nets import BULK, acquaint, make_network, running, until
 
 
@@ -23,6 +23,7 @@ async def test_a_refused_connection_says_that_a_peer_is_gone_without_any_datagra
         links = Links(
             alice,
             BULK,
+            RealClock(),
             deliver=nothing,
             on_reconnected=lambda _: None,
             on_stuck=lambda _: None,

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 import numpy as np
@@ -20,8 +20,14 @@ from node.config import Config
 from node.offering import Offering
 from node.paths import cache_folder
 from node.placement.provider import Provider
-from node.services import calibration
-from node.services.calibration import MeasuringTurn, Wanted, calibrate, corrected
+from node.services.calibration import (
+    CalibrationSettings,
+    MeasuringProcesses,
+    MeasuringTurn,
+    Wanted,
+    calibrate,
+    corrected,
+)
 from node.services.capacity import Capacity, device_memory
 from node.services.energy import EnergyMeter
 from partition.plan.operations import KINDS
@@ -39,6 +45,10 @@ from tests.slowdown import slowdown
 
 HERE = Wanted("cpu", "float32", 1)
 WAITING_SECONDS = 60
+HURRIED = MeasuringProcesses(
+    CalibrationSettings(measure_seconds=0.005, share_seconds=0.005, process_seconds_max=0.01)
+)
+"""No process ends so soon."""
 
 
 @pytest.fixture(scope="module")
@@ -48,24 +58,37 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @contextmanager
-def on_one_core(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def on_one_core() -> Iterator[MeasuringProcesses]:
     """One core for all processes that measure: each of two has half of it, whatever else runs on it."""
-    monkeypatch.setattr(calibration, "CALIBRATION_SECONDS", 2.0)
-    monkeypatch.setattr(calibration, "NICENESS", 0)  # beside other tests it would wait for long
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
-        yield
+        # Nice processes would wait for long beside other tests.
+        yield MeasuringProcesses(CalibrationSettings(measure_seconds=2.0, niceness=0))
     finally:
         os.sched_setaffinity(0, before)
+
+
+class Known(MeasuringProcesses):
+    """What processes would find is known."""
+
+    def __init__(self, found: Callable[[], Calibration]) -> None:
+        super().__init__()
+        self._found = found
+
+    def measure_now(self, *_: object) -> Calibration:
+        return self._found()
+
+    def with_own_work(self, calibration: Calibration, _turn: MeasuringTurn) -> Calibration:
+        return calibration
 
 
 @pytest.fixture(scope="module")
 def alone(cache: Path) -> Calibration:
     """What one process that measures alone finds, in a small while."""
     held = np.ones(100_000_000)  # what this process holds is none of the stage's
-    with pytest.MonkeyPatch.context() as patch, on_one_core(patch):
-        found = calibrate(HERE, cache)
+    with on_one_core() as processes:
+        found = calibrate(HERE, cache, processes=processes)
     assert found is not None
     assert found.baseline_bytes < held.nbytes
     return found
@@ -88,29 +111,28 @@ def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) 
     os.environ.get("PEERLOOM_PROCESSES") != "1", reason="three processes measure: PEERLOOM_PROCESSES=1"
 )
 def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
-    alone: Calibration, cache: Path, monkeypatch: pytest.MonkeyPatch
+    alone: Calibration, cache: Path
 ) -> None:
-    with on_one_core(monkeypatch):
-        beside = calibrate(Wanted("cpu", "float32", 1, slots=2), cache)
+    with on_one_core() as processes:
+        beside = calibrate(Wanted("cpu", "float32", 1, slots=2), cache, processes=processes)
     assert beside is not None
     assert slowdown(alone, beside) > 1.2
     assert len({path.name for path in cache.iterdir()}) == 3, "two, and the lock"
 
 
 def test_only_the_share_is_measured_again(alone: Calibration) -> None:
-    found = calibration.measure_now(HERE, 0.0, MeasuringTurn())
+    found = MeasuringProcesses().measure_now(HERE, 0.0, MeasuringTurn())
     assert found is not None
     assert (found.kinds, found.hardware) == ((), alone.hardware)
     assert 1 <= found.share_permille <= 1000
 
 
 def test_a_kept_one_is_used_as_it_is_but_for_the_share(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     (tmp_path / HERE.key).write_bytes(encode_calibration(REFERENCE))
     half = msgspec.structs.replace(REFERENCE, kinds=(), share_permille=500)
-    monkeypatch.setattr(calibration, "measure_now", lambda *_: half)
-    found = calibrate(HERE, tmp_path)
+    found = calibrate(HERE, tmp_path, processes=Known(lambda: half))
     assert found is not None
     assert found.kinds == REFERENCE.kinds
     assert found.share_permille == 500
@@ -118,7 +140,7 @@ def test_a_kept_one_is_used_as_it_is_but_for_the_share(
 
 
 def test_what_the_machine_draws_is_measured_where_it_is_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     now, joules = [0.0], [0.0]
 
@@ -132,42 +154,39 @@ def test_what_the_machine_draws_is_measured_where_it_is_counted(
         return REFERENCE
 
     zone(tmp_path, "intel-rapl:0", 0)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: passes(seconds, 9.0))
-    monkeypatch.setattr(calibration, "measure_now", measure)
-    monkeypatch.setattr(calibration, "with_own_work", lambda found, _: found)
-    found = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path))
+    known = Known(measure)
+    known.now, known.sleep = lambda: now[0], lambda seconds: passes(seconds, 9.0)
+    found = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path), processes=known)
     assert found is not None
     assert (found.busy_milliwatts, found.idle_milliwatts) == (35_000, 9_000)
-    again = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path))
+    again = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path), processes=known)
     assert again == found
-    other = calibrate(Wanted("cpu", "float32", 2), tmp_path / "cache", EnergyMeter(tmp_path / "none"))
+    without = EnergyMeter(tmp_path / "none")
+    other = calibrate(Wanted("cpu", "float32", 2), tmp_path / "cache", without, processes=known)
     assert other == REFERENCE
 
 
 def test_where_nothing_can_be_measured_the_first_guess_stays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(calibration, "PROCESS_SECONDS_MAX", 0.01)
-    assert calibrate(HERE, tmp_path) is None
+    assert calibrate(HERE, tmp_path, processes=HURRIED) is None
     (tmp_path / "file").write_text("")
     assert calibrate(HERE, tmp_path / "file" / "folder") is None
 
 
 def test_a_node_that_ends_leaves_no_process_that_measures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     turn = MeasuringTurn()
     started: list[subprocess.Popen[bytes]] = []
 
-    class Started(subprocess.Popen[bytes]):
-        def __init__(self, *arguments: Any, **settings: Any) -> None:
-            super().__init__(*arguments, **settings)
-            started.append(self)
+    class GivenUp(MeasuringProcesses):
+        def begin(self, wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
+            started.append(super().begin(wanted, seconds))
             turn.give_up()
+            return started[-1]
 
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    assert calibrate(HERE, tmp_path, turn=turn) is None
+    assert calibrate(HERE, tmp_path, turn=turn, processes=GivenUp()) is None
     assert [process.returncode for process in started] == [-signal.SIGKILL]
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.lock"]
 
@@ -186,23 +205,27 @@ def test_a_node_that_ends_waits_no_longer_for_one_that_measures(tmp_path: Path) 
 
 
 def test_a_measurement_is_broken_off_while_its_node_computes_and_done_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(calibration, "QUIET_SECONDS", 0.2)
-    monkeypatch.setattr(calibration, "with_own_work", lambda found, _: found)
-    turn = MeasuringTurn()
+    turn = MeasuringTurn(quiet_seconds=0.2)
     started: list[subprocess.Popen[bytes]] = []
     ended_at: list[float] = []
     words = [f"import time; time.sleep({WAITING_SECONDS})", f"print('{encode_calibration(REFERENCE).hex()}')"]
 
-    def begin(*_: object) -> "subprocess.Popen[bytes]":
-        process = subprocess.Popen([sys.executable, "-c", words[len(started)]], stdout=subprocess.PIPE)
-        started.append(process)
-        return process
+    class Slow(MeasuringProcesses):
+        def begin(self, wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
+            process = subprocess.Popen([sys.executable, "-c", words[len(started)]], stdout=subprocess.PIPE)
+            started.append(process)
+            return process
 
-    monkeypatch.setattr(calibration, "_begin", begin)
+        def with_own_work(self, calibration: Calibration, turn: MeasuringTurn) -> Calibration:
+            return calibration
+
+    slow = Slow()
     found: list[Calibration | None] = []
-    measuring = threading.Thread(target=lambda: found.append(calibrate(HERE, tmp_path, turn=turn)))
+    measuring = threading.Thread(
+        target=lambda: found.append(calibrate(HERE, tmp_path, turn=turn, processes=slow))
+    )
     measuring.start()
     try:
         _until(lambda: len(started) == 1)
@@ -239,18 +262,13 @@ def _is_locked_by(lock: IO[str]) -> bool:
     return True
 
 
-def test_where_the_nodes_own_work_cannot_be_measured_nothing_is_added_for_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(calibration, "PROCESS_SECONDS_MAX", 0.01)
-    assert calibration.with_own_work(REFERENCE, MeasuringTurn()) == REFERENCE
+def test_where_the_nodes_own_work_cannot_be_measured_nothing_is_added_for_it() -> None:
+    assert HURRIED.with_own_work(REFERENCE, MeasuringTurn()) == REFERENCE
 
 
-def test_a_damaged_file_is_measured_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
     (tmp_path / HERE.key).write_bytes(b"\x93damaged")
-    monkeypatch.setattr(calibration, "measure_now", lambda *_: REFERENCE)
-    monkeypatch.setattr(calibration, "with_own_work", lambda found, _: found)
-    assert calibrate(HERE, tmp_path) == REFERENCE
+    assert calibrate(HERE, tmp_path, processes=Known(lambda: REFERENCE)) == REFERENCE
     assert decode_calibration((tmp_path / HERE.key).read_bytes()) == REFERENCE
 
 

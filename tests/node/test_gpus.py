@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from node.services import calibration
+from node.services.calibration import MeasuringProcesses
 from node.services.gpus import KFD, Gpu, gpus, visible
 
 
@@ -63,7 +63,7 @@ def test_gpus_of_amd_are_found_where_torch_was_built_for_them(
 def test_what_measures_may_use_the_gpus_that_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("PEERLOOM_SECRET", "s")
-    process = calibration._spawn(["tests.node.said_environment"])
+    process = MeasuringProcesses().spawn(["tests.node.said_environment"])
     said = process.communicate(timeout=60)[0].decode().split()
     assert "CUDA_VISIBLE_DEVICES=1" in said
     assert not any(word.startswith("PEERLOOM_SECRET") for word in said)

@@ -11,7 +11,7 @@ import trio.testing
 from crypto.identity import PeerId
 from node.pipeline.codec_choice import SAMPLE_BYTES, LinkCodecs
 from node.pipeline.links import RATE_BYTES, Links
-from node.seams import Network
+from node.seams import Network, RealClock
 from partition.codecs.choice import narrowest
 from partition.codecs.codec import CODECS, pack, typed
 from sim.executor import SimExecutor
@@ -102,6 +102,7 @@ def test_a_link_is_measured_once_enough_has_gone_over_it() -> None:
         links = Links(
             cast("Network", TimedNetwork()),
             "/x/1",
+            RealClock(),
             deliver=deliver,
             on_reconnected=lambda _: None,
             on_stuck=lambda _: None,

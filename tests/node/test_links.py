@@ -5,7 +5,7 @@ import trio
 
 from crypto.identity import PeerId
 from node.pipeline.links import FormerVersion, Links
-from node.seams import Stream
+from node.seams import RealClock, Stream
 from tests.node.nets import BULK, acquaint, make_network, running, until
 from tests.node.test_relays import behind_a_relay
 
@@ -24,7 +24,9 @@ async def test_a_link_carries_messages_and_payloads_in_order_to_others_and_to_it
             await deliver(stream.peer, *await stream.receive_with_payload(10**6))
 
     bob.handle(BULK, serve)
-    links = Links(alice, BULK, deliver=deliver, on_reconnected=lambda _: None, on_stuck=lambda _: None)
+    links = Links(
+        alice, BULK, RealClock(), deliver=deliver, on_reconnected=lambda _: None, on_stuck=lambda _: None
+    )
     tensor = np.arange(100_000, dtype=np.float32).reshape(100, 1_000)
     async with running(alice, bob), trio.open_nursery() as nursery:
         acquaint(alice, bob)
@@ -61,6 +63,7 @@ async def test_a_link_moves_to_a_direct_path_and_loses_and_reorders_nothing() ->
         links = Links(
             world.guest,
             "/peerloom/moving/1",
+            RealClock(),
             deliver=deliver,
             on_reconnected=reconnected.append,
             on_stuck=reconnected.append,
@@ -97,6 +100,7 @@ async def test_a_link_speaks_the_version_before_with_a_peer_that_knows_no_newer(
     links = Links(
         alice,
         "/test/newer/2",
+        RealClock(),
         deliver=deliver,
         on_reconnected=lambda _: None,
         on_stuck=lambda _: None,

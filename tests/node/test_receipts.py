@@ -108,7 +108,9 @@ def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
             a, b = group.nodes["a"], group.nodes["b"]
             name = b._blobs.put(b"x" * 1_000)
             sink = BlobSink(a._blobs, a.seams.executor)
-            await fetch_all(a.network, {name: 1_000}, [b.peer], sink=sink, refuse=a.runs.refuse)
+            await fetch_all(
+                a.network, {name: 1_000}, [b.peer], sink=sink, refuse=a.runs.refuse, clock=a.seams.clock
+            )
             assert await offered(a, b, "data", 1_001) == "Nothing"
             assert await offered(a, b, "data", 600) == "Accepted"
             assert await offered(a, b, "data", 600) == "Accepted", "a repeat says nothing new"

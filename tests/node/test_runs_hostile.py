@@ -560,6 +560,7 @@ async def test_a_link_that_overflows_begins_again_and_says_so() -> None:
     links = Links(
         cast("Network", network),
         "/x/1",
+        RealClock(),
         deliver=deliver,
         on_reconnected=lambda _: again.set(),
         on_stuck=stuck.append,

@@ -15,6 +15,7 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from node.errors import SessionRefused, StageFailed
 from node.executor import RealExecutor
+from node.seams import RealClock
 from node.serving.stage import HeldStage
 from node.stages.host import StageHost
 from partition.capture import capture
@@ -74,7 +75,7 @@ async def test_packed_weights_leave_the_arena_and_are_read_out_to_the_bit() -> N
             assert read.data == data[part:]
         # A peer that hangs up in the middle of its question ends nothing.
         service: Any = SimpleNamespace(manifest=SimpleNamespace(stages=1))
-        held = HeldStage(service, 0, specification, host)
+        held = HeldStage(service, 0, specification, host, RealClock())
         held._packed = frozenset(found.packed)
         packed = next(slot for slot in parameter_layout(specification) if slot.row in found.packed)
         source = packed.parameter.source
@@ -150,7 +151,7 @@ def test_a_stage_without_a_head_refuses_units_that_want_hidden_states() -> None:
         specification = StageSpecification(b"service", share, (64, 16, CONTEXT), memory_bytes_max=1 << 30)
         service: Any = SimpleNamespace(manifest=SimpleNamespace(stages=1, vocabulary=65))
         stage: Any = None
-        held = HeldStage(service, 0, specification, stage)
+        held = HeldStage(service, 0, specification, stage, RealClock())
         arrays: tuple[Typed, ...] = (("int64", np.zeros(3, np.int64)),)
         work = Work(session(0), 0, 0, 3, 3, 1)
         held.check(work, arrays)

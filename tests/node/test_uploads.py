@@ -22,7 +22,7 @@ from node.protocols.permits import Permit, Permits
 from node.protocols.uploads import STALL_SECONDS_MAX, send_blob, whole
 from node.runs.server import FILES_MAX, FILES_PER_PEER_MAX, PATIENCE_SECONDS
 from node.runtime import Node
-from node.seams import Network, Stream
+from node.seams import Network, RealClock, Stream
 from node.storage.folder import FolderStorage
 from tests.node.nets import conversation
 from tests.stack import Swarm, simulate, swarm
@@ -131,7 +131,7 @@ async def test_a_file_of_any_size_takes_a_chunk_of_memory(tmp_path: Path) -> Non
     executor = RealExecutor()
 
     async def serve(stream: Stream) -> None:
-        permits = Permits(1, 1, patience_seconds=1)
+        permits = Permits(1, 1, patience_seconds=1, clock=RealClock())
         with permits.take(stream.peer) as permit:
             assert permit is not None
             part = whole(storage.open("large"))
@@ -152,7 +152,7 @@ async def test_a_file_of_any_size_takes_a_chunk_of_memory(tmp_path: Path) -> Non
 
 
 def test_a_permit_is_taken_only_from_a_peer_that_is_waited_for() -> None:
-    permits = Permits(2, 1, patience_seconds=2)
+    permits = Permits(2, 1, patience_seconds=2, clock=RealClock())
     taken: list[PeerId] = []
 
     async def hold(peer: PeerId, prepare: Callable[[Permit], None]) -> None:
