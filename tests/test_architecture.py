@@ -308,6 +308,36 @@ def test_cores_neither_print_nor_open_files() -> None:
     ] == []
 
 
+TRIO_CLOCK = {
+    "node/seams.py": "it is the clock seam",
+    "node/stages/": "it stands behind the Executor seam, and the simulator has another",
+    "node/transport/": "it stands behind the Network seam, and the simulator has another",
+    "node/web/door.py": "the page's server is outside of the seams",
+}
+"""Where trio's clock is read beside the clock seam, and why."""
+
+
+def test_the_node_reads_time_from_the_clock_seam_alone() -> None:
+    found = {
+        source.place
+        for source in sources("node")
+        for node in source.each(ast.Attribute)
+        if ast.unparse(node) == "trio.current_time" and node not in in_deadlines(source)
+    }
+    assert [place for place in sorted(found) if not place.startswith(tuple(TRIO_CLOCK))] == []
+    assert [row for row in TRIO_CLOCK if not any(place.startswith(row) for place in found)] == []
+
+
+def in_deadlines(source: Source) -> set[ast.AST]:
+    """Everything that deadlines of cancel scopes are computed from: those are by trio's clock."""
+    values = [
+        node.value
+        for node in source.each(ast.Assign)
+        if any(isinstance(target, ast.Attribute) and target.attr == "deadline" for target in node.targets)
+    ]
+    return {part for value in values for part in ast.walk(value)}
+
+
 def test_torch_is_imported_only_where_computing_has_a_process_of_its_own() -> None:
     assert [
         f"{source.place}:{line}"

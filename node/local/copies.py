@@ -39,7 +39,7 @@ class Copies:
     async def run(self, part: Participation) -> None:
         """Fetch copies, and hand them on, until cancelled."""
         while True:
-            now = trio.current_time()
+            now = self._keeper.now()
             if self._lending.look(now) == "copy":
                 self._take_back(part)
                 steps = [report.step for report in part.roster.reports.values() if report.has_state]
@@ -53,7 +53,7 @@ class Copies:
     async def _copy(self, part: Participation) -> None:
         """Fetch the newest state of the heads, and put it away."""
         assert self._run.manifest.local is not None, "a run in local mode"
-        begun, manifest = trio.current_time(), self._run.manifest
+        begun, manifest = self._keeper.now(), self._run.manifest
         likely = likely_steps(part.roster.reports, self._run.manifest.local.local_steps)
         try:
             found = await part.states.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
@@ -62,7 +62,7 @@ class Copies:
         self._keeper.begin(found.table.step)
         await self._keeper.remember(self._keeper.part(is_training=False))
         await self._keeper.save(found)
-        self._not_before = trio.current_time() + FETCH_SHARE * (trio.current_time() - begun)
+        self._not_before = self._keeper.now() + FETCH_SHARE * (self._keeper.now() - begun)
 
     async def _lend(self, part: Participation) -> None:
         """Hand the copy on, where there is one."""

@@ -50,7 +50,8 @@ class AveragedStage:
         self.trainer = trainer
         self.part = part
         self._keeper = keeper
-        self.rounds = Rounds(me, run.manifest.local, trainer, part)
+        self.now = keeper.now
+        self.rounds = Rounds(me, run.manifest.local, trainer, part, keeper.now)
         self._run = run
         self._local_steps = run.manifest.local.local_steps
         self._ending = ending
@@ -139,7 +140,7 @@ class AveragedStage:
     def note_end(self) -> None:
         """Count since when the run has been about to end."""
         is_ending = self.is_at_end or self._ending.has_converged
-        self.rounds.schedule.ending_for = self._due.waited(trio.current_time(), "an end", is_ending)
+        self.rounds.schedule.ending_for = self._due.waited(self.now(), "an end", is_ending)
 
     async def average(self, nursery: trio.Nursery, *, is_still: bool) -> None:
         """Use a round that is over, and begin the next unless the numbers are to be `is_still`."""

@@ -53,6 +53,7 @@ class ColumnHolder:
             self._rules.seat,
             accept=self._accept,
             apply=self._applied,
+            now=held.now,
             payload_bytes_max=payload_bytes_max,
         )
 
@@ -92,7 +93,7 @@ class ColumnHolder:
         held.report()
         self.begun()
         server.between, server.settle = between, settle
-        while not self._rules.is_spare(trio.current_time()):
+        while not self._rules.is_spare(self.held.now()):
             if server.seat.failure:
                 raise StageFailed(server.seat.failure)
             await self._renew()

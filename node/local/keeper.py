@@ -36,6 +36,7 @@ class Keeper:
         self.error = ""
         """Why the last state was not kept, where it was not."""
         self._service = service
+        self.now = service.seams.clock.monotonic
         self._run = run
         self._admission = admission
         self._stage = stage
@@ -44,7 +45,7 @@ class Keeper:
 
     def is_due(self, step: int) -> bool:
         """Return whether a state after so many steps is to be kept."""
-        return self._schedule.is_due(trio.current_time(), step)
+        return self._schedule.is_due(self.now(), step)
 
     def begin(self, step: int) -> None:
         """Note that a state of this step is being kept, or there already."""
@@ -76,7 +77,7 @@ class Keeper:
         """Keep a state in place of the one before."""
         service, run = self._service, self._run
         self._schedule.begin()
-        begun = trio.current_time()
+        begun = self.now()
         try:
             if run.requester != service.signer.peer:
                 label, size = _label(run, self._copy_of), state_bytes(snapshot)
@@ -90,7 +91,7 @@ class Keeper:
         except OSError as error:
             self.error = str(error.strerror or error)
         finally:
-            self._schedule.ended(trio.current_time(), begun)
+            self._schedule.ended(self.now(), begun)
 
     async def load(self, bytes_max: int) -> Snapshot | None:
         """Return the state that was kept last, None where there is none."""

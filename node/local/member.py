@@ -99,6 +99,7 @@ class LocalMember:
         """Why this member left, where it did."""
         self._settings: LocalSettings = run.manifest.local
         self._service = service
+        self._now = service.seams.clock.monotonic
         self._me = service.signer.peer
         self._holders = list(dict.fromkeys([*holders, run.requester]))
         self._tell = tell
@@ -122,9 +123,9 @@ class LocalMember:
         )
         self.keeper = Keeper(service, run, door.admission, stage)
         self._holder: ColumnHolder | None = None
-        self.heads = HeadWatch(trio.current_time(), is_holder=bool(stage))
+        self.heads = HeadWatch(self._now(), is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
-        self._start = MemberStart(run.id, self.crew, door, lambda: service.live(), inviter)
+        self._start = MemberStart(run.id, self.crew, door, lambda: service.live(), inviter, self._now)
 
     # What is known
 
@@ -356,13 +357,13 @@ class LocalMember:
         if is_still or trainer.is_idle or held.is_at_end:
             await trio.sleep(LOOK_SECONDS)  # the end is being agreed on, or a stage is missing
             return
-        begun = trio.current_time()
+        begun = self._now()
         stepped = await trainer.train_step()
         self._diverged = self._diverged + 1 if stepped.diverged else 0
         if self._regrouping is not None:
-            self._regrouping.stepped(trio.current_time() - begun)
+            self._regrouping.stepped(self._now() - begun)
         replicas = 1 + len(self.crew.training)
-        self.teller.stepped(trainer.step, stepped, trio.current_time() - begun, replicas)
+        self.teller.stepped(trainer.step, stepped, self._now() - begun, replicas)
         if self._diverged >= DIVERGED_MAX:
             await self._recover(f"{DIVERGED_MAX} steps in a row were not finite")
 
@@ -401,7 +402,7 @@ class LocalMember:
 
     def _end_if_stranded(self) -> None:
         """Propose to end the run as failed where no head comes for this stage."""
-        if self.heads.is_stranded(trio.current_time()) and self.ending.best is None:
+        if self.heads.is_stranded(self._now()) and self.ending.best is None:
             self._follow_peers()  # those that only follow hear of it, too
             self._evaluations.propose("failed", stranded_reason(self._stage), self.step)
 
@@ -467,7 +468,7 @@ class LocalMember:
 
     def _follow_peers(self) -> None:
         """Tell the core of the end who takes part."""
-        is_stranded = self.heads.is_stranded(trio.current_time())
+        is_stranded = self.heads.is_stranded(self._now())
         self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
         if self._trainer is not None:
             self._trainer.shard.set_members([self._me, *self.crew.training])
@@ -482,7 +483,7 @@ class LocalMember:
             crew = self.crew
             if crew.training:
                 self.begun.set()
-            now = trio.current_time()
+            now = self._now()
             self.heads.follow(now, crew.reports, crew.head, is_training=crew.is_training)
             self._follow_peers()
             for part in self.crew.parts:

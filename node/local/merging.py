@@ -73,6 +73,7 @@ class Regrouping:
         """Prepare regrouping. `patience_seconds`: how long a stage may have no holder before the column was
         first complete; None for any time. `tell` reports the state of the run."""
         self._service = service
+        self._now = service.seams.clock.monotonic
         self._run = run
         self._door = door
         self._crew = crew
@@ -83,7 +84,7 @@ class Regrouping:
         self._step = step
         self._seconds = 0.0
         self._rules = ColumnRegrouping(
-            trio.current_time(),
+            self._now(),
             service.signer.peer,
             plan,
             crew,
@@ -107,12 +108,12 @@ class Regrouping:
         """Regroup the column until cancelled."""
         while True:
             await trio.sleep(LOOK_SECONDS)
-            deed = self._rules.look(trio.current_time(), self._rates)
+            deed = self._rules.look(self._now(), self._rates)
             if isinstance(deed, AskPromised):
                 if await self._ask(deed.stages[0], deed.peer, is_beside=True):
-                    self._rules.expect(trio.current_time(), deed.stages, deed.peer)
+                    self._rules.expect(self._now(), deed.stages, deed.peer)
                     continue
-                deed = self._rules.look(trio.current_time(), self._rates)
+                deed = self._rules.look(self._now(), self._rates)
             if isinstance(deed, Takers):
                 await self._merge(deed)
             elif isinstance(deed, FindMoves):
@@ -128,9 +129,9 @@ class Regrouping:
         """Have nodes of this column take the stages that nobody holds."""
         for stage, peer in takers.by_stage.items():
             if not await self._ask(stage, peer, is_beside=True):
-                self._rules.refused(trio.current_time(), stage, peer)
+                self._rules.refused(self._now(), stage, peer)
                 return
-            self._rules.taken(trio.current_time(), stage, peer)
+            self._rules.taken(self._now(), stage, peer)
         self._rules.merged(takers)
 
     async def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> bool:
@@ -160,9 +161,9 @@ class Regrouping:
             self._rules.useless(deed)
         for stages, peer in moves or ():
             if peer in deed.spare or await self._ask(stages[0], peer, is_beside=False):
-                self._rules.expect(trio.current_time(), stages, peer)
+                self._rules.expect(self._now(), stages, peer)
                 return
-            self._recruiter.choice.asking(trio.current_time(), peer)
+            self._recruiter.choice.asking(self._now(), peer)
 
     async def _moves(
         self, column: Sequence[PeerId], peers: Sequence[PeerId]
@@ -197,7 +198,7 @@ class Regrouping:
 
     async def hand_over(self) -> None:
         """Between two steps: replace a node that stood in by the node that has come for its stage."""
-        now = trio.current_time()
+        now = self._now()
         arriving = self._rules.arriving(now)
         if arriving is None:
             return
@@ -206,7 +207,7 @@ class Regrouping:
             self._column.attach, stage, peer, self._step(), self._door.admission.chain, self._door.check
         )
         while await attach():
-            if not self._rules.awaits_arrival(trio.current_time(), now):
+            if not self._rules.awaits_arrival(self._now(), now):
                 self._rules.not_arrived(peer)
                 return
             await trio.sleep(RENEW_LOOK_SECONDS)

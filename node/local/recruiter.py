@@ -45,25 +45,26 @@ class Recruiter:
     def __init__(self, service: Service, run: Run, door: Door, crew: MemberCrew, stages: int) -> None:
         self.choice = Recruitment(crew, _OfferedNodes(service, run), stages)
         self._service = service
+        self._now = service.seams.clock.monotonic
         self._run = run
         self._door = door
 
     async def run(self) -> None:
         """Ask nodes to take part, until cancelled."""
         while True:
-            candidates = self.choice.look(trio.current_time())
+            candidates = self.choice.look(self._now())
             if candidates is not None:
                 for stage, peer in candidates:
                     await self._ask(stage, peer)
-                self.choice.asked(trio.current_time())
+                self.choice.asked(self._now())
             await trio.sleep(LOOK_SECONDS)  # offers have no event
 
     async def _ask(self, stage: int, peer: PeerId) -> None:
-        self.choice.asking(trio.current_time(), peer)
+        self.choice.asking(self._now(), peer)
         chain = self._door.chain_for(peer)
         if chain is None:
             return
         with suppress(Unreachable):
             answer = await self._service.ask(peer, Join(self._run.fact, chain, stage), JOIN_SECONDS_MAX)
             if isinstance(answer, Done):
-                self.choice.agreed(trio.current_time(), stage, peer)
+                self.choice.agreed(self._now(), stage, peer)

@@ -46,6 +46,7 @@ class Results:
         self.lock = trio.Lock()
         """Held by whoever writes or reads the file."""
         self._service = service
+        self._now = service.seams.clock.monotonic
         self._run = run
         self._ending = ending
         self._tell = tell
@@ -71,7 +72,7 @@ class Results:
                 await self._fetch(conclusion)
 
     async def _fetch(self, conclusion: Conclusion) -> None:
-        ending, begun, attempts = self._ending, trio.current_time(), 0
+        ending, begun, attempts = self._ending, self._now(), 0
         is_here = conclusion.outcome != "done"
         while conclusion == ending.best and not ending.holds and not self._member.is_over:
             is_here = is_here or await self._fetch_once(conclusion)
@@ -85,7 +86,7 @@ class Results:
                     self._tell(ending, lambda now: ending.hold(now, conclusion))
                     return
             attempts += 1
-            if attempts >= FETCHES_MIN and trio.current_time() - begun >= FETCH_SECONDS:
+            if attempts >= FETCHES_MIN and self._now() - begun >= FETCH_SECONDS:
                 self._tell(ending, lambda now: ending.give_up(now, conclusion, is_missing=True))
             await trio.sleep(1.0)
 

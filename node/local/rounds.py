@@ -5,6 +5,7 @@ A round averages a copy of the numbers made when it begins; its result is added 
 (`partition.run.local.round_schedule`).
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import trio
@@ -26,7 +27,12 @@ class Rounds:
     """The rounds of one stage. `open` it once the first state of that is there."""
 
     def __init__(
-        self, me: PeerId, settings: LocalSettings, trainer: LocalTrainer, part: Participation
+        self,
+        me: PeerId,
+        settings: LocalSettings,
+        trainer: LocalTrainer,
+        part: Participation,
+        now: Callable[[], float],
     ) -> None:
         self.schedule = RoundSchedule(settings, needs_all=settings.strategy in EVERY_ROUND)
         self.error = ""
@@ -34,6 +40,7 @@ class Rounds:
         self._settings = settings
         self._trainer = trainer
         self._part = part
+        self._now = now
         # A rule that cuts numbers one by one may keep a large mean beside a small mean of squares, which no
         # optimizer has seen together: its next step would be a leap.
         self._moments = settings.strategy not in OUTER and part.aggregate == "mean"
@@ -46,7 +53,7 @@ class Rounds:
             self._settings.strategy, theta, self._settings.local_steps, self._settings.codec
         )
         self._delayed = Delayed(self._strategy)
-        self.schedule.open(trio.current_time())
+        self.schedule.open(self._now())
 
     @property
     def outer(self) -> dict[str, Vector]:
@@ -69,13 +76,13 @@ class Rounds:
 
     def skip(self) -> None:
         """Count anew: nobody else is there."""
-        self.schedule.skip(trio.current_time(), self._trainer.step, self._trainer.samples)
+        self.schedule.skip(self._now(), self._trainer.step, self._trainer.samples)
 
     async def begin(self, nursery: trio.Nursery) -> None:
         """Copy out what is averaged, and look for a group in the background."""
         trainer, schedule = self._trainer, self.schedule
         weight = schedule.weight(trainer.samples, len(trainer.shard.rows))
-        window = schedule.begin(trio.current_time(), trainer.step, trainer.samples)
+        window = schedule.begin(self._now(), trainer.step, trainer.samples)
         theta = await trainer.copy_out(moments=self._moments)
         damping = schedule.damping(is_idle=trainer.is_idle)
         offered = await self._part.compute(partial(self._delayed.offer, theta, damping))
@@ -127,4 +134,4 @@ class Rounds:
         self._made = None
         self._strategy.load(outer)
         self._delayed = Delayed(self._strategy)
-        self.schedule.take_over(trio.current_time(), count, self._trainer.step, self._trainer.samples)
+        self.schedule.take_over(self._now(), count, self._trainer.step, self._trainer.samples)

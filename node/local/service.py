@@ -258,7 +258,7 @@ class LocalRuns:
         member = self.members.get(attach.run) if isinstance(attach, column.Attach) else None
         if member is not None and member.crew.server is not None and isinstance(attach, column.Attach):
             if member.admission.admits(stream.peer):
-                member.heads.seen(trio.current_time())
+                member.heads.seen(self._service.seams.clock.monotonic())
             server = member.crew.serving(attach.stage) or member.crew.server
             await server.serve(stream, attach)
             return

@@ -51,6 +51,7 @@ class StageCopies:
     ) -> None:
         """`step` is the head's own, `bytes_max` bounds the state of each stage."""
         self._service = service
+        self._now = service.seams.clock.monotonic
         self._run = run
         self._crew = crew
         self._door = door
@@ -84,14 +85,14 @@ class StageCopies:
             part = self._lent[stage]
             if part is not None:
                 self._door.show(part.roster.claims)
-        is_time = trio.current_time() >= self._not_before
+        is_time = self._now() >= self._not_before
         if deed == "copy" and is_time and self._keepers[stage].is_due(self._step()):
             await self._copy(stage)
 
     async def _copy(self, stage: int) -> None:
         """Fetch the state of the holder, and put it away."""
         assert self._crew.column is not None
-        holder, service, begun = self._crew.column.holder(stage), self._service, trio.current_time()
+        holder, service, begun = self._crew.column.holder(stage), self._service, self._now()
         name, signature = roster_of(self._run, stage)
         if holder is None:
             return
@@ -112,7 +113,7 @@ class StageCopies:
             return  # it is gone, or hands it over later
         self._keepers[stage].begin(found.table.step)
         await self._keepers[stage].save(found)
-        self._not_before = trio.current_time() + FETCH_SHARE * (trio.current_time() - begun)
+        self._not_before = self._now() + FETCH_SHARE * (self._now() - begun)
 
     async def _lend(self, stage: int) -> Participation | None:
         """Hand the copy on, where there is one."""

@@ -54,6 +54,7 @@ class StageServer:
         accept: Callable[[PeerId, Attach], Attached | Refusal],
         apply: Callable[[int, int], None],
         payload_bytes_max: int,
+        now: Callable[[], float],
     ) -> None:
         """`accept` raises RemoteProtocolError for a peer that is no member; `apply` is told how many steps
         the head has made, and the samples of the last."""
@@ -63,6 +64,7 @@ class StageServer:
         self._accept = accept
         self._apply = apply
         self._payload_bytes_max = payload_bytes_max
+        self._now = now
         self.between: Callable[[], Awaitable[None]] | None = None
         self.settle: Callable[[], Awaitable[None]] | None = None
 
@@ -88,7 +90,7 @@ class StageServer:
         scope = trio.CancelScope()
         head = SeatedHead(stream.peer, scope.cancel)
         column = [PeerId(peer) for peer in attach.column]
-        if not self.seat.take(trio.current_time(), head, keeps_copies=attach.keeps, column=column):
+        if not self.seat.take(self._now(), head, keeps_copies=attach.keeps, column=column):
             await stream.send(encode(Refusal("busy: it works for another head")))
             return
         with scope:
@@ -110,7 +112,7 @@ class StageServer:
 
     async def _answer(self, stream: Stream, head: SeatedHead) -> None:
         try:
-            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(trio.current_time):
+            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(self._now):
                 message, data = await stream.receive_with_payload(self._payload_bytes_max)
         except trio.TooSlowError:
             raise StreamClosed("a head that asks for nothing") from None
@@ -133,7 +135,7 @@ class StageServer:
         if isinstance(request, api.Apply):
             self.seat.stepped(head)
         try:
-            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(trio.current_time):
+            with trio.fail_after(HEAD_SECONDS_MAX), head.silence.waiting(self._now):
                 await stream.send(encode(Did()), encode(worked))
         except trio.TooSlowError:
             raise StreamClosed("a head that takes no answer") from None

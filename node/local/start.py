@@ -27,12 +27,14 @@ class MemberStart:
         door: Door,
         live: Callable[[], Collection[PeerId]],
         inviter: PeerId | None,
+        now: Callable[[], float],
     ) -> None:
         self._run = run
         self._crew = crew
         self._door = door
         self._live = live
         self._inviter = inviter
+        self._now = now
         self._barrier = StartBarrier(run, inviter)
 
     def announce(self, part: Participation) -> None:
@@ -54,7 +56,7 @@ class MemberStart:
         """Return once the first step may be made; `tell` how many members it waits for, and "" afterwards."""
         crew, barrier = self._crew, self._barrier
         while barrier.holds(
-            trio.current_time(),
+            self._now(),
             crew.reports,
             agreed=crew.agreed,
             has_asked=crew.has_asked,

@@ -44,6 +44,7 @@ class Succession:
         """`own` is this member's stage, `bytes_max` bounds a state of the first stage, `step` is this
         member's."""
         self._service = service
+        self._now = service.seams.clock.monotonic
         self._run = run
         self._crew = crew
         self._bytes_max = bytes_max
@@ -66,7 +67,7 @@ class Succession:
 
     async def _is_due(self) -> bool:
         has_free = any(offer.has_slot for offer in self._service.offers())
-        head = self._rule.missed_head(trio.current_time(), has_free=has_free)
+        head = self._rule.missed_head(self._now(), has_free=has_free)
         return head is not None and await self._is_gone(head)
 
     async def _is_gone(self, head: PeerId) -> bool:
@@ -84,9 +85,9 @@ class Succession:
 
     async def _copy(self, head: PeerId) -> None:
         """Fetch the state of the head's stage, if that is due, and put it away."""
-        if not self._keeper.is_due(self._step()) or trio.current_time() < self._not_before:
+        if not self._keeper.is_due(self._step()) or self._now() < self._not_before:
             return
-        service, begun = self._service, trio.current_time()
+        service, begun = self._service, self._now()
         name, signature = roster_of(self._run, 0)
         fetching = partial(
             fetch_state,
@@ -108,4 +109,4 @@ class Succession:
         self._keeper.begin(found.table.step)
         await self._keeper.save(found)
         self._rule.has_copy = not self._keeper.error
-        self._not_before = trio.current_time() + FETCH_SHARE * (trio.current_time() - begun)
+        self._not_before = self._now() + FETCH_SHARE * (self._now() - begun)

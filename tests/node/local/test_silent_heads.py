@@ -64,6 +64,7 @@ def scenario(test: Callable[[StageServer, Network, Network, Network], Awaitable[
             accept=lambda _peer, _attach: column.Attached(chain(), ()),
             apply=lambda _step, _samples: None,
             payload_bytes_max=1_000,
+            now=trio.current_time,
         )
 
         async def serve(stream: Stream) -> None:
