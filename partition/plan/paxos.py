@@ -19,21 +19,19 @@ Members are trusted to tell the truth: a Decided is believed from any present or
 far as its changes are valid. A lie is noticed only where two different changes were decided for one plan
 (ChainBroken).
 
-This file has the proposer and the acceptor; `learner` follows decisions of others, `quorum` counts the
-living. Not here: the change to decide (the wish), and the disk.
+This file has the proposer and the acceptor, `proposal` one attempt of the former; `learner` follows decisions
+of others, `quorum` counts the living. Not here: the change to decide (the wish), and the disk.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import assert_never
 
-from msgspec.structs import replace
-
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.chain import Chain, Kept, Past, Voted, follow, forked, pack, unpack
-from partition.plan.change import Change, encode_change
+from partition.plan.chain import Chain, Kept, Past, Voted, follow, pack, unpack
+from partition.plan.change import Change
 from partition.plan.learner import ChainBroken, ForkBehind, ForkFound, Learner, LeftBehind, Taken
 from partition.plan.paxos_messages import (
     ROUNDS_AHEAD_MAX,
@@ -51,6 +49,7 @@ from partition.plan.paxos_messages import (
     other_branch_wins,
 )
 from partition.plan.plan import NO_HASH, Plan
+from partition.plan.proposal import Proposal, check_same_chain, value_of
 from partition.plan.quorum import ForkOpened, Instance, QuorumFound, QuorumLost, Reach, decides
 
 __all__ = [
@@ -94,19 +93,6 @@ Event = (
 )
 
 
-@dataclass
-class _Proposal:
-    """Our attempt. `best` is the best vote among the promises; `value` is set once all are asked to
-    accept."""
-
-    instance: Instance
-    ballot: Ballot
-    best: Vote
-    promised: list[PeerId]
-    value: bytes | None = None
-    accepted: list[PeerId] = field(default_factory=list)
-
-
 class PaxosChain:
     """One member's part in the chain of one run.
 
@@ -143,7 +129,7 @@ class PaxosChain:
         kept = unpack(durable) if durable else None
         chain = Chain(genesis) if kept is None else Chain(kept.base, kept.links)
         if kept is not None:
-            _check_same_chain(chain, genesis)
+            check_same_chain(chain, genesis)
             self._abstains, self._past = kept.abstains, kept.past
             self._votes = {row.fork: row.vote for row in kept.votes}
         self._may_fork = may_fork
@@ -156,7 +142,7 @@ class PaxosChain:
         """Begin a new height: nothing is wished for or proposed."""
         self._instance = self._reach.instance
         self._wish: Change | None = None
-        self._proposal: _Proposal | None = None
+        self._proposal: Proposal | None = None
         self._round = 0
         self._outbids = 0
         self._propose_at = self._resend_at = INF
@@ -208,7 +194,7 @@ class PaxosChain:
         from it, nothing is wished. It counts only from a member of the committee.
         """
         fits = change is not None and parent in (None, self.head_hash)
-        if not fits or self._value(self._reach.normal, change) is None:
+        if not fits or value_of(self.head, self._reach.normal, change) is None:
             change = None
         self._wish = change
         if change is None:
@@ -381,18 +367,16 @@ class PaxosChain:
         instance = self._instance
         if self._wish is None or self._abstains or self.me not in instance.committee:
             return []
-        if self._value(instance, self._wish) is None:
+        if value_of(self.head, instance, self._wish) is None:
             return []  # as a fork it would leave a stage without a replica
         vote = self._votes.get(instance.fork, Vote())
         self._round = max(self._round, vote.promised.round if vote.promised else 0) + 1
         ballot = Ballot(self._round, self.me)
         self._cast(instance, vote.promise(ballot))
-        self._proposal = _Proposal(instance, ballot, vote, [self.me])
+        self._proposal = Proposal(instance, ballot, vote, [self.me])
         self._resend_seconds = RESEND_SECONDS
         self._resend_at = now + self._jittered(RESEND_SECONDS)
-        asked = Prepare(**self._names(instance), ballot=ballot)
-        sends: Sends = [(peer, asked) for peer in instance.committee if peer != self.me]
-        return sends + self._count(now, self._proposal)
+        return self._proposal.questions(self._names(instance)) + self._count(now, self._proposal)
 
     def _count_vote(
         self, now: float, sender: PeerId, message: Promised | PreemptedBallot | Accepted
@@ -405,15 +389,11 @@ class PaxosChain:
             return []
         match message:
             case Promised():
-                self._check_promise(mine, message)
-                if mine.value is None and sender not in mine.promised:
-                    mine.promised.append(sender)
-                    mine.best = self._better(mine.best, Vote(None, message.accepted, message.value))
+                if (value := mine.promised_value(message)) is not None:
+                    self._check_value(mine.instance, value)
+                mine.promise(sender, message)
             case Accepted():
-                if mine.value is None:
-                    raise RemoteProtocolError("accepted before it was asked")
-                if sender not in mine.accepted:
-                    mine.accepted.append(sender)
+                mine.accept(sender)
             case PreemptedBallot():
                 if message.promised <= mine.ballot:
                     raise RemoteProtocolError("outbid by a lower ballot")
@@ -425,24 +405,11 @@ class PaxosChain:
                 assert_never(message)
         return self._count(now, mine)
 
-    def _check_promise(self, mine: _Proposal, message: Promised) -> None:
-        if message.value is None and message.accepted is None:
-            return
-        if message.value is None or message.accepted is None or message.accepted > mine.ballot:
-            raise RemoteProtocolError("a promise with what cannot have been accepted")
-        self._check_value(mine.instance, message.value)
-
-    def _better(self, best: Vote, other: Vote) -> Vote:
-        """Return the vote accepted at the higher ballot, among those of two promises."""
-        if other.accepted is None or (best.accepted is not None and best.accepted >= other.accepted):
-            return best
-        return other
-
-    def _count(self, now: float, mine: _Proposal) -> Sends:
+    def _count(self, now: float, mine: Proposal) -> Sends:
         """Go on with our attempt as far as the answers allow."""
         sends: Sends = []
         if mine.value is None and self._is_quorum(mine.instance, mine.promised):
-            mine.value = mine.best.value or self._value(mine.instance, self._wish)
+            mine.value = mine.best.value or value_of(self.head, mine.instance, self._wish)
             if mine.value is None:
                 self._abandon()
                 return []
@@ -450,8 +417,7 @@ class PaxosChain:
             mine.accepted.append(self.me)
             self._resend_seconds = RESEND_SECONDS
             self._resend_at = now + self._jittered(RESEND_SECONDS)
-            asked = Accept(**self._names(mine.instance), ballot=mine.ballot, value=mine.value)
-            sends = [(peer, asked) for peer in mine.instance.committee if peer != self.me]
+            sends = mine.questions(self._names(mine.instance))
         if mine.value is not None and self._is_quorum(mine.instance, mine.accepted):
             return self._decide(now, mine.value)
         return sends
@@ -498,12 +464,7 @@ class PaxosChain:
         assert mine is not None
         self._resend_seconds = min(2 * self._resend_seconds, RESEND_SECONDS_MAX)
         self._resend_at = now + self._jittered(self._resend_seconds)
-        names, seats = self._names(mine.instance), mine.instance.committee
-        if mine.value is None:
-            asked = Prepare(**names, ballot=mine.ballot)
-            return [(peer, asked) for peer in seats if peer not in mine.promised]
-        again = Accept(**names, ballot=mine.ballot, value=mine.value)
-        return [(peer, again) for peer in seats if peer not in mine.accepted]
+        return mine.questions(self._names(mine.instance))
 
     def _back_off(self, now: float) -> None:
         self._abandon()
@@ -515,20 +476,6 @@ class PaxosChain:
     def _abandon(self) -> None:
         self._proposal = None
         self._resend_at = INF
-
-    def _value(self, instance: Instance, change: Change | None) -> bytes | None:
-        """Return the encoded change for this instance; None where no plan follows from it."""
-        if change is None:
-            return None
-        if instance.fork == NO_HASH:
-            value = encode_change(replace(change, fork=NO_HASH))
-        else:
-            value = encode_change(forked(self.head, change, instance.members))
-        try:
-            follow(self.head, value)
-        except RemoteProtocolError:
-            return None
-        return value
 
     def _turn(self) -> float:
         """Return the seconds until it is our turn to propose, by the number of living members before us."""
@@ -543,11 +490,3 @@ class PaxosChain:
 
     def _names(self, instance: Instance) -> dict[str, bytes]:
         return {"run": self.head.run, "parent": self.head_hash, "fork": instance.fork}
-
-
-def _check_same_chain(chain: Chain, genesis: Plan) -> None:
-    if chain.head.run != genesis.run:
-        raise ValueError("the stored chain of plans is another run's")
-    place = genesis.height - chain.plans[0].height
-    if 0 <= place < len(chain.plans) and chain.plans[place] != genesis:
-        raise ValueError(f"the stored chain of plans has another plan at height {genesis.height}")

@@ -37,10 +37,12 @@ from partition.plan.paxos_messages import (
     PreemptedBallot,
     Prepare,
     Promised,
+    Sends,
     Vote,
     other_branch_wins,
 )
 from partition.plan.plan import committee, plan_hash
+from partition.plan.proposal import Proposal
 from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance, decides
 from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
@@ -84,8 +86,9 @@ class ForgetsItsVotes(PaxosChain):
 
 
 class IgnoresWhatWasAccepted(PaxosChain):
-    def _better(self, best: Vote, other: Vote) -> Vote:
-        return Vote()
+    def _count(self, now: float, mine: Proposal) -> Sends:
+        mine.best = Vote()
+        return super()._count(now, mine)
 
 
 class IsContentWithHalf(PaxosChain):

@@ -1,0 +1,84 @@
+"""One attempt of a proposer (`partition.plan.paxos`), and the change that it may propose."""
+
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.plan.chain import Chain, follow, forked
+from partition.plan.change import Change, encode_change
+from partition.plan.paxos_messages import Accept, Ballot, Prepare, Promised, Sends, Vote
+from partition.plan.plan import NO_HASH, Plan
+from partition.plan.quorum import Instance
+
+
+@dataclass
+class Proposal:
+    """`best` is the best vote among the promises; `value` is set once all are asked to accept. The first of
+    both lists is this member."""
+
+    instance: Instance
+    ballot: Ballot
+    best: Vote
+    promised: list[PeerId]
+    value: bytes | None = None
+    accepted: list[PeerId] = field(default_factory=list)
+
+    def promised_value(self, message: Promised) -> bytes | None:
+        """Return the value that a promise says was accepted. Raises RemoteProtocolError: it cannot have
+        been."""
+        if message.value is None and message.accepted is None:
+            return None
+        if message.value is None or message.accepted is None or message.accepted > self.ballot:
+            raise RemoteProtocolError("a promise with what cannot have been accepted")
+        return message.value
+
+    def promise(self, sender: PeerId, message: Promised) -> None:
+        """Take a promise, and the vote accepted at the higher ballot; late ones change nothing."""
+        if self.value is not None or sender in self.promised:
+            return
+        self.promised.append(sender)
+        best, other = self.best.accepted, message.accepted
+        if other is not None and (best is None or best < other):
+            self.best = Vote(None, other, message.value)
+
+    def accept(self, sender: PeerId) -> None:
+        """Take an acceptance. Raises RemoteProtocolError: none was asked for."""
+        if self.value is None:
+            raise RemoteProtocolError("accepted before it was asked")
+        if sender not in self.accepted:
+            self.accepted.append(sender)
+
+    def questions(self, names: dict[str, bytes]) -> Sends:
+        """Return the question of the present phase, for all that have not answered it."""
+        seats = self.instance.committee
+        if self.value is None:
+            asked = Prepare(**names, ballot=self.ballot)
+            return [(peer, asked) for peer in seats if peer not in self.promised]
+        again = Accept(**names, ballot=self.ballot, value=self.value)
+        return [(peer, again) for peer in seats if peer not in self.accepted]
+
+
+def value_of(head: Plan, instance: Instance, change: Change | None) -> bytes | None:
+    """Return the encoded change after `head` for this instance; None where no plan follows from it."""
+    if change is None:
+        return None
+    if instance.fork == NO_HASH:
+        value = encode_change(replace(change, fork=NO_HASH))
+    else:
+        value = encode_change(forked(head, change, instance.members))
+    try:
+        follow(head, value)
+    except RemoteProtocolError:
+        return None
+    return value
+
+
+def check_same_chain(chain: Chain, genesis: Plan) -> None:
+    """Raise ValueError where a stored chain of plans is of another run or branch than `genesis`."""
+    if chain.head.run != genesis.run:
+        raise ValueError("the stored chain of plans is another run's")
+    place = genesis.height - chain.plans[0].height
+    if 0 <= place < len(chain.plans) and chain.plans[place] != genesis:
+        raise ValueError(f"the stored chain of plans has another plan at height {genesis.height}")
