@@ -39,11 +39,7 @@ from node.containment import cancelled_at_exit, contain, failures, is_alone, kee
 from node.content.blobs import BlobServer
 from node.content.directory import Directory
 from node.control import CommandHandler, ControlServer
-from node.events import (
-    Event,
-    IdentityShared,
-    NodeStopped,
-)
+from node.events import Event, IdentityShared, NodeStopped
 from node.executor import RealExecutor
 from node.following import start_following
 from node.forks import keep_loop_from_children
