@@ -17,7 +17,8 @@ import trio
 
 from crypto.identity import Identity, PeerId
 from node import config
-from node.events import AveragingEnded, Event, RunEnded, RunPlanned, StepCommitted
+from node.averaging_events import AveragingEnded
+from node.events import Event, RunEnded, RunPlanned, StepCommitted
 from node.protocols.manifest import Manifest, Run
 from node.runtime import Node
 from node.seams import Stage

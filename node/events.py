@@ -3,8 +3,7 @@ simulator's report are made of (ARCHITECTURE law 5).
 
 Shells emit them; `node.state.apply` folds them. An event is past tense, carries `at` (unix seconds)
 and plain values, and is never changed once it has happened. New kinds may be added; none is renamed.
-
-Long because there is one list of all that can happen.
+`node.event_kinds` has all of them, those of the files beside this one too.
 """
 
 from typing import ClassVar
@@ -397,125 +396,10 @@ class RunEnded(Event, frozen=True, kw_only=True):
     is_here: bool = False
 
 
-RESULTS_SHOWN_MAX = 8
-"""Members with another result that are shown for one run."""
-
-
-class ResultDiffers(Event, frozen=True, kw_only=True):
-    """A run in local mode is over here, and `peer`, which was in it, says that it ended otherwise: with the
-    result `weights` (hex), empty where it failed. They lost sight of each other, or one of them lies."""
-
-    run: str
-    peer: PeerId
-    weights: str
-
-
-class RunRemembered(Event, frozen=True, kw_only=True):
-    """A run that ended in an earlier life of this node, as its disk tells; `ended_at` is when (unix
-    seconds), `others` what other members said of it (`ResultDiffers`)."""
-
-    run: str
-    model: str
-    data: str
-    requester: PeerId
-    steps: int
-    step: int
-    loss: float | None
-    accuracy: float | None
-    outcome: str
-    detail: str
-    weights: str
-    is_here: bool
-    ended_at: float
-    others: tuple[tuple[PeerId, str], ...] = ()
-
-
-class ResultEvicted(Event, frozen=True, kw_only=True):
-    """The result of another's run had to make room for others on this disk."""
-
-    run: str
-
-
 class RunReleased(Event, frozen=True, kw_only=True):
     """This node was asked into a run by a plan that did not come about: it has no part in it."""
 
     run: str
-
-
-class AveragingOpened(Event, frozen=True, kw_only=True):
-    """This node takes part in a run of averaging from now on. `admit` says who may: open (anybody who knows
-    the run's name, where the swarm has no key), invited or vouched; `aggregate` is the rule."""
-
-    run: str
-    admit: str
-    aggregate: str
-    is_private: bool
-
-
-class AveragingJoined(Event, frozen=True, kw_only=True):
-    """Another peer takes part in a run of averaging that this node is in; now `peers` others do."""
-
-    run: str
-    peer: PeerId
-    peers: int
-
-
-class AveragingLeft(Event, frozen=True, kw_only=True):
-    """A peer takes no part any more: it left, was lost, or is silent."""
-
-    run: str
-    peer: PeerId
-    reason: str
-    peers: int
-
-
-class LiarProved(Event, frozen=True, kw_only=True):
-    """A member of a run of averaging signed two statements of the kind `said` in one attempt, which differ.
-    The proof is kept and told to others, and the member takes no part in the run any more."""
-
-    run: str
-    peer: PeerId
-    said: str
-
-
-class AveragingEnded(Event, frozen=True, kw_only=True):
-    """A round of averaging is over here. `outcome`: ok or failed, with the reason; a failed one averaged
-    nothing. `averaged` are those whose tensors entered, of `members` in the group; `rounding` is the relative
-    error that the codec added to what this peer sent. `aggregate` is the rule, by which `liars_max` of the
-    averaged may have lied without taking a number out of the honest range."""
-
-    run: str
-    outcome: str
-    reason: str
-    step: int
-    members: int
-    averaged: tuple[PeerId, ...]
-    seconds: float
-    sent_bytes: int
-    received_bytes: int
-    rounding: float = 0.0
-    aggregate: str = "mean"
-    liars_max: int = 0
-
-
-class AveragingStepped(Event, frozen=True, kw_only=True):
-    """A global step was made here: of `samples` from `peers` others and this one, in `seconds` since the one
-    before."""
-
-    run: str
-    step: int
-    samples: int
-    peers: int
-    seconds: float
-
-
-class StateFetched(Event, frozen=True, kw_only=True):
-    """This peer has caught up: it took the state of `step` from others."""
-
-    run: str
-    step: int
-    size_bytes: int
-    seconds: float
 
 
 class StrangerRefused(Event, frozen=True, kw_only=True):
@@ -576,44 +460,6 @@ class TableMeasured(Event, frozen=True, kw_only=True):
     def document(self) -> dict[str, int]:
         """All but when, as `status --json` says it."""
         return {name: value for name, value in msgspec.structs.asdict(self).items() if name != "at"}
-
-
-class ServiceChanged(Event, frozen=True, kw_only=True):
-    """This node holds a `stage` of a service: so many members answer for each of its stages (`ready`), of
-    `wished`. Where it is not held any more (`is_held`), `detail` says why."""
-
-    service: str
-    name: str
-    stage: int
-    ready: tuple[int, ...] = ()
-    wished: int = 0
-    is_held: bool = True
-    detail: str = ""
-
-
-class GenerationMoved(Event, frozen=True, kw_only=True):
-    """An answer here lost a provider and goes on over `route`; not `is_exact`: its text may differ."""
-
-    service: str
-    name: str
-    reason: str
-    route: tuple[PeerId, ...]
-    is_exact: bool = True
-
-
-class GenerationEnded(Event, frozen=True, kw_only=True):
-    """An answer to this node is over. What was asked and answered is in no event."""
-
-    service: str
-    name: str
-    outcome: str
-    detail: str
-    tokens: int
-    moves: int
-    first_seconds: float | None
-    tokens_per_second: float | None
-    route: tuple[PeerId, ...]
-    prompt_tokens: int = 0
 
 
 class NodeStopped(Event, frozen=True, kw_only=True):

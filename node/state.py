@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from crypto.identity import PeerId
-from node import events
+from node import averaging_events, events, result_events
 from node.settings_events import NodeConfigured, RunGoalSet
 
 JOINS_MAX = 64
@@ -83,7 +83,7 @@ class RunView:
     goal: RunGoalSet | None = None
     waits_for: tuple[tuple[PeerId, str], ...] = ()
     rounds: int = 0
-    last_round: events.AveragingEnded | None = None
+    last_round: averaging_events.AveragingEnded | None = None
     """In local mode: how many rounds of averaging this node has held in it, and the newest."""
 
 
@@ -97,7 +97,7 @@ class AveragingView:
     step: int = 0
     rounds: int = 0
     failed: int = 0
-    last: events.AveragingEnded | None = None
+    last: averaging_events.AveragingEnded | None = None
     admit: str = "open"
     """The peers that may take part: open (any), invited or vouched."""
 
@@ -371,7 +371,7 @@ def _(event: events.RunEnded, state: State) -> State:
 
 
 @_fold.register
-def _(event: events.RunRemembered, state: State) -> State:
+def _(event: result_events.RunRemembered, state: State) -> State:
     view = RunView(
         event.run,
         event.model,
@@ -391,52 +391,52 @@ def _(event: events.RunRemembered, state: State) -> State:
 
 
 @_fold.register
-def _(event: events.ResultDiffers, state: State) -> State:
+def _(event: result_events.ResultDiffers, state: State) -> State:
     view = state.runs.get(event.run)
-    if view is None or len(view.others) >= events.RESULTS_SHOWN_MAX:
+    if view is None or len(view.others) >= result_events.RESULTS_SHOWN_MAX:
         return state
     return _with_run(state, replace(view, others=(*view.others, (event.peer, event.weights))))
 
 
 @_fold.register
-def _(event: events.ResultEvicted, state: State) -> State:
+def _(event: result_events.ResultEvicted, state: State) -> State:
     view = state.runs.get(event.run)
     return state if view is None else _with_run(state, replace(view, result="elsewhere"))
 
 
-def _result(event: events.RunEnded | events.RunRemembered) -> str:
+def _result(event: events.RunEnded | result_events.RunRemembered) -> str:
     if event.is_here:
         return "here"
     return "elsewhere" if event.outcome == "done" else ""
 
 
 @_fold.register
-def _(event: events.AveragingOpened, state: State) -> State:
+def _(event: averaging_events.AveragingOpened, state: State) -> State:
     return _with_averaging(state, event.run, admit=event.admit)
 
 
 @_fold.register
-def _(event: events.AveragingJoined, state: State) -> State:
+def _(event: averaging_events.AveragingJoined, state: State) -> State:
     return _with_averaging(state, event.run, peers=event.peers)
 
 
 @_fold.register
-def _(event: events.AveragingLeft, state: State) -> State:
+def _(event: averaging_events.AveragingLeft, state: State) -> State:
     return _with_averaging(state, event.run, peers=event.peers)
 
 
 @_fold.register
-def _(event: events.AveragingStepped, state: State) -> State:
+def _(event: averaging_events.AveragingStepped, state: State) -> State:
     return _with_averaging(state, event.run, step=event.step, peers=event.peers)
 
 
 @_fold.register
-def _(event: events.StateFetched, state: State) -> State:
+def _(event: averaging_events.StateFetched, state: State) -> State:
     return _with_averaging(state, event.run, step=event.step)
 
 
 @_fold.register
-def _(event: events.AveragingEnded, state: State) -> State:
+def _(event: averaging_events.AveragingEnded, state: State) -> State:
     view = state.averaging.get(event.run, AveragingView(event.run))
     state = _with_round(state, event)
     rounds, failed = (1, 0) if event.outcome == "ok" else (0, 1)
@@ -450,7 +450,7 @@ def _(event: events.AveragingEnded, state: State) -> State:
     )
 
 
-def _with_round(state: State, event: events.AveragingEnded) -> State:
+def _with_round(state: State, event: averaging_events.AveragingEnded) -> State:
     """A run in local mode averages under its own id, with a stage's number behind it where it has several."""
     kind, _, name = event.run.partition(":")
     run = state.runs.get(name.partition(":")[0]) if kind == "run" else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from crypto.identity import PeerId, peer_text
-from node import events
+from node import averaging_events, events
 from node.documents import (
     capacity_document,
     clock_document,
@@ -156,7 +156,7 @@ def run_document(view: RunView) -> dict[str, Any]:
     }
 
 
-def round_document(last: events.AveragingEnded, number: int) -> dict[str, Any]:
+def round_document(last: averaging_events.AveragingEnded, number: int) -> dict[str, Any]:
     """A round of averaging in a run in local mode; `error` is empty where it averaged, `peers` are those
     whose tensors entered, `rounding` is what the codec added, and by the rule `aggregate` so many of the
     peers as `liars_max` may have lied."""

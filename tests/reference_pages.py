@@ -13,12 +13,12 @@ import msgspec
 import typer.main
 from typer.core import TyperArgument, TyperGroup, TyperOption
 
-from node import events
 from node.api.handles import RunHandle
 from node.api.surface import Surface
 from node.cli.key_texts import DATA_KEYS, NODE_KEYS, RUN_KEYS
 from node.config import RULES
 from node.errors import PeerloomError
+from node.event_kinds import EVENT_KINDS
 from node.main import app
 from node.optimizer.wrapper import PeerOptimizer
 from node.protocols.data_table import DataTable
@@ -207,7 +207,7 @@ def _signature(function: Callable[..., Any]) -> str:
 
 
 def event_kinds() -> str:
-    kinds = sorted(events.Event.__subclasses__(), key=lambda kind: kind.__name__)
+    kinds = [EVENT_KINDS[name] for name in sorted(EVENT_KINDS)]
     rows = [
         (
             code(kind.__name__),

@@ -30,7 +30,7 @@ from node.averaging.expectations import Expectations, expected_in
 from node.averaging.rounds import Gate, Round, RunView, Wanted
 from node.averaging.runner import Runner
 from node.averaging.state_exchange import StateExchange
-from node.events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped
+from node.averaging_events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped
 
 ATTEMPTS_MAX = 3
 """The most attempts in one round: a member that dies while reducing costs one, and the others retry."""

@@ -37,9 +37,10 @@ from node.averaging.runner import MESSAGE_BYTES_MAX, Runner
 from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import StateServer
+from node.averaging_events import AveragingOpened, LiarProved
 from node.containment import contain, keep_running
 from node.errors import StreamClosed, UsageError
-from node.events import AveragingOpened, Event, LiarProved
+from node.events import Event
 from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.services.driver import Driver

@@ -14,8 +14,8 @@ from node.averaging.expectations import Expectations
 from node.averaging.offered import SNAPSHOT_SECONDS, OfferedStates
 from node.averaging.snapshot import Snapshot, check_finite
 from node.averaging.transfer import DONORS_MAX, OFFER_SECONDS_MAX, fetch_state
+from node.averaging_events import StateFetched
 from node.errors import Unreachable
-from node.events import StateFetched
 
 ASKED_AHEAD_MAX = 16
 """The most steps beyond its own for whose state a peer keeps others waiting."""

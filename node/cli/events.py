@@ -36,9 +36,9 @@ def events(
 def _kinds(given: list[str]) -> list[str]:
     """The names of kinds as typed, in any case. Raises UsageError."""
     from node.errors import UsageError
-    from node.events import Event
+    from node.event_kinds import EVENT_KINDS
 
-    known = {kind.__name__.lower(): kind.__name__ for kind in Event.__subclasses__()}
+    known = {name.lower(): name for name in EVENT_KINDS}
     for name in given:
         if name.lower() not in known:
             hint = did_you_mean(name, sorted(known.values()))

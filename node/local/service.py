@@ -16,7 +16,7 @@ from crypto.identity import PeerId
 from node.averaging.door import Door
 from node.checkpoints.weights import has_result
 from node.errors import Unreachable, UsageError
-from node.events import ResultDiffers, RunAccepted, RunChanged, RunEnded, RunReleased
+from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
 from node.local.context import Service
 from node.local.keeper import release
 from node.local.member import LocalMember
@@ -27,6 +27,7 @@ from node.placement.lease_checks import LeaseChecks
 from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, check_run, run_text
+from node.result_events import ResultDiffers
 from node.runs.archive import ArchiveShell
 from node.seams import Stream
 from node.services.driver import Driver

@@ -18,10 +18,10 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.checkpoints.weights import digest_of
-from node.events import RESULTS_SHOWN_MAX, RunRemembered
 from node.protocols.manifest import Run, run_text
 from node.protocols.notices import NUMBER_MAX
 from node.protocols.runs import End, Stop
+from node.result_events import RESULTS_SHOWN_MAX, RunRemembered
 from node.runs.progress import Shown
 from node.seams import Seams, Storage
 from partition.plan.plan import Hash, Peer
@@ -42,7 +42,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, le=NUMBER_MAX)]
 class EndedRun(msgspec.Struct, frozen=True, kw_only=True):
     """The end of a run. `weights` is the BLAKE3 hash (hex) of its result, `loss` that of the last step.
     `stop` is the requester's signed stop, where that ended it. `for_all`: the run is over on every other
-    member too. `others` are the members for which it ended otherwise (`node.events.ResultDiffers`)."""
+    member too. `others` are the members for which it ended otherwise (`node.result_events.ResultDiffers`)."""
 
     run: Hash
     requester: Peer

@@ -4,8 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from node.content.graphs import graph_label
-from node.events import Event, ResultEvicted
+from node.events import Event
 from node.protocols.manifest import Run
+from node.result_events import ResultEvicted
 from node.runs.archive import ArchiveShell
 from node.seams import Seams
 from node.storage.guests import Guests

@@ -12,11 +12,12 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import RunFailed
-from node.events import Event, GenerationEnded, GenerationMoved
+from node.events import Event
 from node.protocols.services import Service
 from node.runs.receipts import MeasuredWork
 from node.seams import Seams
 from node.serving.finding import Routes
+from node.serving_events import GenerationEnded, GenerationMoved
 from partition.codecs.base import Array
 from partition.model.graph import LAYERS_MAX
 from partition.plan.observed import Knowledge

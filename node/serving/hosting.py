@@ -23,7 +23,7 @@ from crypto.identity import PeerId
 from node.containment import contain
 from node.content.graphs import Models
 from node.errors import StageFailed, Unreachable
-from node.events import Event, ServiceChanged
+from node.events import Event
 from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.slots import Slots
@@ -40,6 +40,7 @@ from node.services.discovery import Discovery
 from node.serving.recruiting import StageRecruiter
 from node.serving.stage import HeldStage
 from node.serving.texts import Texts
+from node.serving_events import ServiceChanged
 from node.text import seconds_text
 from partition.plan.observed import Knowledge
 from partition.run.messages import REASON_LENGTH_MAX

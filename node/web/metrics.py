@@ -14,9 +14,10 @@ import psutil
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 
-from node import events
+from node import events, serving_events
 from node.alerts.rules import KINDS
 from node.counter_names import TRAFFIC
+from node.event_kinds import EVENT_KINDS
 from node.protocols.services import Listing, Service
 from node.services.energy import EnergyMeter
 from node.state import State
@@ -70,7 +71,7 @@ class Metrics:
                 self._sums["lost"] += event.lost_steps
             case events.RunEvaluated():
                 self._accuracy = event.accuracy
-            case events.GenerationEnded():
+            case serving_events.GenerationEnded():
                 self.models.ended(event)
                 if event.tokens_per_second:
                     self._mean.observe(1 / event.tokens_per_second)
@@ -105,7 +106,7 @@ class Metrics:
             "Events of this node by kind. What is refused below a threshold is counted, but is no event.",
             labels=["kind"],
         )
-        for kind in sorted(kind.__name__ for kind in events.Event.__subclasses__()):
+        for kind in sorted(EVENT_KINDS):
             happened.add_metric([kind], self._kinds[kind])
         yield happened
         yield _counter(

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from node.events import GenerationEnded
 from node.protocols.services import Listing, Service
+from node.serving_events import GenerationEnded
 
 MODELS_MAX = 32
 """A dashboard of more lines is none, and each histogram has a dozen series a model."""

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from crypto.identity import peer_text, short_peer
-from node import events
+from node import averaging_events
 from node.cli.runs import run_lines
 from node.state import RunView, State, apply
 from node.state_documents import run_document
@@ -15,7 +15,7 @@ from tests.test_screens import peer
 
 RUN = "0123456789abcdef"
 ONE, OTHER = peer(1), peer(2)
-AVERAGED = events.AveragingEnded(
+AVERAGED = averaging_events.AveragingEnded(
     at=2.0,
     run=f"run:{RUN}",
     outcome="ok",
@@ -73,6 +73,6 @@ def test_rounds_of_other_names_are_no_rounds_of_a_run() -> None:
     assert run_document(state.runs[RUN])["last_round"] is None
 
 
-def replace_event(event: events.AveragingEnded, **changed: Any) -> events.AveragingEnded:
+def replace_event(event: averaging_events.AveragingEnded, **changed: Any) -> averaging_events.AveragingEnded:
     averaged = () if changed.get("outcome") == "failed" else event.averaged
     return msgspec.structs.replace(event, averaged=averaged, **changed)

@@ -11,9 +11,10 @@ from blake3 import blake3
 from crypto.identity import PeerId
 from node.checkpoints.weights import weights_name
 from node.commands import Commands
-from node.events import RESULTS_SHOWN_MAX, RunAccepted, RunEnded
+from node.events import RunAccepted, RunEnded
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
+from node.result_events import RESULTS_SHOWN_MAX
 from node.runs.archive import OTHERS_MAX, OWN_MAX, Archive, EndedRun, ended_name
 from node.runtime import Node
 from node.storage.blobs import GUEST_BYTES_MAX

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import trio
 
+from node.averaging_events import AveragingEnded
 from node.cli.peers import peers_lines
 from node.cli.status import offer_lines
 from node.config import resolve
-from node.events import AveragingEnded
 from node.offering import SENDS_LESS, Offering
 from node.placement.machine_state import MachineState
 from node.placement.offers import SENDS_LESS_SHARE

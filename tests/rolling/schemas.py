@@ -11,6 +11,7 @@ version says, for the next: see CONTRIBUTING.md.
 """
 
 import json
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -67,6 +68,9 @@ GOAL_FIELDS = {
         "goal_seconds: int >= 0 <= 86,400; without it `0`",
     )
 }
+
+FORMER_NAMES: Mapping[str, str] = {}
+"""By the names of structs now, their names in the version before: names are not on the wire."""
 
 COMPATIBLE: Mapping[str, Mapping[str, str]] = {
     gossip.swim.PROTOCOL: {
@@ -142,6 +146,18 @@ def record() -> dict[str, Record]:
     return found
 
 
+def as_before(now: dict[str, Record]) -> dict[str, Record]:
+    """Return what this version says with structs called as in the version before."""
+
+    def former(text: str) -> str:
+        return re.sub(r"\w+", lambda word: FORMER_NAMES.get(word[0], word[0]), text)
+
+    return {
+        protocol: {former(name): [former(line) for line in lines] for name, lines in said.items()}
+        for protocol, said in now.items()
+    }
+
+
 def _of(kinds: tuple[type, ...]) -> Record:
     known = set(kinds)
     every = dict.fromkeys((*kinds, *parts_of(kinds, known)))
@@ -186,7 +202,7 @@ def previous() -> dict[str, Record]:
 
 def undeclared() -> list[str]:
     """Return, a line each, what changed since the version before under a name that did not, and no reason."""
-    lines, before, now = [], previous(), record()
+    lines, before, now = [], previous(), as_before(record())
     for name in sorted(before.keys() & now.keys()):
         allowed = COMPATIBLE.get(name, {})
         lines += [f"{name}: {line}" for line in changes(before[name], now[name]) if line not in allowed]

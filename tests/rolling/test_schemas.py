@@ -8,8 +8,10 @@ from tests.hostile.wire import INSIDE, PROTOCOLS
 from tests.rolling.schemas import (
     ARCHIVE,
     COMPATIBLE,
+    FORMER_NAMES,
     UNNAMED,
     Record,
+    as_before,
     changes,
     previous,
     record,
@@ -37,7 +39,8 @@ def test_a_changed_message_has_a_raised_protocol() -> None:
 
 
 def test_each_reason_belongs_to_a_change() -> None:
-    before, now = previous(), record()
+    before, now = previous(), as_before(record())
+    assert set(FORMER_NAMES.values()) <= {name for said in before.values() for name in said}
     for name, reasons in COMPATIBLE.items():
         assert name in before, f"{name} is new: it needs no reason"
         assert reasons.keys() <= set(changes(before[name], now[name])), name

@@ -16,8 +16,8 @@ from crypto.identity import peer_text
 from node import config
 from node.averaging.once import Averaged
 from node.averaging.service import PURPOSE
+from node.averaging_events import AveragingEnded, AveragingJoined
 from node.errors import UsageError
-from node.events import AveragingEnded, AveragingJoined
 from node.runtime import Node
 from partition.run.receipts import UNPROVEN_WEIGHT_MAX
 

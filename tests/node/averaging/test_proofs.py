@@ -22,8 +22,8 @@ from gossip.averaging.evidence import PROTOCOL, Evidence, liar_of
 from gossip.averaging.group import NONCE_BYTES, Member
 from gossip.averaging.messages import SEAL_PURPOSE, Chunk, Holding, Seal, SealBody, root_of
 from gossip.averaging.proof_table import ProofTable
+from node.averaging_events import LiarProved
 from node.errors import Unreachable
-from node.events import LiarProved
 from node.protocols.calls import conversation
 from node.runtime import Node
 from tests.gossip.averaging.network import group_of

@@ -9,8 +9,9 @@ from msgspec.structs import replace
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
+from node.averaging_events import AveragingEnded
 from node.errors import UsageError
-from node.events import AveragingEnded, Event, StepCommitted
+from node.events import Event, StepCommitted
 from node.local import member, trainer
 from node.local.shard import Shard
 from node.local.stages import check_columns, local_plan, stage_ranges

@@ -16,9 +16,10 @@ from gossip.averaging.robust.reduction import Vector
 from node import toml
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
+from node.averaging_events import AveragingEnded
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import Unreachable, UsageError
-from node.events import AveragingEnded, RunEvaluated
+from node.events import RunEvaluated
 from node.offering import NamedData, read_own_data
 from node.protocols.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run, make_run, own_data_hash
 from node.protocols.run_file import RunFile, check_run_file

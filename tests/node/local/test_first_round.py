@@ -3,7 +3,8 @@
 import pytest
 import trio
 
-from node.events import AveragingEnded, Event, RunChanged, RunEnded, StepCommitted
+from node.averaging_events import AveragingEnded
+from node.events import Event, RunChanged, RunEnded, StepCommitted
 from node.seams import Stage
 from partition.run.local.start_barrier import START_SECONDS_MAX
 from sim.executor import SimExecutor

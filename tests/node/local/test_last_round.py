@@ -11,7 +11,8 @@ from crypto.identity import PeerId, peer_text
 from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
-from node.events import AveragingEnded, StepCommitted
+from node.averaging_events import AveragingEnded
+from node.events import StepCommitted
 from node.local.trainer import LocalTrainer
 from partition.run.local.round_schedule import LAST_ROUND_SECONDS
 from partition.run.local_settings import LocalSettings

@@ -3,7 +3,8 @@
 import pytest
 import trio
 
-from node.events import StateFetched, StepCommitted
+from node.averaging_events import StateFetched
+from node.events import StepCommitted
 from node.local import start
 from node.local.saved import forget, state_name
 from partition.run.local_settings import LocalSettings

@@ -11,9 +11,10 @@ from blake3 import blake3
 from crypto.encoding import encode
 from crypto.identity import Identity, PeerId
 from node.averaging.signature import run_key, signature_of
+from node.averaging_events import AveragingEnded, AveragingJoined
 from node.checkpoints.weights import weights_name
 from node.errors import Unreachable
-from node.events import AveragingEnded, AveragingJoined, Event, RunEnded, StepCommitted
+from node.events import Event, RunEnded, StepCommitted
 from node.protocols.calls import ask
 from node.protocols.runs import Join
 from partition.run import conclusions as core

@@ -10,8 +10,9 @@ import trio
 from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
 from node.averaging.rounds import Round, Wanted
+from node.averaging_events import AveragingEnded
 from node.errors import UsageError
-from node.events import AveragingEnded, Event, RunEvaluated
+from node.events import Event, RunEvaluated
 from node.protocols.run_file import RunFile, TrainTable, check_run_file
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually

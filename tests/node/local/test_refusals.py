@@ -8,12 +8,12 @@ import trio
 
 from node.cli.runs import run_lines
 from node.commands import Commands
-from node.events import ResultDiffers
 from node.local import evaluations as module
 from node.local.rounds import Rounds
 from node.local.verdict import fault_of
 from node.protocols.calls import ask
 from node.protocols.runs import Join
+from node.result_events import ResultDiffers
 from partition.run.tickets import make_ticket
 from sim.worlds.scheduling import run_virtually
 from tests import stack

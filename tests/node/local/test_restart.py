@@ -6,7 +6,8 @@ import trio
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
 from node.averaging.snapshot import make_snapshot
-from node.events import Event, StateFetched, StepCommitted
+from node.averaging_events import StateFetched
+from node.events import Event, StepCommitted
 from node.local.saved import load_state, run_name, save_state, saved_runs, state_name
 from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually

@@ -4,9 +4,10 @@ import pytest
 import trio
 
 from crypto.identity import peer_text
+from node.averaging_events import AveragingEnded
 from node.commands import Commands
 from node.errors import UsageError
-from node.events import AveragingEnded, RunChanged, RunEnded, RunReleased
+from node.events import RunChanged, RunEnded, RunReleased
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs

@@ -9,7 +9,8 @@ import trio
 from blake3 import blake3
 
 from crypto.identity import peer_text
-from node.events import AveragingEnded, Event, RunEnded, RunEvaluated, StateFetched, StepCommitted
+from node.averaging_events import AveragingEnded, StateFetched
+from node.events import Event, RunEnded, RunEvaluated, StepCommitted
 from node.protocols.manifest import Run
 from node.state_documents import run_document
 from partition.run.local_settings import LocalSettings

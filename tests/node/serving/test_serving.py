@@ -7,9 +7,9 @@ import pytest
 import trio
 
 from node.errors import RunFailed, UsageError
-from node.events import GenerationEnded, GenerationMoved, ServiceChanged
 from node.protocols.services import make_service
 from node.serving import finding, texts
+from node.serving_events import GenerationEnded, GenerationMoved, ServiceChanged
 from partition.serve.backoff import FORGIVEN_ENDS
 from partition.serve.timeouts import ROUTE_SECONDS_MAX
 from sim.network.model import NetworkModel

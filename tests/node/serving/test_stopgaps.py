@@ -9,11 +9,11 @@ import trio
 
 from node.cli.serve import service_lines
 from node.errors import RunFailed
-from node.events import GenerationMoved, ServiceChanged
 from node.offering import Offering
 from node.protocols.services import Service
 from node.serving.asking import Asking
 from node.serving.hosting import Membership
+from node.serving_events import GenerationMoved, ServiceChanged
 from partition.serve.backoff import REST_SECONDS_MAX
 from partition.serve.upkeep import RELIEF_SECONDS
 from tests.node.serving.scene import TokensServed, ask, manifest, serving, until

@@ -2,13 +2,14 @@
 
 from crypto.identity import PeerId
 from node import events
+from node.serving_events import GenerationEnded, GenerationMoved, ServiceChanged
 
 
 def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Event]:
     """A service that is held, an answer that moves and ends, and a stage that is let go."""
     return [
-        events.ServiceChanged(at=at, service="ab" * 8, name="gpt", stage=1, ready=(2, 1), wished=2),
-        events.GenerationMoved(
+        ServiceChanged(at=at, service="ab" * 8, name="gpt", stage=1, ready=(2, 1), wished=2),
+        GenerationMoved(
             at=at,
             service="ab" * 8,
             name="gpt",
@@ -16,7 +17,7 @@ def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Even
             route=(first, second),
             is_exact=False,
         ),
-        events.GenerationEnded(
+        GenerationEnded(
             at=at,
             service="ab" * 8,
             name="gpt",
@@ -29,7 +30,7 @@ def serving_events(at: float, first: PeerId, second: PeerId) -> list[events.Even
             route=(first, second),
             prompt_tokens=7,
         ),
-        events.ServiceChanged(at=at, service="ab", name="gpt", stage=1, is_held=False, detail="it leaves"),
+        ServiceChanged(at=at, service="ab", name="gpt", stage=1, is_held=False, detail="it leaves"),
     ]
 
 

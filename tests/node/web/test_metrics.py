@@ -10,6 +10,7 @@ import trio.lowlevel
 from prometheus_client.parser import text_string_to_metric_families
 
 from node import events
+from node.serving_events import GenerationEnded
 from node.web import metrics, model_metrics
 from tests.node.serving.told import serving_events
 from tests.node.web.models_world import NAME, models
@@ -105,7 +106,7 @@ async def test_requests_over_http_are_counted_by_their_model() -> None:
 def test_more_models_than_a_dashboard_has_are_counted_together() -> None:
     counted = model_metrics.ModelMetrics()
     (ended,) = (
-        each for each in serving_events(STARTED, peer(1), peer(2)) if isinstance(each, events.GenerationEnded)
+        each for each in serving_events(STARTED, peer(1), peer(2)) if isinstance(each, GenerationEnded)
     )
     for number in range(model_metrics.MODELS_MAX + 5):
         counted.ended(msgspec.structs.replace(ended, name=f"m{number}"))

@@ -12,9 +12,10 @@ import trio
 from typer.testing import CliRunner
 
 from crypto.identity import Identity
+from node.averaging_events import AveragingEnded
 from node.containment import log
 from node.errors import EXIT_DONE
-from node.events import AveragingEnded, Event, MemberLost, StepCommitted
+from node.events import Event, MemberLost, StepCommitted
 from node.recording import values
 from node.recording.blocks import MAGIC, Damage, pack_block, read_blocks
 from node.recording.recorder import Recorder

@@ -1,0 +1,10 @@
+"""All kinds of events by their names: those of `node.events` and of the files beside it."""
+
+from node import averaging_events, events, result_events, serving_events, settings_events
+
+EVENT_KINDS: dict[str, type[events.Event]] = {
+    name: kind
+    for module in (events, averaging_events, result_events, serving_events, settings_events)
+    for name, kind in vars(module).items()
+    if isinstance(kind, type) and issubclass(kind, events.Event) and kind is not events.Event
+}
