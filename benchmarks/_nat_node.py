@@ -8,11 +8,11 @@
     python benchmarks/_nat_node.py stranger ADDRESS OBSERVER_ADDRESS...
 
 The relay and the hidden node print their addresses and serve until their input ends; for each line of input
-the relay says what it has used. The guest sends bulk to the peer of the addresses for some seconds, with a
-small message beside it every 20 ms. The crowd are peers of one process, each with one circuit to the peer of
-the address. A puncher opens a circuit, and says how long it took, in round trips to the peer as well, and how
-long until there was a punched path; a stranger does the same without a connection to the relay that rests. A
-hidden node that is told of other peers besides its relay punches too.
+the relay reports its usage. The guest sends bulk to the peer of the addresses for some seconds, with a small
+message every 20 ms. The crowd are peers of one process, each with one circuit to the peer of the address. A
+puncher opens a circuit, and reports how long it took, also in round trips to the peer, and how long until
+there was a punched path; a stranger does the same without an idle connection to the relay. A hidden node that
+knows other peers besides its relay punches too.
 """
 
 import json

@@ -1,9 +1,9 @@
 """Fine-tuning as users do it: five models of others on two real nodes, beside a plain loop of torch.
 
 BERT over pairs of sentences with masks, ViT from a folder of images, T5 with -100 labels, regression from a
-table, a Siamese net from a Dataset. Each is asked for by `peerloom train RUN.toml --out FILE` in two
-stages on two node processes; the plain loop in this process takes the same samples. Compared are the loss
-of every step and the weights at the end. With `--quick` T5 and the ViT.
+table, a Siamese net from a Dataset. Each is requested by `peerloom train RUN.toml --out FILE` in two stages
+on two node processes; the plain loop in this process takes the same samples. The loss of every step and the
+final weights are compared. With `--quick` T5 and the ViT.
 """
 
 import json
@@ -36,9 +36,9 @@ from partition.capture.trees import form_of
 STEPS, BATCH, MICROBATCH, RATE, SEED = 12, 16, 4, 3e-3, 5
 TRAIN, TEST = 60, 20
 DIFFERENCE_MAX = 5e-5
-"""Of losses, relative: four digits."""
+"""Relative, of losses: four digits."""
 WEIGHTS_MAX = 2e-4
-"""Of all weights as one vector, relative."""
+"""Relative, of all weights as one vector."""
 RUN = """
 model = "{model}"
 data = "{data}"
@@ -60,7 +60,7 @@ QUICK = ("t5", "vit")
 
 @dataclass(frozen=True)
 class Tuning:
-    """One of the five. `write` puts its data into a folder and returns what RUN.toml calls it."""
+    """One of the five. `write` writes its data into a folder and returns RUN.toml's name for it."""
 
     name: str
     write: Callable[[Path], str]
@@ -109,7 +109,7 @@ TUNINGS = (
 
 
 def plain_loop(name: str, dataset: Dataset) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses of all steps, and the weights at the end, by torch alone."""
+    """Return the losses of all steps, and the final weights, by torch alone."""
     task = getattr(models, name)()
     model = task.model.train()
     form, _ = form_of(model.forward, task.example_inputs, task.labels, task.loss)
@@ -134,7 +134,7 @@ def _column(dataset: Dataset, name: str, place: int, inputs: int) -> np.ndarray[
 
 
 def _rows(step: int, samples: int) -> list[int]:
-    """The samples of a step as a run deals them (`node.content.datasets`)."""
+    """Return the samples of a step as a run deals them (`node.content.datasets`)."""
     places = range(step * BATCH, (step + 1) * BATCH)
     return [
         int(np.random.default_rng((SEED, p // samples)).permutation(samples)[p % samples]) for p in places
@@ -147,7 +147,7 @@ def _tensor(array: np.ndarray[Any, Any]) -> Tensor:
 
 
 def tune(tuning: Tuning, folder: Path, data_dir: Path) -> dict[str, Any]:
-    """Train one by the command, and by a plain loop. Returns its row."""
+    """Train one by the command and by a plain loop; return its row."""
     folder.mkdir()
     data = tuning.write(folder)
     model = f"{Path(models.__file__).resolve()}:{tuning.name}"

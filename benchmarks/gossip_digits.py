@@ -3,9 +3,8 @@
 Eight nodes (each with a fenced stage process), no plan and no committer. Two are killed with SIGKILL, one
 joins while they train, the run ends by convergence detection, and a node that was never in it fetches the
 model from the late joiner alone. Accuracy is that of torch's own module with the fetched file, on all
-held-out samples.
-With `--quick` four nodes, one of which is killed. With `--columns` four nodes that hold two stages, so two
-columns; one is killed, and the late one takes over what it held.
+held-out samples. With `--quick` four nodes, one of which is killed. With `--columns` four nodes hold two
+stages, so two columns; one is killed, and the late one takes over its stage.
 """
 
 import json
@@ -55,7 +54,7 @@ replicas = {replicas}
 """
 SWARM = "gossip-digits"
 STEPS = 20_000
-"""Far beyond what it takes to converge."""
+"""Far more than it takes to converge."""
 RATE, RATE_COLUMNS = 0.002, 0.0002
 """A column makes 80 steps a second: at the higher rate it has converged before the late node takes part."""
 PATIENCE_COLUMNS = 30
@@ -77,7 +76,7 @@ class Play:
         self.swarm = SwarmProcesses(folder, SWARM, time.sleep)
 
     def start(self) -> str:
-        """Start the nodes and submit the run by the first of them; its id."""
+        """Start the nodes and submit the run at the first; return its id."""
         self.swarm.launch([*self.names, self.late])
         first = self.swarm.start(self.names[0], None)
         for name in self.names[1:]:
@@ -101,7 +100,7 @@ class Play:
         return str(json.loads(done.stdout)["run"])
 
     def look(self, name: str, run: str) -> dict[str, Any]:
-        """The run as a node shows it; empty where it shows none."""
+        """Return the run as a node shows it; empty if it shows none."""
         try:
             document = ask(self.swarm.nodes[name].data_dir, "status")
         except NoNode:
@@ -109,7 +108,7 @@ class Play:
         return next((row for row in document["runs"] if row["run"] == run), {})
 
     def wait(self, name: str, run: str, step: int) -> None:
-        """Until a node has made this local step, or the run is over."""
+        """Wait until a node has made this local step, or the run is over."""
         until = time.monotonic() + END_SECONDS_MAX
         while (row := self.look(name, run)).get("step", 0) < step and not row.get("weights"):
             assert time.monotonic() < until, f"{name} is at step {row.get('step')}"
@@ -117,7 +116,7 @@ class Play:
             time.sleep(POLL_SECONDS)
 
     def play(self) -> dict[str, Any]:
-        """The whole of it; what came out."""
+        """Play all of it; return the figures."""
         run = self.start()
         begun = time.monotonic()
         self.wait(self.names[0], run, 20)
@@ -152,7 +151,7 @@ class Play:
         }
 
     async def _fetch(self, run: str, digest: str, address: str, peer: str) -> bytes:
-        """By a node that was never in the run, from this peer alone."""
+        """Fetch by a node that was never in the run, from this peer alone."""
         settings = config.Config(
             name="outsider",
             data_dir=self.folder / "outsider",
@@ -173,7 +172,7 @@ class Play:
 
 
 def accuracy(file: bytes) -> float:
-    """The share of held-out digits that torch's module gets right with these weights."""
+    """Return the share of held-out digits that torch's module classifies correctly with these weights."""
     torch.set_num_threads(1)
     model = SimpleCNN((1, 8, 8), 10)
     tensors = {name: torch.from_numpy(array.copy()) for name, array in safetensors.numpy.load(file).items()}

@@ -1,4 +1,5 @@
-"""CloudMesh's experiment here: one machine beside 2 and 4 providers, over paired seeds, with intervals.
+"""CloudMesh's experiment here: one machine compared with 2 and 4 providers, over paired seeds, with
+intervals.
 
     make headline                            everything; what is in headline-out/ is not made again
     python benchmarks/headline.py --quick    three seeds of one epoch, without processes or a page
@@ -6,7 +7,7 @@
 Four parts, each of which may run alone (`--part`): `members` trains twenty seeds of each row without a
 network (`_headline_members`); `nodes` trains whole nodes in virtual time; `processes` times real nodes under
 quotas of CPU time (`_headline_nodes`); `page` writes docs/headline.md and its pictures. Settings were chosen
-on a fifth of the training samples and other seeds than those shown, never by the held-out samples.
+on a fifth of the training samples with other seeds than those shown, never by the held-out samples.
 """
 
 import argparse
@@ -48,7 +49,7 @@ WAYS = {
     FOUR: Way(4, 5, rate=0.003),
     "4, once an epoch, steps of one machine": Way(4, same_steps=True),
 }
-"""Of the same number of samples in all, but for the last. The first of each count are the report's."""
+"""All use the same number of samples, except the last. The first of each count are the report's."""
 IMAGE_WAYS = (ONE, "2, once an epoch", TWO, "4, once an epoch", FOUR)
 RATIO_GOALS = {TWO: 0.995, FOUR: 0.99}
 RATIO_WAYS = (ONE, TWO, FOUR)
@@ -56,7 +57,7 @@ SPREAD_GOAL = 0.02
 
 
 def digits() -> Data:
-    """scikit-learn's."""
+    """Return scikit-learn's digits."""
     found = load_digits()
     parts = [
         (np.ascontiguousarray(part["x"], np.float32), np.asarray(part["y"]))
@@ -66,8 +67,8 @@ def digits() -> Data:
 
 
 def write_images(folder: Path, samples: int, held_out: int, seed: int = 1) -> None:
-    """A generated set in CIFAR-10's binary form: of each class a smooth coloured pattern, which is shifted,
-    made weaker, and lies under noise and a pattern of another class."""
+    """Write a generated set in CIFAR-10's binary form: for each class a smooth coloured pattern, shifted,
+    weakened, under noise and a pattern of another class."""
     draws = np.random.default_rng(seed)
     coarse = draws.standard_normal((CIFAR_CLASSES, 3, 8, 8))
     patterns = coarse.repeat(4, axis=2).repeat(4, axis=3)
@@ -83,7 +84,7 @@ def write_images(folder: Path, samples: int, held_out: int, seed: int = 1) -> No
 
 
 def images(samples: int = 1_000, held_out: int = 500) -> Data:
-    """The generated set, read as a run reads a folder of CIFAR-10."""
+    """Return the generated set, read as a run reads a folder of CIFAR-10."""
     with tempfile.TemporaryDirectory() as made, tempfile.TemporaryDirectory() as read:
         write_images(Path(made), samples, held_out)
         convert(made, Path("/"), Path(read))
@@ -95,14 +96,14 @@ def images(samples: int = 1_000, held_out: int = 500) -> Data:
 
 
 def kept(path: Path) -> Iterator[dict[str, Any]]:
-    """What was measured before, a JSON object a line."""
+    """Yield earlier measurements, one JSON object per line."""
     if path.exists():
         for line in path.read_text().splitlines():
             yield json.loads(line)
 
 
 def measure(path: Path, key: dict[str, Any], make: Callable[[], dict[str, Any]]) -> None:
-    """Measure what is not there yet, and put it away at once."""
+    """Measure if the figure is missing, and save it at once."""
     if any(key.items() <= row.items() for row in kept(path)):
         return
     row = key | make()
@@ -112,7 +113,7 @@ def measure(path: Path, key: dict[str, Any], make: Callable[[], dict[str, Any]])
 
 
 def members(seeds: range, epochs: int, out: Path, *, with_images: bool) -> None:
-    """Twenty seeds of each way on digits, ten shuffles, and some seeds on images."""
+    """Measure twenty seeds of each way on digits, ten shuffles, and some seeds on images."""
     path = out / f"members-{seeds.start}.jsonl"
     data = digits()
 
@@ -121,7 +122,7 @@ def members(seeds: range, epochs: int, out: Path, *, with_images: bool) -> None:
         confusion = None if seed or found.confusion is None else found.confusion.tolist()
         return {"accuracy": found.accuracy, "curve": found.curve, "confusion": confusion}
 
-    # What goals are about comes first, for whoever stops this half way.
+    # The ways with goals come first, for people who stop this half way.
     for name in (*RATIO_WAYS, *(way for way in WAYS if way not in RATIO_WAYS)):
         for seed in seeds:
             key = {"data": "digits", "way": name, "seed": seed, "shuffle": None}
@@ -140,7 +141,7 @@ def members(seeds: range, epochs: int, out: Path, *, with_images: bool) -> None:
 
 
 def goals(rows: list[dict[str, Any]]) -> list[Goal]:
-    """What the experiment is held against, of what was measured."""
+    """Return the goals for the measurements."""
     found = []
     for name, bound in RATIO_GOALS.items():
         if values := ratios(rows, "digits", name, ONE):

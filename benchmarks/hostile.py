@@ -1,12 +1,12 @@
-"""A node under a hostile client: what each attack costs it, how it grows, and whether an honest peer is
-served.
+"""A node under a hostile client: the cost of each attack, the node's growth, and the service of an honest
+peer.
 
-First every attack alone, and the CPU above that of peace for each thing refused; then ten thousand
-connections; then everything at once, while an honest peer asks all the time. `--minutes` says for how long.
-Victim, honest peer and clients are processes on loopback.
+First every attack alone, with the CPU above idle for each thing refused; then ten thousand connections; then
+everything at once, while an honest peer sends requests all the time. `--minutes` sets the duration. Victim,
+honest peer and clients are processes on loopback.
 
-With `--member` the hostile peer is a member of the swarm instead, and has runs of its own: it says everything
-that any protocol knows, while honest runs go on beside it (`tests.hostile.member_scene`).
+With `--member` the hostile peer is a member of the swarm instead, with runs of its own: it sends every
+message of every protocol, while honest runs go on (`tests.hostile.member_scene`).
 """
 
 import argparse
@@ -36,11 +36,12 @@ GROWTH_GOAL_MIB = 50.0
 MEMBER_GROWTH_GOAL_MIB = 100.0
 CONNECTIONS, CONNECTIONS_PER_SECOND = 10_000, 2_000.0
 COMPUTED = (UnwelcomePackets, PatientPackets, HalfVisitors, RecordedVisitors, Guests)
-"""What makes a node compute a handshake before it can tell. Not the price of one is bounded, but how many."""
+"""Attacks that make a node compute a handshake before it can refuse. Their number is bounded, not the cost of
+one."""
 STANDING = (SilentVisitors, DrippingVisitors)
 """Connections that stay half-open until there is no room, or until their deadline."""
 STANDING_SECONDS_MIN = 2.0
-"""To fill the doorway takes the first part of it."""
+"""Filling the queue of half-open connections takes the first part of it."""
 
 Row = dict[str, Any]
 
@@ -60,17 +61,17 @@ def refused(outcome: Outcome, attacks: Sequence[type[Attack]]) -> int:
 
 
 def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: float) -> Row:
-    """One attack without any other, and without the honest peer."""
+    """Play one attack without any other, and without the honest peer."""
     if issubclass(attack, STANDING):
         seconds = max(seconds, STANDING_SECONDS_MIN)
     outcome = played.run(rates_of([attack]), seconds=seconds, honest=False)
     cpu_seconds = max(0.0, outcome.cpu_seconds - peace_share * outcome.seconds)
     strikes, count = outcome.strikes[attack.__name__], refused(outcome, [attack])
     if issubclass(attack, STANDING):
-        # Connections that are still half-open were let in and not yet closed: half of them.
+        # Half-open connections that remain were let in and not yet closed: count half of them.
         count += min(strikes, HALF_OPEN_MAX) // 2
     if issubclass(attack, DrippingVisitors):
-        # Each byte is a thing to be dealt with, and each connection: thrown out, it comes again.
+        # Each byte and each connection counts: a closed one comes again.
         count += strikes
     return {
         "attack": attack.__name__,
@@ -82,7 +83,7 @@ def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: floa
 
 
 def with_honest(name: str, outcome: Outcome) -> Row:
-    """What the honest peer got while something went on."""
+    """Return the honest peer's service during an attack."""
     return {
         "phase": name,
         "seconds": round(outcome.seconds, 1),
@@ -123,8 +124,9 @@ def goals_of(rows: list[Row], outcomes: list[Outcome], before_bytes: int) -> lis
 
 
 def by_member(flags: argparse.Namespace) -> int:
-    """A hostile member, and honest runs beside it."""
-    # Only here: victims' processes import this file too, and a node has none of torch's objects to collect.
+    """Play a hostile member beside honest runs."""
+    # Imported here: victims' processes import this file too, and a node has none of torch's objects to
+    # collect.
     from tests.hostile.member_scene import member_run, member_scene
     from tests.stack import is_equal, reference, simple_cnn
 
@@ -170,14 +172,14 @@ def by_member(flags: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    """Peace, each attack alone, ten thousand connections, all at once; or a hostile member."""
+    """Play peace, each attack alone, ten thousand connections, all at once; or a hostile member."""
     flags = arguments()
     if flags.member:
         return by_member(flags)
     alone_seconds = 0.7 if flags.quick else 5.0
     with scene() as played:
         peace = played.run({}, seconds=2.0, honest=False)
-        played.run({}, seconds=1.0)  # the honest peer's sessions and streams are no growth
+        played.run({}, seconds=1.0)  # the honest peer's sessions and streams do not count as growth
         before_bytes = played.figures()["rss_bytes"]
         peace_share = peace.cpu_seconds / peace.seconds
         rows = [

@@ -1,12 +1,12 @@
-"""Training beside liars, by the rule that a swarm without a key has: 16 peers, in virtual time.
+"""Training beside liars, by the rule of a swarm without a key: 16 peers, in virtual time.
 
 Each peer trains on its own part of the data. After some local steps all average their parameters in one
-group, and every peer goes on from what came of it, as in a run in local mode; moments stay each peer's own.
-The rules are those of `gossip.averaging.aggregates`, with the bounds on weights that an attempt sets. Digits
-are told apart (the accuracy on held-out ones), and characters of Python's own text foretold (the loss).
+group, and every peer goes on from the result, as in a run in local mode; each peer keeps its own moments. The
+rules are those of `gossip.averaging.aggregates`, with the bounds on weights that an attempt sets. The tasks
+are digits (accuracy on held-out ones) and the next character of Python's own text (loss).
 
-Liars know what all others send, but for those that only train on wrong labels. Numbers that are not finite
-are refused while a chunk is decoded, so who sends such is as good as silent. The full form plays every rule.
+Liars know all that others send, except those that only train on wrong labels. Numbers that are not finite are
+refused while a chunk is decoded, so sending them is the same as silence. The full form plays every rule.
 """
 
 from collections.abc import Sequence
@@ -29,10 +29,10 @@ PEERS, LIARS, STEPS = 16, 5, 600
 SEEDS, SEEDS_QUICK, SEEDS_RULES = 10, 2, 3
 BETAS = (0.9, 0.999)
 CONTEXT, SYMBOLS = 6, 48
-"""With 32 hidden and 16 samples a product stays small enough for BLAS to compute it in one thread, which is
-ten times faster where others use the cores."""
+"""With 32 hidden units and 16 samples a product stays small enough for BLAS to compute it in one thread,
+which is ten times faster where others use the cores."""
 MEAN_MIN, WORST_MIN, COST_MAX, LOSS_MAX = 0.94, 0.92, 0.005, 1.02
-# "labels": trained on wrong ones; "weight": the same, at the largest weight that is let through.
+# "labels": trained on wrong ones; "weight": the same, at the largest accepted weight.
 COMMON = (
     "sign flip",
     "scaled",
@@ -45,7 +45,7 @@ COMMON = (
     "silence",
 )
 SUBTLE = ("little", "mimic", "min-max", "stand still")
-"""Made to look honest, by who knows what all others send."""
+"""Lies that look honest, by liars that know all that others send."""
 KINDS = ("none", *COMMON, *SUBTLE)
 QUICK_KINDS = ("none", "sign flip", "scaled", "inner product", "labels", "weight", "silence", "little")
 QUICK_CODED_KINDS = ("none", "inner product", "little")
@@ -73,7 +73,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Game:
-    """One run: `liars` of all lie by `kind`, and all average by `rule` every `local_steps` steps."""
+    """One run: `liars` of all peers lie by `kind`, and all average by `rule` every `local_steps` steps."""
 
     rule: Aggregate
     kind: str
@@ -91,7 +91,7 @@ def digits() -> Task:
 
 @lru_cache
 def characters() -> Task:
-    """Python's own sources and their comments: each character after the six before it."""
+    """Return Python's own sources and their comments: each character after the six before it."""
     text = b"".join(Path(np.__file__).with_name(name).read_bytes() for name in ("__init__.py", "matlib.py"))
     codes = np.clip(np.frombuffer(text, np.uint8).astype(np.int64) - 32, 0, 95)
     common = np.argsort(-np.bincount(codes, minlength=96), kind="stable")[: SYMBOLS - 1]
@@ -158,7 +158,7 @@ class Peers:
         return found
 
     def tested(self, first: int) -> tuple[Array, Array]:
-        """The accuracy and the loss of each peer from `first` on, on held-out data."""
+        """Return the accuracy and the loss of each peer from `first` on, on held-out data."""
         accuracy, losses = [], []
         layers = self.layers()
         for number in range(first, PEERS):
@@ -191,14 +191,14 @@ class Whole:
 
 
 def reduced(rule: Aggregate, vectors: Array, weights: Sequence[float]) -> Array:
-    """What an attempt makes of these vectors."""
+    """Return an attempt's average of these vectors."""
     bounded = counted_weights(rule, weights)
     parts = [Whole(PeerId(bytes(32)), w, v) for w, v in zip(bounded, vectors, strict=True)]
     return next(reduction_of(rule)(parts))
 
 
 def lies(kind: str, offers: Array, last: Array, count: int, draws: np.random.Generator) -> Array | None:
-    """What liars send in place of their offers; None for nothing that is taken."""
+    """Return the vectors that liars send instead of their offers; None for vectors that are refused."""
     steps: Array = offers - last
     honest = steps[count:]
     mean, spread = honest.mean(axis=0), honest.std(axis=0)
@@ -211,13 +211,13 @@ def lies(kind: str, offers: Array, last: Array, count: int, draws: np.random.Gen
             moved = last + 100 * opposite
         case "inner product":  # Xie, Koyejo and Gupta 2019
             moved = last - 3 * mean
-        case "little":  # a little is enough: Baruch, Baruch and Goldberg 2019
+        case "little":  # small deviations suffice: Baruch, Baruch and Goldberg 2019
             moved = last + mean - 1.5 * spread
-        case "mimic":  # all say again what one honest peer says: Karimireddy, He and Jaggi 2022
+        case "mimic":  # all repeat one honest peer: Karimireddy, He and Jaggi 2022
             moved = offers[count]
         case (
             "min-max"
-        ):  # as far from the mean as an honest peer is from another: Shejwalkar and Houmansadr 2021
+        ):  # as far from the mean as honest peers are from each other: Shejwalkar and Houmansadr 2021
             farthest = max(np.linalg.norm(honest - each, axis=1).max() for each in honest)
             away = -mean / np.linalg.norm(mean)
             low, high = 0.0, 4 * float(farthest)
@@ -241,7 +241,7 @@ def lies(kind: str, offers: Array, last: Array, count: int, draws: np.random.Gen
 
 
 def play(task: Task, seed: int, game: Game) -> tuple[Array, Array]:
-    """Each honest peer's accuracy and loss at the end, a few steps after the last round."""
+    """Return each honest peer's final accuracy and loss, a few steps after the last round."""
     is_wrong = game.kind in ("labels", "weight")
     peers = Peers(task, seed, wrong=game.liars if is_wrong else 0)
     draws = np.random.default_rng([seed, 2])
@@ -257,12 +257,12 @@ def play(task: Task, seed: int, game: Game) -> tuple[Array, Array]:
         if said is not None:
             offers[: game.liars] = said
         first = 0 if is_heard else game.liars
-        # The differences travel, as strategies with an outer step send them: int8 has then something to say.
+        # Differences are sent, as by strategies with an outer step: otherwise int8 would not matter.
         sent = np.stack([roundtrip(codec, (each - last).astype(np.float32)) for each in offers[first:]])
         moved = roundtrip(codec, reduced(game.rule, sent, weights[first:]).astype(np.float32))
         last = last + moved
         peers.theta[:] = last
-    for _ in range(3):  # of its own, so that peers are not all alike
+    for _ in range(3):  # steps of its own, so that peers differ
         peers.step()
     return peers.tested(game.liars)
 
@@ -295,7 +295,7 @@ def main() -> int:
 
     kinds = QUICK_KINDS if options.quick else KINDS
     seeds = SEEDS_QUICK if options.quick else SEEDS
-    with np.errstate(over="ignore", invalid="ignore"):  # by the mean, a model may leave what float32 holds
+    with np.errstate(over="ignore", invalid="ignore"):  # with the mean, a model may exceed float32
         for name, usual in (
             (f"{LIARS} of {PEERS} lie", Game(DEFAULT, "none")),
             ("3 of 16 lie, int8, H = 20", Game(DEFAULT, "none", 3, 20, "int8")),

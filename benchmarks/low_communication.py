@@ -1,12 +1,12 @@
-"""What low communication costs in loss: the strategies of `gossip.averaging`, on a small character model.
+"""The cost of low communication in loss: the strategies of `gossip.averaging`, on a small character model.
 
-16 peers, each with its own part of the text (Python's own documentation, which ships with it), train a
-model of 26,000 parameters (Bengio et al. 2003: embeddings, one hidden layer) with AdamW, with their real
+16 peers, each with its own part of the text (Python's own documentation, which ships with it), train a model
+of 26,000 parameters (Bengio et al. 2003: embeddings, one hidden layer) with AdamW, with their real
 strategies, grids and codecs. Bytes are what one peer uploads. A toy: it ranks strategies, and says nothing
 about parity at any other size. With 10 % failing each peer misses a round with that probability; where all
-share one phi, it catches up from another, which is counted. In groups one more round along each other axis of
-the grid follows the last step, without training, and where rounds fail another one: their bytes are counted,
-and the loss before them is told too.
+share one phi, it catches up from another, which counts. In groups one more round along each other axis of the
+grid follows the last step, without training, and one more if rounds fail: their bytes count, and the loss
+before them is shown too.
 """
 
 import pydoc_data.topics
@@ -38,7 +38,7 @@ from tests.gossip.swarm import peer_of
 
 
 class GradientMean(ParameterMean):
-    """The mean of gradients in every step, what one large batch would give: theta is the gradient."""
+    """The mean of gradients in every step, equal to one large batch: theta is the gradient."""
 
     def __init__(self) -> None:
         super().__init__(1, "all")
@@ -49,7 +49,7 @@ class GradientMean(ParameterMean):
 
 PEERS, STEPS, STEPS_QUICK, LOCAL_STEPS = 16, 1_000, 200, 50
 SEEDS = (3, 4, *range(8, 16))
-"""None of them took part in choosing how many rounds follow the last step."""
+"""None of them was used to choose how many rounds follow the last step."""
 SEEDS_QUICK = SEEDS[:2]
 BATCH, CONTEXT, VOCABULARY, EMBEDDING, HIDDEN = 32, 8, 64, 16, 128
 WIDTH = CONTEXT * EMBEDDING
@@ -58,14 +58,14 @@ ITEMS = sum(rows * columns for rows, columns in SHAPES)
 RATE, BETAS, DECAY = 3e-3, (0.9, 0.95), 0.01
 VALIDATION = 4_096
 SPARSE: dict[str, Any] = {"rate": 1.5, "decay": 1.0, "momentum": 0.7, "codec": "topk1024"}
-"""Found on two seeds: for 20 outer steps on 26,000 parameters 1.56 % without momentum are too few."""
+"""Found on two seeds: 20 outer steps on 26,000 parameters with 1.56 % and without momentum are too few."""
 FAILING = 0.1
 Array = NDArray[Any]
 Make = Callable[[Array], Strategy]
 
 
 def text() -> Array:
-    """The documentation as small numbers: the 63 most frequent characters, and one for all others."""
+    """Return the documentation as small numbers: the 63 most frequent characters, and one for all others."""
     letters = np.frombuffer("".join(pydoc_data.topics.topics.values()).encode("ascii", "replace"), np.uint8)
     ranks = np.full(256, VOCABULARY - 1)
     ranks[np.argsort(-np.bincount(letters, minlength=256))[: VOCABULARY - 1]] = np.arange(VOCABULARY - 1)
@@ -73,7 +73,7 @@ def text() -> Array:
 
 
 def unpacked(theta: Array) -> list[Array]:
-    """Views of the parameters of each peer: theta is peers x ITEMS."""
+    """Return views of the parameters of each peer: theta is peers x ITEMS."""
     views, at = [], 0
     for rows, columns in SHAPES:
         views.append(theta[:, at : at + rows * columns].reshape(len(theta), rows, columns))
@@ -82,7 +82,8 @@ def unpacked(theta: Array) -> list[Array]:
 
 
 def forward(theta: Array, inputs: Array) -> tuple[Array, Array, Array]:
-    """The features, hidden values and logarithms of probabilities; inputs are peers x batch x CONTEXT."""
+    """Return the features, hidden values and logarithms of probabilities; inputs are peers x batch x
+    CONTEXT."""
     embedding, first, bias, second, last = unpacked(theta)
     every = np.arange(len(theta))[:, None, None]
     features = embedding[every, inputs].reshape(len(theta), -1, WIDTH)
@@ -94,7 +95,7 @@ def forward(theta: Array, inputs: Array) -> tuple[Array, Array, Array]:
 
 
 def gradients(theta: Array, inputs: Array, targets: Array) -> Array:
-    """Of the mean loss of each peer's batch."""
+    """Return the gradient of the mean loss of each peer's batch."""
     features, hidden, logs = forward(theta, inputs)
     peers, batch = targets.shape
     found = np.zeros_like(theta)
@@ -143,7 +144,7 @@ class Adam:
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table. `side` is the largest group."""
+    """A row of the table. `side` is the size of the largest group."""
 
     name: str
     make: Make
@@ -167,13 +168,13 @@ CASES = (
 
 
 def upload(strategy: Strategy, members: int) -> float:
-    """Bytes that one member of a group sends in one round."""
+    """Return the bytes that one member of a group sends in one round."""
     coded = coded_bytes(codec_of(strategy.codec, "float32"), ITEMS)
     return coded * (members - 1) * (1 if strategy.mode == "exchange" else 2 / members)
 
 
 class Training:
-    """16 peers with one strategy, from one seed: the same first values and batches for every strategy."""
+    """16 peers with one strategy, from one seed: the same initial values and batches for every strategy."""
 
     def __init__(self, case: Case, letters: Array, seed: int) -> None:
         draws = np.random.default_rng(seed)
@@ -197,7 +198,7 @@ class Training:
         self.draws, self.losses = np.random.default_rng([seed, 1]), np.random.default_rng([seed, 2])
         self.bytes = 0.0
         self.before = 0.0
-        """The loss before the last rounds, without training."""
+        """The loss before the last rounds, which do not train."""
 
     def batch(self) -> tuple[Array, Array]:
         windows = np.stack(
@@ -209,7 +210,7 @@ class Training:
         return windows[:, :, :-1], windows[:, :, -1]
 
     def run(self, steps: int) -> float:
-        """Train, and return the loss in the end."""
+        """Train, and return the final loss."""
         is_gradient = isinstance(self.strategies[0], GradientMean)
         for step in range(1, steps + 1):
             found = gradients(self.theta, *self.batch())
@@ -228,7 +229,7 @@ class Training:
         return loss
 
     def loss(self) -> float:
-        """On held-out text, the mean over all peers."""
+        """Return the mean loss of all peers on held-out text."""
         windows = np.random.default_rng(0).integers(0, len(self.held_out) - CONTEXT - 1, VALIDATION)
         chosen = self.held_out[windows[:, None] + np.arange(CONTEXT + 1)]
         losses = []

@@ -85,7 +85,7 @@ bytes that cross one boundary forward for a micro-batch, and the seconds of the 
 
 
 def parameters(graph: Graph) -> int:
-    """Numbers in the table of parameters, tied ones once."""
+    """Return the numbers in the table of parameters, tied ones once."""
     count = 0
     for row in graph.parameters:
         size = 1
@@ -96,7 +96,7 @@ def parameters(graph: Graph) -> int:
 
 
 def structure(captured: Captured, sizes: Sequence[int]) -> dict[str, Any]:
-    """What the realistic size is made of, and what its boundaries between layers carry."""
+    """Return the structure of the realistic size, and the data on its boundaries between layers."""
     graph = captured.graph
     middle = range(1, len(graph.layers))
     carried = [
@@ -113,7 +113,7 @@ def structure(captured: Captured, sizes: Sequence[int]) -> dict[str, Any]:
 
 
 def crossing(stage: StageGraph, sizes: Sequence[int]) -> int:
-    """Bytes that leave a stage for one micro-batch, forward."""
+    """Return the bytes that leave a stage for one micro-batch, forward."""
     entry = stage.entries[0]
     values = evaluate(stage.expressions, sizes)
     types = dict(entry.types)
@@ -125,7 +125,7 @@ def crossing(stage: StageGraph, sizes: Sequence[int]) -> int:
 
 
 def measure(name: str, cut_sets: int) -> dict[str, Any]:
-    """One model: capture its realistic size, cut its small one `cut_sets` times, train both."""
+    """Measure one model: capture its realistic size, cut its small one `cut_sets` times, train both."""
     large = ZOO[name]("bench")
     begun = time.perf_counter()
     captured = captured_case(large, torch.float32)
@@ -203,7 +203,7 @@ def llama() -> None:
 
 
 def _resident_bytes() -> int:
-    """The most this process ever had in memory."""
+    """Return the peak memory of this process."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
@@ -215,7 +215,7 @@ def _zeros(size: int) -> Any:
 
 
 def _noise(stage: StageGraph, sizes: Sequence[int]) -> Payload:
-    """Inputs for a stage in the middle: small normals, of the shapes it wants."""
+    """Return inputs for a stage in the middle: small normals of the right shapes."""
     entry = stage.entries[0]
     values = evaluate(stage.expressions, sizes)
     types = dict(entry.types)
@@ -229,7 +229,7 @@ def _noise(stage: StageGraph, sizes: Sequence[int]) -> Payload:
 
 
 def llama_row() -> dict[str, Any]:
-    """`llama` in a process of its own, so that its memory is counted alone."""
+    """Run `llama` in a process of its own, so that its memory is counted alone."""
     command = [sys.executable, "-W", "ignore", "-c", "import models; models.llama()"]
     done = subprocess.run(
         command, cwd=Path(__file__).parent, stdout=subprocess.PIPE, text=True, check=True, timeout=500
@@ -239,7 +239,7 @@ def llama_row() -> dict[str, Any]:
 
 
 def document(rows: Sequence[dict[str, Any]], llama_found: dict[str, Any]) -> str:
-    """docs/models.md."""
+    """Return docs/models.md."""
     lines = [
         INTRODUCTION,
         "| " + " | ".join(COLUMNS.values()) + " |",

@@ -1,9 +1,8 @@
-"""How many rounds Moshpit's grid needs, with the grid that peers use.
+"""The number of rounds of Moshpit's grid, with the grid that peers use.
 
 A number for each peer from N(0, 1); in each round each peer is absent with probability p; rounds until the
-variance over all peers is below 1e-9. A second table is of peers that die in the middle of an all-reduce,
-with the cores that peers run, on a simulated network: a dead owner fails an attempt, and the others attempt
-again.
+variance over all peers is below 1e-9. A second table has peers that die in the middle of an all-reduce, with
+the real cores on a simulated network: a dead owner fails an attempt, and the others try again.
 """
 
 import sys
@@ -27,7 +26,7 @@ from tests.gossip.swarm import peer_of
 
 VARIANCE = 1e-9
 ITEMS = 8 * 4_096
-"""Of a peer's vector where it is sent: a part for each of eight owners."""
+"""Numbers in a peer's vector where it is sent: a part for each of eight owners."""
 ROUNDS_MAX = 50
 SEEDS, SEEDS_QUICK = 200, 12
 TOLERANCE = 0.2
@@ -36,7 +35,7 @@ DEATHS = (0.0, 0.01, 0.05)
 
 @dataclass(frozen=True)
 class Row:
-    """A grid of so many peers. `axes` None: as peers size it. `start`: "even", or "random" distinct cells
+    """A grid of this many peers. `axes` None: as peers size it. `start`: "even", or "random" distinct cells
     as in the paper's half-filled grid. `expected` is by absence."""
 
     name: str
@@ -59,7 +58,7 @@ RESIZED = (
 
 
 def rounds_of(row: Row, absence: float, seed: int) -> int:
-    """Rounds until all hold nearly the same."""
+    """Return the rounds until all hold nearly the same."""
     draws = np.random.default_rng([seed, row.count])
     peers = [peer_of(number) for number in range(row.count)]
     grid = Grid(b"%d" % seed, 0, peers, 32)
@@ -92,8 +91,8 @@ def rounds_of(row: Row, absence: float, seed: int) -> int:
 
 
 def dying(count: int, side: int, deaths: float, seed: int) -> tuple[int, float, int, int]:
-    """Rounds until the variance over all peers is below 1e-9, with the cores: also the attempts for each
-    group and round, the peers that failed a round, and the pairs of successes of one attempt that differ.
+    """Return, with the cores, the rounds until the variance over all peers is below 1e-9, the attempts per
+    group and round, the peers that failed a round, and the pairs of differing successes of one attempt.
 
     In each round each peer dies with probability `deaths` while it sends, and comes back for the next.
     """
@@ -133,7 +132,7 @@ def dying(count: int, side: int, deaths: float, seed: int) -> tuple[int, float, 
 def hold(
     group: list[PeerId], peers: dict[PeerId, int], values: dict[int, Any], victims: set[PeerId], seed: int
 ) -> Rounds:
-    """One round of one group; each victim dies once it has begun to send."""
+    """Play one round of one group; each victim dies once it has begun to send."""
     numbers = [peers[peer] for peer in group]
     world = Rounds({n: values[n] for n in numbers}, 0, dtype="float64", numbers=numbers, seed=seed)
 

@@ -1,11 +1,11 @@
-"""Bulk and probes through a relay, beside a direct connection: sites of 100 Mbit/s behind real NATs.
+"""Bulk and probes through a relay, compared with a direct connection: sites of 100 Mbit/s behind real NATs.
 
     python benchmarks/nat.py [--json] [--quick]
 
 A laboratory of network namespaces (`tests.lab.nat`). A node behind a home router sends to one with a public
-address, which it dials, and to one behind a symmetric router, through a relay with a public address. What it
-costs the relay is read from its own process. Then, several times with new nodes, two behind home routers that
-are 10 ms away from the internet open a circuit, and punch.
+address, which it dials, and to one behind a symmetric router, through a relay with a public address. The
+relay's cost is read from its own process. Then, several times with new nodes, two nodes behind home routers
+at 10 ms from the internet open a circuit, and punch.
 """
 
 import json
@@ -29,7 +29,7 @@ DELAY_SECONDS = 0.01
 """One way, from a home to the rest of the internet: 40 ms from home to home and back."""
 TRIES_QUICK, TRIES = 4, 20
 CROWD = 8
-"""Circuits that peers of one public network may have to one peer."""
+"""Circuits to one peer from peers of one public network."""
 CPU_SECONDS_PER_GB_MAX = 20.0
 CIRCUIT_BYTES_MAX = 2**20
 USABLE_TRIPS_MAX = 2.5
@@ -43,7 +43,7 @@ OPENED_SECONDS_MAX = 2.0
 
 
 class Program:
-    """One node on a machine, and what it says."""
+    """One node on a machine, and its output."""
 
     def __init__(self, lab: Internet, name: str, *words: str) -> None:
         program = ["ip", "netns", "exec", name, python(), NODE, *words]
@@ -57,7 +57,7 @@ class Program:
         return document
 
     def asked(self) -> dict[str, Any]:
-        """What it says to a line of input."""
+        """Return its answer to a line of input."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -68,7 +68,7 @@ class Program:
 
 
 def figures(seconds: float) -> dict[str, dict[str, Any]]:
-    """What the guest found, directly and through the relay."""
+    """Return the guest's figures, direct and through the relay."""
     sites = [named("public", "relay", rate=RATE), named("home", "guest", rate=RATE)]
     sites.append(named("symmetric", "hidden", rate=RATE))
     with internet(sites) as lab, ExitStack() as stack:
@@ -97,7 +97,7 @@ def figures(seconds: float) -> dict[str, dict[str, Any]]:
 
 
 def tries(count: int, role: str) -> list[dict[str, Any]]:
-    """Return what two behind home routers found, each time anew; one of them has this role."""
+    """Return the figures of two nodes behind home routers, each time anew; one of them has this role."""
     found = []
     for _ in range(count):
         sites = [named("public", "relay"), named("public", "other")]

@@ -1,12 +1,12 @@
-"""What `me.optimizer` costs in a training loop: alone in its run, and while it averages with a peer.
+"""The cost of `me.optimizer` in a training loop: alone in its run, and while it averages with a peer.
 
 A perceptron of 10 million parameters. Alone, the wrapped optimizer and the plain one take turns of one step
-in one process, the plain one twice, in an order that changes; compared is each wrapped step with the two
-plain steps beside it, and the median of these ratios is the figure, for single steps differ by a third on a
-shared machine. The two plain steps compared with each other in the same way say how far the figure can be
-trusted. The node runs, as in any script, in a thread of the same process. With a peer (a second process,
-each with a core), parameters are averaged every so many local steps; blocking is what `step` took beyond
-the wrapped optimizer's own step, in parts of the time of all steps.
+in one process, the plain one twice, in a changing order. Each wrapped step is compared with the two plain
+steps beside it; the figure is the median of these ratios, because single steps differ by a third on a shared
+machine. The ratio of the two plain steps shows how far the figure can be trusted. The node runs, as in any
+script, in a thread of the same process. With a peer (a second process, each with a core), parameters are
+averaged at intervals of local steps; blocking is the time of `step` beyond the wrapped optimizer's own step,
+as a share of all steps.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ def settings(folder: str, name: str, seed: str) -> config.Config:
         swarm=config.Swarm(name="benchmark", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
         join=config.Join(lan=False, seeds=(parse_address(seed),) if seed else ()),
-        resources=config.Resources(calibrate=False),  # it would measure beside what is measured here
+        resources=config.Resources(calibrate=False),  # calibration would disturb the measurement
     )
 
 
@@ -63,7 +63,7 @@ class Script:
         self.plain: Any = torch.optim.AdamW(self.model.parameters(), 1e-4)
 
     def steps(self, optimizer: Any, count: int) -> float:
-        """Make so many steps; how many seconds they took."""
+        """Make this many steps; return their seconds."""
         import torch
 
         begun = time.perf_counter()
@@ -76,7 +76,7 @@ class Script:
 
 
 def alone(turns: int) -> dict[str, Any]:
-    """The wrapped optimizer beside the plain one, in turns."""
+    """Compare the wrapped optimizer with the plain one, in turns."""
     with tempfile.TemporaryDirectory() as folder, sync(settings(folder, "alone", "")) as me:
         script = Script(0)
         wrapped = me.optimizer(script.plain, run_id="overhead", local_steps=LOCAL_STEPS)
@@ -133,7 +133,7 @@ def _averaged(me: SyncNode, rounds: int, seed: int) -> dict[str, Any]:
 
 
 def together(rounds: int) -> list[dict[str, Any]]:
-    """Two processes that average; what each says."""
+    """Run two processes that average; return their reports."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         pipes, processes, seed = [], [], ""

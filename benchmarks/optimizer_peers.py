@@ -1,12 +1,11 @@
-"""Four scripts that train one small GPT by `me.optimizer(..., target_batch_size=256)`, beside others.
+"""Four scripts that train one small GPT by `me.optimizer(..., target_batch_size=256)`, compared with rivals.
 
 A GPT of 0.83 million parameters reads the tree's own documents, batches of 16, one thread a process. `ours`
 are four nodes; `silent` are four scripts that talk to nobody, each with a model of its own; `hivemind` are
-four of its optimizers, where PEERLOOM_HIVEMIND names the folders that it and the numpy it needs are installed
-in (see `dht_sockets.py`). The kinds take turns in one run, each from the same first values and for equal
-seconds, so that a busy machine slows all alike. Samples a second are of all four; the loss is on text that
-nobody trained on, the median of the four. `blocked` is the share of the time that `step` worked or waited for
-the run.
+four of its optimizers, if PEERLOOM_HIVEMIND names the folders with it and its numpy (see `dht_sockets.py`).
+The kinds take turns in one run, each from the same initial values and for equal seconds, so that a busy
+machine slows all alike. Samples per second are of all four; the loss is on held-out text, the median of the
+four. `blocked` is the share of the time that `step` worked or waited for the run.
 """
 
 import json
@@ -24,14 +23,14 @@ from _figures import Goal, arguments, leave, report
 COUNT = 4
 SECONDS, TURNS, SECONDS_QUICK = 25.0, 3, 6.0
 ANSWER_SECONDS = 120.0
-"""Four processes take torch into memory first."""
+"""Four processes load torch first."""
 HIVEMIND = os.environ.get("PEERLOOM_HIVEMIND", "")
 RIVAL_GOAL, SILENT_GOAL, BLOCKED_GOAL = 2.0, 0.7, 15.0
 PEER = Path(__file__).with_name("_gpt_peer.py")
 
 
 class Script:
-    """One process, and what it is told."""
+    """One process, which takes orders."""
 
     def __init__(self, kind: str, number: int, folder: str) -> None:
         self.kind = kind
@@ -63,7 +62,7 @@ class Script:
 
 
 def turn(kind: str, seconds: float) -> dict[str, Any]:
-    """Four scripts from their start to the end of their training."""
+    """Run four scripts from their start to the end of their training."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         scripts = [Script(kind, number, folder) for number in range(COUNT)]
         try:
@@ -111,13 +110,13 @@ def main() -> int:
         Goal("samples a second, ours beside four that do not talk", share, ">=", SILENT_GOAL),
         Goal("blocked, percent of the time", figure("ours", "blocked_percent"), "<=", BLOCKED_GOAL),
     ]
-    if HIVEMIND:  # a comparison is a goal only where both were measured in this run
+    if HIVEMIND:  # a comparison is a goal only if both were measured in this run
         ratio = speed / figure("hivemind", "samples_per_second")
         theirs = figure("hivemind", "held_out_loss")
         goals.append(Goal("held-out loss after equal seconds", figure("ours", "held_out_loss"), "<=", theirs))
         if not flags.quick:  # its stalls come later
             goals.append(Goal("samples a second, times hivemind's", ratio, ">=", RIVAL_GOAL))
-    if not flags.quick:  # a few steps say nothing
+    if not flags.quick:  # a few steps mean nothing
         loss = figure("silent", "held_out_loss")
         goals.append(Goal("held-out loss, beside silent", figure("ours", "held_out_loss"), "<=", loss))
     return report("optimizer_peers", rows, goals, as_json=flags.json)

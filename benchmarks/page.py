@@ -1,8 +1,9 @@
-"""What the page costs the node: five watchers and a thousand members that come and go, scrapes, bad requests.
+"""The cost of the page for the node: five watchers and a thousand members that come and go, scrapes, bad
+requests.
 
 The node's side is a process of its own (`tests.node.web.world`: state and events without a swarm), so its
-processor time and memory are the page's alone; watchers and senders are here. Where this machine has a
-browser (`tests.browser`): how soon the first view stands, frames a second while panning, and its memory.
+processor time and memory are the page's alone; watchers and senders are here. If this machine has a browser
+(`tests.browser`): the time to the first view, frames a second while panning, and its memory.
 """
 
 import multiprocessing
@@ -32,7 +33,7 @@ LEVEL_SECONDS = 300.0
 
 
 def serve(pipe: Connection) -> None:
-    """The node's side: tells its port, then makes things happen until it is ended."""
+    """Run the node's side: send its port, then make events until it is ended."""
     node = Told()
     steps = run_events(steps=100_000)
     for event in [
@@ -68,7 +69,7 @@ def cpu_seconds(process: psutil.Process) -> float:
 
 
 async def watch(page: Served, process: psutil.Process, seconds: float) -> dict[str, Any]:
-    """The processor's share with watchers, beside the same events folded with none."""
+    """Return the processor's share with watchers, and of the same events with none."""
     begun = cpu_seconds(process)
     await trio.sleep(seconds)
     alone = (cpu_seconds(process) - begun) / seconds
@@ -102,7 +103,7 @@ async def watch(page: Served, process: psutil.Process, seconds: float) -> dict[s
 
 
 async def scrape(page: Served, process: psutil.Process, count: int) -> dict[str, Any]:
-    """Memory over scrapes, after the first tenth."""
+    """Return the memory over scrapes, after the first tenth."""
     for _ in range(count // 10):
         await page.ask("/metrics")
     before, begun = process.memory_info().rss, time.perf_counter()
@@ -114,8 +115,8 @@ async def scrape(page: Served, process: psutil.Process, count: int) -> dict[str,
 
 
 async def level(page: Served, process: psutil.Process, seconds: float) -> dict[str, Any]:
-    """Memory of the node's side while five pages are open and it is scraped every second: how much it grew
-    after the first fifth, and its highest after that."""
+    """Return the memory of the node's side while five pages are open and it is scraped every second: its
+    growth after the first fifth, and its peak after that."""
 
     async def follow() -> None:
         async with stream(page) as messages:
@@ -143,7 +144,7 @@ async def level(page: Served, process: psutil.Process, seconds: float) -> dict[s
 
 
 async def attack(page: Served, process: psutil.Process, count: int) -> dict[str, Any]:
-    """Bad requests: all get a status or an end, and the next good one is served."""
+    """Send bad requests: all get a status or an end, and the next good one is served."""
     rng = Random(7)
     before, statuses = process.memory_info().rss, dict[str, int]()
     limit = trio.CapacityLimiter(32)
@@ -170,7 +171,8 @@ async def attack(page: Served, process: psutil.Process, count: int) -> dict[str,
 
 
 def look(port: int, seconds: float) -> dict[str, Any]:
-    """The first view, frames a second while panning, and the script's memory, in a real browser."""
+    """Return the time to the first view, frames a second while panning, and the script's memory, in a real
+    browser."""
     with opened(viewport={"width": 1280, "height": 900}) as page:
         begun = time.perf_counter()
         page.goto(f"http://127.0.0.1:{port}/")

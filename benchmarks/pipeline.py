@@ -1,21 +1,21 @@
-"""Tokens a second of two nodes that train a GPT together, beside one process and beside torch.distributed.
+"""Tokens a second of two nodes that train a GPT together, compared with one process and torch.distributed.
 
-Three nodes in processes of their own, on 127.0.0.1: one asks for the run and feeds it, two hold a stage each
+Three nodes in processes of their own, on 127.0.0.1: one requests the run and feeds it, two hold a stage each
 and compute with one thread. In turns with them, with the same model, micro-batches and optimizer: one process
 with two threads, as plain torch and as one stage; and the same two stages in two processes, one thread each,
-that send to each other over gloo in a loop which knows nothing but this (1F1B). The nodes have the preset
-`lan`, which is the default; with `local`, for the sake of a demonstration that notices a death in a second,
-three nodes take 4 % of a core for their probes alone.
+that exchange tensors over gloo in a minimal loop (1F1B). The nodes have the default preset `lan`; with
+`local`, which detects a death within a second for demonstrations, the probes of three nodes alone take 4 % of
+a core.
 
-The nodes run twice: `fresh`, in their first seconds and with nothing measured yet, as a user has them; and
-once they are calibrated. Both are held against the goals.
+The nodes run twice: `fresh`, in their first seconds and uncalibrated, as a user has them; and calibrated.
+Both must meet the goals.
 
 The ideal of a pipeline is the time of its slower stage for a micro-batch, while the other computes too, times
-micro-batches and one more for each further stage. What is left is the step's end and everything between
+the number of micro-batches plus one for each further stage. The rest is the step's end and everything between
 processes.
 
-`--quick` trains a smaller model for fewer steps: the same code, and goals that only tell whether something
-has broken, for what a step costs beside its arithmetic weighs five times as much there.
+`--quick` trains a smaller model for fewer steps: the same code, with goals that only detect breakage, because
+a step's cost beside its arithmetic weighs five times as much there.
 """
 
 import json
@@ -48,17 +48,17 @@ FULL: dict[str, int] = {"layers": 8, "heads": 8, "width": 512, "window": 128, "s
 QUICK: dict[str, int] = {"layers": 4, "heads": 4, "width": 256, "window": 128, "samples": 2}
 MICROBATCHES = 16
 UNCOUNTED = 2
-"""Steps at the start: a process is warm only then."""
+"""Steps at the start, while the process warms up."""
 FEEDER, HOLDERS = "a", ("b", "c")
 TEXT_WINDOWS = 80
 GOALS = {"one process": 0.97, "ideal": 0.93, "gloo": 0.95}
 QUICK_GOALS = {"one process": 0.6, "ideal": 0.5, "gloo": 0.6}
 OTHERS_SHARE_MAX = 0.04
-"""Of one core, in the middle of a step. Where others have more, both stages wait for the one disturbed."""
+"""Of one core, in the middle of a step. With more, both stages wait for the disturbed one."""
 QUIET_STEPS_WANTED = 3
 ATTEMPTS_MAX = 2
 QUIET_SECONDS_MAX = 120.0
-"""How long to wait, all in all, for others to leave the machine alone."""
+"""How long to wait in all for others to leave the machine alone."""
 MEETING_SECONDS_MAX = 30.0
 CALIBRATING_SECONDS_MAX = 180.0
 """One after the other, each some seconds of a processor; on a busy machine it takes minutes."""
@@ -88,14 +88,14 @@ replicas = 1
 
 @dataclass
 class Steps:
-    """Seconds of steps, and of each the share of a core that other programs had meanwhile."""
+    """Seconds of steps, and each step's share of a core that other programs used."""
 
     seconds: list[float] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
 
     @property
     def quiet(self) -> list[float]:
-        """Of those steps in which others had little, or of all where there are none."""
+        """Return the steps with little use by others, or all if there are none."""
         pairs = zip(self.seconds, self.others, strict=True)
         return [second for second, others in pairs if others <= OTHERS_SHARE_MAX] or self.seconds
 
@@ -108,7 +108,7 @@ class Steps:
 
 
 class Meter:
-    """Tells a step that was disturbed from one that was not: a step of two processes waits for the slower."""
+    """Distinguishes disturbed steps: a step of two processes waits for the slower."""
 
     def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
@@ -119,7 +119,7 @@ class Meter:
         self._at, self._busy, self._mine = time.perf_counter(), _machine_seconds(), self._mine_seconds()
 
     def read(self, steps: Steps) -> None:
-        """A step has ended, which began at the last reading."""
+        """Record a step that began at the last reading."""
         at, busy, mine = self._at, self._busy, self._mine
         now = time.perf_counter()
         self.reset()
@@ -127,7 +127,7 @@ class Meter:
         steps.others.append(max(0.0, self._busy - busy - (self._mine - mine)) / (now - at))
 
     def wait(self) -> None:
-        """Until others leave the machine alone, while there is patience."""
+        """Wait until others leave the machine alone, within the allowed time."""
         looked = Steps()
         while self._patience_seconds > 0 and not (looked.others and looked.are_quiet_at(-1)):
             self.reset()
@@ -146,7 +146,7 @@ def _machine_seconds() -> float:
 
 @dataclass
 class Ran:
-    """One run: its counted steps; processor seconds per step of each process; who held what."""
+    """One run: its counted steps; processor seconds per step of each process; the layers of each node."""
 
     steps: Steps = field(default_factory=Steps)
     processor: dict[str, float] = field(default_factory=dict)
@@ -154,10 +154,10 @@ class Ran:
 
 
 class Nodes:
-    """Three of them, of one swarm, that have never measured anything."""
+    """Three nodes of one swarm that have never measured anything."""
 
     def __init__(self, folder: Path) -> None:
-        os.environ["XDG_CACHE_HOME"] = str(folder)  # the calibrations of other nodes are not theirs
+        os.environ["XDG_CACHE_HOME"] = str(folder)  # without the calibrations of other nodes
         self._swarm = SwarmProcesses(folder, "benchmark", time.sleep, preset="lan")
         names = (FEEDER, *HOLDERS)
         try:
@@ -174,21 +174,21 @@ class Nodes:
             raise
 
     def calibrated(self) -> None:
-        """Wait until each tells another that it is."""
+        """Wait until each reports to another that it is calibrated."""
         until = time.monotonic() + CALIBRATING_SECONDS_MAX
         while self._calibrated(FEEDER) | self._calibrated(HOLDERS[0]) != {FEEDER, *HOLDERS}:
             assert time.monotonic() < until, "the nodes did not calibrate"
             time.sleep(0.5)
 
     def _calibrated(self, teller: str) -> set[str]:
-        """The others that say so to one of the nodes."""
+        """Return the others that report so to one of the nodes."""
         peers = ask(self._swarm.nodes[teller].data_dir, "peers")["peers"]
         return {
             row["name"] for row in peers if "calibrated" in (row["standing"] or {}).get("capabilities", ())
         }
 
     def train(self, run: dict[str, str], steps: int, meter: Meter) -> Ran:
-        """Have the feeder ask for a run, and watch its steps. Raises AssertionError: it failed."""
+        """Let the feeder request a run, and watch its steps. Raises AssertionError: it failed."""
         found = Ran()
         before: dict[str, float] = {}
         for reply in request(self._swarm.nodes[FEEDER].data_dir, "train", run):
@@ -213,13 +213,13 @@ class Nodes:
         return found
 
     def _processor(self) -> dict[str, float]:
-        """Seconds of every node so far, and of its stage's process."""
+        """Return the seconds of every node so far, and of its stage's process."""
         found = {}
         for name, node in self._swarm.nodes.items():
             process = psutil.Process(node.process.pid)
             found[f"node {name}"] = _processor_seconds(process)
             for child in process.children():
-                key = f"stage of {name}"  # and one that waits for a stage, which does nothing
+                key = f"stage of {name}"  # and a spare process that waits for a stage, which does nothing
                 found[key] = found.get(key, 0.0) + _processor_seconds(child)
         return found
 
@@ -233,7 +233,8 @@ def _processor_seconds(process: psutil.Process) -> float:
 
 
 def prepared(folder: Path, shape: dict[str, int], steps: int) -> tuple[_rivals.Task, dict[str, str]]:
-    """The task for the rivals, and the same for the node: generated text, RUN.toml, the captured graph."""
+    """Return the task for the rivals, and the same for the node: generated text, RUN.toml, the captured
+    graph."""
     window, samples = shape["window"], shape["samples"]
     letters = bytes(range(97, 123)) + b"     \n"
     text = bytes(
@@ -274,7 +275,7 @@ class Contest:
         self._nodes = Nodes(folder / "nodes")
 
     def round(self) -> None:
-        """All of them once. What was disturbed is done again, but not for ever."""
+        """Run all of them once. Disturbed runs are repeated a few times."""
         is_first = not self.rows
         found: dict[str, Steps] = {}
         row: dict[str, Any] = {}
@@ -299,7 +300,7 @@ class Contest:
         self.rows.append(row)
 
     def _train(self) -> Ran:
-        """A run of the nodes, again where it was disturbed."""
+        """Run the nodes, again if disturbed."""
         for _ in range(self._attempts):
             self._meter.wait()
             ran = self._nodes.train(self._run, self._steps + UNCOUNTED, self._meter)
@@ -335,7 +336,8 @@ class Contest:
         return found
 
     def _ideal(self) -> float:
-        """Seconds of a step from those of each stage's micro-batches while the other computes as well."""
+        """Return the seconds of a step from those of each stage's micro-batches while the other computes as
+        well."""
         best = []
         for _ in range(self._attempts):
             self._meter.wait()
@@ -343,7 +345,7 @@ class Contest:
             self._meter.reset()
             each = self._rivals["gloo"].seconds("alone", MICROBATCHES)
             self._meter.read(found)
-            # The faster stage is done first, and leaves the other alone.
+            # The faster stage ends first, and leaves the other alone.
             best.append(max(statistics.median(seconds[: MICROBATCHES // 2]) for seconds in each))
             if found.are_quiet_at(0):
                 return best[-1] * (MICROBATCHES + STAGES - 1)

@@ -1,9 +1,9 @@
-"""How good plans are, and how soon: beside the exact optimum and beside the rules of others.
+"""The quality and speed of plans, compared with the exact optimum and the rules of others.
 
-Random instances of 48 layers and 8 unequal peers with unequal links. The rules of others are restated here in
-our words and get the same tables: an even split, exo's split by memory, Petals' (blocks of equal length, each
-peer joins where throughput is lowest), and Parallax's (fewest stages by memory, then layers by rate). Then a
-thousand and three thousand peers against a bound that no placement can beat.
+Random instances of 48 layers and 8 unequal peers with unequal links. The rules of others are reimplemented
+here and get the same tables: an even split, exo's split by memory, Petals' (blocks of equal length, each peer
+joins where throughput is lowest), and Parallax's (fewest stages by memory, then layers by rate). Then a
+thousand and three thousand peers are compared with a bound that no placement can beat.
 """
 
 import statistics
@@ -28,18 +28,18 @@ from partition.plan.tables import IMPOSSIBLE, Tables
 LAYERS, PEERS = 48, 8
 INSTANCES, INSTANCES_QUICK = 200, 24
 FIRST_SEED = 1_000_000
-"""No choice in the planner was made by looking at these instances."""
+"""The planner was never tuned on these instances."""
 MIB = 1 << 20
 MICROBATCHES = 1_024
 MEAN_GOAL, P95_GOAL, SECONDS_GOAL = 1.02, 1.05, 0.2
 BOUND_GOAL = 0.98
 FRAMES_BYTES = 512 * MIB
-"""Room for frames that are kept, beside the share of the model."""
+"""Room for kept frames, beside the share of the model."""
 
 
 def instance(seed: int, peers: int = PEERS, *, linked: bool = True) -> Problem:
-    """A model whose layers differ by four, peers whose rates differ by thirty and memories by seven, links
-    whose rates differ by sixty."""
+    """Return a model whose layers differ by a factor of four, peers whose rates differ by thirty and memories
+    by seven, links whose rates differ by sixty."""
     random = Random(seed)
     layers = tuple(
         LayerCost(
@@ -72,7 +72,8 @@ def instance(seed: int, peers: int = PEERS, *, linked: bool = True) -> Problem:
 
 
 def bottleneck(tables: Tables, ranges: list[tuple[int, int]], groups: Groups) -> int | None:
-    """Nanoseconds of the slowest stage or edge of given ranges; None where memory does not hold it."""
+    """Return the nanoseconds of the slowest stage or edge of given ranges; None if memory does not
+    suffice."""
     worst = 0
     for number, ((first, last), group) in enumerate(zip(ranges, groups, strict=True)):
         worst = max(worst, int(tables.stage(group, len(groups) - number)[first, last]))
@@ -82,7 +83,7 @@ def bottleneck(tables: Tables, ranges: list[tuple[int, int]], groups: Groups) ->
 
 
 def by_shares(shares: list[float]) -> list[tuple[int, int]]:
-    """Ranges in proportion, each of a layer at least."""
+    """Return ranges in proportion, each of at least one layer."""
     ends, done = [0], 0.0
     for number, share in enumerate(shares):
         done += share
@@ -92,13 +93,13 @@ def by_shares(shares: list[float]) -> list[tuple[int, int]]:
 
 
 def even(tables: Tables) -> int | None:
-    """Each peer a stage, in the order in which they came, of as many layers."""
+    """Give each peer a stage of equally many layers, in the order given."""
     groups = tuple((place,) for place in range(PEERS))
     return bottleneck(tables, by_shares([1.0] * PEERS), groups)
 
 
 def by_memory(tables: Tables) -> int | None:
-    """Each peer a stage, the largest first, of layers in proportion to its memory."""
+    """Give each peer a stage, the largest first, with layers in proportion to its memory."""
     peers = tables.problem.peers
     order = sorted(range(PEERS), key=lambda place: -peers[place].memory_bytes)
     shares = [float(peers[place].memory_bytes - peers[place].baseline_bytes) for place in order]
@@ -106,8 +107,8 @@ def by_memory(tables: Tables) -> int | None:
 
 
 def petals(tables: Tables) -> int | None:
-    """Spans as long as memory holds, one peer after another where the model is weakest. The bottleneck is the
-    weakest layer's, and no faster than the slowest of the links over which ways lead."""
+    """Give each peer a span as long as memory holds, where the model is weakest. The bottleneck is the
+    weakest layer's, and no faster than the slowest link used."""
     found = spread(tables)
     slowest = 0
     for hop, after in zip(route(tables, found.spans), route(tables, found.spans)[1:], strict=False):
@@ -116,8 +117,9 @@ def petals(tables: Tables) -> int | None:
 
 
 def parallax(tables: Tables) -> int | None:
-    """Pipelines side by side, each of the fewest peers whose memory holds the model, layers by rate within
-    each ("water filling"); micro-batches go to pipelines by rate. The best number of pipelines."""
+    """Build pipelines side by side, each of the fewest peers whose memory holds the model, layers by rate
+    within each ("water filling"); micro-batches go to pipelines by rate. Return the best number of
+    pipelines."""
     peers = tables.problem.peers
     order = sorted(range(PEERS), key=lambda place: -tables.weights[place])
     best: int | None = None
@@ -139,7 +141,7 @@ def parallax(tables: Tables) -> int | None:
 
 
 def exact_order(tables: Tables) -> int | None:
-    """Fastest first, the best cut: what a planner without a search does."""
+    """Order the fastest first and cut optimally: what a planner without a search does."""
     order = sorted(range(PEERS), key=lambda place: (-tables.weights[place], place))
     cut = best_cut(tables, tuple((place,) for place in order))
     return None if cut is None or not cut.fits else cut.value
@@ -155,7 +157,7 @@ RULES = {
 
 
 def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Ours, and the rules of others, against the exact optimum."""
+    """Compare ours, and the rules of others, with the exact optimum."""
     ours: list[float] = []
     seconds: list[float] = []
     others: dict[str, list[float]] = {name: [] for name in RULES}
@@ -194,12 +196,12 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """The value that so many are not above."""
+    """Return the value that this share does not exceed."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 def large() -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Thousands of peers against the bound."""
+    """Compare plans of thousands of peers with the bound."""
     rows, goals = [], []
     for count, limit in ((200, 0.5), (1_000, 0.5), (3_000, 1.0)):
         problem = instance(count, count, linked=False)

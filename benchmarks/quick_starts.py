@@ -1,4 +1,4 @@
-"""How long a run waits for processes that load torch, and what a spare process costs.
+"""The wait of a run for processes that load torch, and the cost of a spare process.
 
 Three nodes in processes of their own, on 127.0.0.1, and a small GPT in two stages. Seconds are from the event
 that a plan is in force to the commit of the first step, as the requester sees them:
@@ -9,9 +9,9 @@ that a plan is in force to the commit of the first step, as the requester sees t
     move      one stage's process is stopped for half of the time, until layers of it move to the other: from
               the last step before to the first one after, with the checkpoint in between
 
-`spare_mb` is what a spare takes of memory, `spare_processor_seconds` what loading it takes. `others` is the
-share of the machine that other programs had meanwhile: where it is above a tenth, the goals, which are for a
-quiet machine, are not held against the figures.
+`spare_mb` is the memory of a spare, `spare_processor_seconds` the time to load it. `others` is the share of
+the machine that other programs used meanwhile: above a tenth the goals, which are for a quiet machine, do not
+apply.
 """
 
 import os
@@ -64,7 +64,7 @@ checkpoint_every = 0
 
 @dataclass
 class Followed:
-    """What was seen of one run."""
+    """The observations of one run."""
 
     first_seconds: float = 0.0
     move_seconds: float = 0.0
@@ -74,14 +74,14 @@ class Followed:
 
 
 class Others:
-    """The share of the machine that other programs have."""
+    """The share of the machine that other programs use."""
 
     def __init__(self) -> None:
         self._own = psutil.Process()
         self._at, self._busy, self._mine = time.monotonic(), _machine_seconds(), self._mine_seconds()
 
     def share(self) -> float:
-        """Return it, since this was made."""
+        """Return the share since this object was made."""
         seconds = (time.monotonic() - self._at) * (os.cpu_count() or 1)
         theirs = _machine_seconds() - self._busy - (self._mine_seconds() - self._mine)
         return round(max(0.0, theirs) / seconds, 2)
@@ -101,7 +101,7 @@ def _machine_seconds() -> float:
 
 
 class Swarm:
-    """The nodes, and runs that one of them asks for."""
+    """The nodes, and the runs that one of them requests."""
 
     def __init__(self, folder: Path, *, spare: bool) -> None:
         folder.mkdir()
@@ -124,7 +124,7 @@ class Swarm:
             raise
 
     def spare_cost(self) -> dict[str, float]:
-        """Wait until every node has a spare; what each takes, in the mean."""
+        """Wait until every node has a spare; return the mean cost of each."""
         until = time.monotonic() + SPARE_SECONDS_MAX
         while not all(self._swarm.status(name)["spare_process"]["memory_bytes"] for name in NAMES):
             assert time.monotonic() < until, "no spare process was loaded"
@@ -144,7 +144,7 @@ class Swarm:
         )
 
     def run(self, *, with_move: bool = False) -> Followed:
-        """Train some steps, and with a move until there was one."""
+        """Train some steps; with a move, until there was one."""
         self._seed += 1
         found, others, planned_at, committed_at = Followed(), Others(), 0.0, 0.0
         slowed: _Slowed | None = None
@@ -209,7 +209,7 @@ def _stage_processes(node: int) -> list[psutil.Process]:
 
 
 class _Slowed:
-    """A node's stage that is stopped for half of the time."""
+    """A node's stage that is stopped half of the time."""
 
     def __init__(self, node: int) -> None:
         self._node = node
@@ -232,7 +232,7 @@ class _Slowed:
             os.kill(pid, number)
 
     def end(self) -> bool:
-        """Let it run; whether it is still the process that computes."""
+        """Let it run; return whether it is still the computing process."""
         self._over.set()
         self._thread.join()
         return bool(self._before & {process.pid for process in _stage_processes(self._node)})

@@ -1,10 +1,11 @@
-"""Three real nodes with CPU quotas of 1 : 2 : 4: the planned split beside an even one and its prediction.
+"""Three real nodes with CPU quotas of 1 : 2 : 4: the planned split compared with an even one and its
+prediction.
 
 The nodes are processes in control groups of their own (cpu.cfs_quota_us or cpu.max), so this needs a machine
-where such groups can be made; elsewhere it says so and measures nothing. The even split is what nodes get
-that do not calibrate: each claims what its processor does in a moment without a pause. Steps are real
-training of a small GPT on text, each stage in a process of its own, over loopback. With `--link` the link
-between the two fastest nodes carries 20 Mbit/s each way, shaped in the nodes' own streams.
+that allows such groups; elsewhere it says so and measures nothing. The even split is that of uncalibrated
+nodes: each claims its processor's short-term rate. Steps are real training of a small GPT on text, each stage
+in a process of its own, over loopback. With `--link` the link between the two fastest nodes carries 20 Mbit/s
+each way, shaped in the nodes' own streams.
 """
 
 import argparse
@@ -33,13 +34,13 @@ from partition.plan.rates import decode_calibration
 
 ROOT = Path(__file__).parents[1]
 QUOTAS = (0.15, 0.3, 0.6)
-"""Cores: 1 : 2 : 4, and together no more than two cores have beside others."""
+"""Cores: 1 : 2 : 4, together at most what two cores have to spare."""
 PERIOD_MICROSECONDS = 100_000
 SHARES = 8_192
-"""Weight beside the machine's other work, so that a quota is what a node gets and not the most it may get."""
+"""The weight against the machine's other work, so that a quota is what a node gets and not only its limit."""
 STEPS, STEPS_QUICK = 12, 8
 STEPS_IGNORED = 3
-"""At the beginning libraries are loaded."""
+"""The first steps load libraries."""
 RUN = """
 model = "gpt"
 data = "text.txt"
@@ -58,7 +59,7 @@ START_SECONDS_MAX = 240.0
 CALIBRATED_SECONDS_MAX = 240.0
 SPEEDUP_GOAL = 2.0
 THROTTLED = (0.15, 0.3, 0.2)
-"""The fastest node gets a third of its time from THROTTLED_AT on."""
+"""From THROTTLED_AT on the fastest node gets a third of its time."""
 THROTTLED_AT, THROTTLED_STEPS = 6, 36
 REGAINED_GOAL = 0.9
 PREDICTED_GOAL = 0.9
@@ -77,12 +78,12 @@ MODEL = (
     "--set",
     "heads=4",
 )
-""" As the run has it, for `node plan`."""
+"""The run's model, as arguments of `node plan`."""
 PLAN = ("--batch", "32", "--microbatch", "2", "--stages", "3", "--replicas", "1")
 
 
 class Groups:
-    """Control groups with quotas, version 1 or 2. Raises OSError where none can be made."""
+    """Control groups with quotas, version 1 or 2. Raises OSError if none can be made."""
 
     def __init__(self) -> None:
         first = Path("/sys/fs/cgroup/cpu")
@@ -91,7 +92,7 @@ class Groups:
         self._made: list[Path] = []
 
     def make(self, name: str, cores: float) -> Path:
-        """A group that gets so many cores."""
+        """Make a group with this many cores."""
         folder = self._base / f"peerloom-{os.getpid()}-{name}"
         folder.mkdir()
         self._made.append(folder)
@@ -174,7 +175,7 @@ class Nodes:
                 (folder / f"shaped-{name}.json").write_text(json.dumps({ids[other]: SLOW_LINK_BYTES}))
 
     def ask(self, name: str, *command: str) -> Any:
-        """A client command's document; None where the node does not answer yet."""
+        """Return the document of a client command; None if the node does not answer yet."""
         done = subprocess.run(
             [sys.executable, "-m", "node", *command, "--data-dir", str(self._folder / name), "--json"],
             capture_output=True, cwd=ROOT, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -202,12 +203,12 @@ class Nodes:
         time.sleep(5.0)  # for gossip
 
     def linked(self) -> dict[str, float]:
-        """Wait until all links are known to the requester; Mbit/s by names."""
+        """Wait until the requester knows all links; return Mbit/s by names."""
         until = time.monotonic() + LINKS_SECONDS_MAX
         names = {self.ask(name, "status")["peer"]: name for name in self.quotas}
         while time.monotonic() < until:
             rows = self.command("c", "measurements")["links"]
-            # What is only concluded from other links is among them; the records of all take some rounds.
+            # These include links inferred from others; the records of all take some rounds.
             time.sleep(5.0)
             if (
                 len(rows) == len(names) * (len(names) - 1)
@@ -220,11 +221,11 @@ class Nodes:
         }
 
     def command(self, name: str, command: str) -> Any:
-        """What a node answers a client's command."""
+        """Return a node's answer to a client's command."""
         return client.ask(self._folder / name, command)
 
     def predicted(self) -> dict[str, Any]:
-        """What `node plan` says of the run, over the nodes as they are."""
+        """Return the prediction of `node plan` for the run over the present nodes."""
         file = self._folder / "model.peerloom"
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         subprocess.run(
@@ -236,14 +237,14 @@ class Nodes:
         return dict(found)
 
     def requesting(self) -> float:
-        """Milliseconds of a core for a micro-batch that a plan takes the requester's node to need beyond what
-        another member's does."""
+        """Return the milliseconds of a core per micro-batch that a plan allots to the requester's node beyond
+        another member's."""
         known = self.command("c", "measurements")["calibrations"]
         found = decode_calibration(bytes.fromhex(known[self.ask("c", "status")["peer"]]))
         return round((found.as_requester().node.call - found.node.call) / 1e9, 2)
 
     def cpu_seconds(self) -> dict[str, tuple[float, float]]:
-        """CPU time of each node's own process and of its stage's."""
+        """Return the CPU time of each node's own process and of its stage's."""
         found = {}
         for name, process in zip(self.quotas, self._running, strict=True):
             node = psutil.Process(process.pid)
@@ -258,7 +259,8 @@ class Nodes:
     def train(
         self, steps: int, on_step: Callable[[int], None] | None = None
     ) -> tuple[list[float], list[dict[str, Any]]]:
-        """Train; seconds of each step, and the plan's events. `on_step` hears of steps as they are done."""
+        """Train; return the seconds of each step, and the plan's events. `on_step` is called with each
+        step."""
         (self._folder / "run.toml").write_text(RUN.format(steps=steps))
         (self._folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 2_000)
         errors = self._folder / "train.log"
@@ -293,7 +295,7 @@ class Nodes:
 
 
 def _held(plan: dict[str, Any], names: dict[str, str]) -> list[list[Any]]:
-    """Each stage's nodes, first layer, and where it ends."""
+    """Return each stage's nodes, first layer, and end."""
     stages = zip(plan["stages"], plan["layers"], strict=True)
     return [[*(names.get(peer, peer) for peer in peers), *layers] for peers, layers in stages]
 
@@ -322,7 +324,7 @@ def _instant(at: Any) -> float:
 def nodes(
     groups: Groups, *, calibrated: bool, quotas: tuple[float, ...] = QUOTAS, shaped: bool = False
 ) -> Iterator[Nodes]:
-    """Three nodes for a while."""
+    """Yield three nodes."""
     folder = Path(tempfile.mkdtemp(prefix="peerloom-quotas-"))
     made: Nodes | None = None
     try:
@@ -335,7 +337,7 @@ def nodes(
 
 
 def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = False) -> dict[str, Any]:
-    """A run, and what its steps took."""
+    """Return a run's times of steps."""
     with nodes(groups, calibrated=calibrated, shaped=shaped) as three:
         links, predicted, requesting = {}, None, 0.0
         if calibrated:
@@ -373,7 +375,7 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
     if predicted is not None:
         row["Mbit/s"] = links
         row["predicted"] = round(predicted["samples_per_second"], 2)
-        # Of a whole core, as the two rows of what was measured.
+        # Of a whole core, as the two rows of measurements.
         row["predicted ms a micro-batch"] = {
             peer: round(1000 * stage["seconds"] * QUOTAS["abc".index(peer)], 2)
             for stage in predicted["stages"]
@@ -387,7 +389,7 @@ def measured(groups: Groups, steps: int, *, calibrated: bool, shaped: bool = Fal
 
 
 def moved(groups: Groups, *, shaped: bool) -> dict[str, Any]:
-    """A run in which one node gets slower: its steps before, at once, and after the next plans."""
+    """Measure a run in which one node slows down: its steps before, at once, and after the next plans."""
     with nodes(groups, calibrated=True, shaped=shaped) as three:
         three.calibrated()
         if shaped:
@@ -416,7 +418,7 @@ def moved(groups: Groups, *, shaped: bool) -> dict[str, Any]:
 
 
 def anew(groups: Groups, *, shaped: bool) -> dict[str, Any]:
-    """A run whose nodes have these quotas from the beginning: what can be regained."""
+    """Measure a run whose nodes have these quotas from the beginning: the best that can be regained."""
     with nodes(groups, calibrated=True, quotas=THROTTLED, shaped=shaped) as three:
         three.calibrated()
         if shaped:
@@ -431,7 +433,7 @@ def anew(groups: Groups, *, shaped: bool) -> dict[str, Any]:
 
 
 def throttled(groups: Groups, options: argparse.Namespace) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """One node gets slower in mid-run; the same quotas from the beginning are what can be regained."""
+    """Slow one node down in mid-run; the same quotas from the beginning are the best that can be regained."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     if not options.anew:

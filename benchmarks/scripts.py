@@ -1,8 +1,8 @@
 """The example script in three processes, of which one is killed and started again; their loss curves.
 
-`examples/pytorch_script.py` as a person starts it in three terminals. The third is killed (SIGKILL) in the
-midst, and started anew some seconds later with another seed: it takes over what the others have reached.
-What each printed becomes `docs/pytorch-script.svg`. Loss is that on unseen digits.
+`examples/pytorch_script.py` as a person starts it in three terminals. The third is killed (SIGKILL) midway,
+and restarted some seconds later with another seed: it takes over the others' state. Their output becomes
+`docs/pytorch-script.svg`. Loss is that on unseen digits.
 """
 
 import os
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "pytorch-script.svg"
 STEPS, STEPS_QUICK = 1_200, 600
 PAUSE_SECONDS = 0.08
-"""So that a process of torch has started long before the others are done."""
+"""Long enough that a process of torch has started well before the others are done."""
 LINES_BEFORE_DEATH, AWAY_SECONDS = 6, 3.0
 END_SECONDS_MAX = 200.0
 LINE = re.compile(r"step +(\d+)  loss ([\d.]+)  accuracy ([\d.]+)")
@@ -34,7 +34,7 @@ Point = tuple[float, int, float, float]
 
 
 class Script:
-    """One process of the example, and what it has printed."""
+    """One process of the example, and its output."""
 
     def __init__(self, folder: Path, name: str, join: str, steps: int, seed: int, begun: float) -> None:
         command = [sys.executable, "-u", "examples/pytorch_script.py", "--no-lan", "--listen", "127.0.0.1:0"]
@@ -74,11 +74,11 @@ class Script:
 
     @property
     def told(self) -> str:
-        """What it printed, for a complaint."""
+        """Return its output, for an error."""
         return "".join(self._lines[-12:])
 
     def wait_for(self, lines: int) -> None:
-        """Until it has told of its training so often."""
+        """Wait until it has reported its training this often."""
         until = time.monotonic() + END_SECONDS_MAX
         while len(self.points) < lines:
             assert self.process.poll() is None, self.told
@@ -86,14 +86,14 @@ class Script:
             time.sleep(0.05)
 
     def end(self) -> int:
-        """Wait for its end; its exit code."""
+        """Wait for its end; return its exit code."""
         code = self.process.wait(END_SECONDS_MAX)
         self._reader.join(5)
         return code
 
 
 def play(folder: Path, steps: int) -> list[Script]:
-    """Start three, kill the third, start it again; all four processes' words."""
+    """Start three, kill the third, restart it; return the output of all four processes."""
     begun = time.monotonic()
     scripts = [Script(folder, "first", "", steps, 1, begun)]
     try:
@@ -116,7 +116,7 @@ def play(folder: Path, steps: int) -> list[Script]:
 
 
 def curves(found: dict[str, list[Point]]) -> str:
-    """Loss on unseen digits by seconds since the first line, a line a process, as SVG; the loss on a
+    """Draw the loss on unseen digits by seconds since the first line, one line per process, as SVG with a
     logarithmic axis."""
     first = min(point[0] for points in found.values() for point in points)
     last = max(point[0] for points in found.values() for point in points) - first

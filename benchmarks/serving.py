@@ -1,13 +1,13 @@
-"""Time one peer's serving against plain transformers with its own cache, batches against one, two stages
-against one, a shared prefix against a fresh one, and two stages over slow links against their own delays.
+"""Compare one peer's serving with plain transformers and its cache, batches with single sessions, two stages
+with one, a shared prefix with a fresh one, and two stages over slow links with the links' delays.
 
     python benchmarks/serving.py [--quick] [--json]
 
 The model is a llama of fresh weights in float32, and once more in bfloat16. Stages run in processes of their
-own, with one thread each, as transformers does here. What is timed is decoding after a prompt, and the first
-token after one of which 1,000 tokens are read already. All take turns, and the best of several rounds counts.
+own, with one thread each, as transformers does here. Decoding after a prompt is timed, and the first token
+after a prompt of which 1,000 tokens are already read. All take turns, and the best of several rounds counts.
 Slow links are those of three real nodes on loopback (`_delayed_nodes`), two with a stage each and the door;
-their own time a token is that of the same nodes without a delay.
+their own time per token is that of the same nodes without a delay.
 """
 
 import sys
@@ -43,7 +43,7 @@ ONE, EIGHT, THIRTY_TWO, TWO_STAGES = 0.85, 4.0, 6.0, 1.10
 PREFIX, DELAYED = 0.3, 1.06
 SHARED, OWN, CHUNK = 1_000, 16, 128
 DELAYS = (0.02, 0.1)
-"""Seconds one way, of each of the three links a token crosses."""
+"""Seconds one way, for each of the three links that a token crosses."""
 HOPS = 3
 PROMPT = 256
 VOCABULARY = 4_000
@@ -65,7 +65,7 @@ def make_model(*, quick: bool) -> Any:
 
 
 class Service:
-    """Stages in their processes, called one after the other."""
+    """Stages in their processes, called one after another."""
 
     def __init__(self, hosts: list[StageHost]) -> None:
         self.hosts = hosts
@@ -80,7 +80,7 @@ class Service:
         return None if payload is None else unpack(payload, bytes_max=payload.size_bytes)[0][1]
 
     async def seconds_a_token(self, sessions: int, tokens: int) -> float:
-        """Of one step of all sessions together, after a prompt each."""
+        """Return the seconds of one step of all sessions together, after a prompt each."""
         ids = np.random.default_rng(0).integers(3, VOCABULARY, (sessions, PROMPT))
         names = [number.to_bytes(16, "big") for number in range(sessions)]
         for name, row in zip(names, ids, strict=True):
@@ -98,7 +98,8 @@ class Service:
         return spent / tokens
 
     async def first_seconds(self, *, shares: bool) -> float:
-        """Until the first token of a prompt, of which all but `OWN` tokens are read already, or none."""
+        """Return the seconds to the first token of a prompt, of which all but `OWN` tokens are already read,
+        or none."""
         ids = np.random.default_rng(1).integers(3, VOCABULARY, SHARED + OWN).tolist()
         base, name = bytes(15) + b"b", bytes(15) + b"n"
         if shares:
@@ -141,7 +142,7 @@ async def open_service(graph: Graph, values: Any, stages: int) -> Service:
 
 
 def plain_seconds(model: Any, tokens: int) -> float:
-    """The same of transformers, by itself."""
+    """Return the same figure for transformers alone."""
     ids = torch.from_numpy(np.random.default_rng(0).integers(3, VOCABULARY, (1, PROMPT)))
     with torch.no_grad():
         past = model(input_ids=ids, use_cache=True, logits_to_keep=1).past_key_values
@@ -196,7 +197,7 @@ async def measure(*, quick: bool) -> dict[str, float]:
 
 
 def measure_delays(*, quick: bool) -> dict[str, float]:
-    """Return the time a token of two stages, over what their computation and the delays take."""
+    """Return the time per token of two stages, relative to computation and delays."""
     with TemporaryDirectory() as folder:
         nodes = DelayedNodes(Path(folder), "abc")
         try:

@@ -1,11 +1,11 @@
-"""What one silent and one slow member cost a run of the optimizer of six others.
+"""The cost of one silent and one slow member for a run of the optimizer of six others.
 
 Eight nodes on loopback, in threads of one process; a step takes a sleep and a small model. Six members train
 until they average regularly, and their rounds a second are counted. Then two more join: one that is four
-times slower, and one that is silent; `absent` is listed and comes to no round, `ready` enters every group and
-sends nothing. The rounds of the six are counted again from that moment on, so that what the six spend on
-finding out is in the figure. `local`: tensors are averaged every so many local steps. `batch`: rounds are the
-steps of a target batch.
+times slower, and one that is silent; `absent` is listed and joins no round, `ready` enters every group and
+sends nothing. The rounds of the six are counted again from that moment on, so that the figure includes the
+time of detection. `local`: tensors are averaged every so many local steps. `batch`: rounds are the steps of a
+target batch.
 """
 
 import statistics
@@ -82,7 +82,7 @@ class Trainer:
 
 
 def rate(members: list[Trainer], seconds: float) -> float:
-    """Return the rounds a second that the median member completes."""
+    """Return the rounds a second of the median member."""
     before = [each.optimizer.stats.rounds for each in members]
     begun = time.monotonic()
     time.sleep(seconds)

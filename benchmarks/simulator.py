@@ -1,12 +1,11 @@
-"""Worlds of cores: how much faster than real time, in how much memory, and how the cost grows with the peers.
+"""Worlds of cores: speed relative to real time, memory, and the growth of cost with the number of peers.
 
 Each world is `sim.worlds.cores.CoresWorld` with its stream of events and their digest on, in a process of its
 own: SWIM of the lan preset, the DHT with its records' work, links of 10 to 80 ms with jitter and loss. Each
-begins with peers that know each other (`start.acquainted`); that and a first minute are stated beside and not
-in the figures. What is measured are ten minutes, in which each bucket of the DHT comes up for its refresh
-once; with `--quick` less.
-Times are CPU seconds of that process, with the wall and the pace of a plain loop beside them; memory is what
-the process grew by since it had imported everything.
+begins with peers that know each other (`start.acquainted`); that and a first minute are reported separately.
+The measured ten minutes contain one refresh of each bucket of the DHT; with `--quick` less. Times are CPU
+seconds of that process, with the wall time and the pace of a plain loop; memory is the growth of the process
+since its imports.
 """
 
 import argparse
@@ -62,7 +61,7 @@ class Case:
             sample_seconds=self.settled_seconds,
             network=NETWORK,
             start=Start(spread_seconds=0.0, acquainted=True),
-            # As much for each peer in a small world as in a large one.
+            # The same load per peer in a small world as in a large one.
             records=Records(
                 stores_per_second=self.nodes * STORES_PER_PEER,
                 lookups_per_second=self.nodes * LOOKUPS_PER_PEER,
@@ -85,7 +84,7 @@ class Clocks:
 
 
 def play(case: Case) -> dict[str, Any]:
-    """Run one world in this process; its row of figures."""
+    """Run one world in this process; return its row of figures."""
     process = psutil.Process()
     watch = Watch(())
     gc.collect()
@@ -94,7 +93,7 @@ def play(case: Case) -> dict[str, Any]:
     begun: list[tuple[float, int]] = []
 
     def sample() -> None:
-        """What came before does not count."""
+        """Reset the clocks: earlier time does not count."""
         if not begun:
             begun.append((clocks.lap()[0], world.counters()["sent"]))
 
@@ -124,8 +123,8 @@ def play(case: Case) -> dict[str, Any]:
 
 
 def loop_nanoseconds() -> float:
-    """One turn of a plain loop: how fast this machine is just now, for CPU seconds too are longer where
-    other programs share its caches and cores."""
+    """Return the time of one turn of a plain loop, the machine's present speed: CPU seconds too are longer
+    where other programs share its caches and cores."""
     turns = 2_000_000
     begun = time.process_time()
     total = 0
@@ -139,7 +138,7 @@ def _watched(watch: Watch, observed: Observed, world: CoresWorld) -> None:
 
 
 def play_apart(case: Case) -> dict[str, Any]:
-    """The same in a fresh process, whose memory nothing else has touched."""
+    """Run it in a fresh process, whose memory nothing else has touched."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         row = pool.apply(play, (case,))
     print(row, file=sys.stderr)  # the largest worlds take long
@@ -147,7 +146,8 @@ def play_apart(case: Case) -> dict[str, Any]:
 
 
 def exponent(rows: Sequence[dict[str, Any]]) -> float:
-    """b where the cost of a virtual second goes like nodes to the b: a line through the logarithms."""
+    """Return b where the cost of a virtual second grows like nodes to the b: a line through the
+    logarithms."""
     points = [(math.log(row["nodes"]), math.log(row["cpu_ms_per_virtual_second"])) for row in rows]
     middle_x = sum(x for x, _ in points) / len(points)
     middle_y = sum(y for _, y in points) / len(points)
@@ -156,7 +156,7 @@ def exponent(rows: Sequence[dict[str, Any]]) -> float:
 
 
 def draw(rows: Sequence[dict[str, Any]], growth: float, path: str) -> None:
-    """Cost against peers, both logarithmic, beside n log n."""
+    """Draw cost against peers, both logarithmic, with n log n."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -195,7 +195,7 @@ def main() -> int:
     worlds = [play_apart(case) for case in (QUICK if flags.quick else FULL)]
     growing = [play_apart(case) for case in (QUICK_GROWTH if flags.quick else FULL_GROWTH)]
     growth = exponent(growing)
-    # A small world is held against the same work per peer as a large one.
+    # A small world is compared at the same work per peer as a large one.
     share, largest_share = worlds[0]["nodes"] / 1_000, growing[-1]["nodes"] / 10_000
     goals = [
         Goal("1,000 peers, times real time", worlds[0]["times_real"] * share, ">=", THOUSAND_GOAL),
@@ -203,7 +203,7 @@ def main() -> int:
         Goal("10,000 peers, times real time", growing[-1]["times_real"] * largest_share, ">=", MYRIAD_GOAL),
         Goal("exponent of the cost over peers", growth, "<=", GROWTH_GOAL),
     ]
-    if not flags.quick:  # what a process needs anyway would count too much among few peers
+    if not flags.quick:  # the fixed cost of a process would weigh too much with few peers
         goals += [
             Goal(f"{row['nodes']:,} peers, kB each", row["kilobytes_per_node"], "<=", KILOBYTES_GOAL)
             for row in (worlds[0], growing[-1])

@@ -1,10 +1,10 @@
-"""What a second busy slot costs the first: operators measured in one process, then in several at once.
+"""The cost of a second busy slot for the first: operators measured in one process, then in several at once.
 
     python benchmarks/slots.py [--slots 2] [--times 4]      half a minute each time
 
-As a node with `[offer] slots` measures itself at the start (`node.services.calibration`), so that plans count
-with what a slot does while the others are busy. The slots share the cores; with one core for each what is
-left is what they do to each other: memory bandwidth, caches, clocks.
+A node with `[offer] slots` measures itself so at the start (`node.services.calibration`), so that plans use a
+slot's rate while the others are busy. The slots share the cores; with one core for each, they still compete
+for memory bandwidth, caches and clocks.
 """
 
 import argparse

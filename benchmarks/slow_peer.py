@@ -1,4 +1,4 @@
-"""Asynchronous beside synchronous averaging with one peer of four that is four times slower, on digits.
+"""Asynchronous against synchronous averaging with one peer of four that is four times slower, on digits.
 
 Virtual time: a local step takes a unit, the slow peer's four; a round takes as long as ten fast steps. The
 real strategies on a real model (one hidden layer, Adam), each peer with its own quarter of the data.
@@ -76,7 +76,7 @@ def pace(number: int) -> float:
 
 
 def synchronous(peers: list[Peer]) -> float:
-    """Train until the samples are used up; the virtual time it took."""
+    """Train until the samples are used up; return the virtual time."""
     strategies = [ParameterMean(LOCAL_STEPS, "all") for _ in peers]
     rounds = SAMPLES // (PEERS * LOCAL_STEPS * BATCH)
     for _ in range(rounds):
@@ -91,7 +91,7 @@ def synchronous(peers: list[Peer]) -> float:
 
 
 def asynchronous(peers: list[Peer]) -> float:
-    """As above, where nobody waits for anybody."""
+    """Train likewise, where nobody waits."""
     strategies = [Delayed(Asynchronous(LOCAL_STEPS, 4 * LOCAL_STEPS)) for _ in peers]
     order = count()
     events: list[tuple[float, int, int, Array | None]] = [
@@ -103,7 +103,7 @@ def asynchronous(peers: list[Peer]) -> float:
     while taken < SAMPLES:
         now, _, number, mean = heapq.heappop(events)
         peer = peers[number]
-        if mean is not None:  # a round that this peer is in is over
+        if mean is not None:  # a round with this peer is over
             steps, _ = offered.pop(number)
             peer.theta = strategies[number].take(peer.theta, Mean(mean, stale_steps=peer.steps - steps))
             continue
@@ -122,7 +122,7 @@ def asynchronous(peers: list[Peer]) -> float:
 
 
 def play(seed: int, train: Any) -> tuple[float, float]:
-    """Samples a unit of time, and the mean accuracy of the peers' models on held-out digits."""
+    """Return the samples per unit of time, and the mean accuracy of the peers' models on held-out digits."""
     data = load_digits()
     images = np.asarray(data.train["x"], np.float32).reshape(-1, 64)
     labels = np.asarray(data.train["y"])

@@ -1,19 +1,18 @@
-"""What a run of two members survives: real nodes, idle neighbours, one machine killed or stopped.
+"""The survival of a run of two members: real nodes, idle neighbours, one machine killed or stopped.
 
 A requester that feeds and one peer that holds the only stage, with one, two or four idle nodes beside them,
-of which one is a witness. One of them is killed with SIGKILL, or stopped with SIGSTOP for 40 s, while the
-run is placed, while it trains, while a checkpoint is on its way, or as it ends. The run must go on by
-itself and end with the weights of the undisturbed run, or pause where no majority of voters is alive, and
-then say who would end that. `--full` plays every cell; otherwise every role, signal and phase meets once,
-with another number of idle nodes each time.
-`--cells` plays those of all cells that have these numbers, counted from 0: all of them take an hour and more.
+of which one is a witness. One of them is killed with SIGKILL, or stopped with SIGSTOP for 40 s, while the run
+is placed, while it trains, while a checkpoint is on its way, or as it ends. The run must go on by itself and
+end with the weights of the undisturbed run, or pause if no majority of voters is alive, and name the nodes
+that would end the pause. `--full` plays every cell; otherwise every combination of role, signal and phase is
+played once, with varying numbers of idle nodes. `--cells` plays the cells with these numbers, counted from 0:
+all of them take over an hour.
 
-`stalled_seconds` is the longest time from the signal on without a committed step or the end, as a
-survivor's own events tell it; `reported_seconds` is the longest stall that the run reports, and
-`report_error_seconds` how far that is from the clock: from the signal to the event. While a run is placed
-there is no step to wait for: what the undisturbed run took for its first step is taken off. A requester
-that is killed before it has told anybody of its run takes it with it, and one that is stopped then is
-waited for. Not measured here: two machines on a network.
+`stalled_seconds` is the longest time after the signal without a committed step or the end, by a survivor's
+own events; `reported_seconds` is the longest stall that the run reports, and `report_error_seconds` its
+difference to the clock, from the signal to the event. While a run is placed no step is due: the undisturbed
+run's time to its first step is subtracted. If the requester is killed before it has told anybody of its run,
+the run is lost; if it is stopped then, the others wait. Not measured here: two machines on a network.
 """
 
 import os
@@ -45,8 +44,8 @@ STOP_SECONDS, SETTLE_SECONDS = 40.0, 5.0
 STEPS, STEPS_QUICK = 120, 60
 PHASES = ("placing", "training", "checkpoint", "ending")
 AFTER = {"training": 14, "checkpoint": 20}
-"""The step, counted from 0, after which the signal comes. A checkpoint is made of every tenth. While it is
-placed: as soon as there is a plan; as it ends: after the last step."""
+"""The step, counted from 0, after which the signal comes; every tenth step makes a checkpoint. In the phase
+of placing: as soon as there is a plan; at the end: after the last step."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -75,7 +74,7 @@ checkpoint_every = 10
 
 @dataclass(frozen=True)
 class Case:
-    """`role` of a run of two with so many `idle` nodes gets a signal in a `phase`; "" for nobody."""
+    """In a run of two with this many `idle` nodes, `role` gets a signal in a `phase`; "" for nobody."""
 
     idle: int
     role: str = ""
@@ -84,19 +83,20 @@ class Case:
 
     @property
     def name(self) -> str:
-        """For a person."""
+        """Return a name for people."""
         return f"{self.idle} idle, {self.how} the {self.role}, {self.phase}" if self.role else "nobody"
 
 
 UNDISTURBED = Case(1)
 ROLES = ("requester", "replica", "witness", "idle")
-"""The requester is the trainer too, and commits. Of the idle ones: one that is no witness, where there is."""
+"""The requester is also the trainer, and commits. "idle": one that is not a witness, if there is one."""
 IDLE = (1, 2, 4)
 HOW = ("kill", "stop")
 
 
 def sample() -> list[Case]:
-    """Every role with every signal in every phase, once; the fewest nodes first, for none is ever ended."""
+    """Return every role with every signal in every phase, once; the fewest nodes first, because none is ever
+    ended."""
     cells = enumerate(product(HOW, ROLES, PHASES))
     found = [
         Case(IDLE[(n + n // len(IDLE)) % len(IDLE)], role, how, phase) for n, (how, role, phase) in cells
@@ -105,7 +105,7 @@ def sample() -> list[Case]:
 
 
 def every() -> list[Case]:
-    """Return all cells; of one idle node, which is the witness, without that of another."""
+    """Return all cells; with one idle node, which is the witness, no other idle one."""
     cells = [Case(idle, role, how, phase) for idle, how, role, phase in product(IDLE, HOW, ROLES, PHASES)]
     return [case for case in cells if (case.role, case.idle) != ("idle", 1)]
 
@@ -114,12 +114,13 @@ QUICK = (Case(1, "witness", "kill", "checkpoint"), Case(2, "replica"))
 
 
 class Machines(Nodes):
-    """Nodes that may be stopped for a while too; all are up again at `resumes_at`."""
+    """Nodes that may be stopped for a while; all run again at `resumes_at`."""
 
     resumes_at = 0.0
 
     def halt(self, names: Iterable[str], seconds: float) -> float:
-        """SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; when, in unix seconds."""
+        """Send SIGSTOP to nodes and their stages, and SIGCONT after `seconds`; return when, in unix
+        seconds."""
         at = time.time()
         self.resumes_at = at + seconds
         for name in names:
@@ -132,7 +133,7 @@ class Machines(Nodes):
 
 
 def members(watch: Watch) -> dict[str, str]:
-    """The node in each role, by the first plan."""
+    """Return the node in each role, by the first plan."""
     plan, nodes = watch.plan, watch.nodes
     found = {"requester": watch.requester, "replica": nodes.name_of(plan["stages"][0][0])}
     found |= {"witness": nodes.name_of(peer) for peer in plan["witnesses"][:1]}  # noqa: B035
@@ -143,7 +144,8 @@ def members(watch: Watch) -> dict[str, str]:
 def play(
     nodes: Machines, case: Case, folder: Path, steps: int, first: dict[str, Any] | None
 ) -> tuple[dict[str, Any], Any]:
-    """One run, and the tensors that it came to; `first` is the row of the undisturbed run. Raises Stalled."""
+    """Play one run; return its row and its final tensors; `first` is the row of the undisturbed run. Raises
+    Stalled."""
     nodes.refill(case.idle + 2)
     nodes.heard.clear()
     player = survival.Play(nodes, survival.Shape(0, 1, 1, case.idle), folder)
@@ -173,7 +175,7 @@ def play(
 
 
 def _strike(nodes: Machines, case: Case, watch: Watch, steps: int) -> str:
-    """Give the signal when it is due; the name of a member that lives on."""
+    """Send the signal when it is due; return the name of a surviving member."""
     requester = watch.requester
 
     def is_due() -> bool:
@@ -209,7 +211,7 @@ def _figures(watch: Watch, alive: str, placed: float, case: Case) -> dict[str, A
     return {
         "stalled_seconds": round(max(gaps), 2) if gaps else None,
         "reported_seconds": None if longest is None else round(longest["seconds"], 2),
-        # Without a witness nothing stalls, and what is reported is a change of plans.
+        # Without a witness nothing stalls, and the report is a change of plans.
         "report_error_seconds": None
         if longest is None or case.role in ("witness", "idle")
         else round(abs(longest["seconds"] - (longest["at_seconds"] - at)), 2),
@@ -219,7 +221,7 @@ def _figures(watch: Watch, alive: str, placed: float, case: Case) -> dict[str, A
 
 
 def goals_of(row: dict[str, Any]) -> list[Goal]:
-    """What is held of one case."""
+    """Return the goals of one case."""
     name, infinite = row["case"], float("inf")
     goals = [Goal(f"{name}: largest difference to the undisturbed run", row["difference"], "<=", EXACT)]
     if "stalled_seconds" in row:
@@ -264,7 +266,7 @@ def main() -> int:
                     row["difference"] = float(f"{difference(tensors, expected):.1e}")
                     goals += goals_of(row)
                 rows.append(row)
-                # It must be up again before the next case counts the living.
+                # It must run again before the next case counts the live nodes.
                 time.sleep(max(0.0, nodes.resumes_at + SETTLE_SECONDS - time.time()))
                 print("  ".join(f"{key} {value}" for key, value in row.items()), file=sys.stderr, flush=True)
     except Stopped:

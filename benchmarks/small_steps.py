@@ -1,12 +1,12 @@
-"""The steps a second of a small run beside a plain PyTorch loop: one node, two replicas, and a larger model.
+"""The steps a second of a small run against a plain PyTorch loop: one node, two replicas, and a larger model.
 
 The plain loop trains the same model with the same settings in this process, with one thread, the batch in as
 many micro-batches as the run's (`plain`) or in one piece (`whole batch`). Nodes and loop take turns: while
 the loop computes, the nodes and their stages are stopped with SIGSTOP, so both see the same machine. Turns
-are so short that nodes which stood still do not suspect each other when they go on. A node has one core; its
-event loop may run on another one while its stage computes.
-`node_cpu_milliseconds` and `stage_cpu_milliseconds` are the processor time of a step, of all nodes together.
-Checkpoints are on but where a case says so, which is how their cost is found.
+are so short that stopped nodes do not suspect each other when they go on. A node has one core; its event loop
+may run on another one while its stage computes. `node_cpu_milliseconds` and `stage_cpu_milliseconds` are the
+processor time of a step, of all nodes together. Checkpoints are on except where a case turns them off, to
+measure their cost.
 
 Not measured here: two machines on a network.
 """
@@ -40,9 +40,9 @@ WARM_STEPS = 12
 CALIBRATES_SECONDS, CALIBRATED_SECONDS_MAX = 10.0, 60.0
 """A node begins to calibrate soon after its start."""
 STILL_SECONDS_MAX = 2.5
-"""Shorter than the preset `host` allows a process to stand still: all others' turns together."""
+"""Shorter than the preset `host` lets a process stand still: all others' turns together."""
 TURNS, TURNS_QUICK, UNCOUNTED_TURNS = 40, 14, 2
-"""The first turns load libraries, and nodes go on after they stood still for longer."""
+"""The first turns load libraries, and nodes resume from longer pauses."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -95,7 +95,7 @@ ONE_GOAL, TWO_GOAL, LARGER_GOAL, CHECKPOINTS_GOAL = 0.9, 1.05, 1.15, 0.02
 
 
 class PlainLoop:
-    """The same training as anybody would write it, on one thread."""
+    """The same training in plain PyTorch, on one thread."""
 
     def __init__(self, case: Case, text: bytes, *, whole: bool) -> None:
         torch.manual_seed(1)
@@ -127,7 +127,7 @@ class PlainLoop:
         return total
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """Steps, and the seconds they took."""
+        """Return the number of steps, and their seconds."""
         begun, cpu, count = time.perf_counter(), time.process_time(), 0
         while time.perf_counter() - begun < seconds:
             self.step()
@@ -139,10 +139,10 @@ class PlainLoop:
 
 
 class Machines(survival.Nodes):
-    """The nodes of one run, which stand still while others have their turn."""
+    """The nodes of one run, which are stopped while others have their turn."""
 
     def begin(self, case: Case, folder: Path) -> None:
-        """Train; returns after some steps."""
+        """Train; return after some steps."""
         self._groups: list[int] = []
         self._turns: list[tuple[float, float]] = []
         self.refill(case.replicas)
@@ -159,11 +159,11 @@ class Machines(survival.Nodes):
             time.sleep(0.5)
 
     def stop(self) -> None:
-        """Stand still; so are all from here on but in their turn."""
+        """Stop; from here on all run only in their turn."""
         self._signal(signal.SIGSTOP)
 
     def run(self, seconds: float) -> tuple[int, float]:
-        """Let them compute; how many seconds that took. The steps are counted later, by `steps`."""
+        """Let them compute; return for how many seconds. `steps` counts the steps later."""
         before = self._cpu_seconds()
         begun = time.time()
         self._signal(signal.SIGCONT)
@@ -177,8 +177,8 @@ class Machines(survival.Nodes):
         return 0, ended - begun
 
     def steps(self) -> list[int]:
-        """How many steps were committed in each turn so far."""
-        # What they said last is still on its way through pipes of this process.
+        """Return how many steps were committed in each turn so far."""
+        # Their last messages are still in pipes of this process.
         self.hear(lambda: False, 0.5)
         times = sorted(row["at_seconds"] for row in self._watch.events("StepCommitted"))
         return [bisect_right(times, ended) - bisect_left(times, begun) for begun, ended in self._turns]
@@ -186,7 +186,7 @@ class Machines(survival.Nodes):
     node_seconds = stage_seconds = 0.0
 
     def _calibrates(self) -> bool:
-        """Whether a node still finds out what classes of operators take, for which it has a process."""
+        """Return whether a node still calibrates, for which it has a process."""
         modules = {"partition.calibrate", "node.calibration.own_work"}
         return any(modules & set(_command(child)) for child in self._children())
 
@@ -194,7 +194,7 @@ class Machines(survival.Nodes):
         return [child for group in self._groups for child in psutil.Process(group).children(recursive=True)]
 
     def _cpu_seconds(self) -> tuple[float, float]:
-        """Processor time so far, of the nodes and of their stages."""
+        """Return the processor time so far, of the nodes and of their stages."""
         node = stage = 0.0
         for group in self._groups:
             times = psutil.Process(group).cpu_times()
@@ -214,12 +214,12 @@ class Machines(survival.Nodes):
         super().close()
 
     def count(self, kind: str) -> int:
-        """How often the requester has said so."""
+        """Return how many events of this kind the requester published."""
         return len(self._watch.events(kind))
 
 
 def _command(process: psutil.Process) -> list[str]:
-    """The command line; empty for a process that has just ended."""
+    """Return the command line; empty for a process that has just ended."""
     try:
         return process.cmdline()
     except psutil.Error:
@@ -227,7 +227,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def compare(cases: dict[str, Case], turns: int) -> list[dict[str, Any]]:
-    """Plain loops and nodes in turns; a row for each."""
+    """Run plain loops and nodes in turns; return a row for each."""
     first = next(iter(cases.values()))
     text = "".join(f"{n} and {n} are {2 * n}, {n} times {n} is {n * n}.\n" for n in range(600))
     takers: dict[str, Any] = {
@@ -265,7 +265,7 @@ def _row(name: str, found: dict[str, list[tuple[int, float]]], takers: dict[str,
     row: dict[str, Any] = {"case": name, "steps_per_second": round(statistics.fmean(rates[name]), 2)}
     for plain in ("plain", "plain, whole batch"):
         if name != plain:
-            # Of all turns: a step that is cut by a turn's end counts in the next one.
+            # Over all turns: a step that the end of a turn cuts counts in the next one.
             ratio = statistics.fmean(rates[name]) / statistics.fmean(rates[plain])
             row[f"of_{plain}"] = round(ratio, 3)
     taker = takers[name]

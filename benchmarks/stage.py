@@ -1,4 +1,4 @@
-"""What a stage costs beside the module it came from: the interpreter, the process around it, and admission.
+"""The cost of a stage compared with its module: the interpreter, the process around it, and admission.
 
 The interpreter runs whole models of `tests.zoo` at their realistic size, in turns with the module itself. The
 process is `StageHost` under trio with GPT blocks, in turns with an executor in this process; meanwhile a task
@@ -46,13 +46,13 @@ HEARTBEAT_SECONDS = 0.002
 TURN_SECONDS = 0.05
 BATCH, TOKENS, WIDTH = 4, 256, 768
 UNROLLED = ("lstm", "gru")
-"""Their graphs are cells of plain operators, one for each place, beside torch's one fused operator: they miss
-the goal of the worst, so that of the others stands beside it."""
+"""Their graphs have cells of plain operators, one per position, where torch has one fused operator: they miss
+the goal for the worst case, so the others' worst case is shown too."""
 QUICK = ("mlp", "unet", "gpt", "hf-llama")
 
 
 def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each, ABAB, after a round that does not count; what is short runs several times a turn."""
+    """Return the seconds of each, alternating, after a warm-up round; short ones run several times a turn."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     times = 1
     for number in range(rounds + 1):
@@ -67,7 +67,7 @@ def in_turns(runs: dict[str, Callable[[], None]], rounds: int) -> dict[str, list
 
 
 def interpreter(name: str, rounds: int) -> dict[str, Any]:
-    """Eager time over the interpreter's, forward and with backward."""
+    """Return eager time over the interpreter's, forward and with backward."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     inputs, labels = case.data(0, case.batch)
@@ -105,16 +105,16 @@ def interpreter(name: str, rounds: int) -> dict[str, Any]:
 
 
 def drop(_: object) -> None:
-    """Let the result go, and with it what autograd kept."""
+    """Free the result, and with it autograd's saved tensors."""
 
 
 def backward(loss: Tensor) -> None:
-    """Into the gradients of the leaves."""
+    """Compute the gradients of the leaves."""
     loss.backward()  # type: ignore[no-untyped-call]  # so in torch
 
 
 def values_of(case: Case, graph: Graph) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-    """The module's own first values by rows of the graph's tables."""
+    """Return the module's own initial values by rows of the graph's tables."""
     state = case.model().state_dict()
     parameters = {}
     for row, parameter in enumerate(graph.parameters):
@@ -129,7 +129,7 @@ def values_of(case: Case, graph: Graph) -> tuple[dict[int, Tensor], dict[int, Te
 
 
 def blocks() -> tuple[StageSpecification, Payload, Payload]:
-    """Two blocks of a GPT as the stage in the middle, with an input and a gradient of 4x256x768."""
+    """Return two blocks of a GPT as the middle stage, with an input and a gradient of 4x256x768."""
     model = GPT(GPTConfiguration(512, TOKENS, layers=4, heads=12, width=WIDTH, dropout=0.1))
     ids = torch.zeros(BATCH, TOKENS, dtype=torch.int64)
     captured = capture(model, (ids,), labels=(ids,), loss=next_token_loss, name="blocks")
@@ -145,7 +145,8 @@ def blocks() -> tuple[StageSpecification, Payload, Payload]:
 
 
 async def process(rounds: int) -> dict[str, Any]:
-    """`StageHost` against an executor here, and how late a heartbeat gets while the host works."""
+    """Compare `StageHost` with an executor in this process, and measure the lateness of a heartbeat while the
+    host works."""
     specification, bundle, gradient = blocks()
     arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()}
     executor = StageExecutor(specification, arenas)
@@ -184,11 +185,11 @@ async def process(rounds: int) -> dict[str, Any]:
         "in_process_ms": round(1e3 * statistics.median(seconds["here"]), 1),
         "host_ms": round(1e3 * statistics.median(seconds["host"]), 1),
         "cost": round(statistics.median(host / here for host, here in pairs) - 1, 4),
-        # A busy machine slows the process, which is nice to others; this it does not slow.
+        # A busy machine slows the process, which is nice to others; it does not slow this figure.
         "processor_cost": round(processor["host"] / processor["here"] - 1, 4),
         "heartbeats": len(late),
         "worst_stall_ms": round(1e3 * max(late), 2),
-        # Without what other programs on a busy machine took meanwhile.
+        # Without the time that other programs on a busy machine took.
         "worst_stall_processor_ms": round(1e3 * max(busy), 2),
     }
 
@@ -199,7 +200,7 @@ def _processor_seconds(process: psutil.Process) -> float:
 
 
 async def heartbeat(late: list[float], busy: list[float]) -> None:
-    """Append by how many seconds each waking is late and what this thread computed, until cancelled."""
+    """Append how late each waking is and how long this thread computed, until cancelled."""
     while True:
         due, used = trio.current_time() + HEARTBEAT_SECONDS, time.thread_time()
         await trio.sleep_until(due)
@@ -208,7 +209,7 @@ async def heartbeat(late: list[float], busy: list[float]) -> None:
 
 
 def admission(name: str) -> dict[str, Any]:
-    """The longest admission of a model's stages, cut into three."""
+    """Return the longest admission of a model's stages, cut into three."""
     case = ZOO[name]("bench")
     captured = captured_case(case, torch.float32)
     sizes = sizes_of(captured.graph, case.data(0, case.batch))
@@ -218,7 +219,7 @@ def admission(name: str) -> dict[str, Any]:
 
 
 def seconds_of_admission(stage: StageGraph, sizes: tuple[int, ...]) -> float:
-    """The median of three, once torch has loaded what it needs for the first."""
+    """Return the median of three, after torch has loaded everything for the first."""
     specification = StageSpecification(b"benchmark", stage, sizes)
     return statistics.median(in_turns({"": lambda: drop(admit(specification))}, 3)[""])
 

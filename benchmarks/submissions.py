@@ -2,9 +2,9 @@
 
     python benchmarks/submissions.py [--nodes 20] [--runs 100] [--times 1]
 
-Three of the nodes ask, each for a third of the runs. Held against: all runs end well, no node has two stages
-at once (its processes are counted, and what it says of its slot), and each requester has its share of what
-was served while all had runs that waited. `tests.test_submissions` plays the same in virtual time.
+Three of the nodes each request a third of the runs. The goals: all runs end well, no node has two stages at
+once (by its processes and by its reports of the slot), and each requester gets its share while all have
+waiting runs. `tests.test_submissions` plays the same in virtual time.
 """
 
 import argparse
@@ -64,13 +64,13 @@ def main() -> int:
             "seconds between a slot given and the end told of", max(row["overlap"] for row in rows), "<=", 5
         ),
     ]
-    if not options.quick:  # three requesters of a dozen runs each have but whole ones
+    if not options.quick:  # three requesters with a dozen runs each have only whole ones
         goals.append(Goal("off the fair share", max(row["off"] for row in rows), "<=", OFF_MAX))
     return report("submissions", rows, goals, as_json=options.json)
 
 
 def play(nodes: int, runs: int, steps: int) -> dict[str, Any]:
-    """Start the nodes, submit, and wait until all have ended."""
+    """Start the nodes, submit the runs, and wait until all have ended."""
     from partition.capture.models.model_spec import capture_built_in
 
     names = [f"n{number}" for number in range(nodes)]
@@ -118,8 +118,8 @@ def play(nodes: int, runs: int, steps: int) -> dict[str, Any]:
 
 
 def _overlap(rows: Sequence[Served]) -> float:
-    """Return how much later at most than the next slot it gave a node told of a run's end; the stage of that
-    run was closed before."""
+    """Return the longest delay between a node's next grant of its slot and its report of the previous run's
+    end; that run's stage was closed before."""
     ordered = sorted(rows, key=lambda row: (row.provider, row.begun))
     pairs = [(one, other) for one, other in pairwise(ordered) if one.provider == other.provider]
     return max((one.ended - other.begun for one, other in pairs), default=0.0)
@@ -138,8 +138,8 @@ def _start(group: SwarmProcesses, names: Sequence[str]) -> None:
 
 
 def _drain(group: SwarmProcesses, names: Sequence[str], whose: dict[str, str]) -> int:
-    """Wait for all ends; the most processes of stages that a node had at once. One that has ended may be
-    there for a moment beside the next, so only what is seen twice in a row counts."""
+    """Wait for all ends; return the most processes of stages that a node had at once. An ended process may
+    overlap the next for a moment, so only counts seen twice in a row matter."""
     until, most, before = time.monotonic() + DRAIN_SECONDS_MAX, 0, dict.fromkeys(names, 0)
     while not whose.keys() <= _outcomes(group, names[:REQUESTERS]).keys():
         if time.monotonic() > until:
@@ -163,7 +163,7 @@ def _stages(process: int) -> int:
 def _events(group: SwarmProcesses, name: str, *kinds: str) -> list[dict[str, Any]]:
     found: list[dict[str, Any]] = []
     arguments = {"kinds": list(kinds), "since": 0.0, "follow": False}
-    with suppress(NoNode):  # busy: asked again
+    with suppress(NoNode):  # busy: ask again
         ask(group.nodes[name].data_dir, "events", arguments, found.append, seconds=60.0)
     return found
 

@@ -1,14 +1,14 @@
-"""What a death costs: real nodes train, some of them are killed with SIGKILL in a step, and the run goes on.
+"""The cost of a death: real nodes train, some of them are killed with SIGKILL in a step, and the run goes on.
 
-A node is a process group of its own with one core; whoever is killed takes its stage with it, as in a power
-cut. Three stages of two replicas, the one that asked, and spares; a tiny GPT in float64 on a text made here.
-The first run is left alone, and every other result is held against its: also where a stage went back to a
-checkpoint, for what is computed again is the same arithmetic, but for the order of sums.
+A node is a process group of its own with one core; a kill includes its stage, as in a power cut. The swarm
+has three stages of two replicas, the requester, and spares; it trains a tiny GPT in float64 on a text made
+here. The first run is undisturbed, and every other result is compared with it, even after a stage went back
+to a checkpoint: the repeated arithmetic is the same except for the order of sums.
 
-Of each scenario: `stalled_seconds` is the longest time without a committed step from the kill on, `noticed`
-and `planned` when the first survivor held the victim for dead and the next plan came into force, `lost` the
+For each scenario: `stalled_seconds` is the longest time without a committed step after the kill, `noticed`
+and `planned` when the first survivor declared the victim dead and the next plan came into force, `lost` the
 steps committed before the kill and again after it, `replayed` the micro-batches whose sums died, and
-`frames_again` what was sent a second time for them. Not measured here: networks between machines.
+`frames_again` the frames sent a second time for them. Not measured here: networks between machines.
 """
 
 import shutil
@@ -41,9 +41,9 @@ KILL_STEP = 8
 """Counted from 0: in the middle between two checkpoints, and late enough that one is on other disks."""
 STALL_GOAL_SECONDS = 15.0
 EXACT = 1e-9
-"""Of a tensor's largest value, in float64: what the order of sums may change."""
+"""Relative to a tensor's largest value, in float64: the effect of the order of sums."""
 MEET_SECONDS_MAX, PLACE_SECONDS_MAX, STEP_SECONDS_MAX, END_SECONDS_MAX = 60.0, 180.0, 120.0, 60.0
-"""After so long without what is waited for, a scenario has failed."""
+"""A scenario that waits longer than this has failed."""
 RUN_FILE = """\
 model = "gpt"
 data = "text.txt"
@@ -70,7 +70,7 @@ replicas = {replicas}
 trainers = 2
 checkpoint_every = {every}
 """
-"""Two trainers: the data is a file that only the one who asks has, and it may be the one who dies."""
+"""Two trainers: only the requester has the data, a file, and may die."""
 
 Event = dict[str, Any]
 Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
@@ -78,7 +78,7 @@ Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a run is."""
+    """The size of a run."""
 
     steps: int
     stages: int
@@ -92,7 +92,7 @@ class Shape:
 
 
 class Nodes:
-    """The living nodes of one swarm, and all that each says of runs, in the order in which it comes."""
+    """The live nodes of one swarm, and all their events of runs in order of arrival."""
 
     def __init__(self, folder: Path, stop: StopFlag) -> None:
         self.heard: list[tuple[str, Event]] = []
@@ -104,18 +104,18 @@ class Nodes:
 
     @property
     def living(self) -> list[str]:
-        """Names, the eldest first."""
+        """Return names, the eldest first."""
         return list(self._living)
 
     def name_of(self, peer: str) -> str:
         return next(node.name for node in self._processes.nodes.values() if node.peer == peer)
 
     def ask(self, name: str, command: str, values: Mapping[str, object] | None = None) -> Any:
-        """What a node answers to one of its client's commands."""
+        """Return a node's answer to a client's command."""
         return ask(self._processes.nodes[name].data_dir, command, values, seconds=STEP_SECONDS_MAX)
 
     def refill(self, count: int) -> None:
-        """Start as many fresh nodes as are lacking, and wait until everybody has met everybody."""
+        """Start fresh nodes for the missing ones, and wait until all have met."""
         names = [f"n{self._started + number}" for number in range(count - len(self._living))]
         self._started += len(names)
         self._processes.launch(names)
@@ -131,7 +131,7 @@ class Nodes:
             self._stop.pause(0.1)
 
     def kill(self, names: Iterable[str]) -> float:
-        """SIGKILL to nodes and their stages; when, in unix seconds."""
+        """Send SIGKILL to nodes and their stages; return when, in unix seconds."""
         at = time.time()
         for name in names:
             self._living.remove(name)
@@ -139,7 +139,7 @@ class Nodes:
         return at
 
     def hear(self, until: Callable[[], bool], seconds: float) -> bool:
-        """Take what the nodes say until something is so; False where nothing is said for so long."""
+        """Read the nodes' output until a condition holds; return False if there is none for this long."""
         while not until():
             end = time.monotonic() + seconds
             while True:
@@ -162,7 +162,7 @@ class Nodes:
         self._processes.kill_all()
 
     def _listen(self, name: str) -> None:
-        with suppress(PeerloomError):  # its end; whether that was wanted, `check` says
+        with suppress(PeerloomError):  # its end; `check` judges whether that was wanted
             for reply in request(self._processes.nodes[name].data_dir, "events"):
                 if "event" in reply:
                     self._inbox.put((name, reply["event"]))
@@ -170,7 +170,7 @@ class Nodes:
 
 @dataclass
 class Watch:
-    """One run as the nodes of its first plan tell it."""
+    """One run as the nodes of its first plan report it."""
 
     nodes: Nodes
     run: str
@@ -179,7 +179,7 @@ class Watch:
     killed_at: float = 0.0
 
     def events(self, kind: str, name: str = "") -> list[Event]:
-        """Those of a kind that one node has published, the first witness if none is named."""
+        """Return the events of a kind that one node published, by default the first witness."""
         name = name or self.witness
         return [
             event
@@ -189,18 +189,18 @@ class Watch:
 
     @property
     def plan(self) -> Event:
-        """The first one."""
+        """Return the first plan."""
         return self.events("RunPlanned", self.requester)[0]
 
     @property
     def members(self) -> list[str]:
-        """Of the first plan: the requester, then replica by replica."""
+        """Return the members of the first plan: the requester, then replica by replica."""
         stages = self.plan["stages"]
         return [self.requester, *(self.nodes.name_of(peer) for stage in stages for peer in stage)]
 
     @property
     def witness(self) -> str:
-        """Of those members that live, the one that has heard of the most steps."""
+        """Return the live member that has seen the most steps."""
         if not self.killed:
             return self.requester
         living = [name for name in self.members if name in self.nodes.living]
@@ -208,20 +208,20 @@ class Watch:
 
     @property
     def endings(self) -> dict[str, Event]:
-        """How the run ended, by the node that says so."""
+        """Return the end of the run, by the node that reports it."""
         found = {name: self.events("RunEnded", name) for name in self.nodes.living}
         return {name: rows[0] for name, rows in found.items() if rows}
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended wherever it was taken up and not given back."""
+        """Return whether it has ended at every node that took it up and did not give it back."""
         held = [
             len(self.events("RunAccepted", name)) - len(self.events("RunReleased", name))
             for name in self.nodes.living
         ]
         return len(self.endings) >= max(1, sum(count > 0 for count in held))
 
-    # What it cost
+    # Cost
 
     def figures(self) -> dict[str, Any]:
         """See the module's docstring."""
@@ -256,7 +256,7 @@ class Watch:
         return self.events("RunResumed")
 
     def _lost_steps(self) -> int:
-        """Steps committed twice: the more, as this witness heard it or as the committers counted it."""
+        """Return the steps committed twice: the larger of this witness' and the committers' count."""
         steps: list[int] = [row["step"] for row in self.events("StepCommitted")]
         counted: int = sum(row["lost_steps"] for row in self._resumed())
         return max(len(steps) - len(set(steps)), counted)
@@ -266,27 +266,28 @@ Choose = Callable[[Watch], list[str]]
 
 
 def replica_of(stage: int) -> Choose:
-    """The first replica of a stage: the one that also saves it."""
+    """Choose the first replica of a stage, which also saves it."""
     return lambda watch: [watch.nodes.name_of(watch.plan["stages"][stage][0])]
 
 
 def all_of(stage: int) -> Choose:
-    """Every replica of a stage."""
+    """Choose every replica of a stage."""
     return lambda watch: [watch.nodes.name_of(peer) for peer in watch.plan["stages"][stage]]
 
 
 def requester(watch: Watch) -> list[str]:
-    """Choose the node that asked for the run: it feeds and commits."""
+    """Choose the requester: it feeds and commits."""
     return [watch.requester]
 
 
 def planner(watch: Watch) -> list[str]:
-    """The first in line to propose the next plan, also the one without itself."""
+    """Choose the first in line to propose the next plan, even the one without itself."""
     return [watch.nodes.name_of(watch.plan["planner"])]
 
 
 def keeper(watch: Watch) -> list[str]:
-    """A member that keeps copies of the most stages; not one that another scenario kills anyway."""
+    """Choose a member that keeps copies of the most stages, but not one that another scenario kills
+    anyway."""
     others = [name for name in watch.members if [name] not in (requester(watch), planner(watch))]
     return [max(others, key=lambda name: _stages_kept(watch, name))]
 
@@ -318,7 +319,7 @@ QUICK: tuple[Scenario, ...] = (UNDISTURBED, Scenario("a replica of stage 2", rep
 
 
 class Stalled(Exception):
-    """A run that did not come to its end."""
+    """A run that did not end."""
 
 
 Kind = TypeVar("Kind", bound=Nodes)
@@ -334,7 +335,7 @@ class Play:
         self._expected: Tensors | None = None
 
     def scenario(self, scenario: Scenario) -> dict[str, Any]:
-        """One run, from its placing to its weights; what it cost. Raises Stalled."""
+        """Play one run, from its placing to its weights; return its cost. Raises Stalled."""
         self._nodes.refill(self._shape.nodes)
         self._nodes.heard.clear()
         watch = self._submit()
@@ -369,7 +370,7 @@ class Play:
         return Watch(self._nodes, run, name)
 
     def _train(self, watch: Watch, scenario: Scenario) -> None:
-        """Until whoever is chosen has been killed, in the middle of a step."""
+        """Train until the chosen nodes have been killed, in the middle of a step."""
 
         def is_due() -> bool:
             steps = watch.events("StepCommitted")
@@ -385,7 +386,7 @@ class Play:
         watch.killed_at = self._nodes.kill(chosen)
 
     def _weights(self, watch: Watch, ends: Mapping[str, Event]) -> Tensors:
-        """As the last of the survivors keeps them. Raises Stalled where they are not what they should be."""
+        """Return the weights that the last survivor keeps. Raises Stalled if they are wrong."""
         name, end = list(ends.items())[-1]
         out = self._folder / f"{watch.run}.safetensors"
         self._nodes.ask(name, "runs.fetch", {"run": watch.run, "out": str(out)})
@@ -397,7 +398,7 @@ class Play:
 
 
 def difference(found: Tensors, expected: Tensors) -> float:
-    """The largest over all tensors, as a share of the tensor's largest value."""
+    """Return the largest difference over all tensors, relative to the tensor's largest value."""
     if found.keys() != expected.keys():
         return float("inf")
     return max(
@@ -407,7 +408,7 @@ def difference(found: Tensors, expected: Tensors) -> float:
 
 
 def goals_of(row: Mapping[str, Any], scenario: Scenario, shape: Shape) -> list[Goal]:
-    """What is held of one scenario."""
+    """Return the goals of one scenario."""
     name = scenario.name
     goals = [Goal(f"{name}: largest difference to the undisturbed run", row["difference"], "<=", EXACT)]
     if scenario.choose is not None:
@@ -419,7 +420,7 @@ def goals_of(row: Mapping[str, Any], scenario: Scenario, shape: Shape) -> list[G
 
 
 def prepare(folder: Path, shape: Shape) -> None:
-    """The text, the run's file and the captured model."""
+    """Write the text, the run's file and the captured model."""
     text = "".join(f"{n} and {n} are {2 * n}, {n} times {n} is {n * n}.\n" for n in range(120))
     (folder / "text.txt").write_text(text)
     capture(
@@ -429,7 +430,7 @@ def prepare(folder: Path, shape: Shape) -> None:
 
 
 def capture(folder: Path, run_file: str) -> None:
-    """The run's file and its model."""
+    """Write the run's file and its model."""
     path = folder / "RUN.toml"
     path.write_text(run_file)
     capture_to(folder / "gpt.peerloom", toml.parse(path.read_text(), RunFile, name=path.name).value, path, "")
@@ -437,7 +438,7 @@ def capture(folder: Path, run_file: str) -> None:
 
 @contextmanager
 def swarm(kind: type[Kind]) -> Iterator[tuple[Kind, Path]]:
-    """A swarm without nodes yet, and a folder; whatever happens, no process and no file stays."""
+    """Yield a swarm without nodes yet, and a folder; no process and no file stays in any case."""
     folder = Path(tempfile.mkdtemp(prefix="peerloom-survival-"))
     stop = StopFlag()
     nodes = kind(folder, stop)
@@ -455,7 +456,7 @@ def swarm(kind: type[Kind]) -> Iterator[tuple[Kind, Path]]:
 
 
 def measure(scenarios: Sequence[Scenario], shape: Shape) -> tuple[list[dict[str, Any]], list[Goal]]:
-    """Play them all in one swarm; it ends with the first that does not end well."""
+    """Play all in one swarm, up to the first that fails."""
     rows: list[dict[str, Any]] = []
     goals: list[Goal] = []
     with swarm(Nodes) as (nodes, folder):

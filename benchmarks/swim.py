@@ -1,10 +1,11 @@
-"""SWIM: how soon a death is noticed, what it costs a member, and what hostile members can do.
+"""SWIM: the detection time of deaths, the cost per member, and the effect of hostile members.
 
     python benchmarks/swim.py [--json] [--quick] [--seeds N] [--members N] [--only PART]
 
 Bare cores on the simulator's engine (`_swarm`), the lan preset, links of 10 to 80 ms: everything is in
 virtual time, so that a loaded machine changes no figure. In full 20 seeds of 1,000 members; with `--quick`
-fewer of fewer. A crash is suspected when any member does, and dead for each other when that one says so.
+fewer seeds and members. A crash counts as suspected when any member suspects it, and as dead for each
+observer when that one says so.
 """
 
 import argparse
@@ -33,7 +34,7 @@ SETTLED_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Size:
-    """How much is played."""
+    """The size of the experiment."""
 
     members: int
     seeds: int
@@ -52,7 +53,7 @@ def quantile(values: Iterable[float], share: float) -> float:
 
 
 def detection(size: Size, seed: int, loss: bool) -> dict[str, Any]:
-    """Crashes one after another: first suspicions, and verdicts at all others."""
+    """Measure crashes one after another: first suspicions, and verdicts at all others."""
     swarm = Swarm(size.members, LAN, LOSSY if loss else LINKS, seed)
     swarm.run(SETTLED_SECONDS)
     crashed: dict[bytes, float] = {}
@@ -73,7 +74,7 @@ def detection(size: Size, seed: int, loss: bool) -> dict[str, Any]:
 
 
 def traffic(size: Size, seed: int, loss: bool, *, scoped: bool = False) -> dict[str, Any]:
-    """Nobody comes and nobody goes."""
+    """Measure traffic while nobody comes or goes."""
     swarm = Swarm(size.members, LAN, LOSSY if loss else LINKS, seed, scoped=scoped)
     swarm.run(SETTLED_SECONDS)
     before = swarm.sent_bytes()
@@ -86,7 +87,7 @@ def traffic(size: Size, seed: int, loss: bool, *, scoped: bool = False) -> dict[
 
 
 def news(size: Size, seed: int) -> float:
-    """Seconds until all know of a new profile, at 10 % loss."""
+    """Return the seconds until all know a new profile, at 10 % loss."""
     swarm = Swarm(size.members, LAN, LOSSY, seed)
     swarm.run(SETTLED_SECONDS)
     told = swarm.profile(0)
@@ -102,11 +103,11 @@ def news(size: Size, seed: int) -> float:
 
 
 def blocked(size: Size, seed: int, settings: Settings) -> tuple[int, int]:
-    """False deaths of healthy members: as anybody sees it, and as healthy members do.
+    """Return false deaths of healthy members: at any observer, and at healthy ones.
 
-    Lifeguard's experiment (Dadgar et al. 2018, section V): 5 % of members are slow in turns, for 2 to 10 s
-    at a time with 0.5 to 4 s between. What is sent to them and by them waits until it is over, while their
-    timers run on. A process that does not run at all cannot blame anybody.
+    Lifeguard's experiment (Dadgar et al. 2018, section V): 5 % of members are slow in turns, for 2 to 10 s at
+    a time with 0.5 to 4 s between. Messages to and from them wait until it is over, while their timers run
+    on. (A process that does not run at all cannot accuse anybody.)
     """
     swarm = Swarm(size.members, settings, LINKS, seed, blockable=True)
     swarm.run(SETTLED_SECONDS)
@@ -127,7 +128,7 @@ def blocked(size: Size, seed: int, settings: Settings) -> tuple[int, int]:
 
 
 def one_way(size: Size, seed: int) -> int:
-    """False deaths where one of the two ways between 10 % of all pairs is blocked."""
+    """Return false deaths where 10 % of all pairs are blocked in one direction."""
     swarm = Swarm(size.members, LAN, LINKS, seed)
     rng = Random(seed)
     for one in swarm.peers:
@@ -139,7 +140,7 @@ def one_way(size: Size, seed: int) -> int:
 
 
 def healed(size: Size, seed: int) -> float:
-    """Seconds after a split of 60 s until everybody lists everybody as live again."""
+    """Return the seconds after a split of 60 s until everybody lists everybody as live again."""
     swarm = Swarm(size.members, LAN, LINKS, seed)
     swarm.run(SETTLED_SECONDS)
     half = size.members // 2
@@ -155,8 +156,9 @@ def healed(size: Size, seed: int) -> float:
 
 
 def hostile(size: Size, seed: int, liars: int) -> dict[str, Any]:
-    """Liars tell random members, ten times a second each, that others are suspect and dead: in the present
-    incarnation, an old one and one to come; and replay, forge and jump incarnations of their own."""
+    """Play liars that tell random members, ten times a second each, that others are suspect and dead, in the
+    present incarnation, an old one and a future one; and that replay, forge and jump incarnations of their
+    own."""
     swarm = Swarm(size.members, LAN, LINKS, seed)
     swarm.run(SETTLED_SECONDS)
     honest = swarm.peers[liars:]
@@ -194,7 +196,7 @@ def _lies(swarm: Swarm, liar: int, victim: bytes, incarnation: int, rng: Random)
         sign_body(signer, DeadBody(victim, incarnation, rng.randrange(2_000))),
         sign_body(signer, AliveBody(2 + rng.randrange(2**41), f"node-{liar}", (), b"")),
     ]
-    if rng.random() < 0.1:  # one that is not signed by its author ends what is read of a message
+    if rng.random() < 0.1:  # one not signed by its author ends the reading of a message
         forged = lies[0]
         lies.append(Fact(bytes(victim), forged.body, forged.signature))
     return tuple(lies)
@@ -205,7 +207,7 @@ def _tell(swarm: Swarm, liar: int, receiver: Any, lies: tuple[Fact, ...]) -> Non
 
 
 class Played:
-    """What was played so far: rows, printed as they come, and goals."""
+    """The results so far: rows, printed as they come, and goals."""
 
     def __init__(self, size: Size) -> None:
         self.size = size
@@ -215,17 +217,17 @@ class Played:
         self.goals: list[Goal] = []
 
     def note(self, what: str, **figures: Any) -> None:
-        """One more row."""
+        """Add a row."""
         self.rows.append({"what": what, "members": self.size.members, **figures})
         print(self.rows[-1], file=sys.stderr, flush=True)
 
     def goal(self, name: str, value: float, bound: float) -> None:
-        """Hold a figure against a bound that it is not to exceed."""
+        """Compare a figure with an upper bound."""
         self.goals.append(Goal(name, value, "<=", bound))
 
 
 def play_crashes(played: Played) -> None:
-    """How soon a crash is suspected and known."""
+    """Measure how soon a crash is suspected and known."""
     for loss, name in ((False, "no loss"), (True, "10 % loss")):
         suspected: list[float] = []
         dead: list[float] = []
@@ -246,7 +248,7 @@ def play_crashes(played: Played) -> None:
 
 
 def play_idle(played: Played) -> None:
-    """What it costs where nobody comes and nobody goes, and whether somebody is buried."""
+    """Measure the cost while nobody comes or goes, and false deaths."""
     for loss, name in ((False, "no loss"), (True, "10 % loss")):
         rate, falsely, hours = 0.0, 0, 0.0
         for seed in played.seeds:
@@ -261,7 +263,7 @@ def play_idle(played: Played) -> None:
 
 
 def play_scoped(played: Played) -> None:
-    """What it costs a member of ten times as many, each of which lists its neighbourhood."""
+    """Measure the cost per member with ten times as many, each of which lists its neighbourhood."""
     size = replace(played.size, members=10 * played.size.members)
     for loss, name in ((False, "no loss"), (True, "10 % loss")):
         one = traffic(size, 1, loss, scoped=True)
@@ -272,7 +274,7 @@ def play_scoped(played: Played) -> None:
 
 
 def play_news(played: Played) -> None:
-    """How soon all know of a change."""
+    """Measure how soon all know a change."""
     spread = []
     for seed in played.seeds:
         spread.append(news(played.size, seed))
@@ -282,7 +284,7 @@ def play_news(played: Played) -> None:
 
 
 def play_blocked(played: Played) -> None:
-    """Lifeguard on and off, same seeds."""
+    """Compare Lifeguard on and off, same seeds."""
     on, off = [0, 0], [0, 0]
     for seed in played.few:
         for counts, settings in ((on, LAN), (off, WITHOUT_LIFEGUARD)):
@@ -296,7 +298,7 @@ def play_blocked(played: Played) -> None:
 
 
 def play_paths(played: Played) -> None:
-    """One-way pairs, and a split that heals."""
+    """Play one-way pairs, and a split that heals."""
     each: tuple[tuple[str, Callable[[Size, int], float], float], ...] = (
         ("false deaths, 10 % of pairs one way", one_way, 0),
         ("seconds until views are whole after a split of 60 s", healed, 30.0),
@@ -308,7 +310,7 @@ def play_paths(played: Played) -> None:
 
 
 def play_hostile(played: Played) -> None:
-    """One liar, and one member in twenty."""
+    """Play one liar, and one member in twenty."""
     for name, liars in (("one liar", 1), ("5 % liars", played.size.members // 20)):
         lied = [hostile(played.size, seed, liars) for seed in played.few]
         cost = max(row["cost"] for row in lied)
@@ -330,7 +332,7 @@ PARTS: dict[str, Callable[[Played], None]] = {
 
 
 def main() -> int:
-    """Play what the flags ask for."""
+    """Play the parts that the flags select."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="fewer members and seeds, under 50 s")

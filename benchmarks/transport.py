@@ -1,10 +1,10 @@
-"""Our streams beside plain TCP: bulk, a signed activation there and back, a round trip, connecting.
+"""Our streams against plain TCP: bulk, a signed activation there and back, a round trip, connecting.
 
 Two processes on loopback for each case, in turns, medians; a ratio is the median of the ratios within a
-round, so that what else the machine does falls out. "Plain sockets" are blocking ones with one buffer made
-before: nothing in Python is faster. The activation is a frame as the stages send it: packed, digested,
-signed, encrypted, and checked at both ends, in the very messages of the pipeline; plain sockets send the same
-number of bytes and no more.
+round, so that other load on the machine cancels. "Plain sockets" are blocking ones with one preallocated
+buffer: nothing in Python is faster. The activation is a frame as stages send it: packed, digested, signed,
+encrypted, and checked at both ends, in the pipeline's own messages; plain sockets send just the same number
+of bytes.
 """
 
 import multiprocessing
@@ -55,17 +55,17 @@ from partition.codecs.codec import Array, pack, unpack
 from partition.steps.frames import PAYLOAD_BYTES_MAX, Frame, make_frame, open_frame
 
 DIGEST_THREADS = 2
-"""As a stage that was given both cores has it: while one end digests, the other waits."""
+"""As at a stage with both cores: while one end digests, the other waits."""
 PINGS, CONNECTS, DATAGRAMS = 100, 5, 30
 TIMES = {"ping": PINGS, "connect": CONNECTS, "reopen": CONNECTS, "datagram": DATAGRAMS}
 ECHO_GOAL, BULK_GOAL, STALL_GOAL_SECONDS = 2.5, 0.5, 0.005
 BULK_CPU_GOAL, PING_GOAL, CONNECT_CPU_GOAL_SECONDS = 2.2, 1.3, 0.003
 KNOWN_PEER_CPU_GOAL_SECONDS = 60e-6
-"""One side of a datagram there and back, above what the same takes on trio's sockets."""
+"""One side's CPU for a datagram there and back, beyond the same on trio's sockets."""
 
 PLAIN, TRIO, TLS, LIBP2P = "plain sockets", "trio sockets", "trio.SSLStream, TLS 1.3", "py-libp2p"
 SLOW_ROUNDS = 2
-"""py-libp2p is measured in the last rounds only: its bulk takes as long as all others' rounds together."""
+"""py-libp2p is measured only in the last rounds: its bulk takes as long as all others' rounds together."""
 CIPHERS = {"peerloom, AES-256-GCM": "AESGCM", "peerloom, ChaCha20-Poly1305": "ChaChaPoly"}
 OURS = next(iter(CIPHERS))
 SERVER = Identity(b"s" * 32)
@@ -78,7 +78,7 @@ Figures = dict[str, list[float]]
 
 
 def make_network(identity: Identity, cipher: str) -> RealNetwork:
-    """A node's network on any port of loopback."""
+    """Return a node's network on any port of loopback."""
     return RealNetwork(
         identity,
         os.urandom(32),
@@ -91,7 +91,7 @@ def make_network(identity: Identity, cipher: str) -> RealNetwork:
 
 
 async def send_activation(stream: Stream, signer: Signer, activation: Array) -> None:
-    """As a stage does: pack, digest, sign, send."""
+    """Send as a stage does: pack, digest, sign, send."""
     payload = pack([("float32", activation)], "raw", threads=DIGEST_THREADS)
     frame = make_frame(
         signer,
@@ -108,7 +108,7 @@ async def send_activation(stream: Stream, signer: Signer, activation: Array) -> 
 
 
 async def receive_activation(stream: Stream) -> Array:
-    """Receive, check the digest and the shapes."""
+    """Receive an activation; check the digest and the shapes."""
     data, payload = await stream.receive_with_payload(PAYLOAD_BYTES_MAX)
     message: Frame = decode(data, PipelineMessage, bytes_max=PIPELINE_BYTES_MAX)
     opened = open_frame(stream.peer, message, payload)
@@ -139,7 +139,7 @@ class StreamLine:
         assert np.array_equal(back[::100], self._activation[::100])
 
     async def payload(self) -> None:
-        """Encrypted there and back, neither signed nor digested."""
+        """Send encrypted there and back, neither signed nor digested."""
         stream = self._streams["payloads"]
         await stream.send(b"", self._activation.data)
         await stream.receive_with_payload(ECHO_BYTES)
@@ -149,19 +149,19 @@ class StreamLine:
         await self._streams["pings"].receive()
 
     async def connect(self) -> None:
-        """A new connection each time, whatever is idle."""
+        """Open a new connection each time, even if one is idle."""
         await self._network.identify(self._address)
 
     async def reopen(self) -> None:
-        """A stream, on a connection that is idle after the last one."""
+        """Open a stream on the idle connection of the last one."""
         await (await self._network.open(SERVER.peer, _protocol("once"))).aclose()
 
     async def datagram(self) -> None:
-        """A message there and back, with a peer that is known."""
+        """Send a message there and back, with a known peer."""
         await ask_by_datagram(self._network)
 
     async def new_peer(self) -> float:
-        """The same from a node that nobody has heard of: seconds from its first word to the answer."""
+        """Send from an unknown node; return the seconds from its first message to the answer."""
         network = make_network(Identity(os.urandom(32)), self._cipher)
         async with trio.open_nursery() as nursery:
             await nursery.start(network.run)
@@ -178,7 +178,7 @@ class StreamLine:
 
 
 async def ask_by_datagram(network: RealNetwork) -> None:
-    """A message to the far side and back; whoever loses one on loopback waits for nothing."""
+    """Send a message to the far side and back; a loss on loopback would hang."""
     network.send(SERVER.peer, _protocol("datagrams"), bytes(PING_BYTES))
     inbox = network.inbox(_protocol("datagrams"))
     ((_, answer),) = await inbox.take(trio.current_time() + ANSWER_SECONDS)
@@ -218,7 +218,7 @@ async def tell_cpu(stream: Stream) -> None:
 
 
 async def say_nothing(stream: Stream) -> None:
-    """The far side of a stream that is opened and closed."""
+    """Do nothing: the far side of a stream that is opened and closed."""
 
 
 async def answer_datagrams(network: RealNetwork) -> None:
@@ -238,7 +238,7 @@ CONVERSATIONS = {
 
 
 async def serve_streams(connection: Connection, cipher: str) -> None:
-    """The far side of `StreamLine`."""
+    """Run the far side of `StreamLine`."""
     network = make_network(SERVER, cipher)
     for name, conversation in CONVERSATIONS.items():
         network.handle(_protocol(name), conversation)
@@ -253,7 +253,7 @@ async def serve_streams(connection: Connection, cipher: str) -> None:
 
 
 def serve(case: str, pem: Path, connection: Connection) -> None:
-    """The whole of a far side's process."""
+    """Run a far side's process."""
     if case == PLAIN:
         serve_plain(connection)
     elif case == LIBP2P:
@@ -266,7 +266,7 @@ def serve(case: str, pem: Path, connection: Connection) -> None:
 
 @contextmanager
 def far_sides(cases: list[str], folder: Path) -> Iterator[dict[str, Any]]:
-    """Each case's far side in a process of its own; where each listens, and py-libp2p's id."""
+    """Yield each case's far side in a process of its own: its port, and py-libp2p's id."""
     pem = certificate(folder)
     context = multiprocessing.get_context("spawn")
     processes, ports = [], {}
@@ -307,7 +307,7 @@ async def connect_line(case: str, port: int, pem: Path, nursery: trio.Nursery) -
 
 
 async def timed(line: Line, figures: Figures, name: str) -> None:
-    """One measurement, of as many times as it takes to be seen; and the CPU seconds of both ends."""
+    """Measure once, with enough repetitions to be visible; and the CPU seconds of both ends."""
     call, times = getattr(line, name), TIMES.get(name, 1)
     far = await line.far_cpu_seconds()
     near, begun = time.process_time(), time.perf_counter()
@@ -319,8 +319,8 @@ async def timed(line: Line, figures: Figures, name: str) -> None:
 
 
 class LongestStep(trio.abc.Instrument):
-    """The longest that any task kept the event loop to itself: seconds of computing, so that what else the
-    machine does falls out."""
+    """The longest time that any task kept the event loop: seconds of computing, so that other load on the
+    machine cancels."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -334,7 +334,8 @@ class LongestStep(trio.abc.Instrument):
 
 
 async def longest_stall_seconds(line: Line, rounds: int) -> float:
-    """While payloads are encrypted and decrypted; the median of the worst of each echo."""
+    """Return the longest stall while payloads are encrypted and decrypted; the median of the worst of each
+    echo."""
     assert isinstance(line, StreamLine)
     worst = []
     for _ in range(rounds):
@@ -347,7 +348,7 @@ async def longest_stall_seconds(line: Line, rounds: int) -> float:
 
 
 async def measure(ports: dict[str, Any], pem: Path, rounds: int) -> tuple[dict[str, Figures], float]:
-    """All cases in turns, and our longest stall."""
+    """Measure all cases in turns, and our longest stall."""
     found: dict[str, Figures] = {case: {} for case in ports}
     async with trio.open_nursery() as nursery, AsyncExitStack() as stack:
         lines: dict[str, Line] = {}
@@ -378,20 +379,20 @@ async def measure(ports: dict[str, Any], pem: Path, rounds: int) -> tuple[dict[s
 def ratio(
     found: dict[str, Figures], case: str, name: str, plain_name: str | None = None, *, beside: str = PLAIN
 ) -> float:
-    """How many times as long as plain sockets, or as much: the median over the rounds."""
+    """Return the time, or the rate, relative to plain sockets: the median over the rounds."""
     figures, others = found[case][name], found[beside][plain_name or name]
     pairs = zip(figures, others[-len(figures) :], strict=True)
     return statistics.median(ours / other for ours, other in pairs)
 
 
 def known_peer_seconds(found: dict[str, Figures]) -> float:
-    """CPU of one side for a datagram there and back with a known peer, above trio's sockets."""
+    """Return one side's CPU for a datagram there and back with a known peer, beyond trio's sockets."""
     pairs = zip(found[OURS]["datagram cpu"], found[TRIO]["datagram cpu"], strict=True)
     return statistics.median(ours - raw for ours, raw in pairs) / 2
 
 
 def row(found: dict[str, Figures], case: str) -> dict[str, Any]:
-    """One case, beside plain sockets."""
+    """Return one case relative to plain sockets."""
     middle = {name: statistics.median(values) for name, values in found[case].items()}
     figures = {
         "case": case,

@@ -1,10 +1,11 @@
-"""What being watched costs a node that computes: its page, five watchers, metrics and traces, on against off.
+"""The cost of being watched for a computing node: its page, five watchers, metrics and traces, on against
+off.
 
 Two nodes, each alone in a swarm of its own, train the same model. One has no page; the other has one, with
-five open streams, is scraped every second, and was asked for the trace of its newest step before every turn
-(spans are always noted). They take turns: while one computes, the other's processes are stopped, so both have
-the same machine, and its load is seconds apart. What is compared in each pair is steps a second; and the
-processor time a step, on which other programs of a busy machine weigh less.
+five open streams, is scraped every second, and is asked for the trace of its newest step before every turn
+(spans are always recorded). They take turns: while one computes, the other's processes are stopped, so both
+have the same machine within seconds. Each pair compares steps per second, and the processor time per step,
+which other programs of a busy machine disturb less.
 """
 
 import contextlib
@@ -45,7 +46,7 @@ replicas = 1
 
 
 class Trained:
-    """One node that trains alone. It computes only within `turn`."""
+    """One node that trains alone, only within `turn`."""
 
     def __init__(self, folder: Path, name: str, *, is_watched: bool) -> None:
         self.name = name
@@ -101,7 +102,7 @@ class Trained:
                 self.told_bytes += len(data)
 
     def turn(self, seconds: float) -> tuple[float, float]:
-        """Compute for so long; steps a second, and processor seconds a step."""
+        """Compute for this long; return steps per second, and processor seconds per step."""
         os.killpg(self._pid, signal.SIGCONT)
         try:
             time.sleep(SETTLE_SECONDS)
@@ -117,7 +118,7 @@ class Trained:
         return steps / took, used / max(1, steps)
 
     def _trace(self) -> None:
-        """Ask for a trace, as a person does now and then: not in the time that is measured."""
+        """Request a trace, as a person does now and then: outside the measured time."""
         ask(self._folder, "runs.trace", {"run": self._run()["run"], "steps": 1}, seconds=20)
         self.traces += 1
 

@@ -3,9 +3,9 @@
     python examples/demo_words.py text words.txt
     python examples/demo_words.py pack state.safetensors words.peerloom
 
-Between the two lies a run (node/demo/words/RUN.toml). The text is prose of Python's own documentation, a
-paragraph in each window of the run: so the model, which has them by heart, goes on from the beginning of
-any. The weights that ship were trained on those of Python 3.11.
+A run comes between the two (node/demo/words/RUN.toml). The text is prose of Python's own documentation, a
+paragraph in each window of the run: the model memorizes them and continues the beginning of any. The weights
+that ship were trained on those of Python 3.11.
 """
 
 import pydoc_data.topics
@@ -19,13 +19,13 @@ from partition.capture.models.model_spec import capture_built_in
 from partition.model.graph import encode_graph
 
 ROUNDS = 12
-"""How often the paragraphs stand in the text: its end is held out to judge by."""
+"""How often the paragraphs are repeated in the text; its end is held out."""
 PARAGRAPHS = 24
-"""Few, so that a small model has them by heart after minutes."""
+"""Few, so that a small model memorizes them within minutes."""
 LENGTHS = range(150, 256)
 """Letters of a paragraph."""
 LETTERS_MIN = 0.94
-"""Share of letters and spaces in one: less is grammar, tables or code."""
+"""The least share of letters and spaces: paragraphs with less are grammar, tables or code."""
 WINDOW, BYTES = 256, 256
 OPTIONS = {"layers": 4, "heads": 4, "width": 128}
 """As in RUN.toml."""
@@ -46,7 +46,7 @@ def paragraphs() -> list[str]:
 
 
 def write_text(path: Path) -> None:
-    """Write what the model is trained on."""
+    """Write the training text."""
     rng = random.Random(1)  # noqa: S311 - the same text again
     texts = rng.sample(paragraphs(), PARAGRAPHS)
     path.write_text("".join(text.ljust(WINDOW, "\n") for text in texts) * ROUNDS + "\n")

@@ -1,4 +1,4 @@
-"""Who would hold which layers, before anything runs, and what other machines would change. No node is needed.
+"""Plan which peers would hold which layers, and the effect of other machines, without a node.
 
 python examples/plan.py                          # the built-in gpt over examples/peers.toml
 python examples/plan.py FOLDER peers.toml        # a Hugging Face folder over machines of yours
@@ -14,7 +14,7 @@ PEERS = Path(__file__).with_name("peers.toml")
 
 
 def main(model: str = "gpt", peers: str | Path = PEERS) -> None:
-    """Print a plan, draw it, and compare it with what some changes make of it."""
+    """Print a plan, draw it, and compare it with some changes."""
     graph = graph_of(model)  # captured once; `node.plan` takes a model's name as well
     report = node.plan(graph, peers, batch=64)
     print(report.explain())

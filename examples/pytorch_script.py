@@ -4,8 +4,8 @@
     python examples/pytorch_script.py --join 127.0.0.1:9747    # in a second and a third terminal
 
 Each draws its own batches of scikit-learn's digits; every ten steps their weights are averaged. Kill one: the
-others go on. Start it again: it takes over what the others have reached. Accuracy is some 0.92 after 600
-steps, which take a few seconds of one core.
+others go on. Restart it: it takes over the others' state. Accuracy is some 0.92 after 600 steps, which take a
+few seconds of one core.
 """
 
 import argparse

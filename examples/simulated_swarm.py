@@ -1,4 +1,5 @@
-"""A hundred SWIM members in virtual time, one dies: when does each of the others know? Takes a second.
+"""A hundred SWIM members in virtual time, of which one dies: when does each of the others notice? Takes a
+second.
 
     python examples/simulated_swarm.py
 
@@ -25,12 +26,12 @@ END_SECONDS = 40.0
 
 
 def join(through: PeerId, core: Swim, now: float) -> Sends:
-    """Enter the swarm by an earlier member."""
+    """Enter the swarm through an earlier member."""
     return list(core.join(now, [through]))
 
 
 def main() -> None:
-    """Run the experiment and print what it showed."""
+    """Run the experiment and print its results."""
     peers = [seeded_peer(SEED, index) for index in range(PEERS)]
     heard: list[float] = []
 
@@ -51,7 +52,7 @@ def main() -> None:
             now=0.0,
         )
         engine.add(peer, swim)
-        # Each joins through an earlier one; there is no first among them.
+        # Each joins through an earlier one; no member is special.
         through = peers[index // 2]
         if index:
             engine.call(0.1 + index * 0.01, peer, partial(join, through))
