@@ -234,7 +234,7 @@ def goals_of(row: dict[str, Any]) -> list[Goal]:
 
 
 def prepare(folder: Path, steps: int) -> None:
-    """The text, the run's file and the captured model."""
+    """Write the text, the run's file and the captured model."""
     text = "".join(f"{n} and {n} are {2 * n}, {n} times {n} is {n * n}.\n" for n in range(120))
     (folder / "text.txt").write_text(text)
     path = folder / "RUN.toml"

@@ -193,5 +193,5 @@ def _show_version() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Do what the command line says; the exit code. Raises nothing."""
+    """Run a command line and return its exit code. Raises nothing."""
     return dispatch(app, arguments, program(), {"train": train.keys_as_flags})

@@ -84,12 +84,12 @@ class SimNetwork(SingleHomed):
 
     @property
     def outside(self) -> Address:
-        """Where others see it: one of `addresses`, or in front of a translator."""
+        """Return the address where others see it: one of `addresses`, or in front of a translator."""
         return self._home.outside
 
     @property
     def reachable(self) -> bool | None:
-        """An address of its own, with no translator before it, is one that others reach."""
+        """Return True for an address of its own without a translator, which others reach."""
         return True if self._medium.links.at(self._peer).nat is None else None
 
     @property
@@ -176,13 +176,13 @@ class SimNetwork(SingleHomed):
                 self._post(*each)
 
     def miss(self) -> None:
-        """Forget what came when nobody was there."""
+        """Drop datagrams that came when nobody was there."""
         for inbox in self._inboxes.values():
             if not (self.alive and inbox.is_open):
                 self._refuse(inbox.drop_before(now_seconds()))
 
     def expect(self, sender: PeerId, protocol: str, due: float, number: int, data: bytes) -> None:
-        """A datagram of another network is on its way here."""
+        """Accept a datagram on its way from another network."""
         inbox = self._inbox(protocol)
         if not (self.alive and inbox.is_open):
             self._refuse(inbox.drop_before(now_seconds()))
@@ -191,7 +191,7 @@ class SimNetwork(SingleHomed):
             self._medium.count("overflowed")
 
     def bequeath(self) -> dict[str, Datagrams]:
-        """Return what is on its way to a network that is dead."""
+        """Return the datagrams on their way to this dead network."""
         self.miss()
         return {protocol: inbox.empty() for protocol, inbox in self._inboxes.items()}
 
@@ -203,7 +203,7 @@ class SimNetwork(SingleHomed):
 
     @property
     def waiting(self) -> int:
-        """Datagrams in all inboxes."""
+        """Return how many datagrams lie in all inboxes."""
         return sum(len(inbox) for inbox in self._inboxes.values())
 
     def inbox(self, protocol: str) -> SimInbox:
@@ -227,7 +227,7 @@ class SimNetwork(SingleHomed):
         if links.has_translators and not links.lets_in(sender, self._peer, due):
             return False
         self._medium.count("delivered")
-        # A peer that reaches us can be answered: the real transport has a session with it then.
+        # A peer that reaches us can be answered: the real transport has a session with it by then.
         self._known[sender] = None
         return True
 
@@ -316,7 +316,7 @@ class SimNetwork(SingleHomed):
                 stream.resume()
 
     def die(self, *, is_cut: bool = True) -> None:
-        """See `SimNetworkFabric.kill`; `is_cut`: without a word."""
+        """See `SimNetworkFabric.kill`; `is_cut`: without closing."""
         self.alive = False
         self.pace.still_until = 0.0  # a kernel closes what a stopped process had open
         for stream in list(self._streams):
@@ -337,12 +337,12 @@ class SimNetwork(SingleHomed):
         stream.close(is_cut=True)
 
     def _give_up(self, stream: SimStream, stalls: int) -> None:
-        """It has stalled for too long, if it is still the same stall."""
+        """Break a stream that is still in the same stall."""
         if stream.is_stalled and stream.stalls == stalls:
             self._break(stream)
 
     def _join(self, target: "SimNetwork", protocol: str) -> tuple[SimStream, SimStream]:
-        """A new stream, seen from this end and from the other."""
+        """Open a stream; return this end and the other."""
         medium = self._medium
         links = medium.links
         places = links.at(self._peer), links.at(target._peer)
@@ -360,7 +360,7 @@ class SimNetwork(SingleHomed):
         return near, far
 
     async def _meet(self, peer: PeerId) -> "SimNetwork":
-        """Wait for the handshake; the network at the other end."""
+        """Wait for the handshake; return the network at the other end."""
         await stand_still(self.pace)
         links, begun = self._medium.links, now_seconds()
         there, back = links.latency_seconds(self._peer, peer), links.latency_seconds(peer, self._peer)
@@ -371,7 +371,7 @@ class SimNetwork(SingleHomed):
         target = self._medium.living(peer)
         if target is None:
             raise Unreachable("refused", "the peer is not running")
-        # A stopped process has its connections taken by its kernel, but shakes no hands.
+        # The kernel of a stopped process accepts its connections, but makes no handshakes.
         with trio.move_on_after(HANDSHAKE_SECONDS) as scope:
             await stand_still(target.pace)
         if scope.cancelled_caught:

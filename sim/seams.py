@@ -196,7 +196,7 @@ class SimNetworkFabric:
     def post(
         self, sender: Sender, peer: PeerId, protocol: str, data: bytes, *, by_stream: bool = False
     ) -> None:
-        """A datagram leaves, or a message `by_stream`."""
+        """Send a datagram, or a message `by_stream`."""
         now = now_seconds()
         own = sender.place
         self.count("sent")

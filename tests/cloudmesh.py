@@ -25,7 +25,7 @@ from tests.source import ROOT
 PAGE = ROOT / "docs" / "cloudmesh.md"
 COMMAND_SECONDS_MAX = 300.0
 LINES_MAX = 6
-"""Of what a command prints, in the page."""
+"""Lines of a command's output in the page."""
 NAMES = "abc"
 """The nodes that are there from the beginning: a asks, and b and c provide, and each does the other too."""
 ADDRESS = re.compile(

@@ -18,7 +18,7 @@ PLAY = "tests/test_cloudmesh.py::test_a_part_of_the_play_of_real_nodes"
 
 @dataclass(frozen=True)
 class Case:
-    """What happens here, in a sentence; `is_played`: the play shows it."""
+    """A sentence on what happens here; `is_played`: the play shows it."""
 
     kind: str
     text: str
@@ -73,7 +73,7 @@ REPORT = (
                 "command "
                 "that installs it.",
                 "tests/node/test_buckets.py::"
-                "test_a_bucket_without_its_package_is_refused_with_the_command_that_installs_it",
+                "test_a_missing_package_for_a_bucket_is_named_with_its_installation",
             ),
             alternative(
                 "A slow machine is late and does not fail: here its process stood still for two seconds."
@@ -103,8 +103,7 @@ REPORT = (
                 EXCEPTIONAL,
                 "Behind a VPN the place that is claimed is wrong: round trips to the others say so, the "
                 "claim is doubted, and the nearest place counts. No run with `place` or `near` lands there.",
-                "tests/node/test_places.py::"
-                "test_a_swarm_finds_a_wrong_location_by_latency_and_places_no_stage_there",
+                "tests/node/test_places.py::test_latency_exposes_a_wrong_location_which_gets_no_stage",
             ),
             alternative(
                 "Entered by hand: every location is, and `near` without one goes by round trips alone."
@@ -202,8 +201,7 @@ REPORT = (
                 "`common`: the most frequent kind near by. Where none is given every kind counts by its "
                 "measured "
                 "speed, so that one GPU beside three CPUs is not left out.",
-                "tests/node/test_places.py::"
-                "test_devices_are_tried_in_their_order_and_what_comes_of_it_is_said",
+                "tests/node/test_places.py::test_devices_are_tried_in_order_and_the_outcome_is_reported",
             ),
         ),
     ),
@@ -214,7 +212,7 @@ REPORT = (
             typical("Found, connected and named."),
             exceptional(
                 "`replicas_min` insists: an error says how many there are. `--wait` waits for more.",
-                "tests/test_runs_end.py::test_a_run_waits_for_the_peers_that_it_lacks_where_it_is_told_to",
+                "tests/test_runs_end.py::test_a_run_waits_for_missing_peers_if_asked_to",
             ),
             alternative(
                 "`stages` and `replicas` are reduced by themselves to what exists, and that is said."
@@ -295,8 +293,7 @@ REPORT = (
             elsewhere(
                 EXCEPTIONAL,
                 "As 4.3.",
-                "tests/node/test_places.py::"
-                "test_a_swarm_finds_a_wrong_location_by_latency_and_places_no_stage_there",
+                "tests/node/test_places.py::test_latency_exposes_a_wrong_location_which_gets_no_stage",
             ),
             alternative("Entered by hand, at the start or while it runs."),
         ),
@@ -335,11 +332,11 @@ REPORT = (
             typical("Marked as ready; a slot holds one task at a time."),
             exceptional(
                 "Several requesters at once: each slot goes to one.",
-                "tests/node/test_slots.py::test_of_two_requesters_that_race_for_one_provider_one_gets_it",
+                "tests/node/test_slots.py::test_one_of_two_racing_requesters_gets_the_provider",
             ),
             alternative(
                 "The others are told why, look for another provider, and try again: all are served.",
-                "tests/node/test_turns.py::test_of_a_hundred_submissions_to_twenty_nodes_each_has_its_turn",
+                "tests/node/test_turns.py::test_each_of_a_hundred_submissions_gets_its_turn",
             ),
         ),
     ),
@@ -371,8 +368,7 @@ BEYOND = (
         (
             typical(
                 "From the next step on, on all members alike, signed by the requester.",
-                "tests/test_revisions.py::"
-                "test_a_revised_learning_rate_is_the_same_on_all_replicas_though_the_committer_dies",
+                "tests/test_revisions.py::test_a_revised_learning_rate_survives_the_committers_death",
             ),
             exceptional(
                 "Another's run cannot be stopped.",
@@ -403,7 +399,7 @@ BEYOND = (
             elsewhere(
                 EXCEPTIONAL,
                 "Weights of another model are refused.",
-                "tests/test_predict.py::test_what_cannot_be_predicted_is_said",
+                "tests/test_predict.py::test_impossible_predictions_are_refused_with_a_reason",
             ),
         ),
     ),
@@ -505,7 +501,7 @@ def cases() -> Iterator[tuple[Section, Case]]:
 
 
 def shown_in(text: str) -> dict[str, list[str]]:
-    """What was typed and printed, by case, of the page as it is."""
+    """Return the commands and outputs in the page, by case."""
     found: dict[str, list[str]] = {}
     for section, case in cases():
         part = text.partition(f"\n## {section.heading}\n")[2].partition("\n## ")[0]

@@ -59,9 +59,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What was imported lives as long as the process: no collection of garbage looks through it again.
+    """Exempt imported objects from garbage collection: they live as long as the process.
 
-    It is some millions of objects, torch's most of all, beside which those of a test are few.
+    They are some millions, torch's most of all; a test makes few.
     """
     gc.freeze()
 

@@ -1,8 +1,8 @@
 """Deaths that fall into a named phase of a step, for `tests.test_exactness`. No tests are here.
 
-A `Death` watches the machines of every node (what a replica computes next, what comes to a committer and what
-it says) and kills its victim at the instant that its phase names; nothing is timed. What everybody held then
-is kept, and `check` asserts that it was that phase: by the victim's own machine, and by the others'.
+A `Death` watches the machines of every node (a replica's next work, a committer's input and output) and kills
+its victim at the instant of its phase; nothing is timed. It records the state of all members at that instant,
+and `check` asserts that it was that phase: by the victim's own machine, and by the others'.
 """
 
 from collections import Counter
@@ -49,7 +49,7 @@ Work = (
     | work.SaveReady
     | work.FillReady
 )
-"""What a replica does in some step."""
+"""The work of a replica in a step."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def member_of(group: Swarm, name: str) -> Any:
 
 
 def look(group: Swarm) -> Sight:
-    """What everybody holds now."""
+    """Return the state of all members."""
     members = [member for name in group.nodes if (member := member_of(group, name)) is not None]
     shells = [member.hosting.replica for member in members]
     (committer,) = [member.duties.committer.core for member in members if member.duties.committer is not None]
@@ -204,7 +204,7 @@ class Death:
         return False
 
     def said(self, shell: CommitterShell, sends: Sends) -> Sends:
-        """What of it gets out."""
+        """Return the sends that get out."""
         return sends
 
     def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:
@@ -213,8 +213,8 @@ class Death:
 
 
 class ReplicaDeath(Death):
-    """Of a replica, by what it computes. `place` is the stage, counted as in lists, None: the second trainer,
-    which holds one."""
+    """The death of a replica, by the work that it computes. `place` is the stage's place in a list; None: the
+    second trainer, which holds one."""
 
     def __init__(self, phase: Phase, step: int, place: int | None) -> None:
         super().__init__(phase, step)
@@ -291,7 +291,7 @@ class ReplicaDeath(Death):
 
 
 class CommitterDeath(Death):
-    """Of the committer, by what it hears and says. At the commit, one replica is told and no other."""
+    """The death of the committer, by its input and output. At the commit only one replica is told."""
 
     role = "the committer"
 
@@ -370,7 +370,7 @@ class CommitterDeath(Death):
 
 
 class FeedingDeath(Death):
-    """Of the second trainer while it feeds: one of its inputs has come, the next one never does."""
+    """The death of the second trainer while it feeds: one of its inputs has come, the next never does."""
 
     role = "a second trainer that feeds"
 
@@ -390,7 +390,7 @@ class FeedingDeath(Death):
         return is_due and bool(self._unfed) and self.sight is None
 
     def at_done(self, shell: ReplicaShell, item: Work) -> bool:
-        # What it feeds to itself is there before it comes to the next one.
+        # Its own inputs arrive before it comes to the next one.
         return self.at_work(shell, item)
 
     def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:

@@ -1,8 +1,8 @@
 """Three small models and something to learn for each, for tests of exactness. No tests are here.
 
-What makes them hard to cut: batch statistics and dropout; a table of tokens that two stages hold; skips that
-are alive over several stages. A few hundred to a few thousand parameters, so that whole nodes take most of
-the time.
+They are hard to cut: they have batch statistics and dropout, a table of tokens that two stages hold, and
+skips over several stages. A few hundred to a few thousand parameters, so that whole nodes take most of the
+time.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class Job:
 
     @property
     def fields(self) -> Mapping[str, Any]:
-        """What a manifest says of it."""
+        """Return the fields of a manifest for it."""
         return {
             "model": self.name,
             "data": self.dataset.digest,

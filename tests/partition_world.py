@@ -25,7 +25,7 @@ from tests.stack import Swarm, _live, assert_equal, manifest, prepare, reference
 
 NAMES = "abcdefg"
 PASS_SECONDS = 0.3
-"""What a pass of a stage is modelled to take: a step takes 2 to 3 s then, a run longer than its troubles."""
+"""The modelled time of a pass: a step then takes 2 to 3 s, a run longer than its troubles."""
 SPLIT_SECONDS = 60.0
 RESUME_SECONDS_MAX = 10.0
 """After healing a step is committed again within so long."""
@@ -48,7 +48,7 @@ class Crash:
 
 @dataclass(frozen=True)
 class Troubles:
-    """What befalls a run, in seconds after its first step was committed."""
+    """The troubles of a run, in seconds after its first committed step."""
 
     split: float
     minority: str
@@ -230,7 +230,7 @@ class _Step:
 
 
 def faults(world: World) -> list[str]:
-    """What must not happen in a run without forks, whatever befalls it; empty where it did not."""
+    """Return the violations in a run without forks; empty if there are none."""
     found = _plan_faults(world)
     steps = _steps(world)
     found += _step_faults(world, steps)
@@ -365,8 +365,8 @@ def _end_faults(world: World) -> list[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What came of one seed: seconds from healing to the next step, None for not in time; steps while parted;
-    whether a checkpoint was gone back to."""
+    """The outcome of one seed: seconds from healing to the next step, None if too late; steps while parted;
+    whether the run went back to a checkpoint."""
 
     seed: int
     resumed_seconds: float | None

@@ -1,7 +1,7 @@
 """docs/protocol.md: every message of every protocol, generated from the structs that decode it.
 
-`python -m tests.protocol_page` writes it. What a decoder refuses follows from the types alone, so the page
-says all that holds before any code of ours looks at a message; `tests.test_protocol_page` compares it.
+`python -m tests.protocol_page` writes it. The types alone define what a decoder refuses, so the page states
+all that holds before any code of ours reads a message; `tests.test_protocol_page` compares it.
 """
 
 import ast

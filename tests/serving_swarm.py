@@ -90,7 +90,7 @@ class Ground:
         asked = {"model": str(model), "wish": {"name": name, "stages": 2, **wish}}
         ask(self.folder / at, "serve", asked, seconds=SECONDS_MAX)
 
-    # Who holds what
+    # Holders of stages
 
     def stages(self, service: str) -> list[list[dict[str, Any]]]:
         """For each stage who answers for it; no stages where the service does not answer."""
@@ -168,7 +168,7 @@ def _maps_exchange(process: psutil.Process) -> bool:
 
 @dataclass
 class Question:
-    """What a stream asks, and the tokens of the undisturbed answer."""
+    """A stream's question, and the tokens of the undisturbed answer."""
 
     service: str
     seed: int
@@ -195,8 +195,8 @@ class Question:
 
 
 class Streams:
-    """So many threads, each of which asks again and again until `stop`; their answers are compared as they
-    come. Questions are greedy and seeded in turn, of the services in turn."""
+    """`count` threads that each ask again and again until `stop`; their answers are compared as they come.
+    Questions alternate between greedy and seeded, and between the services."""
 
     def __init__(self, door: Path, services: Sequence[str], count: int, tokens: int) -> None:
         self._door = door
@@ -208,7 +208,7 @@ class Streams:
         self._over = threading.Event()
         self._newest = [0.0] * count
         self._gaps: list[list[tuple[float, float]]] = [[] for _ in range(count)]
-        """Of each stream when a token came, and how long after the one before or the question."""
+        """For each stream: when each token came, and how long after the one before or the question."""
         self.answers = 0
         self.moves = 0
         self.failures: list[str] = []

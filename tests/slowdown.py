@@ -4,7 +4,7 @@ from partition.plan.operations import Amount
 from partition.plan.rates import MEGA, Calibration
 
 TYPICAL = Amount(1, 10 * MEGA, 1 << 20)
-"""What one operator of a small model may do, to weigh the parts of a pace."""
+"""An operator of a small model, to weigh the parts of a pace."""
 
 
 def slowdown(alone: Calibration, beside: Calibration) -> float:

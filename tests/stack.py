@@ -57,7 +57,7 @@ Tensors = Mapping[str, "np.ndarray[Any, np.dtype[Any]]"]
 torch.set_num_threads(1)  # many small stages in one process: threads would only wait for each other
 
 STAGE_SECONDS = 0.02
-"""What one forward or backward pass is modelled to take: long beside a message, short beside a probe."""
+"""The modelled time of a forward or backward pass: long beside a message, short beside a probe."""
 
 
 @dataclass
@@ -339,7 +339,7 @@ def ask(executor: StageExecutor, request: api.Request, kind: type[Reply]) -> Rep
 def _fill(
     arena: memoryview, specification: api.StageSpecification, model: Model, executor: StageExecutor
 ) -> None:
-    """What a replica fetches from the requester."""
+    """Fill an arena as a replica does with values fetched from the requester."""
     if model.values is None:
         return
     start = 8 + int.from_bytes(model.values[:8], "little")

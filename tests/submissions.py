@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Told:
-    """What a provider said: at this time it gave a slot to the run, or the run ended there."""
+    """A provider's report: at this time it gave a slot to the run, or the run ended there."""
 
     provider: str
     run: str

@@ -82,14 +82,14 @@ FLOORS = (
     ("cli", "demo", "doctor", "main", "child_node", "__main__"),
 )
 
-# Law 1. What a pure core never imports: the world outside has six seams, and none of them is here.
+# Law 1. Imports forbidden in a pure core: the outside world has six seams, and none of them is here.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "io", "logging", "mmap", "multiprocessing",
     "os", "pathlib", "secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl",
     "subprocess", "sys", "tempfile", "threading", "time", "trio", "uuid",
 }  # fmt: skip
 
-# What runs in a process of its own: it may import torch, and is not a core.
+# Code that runs in a process of its own: it may import torch, and is not a core.
 COMPUTING = {
     "partition/capture/": "the requester's side: from a module to a graph, in the command's own process",
     "partition/execute/": "the stage's side: admission and arithmetic, in the stage's process",
@@ -427,7 +427,7 @@ def test_arrays_are_loaded_without_pickles() -> None:
         ("sim.seams", {"torch"}),
     ],
 )
-def test_what_must_start_fast_does_not_load_what_is_slow(module: str, unwanted: set[str]) -> None:
+def test_fast_entry_points_do_not_load_slow_modules(module: str, unwanted: set[str]) -> None:
     program = f"import sys, {module}; print(*[name for name in {sorted(unwanted)!r} if name in sys.modules])"
     printed = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
@@ -448,7 +448,7 @@ REPEATS = {
 
 
 def test_simulated_runs_repeat_no_file_of_the_node() -> None:
-    """What a member of a run does is in `partition.run`; a docstring that names a file of node says more."""
+    """`partition.run` defines a run's member; a docstring that names a file of node shows a copy."""
     found = {
         source.place
         for source in sources("sim/worlds")

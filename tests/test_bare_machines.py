@@ -116,7 +116,7 @@ def test_a_node_without_a_home_runs_in_a_folder_that_is_named(tmp_path: Path) ->
 
 
 @namespaces
-def test_a_disk_that_is_full_at_the_start_is_one_error_of_the_data_folder(tmp_path: Path) -> None:
+def test_a_disk_full_at_the_start_is_one_error(tmp_path: Path) -> None:
     command = on_mount(tmp_path, "size=4k", "mkdir d", "--data-dir", str(tmp_path / "d"), *QUIET)
     assert ended(command) == (
         2,

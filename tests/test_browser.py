@@ -120,7 +120,7 @@ def test_a_thousand_members_are_shown_soon_and_narrow_screens_do_not_scroll(widt
         assert page.complaints == []
 
 
-def test_the_page_says_when_its_node_is_gone_and_comes_back_by_keyboard() -> None:
+def test_the_page_reports_a_gone_node_and_works_by_keyboard() -> None:
     with opened() as page:
         with page_of_a_thousand() as address:
             page.goto(address)

@@ -59,7 +59,7 @@ def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
         assert said.going == 0
         assert bytes(said.wishes[0].prompt) == b"user: hello\nthere"
         assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
-        # What of it came stays in the conversation; the same question again is an answer of its own.
+        # The received part stays in the conversation; the same question again is an answer of its own.
         said.breaks_after = 3
         page.click("button:text-is('Regenerate')")
         page.wait_for_selector(".line.bad:has-text('the answer broke off')")

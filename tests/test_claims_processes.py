@@ -1,4 +1,5 @@
-"""What commands say about a real node is so: two processes, asked by the commands that a person types."""
+"""The claims of commands about a real node are true: two processes, asked by the commands that a person
+types."""
 
 import json
 import time
@@ -63,7 +64,7 @@ def test_a_machine_that_accepts_no_runs_says_that_it_serves_nobody(typed: Comman
     assert "serves" not in typed("b", "status")
 
 
-def test_values_end_with_their_ttl_and_one_author_keeps_several_under_a_key(typed: Command) -> None:
+def test_values_expire_and_an_author_keeps_several_under_a_key(typed: Command) -> None:
     assert "for 1.0 s" in typed("a", "dht", "put", "brief", "rain", "--ttl", "1s")
     assert typed("b", "dht", "get", "brief") == "rain\n"
     typed("a", "dht", "put", "losses", "gone", "--subkey", "third", "--ttl", "1s")

@@ -36,7 +36,7 @@ def has_builder() -> bool:
     return subprocess.run(["docker", "info"], check=False, capture_output=True, timeout=30).returncode == 0
 
 
-def test_what_an_image_copies_is_there_and_not_ignored() -> None:
+def test_files_copied_into_an_image_exist_and_are_not_ignored() -> None:
     copied = re.findall(r"^COPY (?!--from)(.+) \S+$", DOCKERFILE, re.MULTILINE)
     words = [word for line in copied for word in line.split()]
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()

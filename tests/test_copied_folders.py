@@ -49,7 +49,7 @@ class Machine:
         return answer
 
     def wait(self, look: Callable[[], Any], seconds: float = SECONDS_MAX) -> Any:
-        """What `look` finds, as soon as it does."""
+        """Return the result of `look` as soon as there is one."""
         until = time.monotonic() + seconds
         while not (found := look()):
             assert time.monotonic() < until

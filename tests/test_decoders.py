@@ -138,7 +138,7 @@ def test_metadata_of_another_version_is_no_metadata(data: bytes) -> None:
     assert read_metadata(data) is None
 
 
-def test_garbage_to_every_protocol_of_a_node_is_counted_and_the_node_lives() -> None:
+def test_a_node_counts_garbage_on_every_protocol_and_lives() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
             node = group.nodes["a"]

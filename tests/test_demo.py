@@ -59,11 +59,11 @@ def story(*, steps: int = 10, accuracy: float = 0.98) -> Story:
 # The victim
 
 
-def test_the_victim_is_node_c_where_it_is_a_replica_that_can_be_spared() -> None:
+def test_the_victim_is_node_c_if_its_stage_has_another_replica() -> None:
     assert choose_victim(PLAN, PEERS) == Victim("c", "peer-c", 1)
 
 
-def test_the_victim_is_never_the_trainer_and_never_the_last_replica_of_its_stage() -> None:
+def test_the_victim_is_neither_a_trainer_nor_a_last_replica() -> None:
     plan = {"trainer": "peer-c", "stages": [["peer-c", "peer-b"], ["peer-a"]]}
     assert choose_victim(plan, PEERS) == Victim("b", "peer-b", 0)
 
@@ -75,7 +75,7 @@ def test_nobody_is_killed_where_every_stage_has_one_replica() -> None:
 # The story
 
 
-def test_the_result_says_when_the_loss_of_a_replica_was_noticed_and_made_good() -> None:
+def test_the_result_times_detection_and_failover_of_a_lost_replica() -> None:
     result = story().result()
     assert (result["peers"], result["stages"], result["replicas"]) == (5, 2, 2)
     assert (result["killed"], result["killed_name"], result["killed_stage"]) == ("peer-c", "c", 1)
@@ -86,7 +86,7 @@ def test_the_result_says_when_the_loss_of_a_replica_was_noticed_and_made_good() 
     assert json.loads(json.dumps(result)) == result
 
 
-def test_it_is_time_to_kill_once_when_four_steps_in_ten_are_done() -> None:
+def test_the_kill_comes_once_at_four_tenths_of_the_steps() -> None:
     told = Story(10)
     told.take(PLAN)
     times = []
@@ -102,7 +102,7 @@ def test_a_run_that_shows_everything_misses_nothing() -> None:
     assert story().missing is None
 
 
-def test_what_a_run_did_not_show_is_named() -> None:
+def test_goals_that_a_run_missed_are_named() -> None:
     low = story(accuracy=ACCURACY_MIN - 0.01).missing
     assert low == "accuracy 0.960 on 360 unseen digits; at least 0.97 was wanted"
     assert story(steps=11).missing == "10 of 11 steps were committed"
@@ -192,7 +192,7 @@ def test_a_whole_safetensors_file_is_counted(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "content", [b"", b"\0" * 7, b"\xff" * 20, struct.pack("<Q", 2) + b"[]", weights({"a": (2,)}, 4)]
 )
-def test_what_is_no_whole_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_an_incomplete_safetensors_file_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(RunFailed):

@@ -38,7 +38,7 @@ OBJECTS: dict[str, tuple[Any, ...]] = {
     "node": (node,),
     "sim": (sim,),
 }
-"""What each name stands for in the documents; `me` is a node in the one form or the other."""
+"""The object behind each name in the documents; `me` is a node in either form."""
 MODULES = {"node", "sim"}
 
 
@@ -63,7 +63,7 @@ def arguments(text: str) -> str:
 
 
 def wrong(owner: str, name: str, given: str) -> str | None:
-    """What there is not; None for a right call."""
+    """Return the missing name or argument of a call; None for a right call."""
     found = [getattr(each, name) for each in OBJECTS[owner] if hasattr(each, name)]
     if (owner, name) == ("me", "watch"):
         found = [Journal.watch]  # which a node takes over from its journal

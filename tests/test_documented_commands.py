@@ -31,7 +31,7 @@ def commands(text: str) -> Iterator[list[str]]:
 
 @cache
 def parsers() -> tuple[Any, Any, Any]:
-    """What typer made of the node's, the simulator's and the replay's command lines."""
+    """Return typer's parsers of the node's, the simulator's and the replay's command lines."""
     node, sim, replayed = (typer.main.get_command(each) for each in (app, simulator, replay))
     return node, sim, replayed
 
@@ -41,7 +41,7 @@ def _names(parameter: Any) -> Iterator[str]:
 
 
 def fault(words: list[str]) -> str | None:
-    """What a command line says that there is not; None for a right one."""
+    """Return the unknown part of a command line; None for a right one."""
     node, sim, replayed = parsers()
     at = node
     for number, word in enumerate(words):

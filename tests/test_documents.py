@@ -1,7 +1,6 @@
-"""What documents and docstrings name is there: files, sections, settings, and their code.
+"""Documents and docstrings name only existing files, sections, settings and code.
 
-Commands of `peerloom` are looked at by `tests/test_documented_commands.py`; those that need no node are
-run here.
+`tests/test_documented_commands.py` checks commands of `peerloom`; commands that need no node run here.
 """
 
 import ast
@@ -48,7 +47,7 @@ SCRIPT = re.compile(r"python (benchmarks/\w+\.py)((?: --?[a-z][\w-]*(?: [A-Z0-9]
 PYTHON = re.compile(r"(?:# \w+\.py\n)?(?:import \w+$|from [\w.]+ import |with \w|async with )", re.MULTILINE)
 """How a block of Python begins; one of shell commands begins otherwise."""
 MADE = {"docs/cloudmesh.svg"}
-"""What a command named beside it writes."""
+"""Files written by a command named beside them."""
 WITHOUT_NODE = (
     ["--version"],
     ["--help"],

@@ -45,9 +45,7 @@ def test_the_engine_and_the_driver_give_the_same_trace(seed: int, model: Network
 
 @rough
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_engine_and_the_driver_count_the_same_fates_and_lose_no_message(
-    seed: int, model: NetworkModel
-) -> None:
+def test_engine_and_driver_count_the_same_fates_and_lose_nothing(seed: int, model: NetworkModel) -> None:
     for outcome in (engine(seed, model), driver(seed, model)):
         fates = Counter(outcome.fates)
         arisen = fates.pop("sent") + fates.pop("duplicated")

@@ -85,7 +85,7 @@ def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, momen
     assert replayed == [4], "one replica held half of the step's eight micro-batches"
 
 
-def test_with_int8_frames_a_replay_is_the_same_and_the_result_is_near() -> None:
+def test_with_int8_frames_a_replay_is_equal_and_the_result_close() -> None:
     results: list[Tensors] = []
     expected: list[Tensors] = []
 

@@ -53,7 +53,7 @@ PLACES = {"first": 0, "last": -1}
 
 
 class Tally:
-    """What was found, for people."""
+    """The findings, for people."""
 
     def __init__(self) -> None:
         self.cases: Counter[str] = Counter()
@@ -78,7 +78,7 @@ def tally() -> Iterator[Tally]:
 
 
 EXPECTED: dict[bytes, Tensors] = {}
-"""What the same manifest gives in one process, by the run's key, however often it is trained."""
+"""The result of the same manifest in one process, by the run's key, however often it is trained."""
 
 
 def expected_of(run: Run, job: Job) -> Tensors:
@@ -211,7 +211,7 @@ def check_death(name: str, shape: Shape, death: Death, folder: Path, tally: Tall
 
 
 def check_replays(events: list[Event], death: Death, shape: Shape) -> None:
-    """What the victim had summed is computed again by the others of its stage; nothing once it is applied."""
+    """Check that the others of its stage recompute the victim's sums; none once they are applied."""
     (dropped,) = [event for event in events if isinstance(event, ReplicaDropped)]
     assert (dropped.peer, dropped.step) == (death.peer, death.step)
     replays = 0 if death.phase in COMMITTED else MICROBATCHES // shape[1]

@@ -71,7 +71,7 @@ def test_a_figure_is_compared_with_the_commit_before() -> None:
     assert [each.before for each in (*first, *second, *again)] == [None, 1.0, 1.0]
 
 
-def test_what_was_not_measured_keeps_its_row_and_a_lost_goal_goes() -> None:
+def test_unmeasured_figures_keep_their_rows_and_lost_goals_go() -> None:
     known = [
         ledger.Figure("plan", "ratio", "<= 2.0", 1.0, "a"),
         ledger.Figure("stage", "old goal", "<= 2.0", 1.0, "a"),
@@ -80,7 +80,7 @@ def test_what_was_not_measured_keeps_its_row_and_a_lost_goal_goes() -> None:
     assert [(each.benchmark, each.name) for each in found] == [("plan", "ratio"), ("stage", "new goal")]
 
 
-def test_every_benchmark_is_in_the_ledger_or_has_a_page_of_its_own() -> None:
+def test_every_benchmark_is_in_the_ledger_or_has_its_page() -> None:
     assert {*ledger.FIRST, *ledger.APART} - {
         path.stem for path in (ROOT / "benchmarks").glob("*.py")
     } == set()

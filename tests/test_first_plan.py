@@ -17,7 +17,7 @@ STEPS = 6
 
 
 @pytest.mark.parametrize("told", [0, 1])
-def test_a_requester_that_dies_having_told_few_of_its_plan_leaves_no_run_that_waits(
+def test_a_requester_that_dies_early_leaves_no_waiting_run(
     told: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:

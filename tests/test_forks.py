@@ -68,17 +68,17 @@ def others(first: str, world: World) -> list[str]:
     return [name for name in world.group.nodes if name != first]
 
 
-def test_who_does_not_commit_gives_nothing_up_while_its_committer_lives() -> None:
+def test_members_keep_their_branch_while_its_committer_lives() -> None:
     world = told(others, 100)
     assert given_up(world) == set()
 
 
-def test_a_committer_compares_with_what_it_has_committed_not_with_what_it_has_said() -> None:
+def test_a_committer_compares_by_its_commits_not_its_announcements() -> None:
     world = told(lambda first, world: [first], SAVE_EVERY - 1)
     assert given_up(world) == set()
 
 
-def test_a_committer_that_gives_its_branch_up_commits_nothing_more_and_its_members_come_along() -> None:
+def test_a_branch_that_is_given_up_commits_nothing_more() -> None:
     world = told(lambda first, world: [first], 100, ends=False)
     assert given_up(world) == set(world.group.nodes)
     parted = min(
@@ -88,9 +88,7 @@ def test_a_committer_that_gives_its_branch_up_commits_nothing_more_and_its_membe
 
 
 @given(st.integers(0, 2**32), st.tuples(st.integers(0, 1), st.integers(0, 1)))
-def test_of_two_branches_one_goes_on_in_whatever_order_they_hear_of_each_other(
-    seed: int, behind: tuple[int, int]
-) -> None:
+def test_one_of_two_branches_goes_on_in_any_message_order(seed: int, behind: tuple[int, int]) -> None:
     """Each commits, makes new plans, and says how far it is; what it has said may come late, or never."""
     rng = Random(seed)
     steps, plans = list(behind), [rng.randbytes(32), rng.randbytes(32)]

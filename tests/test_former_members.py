@@ -71,7 +71,7 @@ def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc") -> No
 
 
 @pytest.mark.parametrize("serves", [True, False])
-def test_a_provider_whose_stage_died_hears_that_the_run_is_done_and_has_its_result(serves: bool) -> None:
+def test_a_provider_whose_stage_died_learns_the_runs_end_and_result(serves: bool) -> None:
     """But where its owner does not let it serve others, it fetches nothing for them."""
 
     async def scenario(group: Swarm) -> None:
@@ -110,7 +110,7 @@ def test_a_provider_outside_of_a_run_may_still_drop_it_for_ever() -> None:
 
 
 @pytest.mark.slow
-def test_a_provider_that_was_left_out_is_admitted_again_and_is_told_the_end_once() -> None:
+def test_a_dropped_provider_is_readmitted_and_told_the_end_once() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, 150, asked_again=True)
         await until(lambda: group.nodes[victim].runs.members)
@@ -125,7 +125,7 @@ def test_a_provider_that_was_left_out_is_admitted_again_and_is_told_the_end_once
     play(scenario)
 
 
-def test_a_provider_says_when_nobody_is_left_to_tell_the_end_and_may_be_asked_again() -> None:
+def test_a_provider_gives_up_a_run_that_nobody_can_end() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, ENDLESS)
         for name in set(group.nodes) - {victim}:
@@ -138,7 +138,7 @@ def test_a_provider_says_when_nobody_is_left_to_tell_the_end_and_may_be_asked_ag
     play(scenario)
 
 
-def test_a_provider_follows_only_so_many_runs_that_it_was_left_out_of(
+def test_a_provider_follows_a_limited_number_of_runs_without_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outside, "OTHERS_MAX", 0)

@@ -66,7 +66,7 @@ def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="real processes: PEERLOOM_PROCESSES=1")
-def test_a_goal_in_a_run_file_raises_an_alert_on_the_requesters_node(tmp_path: Path) -> None:
+def test_a_missed_goal_of_a_run_alerts_its_requester(tmp_path: Path) -> None:
     goal = "[goal]\nsamples_per_second = 1e8\nseconds = 5"
     with playground(tmp_path, simple_cnn().data) as ground:
         ground.train(steps=100_000, more=goal)

@@ -109,7 +109,7 @@ QUESTIONS: dict[str, tuple[object, Any, type]] = {
 
 
 async def honest_call(network: Network, node: Node, protocol: str) -> None:
-    """What an honest peer does with a protocol: a question and its answer, else a stream that is taken."""
+    """Use a protocol as an honest peer: ask and await the answer, else open a stream that is accepted."""
     if protocol == pieces.DATA_PROTOCOL:
         await DataPeer(network).ask(node.peer)
     elif protocol in QUESTIONS:
@@ -146,7 +146,7 @@ def scenario(test: Callable[[Swarm, Node, Sequence[Network], Network], Awaitable
 
 
 @pytest.mark.parametrize("protocol", STREAMED)
-def test_what_64_peers_hold_keeps_nobody_from_an_answer(protocol: str) -> None:
+def test_streams_held_by_64_peers_block_no_answer(protocol: str) -> None:
     async def test(group: Swarm, node: Node, hostile: Sequence[Network], honest: Network) -> None:
         limits = node.network._handlers.limits[protocol]  # type: ignore[attr-defined]  # of the simulated one
         async with trio.open_nursery() as nursery:
@@ -162,7 +162,7 @@ def test_what_64_peers_hold_keeps_nobody_from_an_answer(protocol: str) -> None:
     scenario(test)
 
 
-def test_what_64_peers_hold_delays_no_round_of_three_honest_members() -> None:
+def test_streams_held_by_64_peers_delay_no_honest_round() -> None:
     """The hostile open streams of attempts that do not exist, before and during the rounds of one member."""
     took: list[float] = []
 

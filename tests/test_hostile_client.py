@@ -12,7 +12,7 @@ from tests.hostile.scene import Scene, scene
 
 GROWTH_BYTES_MAX = 50 * 2**20
 PART = 0.2
-"""Of the rates of the attacks: a machine that has other things to do stands it."""
+"""The share of the attacks' rates that a busy machine can stand."""
 ATTACK_SECONDS = 4.0
 """Longer than a stranger may take to shake hands."""
 REFUSED = {

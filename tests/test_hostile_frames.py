@@ -1,11 +1,11 @@
-"""A peer outside of a run speaks to its members while they train: it is refused and counted, no more.
+"""A peer outside of a run sends messages to its members while they train: they are refused and counted, no
+more.
 
-Whole nodes. In virtual time the stranger is a member of the swarm that has no part in the run; over real
-sockets it is a transport with an identity and nothing else, and says all of it many times. Either way it
-knows the run and its plan. What a member of the run may do wrong is another matter: members are trusted to
-compute honestly (docs/failures.md); what no stage can use is in `tests.test_hostile_members`.
-Hostile requests are in `tests.node.test_runs_hostile`, what is hostile to the bare step machines in
-`tests.partition.test_steps_hostile`.
+Whole nodes. In virtual time the stranger is a member of the swarm without a part in the run; over real
+sockets it is a bare transport with an identity, which sends each message many times. It knows the run and its
+plan. Members of a run are trusted to compute honestly (docs/failures.md); `tests.test_hostile_members` covers
+useless payloads. Hostile requests are in `tests.node.test_runs_hostile`, messages against the bare step
+machines in `tests.partition.test_steps_hostile`.
 """
 
 import tracemalloc
@@ -91,15 +91,15 @@ PAYLOAD = pack([typed(np.ones((4, 1, 8, 8)))], "zstd", (4,))
 """As the trainer sends: four digits."""
 STAGES = 2
 PASS_SECONDS = 0.02
-"""Of a stage over real sockets: so that a flood is over long before the run is."""
+"""The time of a stage's pass over real sockets: a flood is over long before the run is."""
 FLOOD_ROUNDS, BOMBS = 3, 8
 KEPT_BYTES_MAX = 4 << 20
-"""What may be left of a flood that has passed: what the run itself holds, and what waits for its turn."""
+"""The most memory that may remain after a flood: the run's own, and queued messages."""
 
 
 @dataclass(frozen=True)
 class Lies:
-    """What a stranger that knows the plan in force can say of it."""
+    """Messages of a stranger that knows the plan in force."""
 
     signer: Signer
     run: Run
@@ -167,7 +167,7 @@ class Lies:
         yield encode(Frame(fact)), memoryview(b"")
 
     def step_messages(self) -> Iterator[Sent]:
-        """Of the committer, and of replicas."""
+        """Yield messages of the committer, and of replicas."""
         plan, step, attempt = self.name, self.step, attempts(self.plan).start
         me, number = self.signer.peer, self.microbatch
         owners = said.StageRoutes(bytes(self.plan.microbatches))
@@ -205,7 +205,7 @@ class Lies:
             yield encode(message), memoryview(b"")
 
     def run_messages(self) -> Iterator[Sent]:
-        """What members tell each other beside the steps."""
+        """Yield messages between members beside the steps."""
         plan = self.name
         committed = StepCommitted(
             at=0.0, run=self.run.text, step=self.step, loss=0.0, samples=1, seconds=1.0, replicas=1
@@ -252,7 +252,8 @@ class Lies:
         return [sent for kind in kinds for sent in kind]
 
     def ignored(self) -> list[Sent]:
-        """Of plans that nobody follows: it may be of one that has ended, or has yet to come. Not counted."""
+        """Return messages of plans that nobody follows: they may have ended, or may come. They are not
+        counted."""
         other = bytes(31) + b"\1"
         opening = said.Open(
             plan=other,
@@ -345,7 +346,7 @@ def the_run(node: Node) -> Run:
     return member.run
 
 
-def test_whatever_a_stranger_says_in_a_step_is_refused_and_the_result_is_exact(
+def test_strangers_messages_in_a_step_are_refused_and_change_no_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     spoken = 0
@@ -474,7 +475,7 @@ def bomb(lies: Lies, number: int) -> Sent:
     return encode(said.StepCommit(plan=plan, step=0, attempt=0, replicas=(row,) * 64)), memoryview(b"")
 
 
-async def test_over_real_sockets_a_flood_leaves_nothing_behind_and_the_run_ends_exact(tmp_path: Path) -> None:
+async def test_a_flood_over_real_sockets_leaves_nothing_and_changes_no_result(tmp_path: Path) -> None:
     wanted = manifest(replicas=1, steps=30, microbatches=2, test_samples=16)
     stranger = make_network("s", swarm="default")
     signer = IdentitySigner(Identity(b"s" * 32), "default")
@@ -514,7 +515,7 @@ async def test_over_real_sockets_a_flood_leaves_nothing_behind_and_the_run_ends_
 
 ALICE, BOB = (IdentitySigner(Identity(bytes([number]) * 32), "test") for number in (1, 2))
 ROOM_BYTES = 1 << 16
-"""What the receiver of these frames has room for."""
+"""The receiver's bound on these frames."""
 ALLOCATED_BYTES_MAX = 1 << 20
 """Less than one side of SIDE_MAX would take, and room for what decoding costs."""
 
@@ -542,7 +543,7 @@ headers = st.builds(
 
 
 @given(headers, st.binary(max_size=200), st.booleans())
-def test_whatever_a_header_claims_nothing_is_allocated_for_it(
+def test_nothing_is_allocated_for_the_claims_of_a_header(
     header: FrameHeader, data: bytes, has_digest: bool
 ) -> None:
     if has_digest:
@@ -570,9 +571,7 @@ values = st.recursive(
 
 
 @given(headers, st.sampled_from(FrameHeader.__struct_fields__), values)
-def test_a_header_with_anything_in_one_field_is_refused_or_means_what_it_says(
-    header: FrameHeader, field: str, value: Any
-) -> None:
+def test_a_changed_header_is_refused_or_decoded_exactly(header: FrameHeader, field: str, value: Any) -> None:
     row = msgspec.msgpack.decode(encode(header))
     row[FrameHeader.__struct_fields__.index(field)] = value
     body = encode(row)

@@ -1,9 +1,9 @@
-"""A hostile member of the swarm, and of a run: it says everything, in every state, and no node ends.
+"""A hostile member of the swarm, and of a run, sends every message in every state, and no node ends.
 
-Whole nodes in virtual time, where an exception that nobody meant ends the simulation. The hostile peer is
-outside of a run, has a place in one, or has asked for one itself; in the end an honest run is right.
-PEERLOOM_MEMBER_SEEDS says how many seeds are tried. What it costs real nodes is measured in
-`tests.test_hostile_member_processes`; `tests.test_hostile_wire` holds that nothing is left unsaid.
+Whole nodes in virtual time, where an unexpected exception ends the simulation. The hostile peer is outside of
+a run, has a place in one, or has requested one itself; at the end an honest run is exact.
+PEERLOOM_MEMBER_SEEDS sets the number of seeds. `tests.test_hostile_member_processes` measures the cost for
+real nodes; `tests.test_hostile_wire` checks that no message is left out.
 """
 
 import os
@@ -32,7 +32,7 @@ from tests.test_revisions import revise
 
 SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
 PASS_SECONDS = 0.3
-"""Of a stage: a step is long beside a round of hostile messages."""
+"""The time of a stage's pass: a step is long beside a round of hostile messages."""
 QUIET_SECONDS = 30.0
 """Hostile streams and their victims' deadlines take so long to end."""
 PARTED_SECONDS = 20.0
@@ -47,7 +47,7 @@ LOSS_RISE_MAX = 0.1
 LOCAL_SECONDS_MAX = 600.0
 HELD_ROUNDS = 12
 TAKEN_IN_MIN = 2
-"""Of the hostile peer's own runs so many begin, else it was no test."""
+"""The test counts only if at least this many of the hostile peer's own runs begin."""
 
 
 def small(**changes: Any) -> Manifest:
@@ -72,7 +72,7 @@ def living(group: Swarm) -> list[PeerId]:
 
 
 def states_in(group: Swarm) -> set[str]:
-    """What those who know a run say of it; without a plan it is still to be placed."""
+    """Return the states of a run at its members; without a plan it is still to be placed."""
     members = [member for node in group.nodes.values() for member in node.runs.members.values()]
     return {"placing" if member.plan is None else member.state for member in members}
 
@@ -155,7 +155,7 @@ async def pause(group: Swarm, run: Run, states: set[str]) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_run_is_exact_whatever_a_member_of_the_swarm_says_in_any_of_its_states(seed: int) -> None:
+def test_a_hostile_member_changes_no_run_in_any_state(seed: int) -> None:
     states: set[str] = set()
 
     async def scenario() -> None:
@@ -221,7 +221,7 @@ def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("takes_part", [False, True], ids=["outside", "inside"])
-def test_a_run_in_local_mode_goes_on_whatever_a_peer_says_in_it(seed: int, takes_part: bool) -> None:
+def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) -> None:
     """Rosters, groups, attempts, evaluations, ends, columns and states for late members: all that is said in
     such a run, made of what its members say, with other numbers."""
     said: set[str] = set()

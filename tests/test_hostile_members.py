@@ -1,7 +1,7 @@
-"""A member of a run that sends what no stage can use, says so of what others send, or hangs.
+"""A member of a run that sends useless payloads, rejects good ones, or hangs.
 
-Whole nodes in virtual time: whoever is wrong loses its place, nobody else does, and the result is exact. Who
-is judged how is in `tests.partition.test_disputes`, what strangers may say in `tests.test_hostile_frames`.
+Whole nodes in virtual time: only the faulty member loses its place, and the result is exact. Verdicts are in
+`tests.partition.test_disputes`, messages of strangers in `tests.test_hostile_frames`.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def disturbed(
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_a_member_whose_payloads_cannot_be_used_loses_its_place_and_its_receivers_keep_theirs(
+def test_only_the_sender_of_useless_payloads_loses_its_place(
     stage: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert disturbed(stage, 1, lambda node: spoil(node, monkeypatch, 1_000)) == ["the bad one"]
@@ -119,7 +119,7 @@ def test_a_member_that_calls_everything_useless_takes_nobody_with_it(monkeypatch
     assert disturbed(1, 0, lambda node: accuse(node, monkeypatch)) == ["the bad one"]
 
 
-def test_a_useless_frame_that_nobody_signed_is_counted_and_takes_no_member_with_it(
+def test_a_useless_unsigned_frame_costs_no_member_its_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: list[int] = []
@@ -156,9 +156,7 @@ def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("disturb", [hang, withhold])
-def test_a_member_that_holds_up_a_step_and_answers_probes_loses_its_place(
-    disturb: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_member_that_stalls_a_step_loses_its_place(disturb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(1, 1, lambda node: disturb(node, monkeypatch)) == ["the bad one"]
 
 

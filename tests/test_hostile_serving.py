@@ -57,7 +57,7 @@ def _tokens_served(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
-    """What the hostile peer may know at most: all sessions, units and members that there are."""
+    """Give the hostile peer all sessions, units and members that exist."""
     bad.known.learn(service.id, "service")
     bad.known.learn(service.fact)
     bad.known.learn(service.manifest)
@@ -90,7 +90,7 @@ async def timed(node: Node, service: Service, tokens: int) -> tuple[list[int], f
 
 
 def check_bounds(group: Swarm) -> None:
-    """What the hostile peer has of each node."""
+    """Check the bounds on the hostile peer's share of each node."""
     for name, node in group.nodes.items():
         if name == NAME:
             continue
@@ -166,7 +166,7 @@ def holders_of(group: Swarm) -> dict[str, int]:
 
 
 def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes, Any], Any]]:
-    """What takes another's session, said outright: extend it, roll it back, end it, answer it, close it."""
+    """Return messages that attack another's session: extend it, roll it back, end it, answer it, close it."""
     peer = bad.node.peer
     return [
         lambda session, each: Work(session, each.newest + 1, each.kept, 1, 1, 1, stage=each.stage),
@@ -231,7 +231,7 @@ def make_stop_of(bad: Hostile, service: Service) -> Any:
     return SPEAKING[1].kinds[-1](make_stop(bad.node.signer, service.id))
 
 
-def test_a_member_that_stalls_holds_up_its_own_sessions_alone_and_not_for_ever() -> None:
+def test_a_stalled_member_delays_only_its_own_sessions_for_a_while() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             door = group.nodes["a"]

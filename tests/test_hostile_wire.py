@@ -1,7 +1,7 @@
-"""What the hostile member says is all that the program reads: no protocol and no message is left out.
+"""The hostile member sends every kind of message that the program reads: no protocol is left out.
 
-It reads the program for the names of protocols and for all that is decoded; a new one that is not in
-`tests.hostile.wire` fails here. And what it makes of every kind is mostly such as the decoder lets in.
+The test searches the program for names of protocols and decoded types; a new one that is not in
+`tests.hostile.wire` fails here. Most generated values of each kind pass the decoder.
 """
 
 import ast
@@ -29,7 +29,7 @@ BY_CALLERS = {
     ("node.protocols.calls", "kind"): "the answer to a call: see `decoded`",
     ("node.protocols.manifest", "_Beginning"): "the beginning of a manifest",
 }
-"""What is decoded is said by whoever calls; both are in the registry."""
+"""Decoders whose callers pass the type; both are in the registry."""
 ELSEWHERE = {
     "partition.model.graph": "a graph: tests.partition.hostile",
     "partition.plan.chain": "this node's own disk",
@@ -59,7 +59,7 @@ ELSEWHERE = {
 }
 SAMPLES = 100
 LET_IN_MIN = 0.6
-"""Of what is made of a kind, at least so much passes its decoder."""
+"""The least share of generated values of a kind that pass its decoder."""
 
 
 DECODERS = (("crypto.encoding", "decode", 1), ("node.protocols.calls", "call", 4))
@@ -67,7 +67,7 @@ DECODERS = (("crypto.encoding", "decode", 1), ("node.protocols.calls", "call", 4
 
 
 def decoded(source: Source) -> list[ast.expr]:
-    """What a file decodes, as said in all its calls of `DECODERS`."""
+    """Return the types that a file decodes, from all its calls of `DECODERS`."""
     found = []
     for module, function, place in DECODERS:
         imports_it = any(
@@ -84,7 +84,7 @@ def decoded(source: Source) -> list[ast.expr]:
 
 
 def named(module: ModuleType, name: ast.expr) -> Any:
-    """What an expression such as `wire.Request` is in a module."""
+    """Return the object of an expression such as `wire.Request` in a module."""
     found: Any = module
     for part in ast.unparse(name).split("."):
         found = getattr(found, part)
@@ -114,7 +114,7 @@ def test_everything_that_is_decoded_is_said() -> None:
     assert missing == []
 
 
-def test_what_is_read_elsewhere_is_still_read() -> None:
+def test_messages_read_elsewhere_are_still_read() -> None:
     reading = {
         source.module for source in sources("crypto", "dht", "gossip", "partition", "node") if decoded(source)
     }

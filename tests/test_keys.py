@@ -177,7 +177,8 @@ def run_text(keys: Mapping[str, str]) -> str:
 
 @cache
 def handed_on(text: str, folder: Path) -> tuple[Any, ...]:
-    """What of a RUN.toml reaches others: the manifest, and when it wants to be placed. Raises UsageError."""
+    """Return the parts of a RUN.toml that others receive: the manifest, and when to place it. Raises
+    UsageError."""
     wanted = toml.parse(text, RunFile, name="RUN.toml").value
     check_run_file(wanted, "RUN.toml")
     made = folder / f"made-{abs(hash(text))}"
@@ -283,7 +284,7 @@ def remedied(refused: UsageError) -> dict[str, str]:
 
 @pytest.mark.parametrize("batch", [65, 4_096, 10_007, 1_048_576])
 def test_the_remedies_of_a_large_batch_agree(batch: int, folder: Path) -> None:
-    """What a refusal says is done, and then the run is accepted."""
+    """Follow the remedies of refusals until the run is accepted."""
     keys = {"model": MODEL, "train.batch": str(batch), "train.microbatch": "1"}
     for _ in range(3):
         try:
@@ -294,7 +295,7 @@ def test_the_remedies_of_a_large_batch_agree(batch: int, folder: Path) -> None:
     raise AssertionError(f"the advice goes round: {keys}")
 
 
-# What is handed on is read
+# Passed values are read
 
 
 @cache

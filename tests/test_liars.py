@@ -95,6 +95,6 @@ def test_a_liar_has_its_own_share_within_three_plans() -> None:
     assert abs(second[0].get("b", honest["b"]) - honest["b"]) <= 1
 
 
-def test_what_is_seen_of_honest_peers_changes_nothing() -> None:
+def test_observations_of_honest_peers_change_nothing() -> None:
     (plans,) = play(11, lies=False)
     assert len(plans) == 1

@@ -27,13 +27,13 @@ pytest.importorskip("sklearn")
 GOES_ON_SECONDS = 10.0
 """From the death of a machine until the column makes steps without it."""
 WIDTH = 256
-"""Of layers whose computing takes longer than what each micro-batch costs a stage besides."""
+"""The width of layers whose computing takes longer than a micro-batch's other costs."""
 JOINS_SECONDS_MAX = 120.0
 """Until one that joins has a stage: it loads torch, on a machine that may be busy."""
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-def test_processes_gossip_until_the_run_converges_and_a_late_joiner_serves_the_model(
+def test_processes_gossip_until_convergence_and_a_late_joiner_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -56,7 +56,7 @@ def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pyte
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-def test_a_column_of_processes_goes_on_without_one_and_uses_another_that_joins(tmp_path: Path) -> None:
+def test_a_column_of_processes_survives_a_loss_and_uses_newcomers(tmp_path: Path) -> None:
     """Three equal nodes hold a stage each, nobody is idle: the two that are left hold all three."""
     model = deep_model("float32", WIDTH)
     swarm = SwarmProcesses(tmp_path, "columns", time.sleep, calibrate=False, preset="lan")

@@ -162,7 +162,7 @@ def test_two_nodes_train_as_a_plain_loop(
         np.testing.assert_allclose(results[0][name], value, rtol=1e-9, atol=1e-12)
 
 
-def test_a_loss_over_the_whole_batch_is_refused_and_the_remedy_says_which_batch_counts() -> None:
+def test_a_loss_over_the_whole_batch_is_refused_with_a_remedy() -> None:
     with pytest.raises(CaptureRefused, match=r"reduction='microbatch'(.|\n)*train.microbatch"):
         captured_and_proved(contrast_task())
     facts = dict(explain(contrast_task(reduction="microbatch")).facts)

@@ -86,7 +86,7 @@ def test_a_stage_goes_to_those_beside_it_where_its_owner_gives_less() -> None:
     assert sorted(step for step, _ in steps) == list(range(10)), "each once"
 
 
-def test_of_two_members_the_requester_alone_goes_on_where_it_may() -> None:
+def test_a_requester_goes_on_alone_if_its_run_allows_it() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
@@ -97,7 +97,7 @@ def test_of_two_members_the_requester_alone_goes_on_where_it_may() -> None:
     assert max(pauses(world)) <= PAUSE_SECONDS_MAX
 
 
-def test_a_run_whose_stages_were_merged_has_as_many_again_once_a_machine_joins() -> None:
+def test_merged_stages_are_split_again_once_a_machine_joins() -> None:
     """Nobody asks for it: the committer measures, and two looks agree that the third stage pays."""
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "abcx"}
     wanted = manifest(

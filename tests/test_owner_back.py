@@ -49,7 +49,7 @@ def set_rule(ground: Playground, node: str, name: str, value: str) -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2], ids=["the last replica", "one of two"])
-def test_an_owner_has_the_machine_back_within_ten_seconds_and_the_run_is_done(
+def test_a_returning_owner_frees_the_machine_and_the_run_ends(
     replicas: int, tmp_path: Path, captured: Model
 ) -> None:
     with playground(tmp_path, captured.data) as ground:
@@ -74,9 +74,7 @@ def test_an_owner_has_the_machine_back_within_ten_seconds_and_the_run_is_done(
         assert set(ground.settle()) == {"done"}
 
 
-def test_a_rate_that_diverges_is_said_with_its_step_and_the_last_good_checkpoint_stays(
-    tmp_path: Path, captured: Model
-) -> None:
+def test_divergence_is_reported_and_keeps_the_last_good_checkpoint(tmp_path: Path, captured: Model) -> None:
     with playground(tmp_path, captured.data) as ground:
         command = ground.train(steps=200, more=DIVERGES)
         assert command.end() != 0

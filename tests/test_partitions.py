@@ -65,7 +65,7 @@ async def parted(found: list[World]) -> None:
 
 
 def test_the_checker_finds_a_proposer_that_counts_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of those who do not, it says nothing: the test above."""
+    """The test above covers proposers that count correctly: the checker is silent."""
     worlds: list[World] = []
     monkeypatch.setattr(PaxosChain, "_is_quorum", lambda self, instance, votes: bool(votes))
     repeatably(1, partial(parted, worlds))
@@ -91,7 +91,7 @@ async def restored(found: list[World]) -> None:
 
 
 def of_whom(world: World, kind: type[Event], changes: dict[str, Any]) -> list[str]:
-    """What the checker says where the last event of a kind, at one node, was another."""
+    """Return the checker's report after a change to the last event of a kind at one node."""
     events = next(rows for name, rows in world.group.events.items() if name not in world.down)
     place = max(place for place, event in enumerate(events) if isinstance(event, kind))
     said = events[place]

@@ -64,7 +64,7 @@ def test_outputs_are_those_of_the_model_and_are_compared_with_the_truth(
 
 
 def predicted_rows(folder: Path, table: str) -> list[dict[str, str]]:
-    """What `predict` writes of a table, by a person's own model that was trained on another."""
+    """Return the rows that `predict` writes for a table, by a person's own model trained on another."""
     (folder / "own.py").write_text(OWN)
     (folder / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
     (folder / "new.csv").write_text(table)
@@ -76,7 +76,7 @@ def predicted_rows(folder: Path, table: str) -> list[dict[str, str]]:
     return list(csv.DictReader((folder / "p.csv").read_text().splitlines()))
 
 
-def test_a_persons_own_model_predicts_new_rows_of_a_table_by_their_words(tmp_path: Path) -> None:
+def test_an_own_model_predicts_rows_of_a_table_by_words(tmp_path: Path) -> None:
     rows = predicted_rows(tmp_path, "a,b,kind\n5,1,dog\n1,5,cat\n")
     assert [(row["predicted"], row["truth"]) for row in rows] == [("dog", "dog"), ("ant", "cat")]
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
@@ -124,7 +124,7 @@ def test_a_table_without_the_label_column_is_predicted_by_its_names(
     ],
     ids=["neither", "no file", "another model", "suffix", "no svg", "no data", "shape"],
 )
-def test_what_cannot_be_predicted_is_said(
+def test_impossible_predictions_are_refused_with_a_reason(
     flags: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     digits_run(tmp_path)

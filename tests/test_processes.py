@@ -39,7 +39,7 @@ STANDBY_SECONDS_MAX = 2.0
 
 AGAIN_SECONDS_MAX = 240.0
 WIDTH = 256
-"""Of layers whose computing takes longer than what each micro-batch costs a stage besides."""
+"""The width of layers whose computing takes longer than a micro-batch's other costs."""
 
 
 @pytest.fixture
@@ -63,7 +63,7 @@ def processes(tmp_path: Path, captured: Model) -> Iterator[SwarmProcesses]:
 
 
 def _settings(folder: Path) -> config.Config:
-    """Of the node in this process."""
+    """Return the settings of the node in this process."""
     return config.Config(
         name="e",
         data_dir=folder,
@@ -120,7 +120,7 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     assert set(kept) <= {data, None}
 
 
-async def test_a_run_is_audited_and_stopped_and_a_node_leaves_by_the_command_line(
+async def test_commands_audit_and_stop_a_run_and_end_a_node(
     tmp_path: Path, captured: Model, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def told(*arguments: str) -> tuple[int, dict[str, Any]]:
@@ -165,7 +165,7 @@ async def test_a_run_is_audited_and_stopped_and_a_node_leaves_by_the_command_lin
         swarm.close()
 
 
-async def test_a_run_goes_on_with_one_machine_where_the_other_of_two_is_killed(
+async def test_a_run_goes_on_with_one_machine_of_two(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
     """Nobody is idle, for the requester offers nothing: the machine that is left takes all layers."""

@@ -60,7 +60,7 @@ class Script:
 
 @contextmanager
 def ended(script: Script) -> Iterator[Script]:
-    """Whatever happens, the process ends with the test."""
+    """Yield the process and end it with the test."""
     try:
         yield script
     finally:

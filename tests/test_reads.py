@@ -45,7 +45,7 @@ pause = time.sleep
 
 
 class Reads:
-    """What was read since the last look, by any process of this user that begins now."""
+    """Paths read since the last look, by processes of this user that start from now on."""
 
     def __init__(self, folder: Path) -> None:
         self._notes = folder / "notes"

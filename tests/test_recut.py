@@ -117,7 +117,7 @@ def test_a_member_that_dies_while_layers_move_does_not_stop_the_run() -> None:
     play("abcd", small(replicas=2, optimizer=ADAM), scenario)
 
 
-def test_a_stage_lost_after_its_border_moved_comes_back_from_a_checkpoint_of_the_old_cut() -> None:
+def test_a_moved_stage_is_restored_from_an_old_cuts_checkpoint() -> None:
     async def scenario(world: World) -> None:
         await world.reached(4)
         recut(world, *elsewhere(world, (3,), (2,)))
@@ -168,7 +168,7 @@ def step_seconds(events: list[Event], height: int) -> float:
     return median(steps[2:])
 
 
-def test_a_peer_that_becomes_slow_gives_layers_to_its_neighbours_and_the_run_gets_faster() -> None:
+def test_a_slow_peer_gives_layers_away_and_the_run_speeds_up() -> None:
     """Nobody asks for it: the committer measures, and two looks agree."""
     paces = {name: Pace() for name in "abc"}
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, pace, _ignore) for name, pace in paces.items()}

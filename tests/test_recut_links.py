@@ -23,7 +23,7 @@ SLOW_AT = 6
 FAST_MBIT, SLOW_BYTES_PER_SECOND = 1_000.0, 100_000.0
 WIDE, NARROW = 256, 8
 SLOW_SECONDS = 7.1
-"""Of a step over the slow link, with the border where it was."""
+"""The time of a step over the slow link, with the border in its old place."""
 
 
 @cache
@@ -40,7 +40,7 @@ def waisted_model() -> Model:
 
 
 def saturated(peer: PeerId) -> Callable[[], Iterable[tuple[PeerId, float, bool]]]:
-    """What frames to `peer` take over the slow link."""
+    """Return measurements of frames to `peer` over the slow link."""
     return lambda: [(peer, SLOW_BYTES_PER_SECOND, True)]
 
 

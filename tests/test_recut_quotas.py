@@ -26,13 +26,13 @@ RATE = 2e6
 PERIOD_SECONDS = 1.0
 QUOTAS = {"a": 0.3, "b": 0.15, "c": 0.6}
 THROTTLED = 0.2
-"""What is left to the fastest of them after THROTTLED_AT steps."""
+"""The share left to the fastest of them after THROTTLED_AT steps."""
 THROTTLED_AT = 6
 STEPS = 30
 KNOWN_SECONDS_MAX = 120.0
 GAIN = 0.75
-"""Of a step's time, at most so much is left by the next plan. Where what waits is taken to be as fast as it
-looks meanwhile, the throttled peer keeps a layer more, and 0.87 is left."""
+"""The largest share of a step's time under the next plan. If a waiting peer is judged by its present speed,
+the throttled peer keeps a layer more, and the share is 0.87."""
 
 
 class Processor:
@@ -43,7 +43,7 @@ class Processor:
         self._period, self._left = -1, 0.0
 
     def seconds(self, busy: float) -> float:
-        """What computing for `busy` seconds from now on takes with the waits."""
+        """Return the time of computing for `busy` seconds from now on, with waits."""
         begun = now = trio.current_time()
         while True:
             period = int(now / PERIOD_SECONDS)
@@ -82,7 +82,7 @@ class QuotaExecutor(SimExecutor):
 
 
 def calibration(share: float) -> Calibration:
-    """What a node finds on such a processor: products at RATE, the rest for nothing."""
+    """Return the calibration of such a processor: products at RATE, all else free."""
     free = Pace(0, 0, 0)
     product = replace(free, megaflop=round(1e18 / RATE))
     rows = KindPace("matmul", product, product), KindPace("elementwise", free, free)
@@ -90,7 +90,7 @@ def calibration(share: float) -> Calibration:
 
 
 def slowest_seconds(sizes: list[int], quotas: list[float]) -> float:
-    """Of a stage, where a layer takes one with a whole processor."""
+    """Return the time of the slowest stage, where a layer takes one second with a whole processor."""
     return max(size / quota for size, quota in zip(sizes, quotas, strict=True))
 
 

@@ -1,4 +1,4 @@
-"""What a run's requester changes while it goes on: pauses, learning rate, end; on all replicas alike."""
+"""A requester's revisions of its run: pauses, learning rate, end; on all replicas alike."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -65,7 +65,7 @@ def steps(group: Swarm, name: str) -> int:
 
 
 def faster_from(run: Run, first: int) -> Tensors:
-    """What the run comes to where its learning rate is four times as high from this step on."""
+    """Return the run's result with four times the learning rate from this step on."""
     return reference(run, rate=lambda step: 4.0 if step >= first else 1.0)
 
 
@@ -114,7 +114,7 @@ def test_a_pause_outlives_the_committer() -> None:
     play(scenario)
 
 
-def test_a_revised_learning_rate_is_the_same_on_all_replicas_though_the_committer_dies() -> None:
+def test_a_revised_learning_rate_survives_the_committers_death() -> None:
     async def scenario() -> None:
         async with swarm("abcdef", preset="lan") as group:
             run = await begun(group, "a", steps=8, trainers=2)
@@ -166,7 +166,7 @@ def test_a_requester_that_was_restarted_may_still_change_its_run() -> None:
     play(scenario)
 
 
-def test_only_the_requester_changes_a_run_and_an_older_word_counts_for_nothing() -> None:
+def test_only_the_requesters_newest_revision_changes_a_run() -> None:
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a", steps=100_000)

@@ -59,9 +59,7 @@ def test_a_program_trains_follows_and_gets_the_result(model: str, tmp_path: Path
     simulate(scenario)
 
 
-def test_a_handle_made_of_an_id_works_on_a_node_that_is_in_no_part_of_the_run(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_handle_works_on_a_node_outside_the_run(model: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group:
             run = await group.nodes["a"].train(model, **{**SETTINGS, "steps": 6})
@@ -119,7 +117,7 @@ def test_a_run_that_cannot_be_placed_says_so_to_the_program(model: str) -> None:
     simulate(scenario)
 
 
-def test_a_request_that_failed_is_listed_by_its_requester_alone_and_until_it_restarts(model: str) -> None:
+def test_only_its_requester_lists_a_failed_request_until_a_restart(model: str) -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a = group.nodes["a"]

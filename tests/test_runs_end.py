@@ -65,7 +65,7 @@ async def learn(group: Swarm, folder: Path) -> str:
 
 
 def ends(group: Swarm) -> dict[str, tuple[str, str]]:
-    """What each node says of the end: outcome and detail."""
+    """Return each node's report of the end: outcome and detail."""
     return {
         name: (event.outcome, event.detail)
         for name, events in group.events.items()
@@ -144,9 +144,7 @@ def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_steps_that_diverge_are_skipped_alike_by_all_where_the_run_says_so(
-    tmp_path: Path, replicas: int
-) -> None:
+def test_all_members_skip_diverged_steps_alike_if_configured(tmp_path: Path, replicas: int) -> None:
     spoil(tmp_path, image=3e38)
 
     async def scenario() -> None:
@@ -239,7 +237,7 @@ async def begun(group: Swarm, requester: str, **changes: Any) -> Run:
     raise AssertionError("no step was committed")
 
 
-def test_a_stop_by_the_requester_ends_the_run_for_all_and_for_good() -> None:
+def test_a_requesters_stop_ends_the_run_for_all_members() -> None:
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a")
@@ -258,7 +256,7 @@ def test_a_stop_by_the_requester_ends_the_run_for_all_and_for_good() -> None:
     simulate(scenario)
 
 
-def test_a_member_that_was_away_leaves_a_stopped_run_when_it_comes_back() -> None:
+def test_a_returning_member_leaves_a_stopped_run() -> None:
     """It hears of the stop, or before that of the plan that went on without it: a vote that waited for it."""
 
     async def scenario() -> None:
@@ -319,7 +317,7 @@ def test_only_the_requester_may_stop_a_run() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_any_node_may_drop_a_run_and_the_others_go_on_without_it(replicas: int) -> None:
+def test_a_node_drops_a_run_and_the_others_go_on(replicas: int) -> None:
     async def scenario() -> None:
         async with swarm("abcdef", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             run = await begun(group, "a", replicas=replicas, save_every=1)
@@ -368,7 +366,7 @@ def test_a_run_may_be_stopped_while_it_is_placed() -> None:
     simulate(scenario)
 
 
-def test_a_run_waits_for_the_peers_that_it_lacks_where_it_is_told_to() -> None:
+def test_a_run_waits_for_missing_peers_if_asked_to() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group, trio.open_nursery() as nursery:
             requester = group.nodes["a"]

@@ -81,7 +81,7 @@ async def ended(group: Swarm, name: str, run: str = "", seconds: float = GIVEN_U
             await trio.sleep(1)
 
 
-def test_a_replica_that_restarts_too_fast_to_be_missed_is_dropped_and_the_run_goes_on() -> None:
+def test_a_replica_that_restarts_unnoticed_is_dropped_from_the_run() -> None:
     dropped: list[PeerId] = []
 
     async def scenario() -> None:
@@ -176,7 +176,7 @@ def test_a_lease_that_is_given_after_its_asker_died_holds_no_slot(monkeypatch: p
     simulate(scenario)
 
 
-def test_a_run_whose_steps_take_longer_than_a_silence_may_is_not_given_up() -> None:
+def test_steps_longer_than_the_silence_limit_end_no_run() -> None:
     async def scenario() -> None:
         async with swarm("abc", stage_seconds=60.0, preset="lan") as group:
             node = group.nodes["c"]
@@ -189,7 +189,7 @@ def test_a_run_whose_steps_take_longer_than_a_silence_may_is_not_given_up() -> N
     simulate(scenario)
 
 
-def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_free_in_the_end() -> None:
+def test_two_simultaneous_requests_leave_every_slot_free_at_the_end() -> None:
     outcomes: list[str] = []
 
     async def scenario() -> None:
@@ -212,7 +212,7 @@ def test_of_two_runs_asked_for_at_once_one_or_both_are_placed_and_every_slot_is_
     assert "done" in outcomes
 
 
-def test_a_node_that_leaves_in_the_middle_of_a_run_goes_and_the_run_goes_on() -> None:
+def test_a_run_goes_on_after_a_member_leaves() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group:
 
@@ -229,7 +229,7 @@ def test_a_node_that_leaves_in_the_middle_of_a_run_goes_and_the_run_goes_on() ->
     simulate(scenario)
 
 
-def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage_has_another() -> None:
+def test_a_replica_that_dies_while_stages_open_is_replanned() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group, trio.open_nursery() as nursery:
             victim = "b"
@@ -253,7 +253,7 @@ def test_a_replica_that_dies_while_stages_open_is_planned_around_where_its_stage
     simulate(scenario)
 
 
-def test_a_requester_that_has_not_heard_of_the_last_newcomer_waits_for_the_news() -> None:
+def test_a_requester_waits_for_news_of_the_last_newcomer() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
             run = prepare(group.nodes["c"], small(stages=2, replicas=2))
@@ -274,7 +274,7 @@ def test_a_requester_that_has_not_heard_of_the_last_newcomer_waits_for_the_news(
     simulate(scenario)
 
 
-def test_a_plan_that_comes_into_force_while_the_end_is_told_does_not_keep_the_run_from_ending(
+def test_a_plan_in_force_during_the_end_stops_no_ending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finish = Member.finish

@@ -500,7 +500,7 @@ def test_a_node_that_listens_everywhere_says_that_it_is_open() -> None:
     assert "open to the network: members of the swarm may connect" in private
 
 
-def test_what_the_death_of_one_machine_does_is_said_with_the_plan() -> None:
+def test_the_plans_screen_tells_what_each_death_would_do() -> None:
     planned = next(event for event in HISTORY if isinstance(event, events.RunPlanned))
     document = event_document(replace(planned, witnesses=(peer(4),), pauses_without=(peer(1), peer(2))))
     text = "\n".join(EventScreen().lines(document))
@@ -508,7 +508,7 @@ def test_what_the_death_of_one_machine_does_is_said_with_the_plan() -> None:
     assert "stops, the run pauses until it is back" in text
 
 
-def test_a_private_swarm_is_called_so_and_its_join_line_asks_for_the_key() -> None:
+def test_a_private_swarm_is_named_and_joining_asks_for_its_key() -> None:
     event = event_document(STARTED) | {"is_private": True}
     text = "\n".join(EventScreen().lines(event))
     assert "default, private; no --join given" in text
@@ -562,7 +562,7 @@ def test_the_time_left_follows_the_mean_pace_and_not_the_last_step() -> None:
     assert lines[0].endswith("  18 s left")
 
 
-def test_a_rate_is_of_samples_and_of_tokens_where_the_loss_counts_those() -> None:
+def test_a_rate_counts_samples_and_tokens_if_the_loss_does() -> None:
     step = {"samples": 32, "counted": 2_048, "seconds": 2.0}
     assert rate_text(step) == "16 samples/s  1024 tokens/s"
     assert rate_text(step | {"counted": 32}) == "16 samples/s"

@@ -29,9 +29,9 @@ REPLICA_SECONDS_MAX, LOAD_SECONDS_MAX = 2.0, 10.0
 """The pause of an answer, at the 95th percentile: with a replica, and where a machine must load the stage."""
 KILL_SECONDS = 20.0
 GROWTH_BYTES_MAX = 8 << 20
-"""What the door may have grown over the 250 sessions of a part. It grew by 0 to 2 MB in parts of 270 to 290
-sessions with five to fourteen kills, for what it keeps of answers and of nodes that came and went is bounded.
-The rest leaves room for heap that is not given back; 32 KB a session would show."""
+"""The door's allowed growth over the 250 sessions of a part. It grew by 0 to 2 MB in parts of 270 to 290
+sessions with five to fourteen kills, because its records of answers and of former nodes are bounded. The rest
+leaves room for heap that is not returned; 32 KB a session would show."""
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -99,7 +99,7 @@ def test_answers_go_on_the_same_whatever_is_killed(tmp_path: Path, threads: int,
         ground.close()
 
 
-def test_a_service_says_that_it_cannot_answer_and_answers_once_a_node_is_there(tmp_path: Path) -> None:
+def test_a_service_refuses_until_a_node_holds_its_stage(tmp_path: Path) -> None:
     ground = Ground(tmp_path, dict.fromkeys("abc", (1, 1)))
     try:
         ground.start(1)

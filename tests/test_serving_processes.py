@@ -68,7 +68,7 @@ def test_a_given_up_answer_is_forgotten_and_none_is_written_down(ground: Ground)
     # A text is read as one.
     pieces, _ = answer(ground.door, prompt=PROMPT, stops=["\ufffd"])
     assert all(isinstance(piece, str) for piece in pieces)
-    # What was asked and answered stands in no file of any node.
+    # Questions and answers are in no file of any node.
     for path in ground.folder.rglob("*"):
         if path.is_file() and path.suffix != ".peerloom":
             data = path.read_bytes()

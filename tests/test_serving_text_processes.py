@@ -66,7 +66,7 @@ checkpoint_every = 2
 """
 TOKENS = 40
 SURE_LETTERS = 8
-"""Of an answer that are compared at least."""
+"""The least letters of an answer that are compared."""
 SECONDS_MAX = 60.0
 """On a machine that is three times slower than ours, and busy."""
 
@@ -108,7 +108,7 @@ def make_folder(folder: Path, context: int = 256) -> tuple[Any, Any]:
 
 
 def greedy(model: Any, ids: list[int], tokens: int) -> list[int]:
-    """What transformers itself goes on with, up to the first step at which rounding may decide."""
+    """Return transformers' own continuation, up to the first step at which rounding may decide."""
     found = list(ids)
     with torch.no_grad():
         for _ in range(tokens):
@@ -147,7 +147,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProc
 
 
 def answer_of(model: Any, ids: list[int], ends: list[int], tokens: int) -> list[int]:
-    """What an answer begins with, by transformers: at most up to a token that ends it."""
+    """Return the beginning of an answer by transformers: at most up to a token that ends it."""
     found = greedy(model, ids, tokens)
     return found[: next((at for at, token in enumerate(found) if token in ends), tokens)]
 
@@ -196,7 +196,7 @@ def test_a_chat_goes_on_after_an_answer_was_stopped(served: tuple[SwarmProcesses
     # The last token's bytes may be no whole letter.
     wanted = known.decode(answer_of(model, ids, ends, TOKENS), skip_special_tokens=True).rstrip("\ufffd")
     assert len(wanted) >= SURE_LETTERS
-    # What a model says steers no terminal.
+    # A model's output cannot control a terminal.
     shown = "".join(each if each in "\n\t" else clean_text(each) for each in wanted).encode()
     command = [sys.executable, "-P", "-m", "node", "chat", "tiny", "--system", SYSTEM]
     command += ["--max-tokens", str(TOKENS), "--data-dir", str(door)]

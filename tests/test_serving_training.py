@@ -85,7 +85,7 @@ checkpoint_every = 100000
 
 
 def likeliest(weights: Path, ids: list[int], count: int) -> list[int]:
-    """What the run's model, by itself, says after these tokens."""
+    """Return the run's own model's continuation of these tokens."""
     model = GPT(GPTConfiguration(256, 32, 2, 2, 16))
     model.load_state_dict(load_tensors(weights), strict=False)
     found = list(ids)

@@ -1,4 +1,4 @@
-"""What a plain run of the tests skips or plays small is played by `make soak`: no test is run by nobody."""
+"""`make soak` plays the tests that a plain run skips or plays small: none is never run."""
 
 import re
 from collections.abc import Iterator

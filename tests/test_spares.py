@@ -88,7 +88,7 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
             await trio.sleep(0.02)
 
 
-async def test_the_next_stage_of_a_run_takes_the_process_of_the_last_one(
+async def test_a_runs_next_stage_takes_over_the_last_ones_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor = RealExecutor()
@@ -108,7 +108,7 @@ async def test_the_next_stage_of_a_run_takes_the_process_of_the_last_one(
         assert after.loss == before.loss, "as in a new process"
         view[:] = bytes(len(view))
         assert bytes(second.vector("parameters")) != bytes(view), "its memory is its own"
-        # What cannot be taken over is ended with its stage, and another process is loaded.
+        # A process that cannot be taken over ends with its stage, and another is loaded.
         allowance = second._allowance
         assert await second.retire(dataclasses.replace(allowance, threads=SPECIFICATION.threads + 1)) is None
         async with second._lock:

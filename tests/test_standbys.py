@@ -69,7 +69,7 @@ def newest_step(world: World) -> int:
 
 
 def test_a_standby_gives_its_slot_to_another_run() -> None:
-    """Whoever asks finds the machine that only follows, and it goes at once."""
+    """A requester finds a machine that only follows, and it frees its slot at once."""
 
     async def scenario(world: World) -> None:
         follower = await following(world)

@@ -18,7 +18,7 @@ from tests.submissions import Told, most_at_once, served, shares
 
 SEEDS = int(os.environ.get("PEERLOOM_SUBMISSIONS", "0"))
 OFF_MAX = 0.1
-"""Of a fair share, after a hundred runs."""
+"""The deviation from a fair share, after a hundred runs."""
 WAIT_SECONDS = 6 * 3_600.0
 LOOK_SECONDS = 0.05
 
@@ -29,7 +29,7 @@ def test_ten_runs_submitted_at_once_to_four_nodes_are_all_served() -> None:
 
 @pytest.mark.skipif(not SEEDS, reason="four minutes a seed: PEERLOOM_SUBMISSIONS=10")
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_a_hundred_runs_submitted_at_once_to_twenty_nodes_are_served_by_their_shares(seed: int) -> None:
+def test_a_hundred_simultaneous_runs_are_served_by_their_shares(seed: int) -> None:
     off = drain(seed, nodes="abcdefghijklmnopqrst", requesters="abc", submissions=100)
     print(f"seed {seed}: {off:.3f} off the fair share")  # noqa: T201 - what the soak is run for
     assert off <= OFF_MAX

@@ -1,8 +1,8 @@
 """Roles change hands: the last replica of a stage dies, members leave, newcomers come, all stop and start.
 
 Whole nodes in virtual time. Deaths that a stage survives are in `test_equivalence`, partitions in
-`test_partitions`. Whatever happens the result is that of one process, for what is computed again is of the
-same micro-batches.
+`test_partitions`. The result is always that of one process, because repeated work is of the same
+micro-batches.
 """
 
 import os
@@ -93,7 +93,7 @@ def play(
 
 
 def said(world: World, kind: type[Event]) -> list[Any]:
-    """What was published of a kind, by anybody, by time; several say the same."""
+    """Return all published events of a kind, by time; several nodes publish the same."""
     found = [event for events in world.group.events.values() for event in events if isinstance(event, kind)]
     return sorted(found, key=lambda event: event.at)
 
@@ -122,7 +122,7 @@ async def spare(world: World, name: str) -> None:
 # Replicas that come later
 
 
-def test_members_that_came_later_keep_as_many_replicas_as_the_run_began_with() -> None:
+def test_later_members_keep_the_runs_number_of_replicas() -> None:
     """Any member may be the next to propose: those that came while there was one know of three too."""
 
     async def replicas(world: World, count: int) -> None:
@@ -151,7 +151,7 @@ def test_members_that_came_later_keep_as_many_replicas_as_the_run_began_with() -
 # The last replica of a stage
 
 
-def test_after_the_last_replica_of_a_stage_a_newcomer_goes_on_from_the_newest_checkpoint() -> None:
+def test_a_newcomer_restores_a_lost_stage_from_the_newest_checkpoint() -> None:
     async def scenario(world: World) -> None:
         await spare(world, "x")
         await world.kept(SAVE_EVERY)
@@ -202,7 +202,7 @@ def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:
     assert "x" in holders(world)
 
 
-def test_without_a_checkpoint_the_run_fails_with_a_reason_once_the_replica_has_not_come_back() -> None:
+def test_without_a_checkpoint_a_lost_stage_fails_the_run() -> None:
     async def scenario(world: World) -> None:
         await world.reached(2)
         world.crash(other(world, "c"))
@@ -216,7 +216,7 @@ def test_without_a_checkpoint_the_run_fails_with_a_reason_once_the_replica_has_n
         assert "lost its last replica, and no checkpoint holds its parameters" in end.detail
 
 
-def test_why_the_last_replica_of_a_stage_failed_is_said_where_the_run_waits_and_where_it_fails() -> None:
+def test_the_cause_of_a_lost_stage_is_reported() -> None:
     async def scenario(world: World) -> None:
         await world.reached(2)
         shell = world.group.nodes[other(world, "c")].runs.members[world.run.id].hosting.replica
@@ -241,7 +241,7 @@ def test_why_the_last_replica_of_a_stage_failed_is_said_where_the_run_waits_and_
 
 @pytest.mark.parametrize("trial", range(LEAVES))
 @pytest.mark.parametrize("role", ["replica", "last replica", "committer", "committer and replica"])
-def test_who_leaves_takes_nothing_with_it(role: str, trial: int) -> None:
+def test_a_leaving_member_loses_no_work(role: str, trial: int) -> None:
     """A replica with a partner; the last of its stage where a provider is free; the committer. Each trial is
     another run, left at another moment of a step: no step is open when a member goes, so nothing is computed
     twice whatever the instants are."""
@@ -292,7 +292,7 @@ def test_a_newcomer_refills_a_stage_and_takes_its_state_from_its_peers() -> None
     assert states.index("degraded") < len(states) - 1 - states[::-1].index("running")
 
 
-def test_what_a_newcomer_holds_for_a_planner_that_died_is_given_to_the_next_one(
+def test_a_dead_planners_newcomer_serves_the_next_planner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The planner has the newcomer open a stage, and dies before the plan is decided."""
@@ -313,7 +313,7 @@ def test_what_a_newcomer_holds_for_a_planner_that_died_is_given_to_the_next_one(
     play("abcde", small(stages=2, replicas=2, steps=60), scenario, preset="local")
 
 
-def test_a_stage_that_is_lost_finds_the_idle_node_that_its_first_planner_held(
+def test_a_lost_stage_gets_the_node_held_for_a_dead_planner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing is computed meanwhile, and every idle node is needed."""
@@ -352,7 +352,7 @@ def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:
     return ask_then_die
 
 
-def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_ended() -> None:
+def test_a_newcomer_with_a_late_plan_is_freed_at_the_end() -> None:
     async def scenario(world: World) -> None:
         await world.reached(2)
         world.crash(other(world, "d"))
@@ -382,7 +382,7 @@ def test_a_newcomer_whose_plan_comes_too_late_is_free_again_when_the_run_has_end
 # All at once
 
 
-def test_all_stop_at_once_and_the_run_goes_on_from_the_checkpoint_on_their_disks() -> None:
+def test_a_run_goes_on_from_disk_after_all_nodes_stop() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)

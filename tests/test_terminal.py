@@ -195,7 +195,7 @@ def test_a_checkpoint_does_not_promise_more_steps_than_the_run_has() -> None:
     assert "up to 5 steps" in screen.lines(event_document(replace(kept, next_steps=5)))[0]
 
 
-def test_a_peer_of_an_earlier_day_is_missed_only_while_nobody_else_is_here() -> None:
+def test_a_remembered_peer_is_reported_missing_only_while_alone() -> None:
     gone = events.JoinTried(
         at=NOW, address="/ip4/10.0.0.7/tcp/9747", outcome="refused", detail="gone", found_by="memory"
     )

@@ -64,7 +64,7 @@ def validations(events: list[Event]) -> dict[int, RunEvaluated]:
     return {e.step: e for e in events if isinstance(e, RunEvaluated) and e.step is not None}
 
 
-def test_a_run_is_validated_between_steps_and_its_steps_stay_as_they_were(data: Any) -> None:
+def test_validation_between_steps_leaves_the_steps_unchanged(data: Any) -> None:
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
             run, events = await train(group, data, validation=ValidationSettings(5))
@@ -81,7 +81,7 @@ def test_a_run_is_validated_between_steps_and_its_steps_stay_as_they_were(data: 
 
 
 def test_screens_and_the_curve_tell_each_validation_beside_the_steps(data: Any) -> None:
-    """Of the events of a real run: what `train` prints, `runs show`, and what the page draws."""
+    """Check a real run's screens: the output of `train`, `runs show`, and the page's chart."""
     told: list[Event] = []
 
     async def scenario() -> None:
@@ -200,7 +200,9 @@ def test_a_run_says_when_it_is_validated_and_what_counts(data: Any) -> None:
         ({"keep": "best"}, "train.keep: the data has no validation samples"),
     ],
 )
-def test_what_wants_validation_samples_is_refused_without(train: dict[str, Any], words: str) -> None:
+def test_settings_that_need_validation_samples_are_refused_without_them(
+    train: dict[str, Any], words: str
+) -> None:
     with pytest.raises(UsageError, match=words):
         asked(load_digits(), **train)
 

@@ -99,7 +99,7 @@ def test_a_report_holds_what_helps_and_no_key(swarm: SwarmProcesses, tmp_path: P
     assert b"token" not in everything
 
 
-def test_a_run_is_watched_to_its_end_from_a_node_without_a_part(
+def test_a_node_outside_a_run_watches_it_to_the_end(
     swarm: SwarmProcesses, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["config", "set", "accept_runs", "never", "--data-dir", folder(swarm, "b")]) == 0

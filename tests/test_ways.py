@@ -18,7 +18,7 @@ from tests.test_screens import NOW, state
         ("relayed", False, None, "spoken to through ...aaaaaa"),
     ],
 )
-def test_the_way_to_a_peer_is_shown_with_its_relay_and_its_cost(
+def test_the_path_to_a_peer_is_shown_with_relay_and_cost(
     way: str, is_relay_known: bool, rate: int | None, told: str
 ) -> None:
     document = peers_document(state(), NOW)

@@ -70,7 +70,7 @@ def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) ->
         assert longest.seconds == pytest.approx(longest.at - died_at[0], abs=REPORT_ERROR_SECONDS)
 
 
-def test_a_process_loads_from_the_lease_of_a_stage_on_and_at_a_witness(
+def test_processes_load_from_a_lease_on_and_at_witnesses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     told: list[tuple[SimExecutor, bool]] = []
@@ -113,7 +113,7 @@ def test_a_run_whose_replica_dies_before_the_first_checkpoint_begins_anew(steps:
     assert newest(world).height > 0
 
 
-def test_a_stage_that_has_trained_begins_anew_with_the_one_that_was_lost() -> None:
+def test_a_trained_stage_restarts_together_with_a_lost_one() -> None:
     async def scenario(world: World) -> None:
         await world.reached(1)
         assert not said(world, CheckpointKept)
@@ -127,7 +127,7 @@ def test_a_stage_that_has_trained_begins_anew_with_the_one_that_was_lost() -> No
 
 
 @pytest.mark.parametrize("rule", ["wait", "requester"])
-def test_of_two_nodes_alone_the_requester_is_told_what_a_death_does(rule: str) -> None:
+def test_a_requester_of_two_nodes_is_told_what_a_death_does(rule: str) -> None:
     async def scenario(world: World) -> None:
         await world.kept(2 * SAVE_EVERY)
         world.crash(roles(world)["replica"])

@@ -150,7 +150,7 @@ class RunHandle:
 
         `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
 
-        Raises UsageError: a number out of bounds, or another node asked for the run.
+        Raises UsageError: a number out of bounds, or another node requested the run.
         """
         return await Commands(self._node).revise(
             self._run,

@@ -168,7 +168,8 @@ class FencedText:
         await self._ask(EndRule(stream))
 
     async def _ask(self, question: TextQuestion) -> TextAnswer:
-        # Shielded, and bounded in time: half a question, or an answer that nobody takes, would be another's.
+        # Shielded, and bounded in time: a partial question, or an unread answer, would corrupt the next
+        # exchange.
         async with self._turn:
             said: TextAnswer | None = None
             with trio.CancelScope(shield=True):

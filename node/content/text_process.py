@@ -47,13 +47,13 @@ from node.stages.parent import die_with
 from partition.serve.text import TextStream
 
 STREAMS_MAX = 256
-"""Answers whose text is made at once."""
+"""Answers converted to text at once."""
 STOPS_MAX = 8
-"""Ids that end an answer, as a manifest has room for."""
+"""Ids that end an answer, as many as a manifest holds."""
 BYTES = 256
 """The vocabulary of a model of bytes, which has no tokenizer."""
 TAIL_LENGTH = 64
-"""Letters at the end of a prompt that say whether reasoning has begun."""
+"""Letters at the end of a prompt that show whether reasoning has begun."""
 
 
 class _Texts:
@@ -79,7 +79,7 @@ class _Texts:
         return self._known.id_of(name) >= 0
 
     def answer(self, question: TextQuestion) -> TextAnswer:
-        """Answer one. Raises UsageError."""
+        """Answer a question. Raises UsageError."""
         match question:
             case Encode(text=text):
                 return TextAnswer(tokens=list(self._known.encode(text, special=True).ids))
@@ -123,7 +123,7 @@ class _Texts:
         return self._known.decode(list(ids))
 
     def _decode_marked(self, ids: Sequence[int]) -> str:
-        """Return the text of tokens with the special ones that are kept."""
+        """Return the text of tokens, including the special ones that are kept."""
         parts: list[str] = []
         begin = 0
         for place, token in enumerate(ids):
@@ -141,7 +141,7 @@ class _Bytes:
         self.facts = TextFacts((), BYTES, has_template=False)
 
     def answer(self, question: TextQuestion) -> TextAnswer:
-        """Answer one. Raises UsageError."""
+        """Answer a question. Raises UsageError."""
         if isinstance(question, BeginRule):
             return _begun(self._masks, question)
         return _advanced(self._masks, question)
@@ -185,7 +185,7 @@ def _advanced(masks: ServiceMasks, question: TextQuestion) -> TextAnswer:
 
 
 def read_facts(folder: Path, vocabulary: int, *, has_template: bool) -> TextFacts:
-    """Return what a folder says of how its model answers. Raises UsageError."""
+    """Return the facts of a folder about its model's answers. Raises UsageError."""
     config = read_table(folder / CONFIG, CONFIG_BYTES_MAX) if (folder / CONFIG).is_file() else {}
     path = folder / GENERATION_CONFIG
     asked = read_table(path, CONFIG_BYTES_MAX) if path.is_file() else {}

@@ -33,8 +33,8 @@ class Encode(msgspec.Struct, frozen=True, tag="encode"):
 
 
 class Render(msgspec.Struct, frozen=True, tag="render"):
-    """The tokens of a chat, with the beginning of an answer at the end; the model may call `tools`. A
-    template gets `options` by their names."""
+    """Tokenize a chat, ending with the beginning of an answer; the model may call `tools`. A template gets
+    `options` by their names."""
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] = []
@@ -42,8 +42,8 @@ class Render(msgspec.Struct, frozen=True, tag="render"):
 
 
 class Push(msgspec.Struct, frozen=True, tag="push"):
-    """The next tokens of an answer; an unknown `stream` begins with `stops`. One that `is_marked` keeps the
-    special tokens by which calls and reasoning are told apart."""
+    """Convert the next tokens of an answer; an unknown `stream` begins with `stops`. With `is_marked` the
+    special tokens of calls and reasoning stay in the text."""
 
     stream: int
     tokens: list[int]
@@ -53,13 +53,13 @@ class Push(msgspec.Struct, frozen=True, tag="push"):
 
 
 class Spell(msgspec.Struct, frozen=True, tag="spell"):
-    """The bytes that tokens stand for."""
+    """Return the bytes that tokens stand for."""
 
     tokens: list[int]
 
 
 class BeginRule(msgspec.Struct, frozen=True, tag="begin"):
-    """An answer follows a rule, has these tokens already, and may end with `stops`."""
+    """Begin a rule for an answer that has these tokens already and may end with `stops`."""
 
     stream: int
     rule: AnswerRule
@@ -84,7 +84,7 @@ TextQuestion = Encode | Render | Push | Spell | BeginRule | AdvanceRule | EndRul
 
 
 class TextAnswer(msgspec.Struct, frozen=True):
-    """A line of the process. `facts` come first, of themselves."""
+    """A line of the process. It sends `facts` first, unasked."""
 
     facts: TextFacts | None = None
     tokens: list[int] = []

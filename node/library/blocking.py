@@ -1,6 +1,6 @@
 """The public surface in blocking form. Generated from `node/api/surface.py`: do not edit.
 
-Write it anew with `python -m node.library.generate`.
+Regenerate it with `python -m node.library.generate`.
 """
 
 import math
@@ -87,7 +87,7 @@ class BlockingRunHandle:
 
         `goal` is the samples a second over `goal_seconds` below which this node raises an alert; 0 for none.
 
-        Raises UsageError: a number out of bounds, or another node asked for the run.
+        Raises UsageError: a number out of bounds, or another node requested the run.
         """
         return self._portal.run(self._of.revise, learning_rate, steps, priority, goal, goal_seconds)
 

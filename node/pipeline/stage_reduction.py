@@ -122,7 +122,7 @@ class StageReduction:
         await self._end(reducing, await self._compute(lambda: current.finish(totals)))
 
     async def _end(self, work: ReduceReady, digest: bytes) -> None:
-        # The machine stays until the next one: a member may still have to hear our parts.
+        # The machine stays until the next one: a member may still need our parts.
         self._reducing = None
         await self._done(work, digest)
 

@@ -66,7 +66,7 @@ async def fill(
                 reasons.append(error.detail)
                 return
             vector = stage.vector(arena)
-            # Megabytes into pages that nobody has touched yet: not on the event loop.
+            # Writing megabytes into untouched pages does not belong on the event loop.
             await executor.run(partial(vector.__setitem__, slice(begin, begin + length), data))
 
     async with trio.open_nursery() as nursery:

@@ -131,14 +131,14 @@ def plan(
 ) -> PlanReport:
     """Return the best plan of a model over given peers, without a node; nothing is started.
 
-    `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face
-    folder; `peers` are a TOML file of peers, or what was read of one. The planner chooses stages, replicas
-    and samples of a micro-batch where they are 0. `what_if` changes the peers (`"lose=lab-3"`, or a list of
-    such), `place` keeps to those of a location. Layers of a group in `together` (modules, layers by name or
-    number, ranges such as `3-5`) stay in one stage, with `keep_tied` also those that use one weight. With
-    `devices` only peers that compute on one of these count (`cuda`, `mps`, `cpu`), and those on a later one
-    only where those on the ones before it are not enough. With a `goal`, in samples a second, its document
-    says whether the plan is predicted to reach it.
+    `model` is a graph, a captured FILE.peerloom, a built-in name, PATH.py:FUNCTION or a Hugging Face folder;
+    `peers` are a TOML file of peers, or its parsed content. The planner chooses stages, replicas and the
+    micro-batch if they are 0. `what_if` changes the peers (`"lose=lab-3"`, or a list of such), `place` keeps
+    to those of a location. Layers of a group in `together` (modules, layers by name or number, ranges such as
+    `3-5`) stay in one stage, with `keep_tied` also those that use one weight. With `devices` only peers that
+    compute on one of these count (`cuda`, `mps`, `cpu`), those on a later one only if those on earlier ones
+    are not enough. With a `goal`, in samples a second, its document says whether the plan is predicted to
+    reach it.
 
     Raises:
         RunFailed: nothing fits; its hint gives a remedy. UsageError: the request is malformed.

@@ -38,8 +38,8 @@ Share = Annotated[float, msgspec.Meta(ge=0, le=0.9)]
 
 
 class GroupTable(msgspec.Struct, frozen=True):
-    """`[[train.groups]]`: parameters whose names are like one of `match` (`*.bias`, `*norm*`); the first
-    table that has them counts. `rate_factor` multiplies the learning rate."""
+    """`[[train.groups]]`: parameters whose names match one of `match` (`*.bias`, `*norm*`); the first
+    matching table counts. `rate_factor` multiplies the learning rate."""
 
     match: Annotated[tuple[str, ...], msgspec.Meta(min_length=1, max_length=64)]
     weight_decay: Annotated[float, msgspec.Meta(ge=0, le=1)] = 0.0
@@ -51,33 +51,33 @@ LayerGroup = Annotated[
     msgspec.Meta(min_length=1, max_length=64),
 ]
 Auto = Literal["auto"]
-"""Where a run is placed, the planner chooses, and says why."""
+"""The planner chooses when a run is placed, and gives its reasons."""
 
 
 class TrainTable(msgspec.Struct, frozen=True):
     """`[train]` of RUN.toml. `batch` and `microbatch` count samples, `window` the bytes of text in one.
 
-    With `epochs` the steps are as many as so many passes over the training samples take, and `steps` is not
-    given. `window` 0 is what the model takes, and 64 where that varies. The learning rate rises over
-    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames`
-    is how much may be lost of what goes from stage to stage: `exact` is compressed only without loss. A step
-    whose loss or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing
-    and is counted as skipped ("continue"); more than ten such steps in a row end it too.
+    With `epochs` the number of steps follows from that many passes over the training samples, and `steps` is
+    not given. `window` 0 is the model's, and 64 where that varies. The learning rate rises over
+    `warmup_steps`, then follows the schedule to 0 at the last step. `clip_norm` 0 clips nothing. `frames` is
+    the allowed loss in data sent from stage to stage: `exact` compresses only without loss. A step whose loss
+    or gradient is not finite ends the run as failed (`on_divergence` "stop"), or changes nothing and is
+    counted as skipped ("continue"); more than ten such steps in a row end it too.
 
     `microbatch`, `recompute`, `frames` and `mode` may be "auto": `node.planning.choices` chooses.
 
     Where the data has validation samples, a run in exact mode computes them after every `validate_every`
     steps (0: about twenty times in all) and after the last: all of them, with the same split everywhere.
-    `watch` is what states are compared by: "loss", "accuracy" or another metric of the model; of metrics more
-    is better, or less where it begins with "-". After `patience` validations in a row (in mode "local",
-    evaluations) that did not improve the best by `improvement` at least the run ends; 0: never for that. With
-    `keep` "best" the result is the state that validated best.
+    `watch` is the measure by which states are compared: "loss", "accuracy" or another metric of the model; a
+    higher metric is better, or a lower one if the name begins with "-". After `patience` consecutive
+    validations (in mode "local", evaluations) without an improvement of at least `improvement` the run ends;
+    0: it does not end early. With `keep` "best" the result is the state that validated best.
 
     `mode` "exact" sums gradients in every step, over all members. In mode "local" every member trains the
     whole model on its own shard (with `plan.stages` a column of members does), `steps` at most, and averages
     after `local_steps` of them: see `partition.run.local_settings.LocalSettings` for the keys from there on.
-    With `federated`, in mode "local", data stays with its owners: every member trains on a data set of its
-    own that it calls as the run does (docs/data.md).
+    With `federated`, in mode "local", data stays with its owners: every member trains on its own data set,
+    which it names as the run does (docs/data.md).
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
@@ -119,40 +119,38 @@ class TrainTable(msgspec.Struct, frozen=True):
 
 
 GOAL_MAX = 1e9
-"""Samples a second that are wanted: no swarm trains more."""
+"""Wanted samples per second: no swarm trains more."""
 GOAL_SECONDS = 60
 GOAL_SECONDS_MIN, GOAL_SECONDS_MAX = 5, 86_400
 """Alerts are looked at every two seconds; who looks once a day needs none for longer."""
 COMMON = "common"
-"""In the place of kinds of devices: those near by, the most frequent first."""
+"""Replaces kinds of devices: the kinds near by, the most frequent first."""
 
 
 class PlanTable(msgspec.Struct, frozen=True):
     """`[plan]` of RUN.toml; 0 stages or replicas let the solver choose.
 
-    `trainers` feed, each its share; more than the requester go on when it is gone. `pipeline` is the order of
-    work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every `checkpoint_every`
-    steps the state of all stages is copied to other members, 0 for never: so much is lost where a stage loses
-    its last replica; in mode "local" each member puts its own state away on its disk. When fewer than a
-    majority are left, a run waits for the others, or goes on as a `fork`; with `requester` half of the voters
-    are enough where the requester is one of them, so of two members it goes on alone. Where providers are
-    busy, of one requester's runs that of a higher `priority` goes first, of equals that whose
-    `deadline_minutes` end first; neither counts beside runs of other requesters. The requester is told when
-    the run cannot be done by then. Both are not in the manifest: they may be revised.
-    With `place` only peers of this location hold stages, with `near` (a location or a peer id) those within
-    `max_rtt_milliseconds` of it (30 where that is 0), which alone is counted from the requester. With
-    `devices` only peers that compute on one of these hold stages, and those on a later one only where those
-    on the ones before it are too few; "common" alone stands for the kinds near by, the
-    most frequent first. With `gflops_min` only peers that were measured to compute that fast do
-    (10^9 float32 operations a second, of one slot).
-    With `objective` "energy" peers and cuts are those that take the fewest joules, and borders do not move;
-    with "throughput" those that train the most samples a second.
-    Up to `standbys` idle machines follow the stages whose loss would cost most: they hold their newest state,
-    compute nothing, take over at once where a stage loses its last replica, and go where another run needs
-    their slot.
-    Each stage gets `replicas_min` peers at least where `replicas` is 0. The layers from the first to the last
-    of a group in `together` (modules, layers by name or number, ranges such as "3-5") stay in one stage, with
-    `keep_tied` also those that use one weight.
+    `trainers` feed, each its share; with more than the requester the run goes on without it. `pipeline` is
+    the order of work in a stage: `1f1b` holds few micro-batches at once, `gpipe` all of a step. Every
+    `checkpoint_every` steps (0: never) the state of all stages is copied to other members: at most these
+    steps are lost when a stage loses its last replica. In mode "local" each member saves its own state to its
+    disk. When fewer than a majority are left, a run waits for the others, or goes on as a `fork`; with
+    `requester` half of the voters are enough if the requester is one of them, so of two members it goes on
+    alone. Where providers are busy, of one requester's runs the one with the higher `priority` goes first,
+    among equals the one whose `deadline_minutes` end first; neither counts against runs of other requesters.
+    The requester is told when the run cannot be done by then. Neither is in the manifest, so both may be
+    revised. With `place` only peers of this location hold stages, with `near` (a location or a peer id) those
+    within `max_rtt_milliseconds` of it (30 where that is 0); given alone, `max_rtt_milliseconds` counts from
+    the requester. With `devices` only peers that compute on one of these hold stages, and those on a later
+    one only if those on earlier ones are too few; "common" alone stands for the kinds near by, the most
+    frequent first. With `gflops_min` only peers with at least that measured speed do (10^9 float32 operations
+    a second, of one slot). With `objective` "energy" peers and cuts minimize joules, and borders do not move;
+    with "throughput" they maximize samples per second. Up to `standbys` idle machines follow the stages whose
+    loss would cost most: they hold the newest state, compute nothing, take over at once when a stage loses
+    its last replica, and leave when another run needs their slot. Each stage gets at least `replicas_min`
+    peers if `replicas` is 0. The layers from the first to the last of a group in `together` (modules, layers
+    by name or number, ranges such as "3-5") stay in one stage, with `keep_tied` also those that use one
+    weight.
     """
 
     stages: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
@@ -176,17 +174,17 @@ class PlanTable(msgspec.Struct, frozen=True):
 
 
 class GoalTable(msgspec.Struct, frozen=True):
-    """`[goal]` of RUN.toml: the requester is told where the run trains less than `samples_per_second` over
-    the last `seconds`; 0: it has no goal. Not in the manifest: it is the requester's alone."""
+    """`[goal]` of RUN.toml: the requester is told when the run trains less than `samples_per_second` over the
+    last `seconds`; 0: no goal. Not in the manifest: it concerns the requester alone."""
 
     samples_per_second: Annotated[float, msgspec.Meta(ge=0, le=GOAL_MAX)] = 0.0
     seconds: Annotated[int, msgspec.Meta(ge=GOAL_SECONDS_MIN, le=GOAL_SECONDS_MAX)] = GOAL_SECONDS
 
 
 class SplitsTable(msgspec.Struct, frozen=True):
-    """`[splits]` of RUN.toml: where validation and test samples come from. `validation` and `test` are other
-    sources, as `data` is one; the shares are of the training samples. With neither, it is what `data` has
-    itself, and else a fifth of it to test on."""
+    """`[splits]` of RUN.toml: the origin of validation and test samples. `validation` and `test` are other
+    sources, like `data`; the shares are of the training samples. With neither, they are the parts that `data`
+    has, or else a fifth of it to test on."""
 
     validation: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
     test: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
@@ -197,13 +195,14 @@ class SplitsTable(msgspec.Struct, frozen=True):
 class RunFile(msgspec.Struct, frozen=True):
     """RUN.toml: every key has a default.
 
-    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; or "vision" or "language", to
-    one of which none at all comes (`node.api.task_defaults`). `options` are further arguments of what
-    makes it (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and test.npz (arrays
-    x and y, or as the model's inputs and labels are called), a file of text, or what `node.content.sources`
-    makes such a folder of: a table, arrays, images; or PATH.py:FUNCTION, which returns a Dataset, an iterator
-    or arrays (`node.content.samples`). As a table, `[data]`, it also says how that is read. With `tokenizer`,
-    a tokenizer.json, a text is its tokens and `train.window` counts those.
+    `model` is a built-in name, a captured FILE.peerloom, or PATH.py:FUNCTION; or "vision" or "language";
+    without a model one of these two is chosen (`node.api.task_defaults`). `options` are further arguments of
+    the model (`layers` and `width` of a gpt). `data` is `digits`, a folder with train.npz and test.npz
+    (arrays x and y, or named like the model's inputs and labels), a file of text, a source that
+    `node.content.sources` converts to such a folder: a table, arrays, images; or PATH.py:FUNCTION, which
+    returns a Dataset, an iterator or arrays (`node.content.samples`). As a table, `[data]`, it also has the
+    keys of the reading. With `tokenizer`, a tokenizer.json, a text consists of its tokens and `train.window`
+    counts those.
     """
 
     model: Annotated[str, msgspec.Meta(max_length=4_096)] = ""
@@ -222,7 +221,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
     @property
     def data_keys(self) -> DataTable:
-        """How the source is to be read."""
+        """Return how to read the source."""
         return DataTable(self.data) if isinstance(self.data, str) else self.data
 
     @property
@@ -241,7 +240,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
     @property
     def place(self) -> PlaceWish | None:
-        """Where stages may be; None for anywhere."""
+        """Return where stages may be; None for anywhere."""
         plan = self.plan
         devices = tuple(kind for kind in plan.devices if kind != "common")  # the node has put kinds for it
         wish = PlaceWish(plan.place, plan.near, plan.max_rtt_milliseconds, devices, plan.gflops_min)
@@ -249,7 +248,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
     @property
     def local(self) -> LocalSettings | None:
-        """How members train in local mode; None in exact mode."""
+        """Return how members train in local mode; None in exact mode."""
         train = self.train
         if train.mode != "local":
             return None
@@ -267,7 +266,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
     @property
     def _groups(self) -> tuple[GroupSettings, ...]:
-        """The first is of all parameters that no table has."""
+        """Return the groups; the first holds all parameters that no table matches."""
         tables = self.train.groups
         if not tables:
             return ()
@@ -276,7 +275,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
 
 def read_run_file(text: str, name: str) -> RunFile:
-    """Return the run that the text of a RUN.toml says, checked; errors call it `name`. Raises UsageError."""
+    """Return the checked run in the text of a RUN.toml; errors name it `name`. Raises UsageError."""
     run = toml.parse(text, RunFile, name=name).value
     check_run_file(run, name)
     return run
@@ -315,7 +314,7 @@ def _check_batch(batch: int, microbatch: int, where: str) -> None:
 
 
 def _least_divisor(number: int, least: int) -> int:
-    """Return the least divisor of `number` that is `least` at least: the number itself is one."""
+    """Return the least divisor of `number` that is at least `least`; the number itself is one."""
     return next(each for each in range(least, number + 1) if number % each == 0)
 
 

@@ -163,7 +163,7 @@ class _Service:
         up = [peer for peer in self.pool if peer in self.nodes]
         if len(up) < wanted:
             return False
-        # The last of the pool, for the first are those that never go.
+        # The last of the pool: the first are those that never go.
         rows = [Row(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])]
         for row in rows:
             self.nodes[PeerId(row.peer)].stages.take(PeerId(row.peer), row.stage, rows)
@@ -293,7 +293,7 @@ class _Node:
                     self._end(event)
 
     def receive(self, sender: PeerId, message: Any) -> None:
-        """Take what arrived; what no honest peer says is a bug."""
+        """Handle a message; one that no honest peer sends is a bug."""
         now, provider = self._ground.now, self.provider
         sends: list[tuple[PeerId, Any]] = []
         match message:

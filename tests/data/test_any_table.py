@@ -49,7 +49,7 @@ WORDS = st.one_of(
 
 @dataclass(frozen=True)
 class Table:
-    """What was meant: names and fields of the features, the label, and the place of its column."""
+    """The meaning of a table: names and fields of the features, the label, and the position of its column."""
 
     names: list[str]
     rows: list[list[str]]
@@ -88,7 +88,7 @@ def tables(draw: st.DrawFn) -> Table:
 
 
 def attempt(path: Path, table: Table, says_label: bool) -> SampleParts | None:
-    """What is read of a file, None where it is refused. Features that hold words may look like the label."""
+    """Return the reading of a file, None if it is refused. Features of words may look like the label."""
     keys = {"label": table.label} if says_label or not table.is_plain else {}
     try:
         return read_here(path, **keys)

@@ -32,8 +32,8 @@ def read_for(source: Path, kind: str = "Qwen2ForCausalLM", *, window: Any = 0, *
 
 
 def learnt(samples: SampleParts) -> list[tuple[str, str]]:
-    """Of each sample in its order, the text that is seen and that which counts; `.` stands for what does
-    not."""
+    """Return for each sample, in order, the visible text and the text that counts; `.` stands for the
+    rest."""
     import tokenizers
 
     known = cast("Any", tokenizers.Tokenizer.from_file("m/tokenizer.json"))

@@ -13,7 +13,7 @@ from tests.data.model_folders import write_folder
 from tests.stack import simple_cnn, simulate, swarm
 
 
-def test_a_reading_is_kept_with_the_run_and_errors_name_the_persons_file(tmp_path: Path) -> None:
+def test_a_reading_is_kept_and_errors_name_the_persons_file(tmp_path: Path) -> None:
     model = tmp_path / "model.peerloom"
     model.write_bytes(simple_cnn().data)
     rng = np.random.default_rng(1)

@@ -30,7 +30,7 @@ MNIST = struct.pack(">IIII", 0x803, 4, 28, 28) + bytes(3136)
         ("d.jsonl", b'{"a": 1}\n' * 30, "records are read for", 'form = "bytes"'),
     ],
 )
-def test_what_may_be_no_text_is_refused_until_a_key_says_so(
+def test_doubtful_texts_are_refused_until_a_key_decides(
     name: str,
     content: bytes,
     said: str,

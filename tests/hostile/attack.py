@@ -1,4 +1,4 @@
-"""What all attacks have in common, and the clock that they keep to. No attack is here."""
+"""The base of all attacks, and their clock. No attack is here."""
 
 import random
 import socket
@@ -30,9 +30,9 @@ class Target:
 
 
 class Attack:
-    """One kind of hostile traffic: `strike` does it once. What it does may fail: the victim defends itself.
+    """One kind of hostile traffic: `strike` does it once, and may fail, because the victim defends itself.
 
-    `rate` is how often a second; `counters` are the victim's own for what it refuses of this.
+    `rate` is per second; `counters` are the victim's names for refusals of this attack.
     """
 
     rate = 0.0
@@ -64,8 +64,8 @@ def from_all_hosts(kind: int) -> list[socket.socket]:
 
 
 def keep_striking(attack: Attack, rate: float, over: threading.Event) -> int:
-    """Strike evenly, `rate` times a second, until it is over; how often it was. Who is late makes up for it,
-    but not for more than a tenth of a second."""
+    """Strike evenly, `rate` times a second, until it is over; return how often. A late strike is made up for,
+    up to a tenth of a second."""
     strikes, due_at = 0, time.perf_counter()
     while not over.is_set():
         now = time.perf_counter()

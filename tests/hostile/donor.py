@@ -1,8 +1,8 @@
-"""A peer that hands a state over in every way but the right one, each time another: `/peerloom/catchup/1`.
+"""A peer that hands over states in every wrong way, each time another: `/peerloom/catchup/1`.
 
-What it says is plausible: steps a little or far ahead, tables like the honest one with other hashes, states
-of as many numbers that are no numbers, zeros, or the negative. It falls silent, hangs up or talks nonsense at
-each point of the conversation.
+Its messages are plausible: steps a little or far ahead, tables like the honest one with other hashes, states
+of the right size that are NaN, zero, or negated. It falls silent, hangs up or sends nonsense at each point of
+the conversation.
 """
 
 from random import Random
@@ -19,7 +19,7 @@ from node.seams import Stream
 
 STEPS_AHEAD = (0, 1, 2, 4, 100, 2**20, 2**52)
 FACTORS = (0.0, -1.0, 2.0, 1e30, np.nan, np.inf)
-"""What the honest numbers are multiplied by."""
+"""Factors of the honest numbers."""
 
 
 class LyingDonor:

@@ -27,13 +27,13 @@ CONNECT_SECONDS = 2.0
 """Between two new connections."""
 RETRY_SECONDS = 0.2
 DEADLINE_SECONDS = 15.0
-"""What is not answered by then, whatever was tried again, counts as not answered."""
+"""A request without an answer by then, despite retries, counts as unanswered."""
 REQUEST_BYTES = 200
 
 
 @dataclass
 class Tally:
-    """Of one kind of requests. `tries` above `asked` are those that were needed again."""
+    """The requests of one kind. `tries` beyond `asked` are retries."""
 
     asked: int = 0
     tries: int = 0

@@ -36,7 +36,7 @@ PARTS_MAX = 20
 ANSWER_BYTES_MAX = 4 << 20
 PAYLOAD_BYTES = 64 << 10
 LIES_PART = 0.2
-"""Of the requests that others make of this node, answered by a lie."""
+"""The share of others' requests that this node answers by a lie."""
 AT_ONCE = 8
 """Deeds of one round side by side."""
 LONG = 1 << 30
@@ -109,7 +109,7 @@ class Insider:
             await self._held.popleft().aclose()
 
     async def _do(self, deed: Deed) -> None:
-        """What fails, fails: the victim has defended itself."""
+        """Do a deed; it may fail, because the victim defends itself."""
         try:
             await deed()
         except (StreamClosed, Unreachable):
@@ -292,7 +292,7 @@ class _Heard:
         self._kind = next((each.datagrams for each in PROTOCOLS if each.name == protocol), None)
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """What has come."""
+        """Return the received messages."""
         found = await self._inbox.take(until)
         for _, data in found[:4]:
             self._values.known.learn(read(data, self._kind) if self._kind is not None else None)

@@ -1,6 +1,6 @@
-"""What a hostile peer has learnt of a live swarm: real messages, and every value in them by its field's name.
+"""A hostile peer's knowledge of a live swarm: real messages, and their values by field name.
 
-A made-up hash is refused at the door; a real one opens it. So what is sent is made of what was heard.
+A made-up hash is refused early, a real one is not, so its messages are made of those that it received.
 """
 
 from collections import defaultdict, deque
@@ -14,7 +14,7 @@ from crypto.facts import Fact
 KEPT_MAX = 24
 """Values of one name, and messages of one kind, the latest."""
 ITEMS_MAX = 4
-"""Of a long list so many are looked at: they are alike."""
+"""Items of a long list that are learnt: they are alike."""
 BYTES_MAX = 256
 """Longer ones are no name of anything."""
 

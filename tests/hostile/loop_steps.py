@@ -23,7 +23,7 @@ LOOK_SECONDS = 0.01
 SLOW_SECONDS = 0.02
 """From here on a step is worth a look."""
 KEPT_MAX = 20
-"""Of the longest."""
+"""The longest steps kept."""
 PLACES_MAX = 6
 SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 

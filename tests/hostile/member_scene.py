@@ -1,7 +1,7 @@
-"""Victims, and a hostile member of their swarm, all in processes of their own: let loose, and measured.
+"""Victims and a hostile member of their swarm, all in processes of their own, measured.
 
-Of four victims one asks for honest runs, whose results are compared; one is left to the hostile peer, which
-takes it into runs of its own as often as it can. Whatever happens, every process that was started here ends.
+One of four victims requests honest runs, whose results are compared; another is left to the hostile peer,
+which takes it into its own runs as often as it can. Every process started here ends in any case.
 """
 
 import tempfile
@@ -42,11 +42,11 @@ def member_run() -> Manifest:
 
 @dataclass
 class Found:
-    """What became of it, by victim.
+    """The outcome, by victim.
 
-    `grown_bytes` is the most that a victim's own process grew by, `failures` is what its node contained,
-    `logs` with tracebacks. `outcomes` are those of the honest runs, `results` their weights; `put_off`
-    counts how often one found no place and was asked for again.
+    `grown_bytes` is the most that a victim's own process grew by, `failures` are failures that its node
+    contained, `logs` with tracebacks. `outcomes` are those of the honest runs, `results` their weights;
+    `put_off` counts how often one found no place and was requested again.
     """
 
     seconds: float = 0.0
@@ -72,7 +72,7 @@ class Found:
 
     @property
     def longest_step(self) -> Step | None:
-        """Of all victims, by processor time."""
+        """Return the longest step of all victims, by processor time."""
         steps = [step for longest in self.longest.values() for step in longest]
         return max(steps, key=lambda step: step.cpu_seconds, default=None)
 

@@ -87,7 +87,7 @@ async def take_in(insider: Insider, values: Values, signer: Signer, victim: Peer
 
 
 def learn_run(known: Known, run: Run, plan: Plan | None) -> None:
-    """What is public of a run, and asked for in its name."""
+    """Learn the public data of a run, and of requests in its name."""
     known.learn(run)
     known.learn(run.id, "run")
     known.learn(run.text, "run")

@@ -37,7 +37,7 @@ SESSION_SECONDS = 60.0
 """After this a new one is made: one that is used no more ends in 180 s."""
 
 LIES = 0.1
-"""Of the beacons."""
+"""The share of false beacons."""
 
 
 class Packets(Attack):
@@ -63,7 +63,7 @@ class Packets(Attack):
 
 
 class RandomPackets(Packets):
-    """Of all sizes, none and too many bytes among them."""
+    """Packets of all sizes, from none to too many bytes."""
 
     rate = 10_000.0
     counters = (

@@ -1,6 +1,6 @@
-"""A victim, an honest peer, and hostile clients let loose for a while: processes, and what is measured.
+"""A victim, an honest peer, and hostile clients for a while: their processes and measurements.
 
-Whatever happens, every process that was started here ends with the scene.
+Every process started here ends with the scene in any case.
 """
 
 import multiprocessing
@@ -54,8 +54,8 @@ class Far:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of one attack, or several at once. `refused` counts by the victim's own names; `tallies` are the honest
-    peer's; `highest_bytes` is the most memory that the victim had."""
+    """The outcome of one attack, or several at once. `refused` counts by the victim's own names; `tallies`
+    are the honest peer's; `highest_bytes` is the victim's peak memory."""
 
     seconds: float
     strikes: Mapping[str, int]
@@ -66,7 +66,7 @@ class Outcome:
 
     @property
     def unanswered(self) -> dict[str, str]:
-        """What the honest peer asked for and did not get, by kind."""
+        """Return the honest peer's unanswered requests, by kind."""
         return {
             kind: f"{tally['asked'] - tally['answered']} of {tally['asked']} not answered, {tally['why']}"
             for kind, tally in self.tallies.items()

@@ -1,9 +1,9 @@
-"""Hostile values for every message, made from its struct: types and bounds are read, never written here.
+"""Hostile values for every message, generated from its struct, whose types and bounds are read.
 
-Most values are such as pass the decoder, for what it refuses is cheap: the limits of a field and their
-neighbours, numbers at which arithmetic breaks, and what is known of the live swarm (`known`). A few are such
-as no struct has. A message may also be one that somebody has sent, with a field or two changed. What a fact
-holds is made the same way, and signed by the hostile peer itself.
+Most values pass the decoder, because refusals are cheap: the limits of a field and their neighbours, numbers
+at which arithmetic breaks, and values of the live swarm (`known`). A few fit no struct. A message may also be
+a received one with a field or two changed. The content of facts is generated the same way, and signed by the
+hostile peer itself.
 """
 
 import math
@@ -67,7 +67,7 @@ FULL_PART = 0.04
 PLAUSIBLE = (2, 4, 10, 100, 1_000)
 """A number that was heard, so many times: a step ahead, a weight or a share that nobody would doubt."""
 ITEMS_MAX, BYTES_MAX = 3, 80
-"""Of a list and of bytes else."""
+"""The lengths of other lists and byte strings."""
 REPEATED_MAX = 5_000
 """A list without a limit of its own, when it is to be a long one."""
 LONG_BYTES_MAX = 1 << 20
@@ -102,7 +102,7 @@ class Values:
             self._fixed = {}
 
     def body(self, kind: type) -> bytes:
-        """What could be signed, or stand inside another message."""
+        """Return a body that could be signed, or be part of another message."""
         return encode(self.of(kind))
 
     def of(self, kind: Any, name: str = "") -> Any:

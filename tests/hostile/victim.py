@@ -80,7 +80,7 @@ async def answer(network: RealNetwork) -> None:
 
 
 def figures(counters: Callable[[], Mapping[str, int]]) -> dict[str, Any]:
-    """What the process has used and refused so far."""
+    """Return the process's usage and refusals so far."""
     return {
         "cpu_seconds": time.process_time(),
         "rss_bytes": psutil.Process().memory_info().rss,

@@ -96,5 +96,5 @@ async def hostile_in(
 
 
 def peers(group: Swarm, names: Sequence[str]) -> list[PeerId]:
-    """Of these nodes."""
+    """Return the peers of these nodes."""
     return [group.nodes[name].peer for name in names]

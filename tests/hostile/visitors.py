@@ -69,7 +69,7 @@ class Visitors(Attack):
 
 
 def _send(visitor: socket.socket, words: bytes) -> bytes:
-    """What is left of the words; all of them while there is no connection yet."""
+    """Return the unsent rest of the bytes; all of them while there is no connection yet."""
     try:
         return words[visitor.send(words) :] if words else b""
     except BlockingIOError:

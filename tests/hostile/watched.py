@@ -31,7 +31,7 @@ from tests.hostile.loop_steps import LoopSteps
 HOST = "127.0.0.1"
 SWARM = "hostile members"
 NOT_PLACED = "not placed"
-"""What became of a run that found no free slots."""
+"""The outcome of a run that found no free slots."""
 HEARD_MAX = 100
 """Messages that it has sent in runs, the latest, as a member would have had them."""
 
@@ -40,7 +40,7 @@ TOLD_MAX, TOLD_LENGTH_MAX = 40, 300
 
 
 def settings(name: str, folder: Path, **resources: Any) -> config.Config:
-    """Of every node of the scene."""
+    """Return the settings of every node of the scene."""
     return config.Config(
         name=name,
         data_dir=folder,
@@ -116,7 +116,7 @@ class _Watched:
             nursery.cancel_scope.cancel()
 
     def _report(self, event: Event) -> None:
-        """Of runs, for whoever asks why one does not end."""
+        """Record a run's event, to find out why a run does not end."""
         if hasattr(event, "run"):
             self._told.append(str(event)[:TOLD_LENGTH_MAX])
 
@@ -163,6 +163,6 @@ class _Watched:
 
 
 def log_of(folder: Path) -> str:
-    """What a node has logged of its own failures."""
+    """Return a node's log of its own failures."""
     path = folder / containment.LOG_NAME
     return path.read_text(encoding="utf-8") if os.path.exists(path) else ""

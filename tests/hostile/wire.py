@@ -1,8 +1,8 @@
-"""All that peers say to each other above the transport, as data: protocols, messages, signed bodies.
+"""All messages of peers above the transport, as data: protocols, messages, signed bodies.
 
-A union of messages stands here by its name, so a new message of it is covered without asking. A new protocol,
-or a new kind of thing that is decoded, must be entered: `tests.test_hostile_wire` reads the program for both.
-What strangers say below, in handshakes, hellos and beacons, is in `packets`, `visitors` and `guests`.
+A union of messages is listed by its name, so its new messages are covered automatically. A new protocol, or a
+new decoded type, must be entered: `tests.test_hostile_wire` searches the program for both. Strangers'
+messages below, in handshakes, hellos and beacons, are in `packets`, `visitors` and `guests`.
 """
 
 from collections.abc import Mapping
@@ -53,7 +53,7 @@ from partition.serve import messages as serve
 from partition.steps.frames import FRAME_PURPOSE, FrameHeader
 
 DATAGRAM_BYTES_MAX = 1_100
-"""What surely fits one packet; a longer message goes by a stream of its own."""
+"""A length that certainly fits one packet; a longer message goes by a stream of its own."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Protocol:
 
     @property
     def kinds(self) -> tuple[type, ...]:
-        """What is said on a stream or, where it has none, by datagram."""
+        """Return the message types on a stream or, without one, of datagrams."""
         return structs(self.said)
 
 
@@ -136,7 +136,7 @@ PURPOSES: Mapping[type, str] = {
     services.StopServiceBody: services.STOP_SERVICE_PURPOSE,
     followed.SettingsBody: followed.SETTINGS_PURPOSE,
 }
-"""What stands in a Fact, and for what it is signed."""
+"""The types inside a Fact, and their signing purposes."""
 
 FACTS: Mapping[str, tuple[type, ...]] = {
     gossip.swim.PROTOCOL: get_args(gossip.messages.Body),
@@ -173,7 +173,7 @@ WORDS = (
     "-",
     "simple-cnn",
 )
-"""What texts without a pattern may say that makes sense somewhere."""
+"""Texts without a pattern that make sense somewhere."""
 
 
 @cache

@@ -59,7 +59,7 @@ class BurstWorld:
     begun: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     held_seconds: float = 0.0
-    """What the greedy one used, and next what it would have by max-min fairness over all slots in use."""
+    """The greedy one's use, and then its use by max-min fairness over all used slots."""
     due_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,14 +110,14 @@ class BurstWorld:
 
     @property
     def share(self) -> float:
-        """What the greedy one had, as a multiple of one honest requester's mean. It is more than 1 in a fair
-        world too: an honest one has what it wants in the end, and the slots are the others' then."""
+        """Return the greedy one's use relative to the mean of honest requesters. It exceeds 1 in a fair world
+        too: honest ones are eventually satisfied, and the slots are then the others'."""
         honest = sum(self.seconds.values()) - self.seconds[GREEDY]
         return self.seconds[GREEDY] * self.burst.honest / honest
 
     @property
     def due_share(self) -> float:
-        """What the greedy one had, as a multiple of its max-min fair share at each moment."""
+        """Return the greedy one's use relative to its max-min fair share at each moment."""
         return self.held_seconds / self.due_seconds
 
     def _charge(self, seconds: float) -> None:

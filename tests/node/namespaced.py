@@ -1,4 +1,4 @@
-"""What runs in a namespace of `test_namespaces`: a network that beacons, hears and echoes.
+"""The program in a namespace of `test_namespaces`: a network that beacons, hears and echoes.
 
 python -m tests.node.namespaced LETTER echo    be there, and answer; a HOST behind it: listen only there
 python -m tests.node.namespaced LETTER visit   go to each address of the first neighbour that is heard, say

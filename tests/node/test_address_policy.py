@@ -87,7 +87,7 @@ def test_loopback_is_told_only_where_there_is_nothing_else() -> None:
     ]
 
 
-def test_a_confirmed_address_is_told_and_no_number_of_them_hides_the_best_own_one() -> None:
+def test_confirmed_addresses_never_hide_the_best_own_one() -> None:
     confirmed = [at(f"198.51.100.{number}") for number in range(1, 10)]
     told = docker().own(confirmed=confirmed)
     assert hosts(told)[:2] == ["192.168.1.5", "198.51.100.1"]
@@ -218,13 +218,13 @@ def test_an_address_that_never_answers_is_tried_ever_more_rarely() -> None:
     book.claim(PEER, [at("203.0.113.1")])
     sent = sum(bool(book.for_datagram(PEER, float(second))) for second in range(600))
     assert TRIES_MAX <= sent <= TRIES_MAX + 16
-    # What answers is no claim any more.
+    # An address that answers is no longer a mere claim.
     book.observe(PEER, at("203.0.113.1"), 600.0)
     late = 601.0 + OBSERVED_SECONDS
     assert all(book.for_datagram(PEER, late + second) for second in range(100))
 
 
-def test_a_crowd_of_invented_peers_does_not_aim_this_node_at_one_host() -> None:
+def test_invented_peers_cannot_aim_a_node_at_a_host() -> None:
     book = AddressBook(docker())
     crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1_000)]
     for peer in crowd:

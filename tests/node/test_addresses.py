@@ -115,7 +115,7 @@ SAID_LENGTH_MAX = 600
 
 
 @given(address=ADDRESSES, before=BEFORE, behind=BEHIND, scheme=SCHEMES, is_multiaddr=st.booleans())
-def test_whatever_is_pasted_around_an_address_it_stays_the_same(
+def test_an_address_is_read_despite_surrounding_text(
     address: Address, before: list[str], behind: list[str], scheme: str, is_multiaddr: bool
 ) -> None:
     text = str(address) if is_multiaddr else f"{scheme}{address.short}"

@@ -33,7 +33,7 @@ def all_of(admission: Admission, waiting: list[bytes], now: float) -> Counter[by
     ),
     st.sets(st.sampled_from(SOURCES)),
 )
-def test_whatever_comes_no_more_is_computed_than_the_rates_allow(
+def test_no_traffic_exceeds_the_rates_of_computing(
     steps: list[tuple[float, list[bytes]]], known: set[bytes]
 ) -> None:
     admission, now, taken = Admission(0.0), 0.0, Counter[bytes]()
@@ -70,7 +70,7 @@ def test_strangers_cannot_use_up_what_known_sources_have() -> None:
     assert admission.choose(SOURCES, 0.0) == SOURCES[0]
 
 
-def test_what_ends_in_a_peer_is_not_counted_against_its_source() -> None:
+def test_handshakes_that_yield_a_peer_do_not_count_against_sources() -> None:
     admission = Admission(0.0)
     for number in range(int(2 * SOURCE_BURST)):
         now = number / KNOWN_RATE

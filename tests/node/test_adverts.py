@@ -24,12 +24,12 @@ def test_a_nearer_place_has_the_smaller_estimate() -> None:
 
 
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True), max_size=DIMENSIONS + 3))
-def test_what_a_stranger_claims_is_a_bounded_estimate_or_none(there: list[float]) -> None:
+def test_a_strangers_claim_gives_a_bounded_estimate_or_none(there: list[float]) -> None:
     found = estimate_seconds(Coordinates(Random(1)), there)
     assert found is None or 0.0 <= found <= 40.0
 
 
-def test_coordinates_are_told_once_they_are_known_and_again_only_after_a_move() -> None:
+def test_coordinates_are_told_once_known_and_after_moves_only() -> None:
     assert settled((), place(1, 2, 3, 4, error=ERROR_TOLD_MAX + 1)) == ()
     told = settled((), place(100, 0, 0, 0, height=7))
     assert told == pytest.approx((100 * UNIT_SECONDS, 0.0, 0.0, 0.0, 7 * UNIT_SECONDS))

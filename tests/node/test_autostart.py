@@ -210,7 +210,7 @@ def test_install_status_and_remove_go_through_systemd(tmp_path: Path) -> None:
         (("install", "--print", "status"), "flags of a node are wanted, no command"),
     ],
 )
-def test_what_cannot_be_installed_is_told_before_anything_is_written(
+def test_an_impossible_installation_is_refused_before_any_write(
     words: tuple[str, ...],
     what: str,
     tmp_path: Path,

@@ -45,7 +45,7 @@ def compressed(data: bytes) -> bytes:
 
 GOOD_SAFETENSORS = safetensors.numpy.save({"x": X, "y": Y})
 
-# Of each case: the file's name, what it holds or, where that takes long, makes it, and words of the error.
+# For each case: the file's name, its content (or a function that makes it), and words of the error.
 BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     "npz: truncated": ("d.npz", npz(x=X, y=Y)[:-200], "no archive"),
     "npz: not one": ("d.npz", b"hello", "no archive"),
@@ -164,7 +164,7 @@ def test_a_parquet_file_that_is_damaged_or_swells_is_refused(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("data", ["none.csv", "../none.npz", "nowhere", "no.parquet"])
-def test_what_is_not_there_is_said_with_its_path(data: str, tmp_path: Path) -> None:
+def test_a_missing_file_is_reported_with_its_path(data: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"no such file"):
         convert(data, tmp_path, tmp_path)
 
@@ -272,6 +272,6 @@ def test_each_key_of_a_run_refuses_what_it_cannot_be(table: str, key: str, value
         assert (kind is str and value.startswith('"')) or key == "options" or kind is tuple
 
 
-def test_a_table_of_samples_with_a_key_that_is_not_known_is_refused() -> None:
+def test_an_unknown_key_of_a_table_of_samples_is_refused() -> None:
     with pytest.raises(UsageError, match="valdation"):
         parse('model = "mlp"\n[splits]\nvaldation = "a.csv"\n', RunFile, name="RUN.toml")

@@ -119,7 +119,7 @@ def by_link(number: int, *texts: str) -> bytes:
     return seal().seal(Beacon(False, peer(number), texts))
 
 
-def test_its_own_beacon_is_no_news_and_its_own_id_from_elsewhere_is() -> None:
+def test_an_own_beacon_is_ignored_unless_its_source_differs() -> None:
     core, _ = beacons(20)
     core.wake(now := core.deadline)
     core.receive(now, HOST, said(20))
@@ -128,11 +128,11 @@ def test_its_own_beacon_is_no_news_and_its_own_id_from_elsewhere_is() -> None:
     assert core.events == [NeighbourHeard(peer(20), (make_address("192.168.1.21", 9747, peer(20)),))]
 
 
-def test_what_is_of_one_link_is_where_the_packet_comes_from_and_comes_last() -> None:
+def test_link_local_addresses_use_the_packets_source_and_come_last() -> None:
     core, _, now = settled()
     texts = (f"/ip6/{HERE}/tcp/9747", "/ip4/10.0.0.7/tcp/9747", "/ip6zone/eth7/ip6/fe80::7/tcp/1")
     core.receive(now, "fe80::5%eth0", by_link(1, *texts))
-    # Whatever address and zone it names, of this link it has only this one.
+    # Whatever address and zone it names, on this link only this one counts.
     assert [[address.short for address in event.addresses] for event in core.events] == [
         ["10.0.0.7:9747", "[fe80::5%eth0]:9747", "[fe80::5%eth0]:1"]
     ]
@@ -141,7 +141,7 @@ def test_what_is_of_one_link_is_where_the_packet_comes_from_and_comes_last() -> 
     assert len(core.events) == 1
 
 
-def test_a_neighbour_that_is_heard_by_two_families_is_not_told_of_again_and_again() -> None:
+def test_a_neighbour_heard_by_two_families_is_reported_once() -> None:
     core, _, now = settled()
     texts = (f"/ip4/{HOST}/tcp/9747", f"/ip6/{HERE}/tcp/9747")
     for _ in range(5):
@@ -266,7 +266,7 @@ def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> No
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_what_is_heard_names_only_numeric_addresses() -> None:
+def test_beacons_yield_only_numeric_addresses() -> None:
     core, _, now = settled()
     names = ("/dns/evil.example/tcp/1", "nonsense", f"/ip4/{HOST}/tcp/2")
     core.receive(now, HOST, seal().seal(Beacon(False, peer(1), names)))

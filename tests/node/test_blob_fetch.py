@@ -175,7 +175,7 @@ def test_holders_that_each_have_a_part_make_up_the_whole() -> None:
     scenario(test)
 
 
-def test_what_nobody_has_is_named_and_the_rest_is_here() -> None:
+def test_missing_blobs_are_named_and_the_rest_arrives() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(10)
         names = list(data)
@@ -278,7 +278,7 @@ def test_a_holder_that_sends_anything_else_is_dropped_counted_and_replaced(lie: 
     scenario(test)
 
 
-def test_a_blob_with_the_right_hash_and_more_bytes_than_were_said_is_not_taken() -> None:
+def test_a_blob_longer_than_announced_is_refused() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(1)
         one, other = await group.add(), await group.add()
@@ -291,7 +291,7 @@ def test_a_blob_with_the_right_hash_and_more_bytes_than_were_said_is_not_taken()
     scenario(test)
 
 
-def test_what_a_silent_holder_owes_is_soon_asked_of_another() -> None:
+def test_blobs_of_a_silent_holder_are_soon_requested_elsewhere() -> None:
     async def test(group: Group) -> None:
         async def silent(stream: Stream) -> None:
             await trio.sleep_forever()
@@ -355,7 +355,7 @@ def test_holders_that_refuse_or_are_not_there_are_passed_over() -> None:
     scenario(test)
 
 
-def test_only_some_of_many_holders_are_asked_at_once_and_the_others_stand_by() -> None:
+def test_a_fetch_asks_few_holders_at_once_and_keeps_the_rest() -> None:
     async def test(group: Group) -> None:
         open_now = most = 0
 
@@ -500,7 +500,7 @@ def test_a_peer_that_never_reads_loses_its_place() -> None:
 # Real sockets
 
 
-async def test_over_real_sockets_one_dies_one_lies_one_stalls_and_all_of_it_comes(tmp_path: Path) -> None:
+async def test_a_fetch_completes_despite_dead_lying_and_stalled_holders(tmp_path: Path) -> None:
     executor = RealExecutor(2)
     data = some_blobs(60, 200_000)
     networks = [make_network(letter) for letter in "abcdef"]

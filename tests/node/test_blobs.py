@@ -61,7 +61,7 @@ def test_a_damaged_file_is_a_missing_one_and_may_come_again(storage: Storage) ->
     assert blobs.get(name) is None, "somebody else has removed it"
 
 
-def test_what_comes_from_elsewhere_is_taken_only_under_its_own_name(storage: Storage) -> None:
+def test_a_fetched_blob_is_stored_only_under_its_own_hash(storage: Storage) -> None:
     blobs = Blobs(storage)
     assert not blobs.take(hash_of(b"this"), b"that")
     assert not blobs.take(hash_of(bytes(BLOB_BYTES_MAX + 1)), bytes(BLOB_BYTES_MAX + 1))
@@ -83,7 +83,7 @@ def test_files_that_are_no_blobs_are_left_alone(tmp_path: Path) -> None:
     assert len(store.sizes("blobs")) == 3
 
 
-def test_what_no_pin_names_is_swept(storage: Storage) -> None:
+def test_unpinned_blobs_are_swept(storage: Storage) -> None:
     blobs = Blobs(storage)
     kept, gone, both = (blobs.put(data) for data in (b"kept", b"gone", b"both"))
     blobs.pin("a/1", sizes(b"kept", b"both"))
@@ -221,7 +221,7 @@ def test_several_threads_may_put_one_blob_at_once(tmp_path: Path) -> None:
 
 
 @given(st.lists(st.binary(max_size=40), max_size=20))
-def test_whatever_is_put_is_had_again(several: list[bytes]) -> None:
+def test_a_stored_blob_is_read_back(several: list[bytes]) -> None:
     storage = MemoryStorage()
     names = [Blobs(storage).put(data) for data in several]
     assert [Blobs(storage).get(name) for name in names] == several

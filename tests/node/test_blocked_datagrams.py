@@ -60,7 +60,7 @@ def wait(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 def block(*machines: Machine) -> None:
     """Drop each datagram that comes to these machines, as a firewall does: without a word."""
     for machine in machines:
-        # What comes for the machine itself is looked up by the first of all rules: that becomes a later one.
+        # Packets for the machine itself match the first rule: move that rule behind.
         machine.ip("rule", "add", "pref", "20", "lookup", "local")
         machine.ip("rule", "add", "pref", "10", "iif", "cable", "ipproto", "udp", "blackhole")
         machine.ip("rule", "delete", "pref", "0")

@@ -16,7 +16,7 @@ from tests.source import ROOT
 TABLE = b"width,height,label\n" + b"0.5,0.25,1\n0.1,0.2,0\n" * 10
 
 
-def test_a_bucket_without_its_package_is_refused_with_the_command_that_installs_it(
+def test_a_missing_package_for_a_bucket_is_named_with_its_installation(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fsspec = pytest.importorskip("fsspec")

@@ -85,7 +85,7 @@ class Known(MeasuringProcesses):
 
 @pytest.fixture(scope="module")
 def alone(cache: Path) -> Calibration:
-    """What one process that measures alone finds, in a small while."""
+    """Return the calibration of one process that measures alone, briefly."""
     held = np.ones(100_000_000)  # what this process holds is none of the stage's
     with on_one_core() as processes:
         found = calibrate(HERE, cache, processes=processes)
@@ -297,7 +297,7 @@ def paced(picoseconds: int, share_permille: int = 1000) -> Calibration:
     return msgspec.structs.replace(REFERENCE, kinds=rows, share_permille=share_permille)
 
 
-def test_what_a_busy_slot_costs_is_the_ratio_of_the_same_work() -> None:
+def test_a_busy_slots_cost_is_a_ratio_of_equal_work() -> None:
     assert slowdown(paced(100), paced(100)) == pytest.approx(1.0)
     assert slowdown(paced(100), paced(150)) == pytest.approx(1.5)
     assert slowdown(paced(100), paced(100, share_permille=500)) == pytest.approx(2.0)

@@ -83,7 +83,7 @@ async def test_a_checkpoint_is_exported_without_a_node(tmp_path: Path, capsys: P
     assert (document["step"], document["size_bytes"]) == (3, (tmp_path / "m3").stat().st_size)
 
 
-async def test_what_cannot_be_exported_is_said_with_what_to_do(tmp_path: Path, capsys: Printed) -> None:
+async def test_an_impossible_export_is_refused_with_a_remedy(tmp_path: Path, capsys: Printed) -> None:
     of = await a_folder(tmp_path / "data")
     text, storage = of.run.text, FolderStorage(tmp_path / "data")
 
@@ -211,7 +211,7 @@ def test_a_node_lists_fetches_and_exports_what_others_keep(tmp_path: Path) -> No
     scenario("abcd", test)
 
 
-def test_a_node_that_keeps_only_some_stages_brings_the_rest_for_an_export(tmp_path: Path) -> None:
+def test_an_export_fetches_stages_that_the_node_lacks(tmp_path: Path) -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)

@@ -111,7 +111,7 @@ def test_any_range_of_an_arena_can_be_read(arena: bytes, draw: st.DataObject) ->
         list(reader.read(start, len(arena) - start + 1))
 
 
-def test_what_did_not_change_has_the_same_chunks() -> None:
+def test_unchanged_parts_of_a_state_have_the_same_chunks() -> None:
     parameters = bytearray(os.urandom(10 * SMALL_CHUNK_BYTES))
     shelf = Shelf()
     before = cut_state(memoryview(parameters), memoryview(b""), shelf.put)
@@ -122,7 +122,7 @@ def test_what_did_not_change_has_the_same_chunks() -> None:
     assert len(shelf) == 11
 
 
-def test_a_state_is_put_only_into_arenas_that_it_fits_and_only_whole() -> None:
+def test_a_state_is_restored_only_whole_into_fitting_arenas() -> None:
     shelf = Shelf()
     part = cut_state(memoryview(bytes(range(200))), memoryview(b""), shelf.put)
     with pytest.raises(RemoteProtocolError, match="a state of 200 and 0 bytes for a stage of 100 and 0"):
@@ -314,7 +314,7 @@ async def test_a_graph_is_needed_while_one_of_its_checkpoints_is_kept(storage: S
     assert store.graphs == {other.model.hash}
 
 
-async def test_a_checkpoint_of_a_state_that_did_not_change_costs_only_its_manifest(storage: Storage) -> None:
+async def test_a_checkpoint_of_an_unchanged_state_costs_only_its_manifest(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of, 1)
     before = storage.sizes("blobs")
@@ -334,7 +334,7 @@ async def test_a_stage_is_restored_as_it_was(storage: Storage) -> None:
         assert (parameters, moments) == (of.parameters[number], of.moments[number])
 
 
-async def test_what_was_begun_before_a_crash_is_gone_after_it_and_damaged_pins_are_mended(
+async def test_a_restart_drops_unfinished_checkpoints_and_repairs_pins(
     storage: Storage,
 ) -> None:
     of = saved()
@@ -358,7 +358,7 @@ async def test_what_was_begun_before_a_crash_is_gone_after_it_and_damaged_pins_a
     assert store.recover() == 0
 
 
-async def test_a_checkpoint_that_lies_of_a_stage_not_held_here_does_not_stop_a_start(
+async def test_a_false_entry_of_an_absent_stage_stops_no_start(
     storage: Storage,
 ) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
@@ -376,7 +376,7 @@ async def test_a_checkpoint_that_lies_of_a_stage_not_held_here_does_not_stop_a_s
     assert found.stages_here == (0,)
 
 
-async def test_another_runs_state_that_is_too_large_for_the_budget_is_not_kept(storage: Storage) -> None:
+async def test_another_runs_state_beyond_the_budget_is_not_kept(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage, guest_bytes_max=1_000), saved()
     with pytest.raises(NoRoom):
         await save(checkpoints, of, is_guest=True)
@@ -396,7 +396,7 @@ async def test_stages_of_another_plan_are_our_own_mistake() -> None:
         )
 
 
-async def test_what_lies_in_the_folder_and_is_no_checkpoint_is_passed_over(storage: Storage) -> None:
+async def test_other_files_in_the_checkpoints_folder_are_skipped(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of)
     run = of.run.text
@@ -420,7 +420,7 @@ def exported(of: Saved, storage: Storage, step: int) -> bytes:
 
 
 def joined(of: Saved) -> bytes:
-    """What the trainer writes at the end of a run, from what its stages export."""
+    """Return the file that a trainer writes at the end of a run from its stages' exports."""
     parts = [
         export_file(memoryview(arena), parameter_layout(specification), graph.constants)
         for arena, specification, graph in zip(of.parameters, of.specifications, of.graphs, strict=True)
@@ -430,9 +430,7 @@ def joined(of: Saved) -> bytes:
 
 @pytest.mark.parametrize("name", ["residual", "gpt", "gpt2", "unet", "lstm"])
 @pytest.mark.parametrize("stages", [1, 2, 3])
-async def test_an_exported_checkpoint_is_the_file_of_the_finished_run_and_loads_strictly(
-    name: str, stages: int
-) -> None:
+async def test_an_exported_checkpoint_equals_the_finished_runs_file(name: str, stages: int) -> None:
     torch.set_num_threads(1)
     storage, of = MemoryStorage(), saved(name, stages, steps=4)
     await save(checkpoints_in(storage), of, 4)

@@ -1,4 +1,4 @@
-"""What RUN.toml leaves open is chosen by the planner, with reasons, and the same everywhere."""
+"""The planner chooses the settings left open in RUN.toml, with reasons, and the same everywhere."""
 
 import os
 import subprocess
@@ -57,7 +57,7 @@ def test_only_what_is_open_is_chosen(graph: Graph) -> None:
     assert found == changed(wanted, train=found.train)
 
 
-def test_frames_shrink_where_links_are_slow_and_stay_exact_where_they_are_fast(graph: Graph) -> None:
+def test_frames_are_compressed_on_slow_links_and_exact_on_fast_ones(graph: Graph) -> None:
     for link, expected in ((Link(125_000_000, 100_000), "exact"), (Link(125_000, 100_000), "bfloat16")):
         wanted = asked(frames="auto", stages=2, replicas=1)
         found, reasons = choose(wanted, graph, (), peers(2, link=link))
@@ -92,7 +92,7 @@ def test_recomputation_is_chosen_only_where_nothing_else_fits(graph: Graph) -> N
     assert list(dict.fromkeys(outcomes)) == [None, True, False]
 
 
-def test_the_choice_does_not_depend_on_hash_seeds_or_the_order_of_peers(graph: Graph) -> None:
+def test_the_choice_ignores_hash_seeds_and_the_order_of_peers(graph: Graph) -> None:
     wanted = asked(microbatch="auto", frames="auto", mode="auto", recompute="auto")
     unequal = tuple(
         replace(peer, calibration=assumed((number + 1) * 10**10), link=Link((number + 1) * 10**6, 10**6))
@@ -125,7 +125,7 @@ def test_the_choice_does_not_depend_on_hash_seeds_or_the_order_of_peers(graph: G
     assert told.decode().strip() == str(here)
 
 
-def test_what_is_still_open_makes_no_manifest(graph: Graph) -> None:
+def test_open_settings_make_no_manifest(graph: Graph) -> None:
     check_run_file(asked(microbatch="auto"), "RUN.toml")
     with pytest.raises(UsageError, match="has to be chosen"):
         make_manifest(asked(microbatch="auto"), graph, bytes(32), None, name="RUN.toml", created=0)  # type: ignore[arg-type]  # refused before data is looked at

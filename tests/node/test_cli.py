@@ -239,7 +239,7 @@ def test_starting_hands_over_the_config_and_gives_back_the_exit_code(
     assert (event["peer"], event["at"]) == (peer_text(PEER), "2023-11-14T22:13:20.000Z")
 
 
-def test_errors_out_of_a_nursery_keep_their_exit_code_and_surprises_are_one(
+def test_errors_from_a_nursery_keep_their_exit_code(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def late(*_: object, **__: object) -> int:
@@ -357,7 +357,7 @@ async def test_train_and_the_list_of_runs_call_peers_by_their_names(
         assert f"lab-1 {short_id(peer_text(PEER))}" in capsys.readouterr().out
 
 
-async def test_a_result_that_could_not_be_written_is_kept_and_how_to_fetch_it_is_said(
+async def test_an_unwritable_result_is_kept_and_its_command_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def fetch(arguments: dict[str, Any], emit: Emit) -> object:

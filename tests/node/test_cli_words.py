@@ -1,4 +1,4 @@
-"""What commands say at their edges: stopped half way, given the wrong file, short of a reason."""
+"""Commands at their edges: stopped half way, given the wrong file, without a reason."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ RUN = "9272200099369bd1"
 CAPACITY = {"device": "cpu", "memory_free_bytes": 4e9, "memory_total_bytes": 8e9, "flops_per_second": 0.0}
 
 
-def test_who_stops_watching_is_told_how_to_watch_again_and_where_the_result_will_be() -> None:
+def test_stopping_to_watch_names_the_commands_to_continue() -> None:
     assert unwatched(RUN, "") == ["stopped watching; the run goes on: `peerloom runs watch 92722000`"]
     assert unwatched(RUN, "my weights") == [
         "stopped watching; the run goes on: `peerloom runs watch 92722000`",
@@ -25,7 +25,7 @@ def test_who_stops_watching_is_told_how_to_watch_again_and_where_the_result_will
     ]
 
 
-def test_who_stops_before_the_run_was_accepted_is_not_told_that_it_goes_on() -> None:
+def test_stopping_before_acceptance_claims_no_running_run() -> None:
     (said,) = unwatched("", "file")
     assert "before the run began" in said
 

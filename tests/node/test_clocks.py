@@ -99,7 +99,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_pat
     ahead, behind, right = WrongClock(2 * HOURS), WrongClock(-2 * HOURS), WrongClock(0)
     async with nodes(tmp_path, a=right, fast=ahead, slow=behind) as found:
         a, fast, slow = found["a"], found["fast"], found["slow"]
-        # Of one peer's word alone node a is wrong by two hours; of both it is right.
+        # By one peer's report alone node a is wrong by two hours; by both it is right.
         await until(lambda: (skew(a), skew(fast), skew(slow)) == (0.0, 2.0, -2.0))
         for writer, reader in ((fast, a), (slow, a), (a, fast), (a, slow), (slow, fast)):
             key = f"{writer.config.name}-{reader.config.name}"
@@ -126,7 +126,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_pat
         assert await slow.dht.get("fast-a", publisher=a.id) == b"again"
 
 
-def test_of_two_nodes_both_say_that_their_clocks_differ_and_records_are_found() -> None:
+def test_two_nodes_report_differing_clocks_and_still_find_records() -> None:
     medium = SimNetworkFabric(Links(NetworkModel(), 1))
 
     async def scenario() -> None:
@@ -184,7 +184,7 @@ def test_half_of_the_others_are_heard_before_the_time_is_corrected() -> None:
     liars=st.lists(st.floats(-5e7, 8e8), max_size=PEERS_KEPT_MAX),
     order=st.randoms(use_true_random=False),
 )
-def test_a_minority_in_a_full_window_moves_the_time_nowhere_beyond_the_honest(
+def test_a_minority_cannot_move_the_time_beyond_honest_clocks(
     honest: list[float], liars: list[float], order: Random
 ) -> None:
     clocks = [*honest, *liars[: len(honest) - 1]]

@@ -1,4 +1,4 @@
-"""Whatever a client sends to a command, it hears of its mistake, and never of the node's code."""
+"""A client with wrong arguments is told its mistake, never the node's code."""
 
 from typing import Any
 

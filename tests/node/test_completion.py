@@ -17,7 +17,7 @@ COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 _peerloom
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-"""What bash does when Tab is pressed (bash(1), "Programmable Completion")."""
+"""The steps of bash when Tab is pressed (bash(1), "Programmable Completion")."""
 TRIED_BY_FISH = 'source $argv[1]; complete -C (string join -- " " $argv[2..-1])'
 
 

@@ -53,7 +53,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("text", "message"), FAULTS)
-def test_a_fault_in_a_file_names_line_key_value_and_what_is_allowed(text: str, message: str) -> None:
+def test_a_fault_in_a_file_names_line_key_value_and_bounds(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         toml.parse(text, Outer, name="f.toml")
     assert caught.value.what.startswith(message)
@@ -247,7 +247,7 @@ def test_the_local_network_is_looked_at_unless_that_is_refused(tmp_path: Path) -
     assert not resolve({"lan": False}, {"PEERLOOM_LAN": "true"}).join.lan
 
 
-def test_of_equally_near_words_the_one_with_the_same_letters_is_meant() -> None:
+def test_equally_near_words_are_decided_by_their_letters() -> None:
     assert nearest("--jion", ["--json", "--join"]) == "--join"
     assert nearest("--JSON", ["--json", "--join"]) == "--json"
     assert nearest("zebra", ["--json", "--join"]) is None

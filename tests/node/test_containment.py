@@ -1,4 +1,4 @@
-"""What fails unexpectedly stays where it failed: counted, logged, and the node goes on."""
+"""An unexpected failure stays where it occurred: it is counted, logged, and the node goes on."""
 
 import logging
 import stat
@@ -37,7 +37,7 @@ TALK = "/peerloom/talk/1"
 
 @pytest.fixture(autouse=True)
 def _contained(_bugs_come_out: None) -> Iterator[None]:
-    """As on a person's machine. What was counted is forgotten again."""
+    """Contain failures as on a person's machine, and reset the counters afterwards."""
     failures.clear()
     with strictness(is_strict=False):
         yield
@@ -49,7 +49,7 @@ def lose() -> None:
 
 
 class Records(logging.Handler):
-    """What was logged."""
+    """The logged records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +315,7 @@ def test_an_end_that_fails_half_way_still_frees_the_run(monkeypatch: pytest.Monk
     simulate(scenario)
 
 
-def test_a_part_of_the_node_that_fails_is_begun_again_ever_more_slowly() -> None:
+def test_a_failed_part_of_the_node_restarts_with_growing_pauses() -> None:
     begun: list[float] = []
 
     async def fail() -> None:
@@ -359,7 +359,7 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
     simulate(scenario)
 
 
-def test_a_full_disk_at_the_requester_ends_its_run_with_a_clear_line(
+def test_a_requesters_full_disk_ends_its_run_with_a_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
@@ -473,7 +473,7 @@ def test_an_end_that_fails_while_it_is_told_still_frees_the_run(monkeypatch: pyt
     simulate(scenario)
 
 
-def test_a_time_that_no_calendar_has_is_shown_as_well_as_it_can_be() -> None:
+def test_times_outside_the_calendar_are_still_shown() -> None:
     assert rfc3339(2**53 / 1000).startswith("9999-12-31")
     assert rfc3339(float("nan"))
     assert rfc3339(-1e300).startswith("1970")

@@ -77,7 +77,7 @@ async def in_thread(function: Any, *arguments: Any) -> Any:
 
 
 async def raw(path: Path, data: bytes) -> bytes:
-    """What the node answers to any bytes, until it hangs up."""
+    """Return the node's answer to any bytes, until it hangs up."""
     answer = b""
     async with await trio.open_unix_socket(path) as stream:
         try:
@@ -117,7 +117,7 @@ async def test_errors_keep_their_words_and_exit_code(tmp_path: Path) -> None:
         assert await in_thread(ask, tmp_path, "echo") == {}  # and the node lives
 
 
-async def test_only_its_user_may_open_the_socket_and_it_goes_with_the_node(tmp_path: Path) -> None:
+async def test_the_socket_is_private_and_removed_with_the_node(tmp_path: Path) -> None:
     async with serving(tmp_path) as path:
         status = path.stat()
         assert stat.S_ISSOCK(status.st_mode)

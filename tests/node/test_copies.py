@@ -53,7 +53,7 @@ rosters = peers(st.sets(st.integers(0, 40), max_size=20))
 
 
 @given(st.binary(min_size=32, max_size=32), st.integers(0, 63), rosters, rosters)
-def test_as_many_keep_a_stage_as_there_are_and_not_its_replicas_alone(
+def test_a_stage_has_enough_keepers_beyond_its_replicas(
     run: bytes, stage: int, roster: list[PeerId], replicas: list[PeerId]
 ) -> None:
     chosen = checkpoint_holders(run, stage, roster, replicas)
@@ -65,7 +65,7 @@ def test_as_many_keep_a_stage_as_there_are_and_not_its_replicas_alone(
 
 
 @given(st.binary(min_size=32, max_size=32), rosters.filter(lambda roster: len(roster) > COPIES))
-def test_who_goes_gives_its_share_to_one_other(run: bytes, roster: list[PeerId]) -> None:
+def test_a_departing_keepers_share_goes_to_one_other(run: bytes, roster: list[PeerId]) -> None:
     chosen = checkpoint_holders(run, 0, roster, [])
     for gone in roster:
         left = checkpoint_holders(run, 0, [peer for peer in roster if peer != gone], [])
@@ -87,7 +87,7 @@ def test_stages_are_shared_out_over_the_roster() -> None:
 
 @dataclass
 class Keeper:
-    """What a node needs to keep checkpoints, put together as in a node, in the place of its own."""
+    """A node's parts for keeping checkpoints, assembled as in a node, replacing its own."""
 
     node: Node
     guest_bytes_max: int = 1 << 30
@@ -210,7 +210,7 @@ def test_a_run_outlives_its_requester_and_all_its_replicas(tmp_path: Path) -> No
     scenario("abcde", test)
 
 
-def test_the_committer_may_be_a_keeper_too_and_a_second_checkpoint_brings_only_what_changed() -> None:
+def test_a_second_checkpoint_copies_only_changed_chunks() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -268,7 +268,7 @@ def test_a_keeper_that_dies_midway_is_a_copy_less() -> None:
     scenario("abcd", test)
 
 
-def test_a_stage_whose_holders_are_gone_is_declined_and_its_place_is_free_again() -> None:
+def test_keeping_a_stage_without_holders_is_declined_and_freed() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -305,7 +305,7 @@ def test_strangers_may_not_have_a_node_keep_anything() -> None:
         keep = Keep(of.run.id, 4, 0, states[0])
         assert await ask(a.node.network, c.peer, keep, seconds=30) == Declined("only b may")
         assert await ask(b.node.network, c.peer, Keep(of.run.id, 4, 1, states[1]), seconds=30) == Done()
-        # What it kept for b, it does not give a name that a has signed.
+        # A name signed by a cannot claim what it kept for b.
         await b.checkpoints.bring_stage(of.run.id, 4, 0, states[0], [a.peer], is_guest=False)
         name = await a.seal(of, states)
         conclude = Conclude(of.run.id, 4, name, (a.peer,))
@@ -316,7 +316,7 @@ def test_strangers_may_not_have_a_node_keep_anything() -> None:
     scenario("abc", test)
 
 
-def test_what_has_a_name_is_not_given_up_for_what_comes_later() -> None:
+def test_named_checkpoints_are_not_evicted_by_later_ones() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -388,7 +388,7 @@ def test_a_conclusion_that_does_not_match_is_refused() -> None:
         bytes(protocol.MESSAGE_BYTES_MAX + 1),
     ],
 )
-def test_what_no_correct_peer_asks_is_counted_and_not_answered(data: bytes) -> None:
+def test_malformed_requests_are_counted_and_not_answered(data: bytes) -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b = several["a"], several["b"]
         stream = await a.node.network.open(b.peer, COPIES_PROTOCOL)
@@ -422,7 +422,7 @@ def test_only_so_many_ask_at_once() -> None:
 # Fetching
 
 
-def test_a_checkpoint_is_fetched_by_its_step_or_the_newest_and_what_there_is_is_said() -> None:
+def test_a_checkpoint_is_fetched_by_step_or_the_newest() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c, d = (several[name] for name in "abcd")
         of = run_by(a)
@@ -441,7 +441,7 @@ def test_a_checkpoint_is_fetched_by_its_step_or_the_newest_and_what_there_is_is_
     scenario("abcd", test)
 
 
-def test_one_liar_does_not_stand_in_the_way_of_those_who_keep_it() -> None:
+def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c, d, e = (several[name] for name in "abcde")
         of = run_by(a)

@@ -10,8 +10,8 @@ from node.errors import EXIT_FORCED
 from tests.source import ROOT
 
 COLLECTED_MAX = 2_000
-"""Objects that a full collection of garbage looks through. Of what is imported there are over 60,000, which
-take it 40 ms of an event loop."""
+"""Objects that a full collection looks through. Imports make over 60,000, which would take 40 ms of an event
+loop."""
 
 
 def test_no_collection_of_garbage_looks_through_what_was_imported() -> None:

@@ -97,7 +97,7 @@ def test_held_out_numbers_of_another_kind_are_named() -> None:
         check(graph, data(whole, whole, test_x=whole + 0.5))
 
 
-def test_a_token_without_a_row_is_named_and_an_ignored_label_is_not() -> None:
+def test_tokens_without_a_row_are_named_ignored_labels_not() -> None:
     x, y = np.zeros((9, 4), np.int64), np.ones((9, 4), np.int64)
     check(tokens(50, 1), data(x, y))
     x[3, 1] = 50
@@ -105,7 +105,7 @@ def test_a_token_without_a_row_is_named_and_an_ignored_label_is_not() -> None:
         check(tokens(50, 1), data(x, y))
 
 
-def test_a_byte_of_text_that_the_model_has_no_row_for_is_named(tmp_path: Path) -> None:
+def test_a_byte_without_a_row_in_the_model_is_named(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_bytes(b"a" * 70 + b"\xff" + b"a" * 30)
     text = load_text(path, window=4)

@@ -186,7 +186,7 @@ def test_a_lying_holder_is_refused_and_the_data_comes_from_another(tmp_path: Pat
     nodes("abc", test)
 
 
-def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:
+def test_a_malformed_data_manifest_is_refused(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         name = blobs_of(b).put(encode(["no", "manifest"]))
@@ -250,7 +250,7 @@ def test_the_set_used_longest_ago_makes_way(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-async def test_a_person_s_own_folder_is_read_in_a_process_of_its_own(tmp_path: Path) -> None:
+async def test_an_own_folder_is_read_in_its_own_process(tmp_path: Path) -> None:
     save(tmp_path)
     expected = load_folder(tmp_path)
     storage = FolderStorage(tmp_path / "node")

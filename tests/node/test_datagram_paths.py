@@ -14,7 +14,7 @@ from node.transport.datagram_paths import (
 PEER = PeerId(bytes(32))
 
 
-def test_an_answer_goes_back_by_the_way_the_question_came_for_a_moment() -> None:
+def test_for_a_moment_answers_return_by_the_questions_way() -> None:
     paths = DatagramPaths()
     paths.asked(PEER, 10.0, 9.0)
     assert not paths.is_by_stream(PEER, 10.0), "a datagram came a second ago"
@@ -25,7 +25,7 @@ def test_an_answer_goes_back_by_the_way_the_question_came_for_a_moment() -> None
     assert paths.blocked == ()
 
 
-def test_a_peer_that_answers_streams_alone_is_asked_by_datagram_once_a_minute() -> None:
+def test_a_peer_without_datagrams_is_tried_once_a_minute() -> None:
     paths = DatagramPaths()
     paths.unanswered(PEER, 0.0)
     assert paths.is_by_stream(PEER, 1e6)

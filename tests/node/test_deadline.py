@@ -7,7 +7,7 @@ from node.placement.deadline import DeadlineWatch, late_text
 from tests.stack import manifest, prepare, simulate, swarm
 
 
-def test_a_run_that_will_be_late_warns_once_and_says_when_it_recovers() -> None:
+def test_a_late_run_warns_once_and_reports_recovery() -> None:
     watch = DeadlineWatch()
     told = [watch.moved(10.0 * step, step, 100, 900.0 - 10.0 * step) for step in range(6)]
     assert told[:3] == [None] * 3
@@ -18,7 +18,7 @@ def test_a_run_that_will_be_late_warns_once_and_says_when_it_recovers() -> None:
     assert late_text(100.0, 99.0, by="") == ""
 
 
-def test_the_requester_hears_at_the_plan_and_by_the_pace_that_it_will_be_late() -> None:
+def test_a_requester_is_warned_of_a_missed_deadline_twice() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan", stage_seconds=3.0) as group:
             await trio.sleep(5)

@@ -13,7 +13,7 @@ RUNNER = CliRunner()
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the node was asked; it keeps everything, and has one value."""
+    """Record the requests to the node, which keeps everything and has one value."""
     seen: list[dict[str, Any]] = []
 
     def ask(_place: Path, name: str, arguments: dict[str, Any], *, seconds: float) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def test_an_immutable_value_is_found_by_its_hash() -> None:
     simulate(scenario)
 
 
-def test_who_provides_content_is_found_by_its_hash() -> None:
+def test_providers_of_content_are_found_by_its_hash() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             await trio.sleep(5)
@@ -69,7 +69,7 @@ def test_who_provides_content_is_found_by_its_hash() -> None:
     simulate(scenario)
 
 
-def test_a_search_by_capability_finds_the_other_nodes_and_the_status_knows_the_table() -> None:
+def test_a_search_by_capability_finds_the_other_nodes() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             await trio.sleep(20)
@@ -86,7 +86,7 @@ def test_a_search_by_capability_finds_the_other_nodes_and_the_status_knows_the_t
     simulate(scenario)
 
 
-def test_a_search_names_the_nearest_first_by_measured_round_trips_in_a_place_too() -> None:
+def test_a_search_orders_nodes_by_measured_round_trips() -> None:
     async def scenario() -> None:
         apart = NetworkModel(nearest_seconds=0.005, farthest_seconds=0.15)
         async with swarm("abcdefgh", network=apart, preset="local") as group:
@@ -133,7 +133,7 @@ def test_a_value_that_nobody_else_keeps_is_said_to_be_lost() -> None:
     simulate(scenario)
 
 
-def test_all_nodes_stop_and_start_from_their_disks_and_every_record_is_found() -> None:
+def test_every_record_is_found_after_all_nodes_restart() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             await trio.sleep(5)
@@ -182,7 +182,7 @@ async def ignore(_: object) -> None:
     """Nobody watches."""
 
 
-def test_a_run_that_the_listed_do_not_suffice_for_is_placed_on_nodes_found_by_what_they_offer() -> None:
+def test_a_run_is_placed_on_nodes_found_by_their_offers() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             await trio.sleep(40)

@@ -1,4 +1,4 @@
-"""What a node says of itself in the DHT, and what others find there. Whole nodes in virtual time."""
+"""A node's records in the DHT, and what others find there. Whole nodes in virtual time."""
 
 import sqlite3
 from pathlib import Path

@@ -96,7 +96,7 @@ async def test_a_data_folder_that_is_a_file_is_said_with_the_remedy(tmp_path: Pa
     assert "--data-dir" in found["data folder"].remedy
 
 
-async def test_a_fence_that_is_missing_is_said_with_the_setting_that_does_without(
+async def test_a_missing_fence_is_reported_with_the_setting_that_waives_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing = Fenced(("limits: some",), ("files: no landlock (Function not implemented)",))
@@ -256,7 +256,7 @@ async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
     assert f"{closed.short} (refused)" in found["dial back"].detail
 
 
-async def test_an_older_node_without_the_protocol_is_no_fault_of_the_way_back(
+async def test_an_older_node_without_dial_back_is_no_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.doctor.remote_checks.ECHO_SECONDS", 0.1)

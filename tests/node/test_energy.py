@@ -1,4 +1,4 @@
-"""What the hardware counts of energy, from a folder like the kernel's."""
+"""Energy counters of the hardware, from a folder like the kernel's."""
 
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def test_a_machine_that_does_not_tell_has_no_figure(tmp_path: Path) -> None:
     assert EnergyMeter(tmp_path).read() == {}
 
 
-def test_a_log_says_what_any_span_of_time_took_and_nothing_of_times_it_did_not_see(tmp_path: Path) -> None:
+def test_a_log_gives_the_energy_of_recorded_spans_only(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 1_000_000)
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     assert log.sample(100.0)
@@ -86,7 +86,7 @@ def test_a_machine_without_counters_is_asked_once(tmp_path: Path) -> None:
     assert log.joules(0.0, 1.0) is None
 
 
-def test_cards_are_counted_in_millijoules_and_one_that_does_not_tell_is_left_out(
+def test_cards_count_millijoules_and_silent_ones_are_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NVIDIA's library at its boundary: this machine may have no card."""
@@ -127,7 +127,7 @@ def test_rows_of_metrics_have_joules_of_the_step_where_they_are_known(tmp_path: 
     assert second["joules"] == pytest.approx(4.0)
 
 
-def test_rows_of_steps_that_are_told_now_and_then_have_the_joules_since_the_row_before(
+def test_rows_of_steps_hold_the_joules_since_the_last_row(
     tmp_path: Path,
 ) -> None:
     """As in local mode: all that a machine used for its steps is in some row."""
@@ -145,7 +145,7 @@ def test_rows_of_steps_that_are_told_now_and_then_have_the_joules_since_the_row_
     assert found == pytest.approx([0.2, 3.2, 0.2, 4.0])
 
 
-def test_a_run_in_local_mode_says_what_all_its_steps_took_on_this_machine(tmp_path: Path) -> None:
+def test_a_run_in_local_mode_reports_this_machines_energy(tmp_path: Path) -> None:
     """A whole node, on a machine that takes 4 W."""
     zone(tmp_path, "intel-rapl:0", 0)
     log, rows = EnergyLog(lambda: EnergyMeter(tmp_path)), list[dict[str, float]]()

@@ -39,7 +39,7 @@ def mean_share(seeds: int, **changes: Any) -> float:
     return sum(BurstWorld(Burst(seed, **changes)).play().share for seed in range(seeds)) / seeds
 
 
-def test_who_asks_first_has_more_than_its_share_without_a_contest() -> None:
+def test_without_a_contest_the_first_requester_gets_more_than_its_share() -> None:
     assert mean_share(1, **SMALL, contest_seconds=0.0) > 1.25
 
 
@@ -67,7 +67,7 @@ def test_a_newcomer_that_asks_first_everywhere_has_no_more_than_its_share(change
     ],
     ids=["new keys beside seniors", "an old key", "a key among new ones", "new keys of one network"],
 )
-def test_of_a_hundred_submissions_at_once_the_greedy_one_has_its_share(changes: dict[str, Any]) -> None:
+def test_a_greedy_requester_of_a_hundred_runs_gets_its_share(changes: dict[str, Any]) -> None:
     """It wants more runs than the others, and has more than their mean once some of those have all that they
     want. So its share is held against that of an honest requester that wants as much (in the same place:
     lots decide between equals, and are the same there), and against its max-min share at each moment.
@@ -109,7 +109,7 @@ def test_a_free_slot_goes_to_the_senior_that_asks_within_the_contest() -> None:
     assert turns.ask(3.0, wish(2, B)) is None
 
 
-def test_who_is_alone_has_the_slot_when_the_contest_ends() -> None:
+def test_a_lone_requester_gets_the_slot_after_the_contest() -> None:
     turns = contested()
     assert turns.ask(0.0, wish(1, A)) is not None
     assert turns.ask(CONTEST_SECONDS, wish(1, A)) is None
@@ -149,7 +149,7 @@ async def lease_everywhere(node: Node, providers: Collection[PeerId], leased: li
             nursery.start_soon(lease, provider, number)
 
 
-def test_whoever_asks_all_nodes_first_leaves_slots_to_the_others() -> None:
+def test_asking_all_nodes_first_leaves_slots_to_others() -> None:
     """Whole nodes: one asks all six providers at once, and three submit two runs each half a second later."""
     leased: list[PeerId] = []
     placed: list[str] = []

@@ -27,7 +27,7 @@ def share(world: World, name: str = "x") -> float:
     [([1], 1, False), ([1], 1, True), ([1], 10, True), ([1, 2, 1], 10, False), ([1, 2, 1], 10, True)],
     ids=str,
 )
-def test_who_claims_everything_gets_what_one_honest_peer_gets(
+def test_a_requester_that_claims_everything_gets_one_honest_share(
     slots: list[int], outstanding: int, has_fresh_keys: bool
 ) -> None:
     """The honest have been served for half an hour; each keeps one run submitted, of some hundreds in all."""
@@ -41,7 +41,7 @@ def test_who_claims_everything_gets_what_one_honest_peer_gets(
 
 
 @pytest.mark.parametrize("has_fresh_keys", [False, True])
-def test_for_six_hours_a_peer_that_gave_most_has_its_share_beside_priority_nine(has_fresh_keys: bool) -> None:
+def test_a_contributor_keeps_its_share_beside_priority_nine(has_fresh_keys: bool) -> None:
     """The runs last for an hour; before, the other had 99.7 % of the slot."""
     other = greedy(3_600.0, has_fresh_keys=has_fresh_keys, outstanding=2)
     world = World([1], [Requester("h", 3_600.0, weight=8.0), other]).play(SIX_HOURS)
@@ -55,7 +55,7 @@ def test_sixteen_keys_in_turn_leave_half_to_a_peer_that_gave_most() -> None:
     assert share(world, "h") >= 0.5 - OFF_MAX
 
 
-def test_a_long_run_that_waits_among_new_keys_of_priority_nine_goes_on() -> None:
+def test_a_long_run_goes_on_among_new_keys_of_priority_nine() -> None:
     """A stream of short runs, each by a new key: the honest run has half of the time, and never stands
     still for longer than two quanta."""
     other = greedy(300.0, has_fresh_keys=True, outstanding=2)

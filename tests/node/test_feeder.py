@@ -48,7 +48,7 @@ class CountingExecutor(SimExecutor):
 
 
 async def fed(*steps: int, executor: SimExecutor | None = None) -> tuple[list[int], int]:
-    """What was made, and how many frames were sent, once these steps were opened."""
+    """Return the made micro-batches, and the number of sent frames, after these steps were opened."""
     data, sent = Data(), []
     manifest = SimpleNamespace(steps=STEPS, evaluations=0, sizes=())
     seams = SimpleNamespace(
@@ -73,7 +73,7 @@ async def fed(*steps: int, executor: SimExecutor | None = None) -> tuple[list[in
     return data.made, sum(isinstance(message, Frame) for message in sent)
 
 
-async def test_the_next_steps_data_is_made_while_a_step_is_open_and_only_sent_when_asked() -> None:
+async def test_the_next_steps_data_is_made_early_and_sent_later() -> None:
     assert await fed(0) == ([0, 1, 2, 3], 4)
     assert await fed(0, 1) == ([0, 1, 2, 3], 8), "made once, and nothing beyond the last step"
 
@@ -83,7 +83,7 @@ async def test_no_more_than_a_bound_is_made_before_it_is_asked_for(monkeypatch: 
     assert await fed(0) == ([0, 1, 2], 4)
 
 
-async def test_small_micro_batches_of_a_step_are_made_in_one_trip_to_a_thread(
+async def test_small_micro_batches_are_made_in_one_thread_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     executor = CountingExecutor()

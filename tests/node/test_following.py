@@ -43,7 +43,7 @@ def signed(version: int, by: Identity = FLEET, swarm: str = SWARM, **settings: s
 
 
 class World:
-    """What following needs of a node, with values that anybody may have put into the DHT."""
+    """The part of a node that following needs, with values that anybody may have stored in the DHT."""
 
     def __init__(self, folder: Path, **follow: Any) -> None:
         self.config = Config(follow=Follow(FLEET.peer, **follow))
@@ -74,7 +74,7 @@ class World:
         self.provider.set(name, text)
 
     async def look(self, *facts: Fact) -> str:
-        """What is set after these were found: hours and slots."""
+        """Return the settings after these facts were found: hours and slots."""
         self.values = [encode(fact) for fact in facts]
         await self.following._look(FLEET.peer)
         return f"{self.provider.rules.hours} {self.provider.rules.slots}"
@@ -92,7 +92,7 @@ async def test_the_greatest_version_is_taken_and_no_older_one_again(tmp_path: Pa
     assert await world.look(signed(3, hours="always")) == "08:00-18:00 1", "a version means one thing"
 
 
-async def test_what_was_taken_lasts_over_a_restart(tmp_path: Path) -> None:
+async def test_applied_settings_survive_a_restart(tmp_path: Path) -> None:
     world = World(tmp_path)
     await world.look(signed(4, hours="22:00-07:00"))
     again = World(tmp_path)
@@ -100,7 +100,7 @@ async def test_what_was_taken_lasts_over_a_restart(tmp_path: Path) -> None:
     assert str(again.provider.rules.hours) == "22:00-07:00"
     assert (again.told[-1].version, again.told[-1].since) == (4, world.told[-1].since)
     assert await again.look(signed(3, hours="always")) == "22:00-07:00 1"
-    # Who follows another key from now on keeps nothing of the first.
+    # A node that follows another key from now on keeps nothing of the first.
     other = World(tmp_path)
     other.following._key = OTHER.peer
     other.following.restore()
@@ -118,7 +118,7 @@ async def test_what_was_taken_lasts_over_a_restart(tmp_path: Path) -> None:
     ],
     ids=["another key", "another swarm", "a wrong signature", "no settings", "bytes behind them"],
 )
-async def test_what_the_key_has_not_signed_is_refused(fact: Fact, tmp_path: Path) -> None:
+async def test_settings_not_signed_by_the_key_are_refused(fact: Fact, tmp_path: Path) -> None:
     world = World(tmp_path)
     assert await world.look(signed(2, hours="22:00-07:00"), fact) == "22:00-07:00 1"
     assert world.following._taken is not None

@@ -47,7 +47,7 @@ def files_open_in(folder: Path) -> int:
     return sum(target.startswith(str(folder)) for target in targets)
 
 
-async def test_what_is_beyond_the_bound_goes_to_the_disk_and_is_gone_with_its_last_view(
+async def test_frames_beyond_the_bound_spill_to_unnamed_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8_000)
@@ -69,7 +69,7 @@ async def test_what_is_beyond_the_bound_goes_to_the_disk_and_is_gone_with_its_la
     assert files_open_in(tmp_path) == 0
 
 
-async def test_what_has_gone_makes_room_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_released_frames_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8_000)
     store = FrameStore(FolderStorage(tmp_path), SimExecutor())
     for number in range(100):
@@ -77,7 +77,7 @@ async def test_what_has_gone_makes_room_in_memory(tmp_path: Path, monkeypatch: p
     assert files_open_in(tmp_path) == 0, "nothing was ever in the way"
 
 
-async def test_what_is_kept_in_memory_is_not_copied(tmp_path: Path) -> None:
+async def test_frames_kept_in_memory_are_not_copied(tmp_path: Path) -> None:
     store = FrameStore(FolderStorage(tmp_path), SimExecutor())
     payload = payload_of(1)
     kept = await store.keep(payload)
@@ -99,7 +99,7 @@ def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path, monkeypatch:
     assert files_open_in(tmp_path) == 0
 
 
-async def test_a_full_disk_is_a_failure_of_the_stage_that_says_what_to_do(
+async def test_a_full_disk_fails_the_stage_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def no_room(*_: object) -> int:
@@ -131,7 +131,7 @@ async def test_all_stages_of_a_node_share_one_total_on_the_disk(
     assert is_payload(await other.keep(payload_of(5)), 5)
 
 
-async def test_what_the_node_itself_needs_of_the_disk_is_not_for_stages(
+async def test_stages_leave_the_nodes_reserve_of_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 0)
@@ -144,7 +144,7 @@ async def test_what_the_node_itself_needs_of_the_disk_is_not_for_stages(
 
 
 TINY_BYTES_MAX = 20_000
-"""Of a step of the small model: two of its frames."""
+"""The size of a step of the small model: two of its frames."""
 
 
 def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]]:
@@ -162,7 +162,7 @@ def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]
     return seen
 
 
-def test_with_next_to_no_memory_for_frames_a_run_with_a_death_in_it_is_as_exact(
+def test_a_run_with_spilled_frames_survives_a_death_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = watch_stores(monkeypatch)
@@ -199,7 +199,7 @@ def test_with_next_to_no_memory_for_frames_a_run_with_a_death_in_it_is_as_exact(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_that_finds_no_room_for_its_frames_says_so_and_the_run_goes_on_without_it(
+def test_a_stage_without_room_for_frames_is_dropped(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     watch_stores(monkeypatch)

@@ -60,7 +60,7 @@ def test_gpus_of_amd_are_found_where_torch_was_built_for_them(
     assert gpus({}, tmp_path / "nothing")[0] == []
 
 
-def test_what_measures_may_use_the_gpus_that_the_node_may(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measuring_processes_see_the_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     monkeypatch.setenv("PEERLOOM_SECRET", "s")
     process = MeasuringProcesses().spawn(["tests.node.said_environment"])

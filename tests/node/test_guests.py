@@ -36,7 +36,7 @@ def test_the_oldest_makes_room_for_the_newest_also_after_a_restart() -> None:
     assert disk.guests.bytes_here == 80
 
 
-def test_what_a_run_needs_stays_and_where_there_is_no_room_nothing_is_given_up() -> None:
+def test_needed_guests_stay_and_failed_admissions_evict_nothing() -> None:
     disk = Disk()
     for label in ("first", "second"):
         disk.put(label, 40)
@@ -62,7 +62,7 @@ def test_files_make_room_for_pinned_blobs_and_pins_for_no_file() -> None:
     assert disk.guests.labels == ("another",)
 
 
-def test_what_is_our_own_counts_nothing() -> None:
+def test_own_files_do_not_count_as_guests() -> None:
     disk = Disk()
     disk.put("ours", 90)
     disk.guests.release("ours")

@@ -38,7 +38,7 @@ def credentials(letter: str, swarm: Swarm = PRIVATE, **changes: Any) -> Credenti
 
 
 async def answer_of(credentials: Credentials, stream: trio.SocketStream) -> bytes:
-    """What a responder says to the first flight that comes by the stream."""
+    """Return a responder's answer to the first flight on the stream."""
     side = credentials.handshake(initiator=False)
     side.start()
     answer = b""
@@ -48,7 +48,7 @@ async def answer_of(credentials: Credentials, stream: trio.SocketStream) -> byte
 
 
 @pytest.mark.parametrize("swarm", [Swarm("test"), PRIVATE], ids=["open", "private"])
-def test_who_drips_a_right_answer_byte_by_byte_is_given_up_at_the_deadline(swarm: Swarm) -> None:
+def test_a_dripped_answer_is_given_up_at_the_deadline(swarm: Swarm) -> None:
     async def answer_slowly(stream: trio.SocketStream) -> None:
         for byte in await answer_of(credentials("b", swarm), stream):
             await stream.send_all(bytes((byte,)))
@@ -139,7 +139,7 @@ def test_a_suite_that_is_none_is_our_own_mistake() -> None:
 def test_a_handshake_uses_fresh_ephemeral_keys_each_time() -> None:
     ours = credentials("a", suites=preferred(has_aes=True))
     first, second = (ours.handshake(initiator=True).start() for _ in range(2))
-    # Neither the X25519 key nor, where there is one, the ML-KEM key behind it.
+    # Neither the X25519 key nor the ML-KEM key after it, if there is one.
     assert first[-64:-32] != second[-64:-32]
     assert first[8:40] != second[8:40]
 

@@ -202,7 +202,7 @@ trio.run(main)
 
 @pytest.mark.skipif(not LINUX, reason="landlock is Linux's")
 @pytest.mark.parametrize("allowed", [False, True])
-async def test_a_stage_that_cannot_be_fenced_in_opens_only_where_that_is_allowed(allowed: bool) -> None:
+async def test_an_unfenced_stage_opens_only_if_allowed(allowed: bool) -> None:
     specification = encode(msgspec.structs.replace(SPECIFICATION, allow_unfenced=allowed))
     ended = await trio.run_process(
         [
@@ -279,7 +279,7 @@ def holds_nothing_of_the_nodes(pid: int) -> None:
     assert sum(path.startswith("socket:") for path in held) == 1
 
 
-def test_a_folder_that_a_killed_node_left_is_removed_and_one_in_use_is_not(
+def test_a_killed_nodes_folder_is_removed_one_in_use_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -316,7 +316,7 @@ def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pyte
         ("[open(str(number), 'w').close() for number in range(1_001)]", "more than 1000 files"),
     ],
 )
-async def test_what_a_stages_process_writes_counts_in_the_total_of_all(
+async def test_files_of_a_stages_process_count_in_the_total(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, reason: str
 ) -> None:
     """On systems, or with devices, where it is not kept from writing."""
@@ -452,7 +452,7 @@ async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.Monk
     assert exported == Exported(bytes(LARGE_BYTES))
 
 
-async def test_a_call_that_copies_while_the_stage_is_closed_fails_as_any_other() -> None:
+async def test_a_copying_call_fails_when_its_stage_is_closed() -> None:
     host = StageHost(
         dataclasses.replace(ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES)
     )

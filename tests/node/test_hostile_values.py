@@ -99,7 +99,7 @@ def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes, tmp_path: Pa
 
 
 @pytest.mark.parametrize("rate", [0.0, 1.0, 1e24, 1.7e308, float("inf"), float("nan"), -1.0, 2.0**63 - 1])
-def test_whatever_rate_is_claimed_a_plan_can_be_written(rate: float) -> None:
+def test_a_plan_can_be_written_for_any_claimed_rate(rate: float) -> None:
     stage = StagePlan(0, 1, (ALICE,), (rounded(rate),))
     plan = Plan(bytes(32), NO_HASH, 0, (ALICE,), (ALICE,), 1, (stage,))
     assert decode_plan(encode_plan(plan)) == plan
@@ -139,7 +139,7 @@ def test_a_screen_shows_a_step_of_any_length(seconds: float) -> None:
 
 
 @pytest.mark.parametrize("step", [21, STEPS_MAX + 1, 2**63 - 1])
-def test_a_step_beyond_the_runs_end_is_refused_and_the_run_goes_on(step: int) -> None:
+def test_a_step_beyond_the_end_is_refused_and_stops_nothing(step: int) -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
 
@@ -241,7 +241,7 @@ def test_two_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path) -> No
     assert [file.name for file in (tmp_path / "runs/a").iterdir()] == ["newest"]
 
 
-def test_a_name_that_the_screen_cannot_write_is_shown_as_well_as_it_can_be() -> None:
+def test_names_that_a_screen_cannot_encode_are_still_shown() -> None:
     program = (
         "import sys; from node.cli.errors import dispatch; from node.cli.render import show\n"
         "import typer; app = typer.Typer()\n"
@@ -265,7 +265,7 @@ def test_a_name_that_the_screen_cannot_write_is_shown_as_well_as_it_can_be() -> 
 @pytest.mark.parametrize(
     "pair", [(-1.0, 1.0), (1e308, 5e-324), (float("nan"), 1.0), (1.0, float("inf")), (1.0, -1.0)]
 )
-def test_whatever_rounding_a_replica_claims_a_step_can_be_told(pair: tuple[float, float]) -> None:
+def test_a_step_is_reported_for_any_claimed_rounding(pair: tuple[float, float]) -> None:
     rounding = _rounding([Work(rounding=(pair, (1.0, 4.0)))])
     assert rounding[1] == 0.5
     event = StepCommitted(**(NOTICE | {"rounding": rounding}))
@@ -274,7 +274,7 @@ def test_whatever_rounding_a_replica_claims_a_step_can_be_told(pair: tuple[float
 
 
 @pytest.mark.parametrize("name", ["sent_bytes", "returned_bytes", "replayed"])
-def test_what_all_replicas_claim_to_have_sent_adds_up_to_a_number_for_the_wire(name: str) -> None:
+def test_claimed_sent_bytes_of_all_replicas_fit_the_wire(name: str) -> None:
     def taken(count: int) -> Work:
         work: Work = decode(encode(replace(Work(), **{name: count})), Work, bytes_max=1_000)
         return work

@@ -176,7 +176,7 @@ def test_a_command_whose_output_we_read_keeps_its_spans(tmp_path: Path) -> None:
     assert "do: `peerloom model capture` makes one" in spans.stderr
 
 
-def test_what_to_install_names_the_interpreter_that_lacks_it() -> None:
+def test_install_commands_name_the_running_interpreter() -> None:
     words = shlex.split(install_command("tokenizers", "pyarrow"))
     assert words == [sys.executable, "-m", "pip", "install", "tokenizers", "pyarrow"]
 

@@ -1,4 +1,4 @@
-"""What a request for a lease may cost: little, one at a time, and nothing for what was asked before."""
+"""The cost of lease requests: little, one at a time, and nothing for repeated ones."""
 
 import threading
 from collections.abc import Awaitable, Callable
@@ -64,7 +64,7 @@ async def lease(sender: Node, receiver: Node, number: int) -> wire.Reply:
     return reply
 
 
-def test_a_peer_that_asks_for_ever_new_leases_is_slowed_down_and_no_other() -> None:
+def test_only_a_peer_that_floods_lease_requests_is_slowed_down() -> None:
     async def test(a: Node, b: Node, c: Node) -> None:
         began = trio.current_time()
         replies = [await lease(b, a, number) for number in range(1, BURST + 12)]
@@ -97,7 +97,7 @@ def test_a_lease_asked_for_again_is_not_computed_again() -> None:
     with_node(test)
 
 
-async def test_long_work_of_strangers_is_done_one_at_a_time_beside_the_rest() -> None:
+async def test_strangers_long_work_runs_one_at_a_time() -> None:
     executor = RealExecutor(threads=1)
     running, go_on = threading.Semaphore(0), threading.Semaphore(0)
     at_once: list[int] = []

@@ -1,4 +1,4 @@
-"""What an owner gives: kept by measurement, changed while the node runs, corrected where it is wrong."""
+"""An owner's limits: kept by measurement, changed while the node runs, corrected if wrong."""
 
 import os
 from pathlib import Path
@@ -51,7 +51,7 @@ peer_cache = "30%"
 """
 
 
-def test_every_rule_of_an_owner_is_a_setting_of_the_file_and_changes_at_run_time(tmp_path: Path) -> None:
+def test_every_owners_rule_is_a_file_setting_changeable_at_run_time(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text(FILE)
     found = config.Config.load(file)
@@ -111,7 +111,7 @@ def test_an_offer_too_small_to_be_useful_is_said_by_slot() -> None:
 # Bandwidth
 
 
-def test_a_pace_is_kept_over_all_streams_and_short_messages_are_made_up_for() -> None:
+def test_a_pace_holds_over_all_streams_and_short_messages() -> None:
     pace = Pace()
     assert pace.take(0.0, 10**9) == 0.0
     pace.limit(1_000_000)
@@ -135,7 +135,7 @@ def network(number: int) -> RealNetwork:
 
 
 @pytest.mark.parametrize("way", ["up", "down"])
-def test_bulk_keeps_to_an_owners_rate_and_control_does_not_wait_for_it(way: str) -> None:
+def test_bulk_keeps_the_owners_rate_without_delaying_control(way: str) -> None:
     """Real sockets: 3 MB at 40 Mbit/s take 0.6 s, and a request meanwhile none of that."""
     rate, size = 5_000_000, 3_000_000
 
@@ -206,9 +206,7 @@ def test_bandwidth_and_disk_change_while_the_node_runs() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("memory", "1GB"), ("slots", "1")])
-def test_a_stage_that_its_owner_gives_too_little_for_is_handed_over_and_nothing_is_lost(
-    name: str, value: str
-) -> None:
+def test_a_stage_beyond_its_owners_limits_is_handed_over(name: str, value: str) -> None:
     """b gives up what it holds, c goes on."""
 
     async def scenario() -> None:

@@ -60,7 +60,7 @@ async def test_short_frames_are_looked_at_together() -> None:
     assert codecs.codec([NEAR], is_gradient=False) == "raw"
 
 
-async def test_very_short_frames_are_compressed_only_where_the_run_lets_them_lose_something() -> None:
+async def test_very_short_frames_are_compressed_only_with_loss_allowed() -> None:
     cases: tuple[tuple[Any, str], ...] = (("exact", "raw"), ("int8", "int8+zstd"))
     for frames, wanted in cases:
         codecs = LinkCodecs(frames, RATES.get, SimExecutor())

@@ -122,7 +122,7 @@ def test_a_node_that_computes_refuses_with_a_time_to_come_again() -> None:
     simulated(scenario)
 
 
-def test_whoever_asks_too_often_is_refused_and_the_others_are_served() -> None:
+def test_probing_too_often_is_refused_for_that_peer_only() -> None:
     async def scenario(alice: Network, bob: Network) -> None:
         service(bob, SimClock(), [])
         for number in range(3 * PEER_PROBES_MAX):

@@ -12,7 +12,7 @@ from tests.node.test_relays import behind_a_relay
 Arrived = tuple[PeerId, bytes, bytes]
 
 
-async def test_a_link_carries_messages_and_payloads_in_order_to_others_and_to_itself() -> None:
+async def test_a_link_carries_messages_and_payloads_in_order() -> None:
     alice, bob = make_network("a"), make_network("b")
     put, take = trio.open_memory_channel[Arrived](10)
 
@@ -83,7 +83,7 @@ async def test_a_link_moves_to_a_direct_path_and_loses_and_reorders_nothing() ->
         nursery.cancel_scope.cancel()
 
 
-async def test_a_link_speaks_the_version_before_with_a_peer_that_knows_no_newer() -> None:
+async def test_a_link_uses_an_older_peers_protocol_version() -> None:
     alice, bob = make_network("a"), make_network("b")
     put, take = trio.open_memory_channel[Arrived](10)
     found: list[PeerId] = []

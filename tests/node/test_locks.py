@@ -29,7 +29,7 @@ def test_a_free_lock_is_taken_before_others_run() -> None:
     trio.run(main)
 
 
-def test_a_lock_that_is_held_is_handed_over_in_the_order_of_asking() -> None:
+def test_a_held_lock_is_passed_on_in_waiting_order() -> None:
     async def main() -> None:
         lock, order = trio.Lock(), list[str]()
         async with trio.open_nursery() as nursery:

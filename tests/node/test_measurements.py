@@ -38,7 +38,7 @@ def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
             await trio.sleep(40)
             async with trio.open_nursery() as nursery:
                 for node in nodes:
-                    # What a busy machine's load leaves of the changes that a node may tell.
+                    # A busy machine's load may have used up the changes that a node may announce.
                     assert node._standing._changes.take(trio.current_time())
                     node.measurements.calibration = REFERENCE
                     node._calibrated(REFERENCE)

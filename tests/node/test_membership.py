@@ -41,7 +41,7 @@ def test_no_event_makes_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -
                 node.membership._on_event(event)
                 assert node.joining._is_member(other.peer)
                 assert not node.joining._is_member(peer_of(number))
-            # Of each who it is, and by whom it was found.
+            # Each shows the member and who found it.
             assert made.count("member") <= 200
             assert "list" not in made
 
@@ -65,7 +65,7 @@ def test_those_that_live_and_those_that_are_gone_are_told_apart() -> None:
     simulate(scenario)
 
 
-def test_a_candidate_is_pinged_where_it_says_that_it_is_and_lies_are_counted() -> None:
+def test_candidates_are_pinged_at_claimed_addresses_and_lies_counted() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
             node, liar = group.nodes["a"], group.nodes["b"].peer

@@ -126,7 +126,7 @@ def test_a_captured_model_is_its_graph_and_its_values_in_two_files(folder: Path)
 
 
 def test_capture_lets_no_other_file_go(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """What lies where first values would lie may be what a long run has brought."""
+    """A file in the place of the initial values may be the result of a long run."""
     result = folder / "run.safetensors"
     result.write_bytes(b"weeks of training")
     drawn = ["model", "capture", "simple-cnn", "--sample", "1,8,8", "--classes", "10", "--no-proof"]
@@ -306,7 +306,7 @@ def tied(tmp_path: Path) -> dict[str, Any]:
     return portrait(path, graph, graph_hash(encode_graph(graph)), stages=2)
 
 
-def test_a_picture_has_a_bar_for_each_layer_and_an_arc_for_what_is_shared(tied: dict[str, Any]) -> None:
+def test_a_picture_has_bars_for_layers_and_arcs_for_shared_weights(tied: dict[str, Any]) -> None:
     root = drawn(tied)
     bars = [float(bar.get("width", 0)) for bar in kinds(root, "time")][1:]  # the first is the legend's
     flops = [layer["forward_flops"] for layer in tied["layers"]]

@@ -118,7 +118,7 @@ def test_a_graph_that_is_not_the_one_asked_for_is_not_taken() -> None:
     two_nodes(scenario)
 
 
-def test_a_graph_longer_than_any_may_be_is_refused_before_it_is_received(
+def test_an_oversized_graph_is_refused_before_it_is_received(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(graphs, "GRAPH_BYTES_MAX", 100)
@@ -132,7 +132,7 @@ def test_a_graph_longer_than_any_may_be_is_refused_before_it_is_received(
     two_nodes(scenario)
 
 
-def test_many_who_want_one_graph_wait_for_one_fetch_and_of_many_graphs_only_some_are_fetched() -> None:
+def test_fetches_of_graphs_are_shared_and_limited() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = model_of(classifier(8))
         model.put(b)
@@ -196,7 +196,7 @@ def test_the_graph_of_a_run_here_stays_however_many_others_come(monkeypatch: pyt
     two_nodes(scenario)
 
 
-def test_a_file_beside_a_graph_that_has_no_first_values_stays_where_it_is(tmp_path: Path) -> None:
+def test_a_file_beside_a_graph_without_values_is_not_taken(tmp_path: Path) -> None:
     """It may be a run's result, or anything else: what is learned, strangers may fetch."""
     model = model_of(classifier(8))
     graph, values = tmp_path / "linear.peerloom", tmp_path / "linear.safetensors"
@@ -354,7 +354,7 @@ def test_a_key_that_has_another_name_now_says_which() -> None:
         run_file("[train]\ncompress = false")
 
 
-def test_the_draws_of_a_run_follow_from_what_it_computes_and_not_from_how_many_compute_it() -> None:
+def test_a_runs_draws_do_not_depend_on_its_shape() -> None:
     wanted = make_manifest(run_file(), classifier(1, 8, 8), bytes(32), load_digits(), name=NAME, created=1.5)
     signer = IdentitySigner(Identity(b"r" * 32), "test")
 
@@ -404,7 +404,7 @@ def test_a_micro_batch_beyond_what_the_model_was_captured_for_is_explained() -> 
         bind_data(classifier(8), data_of(np.zeros((99, 8)), np.zeros(99, np.int64)), 65, NAME)
 
 
-def test_a_sample_of_text_is_as_long_as_the_person_or_the_model_says(tmp_path: Path) -> None:
+def test_the_person_or_the_model_sets_the_window_of_text(tmp_path: Path) -> None:
     assert window_of(run_file("[train]\nwindow = 9"), tokens(12), NAME) == 9
     assert window_of(run_file(), tokens(12), NAME) == 12
     assert window_of(run_file(), tokens(None), NAME) == WINDOW

@@ -26,7 +26,7 @@ def frame(kind: Kind, channel: int, data: bytes = b"") -> bytes:
     return bytes([kind]) + channel.to_bytes(4, "big") + data
 
 
-async def test_bytes_that_come_one_by_one_take_no_more_memory_than_they_are() -> None:
+async def test_dripped_bytes_take_no_more_memory_than_their_length() -> None:
     hostile, other = make_network("h"), make_network("o")
     async with running(hostile, other):
         hostile.learn(other.peer, other.addresses)
@@ -164,7 +164,7 @@ async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
             channel.close()
 
 
-def test_a_peer_that_loses_paths_on_purpose_puts_others_in_doubt_once_a_minute(
+def test_lost_paths_of_a_peer_doubt_others_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     doubts: list[float] = []

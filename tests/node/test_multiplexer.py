@@ -71,7 +71,7 @@ def test_both_sides_open_channels_that_carry_bytes_both_ways() -> None:
     assert first not in other
 
 
-def test_what_was_written_before_a_close_comes_before_it() -> None:
+def test_data_written_before_a_close_arrives_before_it() -> None:
     one, other = pair()
     channel = opened(one, other)
     fill(one, channel)
@@ -210,7 +210,7 @@ def test_a_path_in_doubt_is_asked_at_once_and_found_dead_sooner() -> None:
     assert not one.tick(20.0 + DOUBTED_SECONDS)
 
 
-def test_a_path_doubted_long_after_its_ping_is_dead_at_the_next_look() -> None:
+def test_a_path_doubted_late_is_dead_at_the_next_look() -> None:
     one, other = pair()
     opened(one, other)
     assert one.tick(PING_SECONDS)
@@ -273,7 +273,7 @@ def frame(kind: Kind, *numbers: int) -> bytes:
         frame(Kind.OPEN, 2) + bytes(2 * DATA_BYTES_MAX),
     ],
 )
-def test_what_no_correct_side_says_ends_the_path(said: bytes) -> None:
+def test_malformed_frames_end_the_path(said: bytes) -> None:
     one, _ = pair()
     with pytest.raises(RemoteProtocolError):
         one.receive(0.0, said)
@@ -401,7 +401,7 @@ class TwoSides(RuleBasedStateMachine):
             assert all(size <= limit for size, limit in side.sizes.values())
 
     def teardown(self) -> None:
-        """Whoever keeps reading gets everything that was written on channels that nobody closed."""
+        """A reader that goes on gets all data written on channels that nobody closed."""
         for _ in range(400):
             for side in (0, 1):
                 self.send(side, 1_000)

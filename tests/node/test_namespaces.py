@@ -33,7 +33,7 @@ def test_two_machines_find_each_other_by_beacon_and_speak_by_both_families() -> 
 
 
 @pytest.mark.parametrize("hosts", [(), ("fe80::2%cable",)])
-def test_two_machines_that_have_only_link_local_addresses_find_each_other_by_beacon_and_speak(
+def test_machines_with_link_local_addresses_meet_by_beacon(
     hosts: tuple[str, ...],
 ) -> None:
     with (

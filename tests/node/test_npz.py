@@ -157,7 +157,7 @@ GOOD = archive({"x": npy(X), "y": npy(Y)})
 
 @settings(max_examples=300, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, len(GOOD) - 1), st.integers(0, 255)), min_size=1, max_size=8))
-def test_whatever_bytes_change_it_is_data_or_refused(changes: list[tuple[int, int]]) -> None:
+def test_a_changed_archive_is_read_or_refused(changes: list[tuple[int, int]]) -> None:
     data = bytearray(GOOD)
     for place, value in changes:
         data[place] = value
@@ -185,7 +185,7 @@ async def test_a_process_of_its_own_unpacks_what_is_mapped_here(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("name", ["labels that are raw bytes", "a bomb", "no bytes", "objects"])
-async def test_what_the_process_refuses_is_said_here(tmp_path: Path, name: str) -> None:
+async def test_refusals_of_the_fenced_process_are_reported(tmp_path: Path, name: str) -> None:
     with pytest.raises(BadArchive) as error:
         await read_fenced(tmp_path / "a.npz", NO_DATA[name]())
     assert str(error.value).isprintable()
@@ -202,7 +202,7 @@ async def test_a_directory_as_large_as_its_archive_fells_only_the_process(tmp_pa
         await read_fenced(tmp_path / "a.npz", directory + end)
 
 
-async def test_what_is_unpacked_counts_on_the_disk_until_nobody_looks_at_it(tmp_path: Path) -> None:
+async def test_unpacked_arrays_count_on_disk_until_their_last_view(tmp_path: Path) -> None:
     await trio.Path(tmp_path / "a.npz").write_bytes(GOOD)
     budget = ScratchBudget(Memory(bytes=1 << 20), tmp_path)
     small = ScratchBudget(Memory(bytes=10), tmp_path)

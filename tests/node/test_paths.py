@@ -1,6 +1,6 @@
-"""Which of several networks a peer's streams go by: what follows from measurements, in virtual time.
+"""The choice among several networks for a peer's streams, by measurements in virtual time.
 
-What two real networks of unlike speed come to is measured in `tests/lab/test_paths.py`.
+`tests/lab/test_paths.py` measures two real networks of unlike speed.
 """
 
 from collections import Counter

@@ -25,14 +25,14 @@ PAUSED = events.RunChanged(
 )
 
 
-def test_a_pause_names_machines_by_name_and_short_id_where_it_is_told() -> None:
+def test_a_pause_on_screens_names_machines_with_short_ids() -> None:
     screen = EventScreen()
     screen.lines(event_document(JOINED))
     (line,) = screen.lines(event_document(PAUSED))
     assert f"lab-2 {short_peer(KNOWN)}, {short_peer(UNKNOWN)}" in line
 
 
-def test_a_pause_names_machines_in_runs_show_and_its_document_until_it_ends() -> None:
+def test_runs_show_names_awaited_machines_until_the_pause_ends() -> None:
     view = RunView(RUN, "gpt", "text", 9, KNOWN, "running")
     state = apply(replace(State(), runs=MappingProxyType({RUN: view})), JOINED)
     state = apply(state, PAUSED)
@@ -46,7 +46,7 @@ def test_a_pause_names_machines_in_runs_show_and_its_document_until_it_ends() ->
     assert run_document(apply(state, goes_on).runs[RUN])["waits_for"] == []
 
 
-def test_runs_show_calls_peers_by_name_and_short_id_and_gives_a_reason_in_words() -> None:
+def test_runs_show_names_peers_and_words_its_reasons() -> None:
     planned = events.RunPlanned(
         at=1.0,
         run=RUN,

@@ -66,7 +66,7 @@ def test_it_serves_only_while_all_rules_hold_and_calmly_after(course: list[tuple
             was_refused = was_refused and not found.may_serve
 
 
-def test_a_rule_that_a_machine_cannot_measure_is_said_and_holds_nothing_up() -> None:
+def test_unmeasurable_rules_are_reported_and_block_nothing() -> None:
     found = Permit().look(0.0, ALL, Reading(minute=600))
     assert found.may_serve
     assert found.unread == ("idle", "load", "mains_only")
@@ -115,7 +115,7 @@ def test_power_and_input_are_read_where_they_are(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("names", ["abcd", "ab"], ids=["another takes it", "nobody can"])
-def test_an_owner_that_comes_back_has_the_slot_within_ten_seconds_and_nothing_is_lost(names: str) -> None:
+def test_a_returning_owner_gets_the_slot_without_losses(names: str) -> None:
     async def scenario() -> None:
         async with swarm(names, offer=Offering(idle_seconds=60)) as group:
             for name in names[0]:

@@ -250,7 +250,7 @@ def test_a_plan_keeps_layers_together_and_gives_every_stage_its_replicas() -> No
         make_plan(run, model.graph, offers[:3], may_reduce=True)
 
 
-def test_a_plan_goes_by_what_others_found_of_a_peer_and_by_its_own_calibration() -> None:
+def test_a_plan_uses_observed_rates_and_own_calibrations() -> None:
     model = simple_cnn()
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=1, replicas=3))
     offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:3]]

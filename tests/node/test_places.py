@@ -51,7 +51,7 @@ def test_nearness_is_counted_from_the_requester_and_what_is_missing_is_said() ->
     simulate(scenario)
 
 
-def test_a_swarm_finds_a_wrong_location_by_latency_and_places_no_stage_there() -> None:
+def test_latency_exposes_a_wrong_location_which_gets_no_stage() -> None:
     """One node says it is where it is not; the round trips of the others say where it is."""
 
     async def scenario() -> None:
@@ -116,10 +116,10 @@ def test_only_peers_on_the_devices_asked_for_have_a_slot() -> None:
         ("ppp", (), ["0,1,2"], ""),
     ],
 )
-def test_devices_are_tried_in_their_order_and_what_comes_of_it_is_said(
+def test_devices_are_tried_in_order_and_the_outcome_is_reported(
     kinds: str, devices: tuple[Any, ...], tried: list[str], said: str
 ) -> None:
-    """Of two stages, each for a peer of its own."""
+    """Two stages, each for a peer of its own."""
     attempts: list[str] = []
     heard: list[str] = []
 
@@ -142,7 +142,7 @@ def test_devices_are_tried_in_their_order_and_what_comes_of_it_is_said(
     assert [line.partition(": ")[2] for line in heard] == ([said] if said else [])
 
 
-def test_a_run_for_a_gpu_fails_among_cpus_and_says_why_or_goes_on_the_cpu_where_it_may() -> None:
+def test_a_run_for_a_gpu_uses_a_cpu_only_if_allowed() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             a = group.nodes["a"]

@@ -91,7 +91,7 @@ def test_a_plan_says_who_is_left_out_and_why(graph: Graph, peers: Peers) -> None
     assert document["reasons"]
 
 
-def test_the_screen_has_a_line_for_each_stage_and_each_peer_left_out(graph: Graph, peers: Peers) -> None:
+def test_the_screen_lists_every_stage_and_unused_peer(graph: Graph, peers: Peers) -> None:
     from partition.plan.problem import Constraints
 
     document = plan_document(planned(graph, peers, constraints=Constraints(stages=2)))
@@ -258,9 +258,7 @@ def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> 
     assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES
 
 
-def test_two_processes_plan_to_the_byte_whatever_the_order_of_peers_and_the_hash_seed(
-    graph: Graph, tmp_path: Path
-) -> None:
+def test_plans_are_equal_in_all_processes_and_peer_orders(graph: Graph, tmp_path: Path) -> None:
     rows = [
         f'[[peers]]\nname = "p{number}"\nmemory = "{0.6 + number % 3 * 0.2:.1f}GB"\n'
         f'rate = "{20 + 7 * (number % 5)}GFLOPS"\nlink = "{1 + number % 2}Gbit"\n'
@@ -491,7 +489,7 @@ def test_live_peers_draw_what_their_meters_counted_and_else_what_is_assumed() ->
     ]
 
 
-def test_what_was_measured_replaces_what_is_assumed_of_live_peers() -> None:
+def test_measurements_replace_assumptions_about_live_peers() -> None:
     peers = {name: PeerId(bytes([number]) * 32) for number, name in enumerate("abc", 1)}
 
     def row(name: str) -> dict[str, object]:

@@ -33,7 +33,7 @@ SECONDS_MAX = 40.0
 
 @pytest.fixture
 def rules(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, int]]:
-    """What the router does with nftables."""
+    """Record the router's calls of nftables."""
     done: list[tuple[str, str, int]] = []
     monkeypatch.setattr(
         lab_router, "nft", lambda what, transport, port, to="": done.append((what, transport, port))

@@ -1,4 +1,4 @@
-"""What is decided about punching, and whom it dials. Real NATs: `tests/lab/test_punching.py`."""
+"""Decisions about punching, and whom it dials. Real NATs: `tests/lab/test_punching.py`."""
 
 from collections import Counter
 from random import Random
@@ -83,7 +83,7 @@ def test_a_host_is_dialled_rarely_whoever_offers_it() -> None:
     assert budget.admit(peer(1), [str(OUTSIDE)], 60.0) == [OUTSIDE]
 
 
-def test_a_lost_path_is_punched_again_at_once_if_the_last_try_worked() -> None:
+def test_a_lost_path_is_punched_at_once_after_a_success() -> None:
     budget = PunchBudget(everywhere)
     for worked in (True, False):
         assert budget.may_start(peer(worked), 0.0)
@@ -124,7 +124,7 @@ def test_offers_of_one_peer_are_taken_now_and_then() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 3_000), st.integers(0, 255)), max_size=50))
-def test_whatever_is_offered_memory_is_bounded(offers: list[tuple[int, int]]) -> None:
+def test_offers_take_bounded_memory(offers: list[tuple[int, int]]) -> None:
     budget = PunchBudget(everywhere)
     for now, (number, host) in enumerate(offers):
         budget.may_answer(peer(number), now)
@@ -255,7 +255,7 @@ async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
     assert len(dialled) == 1
 
 
-async def test_an_address_of_ipv6_that_a_peer_claims_is_dialled_as_rarely_as_others(
+async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = make_network("n")

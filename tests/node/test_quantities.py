@@ -46,13 +46,13 @@ def test_each_form_is_read(read: Callable[[str], float], forms: dict[str, float]
     "text", ["", "fast", "-1s", "1e3s", "1 week", "s", "8", "8 G", "0GB", "1" * 400 + "PB"]
 )
 @pytest.mark.parametrize("read", [read_bytes, read_flops, read_rate])
-def test_what_is_no_amount_is_refused(read: Callable[[str], int], text: str) -> None:
+def test_malformed_amounts_are_refused(read: Callable[[str], int], text: str) -> None:
     with pytest.raises(ValueError, match=r"^want "):
         read(text)
 
 
 @pytest.mark.parametrize("text", ["", "soon", "-1s", "1e3s", "1 week", "s", "8GB", "1" * 400])
-def test_what_is_no_duration_is_refused(text: str) -> None:
+def test_malformed_durations_are_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"^want a time such as "):
         read_duration(text)
 

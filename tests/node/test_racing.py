@@ -71,7 +71,7 @@ def test_a_known_best_address_gets_more_time_before_others_are_tried() -> None:
     assert len(begun) == 1
 
 
-def test_all_addresses_are_begun_within_seconds_and_the_most_telling_failure_is_raised() -> None:
+def test_racing_starts_every_address_and_raises_the_most_telling_failure() -> None:
     outcomes: dict[int, Outcome] = dict.fromkeys(range(8), (CONNECT_SECONDS, "timeout"))
     found, seconds, begun = run(outcomes | {8: (0.0, "wrong key")})
     assert found == "wrong key"

@@ -70,7 +70,7 @@ def report(at: float, number: int, reason: str = "", address: Address = OWN) -> 
 # --- the judgement -----------------------------------------------------------------------------------
 
 
-def test_one_that_got_through_is_enough_and_three_that_did_not_are_needed() -> None:
+def test_one_success_or_three_failures_decide_reachability() -> None:
     core = Reachability(Random(1), 0.0)
     verdicts = []
     for number in range(3):
@@ -113,7 +113,7 @@ def test_a_report_of_success_outlives_failures_of_one_network() -> None:
     assert core.verdict is True
 
 
-def test_who_would_not_try_counts_for_nothing_and_is_left_alone_for_a_while() -> None:
+def test_a_peer_that_refuses_to_dial_is_left_alone() -> None:
     core = Reachability(Random(1), 0.0)
     now = core.deadline
     first = core.next(now, [peer(1), peer(2)])
@@ -139,7 +139,7 @@ def test_three_are_asked_soon_and_then_rarely_more_often_in_doubt() -> None:
         assert now == pytest.approx(OTHERS * 5 + 2 * seconds)
 
 
-def test_after_an_answer_the_next_is_asked_soon_however_many_could_not_be_asked_before() -> None:
+def test_an_answer_ends_the_pauses_after_failed_requests() -> None:
     core = Reachability(Random(1), 0.0)
     others = [peer(number) for number in range(50)]
     for _ in range(6):
@@ -179,7 +179,7 @@ def test_in_a_swarm_of_two_the_same_one_is_asked_again() -> None:
     assert all(after - before >= LATER_SECONDS for before, after in pairwise(times))
 
 
-def test_what_was_said_long_ago_is_forgotten() -> None:
+def test_old_dial_backs_are_forgotten() -> None:
     core = Reachability(Random(1), 0.0)
     core.answered(0, peer(1), report(0, 1))
     core.next(BELIEVED_SECONDS + 1, [])
@@ -202,7 +202,7 @@ def test_an_address_counts_once_three_different_networks_have_dialled_it() -> No
 @given(
     st.lists(st.tuples(st.integers(0, 600), st.sampled_from(["", "timeout"]), st.booleans()), max_size=400)
 )
-def test_whatever_others_say_memory_is_bounded(said: list[tuple[int, str, bool]]) -> None:
+def test_reports_of_others_take_bounded_memory(said: list[tuple[int, str, bool]]) -> None:
     core = Reachability(Random(1), 0.0)
     for now, (number, reason, tried) in enumerate(said):
         if tried:
@@ -275,7 +275,7 @@ async def test_only_ports_are_asked_for_so_nobody_else_can_be_dialled() -> None:
         )
 
 
-async def test_a_peer_is_served_once_in_a_while_and_a_host_a_few_times() -> None:
+async def test_dial_backs_are_limited_by_peer_and_host() -> None:
     letters = "abcdefghijklm"[: HOST_SERVED_MAX + 2]
     async with reaching(*letters) as ((server, *askers), _, counters):
         served = [(await ask(asker, server.peer, DialBack((asker.port,)))).outcomes for asker in askers]
@@ -324,7 +324,7 @@ async def test_datagrams_are_sent_back_as_they_came_and_not_too_many() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_an_address_that_others_confirmed_is_told_unless_a_person_said_what_to_tell() -> None:
+async def test_a_confirmed_address_is_told_unless_the_person_announces_others() -> None:
     alice, bob = make_network("a"), make_network("b", announce=[make_address("lab.example", 1)])
     async with running(alice, bob):
         for network in (alice, bob):
@@ -334,7 +334,7 @@ async def test_an_address_that_others_confirmed_is_told_unless_a_person_said_wha
         assert [address.host for address in bob.addresses] == ["lab.example"]
 
 
-def test_a_clock_that_shows_a_little_less_than_was_waited_for_does_not_keep_a_node_busy() -> None:
+def test_an_imprecise_clock_does_not_busy_a_node() -> None:
     class Counted(SimClock):
         looks = 0
 
@@ -360,9 +360,7 @@ def test_a_clock_that_shows_a_little_less_than_was_waited_for_does_not_keep_a_no
 
 
 @pytest.mark.parametrize(("nat", "reachable"), [("full-cone", True), ("restricted", False)])
-def test_a_node_behind_a_translator_finds_out_and_stands_in_no_table_if_it_must(
-    nat: Nat, reachable: bool
-) -> None:
+def test_a_node_behind_a_translator_learns_it_and_leaves_tables(nat: Nat, reachable: bool) -> None:
     medium = SimNetworkFabric(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
     translated = [medium.links.at(seeded_identity(SEED, number).peer).nat is not None for number in range(40)]
     inside = translated.index(True)
@@ -446,8 +444,8 @@ class TwoFamilies:
 def asked_by_family(
     monkeypatch: pytest.MonkeyPatch, theirs: Collection[int], working: Collection[int]
 ) -> tuple[Counter[int | None], Reach, list[Any]]:
-    """Have a node ask thirty others for two hours; return how often it was asked by which family, and the
-    last thing that it was told. Whoever is asked by a family that does not work cannot be reached."""
+    """Have a node ask thirty others for two hours; return how often it asked by which family, and its last
+    report. A peer asked by a broken family cannot be reached."""
     asked: Counter[int | None] = Counter()
     told: list[Any] = []
     network = TwoFamilies(theirs)
@@ -472,7 +470,7 @@ def asked_by_family(
     return asked, trio.run(scenario, clock=MockClock(autojump_threshold=0)), told
 
 
-def test_a_family_by_which_nobody_can_be_asked_leaves_the_other_its_verdict(
+def test_a_broken_family_leaves_the_other_its_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, reach, told = asked_by_family(monkeypatch, (4, 6), (4,))
@@ -481,7 +479,7 @@ def test_a_family_by_which_nobody_can_be_asked_leaves_the_other_its_verdict(
     assert reach.families.verdict(4, 7_200) is True
 
 
-def test_a_family_that_no_other_has_is_not_asked_for_in_a_hurry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_family_without_peers_is_asked_for_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, _, _ = asked_by_family(monkeypatch, (4,), (4,))
     assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS
 

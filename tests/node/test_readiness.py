@@ -18,7 +18,7 @@ MARGIN_SECONDS = 2 * readiness.LOOK_SECONDS
 
 
 class Machine:
-    """What the node sees of it, and whether a process waits there."""
+    """The node's view of the machine, and whether a process waits there."""
 
     def __init__(self) -> None:
         self.is_kept = False
@@ -29,7 +29,7 @@ class Machine:
         self.is_kept = machine is not None
 
     async def passes(self, seconds: float, *, is_kept: bool) -> None:
-        """So much time goes by, at the end of which a process is kept, or none."""
+        """Let time pass, after which a process is kept, or none."""
         await trio.sleep(seconds)
         assert self.is_kept == is_kept
 
@@ -72,7 +72,7 @@ def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: M
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_a_process_for_an_expected_stage_loads_at_once_and_waits_a_while(machine: Machine) -> None:
+def test_an_expected_stages_process_loads_at_once_and_waits(machine: Machine) -> None:
     machine.is_allowed = False  # it is about to be needed, and none that waits on chance
     machine.free_bytes = 0
 

@@ -38,7 +38,7 @@ def plan_of(run: Run, layers: int, *holders: PeerId, height: int) -> Plan:
     )
 
 
-def test_a_look_that_ends_under_the_next_plan_leaves_it_nothing_of_its_own() -> None:
+def test_a_look_that_ends_under_the_next_plan_is_dropped() -> None:
     """Another plan, with a peer that the first problem does not know, comes into force while that is made."""
     model = simple_cnn()
     run = make_run(IdentitySigner(Identity(bytes(32)), "home"), manifest(model))
@@ -82,7 +82,7 @@ def test_a_look_that_ends_under_the_next_plan_leaves_it_nothing_of_its_own() -> 
     assert [set(rates) for rates in found] == [{A, B}, {A, C}]
 
 
-def test_a_pause_lasts_until_the_replica_with_the_least_of_a_processor_has_loaded_its_stage() -> None:
+def test_a_pause_lasts_until_the_slowest_replica_has_loaded() -> None:
     run = make_run(IdentitySigner(Identity(bytes(32)), "home"), manifest(simple_cnn()))
     plan = plan_of(run, 3, A, B, height=0)
     shares = {A: 600, B: 150, C: 50}  # C holds no stage

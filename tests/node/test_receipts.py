@@ -25,7 +25,7 @@ from tests.stack import simple_cnn, simulate, swarm
 from tests.test_runs_end import all_ended, learn
 
 
-def test_a_provider_earns_a_receipt_of_exactly_what_it_computed_over_a_restart(
+def test_a_provider_earns_exact_receipts_across_a_restart(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.runs.receipt_totals.ISSUED_BYTES_MIN", 1)
@@ -63,7 +63,7 @@ def test_a_provider_earns_a_receipt_of_exactly_what_it_computed_over_a_restart(
     simulate(scenario)
 
 
-def test_a_provider_ranks_a_requester_it_never_met_by_what_that_gave_to_others() -> None:
+def test_a_provider_ranks_strangers_by_their_receipts() -> None:
     """b computed for a, a computed for c; b asks c, which has met neither b nor its work."""
 
     async def scenario() -> None:

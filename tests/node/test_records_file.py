@@ -1,4 +1,4 @@
-"""What a node holds of the DHT, over a restart: the sqlite file, damage, and other storages."""
+"""A node's DHT state over a restart: the sqlite file, damage, and other storages."""
 
 from contextlib import closing
 from pathlib import Path
@@ -47,7 +47,7 @@ def test_records_and_contacts_come_back_after_a_restart(storage: Storage) -> Non
     assert known == contacts
 
 
-def test_what_has_expired_meanwhile_does_not_come_back(storage: Storage) -> None:
+def test_expired_records_are_not_restored(storage: Storage) -> None:
     file = RecordsFile(storage)
     file.save({(each.key, each.publisher): each for each in (made(1, seconds=10), made(2, seconds=1_000))})
     assert [each.publisher for each in file.load(HERE, WALL + 500)[0]] == [signer(2).peer]

@@ -92,7 +92,7 @@ async def in_a_dht(letters: str, *, relays: str, asker: str) -> AsyncIterator[di
         nursery.cancel_scope.cancel()
 
 
-async def test_a_node_that_knows_one_peer_is_reached_by_the_nearest_relay_of_the_dht(
+async def test_a_node_with_one_known_peer_uses_the_nearest_relay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("PUBLISH_LOOK_SECONDS", "SEARCH_SECONDS", "LOOK_SECONDS"):

@@ -35,7 +35,7 @@ def test_a_relay_that_refused_is_left_alone_longer_than_a_lost_one() -> None:
     assert search.next(200.0 + LOST_SECONDS, RELAYS[:1]) == RELAYS[0]
 
 
-def test_a_relay_that_grants_places_and_hangs_up_is_left_alone_ever_longer() -> None:
+def test_a_relay_that_hangs_up_is_left_alone_ever_longer() -> None:
     search, now, pauses = PlaceSearch(), 0.0, []
     for _ in range(6):
         began = now
@@ -79,7 +79,7 @@ def test_a_kept_place_is_renewed_and_a_silent_relay_is_lost() -> None:
     assert not lease.wake(71.0)
 
 
-def test_an_idle_relayed_path_makes_room_sooner_and_at_once_where_it_is_replaced() -> None:
+def test_an_idle_relayed_path_is_closed_sooner_than_others() -> None:
     assert idle_seconds("relayed", has_better=True) < idle_seconds("relayed", has_better=False)
     assert idle_seconds("relayed", has_better=False) < idle_seconds("punched", has_better=False)
     assert idle_seconds("direct", has_better=True) == idle_seconds("direct", has_better=False)

@@ -240,7 +240,7 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
         assert await ask(world.relay, world.hidden.peer) == b"there?"
 
 
-async def test_who_waits_for_a_circuit_gets_it_though_its_opener_gives_up(
+async def test_a_circuit_outlives_its_cancelled_opener_for_other_waiters(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with behind_a_relay() as world:
@@ -494,7 +494,7 @@ def test_a_token_is_good_for_its_target_once() -> None:
         RelayLedger(Limits(), os.urandom).reserve(0.0, peer(1), source(1))
 
 
-def test_strangers_have_a_budget_an_hour_and_those_that_gave_work_have_none() -> None:
+def test_relayed_bytes_are_budgeted_for_strangers_only() -> None:
     one = ledger()
     for number in (2, 3):
         one.reserve(0.0, peer(number), source(number))

@@ -1,4 +1,4 @@
-"""What a node keeps of a run that is over: its result, which nobody replaces, and how it ended."""
+"""A node's records of a finished run: its result, which nobody replaces, and its outcome."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -83,7 +83,7 @@ def test_nobody_replaces_a_result_after_its_owner_was_restarted() -> None:
 
 
 @pytest.mark.parametrize("author", ["the requester", "the liar"])
-def test_a_plan_that_a_decliner_has_made_up_is_refused_by_the_requester(author: str) -> None:
+def test_a_requester_refuses_a_decliners_made_up_plan(author: str) -> None:
     """It was asked for a lease, so it knows the manifest and a plan; that is no part in the run."""
 
     async def scenario() -> None:
@@ -102,7 +102,7 @@ def test_a_plan_that_a_decliner_has_made_up_is_refused_by_the_requester(author: 
     simulate(scenario)
 
 
-def test_a_result_without_a_record_of_its_end_is_still_a_run_that_is_over() -> None:
+def test_a_result_without_a_record_means_a_finished_run() -> None:
     """As a crash between the two leaves it."""
 
     async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
@@ -113,7 +113,7 @@ def test_a_result_without_a_record_of_its_end_is_still_a_run_that_is_over() -> N
     after_a_run(check)
 
 
-def test_a_run_that_has_ended_is_still_listed_and_fetched_after_a_restart(tmp_path: Path) -> None:
+def test_a_finished_run_is_listed_and_fetched_after_a_restart(tmp_path: Path) -> None:
     async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
         before = group.nodes["c"].state.runs[run.text]
         group.events["c"].clear()
@@ -155,7 +155,7 @@ def test_a_result_that_is_longer_than_its_model_is_not_fetched() -> None:
     simulate(scenario)
 
 
-def test_a_result_counts_as_a_guest_where_it_is_of_another_and_makes_room_for_newer_ones() -> None:
+def test_others_results_are_guests_that_newer_ones_evict() -> None:
     async def check(group: Swarm, run: Run, _: trio.Nursery) -> None:
         holder = next(node for node in group.nodes.values() if run.text in node.runs.guests.labels)
         assert holder is not group.nodes["c"]
@@ -191,7 +191,7 @@ def record(number: int, requester: bytes) -> EndedRun:
     )
 
 
-def test_the_records_of_strangers_runs_do_not_drive_out_those_of_our_own() -> None:
+def test_records_of_others_runs_never_evict_own_ones() -> None:
     storage, me, other = MemoryStorage(), bytes(32), bytes([1]) * 32
     archive = Archive(storage, me)
     ours, oldest, newest = (record(*row) for row in ((0, me), (1, other), (OTHERS_MAX + 1, other)))
@@ -221,7 +221,7 @@ def test_other_results_of_a_run_are_remembered_whenever_they_are_told() -> None:
     assert again.records[0].others == ((early, "ab" * 32), (late, "cd" * 32))
 
 
-def test_what_many_members_say_of_a_result_is_bounded() -> None:
+def test_members_differing_results_are_bounded() -> None:
     archive, ended = Archive(MemoryStorage(), bytes(32)), record(1, bytes(32))
     archive.add(ended)
     shown = [archive.differ(ended.text, PeerId(bytes([n]) * 32), f"{n:064x}") for n in range(1, 20)]

@@ -1,7 +1,7 @@
-"""What strangers may send to the runs service: it is refused or bounded, and never ends a node.
+"""Strangers' messages to the runs service: they are refused or bounded, and never end a node.
 
-Two whole nodes on simulated seams: `a` is the honest one, `b` says what no correct peer says. An
-error that came out of `a` would end the simulation, so a scenario that comes to its end shows that `a` lives.
+Two whole nodes on simulated seams: `a` is honest, `b` sends messages that no correct peer sends. An error out
+of `a` would end the simulation, so a scenario that completes shows that `a` lives.
 """
 
 from collections.abc import Awaitable, Callable
@@ -106,7 +106,7 @@ async def lease(sender: Node, receiver: Node, run: Run, plan: Plan) -> wire.Repl
     return await ask(sender, receiver, wire.LeaseRequest(run.fact, encode_plan(plan), 0))
 
 
-def test_a_node_is_the_witness_of_so_many_runs_only_however_many_it_has_promised() -> None:
+def test_a_node_witnesses_a_limited_number_of_runs() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         runs = [run_of(b, seed=number) for number in range(4 + WITNESSED_MAX)]
         plans = [replace(plan_of(run, b.peer), roster=tuple(sorted([a.peer, b.peer]))) for run in runs]
@@ -132,7 +132,7 @@ def test_a_node_is_the_witness_of_so_many_runs_only_however_many_it_has_promised
     ],
     ids=str,
 )
-def test_a_manifest_that_its_model_does_not_fit_is_declined_by_every_provider(
+def test_providers_decline_a_manifest_that_misfits_its_model(
     changes: dict[str, Any],
 ) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
@@ -173,7 +173,7 @@ def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
     two_nodes(scenario)
 
 
-def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and_the_memory() -> None:
+def test_a_lease_requires_the_requester_and_a_fitting_plan() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
         good = plan_of(run, a.peer)
@@ -193,7 +193,7 @@ def test_a_lease_is_given_only_to_the_requester_for_a_plan_that_fits_the_run_and
     two_nodes(scenario)
 
 
-def test_a_node_that_cannot_fence_a_stage_in_takes_none_but_of_its_own_runs() -> None:
+def test_an_unfenced_node_takes_only_its_own_stages() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         a.provider.unfenced = ("files: no landlock",)
         run = run_of(b)
@@ -207,7 +207,7 @@ def test_a_node_that_cannot_fence_a_stage_in_takes_none_but_of_its_own_runs() ->
     two_nodes(scenario)
 
 
-def test_a_lease_that_was_given_up_while_its_model_came_is_not_given(
+def test_a_lease_released_while_its_model_arrives_is_not_granted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
@@ -279,7 +279,7 @@ def test_a_lease_whose_asker_is_dead_is_free_again() -> None:
     two_nodes(scenario)
 
 
-def test_nobody_is_made_trainer_or_follower_of_a_run_it_has_no_part_in() -> None:
+def test_a_node_joins_no_run_without_its_consent() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         for number in range(RUNS_MAX + 2):
             run = make_run(b.signer, manifest(seed=number))
@@ -477,7 +477,7 @@ def test_the_longest_messages_of_a_run_fit_the_pipeline() -> None:
         decode(encode(message), wire.PipelineMessage, bytes_max=wire.PIPELINE_BYTES_MAX)
 
 
-async def test_whoever_waits_for_the_parameters_of_a_broken_stage_hears_that_it_is_broken() -> None:
+async def test_waiters_for_a_broken_stages_parameters_get_an_error() -> None:
     specification = cast(
         "Any", SimpleNamespace(dtype="float32", optimizer=OptimizerSettings(), graph=_StageGraph())
     )

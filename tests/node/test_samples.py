@@ -86,7 +86,7 @@ def test_no_sample_is_lost_or_doubled(count: int, tmp_path: Path) -> None:
     assert found.test_samples == max(1, count // 5)
 
 
-def test_tuples_of_three_are_in_the_order_of_the_models_inputs_and_labels(tmp_path: Path) -> None:
+def test_tuples_follow_the_order_of_inputs_and_labels(tmp_path: Path) -> None:
     _, model = captured()
     ids, mask = torch.zeros(6, 5, dtype=torch.int64), torch.ones(6, 5, dtype=torch.int64)
     score, kind = torch.zeros(6), torch.ones(6, dtype=torch.int64)
@@ -143,7 +143,7 @@ def broken() -> Iterator[tuple[int, int]]:
         ({"x": np.zeros(3), "y": np.zeros(4)}, "arrays of different lengths: x 3, y 4"),
     ],
 )
-def test_what_is_no_samples_is_named(source: Any, words: str, tmp_path: Path) -> None:
+def test_sources_without_samples_are_refused_by_name(source: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=words):
         write_samples(source, tmp_path, WHERE)
 
@@ -163,7 +163,7 @@ def run_file(text: str) -> RunFile:
     return toml.parse(f'model = "m.peerloom"\n{text}', RunFile, name="RUN.toml").value
 
 
-def test_a_function_of_a_persons_own_file_makes_the_data_of_a_run(tmp_path: Path) -> None:
+def test_a_function_of_an_own_file_makes_a_runs_data(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch.utils.data import TensorDataset\n"
         "def noise():\n    return TensorDataset(torch.rand(6, 2), torch.arange(6))\n"

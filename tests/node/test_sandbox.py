@@ -54,7 +54,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Tried:
-    """What a fenced process said of its fences and of what it tried."""
+    """The report of a fenced process on its fences and its attempts."""
 
     fences: str
     unfenced: str
@@ -108,7 +108,7 @@ def tried_with_accelerator(tmp_path_factory: pytest.TempPathFactory) -> Tried:
         "read its source",
     ],
 )
-def test_what_a_stage_needs_still_works(tried: Tried, attempt: str) -> None:
+def test_a_fenced_stage_can_do_its_work(tried: Tried, attempt: str) -> None:
     assert tried.results[attempt] == "done"
 
 
@@ -236,7 +236,7 @@ ENTER = (
 
 
 @pytest.mark.parametrize("allow", [False, True])
-def test_a_thread_that_runs_already_is_an_error_and_never_skips_a_fence(tmp_path: Path, allow: bool) -> None:
+def test_an_earlier_thread_is_an_error_and_skips_no_fence(tmp_path: Path, allow: bool) -> None:
     start = "threading.Thread(target=threading.Event().wait, daemon=True, name='early').start()"
     status, output, error = ended("-c", ENTER.format(before=start, allow=allow), folder=tmp_path)
     assert (status, output) == (1, "")
@@ -282,7 +282,7 @@ print(try_fences("cpu").unfenced, flush=True)
 """
 
 
-def test_ctrl_c_at_a_terminal_does_not_end_a_trial_of_the_fences() -> None:
+def test_ctrl_c_does_not_end_a_trial_of_fences() -> None:
     command = [sys.executable, "-c", INTERRUPTED]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -334,7 +334,7 @@ def judge(
     files_fenced: bool = True,
     accelerator: bool = False,
 ) -> int:
-    """What the kernel would answer to a call."""
+    """Return the kernel's answer to a call."""
     filtered = seccomp.compile_filter(machine, PID, files_fenced=files_fenced, accelerator=accelerator)
     kernels_name = seccomp.ARCHITECTURES[machine][1] if architecture is None else architecture
     padded = (*arguments, 0, 0, 0, 0, 0, 0)[:6]
@@ -425,7 +425,7 @@ def test_arguments_decide_where_a_call_has_two_faces(
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_an_accelerator_may_be_spoken_to_and_files_are_guarded_where_landlock_is_not(machine: str) -> None:
+def test_seccomp_allows_accelerators_and_guards_files_without_landlock(machine: str) -> None:
     column = COLUMNS[machine]
     assert judge(machine, IOCTL[column], (3, 0xC0184600), accelerator=True) == ALLOW
     assert judge(machine, MMAP[column], (0, 4096, 3, 0x21), accelerator=True) == ALLOW

@@ -59,7 +59,7 @@ def test_every_sample_is_read_back(rows: int, width: int, is_fortran: bool) -> N
         np.testing.assert_array_equal(found[name][picked], array[picked])
 
 
-def test_a_large_part_has_as_many_shards_as_lanes_and_each_of_every_class() -> None:
+def test_a_large_part_has_one_mixed_shard_per_lane() -> None:
     y = np.repeat(np.arange(4), 20_000)  # sorted by class
     x = np.zeros((80_000, 300), np.float32)
     manifest, reader, _ = packed({"train": {"x": x, "y": y}, "test": {"x": x[:2], "y": y[:2]}})
@@ -103,7 +103,7 @@ BAD: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_is_no_manifest_is_refused(case: str) -> None:
+def test_a_malformed_data_manifest_is_refused(case: str) -> None:
     good: Any = decode(encode([[COLUMN], PARTS]), DataManifest, bytes_max=MANIFEST_BYTES_MAX)
     assert good.pieces == 2
     with pytest.raises(RemoteProtocolError):

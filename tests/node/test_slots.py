@@ -81,7 +81,7 @@ def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
     simulate(scenario)
 
 
-def test_what_was_promised_for_a_first_plan_outlives_its_requester_for_a_moment() -> None:
+def test_a_promise_for_a_first_plan_briefly_outlives_its_requester() -> None:
     """Others may have begun: they bring the plan."""
 
     async def scenario() -> None:
@@ -98,7 +98,7 @@ def test_what_was_promised_for_a_first_plan_outlives_its_requester_for_a_moment(
     simulate(scenario)
 
 
-def test_a_slot_that_is_hosted_is_taken_and_a_promise_for_its_run_takes_no_other() -> None:
+def test_a_hosted_slot_covers_promises_for_its_run() -> None:
     async def scenario() -> None:
         slots = with_slots(2, hosted=[run_id(1)])
         await slots.promise(promised(1))
@@ -157,7 +157,7 @@ def asked(node: Node, number: int) -> Run:
     return prepare(node, manifest(stages=1, replicas=1, microbatches=2, created_milliseconds=number))
 
 
-def test_two_runs_go_on_at_once_on_one_node_and_a_third_is_told_that_it_is_busy() -> None:
+def test_a_node_with_two_slots_declines_a_third_run() -> None:
     async def scenario() -> None:
         async with swarm("abc", offer=Offering(slots=2)) as group:
             only(group, "c")
@@ -180,9 +180,7 @@ def test_two_runs_go_on_at_once_on_one_node_and_a_third_is_told_that_it_is_busy(
 
 @pytest.mark.parametrize("is_queued", [True, False], ids=["queued", "restarted"])
 @pytest.mark.parametrize("wait_seconds", [0, 60])
-def test_who_comes_after_a_killed_first_plan_is_told_how_long_its_slot_is_held(
-    wait_seconds: int, is_queued: bool
-) -> None:
+def test_requesters_learn_how_long_an_orphaned_slot_is_held(wait_seconds: int, is_queued: bool) -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             only(group, "c")
@@ -215,7 +213,7 @@ def test_who_comes_after_a_killed_first_plan_is_told_how_long_its_slot_is_held(
 
 
 @pytest.mark.parametrize(("providers", "winners"), [("c", 1), ("cd", 2)])
-def test_of_two_requesters_that_race_for_one_provider_one_gets_it(providers: str, winners: int) -> None:
+def test_one_of_two_racing_requesters_gets_the_provider(providers: str, winners: int) -> None:
     """The other is told, and takes another where there is one."""
 
     async def scenario() -> None:
@@ -242,7 +240,7 @@ def test_of_two_requesters_that_race_for_one_provider_one_gets_it(providers: str
 
 
 def waits(provider: Node, requester: Node, run: Run) -> str:
-    """What a provider tells one that asks for a slot."""
+    """Return a provider's answer to a request for a slot."""
     found = provider.runs.queue.ask(requester.peer, run, None)
     assert isinstance(found, Declined)
     return found.reason

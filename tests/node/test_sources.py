@@ -211,7 +211,7 @@ def test_a_source_may_lie_on_a_web_server(tmp_path: Path) -> None:
         server.server_close()
 
 
-def test_what_a_run_takes_as_it_is_needs_no_conversion(tmp_path: Path) -> None:
+def test_run_ready_data_needs_no_conversion(tmp_path: Path) -> None:
     (tmp_path / "train.npz").write_bytes(b"")
     (tmp_path / "book.txt").write_text("once upon a time")
     assert not is_source(str(tmp_path), Path())

@@ -50,7 +50,7 @@ def rules(**given: Any) -> Offering:
         (rules(), LOW, "", False),
     ],
 )
-def test_an_owners_rule_decides_what_a_low_battery_and_a_metered_link_mean(
+def test_owners_rules_decide_about_low_battery_and_metered_links(
     offer: Offering, reading: Reading, refuses: str, less: bool
 ) -> None:
     assert refusal(offer, reading)[1] == refuses
@@ -93,7 +93,7 @@ def test_the_rules_are_read_from_the_file(tmp_path: Path) -> None:
     assert found.are_watched
 
 
-def test_what_a_member_says_of_its_link_only_lowers_what_it_is_asked_for() -> None:
+def test_a_members_claim_about_its_link_only_lowers_its_load() -> None:
     usual = offer_of(USUAL, accepts_runs=True)
     sparing = offer_of((*USUAL, SENDS_LESS), accepts_runs=True)
     assert sparing.flops_per_second == SENDS_LESS_SHARE * usual.flops_per_second
@@ -101,7 +101,7 @@ def test_what_a_member_says_of_its_link_only_lowers_what_it_is_asked_for() -> No
     assert offer_of((*USUAL, "metered")).lacks == "metered"
 
 
-def test_others_ask_a_machine_on_a_low_battery_for_less_and_then_for_nothing() -> None:
+def test_a_machine_on_low_battery_is_asked_for_less() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
@@ -126,7 +126,7 @@ def test_others_ask_a_machine_on_a_low_battery_for_less_and_then_for_nothing() -
     simulate(scenario)
 
 
-def test_a_round_is_due_four_times_as_seldom_where_a_member_sends_less() -> None:
+def test_rounds_are_rarer_if_a_member_sends_less() -> None:
 
     def due(*, sends_less: bool, needs_all: bool = False) -> list[int]:
         rounds = RoundSchedule(LocalSettings(local_steps=2), needs_all=needs_all)
@@ -144,7 +144,7 @@ def test_a_round_is_due_four_times_as_seldom_where_a_member_sends_less() -> None
 
 
 @pytest.mark.slow
-def test_a_member_on_a_metered_link_holds_fewer_rounds_and_ends_with_the_others_model() -> None:
+def test_a_metered_member_averages_less_and_ends_with_the_same_model() -> None:
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=0.2, preset="lan") as group:
@@ -194,7 +194,7 @@ def said(folder: Path, *command: str) -> str:
     return subprocess.run(ran, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_real_node_on_a_metered_link_says_so_and_others_show_it(nodes: list[Path]) -> None:
+def test_a_node_on_a_metered_link_announces_it(nodes: list[Path]) -> None:
     until = time.monotonic() + WAIT_SECONDS
     while "sends less" not in said(nodes[0], "peers"):
         assert time.monotonic() < until, said(nodes[0], "peers")

@@ -15,7 +15,7 @@ BUSY: Mapping[int, float] = {4: 20.0, 2: 3.0, 1: 1.2}
 
 
 def play(chooser: ThreadChooser, seconds: Callable[[int], Mapping[int, float]], steps: int) -> list[float]:
-    """What each step took, where `seconds` says by its number what a pass takes with how many threads."""
+    """Return each step's time, where `seconds` gives a pass's time by step number and number of threads."""
     taken = []
     for step in range(steps):
         taken.append(seconds(step)[chooser.threads] * PASSES)

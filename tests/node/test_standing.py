@@ -48,7 +48,7 @@ def test_every_member_reads_how_another_is_and_which_stages_it_holds() -> None:
     simulate(scenario)
 
 
-def test_who_understands_runs_of_another_version_offers_no_slot_for_ours() -> None:
+def test_members_of_another_runs_version_offer_no_slot() -> None:
     def member(number: int, *words: str) -> Member:
         metadata = encode_metadata(CAPACITY, accepts_runs=True, standing=Standing(words))
         peer = PeerId(bytes([number]) * 32)
@@ -74,7 +74,7 @@ def test_only_a_change_by_a_whole_step_is_a_change() -> None:
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
-def test_a_told_load_is_a_step_and_at_most_a_step_from_the_truth(loads: list[float]) -> None:
+def test_an_announced_load_is_within_a_step_of_the_truth(loads: list[float]) -> None:
     told: Standing | None = None
     for load in loads:
         told = standing_now(told, (), load, (0, 0), 0, ())
@@ -130,7 +130,7 @@ class Virtual:
         return self.now
 
 
-def test_a_node_whose_load_swings_tells_no_more_often_than_others_pass_on() -> None:
+def test_a_swinging_load_is_announced_within_the_gossip_rate() -> None:
     clock, told, rng = Virtual(), [0], Random(1)
 
     def look(_told: Standing) -> Standing:

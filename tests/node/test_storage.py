@@ -146,7 +146,7 @@ def test_a_loose_folder_with_something_in_it_is_refused_and_left_alone(
     assert mode_of(folder) == mode
 
 
-def test_a_lock_that_is_a_link_is_refused_and_its_target_is_not_touched(tmp_path: Path) -> None:
+def test_a_linked_lock_is_refused_and_its_target_untouched(tmp_path: Path) -> None:
     precious = tmp_path / "precious"
     precious.write_text("not to be truncated")
     for link in (os.symlink, os.link):
@@ -228,7 +228,7 @@ def test_a_write_replaces_a_link_and_does_not_follow_it(tmp_path: Path, name: st
     assert not path.is_symlink()
 
 
-def test_what_a_killed_node_left_half_written_goes_at_the_next_start(tmp_path: Path) -> None:
+def test_half_written_files_are_removed_at_the_next_start(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
     storage.write("runs/a/weights", b"whole")
     (tmp_path / "runs" / "a" / "weights.half").write_bytes(b"ha")

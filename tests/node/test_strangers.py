@@ -125,7 +125,7 @@ def knock_of(swarm: Swarm) -> Callable[[trio.SocketStream], Awaitable[None]]:
     ],
     ids=["nothing", "garbage", "late", "much", "drips", "open", "another key", "another name"],
 )
-def test_an_outsider_gets_no_byte_and_the_end_of_one_who_says_nothing(
+def test_outsiders_get_no_byte_and_the_timeout_of_silence(
     says: Callable[[trio.SocketStream], Awaitable[None]],
 ) -> None:
     async def scenario() -> None:
@@ -147,7 +147,7 @@ def test_an_outsider_gets_no_byte_and_the_end_of_one_who_says_nothing(
     [b"", first_flight(OPEN)[:7], first_flight(Swarm("test", (OTHER_KEY,)))],
     ids=["", "head", "flight"],
 )
-def test_of_an_outsider_only_so_much_is_read_however_right_it_began(begins: bytes) -> None:
+def test_bytes_read_from_an_outsider_are_limited(begins: bytes) -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
             theirs = await entered.enter()
@@ -180,7 +180,7 @@ def test_a_first_flight_that_comes_again_is_an_outsiders() -> None:
     play(scenario)
 
 
-def test_who_drips_a_right_flight_in_an_open_swarm_is_given_up_at_the_deadline() -> None:
+def test_a_dripped_flight_is_given_up_at_the_deadline() -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered, trio.open_nursery() as nursery:
             theirs = await entered.enter()
@@ -197,9 +197,7 @@ def test_who_drips_a_right_flight_in_an_open_swarm_is_given_up_at_the_deadline()
 @pytest.mark.parametrize(
     ("words", "counter"), [(b"GET / HTTP/1.1\r\n\r\n", "handshakes_refused"), (b"", "handshakes_refused")]
 )
-def test_in_an_open_swarm_who_says_something_else_or_hangs_up_is_gone_at_once(
-    words: bytes, counter: str
-) -> None:
+def test_malformed_flights_in_an_open_swarm_end_at_once(words: bytes, counter: str) -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered:
             theirs = await entered.enter()
@@ -231,7 +229,7 @@ def test_a_connection_cut_hard_is_gone_at_once() -> None:
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE], ids=["open", "private"])
-def test_who_crowds_has_few_turns_and_none_lives_longer_for_it(swarm: Swarm) -> None:
+def test_crowding_sources_get_few_turns_and_no_extra_time(swarm: Swarm) -> None:
     async def scenario() -> None:
         async with room(swarm) as entered:
             crowd = []
@@ -269,7 +267,7 @@ def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, 
     assert stranger.handshake.receive(b"") != b""
 
 
-async def test_who_drips_wakes_nobody_and_a_flight_in_two_pieces_is_whole() -> None:
+async def test_slow_senders_do_not_wake_the_loop_per_byte() -> None:
     made = Room(OPEN)
     with closing(socket.create_server((HERE, 0))) as listening:
         theirs = socket.create_connection(listening.getsockname())
@@ -294,7 +292,7 @@ async def test_who_drips_wakes_nobody_and_a_flight_in_two_pieces_is_whole() -> N
 
 
 @pytest.mark.parametrize("words_bytes", [0, 1, 5, 20])
-async def test_bytes_that_gathered_in_the_kernel_make_no_reset_of_an_outsiders_end(words_bytes: int) -> None:
+async def test_unread_bytes_do_not_reset_an_outsiders_connection(words_bytes: int) -> None:
     made = Room(PRIVATE)
     with closing(socket.create_server((HERE, 0))) as listening:
         theirs = socket.create_connection(listening.getsockname())
@@ -337,7 +335,7 @@ def test_a_source_with_too_many_first_flights_waits_and_others_do_not() -> None:
     play(scenario)
 
 
-async def test_an_honest_peer_gets_in_while_others_do_more_half_handshakes_than_are_computed() -> None:
+async def test_an_honest_peer_connects_during_a_flood_of_half_handshakes() -> None:
     alice, bob = make_network("a"), make_network("b", listen=("0.0.0.0", 0))
     flight = first_flight(OPEN)
     crowd: list[socket.socket] = []
@@ -386,7 +384,7 @@ async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytes
             await connection.aclose()
 
 
-async def test_who_shakes_hands_loses_its_place_like_any_other() -> None:
+async def test_a_peer_in_handshake_can_lose_its_place() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob._connections.arrivals._doorway = HalfOpenQueue(places_max=1)
     async with running(alice, bob):
@@ -450,7 +448,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
 # --- the machine's own limits ------------------------------------------------------------------------
 
 
-async def test_without_room_for_another_file_strangers_wait_in_the_kernel_and_come_in_later() -> None:
+async def test_without_file_descriptors_strangers_wait_in_the_kernel() -> None:
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         waiting = trio.socket.socket()

@@ -1,4 +1,4 @@
-"""What others can make this node open: streams to where a peer only claims to be, and how many at once."""
+"""Limits on what others make this node open: streams to places that a peer only claims, and their number."""
 
 import time
 from collections import Counter

@@ -38,7 +38,7 @@ def test_every_key_is_read_from_both_ways_to_write_it(key: bytes) -> None:
 
 
 @given(st.text(max_size=70))
-def test_what_is_no_key_is_refused_without_being_shown(text: str) -> None:
+def test_a_malformed_key_is_refused_without_being_shown(text: str) -> None:
     with pytest.raises(ValueError, match="a key") as refusal:
         read_swarm_key(text)
     assert len(text) < 3 or text not in str(refusal.value)

@@ -40,9 +40,7 @@ def test_a_command_that_is_ended_leaves_no_folder(tmp_path: Path, number: signal
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_a_killed_command_left_goes_with_the_next_and_a_living_one_keeps_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_folders_of_killed_commands_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     killed, left = begin(tmp_path)
     with killed:

@@ -77,7 +77,7 @@ def test_a_requester_without_a_stage_traces_its_ended_run() -> None:
     run_virtually(main)
 
 
-def test_who_is_not_in_a_run_gets_no_spans() -> None:
+def test_nodes_outside_a_run_get_no_spans() -> None:
     async def main() -> None:
         async with swarm("abcdef", preset="lan") as group:
             run, seen = await train(group, "a", manifest(steps=1))
@@ -120,7 +120,7 @@ numbers = st.integers(0, 2**53)
         st.integers(0, 2**63 - 1),
     )
 )
-def test_what_is_told_comes_back_as_it_was(span: Span) -> None:
+def test_encoded_spans_decode_to_the_same(span: Span) -> None:
     told = Told(1, 2, (span,))
     assert decode(encode(told), Told, bytes_max=ANSWER_BYTES_MAX) == told
 
@@ -141,7 +141,7 @@ def test_spans_are_bounded() -> None:
     assert len(list(spans.of(b"r" * 32, 0, 10**9))) == SPANS_KEPT_MAX
 
 
-def test_who_had_a_stage_by_an_earlier_plan_may_ask_and_is_asked() -> None:
+def test_holders_under_an_earlier_plan_still_exchange_spans() -> None:
     spans, run = Spans(), b"r" * 32
     peers = [Identity(bytes([number]) * 32).peer for number in range(3)]
 

@@ -41,7 +41,7 @@ from tests.node.nets import (
 )
 
 
-async def test_two_nodes_exchange_datagrams_and_the_second_needs_no_address_of_the_first() -> None:
+async def test_a_datagram_is_answered_without_knowing_the_senders_address() -> None:
     alice, bob = make_network("a"), make_network("b")
     seam: Network = alice
     bob.inbox(PING)
@@ -55,7 +55,7 @@ async def test_two_nodes_exchange_datagrams_and_the_second_needs_no_address_of_t
     assert alice.counters["datagrams_sent"] == bob.counters["datagrams_sent"] == 1
 
 
-async def test_what_does_not_fit_a_datagram_goes_by_a_stream() -> None:
+async def test_messages_too_long_for_a_datagram_go_by_stream() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     longest = bytes(payload_bytes_max(PING))
@@ -155,7 +155,7 @@ async def test_a_replayed_datagram_is_refused() -> None:
             await until(lambda: bob.counters["datagrams_refused_replay"] == 2)
 
 
-async def test_an_address_moves_with_the_newest_datagram_and_not_back_with_an_older_one() -> None:
+async def test_only_newer_datagrams_move_a_peers_address() -> None:
     alice, bob, peer = raw_sessions("a"), make_network("b"), Identity(b"a" * 32).peer
     bob.inbox(PING)
     async with running(bob):
@@ -179,7 +179,7 @@ async def test_an_address_moves_with_the_newest_datagram_and_not_back_with_an_ol
             assert payloads == [b"to the new address"]
 
 
-async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_same(
+async def test_a_message_to_a_peer_that_starts_late_arrives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     alice, bob = make_network("a"), make_network("b")
@@ -200,7 +200,7 @@ async def test_a_message_to_a_peer_that_comes_a_little_later_arrives_all_the_sam
             assert await arrival(bob) == (alice.peer, b"are you there yet?")
 
 
-async def test_an_address_of_one_link_is_neither_told_nor_listened_at_without_its_link() -> None:
+async def test_link_local_addresses_are_not_announced() -> None:
     alice = make_network("a")
     async with running(alice):
         told = alice.addresses
@@ -249,7 +249,7 @@ async def test_garbage_is_counted_and_the_node_lives() -> None:
         assert await arrival(bob) == (alice.peer, b"still there?")
 
 
-def test_what_strangers_send_is_left_to_gather_and_what_peers_send_is_not() -> None:
+def test_only_strangers_packets_are_left_to_gather() -> None:
     clock = trio.testing.MockClock()
 
     async def main() -> None:

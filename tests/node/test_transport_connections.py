@@ -185,7 +185,7 @@ async def test_a_peer_that_came_back_is_reached_without_anybody_noticing(
             assert alice.counters["connections_used_again"] == 0
 
 
-async def test_who_only_waits_makes_room_for_who_wants_something(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_idle_connections_make_room_for_active_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handlers, "INBOUND", Budget(2, 2, 2, 10.0))
     alice, bob, carol, dave = (make_network(letter) for letter in "abcd")
     bob.handle(BULK, answer_once)
@@ -249,7 +249,7 @@ async def test_marks_that_make_no_sense_cost_the_connection(marks: tuple[Mark, M
         await until(lambda: number_open(bob) == 0)
 
 
-async def test_a_peer_that_asks_only_for_what_is_not_spoken_is_hung_up_on(
+async def test_a_peer_that_requests_only_unknown_protocols_is_disconnected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(arrivals, "REFUSALS_MAX", 3)

@@ -39,7 +39,7 @@ from node.transport.tcp import ReassemblyBudget
 from tests.node.nets import PING, echo
 
 
-async def test_an_inbox_waits_until_its_time_or_a_wake_and_drops_the_newest() -> None:
+async def test_an_inbox_waits_for_time_or_wake_and_drops_newest() -> None:
     counters: Counter[str] = Counter()
     inbox, peer = QueueInbox(counters, Alarm(), messages_max=2, bytes_max=10), PeerId(bytes(32))
     assert await inbox.take(trio.current_time() + 0.01) == []
@@ -245,7 +245,7 @@ def test_marks_come_between_messages_where_they_were_said(spoken: list[Mark | by
     assert heard == spoken
 
 
-def test_a_long_payload_is_read_through_a_borrowed_buffer_that_is_counted_and_given_back() -> None:
+def test_a_long_payload_uses_a_counted_borrowed_buffer() -> None:
     writer, reader = pair()
     tensor = np.arange(500_000, dtype=np.float32).reshape(1_000, 500)
     first, *rest = [bytes(chunk) for chunk in writer.chunks(b"tensor", tensor.data)]
@@ -274,7 +274,7 @@ def test_a_reader_takes_little_memory_until_much_has_come_of_a_record() -> None:
     assert len(reader.space()) > len(long)
 
 
-def test_a_payload_over_what_the_receiver_allows_is_refused_before_it_takes_memory() -> None:
+def test_an_oversized_payload_is_refused_before_it_takes_memory() -> None:
     writer, reader = pair()
     data = b"".join(bytes(chunk) for chunk in writer.chunks(b"", bytes(10), bytes(11)))
     with pytest.raises(RemoteProtocolError, match="a payload of 21"):
@@ -302,7 +302,7 @@ def test_the_pool_lends_memory_again_once_nothing_refers_to_it() -> None:
     assert address_of(again) == place
 
 
-def test_the_pool_gives_back_what_nobody_borrows_from_one_look_to_the_next() -> None:
+def test_the_pool_frees_buffers_unused_between_two_looks() -> None:
     pool = Pool()
     pool.lend(POOLED_BYTES_MIN)[0] = 7
     for _ in range(3):
@@ -327,7 +327,7 @@ def test_a_look_takes_nothing_that_is_lent() -> None:
     assert pool.lend(POOLED_BYTES_MIN)[0] == 7
 
 
-def test_the_pool_keeps_no_more_than_its_limit_and_what_was_used_last() -> None:
+def test_the_pool_keeps_recent_buffers_up_to_its_limit() -> None:
     pool, length = Pool(4 * POOLED_BYTES_MIN), POOLED_BYTES_MIN
     views = [pool.lend(length) for _ in range(6)]
     places = [address_of(view) for view in views]

@@ -74,11 +74,11 @@ async def test_payloads_of_every_size_come_back_beside_their_messages() -> None:
             assert back[0] == message
             assert bytes(back[1]) == payload
             kept.append((back[1], payload))
-        # What is still referred to is not written over by what comes later.
+        # Later payloads do not overwrite those that are still referenced.
         assert all(bytes(back) == payload for back, payload in kept)
 
 
-async def test_a_payload_that_nobody_asked_for_or_too_long_ends_the_stream_and_is_counted() -> None:
+async def test_unexpected_or_oversized_payloads_end_the_stream() -> None:
     alice, bob = make_network("a"), make_network("b")
 
     async def allow_ten(stream: Stream) -> None:
@@ -96,7 +96,7 @@ async def test_a_payload_that_nobody_asked_for_or_too_long_ends_the_stream_and_i
             assert bob.counters["streams_broken"] == number
 
 
-async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_counted() -> None:
+async def test_a_truncated_payload_closes_the_stream_and_frees_memory() -> None:
     endings: list[str] = []
 
     async def wait_for_all(stream: Stream) -> None:
@@ -111,7 +111,7 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
         for _ in range(2):
             await connection._write(next(chunks))
         await until(lambda: held._bytes > 2**20)
-        # What has come is held, and a buffer to read through; not what was only said to come.
+        # Received bytes and a read buffer are counted, announced bytes are not.
         assert held._bytes < 4 * 2**20
         connection.end("cut")
         await until(lambda: bool(endings))
@@ -119,7 +119,7 @@ async def test_a_payload_that_is_cut_short_closes_the_stream_and_frees_what_was_
     assert "inside a message" in endings[0] or "broke" in endings[0]
 
 
-async def test_who_lets_a_long_message_drip_makes_room_for_who_sends_one_in_earnest() -> None:
+async def test_a_dripped_long_message_makes_room_for_others() -> None:
     async with acquainted(echo, LONGEST) as (alice, bob):
         held = bob._connections.arrivals._strangers_assembly = tcp.ReassemblyBudget(5 * 2**20)
         dripping = await alice.open(bob.peer, BULK)
@@ -191,7 +191,7 @@ async def test_a_send_cancelled_inside_a_message_closes_the_stream_on_both_sides
     assert "inside a message" in endings[0] or "connection broke" in endings[0]
 
 
-async def test_a_receive_cancelled_inside_a_message_loses_nothing_and_the_next_goes_on() -> None:
+async def test_a_receive_cancelled_inside_a_message_loses_nothing() -> None:
     go_on = trio.Event()
     async with half_sent_message(go_on=go_on) as stream:
         with trio.move_on_after(0.05) as scope:
@@ -235,7 +235,7 @@ async def half_sent_message(
         yield stream
 
 
-async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_counted() -> None:
+async def test_a_peer_that_breaks_record_rules_loses_its_stream() -> None:
     async with conversation(echo) as (stream, _, bob):
         await stream.connection._write(b"\x00\x20" + os.urandom(32))
         with pytest.raises(StreamClosed):
@@ -243,7 +243,7 @@ async def test_a_peer_that_breaks_the_record_rules_loses_its_stream_and_is_count
         await until(lambda: bob.counters["streams_broken"] == 1)
 
 
-async def test_a_message_over_the_limit_is_our_own_bug_and_the_stream_lives() -> None:
+async def test_an_oversized_own_message_raises_and_keeps_the_stream() -> None:
     async with conversation(echo) as (stream, _, _):
         with pytest.raises(LocalProtocolError):
             await stream.send(bytes(MESSAGE_BYTES_MAX + 1))
@@ -282,7 +282,7 @@ async def test_a_wrong_peer_is_refused_with_both_named() -> None:
             assert short_peer(carol.peer) in refusal.value.detail
 
 
-async def test_who_takes_the_connection_and_is_silent_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_responder_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.1)
     silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
     with pytest.raises(Unreachable, match="did not shake hands") as refusal:
@@ -341,7 +341,7 @@ async def test_one_peer_cannot_take_all_the_streams() -> None:
         await (await alice.open(bob.peer, BULK)).aclose()
 
 
-async def test_what_a_stranger_does_to_a_handler_stays_there_and_our_own_bug_comes_out() -> None:
+async def test_handlers_contain_strangers_faults_and_raise_own_bugs() -> None:
     async def offended(stream: Stream) -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(trio.sleep_forever)

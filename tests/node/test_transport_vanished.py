@@ -60,7 +60,7 @@ def play(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cut", "sleep"])
-def test_a_machine_that_vanishes_is_given_up_and_one_whose_reader_sleeps_is_not(name: str) -> None:
+def test_only_a_vanished_machine_is_given_up_not_a_sleeping_reader(name: str) -> None:
     inside = ["unshare", "--map-root-user", "--net", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*inside, "ip link set lo up"]).returncode:
         pytest.skip("no network namespaces for us on this machine")

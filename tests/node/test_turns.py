@@ -1,4 +1,4 @@
-"""Whose turn it is at a provider's slots: shares, priorities, no starvation, and many requesters at once."""
+"""Fair queueing at a provider's slots: shares, priorities, no starvation, and many requesters at once."""
 
 import heapq
 import os
@@ -30,7 +30,7 @@ def run_id(number: int) -> bytes:
 
 
 def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) -> dict[bytes, float]:
-    """What each requester gets of a provider where all always want more, in slot-seconds."""
+    """Return each requester's slot-seconds at a provider that all always want more of."""
     turns, rng, now, number = Turns(slots), Random(7), 0.0, 0
     for requester, weight in weights.items():
         turns.weigh(requester, weight)
@@ -61,7 +61,7 @@ def test_requesters_that_always_want_more_get_shares_by_their_weights(weights: t
         assert abs(got[requester] - fair) <= 0.1 * fair
 
 
-def test_a_higher_priority_of_the_same_requester_makes_room_and_is_not_free() -> None:
+def test_a_requesters_higher_priority_preempts_its_own_run() -> None:
     turns = Turns(1)
     low, other, urgent = Wish(run_id(1), A, priority=3), Wish(run_id(2), B), Wish(run_id(3), A, priority=7)
     assert turns.ask(0.0, low) is None
@@ -97,7 +97,7 @@ def test_no_priority_or_deadline_puts_a_run_before_another_requesters() -> None:
     assert turns.ask(11.0, first) is None, "it has waited longest"
 
 
-def test_an_estimate_is_what_runs_say_is_left_or_when_shares_give_a_slot() -> None:
+def test_waiting_times_come_from_progress_or_shares() -> None:
     turns = Turns(2)
     for number, left in ((1, 40.0), (2, 90.0)):
         turns.begin(0.0, Wish(run_id(number), A))
@@ -125,7 +125,7 @@ def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
     assert turns.ask(5.0 + FORGET_SECONDS, second) is None
 
 
-def test_of_equal_runs_of_one_requester_the_earlier_deadline_goes_first() -> None:
+def test_a_requesters_earlier_deadline_goes_first() -> None:
     turns = Turns(1)
     turns.begin(0.0, Wish(run_id(1), A))
     later, sooner = Wish(run_id(2), B, deadline=900.0), Wish(run_id(3), B, deadline=800.0)
@@ -189,7 +189,7 @@ def test_an_estimate_counts_those_before_it_by_what_runs_took_here() -> None:
     weights=st.tuples(*[st.sampled_from([1.0, 2.0, 8.0])] * 4),
 )
 @settings(max_examples=25, deadline=None)
-def test_every_run_is_served_to_its_end_however_urgent_what_comes_after_it(
+def test_later_urgent_runs_starve_no_run(
     arrivals: list[tuple[int, int, int, int]], slots: int, weights: tuple[float, ...]
 ) -> None:
     """Rounds of ten minutes; a preempted run asks again for what it has left, as the run's committer does."""
@@ -230,9 +230,7 @@ def test_every_run_is_served_to_its_end_however_urgent_what_comes_after_it(
     ),
 )
 @settings(max_examples=60, deadline=None)
-def test_never_more_runs_than_slots_and_no_slot_idle_while_one_asks_alone(
-    slots: int, calls: list[tuple[float, str, int]]
-) -> None:
+def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[float, str, int]]) -> None:
     turns, now, serving = Turns(slots), 0.0, set[int]()
     for seconds, call, number in calls:
         now += seconds
@@ -397,7 +395,7 @@ class World:
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_of_a_hundred_submissions_to_twenty_nodes_each_has_its_turn(seed: int) -> None:
+def test_each_of_a_hundred_submissions_gets_its_turn(seed: int) -> None:
     world = World(Random(seed), 20)
     world.play(submissions=100, requesters=10)
     assert len(world.waited) == 100

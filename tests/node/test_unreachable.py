@@ -55,7 +55,7 @@ def offers_slot(asked: Node, of: Node) -> bool:
     return offer.has_slot
 
 
-async def test_a_node_that_announces_a_dead_port_is_asked_for_no_stage_and_told_why(
+async def test_a_node_with_a_dead_announced_port_gets_no_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.1)
@@ -84,7 +84,7 @@ async def test_a_node_that_announces_a_dead_port_is_asked_for_no_stage_and_told_
         assert f"let TCP and UDP port {dead} through" in lines
 
 
-async def test_a_node_that_nobody_can_dial_is_reached_by_a_relay_and_offers_its_slot(
+async def test_an_undialable_node_offers_its_slot_through_a_relay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.1)
@@ -140,9 +140,7 @@ async def behind(nat: Nat, *, observer: bool = False) -> AsyncIterator[tuple[Nod
 
 
 @pytest.mark.parametrize(("nat", "is_asked"), [("full-cone", True), ("restricted", False)])
-def test_only_a_node_that_others_reach_takes_their_stages_and_asks_them_for_any(
-    nat: Nat, is_asked: bool
-) -> None:
+def test_only_reachable_nodes_exchange_stages(nat: Nat, is_asked: bool) -> None:
     async def scenario() -> None:
         async with behind(nat) as (hidden, public):
             assert [offers_slot(each, hidden) for each in public] == [is_asked] * len(public)
@@ -155,7 +153,7 @@ def test_only_a_node_that_others_reach_takes_their_stages_and_asks_them_for_any(
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_a_run_of_an_unreachable_node_is_placed_on_itself_alone_and_says_so() -> None:
+def test_an_unreachable_nodes_run_is_placed_on_itself() -> None:
     async def scenario() -> None:
         async with behind("restricted") as (hidden, _):
             run = stack.prepare(hidden, stack.manifest(steps=1))
@@ -173,7 +171,7 @@ def test_a_run_of_an_unreachable_node_is_placed_on_itself_alone_and_says_so() ->
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_a_run_of_an_unreachable_node_that_computes_nothing_fails_at_once_and_says_why() -> None:
+def test_an_unreachable_nodes_run_without_own_slots_fails_at_once() -> None:
     async def scenario() -> None:
         async with behind("restricted", observer=True) as (hidden, _):
             run = stack.prepare(hidden, stack.manifest(steps=1))

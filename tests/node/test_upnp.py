@@ -138,9 +138,7 @@ def test_a_router_that_takes_calls_elsewhere_after_a_reboot_is_found_again(route
 
 
 @pytest.mark.parametrize("seconds", [REFRESH_SECONDS, 2 * LIFETIME_SECONDS])
-def test_a_mapping_is_taken_back_at_the_end_also_after_a_refresh_failed(
-    router: UpnpRouter, seconds: float
-) -> None:
+def test_a_mapping_is_removed_even_after_a_failed_refresh(router: UpnpRouter, seconds: float) -> None:
     router.permanent_only = True
     clock = Clock()
     made = asked_by(clock, router)

@@ -68,7 +68,7 @@ def test_a_node_without_torch_is_a_member_that_offers_no_stage(python: str, tmp_
 
 
 @pytest.mark.slow
-def test_what_is_captured_elsewhere_says_the_same(python: str, tmp_path: Path) -> None:
+def test_capturing_in_another_process_gives_the_same_error(python: str, tmp_path: Path) -> None:
     peers = tmp_path / "peers.toml"
     peers.write_text('[[peers]]\nname = "a"\nmemory = "8GB"\nrate = "1TFLOPS"\n')
     code, lines = said(python, tmp_path, "plan", "simple-cnn", "--peers", str(peers))

@@ -39,7 +39,7 @@ def test_a_node_makes_its_id_with_the_work_that_its_swarm_wants(tmp_path: Path) 
         assert keys_of(storage, os.urandom, 6).identity.peer == keys.identity.peer, "nothing is overwritten"
 
 
-def test_the_setting_has_bounds_and_is_the_same_in_file_flag_and_environment(tmp_path: Path) -> None:
+def test_the_setting_is_bounded_in_file_flag_and_environment(tmp_path: Path) -> None:
     path = tmp_path / "node.toml"
     path.write_text("[swarm]\nwork_bits = 12\n")
     assert resolve({"config": str(path)}, {}).swarm.work_bits == 12

@@ -1,4 +1,4 @@
-"""What a zoo model comes with: how to build it, data to feed it, its loss and its metrics."""
+"""The parts of a zoo model's case: how to build it, its data, its loss and its metrics."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ Scale = Literal["test", "bench"]
 """`test` is a small model of the same structure; `bench` one of a realistic size for one core."""
 Tensors = tuple[Tensor, ...]
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""Of the output and the labels; with a second number, that is what the sum is divided by, not the batch."""
+"""Takes the output and the labels; a second number replaces the batch as divisor of the sum."""
 Sample = Callable[[torch.Generator, int], tuple[Tensors, Tensors]]
 
 

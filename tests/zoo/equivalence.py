@@ -71,7 +71,7 @@ class Trial:
 
 @dataclass
 class History:
-    """What one side computed. Lists are by step; tensors are copies, by their first name."""
+    """The computation of one side. Lists are by step; tensors are copies, by their first name."""
 
     losses: list[float] = field(default_factory=list)
     metrics: list[float] = field(default_factory=list)
@@ -429,7 +429,7 @@ def _apply(chains: Sequence[Chain], step: int, samples: int, optimizer: Optimize
 
 
 def _by_name(chain: Chain, arena: str, kinds: Sequence[str]) -> dict[str, Array]:
-    """Copies by every name. What several stages hold must be equal."""
+    """Return copies by every name. Tensors of several stages must be equal."""
     found: dict[str, Array] = {}
     for slot, values in chain.slots(arena, kinds=kinds):
         if slot.name in found:

@@ -59,7 +59,7 @@ def logits_correct(output: Any, labels: Tensor) -> Tensor:
 
 
 def picture_loss(output: Any, labels: Tensor) -> Tensor:
-    """Cross entropy over classes."""
+    """Return the cross entropy over classes."""
     return class_loss(output.logits, labels)
 
 

@@ -12,14 +12,14 @@ class TextPart:
 
 @dataclass(frozen=True)
 class ReasoningPart:
-    """More of the reasoning before it."""
+    """More of the reasoning before the answer."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class CallBegun:
-    """The call with this number, from 0, is of this tool."""
+    """A call, numbered from 0, of this tool begins."""
 
     number: int
     name: str
@@ -27,7 +27,7 @@ class CallBegun:
 
 @dataclass(frozen=True)
 class CallArguments:
-    """More of the JSON of its arguments."""
+    """More of the JSON of a call's arguments."""
 
     number: int
     text: str

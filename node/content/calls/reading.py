@@ -26,10 +26,8 @@ _SPACE = " \t\r\n"
 
 
 class AnswerReader:
-    """Reads one answer. Without `tools` nothing in it is a call.
-
-    Long because all formats are read by one pass over one text.
-    """
+    """Reads one answer. Without `tools` it reads no calls. Long because all formats are read by one pass over
+    one text."""
 
     def __init__(
         self,

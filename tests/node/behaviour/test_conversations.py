@@ -1,4 +1,4 @@
-"""What every network promises of reaching a peer and of what is said on a stream."""
+"""Guarantees of every network about reaching a peer and the messages on a stream."""
 
 import pytest
 import trio
@@ -91,7 +91,7 @@ async def test_a_payload_longer_than_allowed_ends_the_stream_and_is_counted(worl
 
 
 @on_both_networks
-async def test_a_message_over_the_limit_is_our_own_bug_and_the_stream_lives(world: World) -> None:
+async def test_an_oversized_own_message_raises_and_keeps_the_stream(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _):
         for parts in ((bytes(MESSAGE_BYTES_MAX + 1),), (b"", bytes(PAYLOAD_BYTES_MAX), b"x")):
             with pytest.raises(LocalProtocolError):
@@ -104,7 +104,7 @@ async def test_a_message_over_the_limit_is_our_own_bug_and_the_stream_lives(worl
 
 
 @on_both_networks
-async def test_a_protocol_that_is_not_spoken_is_refused_by_name_and_another_is_served_after_it(
+async def test_an_unknown_protocol_is_refused_and_others_served(
     world: World,
 ) -> None:
     alice, bob = world.network("a"), world.network("b")
@@ -122,7 +122,7 @@ async def test_a_protocol_that_is_not_spoken_is_refused_by_name_and_another_is_s
 
 
 @on_both_networks
-async def test_of_several_versions_the_first_that_the_peer_speaks_is_taken(world: World) -> None:
+async def test_the_first_version_that_the_peer_speaks_is_used(world: World) -> None:
     served: list[str] = []
 
     async def tell(stream: Stream) -> None:
@@ -142,7 +142,7 @@ async def test_of_several_versions_the_first_that_the_peer_speaks_is_taken(world
 
 
 @on_both_networks
-async def test_a_peer_without_address_and_a_peer_that_is_not_running_cannot_be_reached(world: World) -> None:
+async def test_peers_without_address_or_process_are_unreachable(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     async with running(alice):
         with pytest.raises(Unreachable) as refusal:

@@ -1,4 +1,4 @@
-"""What every network promises of how a stream ends, and of what a handler may do."""
+"""Guarantees of every network about the end of a stream, and about handlers."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -31,7 +31,7 @@ async def send_until_closed(stream: Stream) -> None:
 
 
 @on_both_networks
-async def test_who_sends_no_more_is_read_to_the_end_and_still_answered(world: World) -> None:
+async def test_a_half_closed_stream_is_read_to_its_end_and_answered(world: World) -> None:
     async def answer_at_the_end(stream: Stream) -> None:
         messages = await read_to_the_end(stream)
         with pytest.raises(StreamEnded):
@@ -50,7 +50,7 @@ async def test_who_sends_no_more_is_read_to_the_end_and_still_answered(world: Wo
 
 
 @on_both_networks
-async def test_a_closed_stream_is_an_end_in_order_after_all_that_was_sent(world: World) -> None:
+async def test_closing_ends_a_stream_after_all_sent_messages(world: World) -> None:
     heard: list[bytes] = []
     afterwards: list[str] = []
 
@@ -96,7 +96,7 @@ async def test_a_cut_is_not_an_end(world: World) -> None:
 
 
 @on_both_networks
-async def test_whoever_waits_on_a_stream_learns_that_it_was_closed_here(world: World) -> None:
+async def test_a_waiting_receive_learns_of_a_local_close(world: World) -> None:
     async def never_answer(stream: Stream) -> None:
         await read_to_the_end(stream)
 
@@ -131,7 +131,7 @@ async def test_a_writer_that_never_reads_finds_out_that_nobody_listens(world: Wo
 
 
 @on_both_networks
-async def test_who_leaves_finishes_its_answers_and_ends_its_streams_in_order(world: World) -> None:
+async def test_a_leaving_peer_finishes_answers_and_ends_streams(world: World) -> None:
     answering = trio.Event()
 
     async def take_a_while(stream: Stream) -> None:
@@ -188,7 +188,7 @@ async def _cut_off(stream: Stream) -> None:
 
 
 @on_both_networks
-async def test_what_a_stranger_does_to_a_handler_ends_its_stream_and_nothing_else(world: World) -> None:
+async def test_a_strangers_fault_ends_only_its_stream(world: World) -> None:
     counted = {
         _offended: "streams_broken",
         _offended_in_a_nursery: "streams_broken",

@@ -1,4 +1,4 @@
-"""What every network promises of how much others may ask of one protocol, as its handler has said."""
+"""Guarantees of every network about the limits that a handler sets for its protocol."""
 
 from contextlib import suppress
 from functools import partial
@@ -26,7 +26,7 @@ def broken(network: Network, number: int) -> bool:
 
 
 @on_both_networks
-async def test_a_message_is_as_long_as_its_protocol_takes_and_a_longer_one_ends_the_stream(
+async def test_a_message_beyond_its_protocols_limit_ends_the_stream(
     world: World,
 ) -> None:
     alice, bob = world.network("a"), world.network("b")
@@ -76,7 +76,7 @@ async def test_an_answer_is_as_long_as_who_opened_the_stream_takes(world: World)
 
 
 @on_both_networks
-async def test_one_peer_has_so_many_streams_of_a_protocol_and_others_have_theirs(world: World) -> None:
+async def test_streams_of_a_protocol_are_limited_per_peer(world: World) -> None:
     alice, bob, carol = (world.network(letter) for letter in "abc")
     bob.handle(TALK, echo, StreamLimits(streams_per_peer_max=2))
     bob.handle(WIDE, echo)

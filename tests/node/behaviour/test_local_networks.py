@@ -1,4 +1,4 @@
-"""What every network promises of the local one, and that beacons find others on each."""
+"""Guarantees of every network about the local one, and beacons that find others on each."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def local_of(network: Network) -> LocalNetwork:
 
 
 async def heard(local: LocalNetwork, *, but: bytes = b"") -> list[tuple[str, bytes]]:
-    """What comes within some seconds; one's own packets may come back."""
+    """Return the packets that come within some seconds; own ones may come back."""
     packets = []
     until = trio.current_time() + WAIT_SECONDS
     while trio.current_time() < until:
@@ -89,7 +89,7 @@ async def test_packets_that_nobody_takes_are_bounded_and_the_newest_are_dropped(
 
 
 @on_both_networks
-async def test_beacons_tell_who_is_near_and_where_it_is_reached_and_a_stranger_to_the_swarm_hears_nothing(
+async def test_beacons_show_neighbours_to_the_swarm_alone(
     world: World,
 ) -> None:
     alice, bob, other = (world.network(letter, has_local=True) for letter in "abo")

@@ -1,4 +1,4 @@
-"""What every network promises of single messages."""
+"""Guarantees of every network about single messages."""
 
 import pytest
 import trio
@@ -30,7 +30,7 @@ async def test_a_message_reaches_the_inbox_of_its_protocol_and_can_be_answered(w
 
 
 @on_both_networks
-async def test_a_message_of_any_allowed_length_arrives_whole_and_a_longer_one_is_our_own_bug(
+async def test_messages_of_every_allowed_length_arrive_whole(
     world: World,
 ) -> None:
     alice, bob = world.network("a"), world.network("b")
@@ -60,7 +60,7 @@ async def test_many_long_messages_at_once_all_arrive(world: World) -> None:
 
 
 @on_both_networks
-async def test_messages_that_nobody_takes_or_that_have_nowhere_to_go_are_counted_and_raise_nothing(
+async def test_undeliverable_messages_are_counted_and_raise_nothing(
     world: World,
 ) -> None:
     alice, bob, stranger = world.network("a"), world.network("b"), world.network("s")

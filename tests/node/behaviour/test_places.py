@@ -1,4 +1,4 @@
-"""What every network says of where its peer is, and what it lets others learn of it."""
+"""Guarantees of every network about its peer's addresses, and what others learn of them."""
 
 import pytest
 import trio
@@ -10,7 +10,7 @@ from tests.node.behaviour.worlds import TALK, World, arrival, conversation, echo
 
 
 @on_both_networks
-async def test_who_dials_an_address_that_a_network_says_finds_its_peer_there(world: World) -> None:
+async def test_a_networks_announced_address_leads_to_its_peer(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     async with trio.open_nursery() as nursery:
         for network in (alice, bob):
@@ -27,7 +27,7 @@ async def test_who_dials_an_address_that_a_network_says_finds_its_peer_there(wor
 
 
 @on_both_networks
-async def test_the_two_ends_of_a_stream_see_each_other_at_their_hosts_and_the_opener_at_a_port_of_its_own(
+async def test_a_streams_ends_see_each_others_hosts(
     world: World,
 ) -> None:
     seen = []
@@ -47,7 +47,7 @@ async def test_the_two_ends_of_a_stream_see_each_other_at_their_hosts_and_the_op
 
 
 @on_both_networks
-async def test_who_opens_a_stream_has_not_told_where_to_reach_it(world: World) -> None:
+async def test_opening_a_stream_reveals_no_listening_address(world: World) -> None:
     reached: list[str] = []
 
     async def answer(stream: Stream) -> None:
@@ -72,7 +72,7 @@ async def test_who_opens_a_stream_has_not_told_where_to_reach_it(world: World) -
 
 
 @on_both_networks
-async def test_an_announced_address_is_told_beside_the_own_ones_once_and_not_too_many(world: World) -> None:
+async def test_announced_addresses_are_added_once_and_limited(world: World) -> None:
     alice = world.network("a")
     async with running(alice):
         own = alice.addresses
@@ -118,7 +118,7 @@ async def test_a_hidden_peer_is_elsewhere_than_it_says_and_nobody_gets_in(world:
             taken = await inbox.take(trio.current_time() + 60)
             assert taken
             came += [data for _, data in taken]
-        # What could not leave before may come now or never.
+        # Messages that could not leave before may arrive now or never.
         assert set(came) <= {b"too early", b"an answer"}
         nursery.cancel_scope.cancel()
 

@@ -1,4 +1,5 @@
-"""What every network promises a writer that is faster than its reader, and of deadlines and cancelling."""
+"""Guarantees of every network to a writer that is faster than its reader, about deadlines and
+cancellation."""
 
 from contextlib import suppress
 
@@ -13,7 +14,7 @@ MIB = 2**20
 
 
 @on_both_networks
-async def test_a_reader_asleep_for_a_minute_loses_nothing_and_costs_its_writer_little(world: World) -> None:
+async def test_a_sleeping_reader_loses_nothing_and_holds_little_memory(world: World) -> None:
     number_max, taken, sent = 64, [], []
 
     async def sleep_and_read(stream: Stream) -> None:
@@ -45,7 +46,7 @@ async def test_a_reader_asleep_for_a_minute_loses_nothing_and_costs_its_writer_l
 
 
 @on_both_networks
-async def test_a_send_past_its_deadline_leaves_the_stream_as_it_was_or_closed(world: World) -> None:
+async def test_a_send_past_its_deadline_leaves_a_consistent_stream(world: World) -> None:
     taken: list[bytes] = []
 
     async def sleep_and_read(stream: Stream) -> None:

@@ -1,4 +1,4 @@
-"""What a node finds out of being reached is the same on every network: `node.services.autonat` on both."""
+"""A node's verdict on its reachability is the same on every network: `node.services.autonat` on both."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
@@ -41,12 +41,12 @@ async def asking(network: Network, others: Sequence[Network]) -> AsyncIterator[l
 
 
 def strangers(world: World) -> list[Network]:
-    """Of as many networks as an address needs to be believed."""
+    """Return peers of as many networks as an address needs to be believed."""
     return [world.network(letter, abroad=number) for number, letter in enumerate("xyz"[:OTHERS], 1)]
 
 
 @on_both_networks
-async def test_a_dial_back_confirms_where_a_node_is_and_tells_where_its_asker_sees_it(world: World) -> None:
+async def test_a_dial_back_confirms_addresses_and_reports_the_outside_one(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     async with asking(alice, [bob]):
         report = await ask_dial_back(alice, CLOCK, bob.peer)
@@ -56,7 +56,7 @@ async def test_a_dial_back_confirms_where_a_node_is_and_tells_where_its_asker_se
 
 
 @on_both_networks
-async def test_a_dial_back_of_a_hidden_peer_says_where_it_tried_and_confirms_nothing(world: World) -> None:
+async def test_a_dial_back_of_a_hidden_peer_confirms_nothing(world: World) -> None:
     hidden, bob = world.hidden("h"), world.network("b")
     async with asking(hidden, [bob]):
         report = await ask_dial_back(hidden, CLOCK, bob.peer)
@@ -84,7 +84,7 @@ async def test_a_hidden_peer_knows_it_once_three_have_tried(world: World) -> Non
 
 
 @on_both_networks
-async def test_a_peer_whose_router_was_set_learns_its_address_from_those_who_came_through_and_appears_there(
+async def test_a_peer_learns_its_address_after_port_forwarding(
     world: World,
 ) -> None:
     hidden, stranger = world.hidden("h"), world.network("s")

@@ -1,4 +1,4 @@
-"""Whatever two sides do with a stream, one thing after the other, comes out the same on both networks."""
+"""Any sequence of actions on a stream has the same outcomes on both networks."""
 
 import itertools
 
@@ -39,7 +39,7 @@ async def act(stream: Stream, action: str, number: int) -> str:
 
 
 async def outcomes(world: World, actions: list[tuple[int, str]]) -> list[str]:
-    """What came of each action."""
+    """Return the outcome of each action."""
     far: list[Stream] = []
     done = trio.Event()
 

@@ -36,7 +36,7 @@ from tests.node.nets import free_port, make_network
 TALK = "/peerloom/talk/2"
 OLD_TALK = "/peerloom/talk/1"
 LONG_BYTES_MAX = 2**22
-"""What both ends of a `conversation` take as one message."""
+"""The longest message that both ends of a `conversation` accept."""
 
 
 class World(Protocol):
@@ -116,7 +116,7 @@ class RealWorld:
 
 
 async def _relay(inner: Address, outer: trio.SocketStream) -> None:
-    """What comes goes to the inner address, and back."""
+    """Pump data to the inner address, and back."""
 
     async def pump(one: trio.SocketStream, other: trio.SocketStream) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -147,7 +147,7 @@ class SimulatedWorld:
 
     def _attach(self, letter: str, *, is_hidden: bool, has_local: bool = False) -> SimNetwork:
         peer = seeded_peer(1, ord(letter))
-        # What is behind a translator follows from a peer's number.
+        # A peer's number decides whether it is behind a translator.
         numbers = (n for n in count() if (Place(peer, self._model, 1, n).nat is not None) == is_hidden)
         self._medium.links.place(peer, next(numbers))
         self._medium.has_local = has_local
@@ -173,7 +173,7 @@ class SimulatedWorld:
 
 def on_both_networks(scenario: Callable[[World], Awaitable[None]]) -> Callable[[type[World]], None]:
     """Make a test of a scenario: played on each network, under a clock that jumps. A deadlock ends after an
-    hour that takes no time. What a machine cannot play is skipped."""
+    hour that takes no time. Scenarios that a machine cannot play are skipped."""
 
     @pytest.mark.parametrize("kind", [RealWorld, SimulatedWorld], ids=["real", "simulated"])
     def play(kind: type[World]) -> None:
@@ -237,5 +237,5 @@ async def until(condition: Callable[[], bool]) -> None:
 
 @functools.cache
 def content(number: int, length: int) -> bytes:
-    """What message `number` holds: different for each, and the same whenever it is asked for."""
+    """Return the content of message `number`: different for each, and the same each time."""
     return bytes((number,)) + os.urandom(max(0, length - 1)) if length else b""

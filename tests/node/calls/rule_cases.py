@@ -126,8 +126,8 @@ def _recursive(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_answer(masks: Masks, tokens: list[bytes], rule: AnswerRule, seed: int, replays: int = 0) -> str:
-    """An answer that the rule allows, by random logits that like to come to an end. So often what came is
-    forgotten, and the tokens are fed again, as where a process dies."""
+    """Return an answer that the rule allows, by random logits that favour its end. `replays` times the rule
+    is dropped and the tokens are fed again, as when a process dies."""
     rng = random.Random(seed)
     bits, is_over = masks.begin(1, rule, [])
     made: list[int] = []

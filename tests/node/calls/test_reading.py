@@ -55,7 +55,7 @@ def calls_of(parts: list[Part]) -> list[tuple[str, Any]]:
 
 
 def answer_by(name: str, turn: dict[str, Any]) -> str:
-    """What a model of a family says where its template writes `turn`."""
+    """Return the text of a family's model for the turn that its template writes."""
     template = ChatTemplate(TEMPLATES[name], Path("folder"), SPECIAL)
     [turn] = adapt_turns([turn], FORMATS[name])
     before = template.render([USER], prompts=True, tools=TOOLS)
@@ -141,7 +141,7 @@ def test_any_arguments_come_out_as_they_went_in(calls: Any, value: Any, cuts: li
     assert calls_of(read(calls, text, cuts)) == [("look_up", {"word": value})]
 
 
-def test_what_is_no_call_is_text() -> None:
+def test_malformed_calls_are_text() -> None:
     for text in (
         '<tool_call>{"x": 1}</tool_call> so',
         "see <tool_call>",

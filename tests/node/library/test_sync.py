@@ -214,7 +214,7 @@ def test_scripts_of_one_user_take_folders_of_their_own(
         assert again.id == first
 
 
-def test_what_a_node_cannot_start_with_is_raised_where_it_is_opened(
+def test_errors_at_a_nodes_start_are_raised_by_open(
     open_node: Callable[..., SyncNode],
 ) -> None:
     with open_node("a"), pytest.raises(UsageError, match="already runs"):
@@ -260,7 +260,7 @@ def test_a_waiting_call_ends_when_the_loop_does() -> None:
     assert len(caught) == 1
 
 
-def test_a_call_raises_what_it_raised_in_the_loop_and_the_loop_goes_on() -> None:
+def test_a_call_raises_the_loops_error_and_the_loop_goes_on() -> None:
     portal = Portal(Loop)
     loop = portal.open()
     with pytest.raises(ValueError, match="as asked"):
@@ -271,7 +271,7 @@ def test_a_call_raises_what_it_raised_in_the_loop_and_the_loop_goes_on() -> None
     portal.close()
 
 
-def test_what_is_posted_is_done_in_order_and_refused_once_the_loop_has_ended() -> None:
+def test_posted_calls_run_in_order_until_the_loop_ends() -> None:
     portal = Portal(Loop)
     portal.open()
     done: list[int] = []
