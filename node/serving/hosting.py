@@ -49,6 +49,7 @@ from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import Sends, SessionProvider
 from partition.serve.routes import StagePace
+from partition.serve.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.upkeep import STAGES_PER_PEER_MAX, Recruit, Relieved, RosterChanged, ServiceUpkeep
 
 LOOK_SECONDS = 0.1
@@ -59,8 +60,6 @@ BACKOFF_COUNT_MAX = 256
 """Stages whose end is kept in mind: far more than a node holds at once, each some hundred bytes."""
 GONE_RECORD_SECONDS = 1.0
 """How long the record that takes another's place in the DHT lives, where a service is left."""
-LEAVE_SECONDS_MAX = 8.0
-"""How long a node that leaves waits for another to answer for its stage: a person waits for it to go."""
 
 
 class HostingOwner(Protocol):

@@ -23,3 +23,5 @@ LOADING_SECONDS_MAX = 180.0
 """How long it waits where a member says that it is loading the stage: large weights, or a busy machine."""
 RETRY_SECONDS = 0.5
 """Before a provider that had no room, or failed, is asked again."""
+LEAVE_SECONDS_MAX = 8.0
+"""How long a node that leaves waits for another to answer for its stage: a person waits for it to go."""

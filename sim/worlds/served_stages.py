@@ -19,6 +19,7 @@ from partition.run.settings import RunSettings
 from partition.serve.messages import Answer, Roll, Row
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
 from partition.serve.provider import Event as ProviderEvent
+from partition.serve.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpkeep
 from sim.network.instants import after, instant
 from sim.scenario.model import ServedModel
