@@ -49,8 +49,9 @@ from partition.serve.messages import CloseCode, Roll, Row
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import Sends, SessionProvider
 from partition.serve.routes import StagePace
+from partition.serve.taking import further_refusal, has_other, is_member, others, stopgaps
 from partition.serve.timeouts import LEAVE_SECONDS_MAX
-from partition.serve.upkeep import STAGES_PER_PEER_MAX, Recruit, Relieved, RosterChanged, ServiceUpkeep
+from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpkeep
 
 LOOK_SECONDS = 0.1
 IDLE_LOOK_SECONDS = 1.0
@@ -156,17 +157,14 @@ class Hosting:
         if number >= service.manifest.stages:
             return "the service has no such stage"
         here = self.of(service.id)
-        is_by_owner = asker in (service.publisher, owner.signer.peer)
-        is_by_member = is_by_owner or any(each.upkeep.has(asker) for each in here)
-        for each in here if is_by_member else ():
-            each.upkeep.introduce(owner.seams.clock.monotonic(), rows)
+        cores = [each.upkeep for each in here]
+        is_owner = asker in (service.publisher, owner.signer.peer)
+        for core in cores if is_owner or is_member(cores, asker) else ():
+            core.introduce(owner.seams.clock.monotonic(), rows)
         if (service.id, number) in self.members:
             return None
-        if here and not is_by_member:
-            return "another stage of this service is here"
-        if here and not is_by_owner and not here[0].upkeep.lacks(number, asker):
-            return "another member holds the stage"  # whatever this one says: its slots are not the asker's
-        if (reason := self._refusal(service, number)) is not None:
+        reason = further_refusal(cores, number, asker, is_owner=is_owner) if here else None
+        if reason is not None or (reason := self._refusal(service, number)) is not None:
             return reason
         member = self._further(service, number, rows, here) if here else None
         if isinstance(member, str):
@@ -199,8 +197,6 @@ class Hosting:
     ) -> Membership | str:
         """Return what is to hold a stage beside others of the same service, or why it has no place."""
         owner = self._owner
-        if len(here) >= STAGES_PER_PEER_MAX:
-            return f"{len(here)} stages of this service are here"
         own = blake3(service.id + number.to_bytes(2)).digest()
         if owner.slots.is_free_for(own):
             return Membership(owner, service, number, rows, slot=own, machine=owner.machine, is_stopgap=True)
@@ -330,8 +326,8 @@ class Hosting:
                 rows = member.upkeep.rows()
                 peer, _ = await self.recruiter.place(service, number, rows, {row.peer for row in rows})
                 if peer is None:
-                    others = [PeerId(row.peer) for row in rows if row.peer != owner.signer.peer]
-                    peer = await self.recruiter.double_up(service, number, rows, others)
+                    members = others(rows, owner.signer.peer)
+                    peer = await self.recruiter.double_up(service, number, rows, members)
                 if peer is not None:
                     row = Row(peer, number, False)
                     member.upkeep.introduce(owner.seams.clock.monotonic(), (row,))
@@ -342,8 +338,7 @@ class Hosting:
 
     def _has_other(self, member: Membership) -> bool:
         """Return whether another member answers for the same stage."""
-        me = self._owner.signer.peer
-        return bool(member.roster) and any(peer != me for peer in member.roster[member.number])
+        return has_other(member.roster, member.number, self._owner.signer.peer)
 
     # What members say
 
@@ -403,10 +398,8 @@ class Hosting:
             taken = {row.peer for row in member.upkeep.rows()} | set(wanted.members)
             rows = member.upkeep.rows()
             found, _ = await self.recruiter.place(member.service, wanted.stage, rows, taken | wanted.failed)
-            if found is None and wanted.is_empty:
-                me = self._owner.signer.peer
-                others = [PeerId(peer) for peer in taken if peer != me]
-                able = [peer for peer in (me, *others) if peer not in wanted.failed]
+            if found is None:
+                able = stopgaps(wanted, self._owner.signer.peer)
                 found = await self.recruiter.double_up(member.service, wanted.stage, rows, able)
         finally:
             member.upkeep.recruited(self._owner.seams.clock.monotonic(), wanted.stage, found)

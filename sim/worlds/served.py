@@ -36,7 +36,7 @@ from sim.network.instants import after, instant
 from sim.scenario.model import ServedModel
 from sim.seeds import draw, seeded_rng
 from sim.worlds.life import Life
-from sim.worlds.served_stages import HeldStages
+from sim.worlds.served_stages import PlayedStages
 from sim.worlds.streams import Streams
 from sim.worlds.training import RunsGround, TrainingRuns
 
@@ -221,7 +221,7 @@ class _Node:
         self._rng: Random = seeded_rng(service.ground.seed, "door", service.number, peer, serial)
         self._door = Door(peer, self._rng.randbytes)
         self.provider = SessionProvider()
-        self.stages = HeldStages(self, service.id, service.service, token_after)
+        self.stages = PlayedStages(self, service.id, service.service, token_after)
         self._asked: dict[int, _Asked] = {}
         self._looks = False
         self._wake_at = inf

@@ -1,4 +1,4 @@
-"""The stages of a service that one peer holds in a world of cores, by the rules of `node.serving.hosting`.
+"""The stages of a service that one peer holds in a world of cores, by the cores of `partition.serve`.
 
 A peer without a stage takes one that is missing. Where none is left to take it, a member takes it beside its
 own, as a stopgap, and lets go of it once another answers. A peer that leaves has another take its stage
@@ -19,6 +19,7 @@ from partition.run.settings import RunSettings
 from partition.serve.messages import Answer, Roll, Row
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
 from partition.serve.provider import Event as ProviderEvent
+from partition.serve.taking import further_refusal, has_other, is_member, others, stopgaps
 from partition.serve.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpkeep
 from sim.network.instants import after, instant
@@ -67,7 +68,7 @@ class LoadedStage:
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
 
 
-class HeldStages:
+class PlayedStages:
     """All of one life of a peer. `token_after` says the true next token."""
 
     def __init__(
@@ -129,17 +130,17 @@ class HeldStages:
     def take(self, asker: PeerId, stage: int, rows: Sequence[Row]) -> bool:
         """Begin to load a stage, as `asker` wants; return whether it does, or had it."""
         now, here = self._owner.now, self.held
-        is_own = asker == self._owner.peer
-        is_by_member = is_own or any(each.upkeep.has(asker) for each in here)
-        for each in here if is_by_member else ():
-            each.upkeep.introduce(now, rows)
+        cores = [each.upkeep for each in here]
+        is_owner = asker == self._owner.peer
+        for core in cores if is_owner or is_member(cores, asker) else ():
+            core.introduce(now, rows)
         if stage in self._stages:
             return True
-        if self._is_leaving or len(here) >= self._model.stages_each:
-            return False
-        if here and not (is_by_member and (is_own or here[0].upkeep.lacks(stage, asker))):
-            return False
         model = self._model
+        if self._is_leaving:
+            return False
+        if here and further_refusal(cores, stage, asker, is_owner=is_owner, stages_max=model.stages_each):
+            return False
         upkeep = ServiceUpkeep(
             now, self._owner.peer, self._service, model.stages, model.replicas, stage, rows,
             is_stopgap=bool(here),
@@ -204,8 +205,7 @@ class HeldStages:
                 owner.at(instant(owner.now + LOOK_SECONDS), partial(look, peer))
 
         rows = held.upkeep.rows()
-        members = [PeerId(row.peer) for row in rows if row.peer != owner.peer]
-        self._place(held.number, rows, [*self._free(rows), *members], found)
+        self._place(held.number, rows, [*self._free(rows), *others(rows, owner.peer)], found)
 
     def _has_other(self, held: LoadedStage) -> bool:
         return bool(held.roster) and any(peer != self._owner.peer for peer in held.roster[held.number])
@@ -215,15 +215,14 @@ class HeldStages:
     def _recruit(self, held: LoadedStage, wanted: Recruit) -> None:
         """Ask those that live and hold no stage, one after another, then the members where nobody has it."""
         rows = held.upkeep.rows()
-        asked = self._free((*rows, *(Row(peer, 0, False) for peer in wanted.members)))
-        if wanted.is_empty:
-            asked += [self._owner.peer, *(peer for peer in wanted.members if peer != self._owner.peer)]
+        free = self._free((*rows, *(Row(peer, 0, False) for peer in wanted.members)))
+        asked = [peer for peer in free if peer not in wanted.failed] + stopgaps(wanted, self._owner.peer)
 
         def found(peer: PeerId | None) -> None:
             held.upkeep.recruited(self._owner.now, wanted.stage, peer)
             self._owner.turn([])
 
-        self._place(wanted.stage, rows, [peer for peer in asked if peer not in wanted.failed], found)
+        self._place(wanted.stage, rows, asked, found)
 
     def _free(self, rows: Iterable[Row]) -> list[PeerId]:
         taken = {self._owner.peer, *(row.peer for row in rows)}
