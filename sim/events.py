@@ -169,6 +169,34 @@ class RunEnded:
 
 
 @dataclass(frozen=True)
+class ColumnStepped:
+    """The peer, a head in local mode, has made this step with its column: `holders` worked as its stages."""
+
+    run: bytes
+    step: int
+    holders: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class StageAveraged:
+    """The peer's copy of a stage in local mode is the mean of so many members."""
+
+    run: bytes
+    stage: int
+    members: int
+
+
+@dataclass(frozen=True)
+class LocalRunEnded:
+    """A run in local mode is over for the peer: done, failed, or left; `weights` names its result."""
+
+    run: bytes
+    outcome: str
+    reason: str
+    weights: str
+
+
+@dataclass(frozen=True)
 class AnswerEnded:
     """An answer that the peer requested from a service is over: its number of tokens, whether each was right,
     and over how many further routes (`moves`); `pause_seconds` is the longest time between two tokens."""

@@ -84,6 +84,26 @@ class ServedModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     at_seconds: Seconds = 30.0
 
 
+class LocalTraining(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A run in local mode in a world of cores: columns of `stages` train apart and are averaged, among
+    `members` peers from the permanent ones on, each of which has one slot. Stages are counted steps.
+
+    `replicas` columns are wanted, 0 for as many as there can be. `step_seconds` is what a step takes at a
+    peer of speed 1, `open_seconds` how long it opens a stage.
+    """
+
+    members: Annotated[int, msgspec.Meta(ge=1, le=64)] = 4
+    stages: Annotated[int, msgspec.Meta(ge=1, le=16)] = 2
+    replicas: Annotated[int, msgspec.Meta(ge=0, le=16)] = 2
+    steps: Annotated[int, msgspec.Meta(ge=1)] = 60
+    local_steps: Annotated[int, msgspec.Meta(ge=1)] = 4
+    patience: Count = 0
+    save_every: Count = 5
+    step_seconds: Seconds = 0.5
+    open_seconds: Seconds = 3.0
+    at_seconds: Seconds = 30.0
+
+
 class Checks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The bounds of the invariants. `converge_seconds`: at the latest this long after the last disturbance
     all live peers list exactly each other; 0 turns this off, as in endless churn."""
@@ -116,4 +136,5 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     records: Records = Records()
     runs: tuple[Training, ...] = ()
     services: tuple[ServedModel, ...] = ()
+    local_runs: tuple[LocalTraining, ...] = ()
     checks: Checks = Checks()

@@ -31,7 +31,7 @@ from gossip.member import MemberChanged, MemberDown, MemberForgotten, MemberLeft
 from gossip.settings import PRESETS
 from gossip.swim import PROTOCOL as SWIM
 from node.seams import own_rng
-from node.services.driver import Sends
+from node.services.driver import Core, Sends
 from node.services.membership import LEAVE_SECONDS
 from sim.engine import Engine, Order, Wire
 from sim.events import (
@@ -53,6 +53,7 @@ from sim.worlds.autonat import Reaching
 from sim.worlds.factories import Cores
 from sim.worlds.joining import Joining, remembered
 from sim.worlds.life import Life
+from sim.worlds.local_runs import LocalModeRuns
 from sim.worlds.neighbours import Neighbours
 from sim.worlds.records import RecordsWork
 from sim.worlds.roster import Roster
@@ -118,6 +119,7 @@ class CoresWorld:
             RecordsWork(self)
         self.training = TrainingRuns(self)
         self.served = ServedModels(self, self.training)
+        self.local_runs = LocalModeRuns(self, self.training)
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """Play the whole scenario; `on_sample` is called every `sample_seconds`."""
@@ -185,6 +187,7 @@ class CoresWorld:
             **self.engine.counters,
             **self.training.counters,
             **self.served.counters,
+            **self.local_runs.counters,
             **({} if self._routed is None else self._routed.counters),
         }
         for protocol, sent in self.engine.traffic().items():
@@ -209,6 +212,12 @@ class CoresWorld:
         if life is not None:
             for handler in self._handlers.get(type(event), ()):
                 handler(life, event)
+
+    def host(self, life: Life, core: Core, protocol: str) -> None:
+        self.engine.add(life.peer, core, protocol=protocol, at=self.now, clock=self.links.clock(life.peer))
+
+    def local_now(self, peer: PeerId) -> float:
+        return self.links.clock(peer).local(self.now)
 
     def command(self, life: Life, protocol: str, order: Order) -> None:
         if self.lives.get(life.peer) is life:
@@ -254,13 +263,15 @@ class CoresWorld:
             self.tell(None, NetworkSplit(tuple(map(tuple, sides.values()))))
         else:
             self.tell(None, NetworkHealed())
-        self.training.network_changed()
-        self.served.network_changed()
+        self._network_changed()
+
+    def _network_changed(self) -> None:
+        for part in (self.training, self.served, self.local_runs):
+            part.network_changed()
 
     def deafen(self, number: int, deaf: bool) -> None:
         self.links.deafen(self.peers[number], deaf=deaf)
-        self.training.network_changed()
-        self.served.network_changed()
+        self._network_changed()
 
     def block_datagrams(self, number: int, blocked: bool) -> None:
         self.links.block_datagrams(self.peers[number], blocked=blocked)

@@ -88,11 +88,11 @@ class ServedModels:
             service.stopped(life.peer)
 
 
-class _Lines:
-    """The environment of the services' streams: that of runs' streams, counted apart."""
+class StreamLines:
+    """The environment of streams of one protocol: that of runs' streams, counted apart."""
 
-    def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str]) -> None:
-        self._ground, self._counters = ground, counters
+    def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str], protocol: str) -> None:
+        self._ground, self._counters, self._protocol = ground, counters, protocol
         self.at, self.connected, self.thaws = runs.at, runs.connected, runs.thaws
 
     @property
@@ -100,8 +100,8 @@ class _Lines:
         return self._ground.now
 
     def carry(self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]) -> None:
-        self._counters[f"messages {SERVE_PROTOCOL}"] += 1
-        self._counters[f"bytes {SERVE_PROTOCOL}"] += size_bytes
+        self._counters[f"messages {self._protocol}"] += 1
+        self._counters[f"bytes {self._protocol}"] += size_bytes
         self._ground.carry(sender, receiver, size_bytes, land)
 
 
@@ -135,7 +135,7 @@ class _Service:
         self.number = number
         self.nodes: dict[PeerId, _Node] = {}
         self.counters = models.counters
-        self.lines = _Lines(runs, ground, models.counters)
+        self.lines = StreamLines(runs, ground, models.counters, SERVE_PROTOCOL)
         self.streams = Streams(self.lines, ground.seed, self._deliver, self._reconnected)
         self._rng = seeded_rng(ground.seed, "answers", number)
         self._heads = seeded_rng(ground.seed, "beginnings", number)

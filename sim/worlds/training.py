@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp
 from node.protocols.runs import PIPELINE_PROTOCOL
+from node.services.driver import Core
 from partition.plan.change import Change
 from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.run.provider import StageProvider
@@ -48,6 +49,12 @@ class RunsGround(Ground, Protocol):
     def peers(self) -> Sequence[PeerId]: ...
     def name(self, peer: PeerId) -> str: ...
     def latency_seconds(self, one: PeerId, other: PeerId) -> float: ...
+    def host(self, life: Life, core: Core, protocol: str) -> None:
+        """Let a core act for this life from now on."""
+
+    def local_now(self, peer: PeerId) -> float:
+        """Return the time by the peer's own clock."""
+
     def carry(
         self, sender: PeerId, receiver: PeerId, size_bytes: int, land: Callable[[float], None]
     ) -> None: ...

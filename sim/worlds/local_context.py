@@ -1,0 +1,124 @@
+"""The parts that members of a simulated run in local mode share, and what a member sees of its run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any, Protocol
+
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from partition.run.local.seat import SeatedHead
+from partition.run.local_settings import LocalSettings
+from sim.scenario.model import LocalTraining
+from sim.worlds.life import Life
+from sim.worlds.local_rounds import RoundTable
+from sim.worlds.local_truth import LocalTruth
+
+
+@dataclass(frozen=True)
+class CountedState:
+    """The state of a stage: after how many steps, samples and rounds."""
+
+    step: int = 0
+    samples: int = 0
+    rounds: int = 0
+
+
+@dataclass
+class LocalDisk:
+    """A peer's disk: its part in the run, the last state of its own stage, and copies of others by stage."""
+
+    stage: int = 0
+    is_training: bool = True
+    chain: tuple[Fact, ...] = ()
+    members: tuple[PeerId, ...] = ()
+    is_saved: bool = False
+    own: CountedState | None = None
+    copies: dict[int, CountedState] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """The beginning of a life in the run. `inviter` has asked the peer to take part; `is_resumed`: it took
+    part before it was started again, with those that it has `known`; `carried` are the states of the stages
+    that it holds as the head in another's place."""
+
+    stage: int = 0
+    is_training: bool = True
+    chain: tuple[Fact, ...] = ()
+    inviter: PeerId | None = None
+    is_resumed: bool = False
+    known: tuple[PeerId, ...] = ()
+    carried: Mapping[int, CountedState] | None = None
+
+
+class Attachment:
+    """A stream between a head and the holder of one stage. `detach` is called once it is broken."""
+
+    def __init__(
+        self, head: PeerId, holder: PeerId, stage: int, detach: Callable[["Attachment"], None]
+    ) -> None:
+        self.head, self.holder, self.stage = head, holder, stage
+        self.seated = SeatedHead(head, self.end)
+        self.is_open = True
+        self._detach = detach
+
+    def end(self) -> None:
+        """Break: both ends see it."""
+        if self.is_open:
+            self.is_open = False
+            self._detach(self)
+
+
+class RunSurroundings(Protocol):
+    """A run as one of its members sees it. All of `local_now` and `wall` is by the peer's own clock."""
+
+    name: bytes
+    pool: tuple[PeerId, ...]
+    requester: PeerId
+    training: LocalTraining
+    settings: LocalSettings
+    truth: LocalTruth
+    rounds: RoundTable
+    attachments: set[Attachment]
+
+    def local_now(self, peer: PeerId) -> float: ...
+    def wall(self, peer: PeerId) -> float: ...
+    def rng(self, peer: PeerId) -> Random: ...
+    def disk(self, peer: PeerId) -> LocalDisk: ...
+    def sleep(self, seconds: float, resume: Callable[[Any], None]) -> None: ...
+    def when_awake(self, peer: PeerId, action: Callable[[], None]) -> None: ...
+    def slowness(self, peer: PeerId) -> float: ...
+    def command(self, life: Life, protocol: str, order: Callable[[Any, float], Any]) -> None: ...
+    def detached(self, attachment: Attachment) -> None: ...
+
+    def has_slot(self, peer: PeerId) -> bool:
+        """Return whether a peer offers its slot."""
+
+    def is_gone(self, peer: PeerId) -> bool:
+        """Return whether a peer's host says that nobody listens there."""
+
+    def loss(self, step: int) -> float:
+        """Return the held-out loss after so many steps."""
+
+    def ask(
+        self,
+        asker: PeerId,
+        peer: PeerId,
+        question: tuple[Any, ...],
+        seconds: float,
+        done: Callable[[Any], None],
+    ) -> None:
+        """Ask another peer's member; `done` is told the answer, None where there is none."""
+
+    def succeed(self, peer: PeerId, carried: Mapping[int, CountedState]) -> None:
+        """Begin a holder's next life in the run, as its head."""
+
+    def counted(self, head: PeerId, step: int, holders: Sequence[PeerId]) -> None:
+        """Note that a head has made a step, with these holders of the other stages."""
+
+    def averaged(self, peer: PeerId, stage: int, members: int) -> None:
+        """Note that a stage is the mean of so many members."""
+
+    def left(self, peer: PeerId, reason: str) -> None:
+        """Note that a member cannot go on; the others do."""

@@ -1,0 +1,202 @@
+"""The holder's side of a simulated column: stages that work for heads, the own one and further ones."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from crypto.errors import RemoteProtocolError
+from crypto.facts import Fact
+from crypto.identity import PeerId
+from partition.run.admission import Present
+from partition.run.local.head_watch import stranded_reason
+from sim.worlds.local_context import Attachment, CountedState
+from sim.worlds.local_life import LOOK_SECONDS, HeldPlace, LocalLife
+from sim.worlds.local_stage import LocalStage
+from sim.worlds.tasks import Task
+
+GREETED_MAX = 32
+HELD_MAX = 8
+
+
+class HolderLife(LocalLife):
+    """A member that may hold stages for heads."""
+
+    holding: HeldPlace | None = None
+    """The own stage, where it works for heads."""
+
+    def take_back(self, number: int) -> None:
+        """Stop handing on a copy of a stage."""
+
+    @property
+    def _holdings(self) -> list[HeldPlace]:
+        own = [] if self.holding is None else [self.holding]
+        return own + list(self.crew.further.values())
+
+    def _do(self, holding: HeldPlace, head: PeerId, question: tuple[Any, ...]) -> bool:
+        """Do one request of a head; return whether it was done."""
+        kind, execution, step = question
+        stage = holding.stage
+        if holding.rules.seat.head != head:
+            return False
+        if kind == "apply":
+            self.run.truth.apply(execution, head, self.me, stage.number)
+            holding.rules.applied(1)
+            stage.step, stage.samples = step + 1, stage.samples + 1
+            self._between(holding)
+        return True
+
+    def _between(self, holding: HeldPlace) -> None:
+        stage = holding.stage
+        stage.is_waiting = holding.rules.seat.head is None
+        stage.between(is_still=stage is self.own and self.schedule.is_waiting)
+        self._keep()
+
+    def _settle(self, holding: HeldPlace) -> Task:
+        """Wait for the last rounds, where the numbers are to be what the run ends with."""
+        holding.stage.note_end()
+        while holding.stage.rounds.ending_for >= 0 and holding.stage.lacks_mean():
+            self._between(holding)
+            yield self.sleep(LOOK_SECONDS)
+
+    def _hold(self, holding: HeldPlace, carried: CountedState | None) -> Task:
+        """Hold a stage for heads until it is not needed any more."""
+        stage, rules = holding.stage, holding.rules
+        if not (yield from stage.begin(carried)):
+            if stage is self.own:
+                self.run.left(self.me, "no member handed over its state")
+            return
+        stage.has_state = True
+        if stage is self.own:
+            self.has_state = True
+        stage.report()
+        holding.is_ready = True
+        while not (rules.is_spare(self.now) or holding.is_released):
+            step = rules.take_renewal()
+            if step is not None:
+                found = yield from stage.fetch(step, self.run.training.steps)
+                if found is not None and rules.seat.head is None:
+                    stage.take(found)
+            if rules.seat.head is None:
+                known = [*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions]
+                self._admit(lambda _, known=known: self.admission.greet(known))
+                self._between(holding)
+                if stage is self.own:
+                    self._end_if_stranded()
+            elif stage.is_idle or self.ending.has_converged:
+                self._between(holding)
+            yield self.sleep(LOOK_SECONDS)
+
+    def _end_if_stranded(self) -> None:
+        if self.heads.is_stranded(self.now) and self.ending.best is None:
+            self._follow_peers()
+            self._propose("failed", stranded_reason(self.stage), "")
+
+    # Stages beside the own one
+
+    def hold(self, number: int, carried: CountedState | None = None) -> None:
+        """Open a stage beside the own one."""
+        if number not in self.crew.taken and number != self.stage:
+            self.crew.taken.add(number)
+            self.take_back(number)
+            self.tasks.start(self._hold_further(number, carried))
+
+    def _hold_further(self, number: int, carried: CountedState | None) -> Task:
+        yield self.sleep(self.run.training.open_seconds * self.rng.uniform(0.5, 1.5))
+        stage = LocalStage(self, number)
+        stage.enter()
+        holding = self.crew.further[number] = HeldPlace(stage, is_further=True)
+        if self.crew.holders_of is not None:
+            self.crew.holders_of.here[number] = holding.rules.seat
+        yield self.sleep(1.0)
+        yield from self._hold(holding, carried or self.disk.copies.get(number))
+        self.crew.further.pop(number, None)
+        self.crew.taken.discard(number)
+        if self.crew.holders_of is not None:
+            self.crew.holders_of.here.pop(number, None)
+        holding.rules.seat.close()
+        stage.leave()
+
+    # Answers
+
+    def _stands_in(self, asker: PeerId, stage: int) -> bool:
+        if not (self.stage and stage and self.has_state) or self.crew.head not in (None, asker):
+            return False
+        if len({self.stage, stage, *self.crew.taken}) > HELD_MAX:
+            return False
+        self.hold(stage)
+        return True
+
+    def _attached(
+        self,
+        attachment: Attachment,
+        step: int,
+        chain: tuple[Fact, ...],
+        *,
+        keeps_copies: bool,
+        column: Sequence[PeerId],
+    ) -> tuple[Any, ...] | None:
+        head = attachment.head
+        if self.holding is None:
+            mates = [peer for peer in self.crew.holders if peer != head]
+            return "refusal", mates if self.admission.admits(head) else [], False
+        if self.admission.admits(head):
+            self.heads.seen(self.now)
+        holding = next((each for each in self._holdings if each.stage.number == attachment.stage), None)
+        if holding is None or not attachment.is_open:
+            return "refusal", [], False
+        try:
+            self._admit(lambda _: self.admission.receive(head, Present(self.run.name, chain)))
+        except RemoteProtocolError:
+            return None
+        reason, is_older = holding.rules.refusal(step)
+        if reason:
+            return "refusal", [], is_older
+        seat = holding.rules.seat
+        if not seat.take(self.now, attachment.seated, keeps_copies=keeps_copies, column=column):
+            return "refusal", [], False
+        self.run.attachments.add(attachment)
+        self.run.truth.seat(self.me, attachment.stage, head)
+        attachment.seated.silence.begin(self.now)
+        holding.rules.applied(0)
+        holding.stage.step = step
+        return "attached", holding.stage.training
+
+    def _serving(self, attachment: Attachment) -> HeldPlace | None:
+        if not attachment.is_open:
+            return None
+        return next((each for each in self._holdings if each.stage.number == attachment.stage), None)
+
+    def _work(self, attachment: Attachment, request: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
+        holding = self._serving(attachment)
+        if holding is None:
+            answer(False)
+            return
+        attachment.seated.silence.end(self.now)
+        seconds = self.run.training.step_seconds * self.run.slowness(self.me)
+        self.tasks.start(self._worked(holding, attachment, request, seconds, answer))
+
+    def _worked(
+        self,
+        holding: HeldPlace,
+        attachment: Attachment,
+        request: tuple[Any, ...],
+        seconds: float,
+        answer: Callable[[Any], None],
+    ) -> Task:
+        yield self.sleep(seconds if request[0] == "pass" else 0.01)
+        is_done = self._serving(attachment) is holding and self._do(holding, attachment.head, request)
+        if is_done and request[0] == "apply":
+            holding.rules.seat.stepped(attachment.seated)
+        attachment.seated.silence.begin(self.now)
+        answer(is_done)
+
+    def _settled(self, holding: HeldPlace, attachment: Attachment, answer: Callable[[Any], None]) -> Task:
+        attachment.seated.silence.end(self.now)
+        yield from self._settle(holding)
+        attachment.seated.silence.begin(self.now)
+        answer(self._serving(attachment) is holding)
+
+    def holder_detached(self, attachment: Attachment) -> None:
+        """Note that the stream of a head is broken."""
+        for holding in self._holdings:
+            if holding.stage.number == attachment.stage:
+                holding.rules.seat.leave(attachment.seated)

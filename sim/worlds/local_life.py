@@ -1,0 +1,151 @@
+"""One life of a simulated peer in a run in local mode: what all of its parts stand on.
+
+The surroundings, the crew, and the core of the end. The sides of a column build on it, one on the other:
+`local_holder`, `local_column`, `local_ending`, `local_member`.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from crypto.identity import PeerId
+from gossip.member import Status
+from partition.run.admission import Admission
+from partition.run.conclusions import PROTOCOL as LOCAL
+from partition.run.conclusions import Conclusion
+from partition.run.ending import Ending
+from partition.run.local.crew import MemberCrew
+from partition.run.local.evaluating import EvaluationSchedule
+from partition.run.local.head_watch import HeadWatch
+from partition.run.local.holder import StageHolder
+from partition.run.local.seat import StageSeat
+from sim.worlds.life import Life
+from sim.worlds.local_context import Beginning, RunSurroundings
+from sim.worlds.local_stage import LocalStage
+from sim.worlds.tasks import Tasks, Wait
+
+LOOK_SECONDS = 0.5
+
+
+class HeldPlace:
+    """A stage that works for heads."""
+
+    def __init__(self, stage: LocalStage, *, is_further: bool) -> None:
+        self.stage = stage
+        steps = stage.member.run.training.steps
+        self.rules = StageHolder(stage, stage.number, steps, is_further=is_further)
+        self.is_ready = False
+        self.is_released = False
+
+
+class SimulatedCrew(MemberCrew):
+    """The crew of one simulated member."""
+
+    further: dict[int, HeldPlace]
+    """The stages that it holds beside its own, by number."""
+
+    @property
+    def further_seats(self) -> list[StageSeat]:
+        return [place.rules.seat for place in self.further.values()]
+
+
+class LocalLife:
+    """The basis of a member."""
+
+    def __init__(
+        self,
+        run: RunSurroundings,
+        life: Life,
+        begin: Beginning,
+        ending: Ending | None = None,
+        admission: Admission | None = None,
+    ) -> None:
+        """`ending` and `admission` are those of this peer's life before in the run, as a holder."""
+        self.run = run
+        self.life = life
+        self.me = life.peer
+        self.stage = begin.stage
+        self.rng = run.rng(self.me)
+        self.is_opened = ending is not None
+        self.ending = ending or Ending(self.me, run.name, run.settings, run.training.steps, run.requester)
+        wall = run.wall(self.me)
+        self.admission = admission or Admission(life.signer, run.name, run.requester, begin.chain, wall=wall)
+        self.tasks = Tasks(lambda action: run.when_awake(self.me, action))
+        self.disk = run.disk(self.me)
+        self.has_state = False
+        self.begin = begin
+        self.own = LocalStage(self, begin.stage)
+        self.crew = SimulatedCrew(
+            self.me,
+            self.ending,
+            replicas=run.training.replicas,
+            is_training=begin.is_training,
+            reports=lambda: self.own.reports,
+            admitted=lambda: self.admission.admitted,
+        )
+        self.crew.further = {}
+        self.heads = HeadWatch(self.now, is_holder=bool(begin.stage))
+        self.schedule = EvaluationSchedule(run.settings, self.ending)
+
+    @property
+    def now(self) -> float:
+        return self.run.local_now(self.me)
+
+    def sleep(self, seconds: float) -> Wait:
+        return lambda resume: self.run.sleep(seconds, resume)
+
+    def ask(self, peer: PeerId, question: tuple[Any, ...], seconds: float) -> Wait:
+        """Ask another peer's member; the answer is None where there is none."""
+        return lambda resume: self.run.ask(self.me, peer, question, seconds, resume)
+
+    def command(self, protocol: str, order: Callable[[Any, float], Any]) -> None:
+        self.run.command(self.life, protocol, order)
+
+    def _tell(self, order: Callable[[float], Any]) -> None:
+        """Act on the core of the end."""
+        ending = self.ending
+        self.command(LOCAL, lambda core, now: core.drained(ending, order(now)))
+
+    def _admit(self, order: Callable[[float], Any]) -> None:
+        admission = self.admission
+        self.command(LOCAL, lambda core, now: core.admitted(admission, order(now)))
+
+    def live(self) -> list[PeerId]:
+        statuses = self.life.swim.statuses
+        alive = (Status.ALIVE, Status.SUSPECT)
+        return [peer for peer in self.run.pool if peer == self.me or statuses.get(peer) in alive]
+
+    def offered(self) -> list[PeerId]:
+        return self.live()
+
+    def preferred(self) -> list[PeerId]:
+        return [peer for peer in self.live() if self.run.has_slot(peer)]
+
+    def _follow_peers(self) -> None:
+        is_stranded, stages = self.heads.is_stranded(self.now), self.run.training.stages
+        self.ending.can_go_on = self.has_state and not is_stranded
+        trainers, voters = self.crew.electorate(self.stage, stages, has_state=self.has_state)
+        far = {*self.admission.admitted, self.run.requester}.intersection(self.live())
+        peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
+        self._tell(partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters))
+
+    def _propose(self, outcome: str, reason: str, weights: str) -> None:
+        conclusion = Conclusion(
+            self.run.name, "done" if outcome == "done" else "failed", reason, self.own.step, weights, self.me
+        )
+        self.schedule.is_waiting = True
+        self._tell(lambda now: self.ending.propose(now, conclusion))
+
+    def _keep(self) -> None:
+        """Put the own state on the disk, if that is due."""
+        disk, every = self.disk, self.run.training.save_every
+        if not every or not self.own.has_state:
+            return
+        if disk.own is None or self.own.step - disk.own.step >= every or self.own.step < disk.own.step:
+            disk.own = self.own.state
+            self._remember()
+
+    def _remember(self) -> None:
+        disk = self.disk
+        disk.stage, disk.is_training, disk.is_saved = self.stage, self.crew.is_training, True
+        disk.chain, disk.members = self.admission.chain, tuple(self.admission.admitted)

@@ -1,0 +1,57 @@
+"""Sequential code of a peer in a world of cores: generators that wait for time, or for answers.
+
+A task yields what it waits for, a `Wait`, and is resumed with what came of it. A task of a peer that is gone
+is closed; one of a peer that stands still goes on at the thaw.
+"""
+
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+Resume = Callable[[Any], None]
+Wait = Callable[[Resume], None]
+"""Calls the function that it is given once, with what was waited for."""
+Task = Generator[Wait, Any, Any]
+
+
+class Tasks:
+    """The tasks of one life of a peer. `when_awake` calls a function now, or at the thaw."""
+
+    def __init__(self, when_awake: Callable[[Callable[[], None]], None]) -> None:
+        self.is_over = False
+        self._when_awake = when_awake
+
+    def start(self, task: Task) -> None:
+        """Begin a task."""
+        self._go_on(task, None)
+
+    def _go_on(self, task: Task, found: Any) -> None:
+        if self.is_over:
+            task.close()
+            return
+        try:
+            wait = task.send(found)
+        except StopIteration:
+            return
+        wait(lambda answer: self._when_awake(lambda: self._go_on(task, answer)))
+
+
+def gather(waits: Sequence[Wait]) -> Wait:
+    """Return a wait for all of these, whose answers come in order."""
+
+    def wait(resume: Resume) -> None:
+        answers: list[Any] = [None] * len(waits)
+        left = len(waits)
+        if not left:
+            resume([])
+
+        def note(number: int, answer: Any) -> None:
+            nonlocal left
+            answers[number] = answer
+            left -= 1
+            if not left:
+                resume(answers)
+
+        for number, each in enumerate(waits):
+            each(lambda answer, number=number: note(number, answer))  # type: ignore[misc]  # bound now
+
+    return wait
