@@ -95,6 +95,7 @@ soak: $(READY) types-darwin docs
 	PEERLOOM_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/partition/test_agreement.py tests/partition/test_steps_walk.py
 	PEERLOOM_RUN_WALK_EVENTS=1000000 $(BIN)/python -m pytest -s tests/sim/test_run_walk.py
 	PEERLOOM_SMALL_SEEDS=200 $(BIN)/python -m pytest -s tests/sim/test_small_runs.py
+	PEERLOOM_LOCAL_SEEDS=200 $(BIN)/python -m pytest -s tests/sim/test_local_runs.py
 	PEERLOOM_REPLAYS=20 PEERLOOM_RECORD_CHANGES=2000 $(BIN)/python -m pytest -s tests/sim/replay
 	PEERLOOM_KILLS=full $(BIN)/python -m pytest -s tests/test_kills.py tests/test_owner_back.py \
 		tests/test_processes.py

@@ -170,6 +170,7 @@ def _work(scenario: Scenario) -> Iterator[Fault]:
         if run.accuracy and scenario.fidelity == "cores":
             yield (*at, "accuracy"), 'accuracy of a run of sums: only fidelity = "stack" trains a model'
     yield from _services(scenario)
+    yield from _local_runs(scenario)
     if checks.converge_seconds > scenario.seconds:
         yield ("checks", "converge_seconds"), "checks.converge_seconds: it all ends before anything is due"
     if checks.found_share and not (records.enabled and records.lookups_per_second):
@@ -181,6 +182,19 @@ def _work(scenario: Scenario) -> Iterator[Fault]:
             f"checks.found_share counts from {first:g} s, when all have started and republished: "
             "it all ends before",
         )
+
+
+def _local_runs(scenario: Scenario) -> Iterator[Fault]:
+    for index, run in enumerate(scenario.local_runs):
+        at = ("local_runs", index)
+        if scenario.fidelity == "stack":
+            yield at, 'local_runs: their stages count steps, which takes fidelity = "cores"'
+        if run.members > scenario.nodes:
+            yield (*at, "members"), f"members = {run.members} of local_runs: there are {scenario.nodes} nodes"
+        if run.stages > run.members:
+            yield (*at, "stages"), f"stages = {run.stages} of local_runs: the run has {run.members} members"
+        if run.at_seconds >= scenario.seconds:
+            yield (*at, "at_seconds"), f"at_seconds = {run.at_seconds:g} of local_runs: it all ends before"
 
 
 def _services(scenario: Scenario) -> Iterator[Fault]:

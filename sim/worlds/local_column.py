@@ -121,13 +121,12 @@ class ColumnLife(HolderLife):
             if self.crew.holders_of is not None:
                 self.crew.holders_of.lost(attachment.stage)
 
-    def _let_go(self) -> Task:
+    def _let_go(self) -> None:
+        """Let all holders go: each drops what it had of a step."""
         for attachment in list(self._streams.values()):
             attachment.end()
-        for holding in self.crew.further.values():
-            holding.rules.seat.rest()
-        return
-        yield
+        for place in self.crew.further.values():
+            place.rules.seat.rest()
 
     def _all(self, question: tuple[Any, ...], seconds: float) -> Task:
         """Ask all other stages; return whether all did what they were asked."""

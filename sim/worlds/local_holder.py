@@ -77,7 +77,7 @@ class HolderLife(LocalLife):
                     stage.take(found)
             if rules.seat.head is None:
                 known = [*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions]
-                self._admit(lambda _, known=known: self.admission.greet(known))
+                self.greet(known)
                 self._between(holding)
                 if stage is self.own:
                     self._end_if_stranded()

@@ -4,7 +4,7 @@ The surroundings, the crew, and the core of the end. The sides of a column build
 `local_holder`, `local_column`, `local_ending`, `local_member`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -109,6 +109,10 @@ class LocalLife:
     def _admit(self, order: Callable[[float], Any]) -> None:
         admission = self.admission
         self.command(LOCAL, lambda core, now: core.admitted(admission, order(now)))
+
+    def greet(self, peers: Collection[PeerId]) -> None:
+        """Show peers that this one is a member."""
+        self._admit(lambda _: self.admission.greet(peers))
 
     def live(self) -> list[PeerId]:
         statuses = self.life.swim.statuses

@@ -5,10 +5,12 @@ peers share (`sim.worlds.local_runs`).
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from crypto.identity import PeerId
 from gossip.roster import PROTOCOL as ROSTER
+from gossip.roster import Roster
 from partition.run.conclusions import PROTOCOL as LOCAL
 from partition.run.endings import Endings
 from partition.run.local.lending import FollowerLending, head_lending
@@ -63,7 +65,7 @@ class SimulatedMember(EndingLife):
         begin = self.begin
         self.tasks.start(self._look())
         if begin.is_resumed:
-            self.tasks.start(self._greet())
+            self.tasks.start(self._return())
         if not self.crew.is_training:
             self.tasks.start(self._follow())
         if not self.stage:
@@ -94,12 +96,13 @@ class SimulatedMember(EndingLife):
             return
         until = self.now + barrier.meeting_seconds(self.stage, self.crew.training)
         while self.now < until and barrier.misses_inviter(self.own.reports, self.live()):
-            self._admit(lambda _: self.admission.greet([inviter]))
+            self.greet([inviter])
             yield self.sleep(LOOK_SECONDS)
 
-    def _greet(self) -> Task:
+    def _return(self) -> Task:
+        """Tell the members of an earlier life that this one is back."""
         for _ in range(GREETINGS):
-            self._admit(lambda _: self.admission.greet(self.begin.known))
+            self.greet(self.begin.known)
             yield self.sleep(1.0)
 
     def _look(self) -> Task:
@@ -113,7 +116,7 @@ class SimulatedMember(EndingLife):
             self.heads.follow(self.now, crew.reports, crew.head, is_training=crew.is_training)
             self._follow_peers()
             claims = self.own.roster.claims if self.own.roster else {}
-            self._admit(lambda now, claims=claims: self.admission.show(now, claims))
+            self._admit(partial(self.admission.show, peers=claims))
             for attachment in [each for each in self.run.attachments if each.holder == self.me]:
                 if self.now - attachment.seated.silent_since >= HEAD_SECONDS_MAX:
                     attachment.end()
@@ -129,14 +132,14 @@ class SimulatedMember(EndingLife):
                     return
                 own.has_state = self.has_state = True
                 self.schedule.evaluated(own.step)
-                yield from self._let_go()
+                self._let_go()
                 yield from self._wait_for_agreed()
                 continue
             if is_whole or self.has_state:
                 is_whole = yield from self._turn()
             if not is_whole:
                 own.is_waiting = True
-                yield from self._let_go()
+                self._let_go()
                 if not self.has_state:
                     yield self.sleep(LOOK_SECONDS)
 
@@ -255,7 +258,10 @@ class SimulatedMember(EndingLife):
         """Note that a peer has shown that it is a member."""
         stages = [self.own, *self._lent.values(), *(each.stage for each in self.crew.further.values())]
         for roster in [stage.roster for stage in stages if stage.roster is not None]:
-            self.command(ROSTER, lambda _, now, roster=roster: roster.admitted(now, peer))
+            self._introduce(roster, peer)
+
+    def _introduce(self, roster: Roster, peer: PeerId) -> None:
+        self.command(ROSTER, lambda _, now: roster.admitted(now, peer))
 
     def answer(self, asker: PeerId, question: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
         """Answer another member."""

@@ -30,7 +30,7 @@ CATCH_UPS_MAX = 5
 FETCH_SECONDS = 30.0
 
 
-class StageOwner(Protocol):
+class LocalStageOwner(Protocol):
     """The member that holds a stage."""
 
     run: RunSurroundings
@@ -56,7 +56,7 @@ def roster_name(run: bytes, stage: int) -> bytes:
 class LocalStage:
     """One stage of one member. It is in the roster of that stage from the beginning on."""
 
-    def __init__(self, member: StageOwner, number: int) -> None:
+    def __init__(self, member: LocalStageOwner, number: int) -> None:
         self.member = member
         self.number = number
         self.step = self.samples = 0

@@ -1,57 +1,74 @@
-"""Runs in local mode in a world of cores: deaths, restarts, partitions and newcomers drawn from a seed.
+"""Runs in local mode in a world of cores: deaths, restarts and partitions drawn from a seed.
 
-The rules are those of nodes (`partition.run.local`). Every run ends, no stage works for two heads at one
-time, and no step counts twice (`sim.worlds.local_truth` raises where one does). `PEERLOOM_LOCAL_SEEDS` plays
-more of them.
+The rules are those of nodes (`partition.run.local`). Every run ends with one result, no stage works for two
+heads at one time, no step counts twice (`sim.worlds.local_truth` raises Broken where that is not so), and no
+stage is without a holder for long. `PEERLOOM_LOCAL_SEEDS` plays more seeds.
 """
 
 import os
 from contextlib import suppress
 from functools import partial
+from typing import Any
 
 import pytest
 
-from sim.events import ColumnStepped, LocalRunEnded
+from partition.run.local.seat import SeatedHead, StageSeat
+from sim.events import ColumnStepped, LocalRunEnded, StageAveraged
+from sim.observers import Broken
 from sim.scenario.model import LocalTraining
 from sim.seeds import seeded_rng
 from tests.sim.runs_world import BEGINS, Troubled, scenario
 
-SEEDS = int(os.environ.get("PEERLOOM_LOCAL_SEEDS", "6"))
+SEEDS = int(os.environ.get("PEERLOOM_LOCAL_SEEDS", "3"))
 STEPS = 40
 TROUBLE_SECONDS = 40.0
+CALM_SECONDS = 15.0
+"""From the end of a trial's troubles to the first look whether its run is over."""
+NOBODY_SECONDS_MAX = 60.0
 END_SECONDS = 900.0
 
 
-def played(training: LocalTraining, seed: int = 1, nodes: int = 5) -> Troubled:
-    return Troubled(
-        scenario(nodes=nodes, seconds=BEGINS + END_SECONDS, preset="local", local_runs=(training,)), seed
-    )
-
-
 class Ended(Exception):
-    """All members that are up have ended."""
+    """No member of the run is left."""
 
 
-def play(world: Troubled, since: float = 0.0) -> Troubled:
-    """Play until no member is left, at `since` at the earliest."""
+class LocalPlay(Troubled):
+    """A world with one run in local mode."""
 
-    def look() -> None:
-        standing = world.world.local_runs.standing(0)
-        if world.world.now > since and world.story.of(LocalRunEnded) and not standing:
+    def __init__(self, training: LocalTraining, seed: int = 1, nodes: int = 0) -> None:
+        count = nodes or training.members
+        seconds = BEGINS + END_SECONDS
+        super().__init__(scenario(nodes=count, seconds=seconds, preset="local", local_runs=(training,)), seed)
+        self.stages = training.stages
+        self.calm_since = 0.0
+        self.nobody_seconds = self.longest_nobody_seconds = 0.0
+
+    def play(self) -> "LocalPlay":
+        """Play until no member is left, but not before all is calm."""
+        self.at(BEGINS + 1.0, self._look)
+        with suppress(Ended):
+            super().play()
+        return self
+
+    def _look(self) -> None:
+        runs, now = self.world.local_runs, self.world.now
+        is_over = bool(self.ends)
+        if now > self.calm_since and is_over and not runs.standing(0):
             raise Ended
-        world.at(world.world.now + 1.0, look)
+        is_short = now > self.calm_since and not is_over and len(runs.working(0)) < self.stages
+        self.nobody_seconds = self.nobody_seconds + 1.0 if is_short else 0.0
+        self.longest_nobody_seconds = max(self.longest_nobody_seconds, self.nobody_seconds)
+        self.at(now + 1.0, self._look)
 
-    world.at(BEGINS + 1.0, look)
-    with suppress(Ended):
-        world.world.play(lambda: None)
-    return world
+    @property
+    def ends(self) -> list[LocalRunEnded]:
+        """The ends of members that did not leave the run to others."""
+        found = [row.event for row in self.story.of(LocalRunEnded)]
+        return [event for event in found if event.outcome != "left"]
 
 
-def ends(world: Troubled) -> list[LocalRunEnded]:
-    return [row.event for row in world.story.of(LocalRunEnded)]
-
-
-def trial(seed: int) -> Troubled:
+def trial(seed: int) -> LocalPlay:
+    """Split the swarm, and stop and restart nodes, for a while; a node is left for each death."""
     rng = seeded_rng(seed, "local runs")
     stages = rng.choice((1, 2, 2, 3))
     members = rng.randint(max(2, stages), 6)
@@ -63,32 +80,70 @@ def trial(seed: int) -> Troubled:
         patience=rng.choice((0, 0, 3)),
         at_seconds=BEGINS,
     )
-    world = played(training, seed, nodes=members)
+    played = LocalPlay(training, seed)
     if rng.random() < 0.5:  # while stages are opened: without a copy of each, a death may end the run
-        world.at(BEGINS + rng.uniform(2, 10), world.split, [rng.randrange(members)])
-        world.at(BEGINS + 12, world.heal)
+        played.at(BEGINS + rng.uniform(2, 10), played.split, [rng.randrange(members)])
+        played.at(BEGINS + 12, played.heal)
     at = BEGINS + rng.uniform(20, 30)
-    until, number = at + TROUBLE_SECONDS, 0
+    until, deaths = at + TROUBLE_SECONDS, 0
     while at < until:
         lasts = rng.uniform(2, 15)
         kind = rng.choice(("death", "restart", "part", "part"))
         if kind == "part":
-            world.at(at, world.split, rng.sample(range(members), rng.randint(1, max(1, members - 1))))
-            world.at(at + lasts, world.heal)
+            played.at(at, played.split, rng.sample(range(members), rng.randint(1, max(1, members - 1))))
+            played.at(at + lasts, played.heal)
         elif kind == "restart":
-            world.at(at, partial(world.crash, rng.randrange(members), seconds=lasts))
-        elif number < members - 2:
-            number += 1
-            world.at(at, world.crash, members - number)
+            played.at(at, partial(played.crash, rng.randrange(members), seconds=lasts))
+        elif deaths < members - 2:
+            deaths += 1
+            played.at(at, played.crash, members - deaths)
         at += lasts + rng.uniform(12, 20)
-    return play(world, until + 15.0)
+    played.calm_since = until + CALM_SECONDS
+    return played
 
 
 @pytest.mark.parametrize("seed", range(1, 1 + SEEDS))
 def test_disturbed_local_runs_end_with_one_result(seed: int) -> None:
-    world = trial(seed)
-    found = [event for event in ends(world) if event.outcome != "left"]
-    assert not world.world.local_runs.standing(0), "the run did not end"
-    assert found
-    assert len({event.weights for event in found}) == 1
-    assert world.story.of(ColumnStepped)
+    played = trial(seed).play()
+    assert not played.world.local_runs.standing(0), "the run did not end"
+    assert {event.outcome for event in played.ends} == {"done"}
+    assert len({event.weights for event in played.ends}) == 1
+    assert played.longest_nobody_seconds <= NOBODY_SECONDS_MAX
+
+
+def test_undisturbed_columns_average_and_end() -> None:
+    played = LocalPlay(LocalTraining(steps=STEPS, at_seconds=BEGINS)).play()
+    assert len(played.ends) == 4
+    steps = [(row.peer, row.event.step) for row in played.story.of(ColumnStepped)]
+    assert len(set(steps)) == len(steps)
+    assert {step for _, step in steps} == set(range(STEPS))
+    assert {row.event.stage for row in played.story.of(StageAveraged)} == {0, 1}
+
+
+def test_a_holder_takes_the_place_of_a_dead_head() -> None:
+    """The requester holds the first stage of the only column, and dies for good."""
+    played = LocalPlay(LocalTraining(members=2, steps=STEPS, at_seconds=BEGINS))
+    played.at(BEGINS + 25.0, played.crash, 0)
+    played.calm_since = BEGINS + 30.0
+    (end,) = played.play().ends
+    assert end.outcome == "done"
+    heads = {played.number(row.peer) for row in played.story.of(ColumnStepped, since=BEGINS + 26.0)}
+    assert heads == {1}
+
+
+def test_a_stage_that_works_for_two_heads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def take(seat: StageSeat, now: float, head: SeatedHead, **told: Any) -> bool:
+        del now, told
+        seat._seated, seat.head = head, head.peer  # whoever else has the place
+        return True
+
+    monkeypatch.setattr(StageSeat, "take", take)
+    played = LocalPlay(LocalTraining(steps=STEPS, at_seconds=BEGINS))
+
+    def lose_holder() -> None:
+        row = played.story.of(ColumnStepped)[-1]
+        played.crash(played.number(row.event.holders[0]))
+
+    played.at(BEGINS + 30.0, lose_holder)
+    with pytest.raises(Broken, match="two heads"):
+        played.play()

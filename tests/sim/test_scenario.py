@@ -219,6 +219,7 @@ def test_a_value_that_may_not_be_is_named_with_its_line(tmp_path: Path, text: st
             "churn.sessions beside profile lab, which is a timetable",
         ),
         ("nodes = 5\n[[runs]]\nmembers = 6", 5, "members = 6 of runs: there are 5 nodes"),
+        ("nodes = 5\n[[local_runs]]\nmembers = 6", 5, "members = 6 of local_runs: there are 5 nodes"),
         ("[[runs]]\nreplicas = 4", 4, "2 stages of 4 replicas take 8 members, the run has 6"),
         ("[[runs]]\naccuracy = 0.9", 4, "accuracy of a run of sums: only fidelity = "),
         ("[records]\nrepublish_seconds = 7200", 4, "records.republish_seconds: a record is over before"),
