@@ -55,7 +55,7 @@ def recut(world: World, *cuts: int) -> None:
     """Have the committer move the borders, as after a measurement."""
     member = committer(world)
     member.core.recut(Change(cuts=cuts))
-    member._act()
+    member.act()
 
 
 def elsewhere(world: World, *choices: tuple[int, ...]) -> tuple[int, ...]:
@@ -259,7 +259,7 @@ async def _recut_for_real(tmp_path: Path, wanted: Manifest) -> None:
                     cuts = tuple(range(1, REAL_STAGES))
                     other = cuts if plans[0].layers[0] != (0, 1) else tuple(cut + 1 for cut in cuts)
                     member.core.recut(Change(cuts=other))
-                    member._act()
+                    member.act()
                 if isinstance(event, RunEnded):
                     assert event.outcome == "done", event
                     break

@@ -111,7 +111,7 @@ def test_frames_are_judged_by_the_layers_that_their_stage_had_then() -> None:
             assert member.plan is not None
             before = member.plan.stages[0].last_layer
             member.core.recut(Change(cuts=(before + 1 if before < 3 else before - 1,)))
-            member._act()
+            member.act()
             await all_ended(group)
             plans = [event for event in group.events["a"] if isinstance(event, RunPlanned)]
             assert plans[-1].layers != plans[0].layers

@@ -70,7 +70,7 @@ def on_one_core() -> Iterator[MeasuringProcesses]:
 
 
 class Known(MeasuringProcesses):
-    """What processes would find is known."""
+    """Measurements that are known beforehand."""
 
     def __init__(self, found: Callable[[], Calibration]) -> None:
         super().__init__()
@@ -110,9 +110,7 @@ def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) 
 @pytest.mark.skipif(
     os.environ.get("PEERLOOM_PROCESSES") != "1", reason="three processes measure: PEERLOOM_PROCESSES=1"
 )
-def test_several_slots_are_measured_as_busy_as_they_will_be_and_kept_apart(
-    alone: Calibration, cache: Path
-) -> None:
+def test_several_slots_are_measured_busy_and_stored_separately(alone: Calibration, cache: Path) -> None:
     with on_one_core() as processes:
         beside = calibrate(Wanted("cpu", "float32", 1, slots=2), cache, processes=processes)
     assert beside is not None
@@ -139,7 +137,7 @@ def test_a_kept_one_is_used_as_it_is_but_for_the_share(
     assert corrected(capacity(), found).flops_per_second == found.flops_per_second
 
 
-def test_what_the_machine_draws_is_measured_where_it_is_counted(
+def test_power_is_measured_if_the_hardware_counts_energy(
     tmp_path: Path,
 ) -> None:
     now, joules = [0.0], [0.0]
@@ -204,7 +202,7 @@ def test_a_node_that_ends_waits_no_longer_for_one_that_measures(tmp_path: Path) 
         assert found == [None]
 
 
-def test_a_measurement_is_broken_off_while_its_node_computes_and_done_after_it(
+def test_a_measurement_is_repeated_after_its_node_has_computed(
     tmp_path: Path,
 ) -> None:
     turn = MeasuringTurn(quiet_seconds=0.2)
@@ -262,7 +260,7 @@ def _is_locked_by(lock: IO[str]) -> bool:
     return True
 
 
-def test_where_the_nodes_own_work_cannot_be_measured_nothing_is_added_for_it() -> None:
+def test_unmeasurable_own_work_of_a_node_adds_nothing() -> None:
     assert HURRIED.with_own_work(REFERENCE, MeasuringTurn()) == REFERENCE
 
 
