@@ -442,7 +442,6 @@ REPEATS = {
     "sim/worlds/joining.py",
     "sim/worlds/records.py",
     "sim/worlds/routed.py",
-    "sim/worlds/served_stages.py",
 }
 """Worlds of bare cores that say which glue of a node they repeat; none of it is of a run."""
 

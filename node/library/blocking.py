@@ -1,6 +1,6 @@
 """The public surface in blocking form. Generated from `node/api/surface.py`: do not edit.
 
-Regenerate it with `python -m node.library.generate`.
+Write it anew with `python -m node.library.generate`.
 """
 
 import math
