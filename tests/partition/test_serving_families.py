@@ -24,28 +24,56 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "Gemma3": {"head_dim": 8, "sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]},
     "Phi3": {},
     "Mixtral": {"num_local_experts": 4},
-}
+    "Qwen3Moe": {
+        "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24,
+        "decoder_sparse_step": 1,
+    },
+    "Olmo2": {},
+    "Granite": {},
+    "SmolLM3": {},
+    "Gemma2": {"head_dim": 8, "sliding_window": 20, "query_pre_attn_scalar": 8},
+    "GptOss": {"head_dim": 8, "sliding_window": 20, "num_local_experts": 4},
+}  # fmt: skip
 USUAL = ("Llama", "GPT2", "Mixtral")
 """The others are slow doubles."""
+EAGER = ("Gemma2", "GptOss")
+"""Families whose caps or sinks torch's own attention does not know. Their attention in plain torch takes the
+softmax in float32, so only float32 is compared."""
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
+EXPERTS = ("Mixtral", "Qwen3Moe", "GptOss")
+BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
+CLOSE = 1e-3
+"""Of two logits so close in float32 either may be taken."""
+LENGTHS = (1, 3, 8, 17, 33, 40, 64, 90)
+PRECISE = [
+    (family, dtype)
+    for family in FAMILIES
+    for dtype in BOUNDS
+    if dtype == torch.float32 or family not in EAGER
+]
 
 
-def models(family: str, dtype: torch.dtype) -> tuple[Any, Any]:
+def models(family: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
     """The model to be captured, and one of a configuration object of its own with torch's attention."""
     config, kind = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
-    settings = SHARED | FAMILIES[family]
+    settings = SHARED | FAMILIES[family] | changes
     made = []
     for _ in range(2):
         made.append(getattr(transformers, kind)(getattr(transformers, config)(**settings)).to(dtype).eval())
     made[1].load_state_dict(made[0].state_dict())
-    made[1].set_attn_implementation("sdpa")
-    if family == "Mixtral":
+    made[1].set_attn_implementation("eager" if family in EAGER else "sdpa")
+    if family in EXPERTS:
         made[1].set_experts_implementation("eager")  # its usual one has no float64
     return made[0], made[1]
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(each, marks=() if each in USUAL else pytest.mark.slow) for each in FAMILIES]
+    "family",
+    [
+        pytest.param(each, marks=() if each in USUAL else pytest.mark.slow)
+        for each in FAMILIES
+        if each not in EAGER
+    ],
 )
 def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     torch.manual_seed(3)
@@ -80,6 +108,48 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
     ]
     assert all(isinstance(each, torch.Tensor) for each in read)
     torch.testing.assert_close(torch.cat(read), states, rtol=0, atol=1e-9)  # type: ignore[arg-type]  # tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), PRECISE, ids=str)
+def test_greedy_tokens_are_those_of_transformers_and_batches_change_no_bit(
+    family: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    served, plain = models(family, dtype, initializer_range=0.2)
+    chain = Chain(capture_for_serving(served).graph, served.state_dict(), stages=2)
+    ids = torch.randint(3, 99, (len(LENGTHS), 93))
+    with torch.no_grad():
+        wanted = plain(input_ids=ids, use_cache=False).logits
+    # All at once, and each alone, which is to be the same to the bit; then three tokens more.
+    units = [Unit(session(row), 0, length, length) for row, length in enumerate(LENGTHS)]
+    prompts = [ids[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    together = chain.logits(units, [token for prompt in prompts for token in prompt]).split(LENGTHS)
+    for row, length in enumerate(LENGTHS):
+        alone = chain.logits([Unit(session(100 + row), 0, length, length)], prompts[row])
+        assert torch.equal(together[row], alone)
+        torch.testing.assert_close(alone, wanted[row, :length], rtol=0, atol=BOUNDS[dtype])
+    for step in range(3):
+        tokens = [int(ids[row, length + step]) for row, length in enumerate(LENGTHS)]
+        units = [Unit(session(row), length + step, 1, 1) for row, length in enumerate(LENGTHS)]
+        together = chain.logits(units, tokens).split(1)
+        for row, length in enumerate(LENGTHS):
+            alone = chain.logits([Unit(session(100 + row), length + step, 1, 1)], tokens[row : row + 1])
+            assert torch.equal(together[row], alone)
+            torch.testing.assert_close(alone[0], wanted[row, length + step], rtol=0, atol=BOUNDS[dtype])
+    # A hundred tokens, transformers with its own cache of keys and values.
+    asked, past = ids[:1, :20], None
+    said = chain.logits([Unit(session(200), 0, 20, 1)], asked[0].tolist())
+    for position in range(20, 120):
+        with torch.no_grad():
+            answer = plain(input_ids=asked, past_key_values=past, use_cache=True)
+        past, row = answer.past_key_values, answer.logits[0, -1]
+        first, second = row.topk(2).values
+        if dtype == torch.float32 and first - second <= CLOSE:
+            break
+        asked = row.argmax().reshape(1, 1)
+        assert int(said[0].argmax()) == int(asked), position
+        said = chain.logits([Unit(session(200), position, 1, 1)], [int(asked)])
 
 
 @pytest.mark.slow
