@@ -86,7 +86,7 @@ ROOM_MADE = {
     ("partition/run/receipts.py", "LEARNED_MAX"): "the oldest",
     ("partition/run/stall.py", "ROSTER_MAX"): "members of a run alone",
     ("partition/run/stored_chain.py", "CALLS_MAX"): FLOW,
-    ("partition/serve/door.py", "UNITS_IN_FLIGHT_MAX"): OWN,
+    ("partition/serve/generation.py", "UNITS_IN_FLIGHT_MAX"): OWN,
     ("partition/serve/provider.py", "WAITING_UNITS_MAX"): "one session's own, which ends with one more",
     ("partition/execute/pages.py", "SERVED_SESSIONS_MAX"): "the node ends sessions: it admits far fewer",
     (

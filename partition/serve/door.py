@@ -39,7 +39,18 @@ from partition.serve.events import RouteWanted as RouteWanted
 from partition.serve.events import Sampled as Sampled
 from partition.serve.events import Shape as Shape
 from partition.serve.events import Wish as Wish
-from partition.serve.generation import OpenGeneration, RouteAttempt
+from partition.serve.generation import (
+    OpenGeneration,
+    OwnerShares,
+    RouteAttempt,
+    cut_units,
+    find_leader,
+    let_go,
+    openings,
+    read_answer,
+    silent_peers,
+)
+from partition.serve.known_routes import KnownRoutes, Missing
 from partition.serve.messages import (
     SESSION_BYTES,
     Alive,
@@ -47,44 +58,28 @@ from partition.serve.messages import (
     Carried,
     LeaveSession,
     Message,
-    OpenSession,
     RestSession,
-    SessionBase,
+    Sends,
     SessionClosed,
     SessionOpened,
-    Work,
 )
-from partition.serve.prefixes import (
-    PREFIX_TOKENS_MIN,
-    KeptPrefix,
-    Prefixes,
-    choose_beginning,
-    common_length,
-)
-from partition.serve.provider import REST_ALIVE_SECONDS, Sends
+from partition.serve.prefixes import PREFIX_TOKENS_MIN, KeptPrefix, Prefixes, choose_beginning
+from partition.serve.provider import REST_ALIVE_SECONDS
 from partition.serve.routes import StageReplica as StageReplica
-from partition.serve.sampling import LogitRow, choose, read_hidden, read_row
+from partition.serve.sampling import choose
 from partition.serve.timeouts import (
     ALIVE_SECONDS,
     ANSWER_SECONDS_MAX,
     LOADING_SECONDS_MAX,
-    OPEN_SECONDS_MAX,
     RETRY_SECONDS,
     ROUTE_SECONDS_MAX,
-    SILENCE_SECONDS_MAX,
     STALL_SECONDS,
 )
 
-CHUNK_TOKENS = 128
-"""Tokens of a prompt that go as one unit: what others wait for where a long prompt is read."""
-UNITS_IN_FLIGHT_MAX = 4
-"""Chunks of one session on their way, so that several stages compute at once."""
 ATTEMPTS_MAX = 32
 """Routes in a row that brought no token: whoever refuses each time is no provider."""
 GENERATIONS_MAX = 256
 """One node has so many at once; each belongs to a program or a person of this machine."""
-
-OTHER_CLASS = "stage {stage} is answered by machines of another bit class only, so the text might change"
 
 
 class Door:
@@ -100,16 +95,10 @@ class Door:
         self._numbers = 0
         self._generations: dict[int, OpenGeneration] = {}
         self._sessions: dict[bytes, OpenGeneration] = {}
-        self._routes: dict[bytes, dict[int, dict[PeerId, StageReplica]]] = {}
-        self._loading: dict[bytes, frozenset[int]] = {}
+        self._routes = KnownRoutes()
         self._heard_at: dict[PeerId, float] = {}
-        self._gone_until: dict[PeerId, float] = {}
-        self._asked_at: dict[bytes, float] = {}
-        """When routes of a service were asked for."""
         self._prefixes = Prefixes()
-        self._shares: dict[str, int] = {}
-        """The number of each owner whose generations are not over."""
-        self._without_bases: set[PeerId] = set()
+        self._shares = OwnerShares()
         self._alive_at = inf
         self._rest_at = inf
         self._seen_at = -inf
@@ -123,7 +112,7 @@ class Door:
 
     def replicas(self, service: bytes) -> list[list[StageReplica]]:
         """Return who is known to answer for the stages of a service."""
-        return [list(rows.values()) for rows in self._routes.get(service, {}).values()]
+        return self._routes.replicas(service)
 
     def knows(self, peer: PeerId) -> bool:
         """Return whether a peer answers a generation now."""
@@ -138,7 +127,7 @@ class Door:
         return found.number, self._find_route(now, found)
 
     def cancel(self, now: float, generation: int) -> Sends:
-        """LeaveSession a generation; every stage forgets its session."""
+        """End a generation; every stage forgets its session."""
         self._note(now)
         found = self._generations.get(generation)
         return [] if found is None else self._finish(now, found, "cancelled")
@@ -170,10 +159,7 @@ class Door:
         """These answer for the stages of a service now, as its members say; for `loading` a member is loading
         what it takes."""
         self._note(now)
-        self._loading[service] = frozenset(loading)
-        self._routes[service] = {
-            stage: {each.peer: each for each in rows} for stage, rows in replicas.items()
-        }
+        self._routes.learn(service, replicas, loading)
         sends: Sends = []
         for each in list(self._generations.values()):
             if each.shape.service == service and each.attempt is None:
@@ -184,7 +170,7 @@ class Door:
 
     def note_former(self, peer: PeerId) -> None:
         """A peer speaks the version before, until it is lost: without bases, and without hidden states."""
-        self._without_bases.add(peer)
+        self._routes.note_former(peer)
 
     @property
     def deadline(self) -> float:
@@ -215,15 +201,11 @@ class Door:
         silent may run, and its sessions would keep their places from those that come there later."""
         self._note(now)
         self._heard_at.pop(peer, None)
-        self._without_bases.discard(peer)
-        self._gone_until[peer] = now + RETRY_SECONDS
-        for rows in self._routes.values():
-            for replicas in rows.values():
-                replicas.pop(peer, None)  # until it is heard of again: it may be dead for good
-        sends = self._let_go(self._prefixes.drop_peer(peer), besides=told)
+        self._routes.note_lost(now, peer)
+        sends = let_go(self._prefixes.drop_peer(peer), besides=told)
         for each in self._using(peer):
             sends += self._leave_route(now, each, told, reason)
-            sends += self._ask_for_routes(now, each.shape.service)
+            self._ask_for_routes(now, each.shape.service)
         return sends
 
     def wake(self, now: float) -> Sends:
@@ -233,13 +215,13 @@ class Door:
         if now < self._alive_at:
             return sends
         self._alive_at = inf
-        self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
-        for peer, reason in self._silent(now):
+        self._routes.expire(now)
+        for peer, reason in silent_peers(now, self._generations.values(), self._heard_at):
             sends += self._give_up(now, peer, reason)
         for each in list(self._generations.values()):
             if each.attempt is not None:
                 continue
-            is_loaded = each.missing_stage in self._loading.get(each.shape.service, ())
+            is_loaded = self._routes.is_loading(each.shape.service, each.missing_stage)
             if now - each.waits_since >= (LOADING_SECONDS_MAX if is_loaded else ROUTE_SECONDS_MAX):
                 before = f" ({each.reason})" if each.reason and each.missing else each.reason
                 sends += self._finish(now, each, "failed", each.missing + before)
@@ -255,18 +237,6 @@ class Door:
             self._alive_at = now + ALIVE_SECONDS
         return sends
 
-    def _silent(self, now: float) -> list[tuple[PeerId, str]]:
-        found: dict[PeerId, str] = {}
-        for each in self._generations.values():
-            attempt = each.attempt
-            for stage, peer in enumerate(attempt.route) if attempt is not None else ():
-                assert attempt is not None
-                if stage not in attempt.opened and now - attempt.began_at >= OPEN_SECONDS_MAX:
-                    found[peer] = "it did not answer"
-                elif stage in attempt.opened and now - self._heard_at.get(peer, now) >= SILENCE_SECONDS_MAX:
-                    found[peer] = "its node is silent"
-        return list(found.items())
-
     # Routes
 
     def _using(self, peer: PeerId) -> list[OpenGeneration]:
@@ -281,23 +251,12 @@ class Door:
         generation.retry_at, generation.missing_stage = now + RETRY_SECONDS, -1
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         shape = generation.shape
-        known = self._routes.get(shape.service, {})
-        stages: list[list[StageReplica]] = []
-        is_exact = True
-        for stage in range(shape.stages):
-            rows = known.get(stage, {}).values()
-            stages.append([each for each in rows if self._may_ask(now, generation, each.peer)])
-            if not stages[-1]:
-                generation.missing = f"nobody answers for stage {stage + 1}"
-                generation.missing_stage = stage
-                return self._ask_for_routes(now, shape.service)
-            if generation.bits:
-                alike = [each for each in stages[-1] if each.bits and each.bits == generation.bits[stage]]
-                if not alike and generation.wish.is_exact:
-                    generation.missing = OTHER_CLASS.format(stage=stage + 1)
-                    return self._ask_for_routes(now, shape.service)
-                is_exact = is_exact and bool(alike)
-                stages[-1] = alike or stages[-1]
+        known = self._routes.candidates(now, generation)
+        if isinstance(known, Missing):
+            generation.missing, generation.missing_stage = known.reason, known.stage
+            self._ask_for_routes(now, shape.service)
+            return []
+        stages, is_exact = known
         wish, has = generation.wish, len(generation.tokens)
         left = max(1, len(wish.prompt) + wish.tokens_max - has)
         route, base, shared = choose_beginning(
@@ -315,57 +274,31 @@ class Door:
         generation.attempts += 1
         if generation.attempts > ATTEMPTS_MAX:
             return self._finish(now, generation, "failed", generation.reason)
-        bits = tuple(known[stage][peer].bits for stage, peer in enumerate(route))
+        bits = self._routes.bits(shape.service, route)
         attempt = RouteAttempt(self._new_id(SESSION_BYTES), route, now, bits, has, base, shared, sent=shared)
         generation.attempt = attempt
         self._prefixes.use(now, base)
         self._sessions[attempt.session] = generation
-        self.events.append(
-            RouteTaken(generation.number, attempt.route, has, generation.reason, is_exact, shared)
-        )
-        begins = SessionBase(base, shared) if shared else None
-        share = self._share_of(wish.owner)
-        sends: Sends = []
-        for stage, peer in enumerate(route):
+        taken = RouteTaken(generation.number, attempt.route, has, generation.reason, is_exact, shared)
+        self.events.append(taken)
+        for peer in route:
             self._heard_at.setdefault(peer, now)
-            before = route[stage - 1] if stage else self._me
-            after = route[stage + 1] if stage + 1 < shape.stages else self._me
-            opened = OpenSession(attempt.session, shape.service, stage, before, after, begins, share)
-            sends.append((peer, opened))
-        return sends
-
-    def _may_ask(self, now: float, generation: OpenGeneration, peer: PeerId) -> bool:
-        if generation.wish.is_hidden and peer in self._without_bases:
-            return False
-        return max(self._gone_until.get(peer, now), generation.avoided.get(peer, now)) <= now
-
-    def _share_of(self, owner: str) -> int:
-        """Return the number by which providers tell an owner's sessions from others'; owners that ask nothing
-        any more free theirs."""
-        owners = {each.wish.owner for each in self._generations.values()}
-        self._shares = {name: number for name, number in self._shares.items() if name in owners}
-        taken = set(self._shares.values())
-        return self._shares.setdefault(owner, next(n for n in range(len(taken) + 1) if n not in taken))
+        share = self._shares.share_of(wish.owner, self._generations.values())
+        return openings(self._me, generation, attempt, share)
 
     def _waits_for_another(self, now: float, generation: OpenGeneration, shared: int) -> bool:
         """Return whether another generation reads much of what this one would have to: this one begins from
         it then."""
         generation.follows = 0
-        if generation.wish.is_vector or generation.wish.is_hidden:
+        others = self._generations.values()
+        found = None
+        if not (generation.wish.is_vector or generation.wish.is_hidden):
+            found = find_leader(others, generation, shared + PREFIX_TOKENS_MIN, self._routes.is_current)
+        if found is None:
             return False
-        wanted = generation.tokens[:-1]
-        for each in self._generations.values():
-            attempt = each.attempt
-            if attempt is None or attempt.known >= attempt.reads or each.key != generation.key:
-                continue
-            if not self._without_bases.isdisjoint(attempt.route):
-                continue
-            common = common_length(each.tokens[: attempt.reads], wanted)
-            if common >= shared + PREFIX_TOKENS_MIN and attempt.known < common:
-                generation.follows, generation.follows_tokens = each.number, common
-                generation.waits_since = now
-                return True
-        return False
+        generation.follows, generation.follows_tokens = found
+        generation.waits_since = now
+        return True
 
     def _let_follow(self, now: float, leader: OpenGeneration) -> Sends:
         """Have those that wait for this generation go on: what they share is read, or it is not to be had."""
@@ -376,20 +309,11 @@ class Door:
                 sends += self._find_route(now, each)
         return sends
 
-    def _let_go(self, gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
-        """Have all stages forget sessions that rested."""
-        return [
-            (peer, LeaveSession(each.session))
-            for each in gone
-            for peer in dict.fromkeys(each.route)
-            if peer != besides
-        ]
-
     def _forget_rest(self, session: bytes, besides: PeerId | None = None) -> Sends:
         """Nobody begins from a session any more; where it rested, its stages forget it."""
         rested = self._prefixes.resting_session(session)
         self._prefixes.drop(session)
-        return [] if rested is None else self._let_go([rested], besides)
+        return [] if rested is None else let_go([rested], besides)
 
     def _rest_ended(self, sender: PeerId, session: bytes) -> Sends:
         """A stage has let go of a session that rested."""
@@ -400,16 +324,14 @@ class Door:
 
     def _keep_resting(self, now: float) -> Sends:
         """Tell those where sessions rest that this node runs."""
-        sends = self._let_go(self._prefixes.expire(now))
+        sends = let_go(self._prefixes.expire(now))
         peers = {peer for each in self._prefixes.resting for peer in each.route}
         self._rest_at = now + REST_ALIVE_SECONDS if peers else inf
         return sends + [(peer, Alive()) for peer in sorted(peers - self._heard_at.keys())]
 
-    def _ask_for_routes(self, now: float, service: bytes) -> Sends:
-        if now - self._asked_at.get(service, -inf) >= RETRY_SECONDS:
-            self._asked_at[service] = now
+    def _ask_for_routes(self, now: float, service: bytes) -> None:
+        if self._routes.may_look(now, service):
             self.events.append(RouteWanted(service))
-        return []
 
     def _leave_route(self, now: float, generation: OpenGeneration, lost: PeerId | None, reason: str) -> Sends:
         """Go on elsewhere: the stages that are left forget the session, and all tokens are sent anew."""
@@ -430,15 +352,14 @@ class Door:
         for peer in attempt.route:
             if not self._using(peer):
                 self._heard_at.pop(peer, None)
-        rests = not generation.wish.is_vector and self._without_bases.isdisjoint(attempt.route)
+        rests = not generation.wish.is_vector and self._routes.is_current(attempt.route)
         if rests_at is None or not rests or not attempt.is_open or attempt.known < PREFIX_TOKENS_MIN:
             self._prefixes.drop(attempt.session)
             return [(peer, LeaveSession(attempt.session)) for peer in dict.fromkeys(attempt.route)]
         kept = KeptPrefix(attempt.session, generation.key, attempt.route)
         gone = self._prefixes.rest(rests_at, kept, generation.tokens[: attempt.known])
         self._rest_at = min(self._rest_at, rests_at + REST_ALIVE_SECONDS)
-        rests_at_peers = dict.fromkeys(attempt.route)
-        return [(peer, RestSession(attempt.session)) for peer in rests_at_peers] + self._let_go(gone)
+        return [(peer, RestSession(attempt.session)) for peer in dict.fromkeys(attempt.route)] + let_go(gone)
 
     def _finish(
         self, now: float, generation: OpenGeneration, reason: FinishReason, detail: str = ""
@@ -448,11 +369,9 @@ class Door:
         sends += self._let_follow(now, generation)
         self.events.append(GenerationOver(generation.number, reason, detail))
         if not self._generations:
-            self._alive_at, self._asked_at = inf, {}
-            self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
-        services = {each.shape.service for each in self._generations.values()}
-        self._routes = {name: rows for name, rows in self._routes.items() if name in services}
-        self._loading = {name: rows for name, rows in self._loading.items() if name in services}
+            self._alive_at = inf
+            self._routes.expire(now)
+        self._routes.keep_only({each.shape.service for each in self._generations.values()})
         return sends
 
     # Units and answers
@@ -477,7 +396,7 @@ class Door:
         if len(stages) != 1:
             raise RemoteProtocolError("a stage that others were asked for")
         self._heard_at[sender] = now
-        if generation.wish.is_hidden and sender in self._without_bases:
+        if generation.wish.is_hidden and not self._routes.is_current((sender,)):
             return self._leave_route(now, generation, None, "its version answers no hidden states")
         attempt.opened.add(stages[0])
         return self._send_units(now, generation, attempt)
@@ -509,31 +428,9 @@ class Door:
 
     def _send_units(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """Send what of the tokens has not been sent, as far as the window goes."""
-        sends: Sends = []
         if not attempt.flying:
             attempt.moved_at = now
-        tokens = generation.tokens
-        while attempt.is_open and attempt.sent < len(tokens) and len(attempt.flying) < UNITS_IN_FLIGHT_MAX:
-            begin = attempt.sent
-            attempt.sent = min(begin + (generation.wish.unit_tokens or CHUNK_TOKENS), len(tokens))
-            wanted = int(attempt.sent == len(tokens))
-            if generation.wish.is_hidden:
-                wanted = attempt.sent - begin
-            work = Work(
-                attempt.session,
-                attempt.units,
-                begin,
-                attempt.sent - begin,
-                wanted,
-                generation.wish.best if wanted else 0,
-                stage=0,
-                is_hidden=generation.wish.is_hidden,
-            )
-            attempt.units += 1
-            attempt.flying.append(work)
-            ids = np.array(tokens[begin : attempt.sent], np.int64)
-            sends.append((attempt.route[0], Carried(work, (("int64", ids),))))
-        return sends
+        return [(attempt.route[0], unit) for unit in cut_units(generation, attempt)]
 
     def _on_answer(self, now: float, sender: PeerId, carried: Carried) -> Sends:
         answer = carried.message
@@ -543,7 +440,7 @@ class Door:
             return []
         generation, attempt = found
         try:
-            row = self._read(sender, generation, attempt, carried)
+            row = read_answer(sender, generation, attempt, carried)
         except RemoteProtocolError as error:
             self.events.append(Misbehaved(sender, str(error)))
             generation.avoided[sender] = inf
@@ -588,28 +485,12 @@ class Door:
     def _note_read(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
         """More of what there was at its begin is computed: others may begin from that."""
         # What an encoder has read of a text follows from all of it, and begins no other.
-        if generation.wish.is_vector or not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
-            return []
-        if not self._without_bases.isdisjoint(attempt.route):
+        may_share = not generation.wish.is_vector and self._routes.is_current(attempt.route)
+        if not may_share or not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
             return []
         kept = KeptPrefix(attempt.session, generation.key, attempt.route)
         self._prefixes.put(kept, generation.tokens[: attempt.known])
         return self._let_follow(now, generation)
-
-    def _read(
-        self, sender: PeerId, generation: OpenGeneration, attempt: RouteAttempt, carried: Carried
-    ) -> LogitRow | None:
-        """Return the row that is wanted, if one is. Raises RemoteProtocolError: it is not the
-        answer to the oldest unit in flight."""
-        answer = carried.message
-        assert isinstance(answer, Answer)
-        if sender != attempt.route[-1] or not attempt.flying or attempt.flying[0].number != answer.number:
-            raise RemoteProtocolError("an answer to a unit that is not the next")
-        if generation.wish.is_hidden:
-            rows = read_hidden(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
-            attempt.hidden.append(rows)
-            return None
-        return read_row(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""

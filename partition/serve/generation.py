@@ -1,15 +1,35 @@
-"""What a door keeps of each generation: its tokens, and the session and route that it has now."""
+"""What a door keeps of each generation: its tokens, the session and route that it has now, and what these
+come to: units to send, rows that were answered, providers that are silent.
+"""
 
 from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+import numpy as np
+
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.codecs.base import Array
 from partition.serve.events import Shape, Wish
-from partition.serve.messages import Work
-from partition.serve.prefixes import PrefixKey
-from partition.serve.sampling import LogitRow
+from partition.serve.messages import (
+    Answer,
+    Carried,
+    LeaveSession,
+    OpenSession,
+    Sends,
+    SessionBase,
+    Work,
+)
+from partition.serve.prefixes import KeptPrefix, PrefixKey, common_length
+from partition.serve.sampling import LogitRow, read_hidden, read_row
+from partition.serve.timeouts import OPEN_SECONDS_MAX, SILENCE_SECONDS_MAX
+
+CHUNK_TOKENS = 128
+"""Tokens of a prompt that go as one unit: what others wait for where a long prompt is read."""
+UNITS_IN_FLIGHT_MAX = 4
+"""Chunks of one session on their way, so that several stages compute at once."""
 
 
 @dataclass(eq=False)
@@ -83,3 +103,117 @@ class OpenGeneration:
     @property
     def key(self) -> PrefixKey:
         return PrefixKey(self.shape.service, self.wish.owner)
+
+
+def openings(me: PeerId, generation: OpenGeneration, attempt: RouteAttempt, share: int) -> Sends:
+    """Return what has the stages of a route serve its session for the door `me`."""
+    begins = SessionBase(attempt.base, attempt.shared) if attempt.shared else None
+    ways = (me, *attempt.route, me)
+    service = generation.shape.service
+    return [
+        (peer, OpenSession(attempt.session, service, stage, ways[stage], ways[stage + 2], begins, share))
+        for stage, peer in enumerate(attempt.route)
+    ]
+
+
+def cut_units(generation: OpenGeneration, attempt: RouteAttempt) -> list[Carried]:
+    """Return what of the tokens has not been sent, as units, as far as the window goes."""
+    units: list[Carried] = []
+    tokens, wish = generation.tokens, generation.wish
+    while attempt.is_open and attempt.sent < len(tokens) and len(attempt.flying) < UNITS_IN_FLIGHT_MAX:
+        begin = attempt.sent
+        attempt.sent = min(begin + (wish.unit_tokens or CHUNK_TOKENS), len(tokens))
+        wanted = int(attempt.sent == len(tokens))
+        if wish.is_hidden:
+            wanted = attempt.sent - begin
+        work = Work(
+            attempt.session,
+            attempt.units,
+            begin,
+            attempt.sent - begin,
+            wanted,
+            wish.best if wanted else 0,
+            stage=0,
+            is_hidden=wish.is_hidden,
+        )
+        attempt.units += 1
+        attempt.flying.append(work)
+        ids = np.array(tokens[begin : attempt.sent], np.int64)
+        units.append(Carried(work, (("int64", ids),)))
+    return units
+
+
+def read_answer(
+    sender: PeerId, generation: OpenGeneration, attempt: RouteAttempt, carried: Carried
+) -> LogitRow | None:
+    """Return the row that is wanted, if one is; hidden states are put to the others. Raises
+    RemoteProtocolError: it is not the answer to the oldest unit in flight."""
+    answer = carried.message
+    assert isinstance(answer, Answer)
+    if sender != attempt.route[-1] or not attempt.flying or attempt.flying[0].number != answer.number:
+        raise RemoteProtocolError("an answer to a unit that is not the next")
+    if generation.wish.is_hidden:
+        rows = read_hidden(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
+        attempt.hidden.append(rows)
+        return None
+    return read_row(attempt.flying[0], answer, carried.arrays, generation.shape.vocabulary)
+
+
+def silent_peers(
+    now: float, generations: Iterable[OpenGeneration], heard_at: Mapping[PeerId, float]
+) -> list[tuple[PeerId, str]]:
+    """Return the providers that are given up for their silence, and why."""
+    found: dict[PeerId, str] = {}
+    for each in generations:
+        attempt = each.attempt
+        for stage, peer in enumerate(attempt.route) if attempt is not None else ():
+            assert attempt is not None
+            if stage not in attempt.opened and now - attempt.began_at >= OPEN_SECONDS_MAX:
+                found[peer] = "it did not answer"
+            elif stage in attempt.opened and now - heard_at.get(peer, now) >= SILENCE_SECONDS_MAX:
+                found[peer] = "its node is silent"
+    return list(found.items())
+
+
+def find_leader(
+    generations: Iterable[OpenGeneration],
+    follower: OpenGeneration,
+    tokens_min: int,
+    may_share: Callable[[Collection[PeerId]], bool],
+) -> tuple[int, int] | None:
+    """Return the number of a generation that still reads so much of what the follower would have to, and how
+    many tokens they share; None: there is none. `may_share` says of a route whether its sessions do."""
+    wanted = follower.tokens[:-1]
+    for each in generations:
+        attempt = each.attempt
+        if attempt is None or attempt.known >= attempt.reads or each.key != follower.key:
+            continue
+        common = common_length(each.tokens[: attempt.reads], wanted)
+        if common >= tokens_min and attempt.known < common and may_share(attempt.route):
+            return each.number, common
+    return None
+
+
+def let_go(gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
+    """Return what has all stages forget sessions that rested, `besides` one peer's."""
+    return [
+        (peer, LeaveSession(each.session))
+        for each in gone
+        for peer in dict.fromkeys(each.route)
+        if peer != besides
+    ]
+
+
+class OwnerShares:
+    """The numbers by which providers tell the sessions of a door's owners apart."""
+
+    def __init__(self) -> None:
+        self._shares: dict[str, int] = {}
+        """The number of each owner whose generations are not over."""
+
+    def share_of(self, owner: str, generations: Iterable[OpenGeneration]) -> int:
+        """Return the number of an owner; owners that ask nothing any more free theirs."""
+        owners = {each.wish.owner for each in generations}
+        self._shares = {name: number for name, number in self._shares.items() if name in owners}
+        taken = set(self._shares.values())
+        return self._shares.setdefault(owner, next(n for n in range(len(taken) + 1) if n not in taken))

@@ -29,7 +29,7 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec.structs import replace
 
-from crypto.identity import PEER_ID_BYTES
+from crypto.identity import PEER_ID_BYTES, PeerId
 from partition.codecs.codec import TensorHeader, Typed
 from partition.model.serving import ROWS_MAX
 from partition.plan.plan import STAGES_MAX
@@ -195,6 +195,8 @@ class Carried:
 Message = (
     OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | RestSession | Alive | Roll
 )
+Sends = list[tuple[PeerId, Message | Carried]]
+"""What a core has its driver send, and to whom."""
 
 
 def in_former_version(message: Message) -> Message:

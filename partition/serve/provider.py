@@ -49,6 +49,7 @@ from partition.serve.messages import (
     Message,
     OpenSession,
     RestSession,
+    Sends,
     SessionClosed,
     SessionOpened,
     Work,
@@ -78,9 +79,6 @@ WAITING_UNITS_MAX = 16
 WAITING_BYTES_MAX = 256 << 20
 """Tensors of all units that wait. A door that finds no room here tries elsewhere."""
 WAITING_BYTES_PER_DOOR_MAX = 64 << 20
-
-Sends = list[tuple[PeerId, Message | Carried]]
-
 
 StageKey = tuple[bytes, int]
 """A service, and the number of its stage."""

@@ -8,7 +8,8 @@ import pytest
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.serve.door import ATTEMPTS_MAX, OTHER_CLASS, GenerationOver, RouteTaken, StageReplica
+from partition.serve.door import ATTEMPTS_MAX, GenerationOver, RouteTaken, StageReplica
+from partition.serve.known_routes import OTHER_CLASS
 from partition.serve.messages import Answer, Carried, SessionClosed, SessionOpened, Work
 from partition.serve.timeouts import ANSWER_SECONDS_MAX, ROUTE_SECONDS_MAX, SILENCE_SECONDS_MAX
 from tests.partition.serve.world import (

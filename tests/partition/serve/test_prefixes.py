@@ -162,7 +162,7 @@ def test_sessions_of_each_owner_have_a_share_of_their_own() -> None:
     shares = []
     for owner in ("one", "two", "one", "three"):
         key = world.begin(DOOR, replace(wish(70, 2), owner=owner))
-        shares.append(door._shares[owner])
+        shares.append(door._shares._shares[owner])
         if owner == "two":
             door.cancel(world.now, key[1])
     assert shares == [0, 1, 0, 1], "the number of an owner that has nothing left is another's"
@@ -215,7 +215,7 @@ def test_a_peer_of_the_version_before_is_asked_for_no_base() -> None:
     # Lost, it may come back as a newer one.
     for peer in peers:
         world.doors[DOOR].lost(world.now, peer)
-    assert not world.doors[DOOR]._without_bases
+    assert not world.doors[DOOR]._routes._formers
 
 
 def test_messages_for_the_version_before_name_no_base() -> None:
