@@ -90,7 +90,7 @@ ROOM_MADE = {
     ("partition/serve/provider.py", "WAITING_UNITS_MAX"): "one session's own, which ends with one more",
     ("partition/execute/pages.py", "SERVED_SESSIONS_MAX"): "the node ends sessions: it admits far fewer",
     (
-        "partition/serve/provider.py",
+        "partition/serve/session_places.py",
         "SESSIONS_MAX",
     ): "the session that rests and is used least; else the register",
     ("partition/serve/upkeep.py", "MEMBERS_MAX"): "those only named by others; members are introduced",

@@ -35,7 +35,7 @@ from partition.serve.door import (
     Shape,
     Wish,
 )
-from partition.serve.provider import Sends
+from partition.serve.messages import Sends
 
 NEWEST_MAX = 64
 """Services of which it is remembered how the newest answer went."""

@@ -45,9 +45,9 @@ from node.text import seconds_text
 from partition.plan.observed import Knowledge
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.serve.backoff import StageBackoff
-from partition.serve.messages import CloseCode, Roll, Row
+from partition.serve.messages import CloseCode, Roll, Row, Sends
 from partition.serve.provider import Event as ProviderEvent
-from partition.serve.provider import Sends, SessionProvider
+from partition.serve.provider import SessionProvider
 from partition.serve.routes import StagePace
 from partition.serve.taking import further_refusal, has_other, is_member, others, stopgaps
 from partition.serve.timeouts import LEAVE_SECONDS_MAX

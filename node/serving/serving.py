@@ -60,6 +60,7 @@ from partition.serve.messages import (
     OpenSession,
     RestSession,
     Roll,
+    Sends,
     SessionClosed,
     SessionOpened,
     Work,
@@ -69,7 +70,6 @@ from partition.serve.provider import (
     ComputeBatch,
     ForgetSession,
     ForkSession,
-    Sends,
     SessionProvider,
 )
 from partition.serve.provider import Event as ProviderEvent

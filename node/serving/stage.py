@@ -23,7 +23,9 @@ from partition.model.graph import ITEM_BYTES, SERVE, Graph, Size, StageGraph, St
 from partition.model.head import head_input
 from partition.model.serving import ROWS_MAX, attention_layers
 from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
-from partition.serve.provider import BATCH_TOKENS_MAX, SESSIONS_MAX, ComputeBatch
+from partition.serve.provider import ComputeBatch
+from partition.serve.session_places import SESSIONS_MAX
+from partition.serve.turns import BATCH_TOKENS_MAX
 from partition.stage_layout import parameter_layout, payload_bytes_max
 
 CACHE_SHARE = 0.5

@@ -12,9 +12,6 @@ sessions of each: so a door with a long prompt does not hold up another's next t
 The node's owner bounds what a door may have (`PeerBounds`): sessions, tokens a minute, and a part of the
 memory for keys and values. It is told which bound it has met.
 
-A session that its door lets rest keeps its tokens for others of the same door to begin from, as long as
-nobody needs its place or its pages: the least used goes first.
-
 A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
 one, which changes nothing, for a unit rolls its session back to where it begins.
 
@@ -22,20 +19,17 @@ A node may hold several stages of a service. A session that several of them serv
 in each: it has one place, and where one part ends all do.
 """
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from math import inf
 
 from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from crypto.registers import Budget, Register
 from partition.codecs.codec import Typed
 from partition.serve.bounds import MINUTES_MAX, NO_BOUNDS, PeerBounds, TokensSpent, counted
 from partition.serve.bounds import SESSIONS_PER_DOOR_MAX as SESSIONS_PER_DOOR_MAX
-from partition.serve.computing import BatchUnit as BatchUnit
 from partition.serve.computing import ComputeBatch as ComputeBatch
 from partition.serve.computing import Event as Event
 from partition.serve.computing import ForgetSession as ForgetSession
@@ -54,19 +48,12 @@ from partition.serve.messages import (
     SessionOpened,
     Work,
 )
-from partition.serve.served_session import ServedSession, SessionPart, tokens_together
+from partition.serve.served_session import ServedSession, SessionPart, has_room_to_wait, tokens_together
+from partition.serve.session_places import SessionPlaces
+from partition.serve.stage_queue import StageQueue
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
-from partition.serve.turns import BATCH_ROWS_MAX as BATCH_ROWS_MAX
-from partition.serve.turns import BATCH_TOKENS_MAX as BATCH_TOKENS_MAX
 from partition.serve.turns import StageTurns, wait_until
 
-SESSIONS_MAX = 64
-"""All doors together have so many at one node."""
-PATIENCE_SECONDS = 5.0
-"""How long a door may send nothing for a session that another door wants the place of."""
-PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
-RESTS_PER_DOOR_MAX = 8
-"""Sessions of one door that rest: half of what it may have."""
 IDLE_FORKS_MAX = 32
 """Sessions that one door began from another and ended without a unit, since its last: each is two calls of
 the stage, for which others wait."""
@@ -76,31 +63,8 @@ and often enough that no stream is closed for being idle."""
 OTHERS = "others wanted the place"
 WAITING_UNITS_MAX = 16
 """Units of one session that wait: a door has fewer in flight."""
-WAITING_BYTES_MAX = 256 << 20
-"""Tensors of all units that wait. A door that finds no room here tries elsewhere."""
-WAITING_BYTES_PER_DOOR_MAX = 64 << 20
-
 StageKey = tuple[bytes, int]
 """A service, and the number of its stage."""
-
-
-@dataclass(eq=False)
-class _Stage:
-    service: bytes
-    number: int
-    count: int
-    context: int
-    room: int = 0
-    batch: int = 0
-    computing: tuple[SessionPart, ...] = ()
-    units: tuple[Carried, ...] = ()
-    alone: deque[bytes] = field(default_factory=deque)
-    """Sessions whose next unit is computed by itself, since a batch with it failed."""
-    began_at: float = 0.0
-    call_seconds: float = 0.0
-    """When the last call began, and how long the last took that was answered."""
-    waits_until: float = -inf
-    """Until when it waits for a unit that is on its way."""
 
 
 class SessionProvider:
@@ -120,15 +84,12 @@ class SessionProvider:
         bounds_of: Callable[[PeerId], PeerBounds] = lambda _door: NO_BOUNDS,
     ) -> None:
         self.events: list[Event] = []
-        self._source_of = source_of
         self._refuses = refuses
         self._bounds_of = bounds_of
-        self._stages: dict[StageKey, _Stage] = {}
+        self._stages: dict[StageKey, StageQueue] = {}
         self._batches = 0
         self._sessions: dict[bytes, ServedSession] = {}
-        self._resting: dict[bytes, ServedSession] = {}
-        """Those that rest, the least used first."""
-        self._places: Register[ServedSession] = Register(PLACES)
+        self._places = SessionPlaces(source_of)
         self._turns = StageTurns(weight_of)
         self._idle_forks = Counter[PeerId]()
         self._spent = TokensSpent()
@@ -160,7 +121,7 @@ class SessionProvider:
     def hold(self, service: bytes, number: int, count: int, context: int, room: int = 0) -> None:
         """Serve this stage, of `count`, from now on: sessions of at most `context` tokens. Keys and values
         have room for `room` tokens of all sessions; 0: it keeps none."""
-        self._stages[service, number] = _Stage(service, number, count, context, room)
+        self._stages[service, number] = StageQueue(service, number, count, context, room)
 
     def release(self, service: bytes, number: int, code: CloseCode, reason: str) -> Sends:
         """Serve a stage no more; its doors are told why."""
@@ -253,57 +214,28 @@ class SessionProvider:
             return [(door, SessionClosed(message.session, code, reason))]
 
         known = self._sessions.get(message.session)
-        if known is not None and not self._is_further_part(door, known, message):
+        if known is not None and not known.takes_part(door, message):
             raise RemoteProtocolError("a session that is open already")
         if (refused := self._refusal(door, message, known)) is not None:
             return refuse(*refused)
         if message.base is not None and self._idle_forks[door] >= IDLE_FORKS_MAX:
             return refuse("busy", "too many sessions that began from another, and asked nothing")
-        self._check_ends(door, message)
+        self._stages[message.service, message.stage].check_ends(door, message)
         if known is not None:
             self._add_part(known, message)
             return [(door, SessionOpened(known.id, message.stage))]
         base = self._base_of(door, message)
         session = ServedSession(message.session, message.service, door, now, message.share)
-        sends = self._make_place(door, base)
-        # One that rests makes room for what begins from it, where nothing else does.
-        self._hide(base)
-        evicted = self._places.admit(now, session, door, self._source_of(door))
-        is_taken_over = evicted is None and base is not None and base.id in self._resting
-        if is_taken_over and base is not None:
-            self._places.leave(base)
-            evicted = self._places.admit(now, session, door, self._source_of(door))
-        self._hide(base, is_over=True)
-        if evicted is None:
-            if is_taken_over and base is not None:
-                sends += self._close(base, "evicted", OTHERS)
+        is_admitted, gone = self._places.admit(now, session, base)
+        sends = [send for each in gone for send in self._close(each, "evicted", OTHERS)]
+        if not is_admitted:
             return sends + refuse("busy", "too many sessions")
-        sends += [send for each in evicted for send in self._close(each, "evicted", OTHERS)]
         self._sessions[session.id] = session
         self._add_part(session, message)
-        if base is not None:
-            rested = self._resting.pop(base.id, None)
-            if is_taken_over:
-                session.replaces = base
-            elif rested is not None:
-                self._resting[base.id] = rested
         self._heard_at[door] = now
         self._turns.enter(session)
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         return [*sends, (door, SessionOpened(session.id, message.stage))]
-
-    def _is_further_part(self, door: PeerId, known: ServedSession, message: OpenSession) -> bool:
-        """Return whether another stage here is to serve a session that is open, and has asked nothing yet."""
-        base = message.base
-        begins = (known.base, known.shared) == ((base.session, base.tokens) if base is not None else (b"", 0))
-        is_same = (known.door, known.service) == (door, message.service) and begins
-        return is_same and message.stage not in known.parts and not known.rests and not known.has_asked
-
-    def _check_ends(self, door: PeerId, message: OpenSession) -> None:
-        stage = self._stages[message.service, message.stage]
-        is_first, is_last = stage.number == 0, stage.number == stage.count - 1
-        if (is_first and message.before != door) or (is_last and message.after != door):
-            raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
 
     def _add_part(self, session: ServedSession, message: OpenSession) -> None:
         part = SessionPart(session, message.stage, PeerId(message.before), PeerId(message.after))
@@ -344,7 +276,7 @@ class SessionProvider:
             return f"{counted(used, 'session')} of this peer here already, as many as its owner allows"
         return self._spent.refusal(self._now, door, bounds.tokens_per_minute)
 
-    def _find_room(self, session: ServedSession, stage: _Stage, tokens: int) -> tuple[Sends, str]:
+    def _find_room(self, session: ServedSession, stage: StageQueue, tokens: int) -> tuple[Sends, str]:
         """Return why a session may not have `tokens` in all in a stage, empty where it may; sessions of its
         door that rest make room for it."""
         bounds, number = self._bounds_of(session.door), stage.number
@@ -357,7 +289,7 @@ class SessionProvider:
             if (each.door, each.service) == (session.door, session.service) and number in each.parts
         ]
         sends: Sends = []
-        for each in [e for e in self._resting.values() if e in own]:
+        for each in [e for e in self._places.resting if e in own]:
             if stage.room and tokens_together(own, session, number, tokens) > most:
                 own.remove(each)
                 sends += self._close(each, "evicted", OTHERS)
@@ -365,29 +297,11 @@ class SessionProvider:
             return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
         return sends, ""
 
-    @staticmethod
-    def _hide(base: ServedSession | None, *, is_over: bool = False) -> None:
-        """Have the register pass over a session that rests while another is admitted that begins from it."""
-        if base is not None and base.rests:
-            base.silent_since = -inf if is_over else inf
-
-    def _make_place(self, door: PeerId, base: ServedSession | None) -> Sends:
-        """Have a session that rests make room for a new one, before any that is in use would have to."""
-        resting = [each for each in self._resting.values() if each is not base]
-        if self._places.count(door) >= SESSIONS_PER_DOOR_MAX:
-            resting = [each for each in resting if each.door == door]
-        elif len(self._places) < SESSIONS_MAX:
-            return []
-        return [send for each in resting[:1] for send in self._close(each, "evicted", OTHERS)]
-
     def _rest(self, session: ServedSession) -> Sends:
         """Keep a session for others to begin from; the least used of its door makes room."""
-        session.rests, session.silent_since = True, -inf
         for part in session.parts.values():
             part.waiting.clear()
-        self._resting[session.id] = session
-        own = [each for each in self._resting.values() if each.door == session.door]
-        gone = own[: max(0, len(own) - RESTS_PER_DOOR_MAX)]
+        gone = self._places.rest(session)
         sends = self._close_replaced(session)
         return sends + [send for each in gone for send in self._close(each, "evicted", "others rest")]
 
@@ -410,7 +324,8 @@ class SessionProvider:
             return self._close(session, "position", f"{part.kept} tokens are kept")
         if work.position + work.tokens > stage.context:
             return self._close(session, "length", f"the model takes {stage.context} tokens")
-        if len(part.waiting) >= WAITING_UNITS_MAX or not self._has_room(session, carried.size_bytes):
+        is_full = len(part.waiting) >= WAITING_UNITS_MAX
+        if is_full or not has_room_to_wait(self._sessions.values(), session.door, carried.size_bytes):
             return self._close(session, "busy", "too much waits to be computed")
         sends = self._close_replaced(session)
         freed, reason = self._find_room(session, stage, work.position + work.tokens)
@@ -426,17 +341,9 @@ class SessionProvider:
         self._compute(stage)
         return sends
 
-    def _has_room(self, session: ServedSession, size_bytes: int) -> bool:
-        waits = {True: 0, False: 0}
-        for each in self._sessions.values():
-            units = [unit for part in each.parts.values() for unit in part.waiting]
-            waits[each.door == session.door] += sum(unit.size_bytes for unit in units)
-        own = waits[True] + size_bytes
-        return own <= WAITING_BYTES_PER_DOOR_MAX and own + waits[False] <= WAITING_BYTES_MAX
-
     # What the stage computes
 
-    def _compute(self, stage: _Stage) -> None:
+    def _compute(self, stage: StageQueue) -> None:
         """Have a stage compute what waits, if it is idle."""
         if stage.computing:
             return
@@ -452,28 +359,15 @@ class SessionProvider:
         chosen = self._choose(stage, own)
         if not chosen:
             return
-        units = []
         for part in chosen:
-            part.is_computing = part.is_kept = True
             self._idle_forks.pop(part.door, None)
-            units.append(part.waiting.popleft())
         self._batches += 1
-        stage.batch, stage.began_at = self._batches, self._now
-        stage.computing, stage.units = tuple(chosen), tuple(units)
-        rows = tuple(
-            BatchUnit(part.session.id, unit.message, unit.arrays)
-            for part, unit in zip(chosen, units, strict=True)
-            if isinstance(unit.message, Work)
-        )
-        self.events.append(ComputeBatch(stage.service, stage.number, stage.batch, rows))
+        self.events.append(stage.begin(self._now, self._batches, chosen))
 
-    def _choose(self, stage: _Stage, own: Sequence[SessionPart]) -> list[SessionPart]:
+    def _choose(self, stage: StageQueue, own: Sequence[SessionPart]) -> list[SessionPart]:
         """Return the sessions whose next units are computed together, of the least served doors first."""
-        while stage.alone:
-            name = stage.alone.popleft()
-            found = next((part for part in own if part.session.id == name and part.may_compute), None)
-            if found is not None:
-                return [found]
+        if (alone := stage.next_alone(own)) is not None:
+            return [alone]
         chosen = self._turns.choose(self._now, own)
         for part in chosen:
             self._spend(part, part.waiting[0].message.tokens)  # type: ignore[union-attr]  # only units wait
@@ -508,7 +402,7 @@ class SessionProvider:
             return []
         stage.call_seconds = now - stage.began_at
         sends: Sends = []
-        found, stage.computing, stage.units = zip(stage.computing, stage.units, strict=True), (), ()
+        found = stage.end()
         for (part, unit), (answer, arrays) in zip(found, answers, strict=True):
             session = part.session
             if session.is_over:
@@ -539,10 +433,10 @@ class SessionProvider:
         if stage is None:
             return []
         sends: Sends = []
-        found, stage.computing, stage.units = list(zip(stage.computing, stage.units, strict=True)), (), ()
+        found = stage.end()
         # Where there is no page left, those that rest give theirs, and all is computed again.
         number = stage.number
-        resting = [e for e in self._resting.values() if e.service == service and number in e.parts]
+        resting = [e for e in self._places.resting if e.service == service and number in e.parts]
         is_again = code == "busy" and bool(resting)
         if is_again:
             sends += self._close(resting[0], "evicted", OTHERS)
@@ -562,14 +456,10 @@ class SessionProvider:
         self._compute(stage)
         return sends
 
-    def _finish(self, service: bytes, batch: int) -> _Stage | None:
+    def _finish(self, service: bytes, batch: int) -> StageQueue | None:
         """Return the stage that has computed a batch; None: it is held no more."""
-        for stage in self._stages.values():
-            if (stage.service, stage.batch) == (service, batch) and stage.computing:
-                for part in stage.computing:
-                    part.is_computing = False
-                return stage
-        return None
+        found = (each for each in self._stages.values() if each.service == service and each.computing)
+        return next((each for each in found if each.batch == batch), None)
 
     # The end of sessions
 
@@ -588,7 +478,6 @@ class SessionProvider:
         session.is_over = True
         self._idle_forks[session.door] += session.shared > 0 and not session.has_asked
         self._sessions.pop(session.id, None)
-        self._resting.pop(session.id, None)
         self._places.leave(session)
         for part in session.parts.values():
             part.waiting.clear()

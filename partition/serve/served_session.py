@@ -1,12 +1,16 @@
 """A session as a provider keeps it, and for how many tokens several have keys and values together."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from crypto.identity import PeerId
-from partition.serve.messages import Carried
+from partition.serve.messages import Carried, OpenSession
+
+WAITING_BYTES_MAX = 256 << 20
+"""Tensors of all units that wait. A door that finds no room here tries elsewhere."""
+WAITING_BYTES_PER_DOOR_MAX = 64 << 20
 
 
 @dataclass(eq=False)
@@ -32,6 +36,13 @@ class ServedSession:
     def has_asked(self) -> bool:
         """Whether a unit has come."""
         return any(part.newest >= 0 for part in self.parts.values())
+
+    def takes_part(self, door: PeerId, message: OpenSession) -> bool:
+        """Return whether another stage here is to serve this session too, which has asked nothing yet."""
+        base = message.base
+        begins = (self.base, self.shared) == ((base.session, base.tokens) if base is not None else (b"", 0))
+        is_same = (self.door, self.service) == (door, message.service) and begins
+        return is_same and message.stage not in self.parts and not self.rests and not self.has_asked
 
     def part(self, stage: int | None) -> "SessionPart | None":
         """Return what a stage has of it; of no stage in particular, the only part that is here."""
@@ -93,3 +104,13 @@ def tokens_together(
         if each.shared and each.base not in there:
             shared[each.base] = max(shared.get(each.base, 0), each.shared)
     return found + sum(shared.values())
+
+
+def has_room_to_wait(sessions: Iterable[ServedSession], door: PeerId, size_bytes: int) -> bool:
+    """Return whether the tensors of one more unit of a door may wait."""
+    waits = {True: 0, False: 0}
+    for each in sessions:
+        units = [unit for part in each.parts.values() for unit in part.waiting]
+        waits[each.door == door] += sum(unit.size_bytes for unit in units)
+    own = waits[True] + size_bytes
+    return own <= WAITING_BYTES_PER_DOOR_MAX and own + waits[False] <= WAITING_BYTES_MAX

@@ -8,8 +8,8 @@ from crypto.identity import PeerId
 from node.errors import RunFailed, UsageError
 from node.serving.asking import Asking
 from node.serving.questions import Question
-from partition.serve.messages import OpenSession, SessionClosed
-from partition.serve.provider import Sends, SessionProvider
+from partition.serve.messages import OpenSession, Sends, SessionClosed
+from partition.serve.provider import SessionProvider
 from tests.node.serving.scene import holders, serving, until
 from tests.partition.serve.world import VOCABULARY, logits_after
 from tests.stack import simulate

@@ -29,7 +29,7 @@ from partition.serve.prefixes import (
     RadixTree,
     common_length,
 )
-from partition.serve.provider import RESTS_PER_DOOR_MAX
+from partition.serve.session_places import RESTS_PER_DOOR_MAX
 from tests.partition.serve.world import DOORS, PROVIDERS, World, reference, wish
 
 DOOR = DOORS[0]

@@ -15,25 +15,24 @@ from partition.serve.messages import (
     Message,
     OpenSession,
     RestSession,
+    Sends,
     SessionBase,
     SessionClosed,
     SessionOpened,
     Work,
 )
 from partition.serve.provider import (
-    BATCH_TOKENS_MAX,
     IDLE_FORKS_MAX,
-    PATIENCE_SECONDS,
-    SESSIONS_MAX,
     SESSIONS_PER_DOOR_MAX,
-    WAITING_BYTES_PER_DOOR_MAX,
     ComputeBatch,
     ForgetSession,
     ForkSession,
-    Sends,
     SessionProvider,
 )
+from partition.serve.served_session import WAITING_BYTES_PER_DOOR_MAX
+from partition.serve.session_places import PATIENCE_SECONDS, SESSIONS_MAX
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX
+from partition.serve.turns import BATCH_TOKENS_MAX
 
 SERVICE = bytes(32)
 NEXT = Identity(bytes([9]) * 32).peer

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from partition.serve.prefixes import REST_SECONDS_MAX
-from partition.serve.provider import SESSIONS_MAX, SESSIONS_PER_DOOR_MAX
+from partition.serve.provider import SESSIONS_PER_DOOR_MAX
+from partition.serve.session_places import SESSIONS_MAX
 from tests.partition.serve.world import DOORS, PROVIDERS, World, reference, wish
 
 PLACES = [(stage, peer) for stage, peers in PROVIDERS.items() for peer in peers]

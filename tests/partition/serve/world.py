@@ -22,8 +22,13 @@ from partition.serve.door import (
     StageReplica,
     Wish,
 )
-from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message
-from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, Sends, SessionProvider
+from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message, Sends
+from partition.serve.provider import (
+    ComputeBatch,
+    ForgetSession,
+    ForkSession,
+    SessionProvider,
+)
 from partition.serve.sampling import LogitRow, Sampling, choose, log_sum
 from partition.serve.selection import best_logits
 

@@ -1,0 +1,88 @@
+"""Which sessions of a provider have a place, and which of them rest.
+
+Places are bounded in all, for each door and for each network (`crypto.registers`). A session that its door
+lets rest is kept for others of the same door to begin from, as long as nobody needs its place: the least used
+goes first, before any that is in use.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+
+from crypto.identity import PeerId
+from crypto.registers import Budget, Register
+from partition.serve.bounds import SESSIONS_PER_DOOR_MAX
+from partition.serve.served_session import ServedSession
+
+SESSIONS_MAX = 64
+"""All doors together have so many at one node."""
+PATIENCE_SECONDS = 5.0
+"""How long a door may send nothing for a session that another door wants the place of."""
+PLACES = Budget(SESSIONS_MAX, SESSIONS_PER_DOOR_MAX, SESSIONS_MAX // 2, PATIENCE_SECONDS)
+RESTS_PER_DOOR_MAX = 8
+"""Sessions of one door that rest: half of what it may have."""
+
+
+class SessionPlaces:
+    """Those of one provider. `source_of` tells the network of a peer."""
+
+    def __init__(self, source_of: Callable[[PeerId], bytes]) -> None:
+        self._source_of = source_of
+        self._register: Register[ServedSession] = Register(PLACES)
+        self._resting: dict[bytes, ServedSession] = {}
+
+    @property
+    def resting(self) -> list[ServedSession]:
+        """The sessions that rest, the least used first."""
+        return list(self._resting.values())
+
+    def admit(
+        self, now: float, session: ServedSession, base: ServedSession | None
+    ) -> tuple[bool, list[ServedSession]]:
+        """Give a session a place, that of the `base` it begins from where there is no other; return whether
+        it has one, and the sessions that are to end for it."""
+        gone = self._spare(session.door, base)
+        for each in gone:
+            self.leave(each)
+        resting = base if base is not None and base.id in self._resting else None
+        if resting is not None:
+            resting.silent_since = inf  # the register passes it over
+        evicted = self._register.admit(now, session, session.door, self._source_of(session.door))
+        is_taken_over = evicted is None and resting is not None
+        if is_taken_over and resting is not None:
+            self._register.leave(resting)
+            evicted = self._register.admit(now, session, session.door, self._source_of(session.door))
+        if resting is not None:
+            resting.silent_since = -inf
+            del self._resting[resting.id]
+        if is_taken_over and evicted is not None:
+            session.replaces = resting
+        elif is_taken_over and resting is not None:
+            gone.append(resting)
+        elif resting is not None:
+            self._resting[resting.id] = resting  # the last to be used
+        return evicted is not None, [*gone, *(evicted or ())]
+
+    def rest(self, session: ServedSession) -> list[ServedSession]:
+        """Let a session rest; return those of its door that make room."""
+        session.rests, session.silent_since = True, -inf
+        self._resting[session.id] = session
+        own = [each for each in self._resting.values() if each.door == session.door]
+        return own[: max(0, len(own) - RESTS_PER_DOOR_MAX)]
+
+    def credit(self, session: ServedSession) -> None:
+        """Note that a session is in use."""
+        self._register.credit(session)
+
+    def leave(self, session: ServedSession) -> None:
+        """Free the place of a session."""
+        self._resting.pop(session.id, None)
+        self._register.leave(session)
+
+    def _spare(self, door: PeerId, base: ServedSession | None) -> list[ServedSession]:
+        """Return the session that rests whose place a new one of this door needs."""
+        resting: Sequence[ServedSession] = [each for each in self._resting.values() if each is not base]
+        if self._register.count(door) >= SESSIONS_PER_DOOR_MAX:
+            resting = [each for each in resting if each.door == door]
+        elif len(self._register) < SESSIONS_MAX:
+            return []
+        return list(resting[:1])

@@ -1,0 +1,71 @@
+"""What one stage of a provider computes now, and what waits to be computed by itself."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.serve.computing import BatchUnit, ComputeBatch
+from partition.serve.messages import Carried, OpenSession, Work
+from partition.serve.served_session import SessionPart
+
+
+@dataclass(eq=False)
+class StageQueue:
+    """That of stage `number` of `count`: sessions have at most `context` tokens, and `room` together."""
+
+    service: bytes
+    number: int
+    count: int
+    context: int
+    room: int = 0
+    batch: int = 0
+    computing: tuple[SessionPart, ...] = ()
+    units: tuple[Carried, ...] = ()
+    alone: deque[bytes] = field(default_factory=deque)
+    """Sessions whose next unit is computed by itself, since a batch with it failed."""
+    began_at: float = 0.0
+    call_seconds: float = 0.0
+    """When the last call began, and how long the last took that was answered."""
+    waits_until: float = -inf
+    """Until when it waits for a unit that is on its way."""
+
+    def check_ends(self, door: PeerId, message: OpenSession) -> None:
+        """Raise RemoteProtocolError where the first or the last stage would not speak to the door."""
+        is_first, is_last = self.number == 0, self.number == self.count - 1
+        if (is_first and message.before != door) or (is_last and message.after != door):
+            raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
+
+    def next_alone(self, own: Sequence[SessionPart]) -> SessionPart | None:
+        """Return the next session whose unit is computed by itself, None where there is none."""
+        while self.alone:
+            name = self.alone.popleft()
+            found = next((part for part in own if part.session.id == name and part.may_compute), None)
+            if found is not None:
+                return found
+        return None
+
+    def begin(self, now: float, batch: int, chosen: Sequence[SessionPart]) -> ComputeBatch:
+        """Begin to compute the next unit of each of these sessions."""
+        units = []
+        for part in chosen:
+            part.is_computing = part.is_kept = True
+            units.append(part.waiting.popleft())
+        self.batch, self.began_at = batch, now
+        self.computing, self.units = tuple(chosen), tuple(units)
+        rows = tuple(
+            BatchUnit(part.session.id, unit.message, unit.arrays)
+            for part, unit in zip(chosen, units, strict=True)
+            if isinstance(unit.message, Work)
+        )
+        return ComputeBatch(self.service, self.number, batch, rows)
+
+    def end(self) -> list[tuple[SessionPart, Carried]]:
+        """Return what was computed, which is no more."""
+        for part in self.computing:
+            part.is_computing = False
+        found = list(zip(self.computing, self.units, strict=True))
+        self.computing, self.units = (), ()
+        return found
