@@ -41,9 +41,9 @@ RELATIVES = {"what", "whatever", "who", "whoever", "whom", "whose", "of"}
 """How neither a docstring (all but "of") nor a test's name begins: it names its subject."""
 INDIRECT_ROOMS = {
     "node", "node/alerts", "node/cli", "node/demo", "node/doctor", "node/optimizer", "node/services",
-    "node/services/relays", "node/serving", "node/transport", "node/web", "node/web/forms", "partition/serve",
-    "sim/network", "tests/lab", "tests/node/alerts", "tests/node/optimizer", "tests/node/serving",
-    "tests/node/web", "tests/partition/serve", "tests/rolling",
+    "node/services/relays", "node/transport", "node/web", "node/web/forms",
+    "sim/network", "tests/lab", "tests/node/alerts", "tests/node/optimizer",
+    "tests/node/web", "tests/rolling",
 }  # fmt: skip
 """Folders with docstrings or test names of that kind, from before this was held. The list only shrinks."""
 

@@ -1,4 +1,4 @@
-"""What a person or a program asks of services on this node: serve a model, answer, list, end.
+"""Answers what people and programs ask of services on this node: serve a model, answer, list, end.
 
 Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
 """
@@ -313,8 +313,8 @@ class Asking:
 
     @asynccontextmanager
     async def reading(self, service: Service, purpose: str = "") -> AsyncIterator[FencedText]:
-        """What makes tokens of texts for a service, by files that its members have too; a process of its own
-        for another purpose. Raises UsageError, RunFailed."""
+        """Yield what makes tokens of texts for a service, by files that its members have too; a process of
+        its own for another purpose. Raises UsageError, RunFailed."""
         serving = self._serving
         await serving.finder.routes(service)
         holders = [*serving.finder.members(service.id), service.publisher]

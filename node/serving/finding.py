@@ -52,7 +52,7 @@ class CacheUse:
 
 
 class MemberAsking(Protocol):
-    """What is needed of `node.serving.hosting.Hosting`."""
+    """The part of `node.serving.hosting.Hosting` that this file uses."""
 
     recruiter: StageRecruiter
 
@@ -61,7 +61,7 @@ class MemberAsking(Protocol):
 
 
 class FinderOwner(Protocol):
-    """What is needed of `node.serving.serving.Serving`."""
+    """The part of `node.serving.serving.Serving` that this file uses."""
 
     signer: Signer
     discovery: Discovery

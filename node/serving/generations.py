@@ -1,4 +1,4 @@
-"""What this node asks of services: generations, each an iterator over its tokens; the door's driver."""
+"""Drives the door of this node: the generations that it asks of services, each an iterator over tokens."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -42,7 +42,7 @@ NEWEST_MAX = 64
 
 
 class DoorOwner(Protocol):
-    """What is needed of `node.serving.serving.Serving`."""
+    """The part of `node.serving.serving.Serving` that this file uses."""
 
     seams: Seams
     publish: Callable[[Event], None]
@@ -94,7 +94,7 @@ class Generation:
         self.permit: Callable[[Array], None] = _not_masked
         """Say which tokens may come next, where the wish is for that."""
         self.vector: Array | None = None
-        """What an encoder has answered."""
+        """The answer of an encoder."""
         self.hidden: Array | None = None
         """The hidden states of the prompt, where they were asked for."""
         # Not bounded by a wait: a generation brings `tokens_max` tokens at most.

@@ -64,7 +64,7 @@ GONE_RECORD_SECONDS = 1.0
 
 
 class HostingOwner(Protocol):
-    """What is needed of `node.serving.serving.Serving`."""
+    """The part of `node.serving.serving.Serving` that this file uses."""
 
     seams: Seams
     signer: Signer
@@ -121,7 +121,7 @@ class Membership:
         self.ready_since: float | None = None
         self.pace = StagePace()
         self.asked: deque[ProviderEvent] = deque()
-        """What the stage is to do, in this order."""
+        """The work that the stage is asked for, in this order."""
         self.is_working = False
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
         self.offering: frozenset[PeerId] = frozenset()

@@ -21,7 +21,7 @@ INVITED = "invited"
 
 
 class Parts(Protocol):
-    """What is needed of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that this file uses."""
 
     peer: PeerId
     seams: Seams

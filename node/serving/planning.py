@@ -107,7 +107,7 @@ def plan_service(
 
 
 _Placed = tuple[int, list[tuple[int, int]], list[PeerId]]
-"""What a token takes, the layers of each stage, and who holds it."""
+"""The time of a token, the layers of each stage, and who holds it."""
 
 
 def _solve(problem: Problem) -> _Placed:

@@ -28,7 +28,7 @@ from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, decode_graph
 
 MEMORY_BYTES_MIN = 1 << 30
-"""What it may take where a slot gives less: the largest parameters of a small model, and torch."""
+"""The memory that it may take where a slot gives less: the largest parameters of a small model, and torch."""
 SAID_BYTES_MAX = 65_536
 MIXES_DO = (
     "have nothing but causal attention mix tokens: scaled_dot_product_attention(..., is_causal=True) "
@@ -46,7 +46,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """What was found; `refused` is empty where the model may be served."""
+    """The findings; `refused` is empty where the model may be served."""
 
     refused: str = ""
     do: str = ""

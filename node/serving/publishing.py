@@ -28,7 +28,7 @@ OWN_LOOK_SECONDS = 0.5
 
 
 class PublisherOwner(Protocol):
-    """What is needed of `node.serving.serving.Serving`."""
+    """The part of `node.serving.serving.Serving` that this file uses."""
 
     seams: Seams
     signer: Signer

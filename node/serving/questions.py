@@ -1,4 +1,4 @@
-"""What is asked of a service, and how that becomes a wish of the door: tokens, and how to draw.
+"""Turns what is asked of a service into a wish of the door: tokens, and how to draw.
 
 A prompt is a text, a chat, or tokens. Texts become tokens in a fenced process (`node.content.fenced_text`),
 or, where the model is one of bytes, here. Not here: where the answer comes from (`node.serving.asking`).
@@ -27,7 +27,7 @@ ROLES = (SYSTEM, USER, ASSISTANT)
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of a service: a text, a chat (`messages`, each with role and content), or tokens where
+    """A question to a service: a text, a chat (`messages`, each with role and content), or tokens where
     its model has no text. What is None is as the model's folder says, else the likeliest token each time."""
 
     prompt: str | Sequence[int] = ""

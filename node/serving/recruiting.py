@@ -31,7 +31,7 @@ from partition.serve.messages import Row
 ASK_SECONDS_MAX = 5.0
 """For a node to say whether it takes a stage: it has nothing to fetch before."""
 TOKEN_FLOPS = 1e9
-"""What a stage computes for a token, in about, where nodes are weighed against the links to them."""
+"""The approximate work of a stage for a token, where nodes are weighed against the links to them."""
 
 MachineKind = tuple[str, str]
 """A processor and a build of torch. What bits a stage has is found out once it is loaded; of equal kinds and
@@ -39,7 +39,7 @@ with equal threads, which the service says, they are the same."""
 
 
 class RecruiterOwner(Protocol):
-    """What is needed of `node.serving.serving.Serving`."""
+    """The part of `node.serving.serving.Serving` that this file uses."""
 
     seams: Seams
     signer: Signer

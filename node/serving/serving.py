@@ -202,7 +202,7 @@ class Serving:
 
     @property
     def machine(self) -> Machine:
-        """What a slot gives to a stage that is opened now."""
+        """Return what a slot gives to a stage that is opened now."""
         return self._machine()
 
     async def _values_served(self, graph: bytes, offset: int, length: int) -> bytes | None:

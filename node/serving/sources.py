@@ -1,4 +1,4 @@
-"""What is served: the files of a captured model, wherever they come from."""
+"""The files that are served: those of a captured model, wherever they come from."""
 
 import re
 from dataclasses import dataclass

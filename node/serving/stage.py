@@ -29,7 +29,7 @@ from partition.serve.turns import BATCH_TOKENS_MAX
 from partition.stage_layout import parameter_layout, payload_bytes_max
 
 CACHE_SHARE = 0.5
-"""What of a slot's memory keys and values may take; the rest is for parameters and for computing."""
+"""The part of a slot's memory that keys and values may take; the rest is for parameters and for computing."""
 OF_UNITS = (1, 2)
 """Inputs of the entry point `serve` that say where tokens stand and which rows are wanted."""
 TOKENS = Size(0)
@@ -104,7 +104,7 @@ class HeldStage:
         self.bits = b""
         """The bit class of its process: see `partition.execute.bit_class`."""
         self.needed_bytes = wanted.memory_bytes_max
-        """What it needs at most of the memory that it was given."""
+        """The most that it needs of the memory that it was given."""
         self._stage = stage
         self._packed: frozenset[int] = frozenset()
         """Rows whose values only the process has."""

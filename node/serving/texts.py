@@ -39,7 +39,7 @@ _PIN = "service-text"
 
 
 class TextsOwner(Protocol):
-    """What is needed of `node.serving.serving.Serving`."""
+    """The part of `node.serving.serving.Serving` that this file uses."""
 
     seams: Seams
     refuse: Callable[[PeerId, RemoteProtocolError], None]
@@ -215,8 +215,8 @@ class Texts:
     async def pieces(
         self, text: FencedText | None, stops: Sequence[str], *, is_marked: bool = False
     ) -> AsyncIterator["TextPieces"]:
-        """What makes text of one answer's tokens; None where they are bytes. Where it `is_marked`, special
-        tokens that tell calls and reasoning apart are part of it."""
+        """Yield what makes text of one answer's tokens; None where they are bytes. Where it `is_marked`,
+        special tokens that tell calls and reasoning apart are part of it."""
         found = TextPieces(text, self.next_stream(), stops, is_marked=is_marked)
         try:
             yield found

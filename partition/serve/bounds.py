@@ -1,4 +1,4 @@
-"""What a node's owner lets one door have of the stages here: sessions, tokens a minute, memory.
+"""Bounds what one door may have of the stages here, by the node's owner: sessions, tokens a minute, memory.
 
 An answer that has begun goes on beyond a minute's tokens, so that it is not cut off for a few; a new one
 waits. What is spent is forgotten at the rate that is allowed.
@@ -19,7 +19,7 @@ MINUTES_MAX = 2.0
 
 @dataclass(frozen=True)
 class PeerBounds:
-    """What one door may have here: sessions that are in use, tokens a minute (0: any number), and the part of
+    """The bounds of one door: sessions that are in use, tokens a minute (0: any number), and the part of
     a stage's room for keys and values."""
 
     sessions: int = SESSIONS_PER_DOOR_MAX

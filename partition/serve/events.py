@@ -1,4 +1,4 @@
-"""What a door is asked, and what it says: wishes in, events out."""
+"""The input and the output of a door: wishes and events."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +12,7 @@ FinishReason = Literal["stop", "length", "cancelled", "failed"]
 
 @dataclass(frozen=True)
 class Shape:
-    """What a door has to know of a service: its stages, the numbers in a row that it answers (its vocabulary,
+    """A service as a door knows it: its stages, the numbers in a row that it answers (its vocabulary,
     or a vector's), the tokens it takes."""
 
     service: bytes
@@ -23,7 +23,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a generation is to be. `stops` are the tokens that end it, which are not part of the text."""
+    """The request for a generation. `stops` are the tokens that end it, which are not part of the text."""
 
     prompt: tuple[int, ...]
     tokens_max: int

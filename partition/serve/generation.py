@@ -1,5 +1,5 @@
-"""What a door keeps of each generation: its tokens, the session and route that it has now, and what these
-come to: units to send, rows that were answered, providers that are silent.
+"""The state of each generation of a door: its tokens, and the session and route that it has now; with the
+messages, units and rows that follow from it.
 """
 
 from collections import Counter, deque
@@ -72,7 +72,7 @@ class RouteAttempt:
 
 @dataclass(eq=False)
 class OpenGeneration:
-    """What a door keeps of a generation that goes on."""
+    """The state of a generation that goes on."""
 
     number: int
     shape: Shape

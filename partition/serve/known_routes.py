@@ -1,4 +1,4 @@
-"""What a door knows of the services it asks: who answers for each stage, who is not asked for a while."""
+"""The services that a door asks: who answers for each stage, and who is not asked for a while."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass

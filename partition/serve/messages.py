@@ -128,7 +128,7 @@ class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """What the last stage computed of a unit. With `best` the tensors are the ids (int64) of each row's best
+    """The result of the last stage for a unit. With `best` the tensors are the ids (int64) of each row's best
     logits and the logits themselves, else all logits of the rows; none where no row was wanted. `sums` are
     the logarithms of each row's sum of exponentials. Where hidden states were wanted, they are the tensor,
     a row for each, without sums. The tensors' bytes follow."""
@@ -196,7 +196,7 @@ Message = (
     OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | RestSession | Alive | Roll
 )
 Sends = list[tuple[PeerId, Message | Carried]]
-"""What a core has its driver send, and to whom."""
+"""Messages that a core has its driver send, and to whom."""
 
 
 def in_former_version(message: Message) -> Message:

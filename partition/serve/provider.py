@@ -1,4 +1,4 @@
-"""What a provider does with the units of all doors: whom it serves, and what its stage computes next.
+"""Serves the units of all doors: decides who is served, and what a stage computes next.
 
 A sans-IO core. It looks into no tensor: its driver checks arrays, joins those of a batch and splits what the
 stage answers.
@@ -148,7 +148,7 @@ class SessionProvider:
         )
 
     def reject(self, sender: PeerId, session: bytes, reason: str) -> Sends:
-        """What came as a unit of this session cannot be one; a stranger's ends nothing."""
+        """Close a session of which something came that can be no unit; a stranger's ends nothing."""
         found = self._sessions.get(session)
         if found is None or all(part.before != sender for part in found.parts.values()):
             return []

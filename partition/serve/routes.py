@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from crypto.identity import PeerId
 
 LOAD_SECONDS = 0.005
-"""What a session at a provider counts as for each token, beside what was measured."""
+"""The cost of each session at a provider for a token, beside what was measured."""
 SMOOTHING = 0.2
 """The part of the newest measurement in a mean."""
 DECODED_TOKENS_MAX = 4
@@ -23,7 +23,7 @@ DECODED_TOKENS_MAX = 4
 READ_TOKENS_MIN = 64
 """One with so many at least is reading; what lies between says little about either."""
 SECONDS_MAX = 60.0
-"""What takes longer is a machine that was asleep."""
+"""A longer call was that of a machine which was asleep."""
 
 Way = tuple[int, float, tuple[PeerId, ...]]
 """Doubts, seconds, and the peers from the first stage on."""
@@ -49,7 +49,7 @@ class StageReplica:
 
 @dataclass
 class StagePace:
-    """What a stage takes, by the calls that it answered; 0 where there was none of the kind."""
+    """The time that a stage takes, by the calls that it answered; 0 where there was none of the kind."""
 
     decode_seconds: float = 0.0
     read_seconds: float = 0.0

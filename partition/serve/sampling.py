@@ -34,7 +34,7 @@ REPETITION_MAX = 10.0
 TOP_MAX = 20
 """Likeliest tokens that are told beside the one that was chosen."""
 _DRAW_BITS = 53
-"""What a float64 between 0 and 1 holds."""
+"""The bits of a float64 between 0 and 1."""
 
 Penalty = Annotated[float, msgspec.Meta(ge=-PENALTY_MAX, le=PENALTY_MAX)]
 Bias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(ge=-BIAS_MAX, le=BIAS_MAX)]]

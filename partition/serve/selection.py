@@ -67,7 +67,7 @@ class _Buckets:
         self.weights = np.exp(-below)
         self.total = float(self.weights.sum())
         self.doubt = 4 * np.finfo(np.float64).eps * (len(row) + 8)
-        """What sums may differ by, of the total: each of so many additions rounds once."""
+        """The largest difference of sums, relative to the total: each of so many additions rounds once."""
         self._row = row
         span = min(max(float(below.max()), _SPAN_MIN), _DEPTH)
         self._places = np.minimum(below * (_BUCKETS / span), _BUCKETS - 1).astype(np.int32)

@@ -15,7 +15,7 @@ WAITING_BYTES_PER_DOOR_MAX = 64 << 20
 
 @dataclass(eq=False)
 class ServedSession:
-    """What a provider keeps of one session of a door: it has one place, however many stages here serve it."""
+    """One session of a door as a provider keeps it: it has one place, however many stages here serve it."""
 
     id: bytes
     service: bytes
@@ -57,7 +57,7 @@ class ServedSession:
 
 @dataclass(eq=False)
 class SessionPart:
-    """What one stage has of a session."""
+    """The part of a session that one stage serves."""
 
     session: ServedSession
     stage: int

@@ -1,4 +1,4 @@
-"""What one stage of a provider computes now, and what waits to be computed by itself."""
+"""The batch that one stage of a provider computes now, and the units that wait to be computed alone."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from partition.serve.served_session import SessionPart
 
 @dataclass(eq=False)
 class StageQueue:
-    """That of stage `number` of `count`: sessions have at most `context` tokens, and `room` together."""
+    """The queue of stage `number` of `count`: sessions have at most `context` tokens, and `room` together."""
 
     service: bytes
     number: int

@@ -6,7 +6,7 @@ What tokens say is asked of `decode`, over a window: from the token before which
 from collections.abc import Callable, Sequence
 
 UNFINISHED = "\ufffd"
-"""What decoders write for bytes that are no letter yet."""
+"""The character that decoders write for bytes that are no letter yet."""
 LETTER_BYTES_MAX = 4
 """Bytes of a letter in UTF-8; what is unfinished for longer is no letter."""
 STOPS_MAX = 8

@@ -1,4 +1,4 @@
-"""What one peer may have of the stages of a node: by its owner's [offer], through whole nodes."""
+"""One peer has of the stages of a node what its owner allows: by [offer], through whole nodes."""
 
 import pytest
 import trio

@@ -1,4 +1,4 @@
-"""What a node remembers of each of its answers."""
+"""A node remembers some figures of each of its answers."""
 
 from types import SimpleNamespace
 from typing import Any

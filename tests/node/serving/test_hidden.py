@@ -45,7 +45,7 @@ def test_hidden_states_are_whole_though_a_node_is_killed(monkeypatch: pytest.Mon
     simulate(main)
 
 
-def test_what_is_no_prompt_has_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_or_wrong_prompt_has_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Asking, "_hidden_width", _width)
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""What a node answers when it is asked for its services fits one message, however much it holds."""
+"""The answer of a node that is asked for its services fits one message, however much it holds."""
 
 from crypto.encoding import encode
 from crypto.facts import Fact

@@ -50,7 +50,7 @@ def test_stages_are_placed_on_nodes_with_short_links() -> None:
         assert set(peers) == set(PEERS) - {far}
 
 
-def test_a_far_node_is_taken_where_it_is_quicker_by_more_than_its_link() -> None:
+def test_a_far_node_is_taken_if_its_speed_outweighs_its_link() -> None:
     offers = [offer(PEERS[0], 0.0001), offer(PEERS[1], 0.0001), offer(PEERS[2], 10.0)]
     _, peers = plan_service(graph(), offers, 1, links(PEERS[2]))
     assert peers == [PEERS[2]]

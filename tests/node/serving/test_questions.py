@@ -1,4 +1,4 @@
-"""What is asked of a service becomes tokens: long chats are cut at few renderings."""
+"""Questions to a service become tokens: long chats are cut at few renderings."""
 
 from collections.abc import Sequence
 from typing import Any, cast

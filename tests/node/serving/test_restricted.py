@@ -32,7 +32,7 @@ def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:
     simulate(main)
 
 
-def test_a_door_takes_no_route_over_a_peer_that_may_not_hold_the_service() -> None:
+def test_a_door_takes_no_route_over_a_peer_outside_the_service() -> None:
     async def main() -> None:
         async with swarm("abc") as group:
             door = group.nodes["a"]

@@ -32,7 +32,7 @@ def test_a_service_answers_at_every_node() -> None:
     simulate(main)
 
 
-def test_an_answer_goes_on_when_a_stage_is_killed_and_a_spare_loads_it() -> None:
+def test_an_answer_goes_on_when_a_spare_loads_a_killed_stage() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             door = group.nodes["a"]
@@ -180,7 +180,7 @@ def test_the_death_of_a_door_frees_its_sessions() -> None:
     simulate(main)
 
 
-def test_a_service_without_a_spare_says_so_and_answers_once_a_node_is_free(
+def test_a_service_without_a_spare_answers_once_a_node_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(TokensServed, "needed_bytes", 1 << 60)  # no member has memory for a second stage
@@ -301,7 +301,7 @@ def test_a_served_stage_takes_a_slot() -> None:
     simulate(main)
 
 
-def test_no_more_tokenizers_are_read_at_once_than_a_node_has_room_for(
+def test_tokenizers_read_at_once_are_bounded_by_the_room_of_a_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts, "READERS_USED_MAX", 0)
@@ -317,7 +317,7 @@ def test_no_more_tokenizers_are_read_at_once_than_a_node_has_room_for(
     simulate(main)
 
 
-def test_the_memory_of_members_is_known_of_those_alone_that_were_asked_last(
+def test_memory_figures_cover_only_the_members_that_were_asked_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:

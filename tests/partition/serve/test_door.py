@@ -185,7 +185,7 @@ def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:
     assert world.finished[key].reason == "failed"
 
 
-def test_a_stage_that_always_fails_or_is_given_nonsense_is_left_for_its_replicas() -> None:
+def test_a_door_leaves_a_stage_that_always_fails_for_its_replicas() -> None:
     """It may be the stage before that gives nonsense, so both are left where others can do their work."""
     world = World()
     key = world.begin(DOOR, wish(5, 3))
@@ -329,7 +329,7 @@ def test_a_masked_generation_takes_what_is_allowed_alone() -> None:
 
 
 @pytest.mark.parametrize("kill_at", [0, 3, 7])
-def test_what_is_allowed_at_a_position_outlives_a_provider(kill_at: int) -> None:
+def test_tokens_allowed_at_a_position_outlive_a_provider(kill_at: int) -> None:
     assert masked_tokens(kill_at) == masked_tokens()
 
 

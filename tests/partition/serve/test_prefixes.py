@@ -136,7 +136,7 @@ def computed(world: World) -> int:
     return max(stage.computed for stage in world.stages.values())
 
 
-def test_what_was_read_once_is_not_read_again() -> None:
+def test_a_prompt_that_was_read_once_is_not_read_again() -> None:
     world = World()
     first = wish(300, 5)
     run(world, first)
@@ -252,7 +252,7 @@ def test_sessions_that_rest_are_kept_alive_and_make_room() -> None:
     assert all(world.finished[key].reason == "length" for key in begun)
 
 
-def test_a_session_takes_the_place_of_the_one_it_begins_from_where_no_other_is_free() -> None:
+def test_a_session_takes_its_base_sessions_place_where_no_other_is_free() -> None:
     world = World()
     for peers in PROVIDERS.values():
         world.kill(peers[1])

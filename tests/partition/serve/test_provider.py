@@ -75,7 +75,7 @@ def finish(core: SessionProvider, asked: ComputeBatch) -> Sends:
     return core.computed(0.0, SERVICE, asked.batch, [(None, each.arrays) for each in asked.units])
 
 
-def test_what_waits_is_computed_together() -> None:
+def test_units_that_wait_are_computed_together() -> None:
     core = provider()
     for number in range(5):
         opened(core, ALICE, number)
@@ -87,7 +87,7 @@ def test_what_waits_is_computed_together() -> None:
     assert [each.session for each in second.units] == [session(number) for number in range(1, 5)]
 
 
-def test_a_long_prompt_does_not_hold_up_the_next_token_of_another_door() -> None:
+def test_a_long_prompt_does_not_delay_the_tokens_of_another_door() -> None:
     core = provider()
     opened(core, ALICE, 1)
     opened(core, BOB, 2)
@@ -209,7 +209,7 @@ def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
     ]
 
 
-def test_what_waits_of_one_door_is_bounded_in_bytes() -> None:
+def test_waiting_units_of_one_door_are_bounded_in_bytes() -> None:
     core = provider()
     opened(core, ALICE, 1)
     opened(core, BOB, 2)
@@ -279,7 +279,7 @@ def test_a_door_that_the_owner_does_not_serve_is_told_so() -> None:
     assert opened(core, EVE, 1) == [(EVE, SessionClosed(session(1), "refused", "for listed peers only"))]
 
 
-def test_a_session_ends_where_its_door_has_spent_the_tokens_of_two_minutes() -> None:
+def test_a_session_ends_once_its_door_spent_two_minutes_of_tokens() -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(tokens_per_minute=60))
     opened(core, ALICE, 1)
     for order in range(3):

@@ -20,7 +20,7 @@ def best_route(*given: Any, **more: Any) -> tuple[PeerId, ...]:
 
 
 def price(route: tuple[StageReplica, ...], read: int, decode: int) -> float:
-    """What an answer takes over a route, written out."""
+    """Return what an answer takes over a route, written out."""
     tokens = (route[0].seconds + route[-1].seconds) / 2
     tokens += sum(each.decode_seconds + LOAD_SECONDS * each.sessions for each in route)
     tokens += sum(one.links.get(other.peer, 0.0) for one, other in pairwise(route))
@@ -56,7 +56,7 @@ def test_a_long_prompt_and_a_long_answer_go_to_different_replicas() -> None:
     assert best_route([[reader, talker]], 10, 200) == (B,)
 
 
-def test_what_was_not_measured_is_tried_and_not_given_everything() -> None:
+def test_unmeasured_replicas_are_tried_but_not_given_everything() -> None:
     known, new = StageReplica(A, 1, decode_seconds=0.05), StageReplica(B)
     assert best_route([[known, new]], 1, 1) == (B,)
     assert best_route([[known, new]], 1, 1, sessions=lambda peer: 2 if peer == B else 0) == (A,)

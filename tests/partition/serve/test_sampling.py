@@ -24,7 +24,7 @@ def best(logits: Any, count: int) -> LogitRow:
 def chosen_by_full_sort(
     logits: Any, sampling: Sampling, position: int, made: list[int], prompt: list[int], allowed: Any
 ) -> int:
-    """What a sort of the whole row comes to, step by step."""
+    """Return what a sort of the whole row comes to, step by step."""
     scores = logits.astype(np.float64)
     if sampling.repetition_penalty != 1:
         for token in {*prompt, *made}:

@@ -108,7 +108,7 @@ def test_a_single_session_waits_for_one_chunk_of_others(one: PeerId, shares: tup
 
 
 @PARTIES
-def test_who_was_idle_does_not_hold_up_others_when_it_asks(one: PeerId, shares: tuple[int, int]) -> None:
+def test_a_door_that_was_idle_does_not_hold_up_others(one: PeerId, shares: tuple[int, int]) -> None:
     core, orders = provider(), dict.fromkeys(range(6), 0)
     doors = {number: one if number == 5 else ALICE for number in orders}
     now = 0.0
@@ -171,7 +171,7 @@ def test_a_wait_ends_though_others_say_something_when_it_is_over() -> None:
     assert core.deadline > until + 0.001
 
 
-def test_many_shares_of_one_door_have_no_more_than_the_share_of_another() -> None:
+def test_many_owners_of_one_door_share_the_turns_of_one() -> None:
     core = provider()
     for number in range(8):
         core.receive(0.0, ALICE, OpenSession(session(number), SERVICE, 0, ALICE, NEXT, None, number))

@@ -140,7 +140,7 @@ def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
     assert [row.peer for row in core.rows()] == [A]
 
 
-def test_who_could_not_load_a_stage_is_asked_ever_more_seldom() -> None:
+def test_a_peer_that_cannot_load_a_stage_is_asked_ever_less() -> None:
     core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [Row(B, 0, True)])
     attempts: list[tuple[float, PeerId]] = []
     for now in range(1_000):

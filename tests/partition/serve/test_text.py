@@ -36,7 +36,7 @@ def test_bytes_that_are_no_letter_are_shown_as_such() -> None:
     assert "".join([stream.push(0xFF) for _ in range(6)] + [stream.finish()]) == "\ufffd" * 6
 
 
-def test_what_may_begin_a_stop_waits() -> None:
+def test_text_that_may_begin_a_stop_waits() -> None:
     found, _ = pieces("a\nUs b\nUser: c", "\nUser:")
     assert found[1:4] == ["", "", ""]
     assert "".join(found) == "a\nUs b"

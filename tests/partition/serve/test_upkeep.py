@@ -124,7 +124,7 @@ def test_members_hear_of_each_other_by_others() -> None:
     assert all(len(core.rows()) == 6 for core in swarm.members.values())
 
 
-def test_who_is_only_spoken_of_holds_no_place() -> None:
+def test_a_peer_known_by_hearsay_holds_no_place() -> None:
     rng = Random(1)
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
     core.introduce(0.0, [Row(peer, 0, True) for peer in PEERS[1:]])
@@ -163,7 +163,7 @@ def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
         core.receive(0.0, PEERS[1], Roll(bytes([1]) * 32, 0, True))
 
 
-def test_who_answers_is_told_as_it_changes() -> None:
+def test_changes_of_the_roster_are_told() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     core.ready(0.0)
     core.introduce(0.0, [Row(PEERS[1], 1, False)])

@@ -45,7 +45,7 @@ PROVIDERS = {
 
 
 def logits_after(tokens: tuple[int, ...]) -> Array:
-    """What the model says after these tokens."""
+    """Return what the model says after these tokens."""
     seed = int.from_bytes(blake3(bytes(tokens)).digest(4))
     return np.random.default_rng(seed).normal(size=VOCABULARY).astype(np.float32)
 
@@ -117,7 +117,7 @@ class World:
         """Stages that a provider holds beside its own."""
         self.computing: deque[tuple[PeerId, ComputeBatch]] = deque()
         self.later: dict[tuple[PeerId, int], list[ForkSession | ForgetSession]] = {}
-        """What a stage is to do once it has computed."""
+        """The actions of a stage once it has computed."""
         self.queues: dict[tuple[PeerId, PeerId], deque[Message | Carried]] = {}
         self.tokens: dict[tuple[PeerId, int], list[int]] = {}
         self.finished: dict[tuple[PeerId, int], GenerationOver] = {}
