@@ -124,7 +124,7 @@ def test_greedy_tokens_are_those_of_transformers_and_batches_change_no_bit(
     # All at once, and each alone, which is to be the same to the bit; then three tokens more.
     units = [Unit(session(row), 0, length, length) for row, length in enumerate(LENGTHS)]
     prompts = [ids[row, :length].tolist() for row, length in enumerate(LENGTHS)]
-    together = chain.logits(units, [token for prompt in prompts for token in prompt]).split(LENGTHS)
+    together = chain.logits(units, [token for prompt in prompts for token in prompt]).split(LENGTHS)  # type: ignore[no-untyped-call]  # torch's
     for row, length in enumerate(LENGTHS):
         alone = chain.logits([Unit(session(100 + row), 0, length, length)], prompts[row])
         assert torch.equal(together[row], alone)
@@ -132,7 +132,7 @@ def test_greedy_tokens_are_those_of_transformers_and_batches_change_no_bit(
     for step in range(3):
         tokens = [int(ids[row, length + step]) for row, length in enumerate(LENGTHS)]
         units = [Unit(session(row), length + step, 1, 1) for row, length in enumerate(LENGTHS)]
-        together = chain.logits(units, tokens).split(1)
+        together = chain.logits(units, tokens).split(1)  # type: ignore[no-untyped-call]  # torch's
         for row, length in enumerate(LENGTHS):
             alone = chain.logits([Unit(session(100 + row), length + step, 1, 1)], tokens[row : row + 1])
             assert torch.equal(together[row], alone)
