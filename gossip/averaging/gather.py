@@ -15,7 +15,7 @@ from gossip.averaging.robust.reduction import Reduction, Vector
 
 
 class Gather:
-    """The result as it grows: `vector`, and a `Reduced` for each owner. In an exchange there are no parts."""
+    """The result as it grows: `vector`, and a `Reduced` for each owner; an exchange has no parts."""
 
     def __init__(self, group: Group, owners: dict[int, Owner], place: int, codec: Codec) -> None:
         self._attempt = group.id

@@ -44,7 +44,7 @@ class Service(Protocol):
 
 
 class RunsOutside:
-    """One node's former memberships, by run. A run here is not among `Service.members`, so nothing is done
+    """One node's former memberships, by run. A run here is not among `Service.members`: nothing is done
     for it."""
 
     def __init__(self, runs: Service, me: PeerId) -> None:

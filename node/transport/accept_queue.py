@@ -4,7 +4,7 @@ and none of them has a task.
 One task takes connections from the kernel, reads what they say, and closes those who say something else,
 hang up, or have stood there for too long; in crowds it does so for many at once, for a turn of the event loop
 costs more than all else of a stranger. Whose first flight is whole, and in a private swarm shows a key of it,
-is handed on to shake hands as soon as `Admission` lets it; it keeps its place in the doorway until it has.
+is handed on to shake hands as soon as `Admission` lets it; it keeps its place at the door until then.
 
 In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
 connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.

@@ -1,7 +1,7 @@
 """Convergence of a run in local mode: the rule of its manifest over a series of evaluations.
 
-A series is carried by its last evaluation alone (`Progress`), so the next evaluator goes on with it, also
-after the death of the one before.
+A series is carried by its last evaluation alone (`Progress`), so the next evaluator goes on with it,
+also after the death of the one before.
 """
 
 from dataclasses import dataclass

@@ -186,7 +186,10 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "a constant too short": (constant(0, data=b"\0" * 11), "11 bytes where 12"),
     "a constant of varying shape": (constant(0, type=VARYING), "varies"),
     "a bool of two": (constant(1, data=b"\0\1\2"), "other bytes"),
-    "a state of no size": (replace(GOOD, states=(State("s", TensorType("bool", (Size(9),))),)), "no size"),
+    "a state of no size": (
+        replace(GOOD, states=(State("s", TensorType("bool", (Size(9),))),)),
+        "no size",
+    ),
     "two entry points of one name": (decode(name="train"), "called 'train'"),
     "a nameless entry point": (decode(name=""), "no name"),
     "two ports of one name": (

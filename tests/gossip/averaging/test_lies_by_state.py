@@ -139,7 +139,11 @@ STATES: dict[str, tuple[type, Callable[[Any], bool], dict[str, Lie]]] = {
         {"another root": seals(put(root=bytes(32))), "another commit": seals(put(commit=bytes(32)))},
     ),
     "holds": (Holding, lambda _: True, {"another digest": put(digest=bytes(32))}),
-    "asks": (Ask, lambda _: True, {"for all": put(chunks=tuple(range(64))), "of another": put(place=1)}),
+    "asks": (
+        Ask,
+        lambda _: True,
+        {"for all": put(chunks=tuple(range(64))), "of another": put(place=1)},
+    ),
     "withdraws": (Withdraw, lambda _: True, {"from another attempt": put(attempt=bytes(32))}),
     "says what arrived": (
         Arrived,
