@@ -49,7 +49,6 @@ from partition.run.states import NEXT, State
 from partition.run.stored_chain import StoredChain
 
 Event = TypeVar("Event")
-
 SETTINGS = RunSettings()
 PEERS = tuple(PeerId(bytes([number]) * 32) for number in range(1, 8))
 REQUESTER, ONE, TWO, THREE, FOUR, SPARE, OTHER = PEERS
