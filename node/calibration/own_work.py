@@ -275,8 +275,10 @@ class _Member:
         self.plan = plan
         self._shell = shell
 
-    async def keep(self, _: PeerId, frame: Any) -> Any:
-        return await self._shell.keep(frame)
+    async def take_frame(self, sender: PeerId, frame: Any) -> None:
+        kept = await self._shell.keep(frame)
+        if kept is not None:
+            self._shell.receive(trio.current_time(), sender, kept)
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         self._shell.receive(now, sender, message)

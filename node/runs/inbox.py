@@ -117,9 +117,8 @@ class PipelineInbox:
             try:
                 wire.check_step(message, member.steering.steps)
                 if isinstance(message, OpenedFrame):
-                    # The stream waits meanwhile, and so does its sender.
-                    message = await member.keep(sender, message)
-                if message is not None:
+                    await member.take_frame(sender, message)
+                else:
                     member.receive(self._runs.seams.clock.monotonic(), sender, message)
             except RemoteProtocolError as error:
                 refused = error

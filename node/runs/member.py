@@ -35,6 +35,7 @@ from partition.run.dispatch import Role, role_of
 from partition.run.messages import REASON_LENGTH_MAX, check_sender
 from partition.run.proposals import Surroundings
 from partition.run.states import State
+from partition.steps.frames import OpenedFrame
 from partition.steps.messages import Failed, Open
 
 
@@ -86,7 +87,7 @@ class RunMember:
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
         self.unprepare = self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
-        self.keep, self.close_stage = self.hosting.keep, self.hosting.end
+        self.close_stage = self.hosting.end
         self._decided = trio.Event()
         self._waker = Waker(service.seams.clock, lambda: self.core.deadline)
         self._has_begun = trio.Event()
@@ -446,6 +447,11 @@ class RunMember:
                 self.duties.committer.receive(now, sender, message)
             case Role.STAGE:
                 self._to_stage(now, sender, message)
+
+    async def take_frame(self, sender: PeerId, frame: OpenedFrame) -> None:
+        """Handle a frame of the plan in force. Its stream waits meanwhile. Raises RemoteProtocolError."""
+        self.duties.stall.heard(self._now, sender)
+        await self.hosting.take(sender, frame)
 
     def revise(self, fact: Fact) -> bool:
         """Handle the requester's revision of the run; return whether it is new. Raises

@@ -106,13 +106,15 @@ class Hosting:
         if self.core.planner_lost(planner) is not None:
             await self.abandon()
 
-    async def keep(self, sender: PeerId, frame: OpenedFrame) -> OpenedFrame | None:
-        """Keep an incoming frame, in memory it may stay in; return None where there is none, and the stage
-        fails."""
+    async def take(self, sender: PeerId, frame: OpenedFrame) -> None:
+        """Hand an incoming frame to the stage, once there is memory that it may stay in; where there is none,
+        the stage fails. Raises RemoteProtocolError."""
         plan = self.core.plan
-        if self.replica is None or plan is None or sender not in plan.members:
-            return frame  # it will be dropped or refused, so it need not be put anywhere
-        return await self.replica.keep(frame)
+        kept: OpenedFrame | None = frame
+        if self.replica is not None and plan is not None and sender in plan.members:
+            kept = await self.replica.keep(frame)  # others' frames will be refused
+        if kept is not None and self.replica is not None:
+            self.replica.receive(self._service.seams.clock.monotonic(), sender, kept)
 
     async def _change(self, wanted: core.StageWanted | core.StageEnded) -> None:
         async with self._changing:

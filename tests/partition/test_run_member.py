@@ -46,7 +46,7 @@ from partition.run.parts import Parts
 from partition.run.proposals import Surroundings
 from partition.run.settings import RunSettings
 from partition.run.states import NEXT, State
-from partition.run.stored_chain import StoredChain
+from tests.partition.quiet_chain import Quiet
 
 Event = TypeVar("Event")
 SETTINGS = RunSettings()
@@ -61,21 +61,6 @@ PLAN = Plan(
     microbatches=4,
     stages=(StagePlan(0, 1, (ONE, TWO), (1, 1)), StagePlan(1, 2, (THREE, FOUR), (1, 1))),
 )
-
-
-class Quiet(StoredChain):
-    """A chain that only notes what its member wants decided; what others decide is told by hand."""
-
-    proposals: list[Change | None]
-
-    def wish(self, change: Change | None, parent: bytes) -> None:
-        self.proposals.append(change)
-
-    def reach(self, live: object) -> None: ...
-
-    @property
-    def deadline(self) -> float:
-        return float("inf")
 
 
 @dataclass

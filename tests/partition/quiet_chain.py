@@ -1,0 +1,19 @@
+"""A chain of plans for tests of a member alone."""
+
+from partition.plan.change import Change
+from partition.run.stored_chain import StoredChain
+
+
+class Quiet(StoredChain):
+    """A chain that only notes what its member wants decided; what others decide is told by hand."""
+
+    proposals: list[Change | None]
+
+    def wish(self, change: Change | None, parent: bytes) -> None:
+        self.proposals.append(change)
+
+    def reach(self, live: object) -> None: ...
+
+    @property
+    def deadline(self) -> float:
+        return float("inf")
