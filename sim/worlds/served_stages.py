@@ -18,7 +18,8 @@ from crypto.identity import PeerId
 from partition.serve.messages import Answer, Roll, Row
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
 from partition.serve.provider import Event as ProviderEvent
-from partition.serve.taking import further_refusal, is_member, others, stopgaps
+from partition.serve.taking import further_refusal, has_other, is_member, others, stopgaps
+from partition.serve.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpkeep
 from sim.network.instants import after, instant
 from sim.scenario.model import ServedModel
@@ -56,7 +57,7 @@ class StageOwner(Protocol):
         """Ask a peer, which may be this one, to hold a stage."""
 
 
-class PlayedStage:
+class LoadedStage:
     """One of them, with the tokens that each session has there."""
 
     def __init__(self, number: int, upkeep: ServiceUpkeep) -> None:
@@ -80,12 +81,12 @@ class PlayedStages:
         self._service = service
         self._model = model
         self._token_after = token_after
-        self._stages: dict[int, PlayedStage] = {}
+        self._stages: dict[int, LoadedStage] = {}
         self._computes_until = -inf
         self._is_leaving = False
 
     @property
-    def held(self) -> list[PlayedStage]:
+    def held(self) -> list[LoadedStage]:
         """The stages, the one that is held for good first."""
         return sorted(self._stages.values(), key=lambda held: held.upkeep.is_stopgap)
 
@@ -145,19 +146,19 @@ class PlayedStages:
         )  # fmt: skip
         if here:
             self._owner.count("stopgaps taken")
-        held = self._stages[stage] = PlayedStage(stage, upkeep)
+        held = self._stages[stage] = LoadedStage(stage, upkeep)
         self._owner.at(after(now, model.load_seconds), partial(self._loaded, held))
         self._owner.turn([])
         return True
 
-    def _loaded(self, held: PlayedStage) -> None:
+    def _loaded(self, held: LoadedStage) -> None:
         if self._stages.get(held.number) is not held:
             return
         context = 4 * self._model.prompt + self._model.tokens
         self._owner.provider.hold(self._service, held.number, self._model.stages, context)
         self._owner.turn(list(held.upkeep.ready(self._owner.now)))
 
-    def _let_go(self, held: PlayedStage) -> None:
+    def _let_go(self, held: LoadedStage) -> None:
         if self._stages.get(held.number) is not held:
             return
         del self._stages[held.number]
@@ -184,7 +185,7 @@ class PlayedStages:
 
         look()
 
-    def _hand_over(self, held: PlayedStage, until: float) -> None:
+    def _hand_over(self, held: LoadedStage, until: float) -> None:
         owner = self._owner
         if not owner.provider.sessions_of(self._service) or self._has_other(held):
             self._let_go(held)
@@ -205,12 +206,12 @@ class PlayedStages:
         rows = held.upkeep.rows()
         self._place(held.number, rows, [*self._free(rows), *others(rows, owner.peer)], found)
 
-    def _has_other(self, held: PlayedStage) -> bool:
+    def _has_other(self, held: LoadedStage) -> bool:
         return has_other(held.roster, held.number, self._owner.peer)
 
     # Finding others
 
-    def _recruit(self, held: PlayedStage, wanted: Recruit) -> None:
+    def _recruit(self, held: LoadedStage, wanted: Recruit) -> None:
         """Ask those that live and hold no stage, one after another, then the members where nobody has it."""
         rows = held.upkeep.rows()
         free = self._free((*rows, *(Row(peer, 0, False) for peer in wanted.members)))
@@ -261,7 +262,7 @@ class PlayedStages:
         tokens = sum(1.0 if unit.work.tokens == 1 else READ_PART * unit.work.tokens for unit in asked.units)
         return float(self._model.pass_seconds * max(1.0, tokens**0.5) * self._owner.slowness)
 
-    def _computed(self, held: PlayedStage, asked: ComputeBatch) -> None:
+    def _computed(self, held: LoadedStage, asked: ComputeBatch) -> None:
         if self._stages.get(held.number) is not held:
             return
         is_last = held.number == self._model.stages - 1
