@@ -278,7 +278,7 @@ class _Member:
     async def take_frame(self, sender: PeerId, frame: Any) -> None:
         kept = await self._shell.keep(frame)
         if kept is not None:
-            self._shell.receive(trio.current_time(), sender, kept)
+            self._shell.receive(RealClock().monotonic(), sender, kept)
 
     def receive(self, now: float, sender: PeerId, message: Any) -> None:
         self._shell.receive(now, sender, message)
