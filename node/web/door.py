@@ -13,6 +13,7 @@ from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from itertools import count
+from math import inf
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import h11
@@ -32,6 +33,9 @@ PATIENCE_SECONDS = 10.0
 """How long the owner's browser may rest on a connection that another needs."""
 PLACES = Budget(CONNECTIONS_MAX, CONNECTIONS_MAX, CONNECTIONS_MAX, PATIENCE_SECONDS)
 """All are of this machine: there is nothing to tell them apart by but the token."""
+DOORWAY_MAX = 32
+"""Connections beyond that, which may say who they are: a browser's six, and a few clients'. Those that show
+the token or a key are served there; of the others the one silent for longest goes when another comes."""
 _OWNER, _HERE = b"owner", prefix_of("127.0.0.1")
 HEADER_BYTES_MAX = 16 << 10
 BODY_BYTES_MAX = 64 << 10
@@ -43,13 +47,13 @@ REQUEST_SECONDS_MAX = 5.0
 LONG_REQUEST_SECONDS_MAX = 30.0
 """The same where a long body is allowed, which comes over slow links too."""
 EARLY_BYTES_MAX = 16 << 10
-"""What a client may send of its next requests while it waits for an answer."""
+"""The bytes that a client may send of its next requests while it waits for an answer."""
 IDLE_SECONDS_MAX = 30.0
 """How long a connection may wait for its next request."""
 SEND_SECONDS_MAX = 20.0
 """A client that takes nothing for so long is cut off; a page comes back and goes on where it was."""
 SEND_BUFFER_BYTES = 128 << 10
-"""What the system holds of one client. Without this it grows to megabytes for one that reads slowly."""
+"""The bytes that the system holds of one client. By itself they grow to megabytes for one that reads slowly."""
 DRAIN_SECONDS_MAX = 0.5
 """How long what a refused client still sends is thrown away, so that it reads why."""
 QUERY_FIELDS_MAX = 32
@@ -112,8 +116,8 @@ def _explain(_path: str, refusal: Refusal) -> Response:
 
 @dataclass(frozen=True)
 class DoorRules:
-    """What a door does besides answering: `guard` is over method, path and headers; `explain` writes down a
-    refusal for a path; with `tls` it speaks HTTPS alone."""
+    """The rules of a door besides answering: `guard` is over method, path and headers; `explain` writes down
+    a refusal for a path; with `tls` it speaks HTTPS alone."""
 
     is_owner: Callable[[Request], bool]
     new_id: Callable[[], str]
@@ -131,12 +135,13 @@ class Door:
     ) -> None:
         self.rules = rules
         self.bodies_bytes = 0
-        """What long bodies take now."""
+        """The bytes of long bodies that are held now."""
         self._handler = handler
         self._host = host
         self._port_wanted = port
         self._may_move = may_move
         self._places: Register[_Connection] = Register(PLACES)
+        self._doorway: set[_Connection] = set()
         self._numbers = count()
         self.port = 0
         self.turned_away = 0
@@ -160,6 +165,8 @@ class Door:
         connection = _Connection(stream, self)
         evicted = self._places.admit(trio.current_time(), connection, b"%d" % next(self._numbers), _HERE)
         if evicted is None:
+            evicted = self._enter_doorway(connection)
+        if evicted is None:
             self.turned_away += 1
             await trio.aclose_forcefully(stream)
             return
@@ -172,8 +179,22 @@ class Door:
                 await connection.run()
         finally:
             self._places.leave(connection)
+            self._doorway.discard(connection)
             with trio.move_on_after(1.0, shield=True):
                 await trio.aclose_forcefully(stream)
+
+    def _enter_doorway(self, connection: "_Connection") -> "tuple[_Connection, ...] | None":
+        """Let a connection say who it is though all places are taken; return those that lose theirs in the
+        doorway for it, None where it gets none."""
+        gone: tuple[_Connection, ...] = ()
+        if len(self._doorway) >= DOORWAY_MAX:
+            strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
+            if not strangers:
+                return None
+            gone = (min(strangers, key=lambda each: each.silent_since),)
+        self._doorway.difference_update(gone)
+        self._doorway.add(connection)
+        return gone
 
     def note(self, connection: "_Connection", request: Request) -> None:
         """Let the owner's connections stay before those of strangers."""

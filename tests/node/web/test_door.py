@@ -1,7 +1,7 @@
 """The page's HTTP door on real sockets: what it serves, what it refuses, and that nobody brings it down."""
 
 import json
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 
 import pytest
 import trio
@@ -52,7 +52,7 @@ async def test_a_known_file_is_not_sent_again() -> None:
         ("/api/view", "POST", 405),
     ],
 )
-async def test_what_is_not_there_has_a_clear_status(path: str, method: str, status: int) -> None:
+async def test_an_unknown_path_has_a_clear_status(path: str, method: str, status: int) -> None:
     async with served() as page:
         answered, _, body = await page.ask(path, method=method)
         assert answered == status
@@ -165,6 +165,18 @@ async def test_neither_40_streams_nor_140_silent_connections_keep_the_owner_out(
             nursery.start_soon(each.aclose)
 
 
+async def test_the_owner_is_served_at_once_beside_200_silent_connections() -> None:
+    async with served(told()) as page, AsyncExitStack() as silent:
+        for _ in range(200):
+            silent.push_async_callback((await trio.open_tcp_stream("127.0.0.1", page.port)).aclose)
+        for _ in range(3):
+            assert (await page.ask("/api/view"))[0] == 200
+        server = page.page._door
+        assert server is not None
+        assert len(server._doorway) <= door.DOORWAY_MAX
+        assert server.turned_away >= 200 - door.CONNECTIONS_MAX - door.DOORWAY_MAX
+
+
 def test_a_form_is_no_action_even_with_the_token() -> None:
     headers = {"content-type": "text/plain", "x-peerloom-token": "secret"}
     refusal = refuse_action(headers, "secret")
@@ -194,7 +206,7 @@ def test_a_link_from_elsewhere_opens_the_page() -> None:
         (b"GET / HTTP/1.1\r\n\r\n", b" 400 "),
     ],
 )  # fmt: skip
-async def test_what_is_no_request_gets_a_status(data: bytes, status: bytes) -> None:
+async def test_bytes_that_are_no_request_get_a_status(data: bytes, status: bytes) -> None:
     async with served() as page:
         assert status in (await page.raw(data)).partition(b"\r\n")[0]
 
@@ -220,6 +232,7 @@ async def test_idle_connections_are_closed_without_a_word(monkeypatch: pytest.Mo
 
 async def test_a_silent_connection_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "PLACES", Budget(1, 1, 1, 60.0))
+    monkeypatch.setattr(door, "DOORWAY_MAX", 0)
     async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
         await first.send_all(b"GET")
         with trio.fail_after(20):  # idle ones are closed only after 30 s
@@ -232,6 +245,7 @@ async def test_a_silent_connection_makes_room_for_the_next(monkeypatch: pytest.M
 
 async def test_the_newest_connection_beyond_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(door, "PLACES", Budget(1, 1, 1, 10.0))
+    monkeypatch.setattr(door, "DOORWAY_MAX", 0)
     async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
         await first.send_all(b"GET")
         assert await page.raw(b"") == b""

@@ -134,7 +134,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
     assert queue.enter(0, "b", 1).at == 0
 
 
-async def test_a_long_body_is_read_with_a_key_alone_and_only_so_long(
+async def test_a_long_body_is_read_with_a_key_up_to_its_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(model_api, "BODY_BYTES_MAX", 200_000)
@@ -206,10 +206,7 @@ async def test_two_hundred_silent_connections_stop_no_stream() -> None:
                 with suppress(OSError):
                     stream = await trio.open_tcp_stream("127.0.0.1", page.port)
                     silent.push_async_callback(stream.aclose)
-            with trio.fail_after(10):  # a new client is turned away until the silent ones have had their time
-                while len(answered) < 2:
-                    with suppress(OSError, IndexError):
-                        await ask()
+            await ask()  # whoever shows a key is served at once
         assert answered == [200, 200]
 
 
