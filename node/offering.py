@@ -56,6 +56,10 @@ class Hours:
             for first, end in self.spans
         )
 
+    def next_begin(self, minute: int) -> int:
+        """Return the minute of the day at which, after this one, the next of them begins."""
+        return min((first for first, _ in self.spans), key=lambda first: (first - minute - 1) % DAY_MINUTES)
+
     def __str__(self) -> str:
         return ",".join(
             f"{first // 60:02d}:{first % 60:02d}-{end // 60:02d}:{end % 60:02d}" for first, end in self.spans

@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime
+from pathlib import Path
 from typing import Any, TextIO
 
 from node.errors import PeerloomError
@@ -162,9 +163,11 @@ def flops_text(flops: float) -> str:
     return f"{flops / 1e6:.3g} MFLOP" if flops else "-"
 
 
-def data_text(data: str) -> str:
-    """A data set by name, or the beginning of a folder's hash."""
-    return data if len(data) < DATA_HASH_LENGTH else f"data {data[:8]}"
+def data_text(data: str, reading: Mapping[str, Any] | None = None) -> str:
+    """Return a data set by name: its own, that of the file which was read, or how its hash begins."""
+    if len(data) < DATA_HASH_LENGTH:
+        return data
+    return Path(reading["source"]).name if reading and reading["source"] else f"data {data[:8]}"
 
 
 def compute_lines(capacity: Mapping[str, Any]) -> list[str]:

@@ -490,7 +490,8 @@ def run_text(run: Mapping[str, Any]) -> str:
     loss = f"  loss {run['loss']:.4f}" if run["loss"] is not None else ""
     place = step_text(run)
     place = "steps not followed here" if place == "-" else f"step {place}"
-    return f"{run['run']}  {run['model']} on {data_text(run['data'])}  {run['status']}  {place}{loss}"
+    data = data_text(run["data"], run.get("reading"))
+    return f"{run['run']}  {run['model']} on {data}  {run['status']}  {place}{loss}"
 
 
 def step_text(run: Mapping[str, Any]) -> str:

@@ -57,6 +57,7 @@ def demo(
         stream = sys.stderr if as_json else sys.stdout
         weights, answered, seconds = _play(story, folder, stream, keep=keep, begun=begun)
     except Stopped:
+        _tidy(folder)
         show(["stopped; no node is left running"], sys.stderr)
         raise typer.Exit(EXIT_FORCED) from None
     except NodeEnded as error:
@@ -100,6 +101,14 @@ def _prepare(folder: Path, steps: int) -> None:
         run_file.write_text(run_text(run_file, steps))
     except OSError as error:
         raise UsageError(f"--out {folder}: {(error.strerror or str(error)).lower()}") from None
+
+
+def _tidy(folder: Path) -> None:
+    """Remove the folder of a demo that was stopped before it had a result."""
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [RUN_NAME]:
+            (folder / RUN_NAME).unlink()
+            folder.rmdir()
 
 
 def _is_of_a_demo(run_file: Path) -> bool:

@@ -76,7 +76,8 @@ def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
     """Return why the rules forbid to serve at this reading, as one of RESTING and for a person; two empty
     texts where they allow it."""
     if not rules.hours.holds(reading.minute):
-        return HOURS, f"serves at {rules.hours} only"
+        again = rules.hours.next_begin(reading.minute)
+        return HOURS, f"serves at {rules.hours} only, again at {again // 60:02d}:{again % 60:02d}"
     if rules.mains_only and reading.on_mains is False:
         return BATTERY, "on battery"
     if (low := _low_battery(rules, reading)) and rules.battery_low == "never":

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from node.cli.render import capacity_text
+from node.cli.render import capacity_text, data_text
 from node.cli.runs import run_lines
 from node.cli.screen import EventScreen
 from node.cli.train import unwatched
@@ -28,6 +28,12 @@ def test_stopping_to_watch_names_the_commands_to_continue() -> None:
 def test_stopping_before_acceptance_claims_no_running_run() -> None:
     (said,) = unwatched("", "file")
     assert "before the run began" in said
+
+
+def test_data_that_was_read_here_is_called_by_its_file() -> None:
+    assert data_text("digits") == "digits"
+    assert data_text("b4" * 32) == "data b4b4b4b4"
+    assert data_text("b4" * 32, {"source": "tables/iris.csv"}) == "iris.csv"
 
 
 @pytest.mark.parametrize(("reason", "ending"), [("", "placing"), ("2 are needed", "placing: 2 are needed")])

@@ -34,8 +34,8 @@ readings = st.builds(
     ("changed", "reason"),
     [
         ({}, ""),
-        ({"minute": 539}, "serves at 09:00-17:00 only"),
-        ({"minute": 1_020}, "serves at 09:00-17:00 only"),
+        ({"minute": 539}, "serves at 09:00-17:00 only, again at 09:00"),
+        ({"minute": 1_020}, "serves at 09:00-17:00 only, again at 09:00"),
         ({"idle_seconds": 299.0}, "its owner uses it"),
         ({"load_percent": 30.5}, "other programs take more than 30 % of it"),
         ({"on_mains": False}, "on battery"),
@@ -78,6 +78,7 @@ def test_hours_may_go_over_midnight() -> None:
         True, True, False, False, True, False, False, True,
     ]  # fmt: skip
     assert str(hours) == "22:00-07:00,12:00-13:30"
+    assert [hours.next_begin(minute) for minute in (420, 810, 1_319)] == [720, 1_320, 1_320]
     for wrong in ("25-26", "9", "9-9", "09:60-10:00", "x"):
         with pytest.raises(ValueError, match="times of the day"):
             read_hours(wrong)

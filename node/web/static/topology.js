@@ -34,7 +34,8 @@ export function layout(members, links) {
       const [cx, cy] = alone ? [0, 0] : [x, y];
       places.push({ member, x: cx + far * Math.cos(index * GOLDEN), y: cy + far * Math.sin(index * GOLDEN) });
     });
-    labels.push({ name: name || "no region", count: group.length, x: alone ? 0 : x, y: (alone ? 0 : y) - size - (alone ? 34 : 6) });
+    // One group without a place is the whole swarm: there is nothing to tell apart.
+    if (name || !alone) labels.push({ name: name || "place not given", count: group.length, x: alone ? 0 : x, y: (alone ? 0 : y) - size - (alone ? 34 : 6) });
   }
   return { places, labels };
 }
