@@ -1,4 +1,4 @@
-"""What nodes say to each other, as a record of each protocol: of the version before, and of this one.
+"""The messages of nodes, as a record of each protocol: of the version before, and of this one.
 
 `previous.json` has the record of the version before, `previous.tar.xz` its packages, as they stand in its
 wheel (without the simulator, the page's files and the demo's weights). A node must speak with nodes of both,
@@ -53,13 +53,13 @@ CARRIED: Mapping[str, tuple[type, ...]] = {
     runs.PIPELINE_PROTOCOL: (Change,),
     blobs.BLOBS_PROTOCOL: (checkpoint.StatePart,),
 }
-"""What a protocol carries as bytes that are decoded once more."""
+"""Structs that a protocol carries as bytes, which are decoded once more."""
 
 UNNAMED: Mapping[str, tuple[type, ...]] = {
     "the hello of a connection": (router.Hello, router.Answer),
     "the beacon of the local network": (beacon.Beacon,),
 }
-"""What is said before any name: no version of it can be chosen, so it may only grow."""
+"""Messages before any name: no version of them can be chosen, so they may only grow."""
 
 GOAL_FIELDS = {
     f"RevisionBody.{field}": "a field at the end, which the requester's own node alone acts on"

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from crypto.contact import parse_address
 from crypto.encoding import encode
 from gossip.member import Profile
 from gossip.messages import alive_body
-from node.cli.client import ask
+from node.cli.client import NodeRefused, ask
 from node.demo.processes import SwarmProcesses
 from tests.rolling.schemas import ARCHIVE
 from tests.serving_swarm import Ground, Question, until
@@ -29,6 +29,10 @@ from tests.stack import simple_cnn
 
 full = pytest.mark.skipif("PEERLOOM_ROLLING" not in os.environ, reason="minutes: PEERLOOM_ROLLING=1")
 SECONDS_MAX = 120.0
+STEPS = 100_000
+"""More than are taken. It is part of the manifest, by which the draws of dropout are seeded."""
+FURTHER_STEPS = 30
+"""Between one node that is replaced and the next."""
 RUN = """
 model = "model.peerloom"
 [train]
@@ -36,6 +40,8 @@ steps = {steps}
 batch = 32
 microbatch = 4
 seed = 5
+optimizer = "sgd"
+learning_rate = 0.01
 [plan]
 stages = 1
 replicas = 2
@@ -171,49 +177,96 @@ def test_runs_of_either_version_train_on_both_alike(versions: Versions) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-9), "sums come in another order, and no more"
 
 
+class Losses:
+    """The loss of every step of a run, by what its members say while it goes on: each remembers only some."""
+
+    def __init__(self, versions: Versions, run: str) -> None:
+        self._versions, self._run = versions, run
+        self.rows: dict[int, float] = {}
+
+    def look(self, name: str) -> int:
+        """Take in what a node knows; return its newest step, 0 for none."""
+        try:
+            document = ask(self._versions.folder / name, "runs.metrics", {"run": self._run})
+        except NodeRefused:  # it has no part in the run
+            return 0
+        rows = {row["step"]: row["loss"] for row in document["rows"] if "loss" in row}
+        for step, loss in rows.items():
+            assert self.rows.setdefault(step, loss) == loss, f"two losses of step {step}"
+        return max(rows, default=0)
+
+    def look_at(self, names: Iterable[str]) -> int:
+        """The same of several nodes."""
+        return max(map(self.look, names))
+
+    def go_on(self, names: Sequence[str], since: int) -> None:
+        """Wait for further steps."""
+        until(
+            lambda: self.look_at(names) >= since + FURTHER_STEPS,
+            SECONDS_MAX,
+            f"no step is taken after {since}: {self._versions.said('a')}",
+        )
+
+
 @full
 def test_a_swarm_rolls_over_one_by_one_while_a_run_goes_on(versions: Versions) -> None:
-    names = ("a", "b", "c")
+    names = ("a", "b", "c", "d")
     versions.launch("old", *names)
     versions.start("a")
     for name in names[1:]:
         versions.start(name, through="a")
     versions.meet(*names)
-    command = versions.train("old", "a", 100_000)
+    command = versions.train("old", "a", STEPS)
     try:
-
-        def goes_on(name: str, since: int) -> None:
-            until(
-                lambda: versions.run(name).get("step", 0) >= since + 30,
-                SECONDS_MAX,
-                f"no step is taken: {versions.said('a')}",
-            )
-
-        def is_whole(name: str) -> None:
-            until(
-                lambda: versions.run(name)["status"] == "running",
-                SECONDS_MAX,
-                f"it is not whole again: {versions.run(name)}",
-            )
-
-        goes_on("a", 0)
-        is_whole("a")
-        for name, other in (("b", "a"), ("c", "b"), ("a", "b")):
-            before = versions.run(other)["step"]
+        until(lambda: versions.run("a").get("status") == "running", SECONDS_MAX, versions.said("a"))
+        run = versions.run("a")["run"]
+        losses = Losses(versions, run)
+        losses.go_on(names, 0)
+        for name, other in (("d", "a"), ("b", "a"), ("c", "b"), ("a", "b")):
+            before = losses.look_at(names)
             versions.roll(name, through=other)
             versions.meet(*names)
-            goes_on(other, before)
-            is_whole(other)
-            run = versions.run(other)
-            told = f"{name} rolled at step {before}: {run['status']} at step {run['step']}"
-            sys.stdout.write(f"{told}, {run['steps_lost']} lost\n")
-            assert run["steps_lost"] == 0
-        # What the requester asked in the version before, it ends in this one.
-        run = versions.run("b")["run"]
+            assert_answers(versions, name, other)
+            losses.go_on(names, before)
+            until(
+                lambda other=other: versions.run(other)["status"] == "running",  # type: ignore[misc]  # of now
+                SECONDS_MAX,
+                f"it is not whole again: {versions.run(other)}",
+            )
+            told = versions.run(other)
+            sys.stdout.write(f"{name} rolled at step {before}: {told['steps_lost']} lost\n")
+            assert told["steps_lost"] == 0
+        # The new node ends what the requester asked for in the version before.
         assert ask(versions.folder / "a", "runs.stop", {"run": run})["status"] == "stopped"
+        last = losses.look_at(names)
     finally:
         command.kill()
         command.wait()
+    missing = set(range(1, last + 1)) - set(losses.rows)
+    assert not missing, f"steps that nobody saw: {sorted(missing)}"
+    # The same once more, undisturbed, on the swarm that is all new.
+    command = versions.train("new", "b", STEPS)
+    try:
+        until(lambda: versions.run("b").get("run", run) != run, SECONDS_MAX, versions.said("b"))
+        again = Losses(versions, versions.run("b")["run"])
+        until(lambda: again.look_at(names) >= last, SECONDS_MAX, versions.said("b"))
+        ask(versions.folder / "b", "runs.stop", {"run": versions.run("b")["run"]})
+    finally:
+        command.kill()
+        command.wait()
+    differences = [abs(loss - again.rows[step]) for step, loss in losses.rows.items() if step <= last]
+    sys.stdout.write(f"{last} steps, largest difference of a loss {max(differences):.3g}\n")
+    assert max(differences) <= 1e-9
+
+
+def assert_answers(versions: Versions, new: str, other: str) -> None:
+    """Hold a value that the one node keeps against what the other finds, both ways."""
+    for writer, reader in ((new, other), (other, new)):
+        kept = {"key": f"by {writer} for {reader}", "value": writer.encode().hex()}
+        ask(versions.folder / writer, "dht.put", kept, seconds=SECONDS_MAX)
+        asked = {"key": kept["key"], "publisher": versions.swarm.nodes[writer].peer}
+        found = ask(versions.folder / reader, "dht.get", asked, seconds=SECONDS_MAX)
+        assert found["value"] == kept["value"]
 
 
 class MixedGround(Ground):
