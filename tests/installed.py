@@ -42,7 +42,7 @@ def environment(home: Path, path: Sequence[Path] = (), **more: str) -> dict[str,
 
 
 def typed(
-    line: str, folder: Path, path: Sequence[Path] = (), **more: str
+    line: str, folder: Path, path: Sequence[Path] = (), *, seconds: float = SECONDS_MAX, **more: str
 ) -> subprocess.CompletedProcess[str]:
     """Type a line into a shell in `folder`, which is also the home."""
     return subprocess.run(
@@ -51,5 +51,5 @@ def typed(
         env=environment(folder, path, **more),
         capture_output=True,
         text=True,
-        timeout=SECONDS_MAX,
+        timeout=seconds,
     )

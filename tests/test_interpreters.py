@@ -2,9 +2,11 @@
 
 Only Python 3.11 plays every test. Here each file is held to what 3.12 to 3.14 have removed, and where such an
 interpreter is installed, also by pyenv, it reads all files with warnings as errors; PEERLOOM_INTERPRETERS=1
-has it play a node.
+has it play a node, and PEERLOOM_INTERPRETERS=/path/to/python,... (each with the packages of the extra `demo`)
+has these train.
 """
 
+import json
 import os
 import shutil
 import subprocess
@@ -27,6 +29,7 @@ REMOVED = frozenset(
 )  # fmt: skip
 """Modules of 3.11's standard library that 3.12 (PEP 632, PEP 594) or 3.13 no longer have."""
 INSTALL_SECONDS_MAX = 600.0
+SAY_VERSION = "import sys; print(f'{sys.version_info[0]}.{sys.version_info[1]}')"
 READ = """
 import pathlib, sys, warnings
 warnings.simplefilter("error")
@@ -34,11 +37,20 @@ for name in sys.argv[1:]:
     for path in sorted(pathlib.Path(name).rglob("*.py")):
         compile(path.read_text(encoding="utf-8"), str(path), "exec")
 """
-WATCHED = (
-    "python -m node --data-dir d --listen 127.0.0.1:0 --no-lan --web off --log text > lines & i=0;"
-    " until python -m node status --data-dir d; do i=$((i+1)); test $i -lt 100 || exit 1; sleep 0.5; done;"
-    " python -m node leave --data-dir d"
+STARTED = (
+    "PEERLOOM_ALLOW_UNFENCED=true python -m node --data-dir d --listen 127.0.0.1:0"
+    " --no-lan --web off --log text > lines & i=0; until python -m node status --data-dir d;"
+    " do i=$((i+1)); test $i -lt 100 || exit 1; sleep 0.5; done;"
 )
+WATCHED = f"{STARTED} python -m node leave --data-dir d"
+TRAINED = (
+    f"{STARTED} printf '[train]\\nsteps = 4\\nbatch = 32\\n' > RUN.toml;"
+    " python -m node train RUN.toml --data-dir d --wait 120s --out weights.safetensors;"
+    " python -m node runs --data-dir d --json; python -m node leave --data-dir d"
+)
+TRAIN_SECONDS_MAX = 300.0
+"""A machine that is busy loads torch for half a minute in each process."""
+GIVEN = [each for each in os.environ.get("PEERLOOM_INTERPRETERS", "").split(",") if each.startswith("/")]
 others = pytest.mark.parametrize("version", VERSIONS[1:])
 
 
@@ -92,6 +104,19 @@ def test_a_node_lives_under_a_newer_interpreter(version: str, tmp_path: Path) ->
     ended = typed(WATCHED, tmp_path, [scripts])
     assert ended.returncode == 0, ended.stderr
     assert "left" in ended.stdout
+
+
+@pytest.mark.parametrize("python", GIVEN)
+def test_a_newer_interpreter_trains_a_model(python: str, tmp_path: Path) -> None:
+    asked = subprocess.run(
+        [python, "-c", SAY_VERSION], check=True, capture_output=True, text=True, timeout=60
+    )
+    assert asked.stdout.strip() in VERSIONS
+    ended = typed(TRAINED, tmp_path, [Path(python).parent], seconds=TRAIN_SECONDS_MAX)
+    assert ended.returncode == 0, ended.stderr
+    (told,) = (json.loads(line) for line in ended.stdout.splitlines() if line.startswith("{"))
+    assert [(run["status"], run["step"]) for run in told["runs"]] == [("done", 4)], ended.stderr
+    assert (tmp_path / "weights.safetensors").stat().st_size > 0
 
 
 def test_the_tests_run_under_a_declared_version() -> None:
