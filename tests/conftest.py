@@ -26,6 +26,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
+SECONDS_MAX = 60.0
+"""For one test."""
 ORDER = os.environ.get("PEERLOOM_ORDER", "1")
 """Another one, and tasks that are ready at one instant take other turns in every test."""
 
@@ -46,7 +48,7 @@ def _bugs_come_out() -> Iterator[None]:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Say what the marker of slow tests means."""
-    config.addinivalue_line("markers", "slow: played by `make soak`, or with PEERLOOM_SLOW set")
+    config.addinivalue_line("markers", "slow(seconds=60): played by `make soak`, or with PEERLOOM_SLOW set")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,14 +70,17 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run coroutine tests with trio; a test that never ends fails after a minute."""
+    """Run coroutine tests with trio; a test that never ends fails after a minute, or after the `seconds` of
+    its marker `slow`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     names = pyfuncitem._fixtureinfo.argnames
     arguments = {name: pyfuncitem.funcargs[name] for name in names}
+    slow = pyfuncitem.get_closest_marker("slow")
+    seconds = SECONDS_MAX if slow is None else slow.kwargs.get("seconds", SECONDS_MAX)
 
     async def main() -> Any:
-        with trio.fail_after(60):
+        with trio.fail_after(seconds):
             await pyfuncitem.obj(**arguments)
 
     trio.run(main)
