@@ -1,4 +1,4 @@
-"""How a member of a run in local mode takes over the state of others."""
+"""The take-over of others' states by a member of a run in local mode."""
 
 from math import inf
 
@@ -28,8 +28,8 @@ async def catch_up(
     trial: Trial | None,
     is_needed: bool,
 ) -> bool:
-    """Take over the state of others, of `steps` at most; whether one was. Those that `trial` refuses, or that
-    are not of this run, are passed over; if no other is left, the own one is back.
+    """Take over the state of others, of `steps` at most; return whether one was. States that `trial` refuses,
+    or that are not of this run, are passed over; if no other is left, the own one is back.
 
     Raises:
         StageFailed: nobody hands one over, and this member cannot do without (`is_needed`).

@@ -59,7 +59,7 @@ class ColumnStage:
         """`metrics` are how many the model has. `payload_bytes_max` bounds answers: a micro-batch's tensors,
         or the parameters of a stage."""
         self.computed: Callable[[PeerId, int, int], None] = lambda _peer, _stage, _microbatches: None
-        """Hears of each holder, once a step is made, its stage and how many micro-batches it passed."""
+        """Called once a step is made, with each holder, its stage and how many micro-batches it passed."""
         self._passed = 0
         self._metrics = metrics
         self._run = run
@@ -158,7 +158,8 @@ class ColumnStage:
         return answer.reason if isinstance(answer, Refusal) else "no answer"
 
     async def call(self, request: object) -> object:
-        """See `node.seams.Stage`: what concerns the whole model goes to all stages. Raises ColumnBroken."""
+        """Answer a request (`node.seams.Stage`): all stages do those about the whole model. Raises
+        ColumnBroken."""
         match request:
             case api.Forward():
                 return await self._pass(request)
@@ -176,7 +177,7 @@ class ColumnStage:
                 return await self._own.call(request)
 
     async def exports(self) -> list[bytes]:
-        """The parameters of all stages but the first. Raises ColumnBroken."""
+        """Return the parameters of all stages but the first. Raises ColumnBroken."""
         found = []
         for stage in range(1, self._count):
             answer = await self._ask(stage, api.Export(), seconds=EXPORT_SECONDS_MAX)
@@ -187,7 +188,7 @@ class ColumnStage:
         return found
 
     async def _pass(self, request: api.Forward) -> api.Forwarded:
-        """A micro-batch through all stages, and its gradient back."""
+        """Pass a micro-batch through all stages, and its gradient back."""
         step, number, last = request.step, request.microbatch, self._count - 1
         flowing, labels = request.input, request.labels
         found: object = None
@@ -221,7 +222,7 @@ class ColumnStage:
             gradient = done.gradient
 
     async def _all(self, request: api.Norm | api.Apply | api.Discard) -> list[object]:
-        """Ask all stages at once; their answers in order. All are asked, also where one is gone."""
+        """Ask all stages at once, also where one is gone; return their answers in order."""
         answers: dict[int, object] = {}
         broken: list[str] = []
 
@@ -239,8 +240,8 @@ class ColumnStage:
         return [answers[stage] for stage in sorted(answers)]
 
     async def _ask(self, stage: int, request: Work, *, seconds: float = CALL_SECONDS_MAX) -> object:
-        """One request to one stage, once those before it are answered. Raises ColumnBroken, StageDiverged, or
-        StageFailed of the own one."""
+        """Send a request to a stage, once those before it are answered. Raises ColumnBroken, StageDiverged,
+        or StageFailed of the own one."""
         if stage:
             async with self._turns[stage]:
                 return await self._ask_holder(stage, request, seconds)
@@ -275,7 +276,7 @@ class ColumnStage:
         return worked
 
     async def _ask_here(self, server: StageServer, stage: int, request: Work) -> object:
-        """One request to a stage that the head holds itself."""
+        """Send a request to a stage that the head holds itself."""
         if server.seat.head is None:
             raise ColumnBroken(f"stage {stage + 1} is not ready here")
         try:

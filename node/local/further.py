@@ -152,7 +152,7 @@ class FurtherStages:
                 await self._close(stage)
 
     async def _open(self, stage: int) -> ColumnHolder:
-        """Raises StageFailed, UsageError, OSError, RemoteProtocolError."""
+        """Open a stage. Raises StageFailed, UsageError, OSError, RemoteProtocolError."""
         service, run, material = self._service, self._run, self._material
         build = partial(build_stage_spec, run, material.graph, material.plan, stage, service.machine)
         specification, _, data = await service.seams.executor.run(build, apart=True)

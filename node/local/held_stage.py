@@ -43,7 +43,7 @@ class AveragedStage:
     ) -> None:
         assert run.manifest.local is not None, "the run is in local mode"
         self.trial: Trial | None = None
-        """How states of others are tried, where one stage can be."""
+        """The trial of others' states, where a stage can be tried alone."""
         self.taken_over: Callable[[], Awaitable[None]] = _nothing
         """Called when the numbers are others' now."""
         self.has_state = False
@@ -125,7 +125,7 @@ class AveragedStage:
             await self.taken_over()
 
     async def renew(self, step: int) -> bool:
-        """Take over a state of this step or later, as another holds it now; whether there was one."""
+        """Take over a state of this step or later, as another holds it now; return whether there was one."""
         try:
             found = await self.part.states.fetch(
                 step, self._run.manifest.steps, bytes_max=self.trainer.state_bytes_max

@@ -24,7 +24,7 @@ GREETED_MAX = 32
 
 
 class ColumnHolder:
-    """One stage. `work` runs it until it fails, or a further one is not needed any more."""
+    """One held stage. `work` runs it until it fails, or a further one is not needed any more."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Puts a member's state away now and then, beside the training (`node.local.saved`)."""
+"""The keeper of a member's state: it is put away now and then, beside the training (`node.local.saved`)."""
 
 from contextlib import suppress
 from functools import partial

@@ -131,7 +131,7 @@ class LocalMember:
 
     @property
     def step(self) -> int:
-        """Local steps made here."""
+        """The local steps made here."""
         return 0 if self._trainer is None else self._trainer.step
 
     # Life
@@ -249,7 +249,7 @@ class LocalMember:
             )
 
     async def _stand_in(self, further: FurtherStages, plan: Plan, nursery: trio.Nursery) -> None:
-        """Be ready to hold stages of other machines that die; of the head's column, or the head itself."""
+        """Be ready to replace machines that die: holders of the head's column, or the head itself."""
         service, graph = self._service, self._graph
         assert graph is not None
         sizes = await service.seams.executor.run(

@@ -40,7 +40,7 @@ class _OfferedNodes:
 
 
 class Recruiter:
-    """Recruits for one member."""
+    """The recruiter of one member."""
 
     def __init__(self, service: Service, run: Run, door: Door, crew: MemberCrew, stages: int) -> None:
         self.choice = Recruitment(crew, _OfferedNodes(service, run), stages)

@@ -44,7 +44,7 @@ class Results:
         member: Holder,
     ) -> None:
         self.lock = trio.Lock()
-        """Held by whoever writes or reads the file."""
+        """Held while the file is written or read."""
         self._service = service
         self._now = service.seams.clock.monotonic
         self._run = run

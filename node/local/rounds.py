@@ -67,7 +67,7 @@ class Rounds:
 
     @property
     def axes(self) -> int:
-        """How many rounds average all members: one for each axis of their grid."""
+        """The number of rounds that average all members: one for each axis of their grid."""
         return len(self._part.walk.axes)
 
     def lacks_mean(self, others: int) -> bool:

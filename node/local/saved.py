@@ -29,7 +29,7 @@ RUN_BYTES_MAX = 98_304
 """A full chain of tickets, a manifest, the names of members, and as many revocations as there may be."""
 TABLE_BYTES_MAX = 16 << 20
 MEMBERS_MAX = 64
-"""Members that are remembered: those that a member which comes back tells that it is there."""
+"""Members that are remembered: a member that comes back tells these that it is there."""
 LENGTH_BYTES = 8
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]

@@ -42,9 +42,9 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 GREETINGS = 10
 GREET_SECONDS = 1.0
-"""A node that comes back shows its tickets so often, and so long apart, to those it knew."""
+"""How often a node that comes back shows its tickets to those it knew, and how long apart."""
 PLACE_SECONDS = 30.0
-"""A requester that takes no stages waits so long at least for the first that trains."""
+"""How long a requester that takes no stages waits at least for the first that trains."""
 
 
 class LocalRuns:
@@ -130,7 +130,7 @@ class LocalRuns:
         self._driver.command(lambda _: self._endings.admitted(admission, admission.greet(peers)))
 
     async def join(self, peer: PeerId, request: wire.Join) -> wire.Reply:
-        """A member of a run asks this node to take part. Raises RemoteProtocolError."""
+        """Answer a member of a run that asks this node to take part. Raises RemoteProtocolError."""
         service, chain = self._service, request.chain
         run = check_run(service.signer, request.manifest)
         if run.manifest.local is None or request.stage >= stage_count(run):
@@ -240,7 +240,7 @@ class LocalRuns:
             self._left(member)
 
     def _left(self, member: LocalMember) -> None:
-        """This node cannot go on in a run; the others do."""
+        """Leave a run in which this node cannot go on; the others do."""
         run, wall = member.run, self._service.seams.clock.wall()
         self.members.pop(run.id, None)
         self._service.receipts.ended(run.id)
@@ -252,7 +252,7 @@ class LocalRuns:
         self._service.publish(RunReleased(at=wall, run=run.text))
 
     async def _serve_column(self, stream: Stream) -> None:
-        """A head wants the stage that this node holds."""
+        """Answer a head that wants the stage that this node holds."""
         attach: column.Question = decode(
             await stream.receive(), column.Question, bytes_max=column.MESSAGE_BYTES_MAX
         )
@@ -275,7 +275,7 @@ class LocalRuns:
         self._driver.command(lambda now: self._endings.drained(ending, order(now)))
 
     def _show(self, admission: Admission, peers: Collection[PeerId]) -> None:
-        """Show peers that claim to be members the chain of this one."""
+        """Show the chain of this member to peers that claim to be members."""
         self._driver.command(lambda now: self._endings.admitted(admission, admission.show(now, peers)))
 
     def _on_event(self, event: core.Event) -> None:
@@ -302,7 +302,7 @@ class LocalRuns:
                 pass
 
     def _expelled(self, member: LocalMember, peer: PeerId, reason: str) -> None:
-        """The tickets of a member have expired or were revoked: it averages with this one no more."""
+        """Stop averaging with a member whose tickets have expired or were revoked."""
         if peer == self._service.signer.peer:
             member.cancel(f"this node may take part no more: {reason}")
             return
@@ -341,7 +341,7 @@ class LocalRuns:
     async def end(
         self, member: LocalMember, outcome: str, detail: str, weights: str, *, for_all: bool = False
     ) -> None:
-        """A run is over here: close its stage, remember how it ended, say so."""
+        """End a run here: close its stage, remember how it ended, say so."""
         service, run = self._service, member.run
         if self.members.get(run.id) is not member:
             return
@@ -384,13 +384,13 @@ class LocalRuns:
             await self.end(member, outcome, detail, "")
 
     async def stop(self, run: bytes, fact: Fact, detail: str) -> None:
-        """The requester has stopped a run: end it here."""
+        """End a run here that its requester has stopped."""
         member = self.members.get(run)
         if member is not None:
             member.stopped_by = fact
             await self.end(member, "stopped", detail, "", for_all=True)
 
     async def leave(self) -> None:
-        """This node says goodbye: take no further part in any run."""
+        """Take no further part in any run: this node says goodbye."""
         for member in list(self.members.values()):
             member.cancel()

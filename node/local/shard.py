@@ -1,4 +1,4 @@
-"""Which samples are a member's own: a share of the training data, by rendezvous hashing over the members.
+"""The share of the training data that is a member's own, by rendezvous hashing over the members.
 
 The data is cut into buckets once; each belongs to the member that hashes nearest to it. So members that see
 the same others hold disjoint shards, a death spreads one shard over the rest, and nothing is told to anybody.
@@ -13,7 +13,7 @@ from blake3 import blake3
 from crypto.identity import PeerId
 
 BUCKETS_MAX = 1_024
-"""Enough that eight members have shares within some 10 % of each other."""
+"""As many that eight members have shares within some 10 % of each other."""
 
 
 def own_buckets(run: bytes, buckets: int, me: PeerId, others: Collection[PeerId]) -> list[int]:
@@ -60,7 +60,7 @@ class Shard:
         return self._rows
 
     def set_members(self, members: Collection[PeerId]) -> None:
-        """These train, `me` among them. A change begins a new pass."""
+        """Set the members that train, `me` among them. A change begins a new pass."""
         found = frozenset([self._me]) if self._is_whole else frozenset(members) | {self._me}
         if found == self._members:
             return
@@ -72,7 +72,7 @@ class Shard:
         self._left = iter(())
 
     def take(self, count: int) -> list[int]:
-        """The next samples."""
+        """Return the next samples."""
         found: list[int] = []
         while len(found) < count:
             row = next(self._left, None)

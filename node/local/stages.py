@@ -1,4 +1,4 @@
-"""How a run in local mode cuts its model: the same stages for all, from the manifest and the graph alone."""
+"""The cut of a model in local mode: the same stages for all, from the manifest and the graph alone."""
 
 from itertools import accumulate, pairwise
 
@@ -69,7 +69,7 @@ def open_part(averaging: Averaging, run: Run, stage: int, gate: Gate) -> Partici
 
 
 def local_plan(run: Run, graph: Graph, me: PeerId) -> Plan:
-    """The stages in the form that admission knows; who holds them is not in it. Raises ValueError."""
+    """Return the stages in the form that admission knows, without their holders. Raises ValueError."""
     rows = tuple(StagePlan(first, last, (me,), (1,)) for first, last in stage_ranges(run.manifest, graph))
     return Plan(run.id, NO_HASH, 0, (me,), (me,), run.manifest.microbatches, rows)
 

@@ -30,7 +30,7 @@ class Teller:
         self._publish(event)
 
     def evaluated(self, samples: int, loss: float, metrics: tuple[float, ...]) -> None:
-        """An evaluation, here or of another member."""
+        """Announce an evaluation, here or of another member."""
         named = dict(zip(self._run.manifest.metrics, metrics, strict=True))
         accuracy = named[CORRECT] / samples if CORRECT in named and samples else None
         event = RunEvaluated(
@@ -45,7 +45,7 @@ class Teller:
         self._publish(event)
 
     def stepped(self, step: int, stepped: Stepped, seconds: float, replicas: int) -> None:
-        """A step was made here; `step` counts them, this one too."""
+        """Announce a step made here; `step` counts them, this one too."""
         event = StepCommitted(
             at=self._clock.wall(),
             run=self._run.text,

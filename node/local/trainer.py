@@ -32,7 +32,7 @@ from partition.stage_layout import arena_bytes, gradient_bytes, parameter_layout
 Pick = Callable[[int], tuple[list[Array], list[Array]]]
 
 OUTER = "outer/"
-"""Before the names of what a strategy hands to late joiners, in a snapshot."""
+"""The prefix of a snapshot's arrays that a strategy hands to late joiners."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +84,8 @@ class LocalTrainer:
         self._first = int.from_bytes(blake3(run.id + me).digest()[:3], "big") << 24
 
     def _held_out_samples(self, *, is_own: bool) -> tuple[int, Pick]:
-        """How many samples the model is judged by here, and where they are: those of the run, or where data
-        stays with its owners, this member's."""
+        """Return how many samples the model is judged by here, and their source: those of the run, or this
+        member's where data stays with its owners."""
         manifest, batches = self._manifest, self._batches
         validation, test = manifest.validation_samples, manifest.test_samples
         if is_own:  # what is over is no whole batch, which not every model takes
@@ -101,7 +101,7 @@ class LocalTrainer:
         return self.step >= self._manifest.steps or self.is_waiting
 
     async def train_step(self) -> Stepped:
-        """One optimizer step on this member's next samples. Raises StageFailed."""
+        """Make one optimizer step on this member's next samples. Raises StageFailed."""
         manifest = self._manifest
         try:
             done = await self._pass_all(manifest.microbatches, self._training_microbatch)
@@ -134,7 +134,7 @@ class LocalTrainer:
     async def _pass_all(
         self, count: int, make: Callable[[int], Awaitable[api.Forward]]
     ) -> list[api.Forwarded]:
-        """Pass so many micro-batches through the stage, `in_flight` at once; what came of each. Where one
+        """Pass so many micro-batches through the stage, `in_flight` at once; return their results. Where one
         fails no more are begun, and those under way are waited for: the stage owes nobody an answer then."""
         done: dict[int, api.Forwarded] = {}
         errors: list[Exception] = []
@@ -181,7 +181,7 @@ class LocalTrainer:
 
     @property
     def held_out_microbatches(self) -> int:
-        """How many micro-batches the held-out samples are."""
+        """The number of micro-batches that the held-out samples are."""
         return -(-self._held_out // self._manifest.microbatch)
 
     async def evaluate(self, microbatches_max: int | None = None) -> tuple[float, int, tuple[float, ...]]:
@@ -223,7 +223,7 @@ class LocalTrainer:
                 await self.stage.call(api.Restore(self.step))
 
     def _read_result(self, name: str, storage: Storage) -> bool:
-        """Write the parameters of a result into the arena; whether they are all there."""
+        """Write the parameters of a result into the arena; return whether they are all there."""
         data = storage.read(name)
         try:
             tensors = {} if data is None else safetensors.numpy.load(data)
@@ -257,7 +257,7 @@ class LocalTrainer:
         return array
 
     async def copy_out(self, *, moments: bool) -> Vector:
-        """A copy of what is trained, and of the optimizer's moments behind it."""
+        """Return a copy of what is trained, and of the optimizer's moments behind it."""
         return await self._executor.run(partial(self._copy_out, moments))
 
     def _copy_out(self, moments: bool) -> Vector:
@@ -281,7 +281,7 @@ class LocalTrainer:
     # The state, for late joiners
 
     async def snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
-        """This member's whole state, with what its strategy adds."""
+        """Return this member's whole state, with what its strategy adds."""
         return await self._executor.run(partial(self._snapshot, rounds, lineage, outer))
 
     def _snapshot(self, rounds: int, lineage: bytes, outer: Mapping[str, Vector]) -> Snapshot:
@@ -322,7 +322,7 @@ class LocalTrainer:
         return outer
 
     async def export(self) -> bytes:
-        """The model as a safetensors file of one stage. Raises StageFailed."""
+        """Return the model as a safetensors file of one stage. Raises StageFailed."""
         exported = await self.stage.call(api.Export())
         assert isinstance(exported, api.Exported)
         return exported.data

@@ -17,7 +17,7 @@ MICROBATCHES_MAX = 16
 
 @dataclass(frozen=True)
 class TrainerPlace:
-    """Where a member is: its numbers, steps and samples."""
+    """The place of a member: its numbers, steps and samples."""
 
     numbers: Vector
     step: int
@@ -36,7 +36,7 @@ async def go_back(trainer: LocalTrainer, place: TrainerPlace) -> None:
 
 
 class Trial:
-    """How one member tries states. Make it by `open`, with the values that all begin with."""
+    """The trial of states by one member. Make it by `open`, with the values that all begin with."""
 
     def __init__(self, trainer: LocalTrainer, first: float, *, is_apart: bool) -> None:
         self._trainer = trainer

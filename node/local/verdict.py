@@ -1,4 +1,4 @@
-"""Whether a member believes a result that another proposes, from what it measured itself.
+"""The verdict of a member on a result that another proposes, from its own measurements.
 
 Every member that trains evaluates the result on the held-out samples, beside its own model and the first
 values that all began with. It needs nobody's word for that. What a liar can still do is end a run early with
@@ -11,7 +11,7 @@ from math import inf, isfinite
 from node.averaging.loss_bound import apart_loss_max, is_within
 
 GAIN_SHARE = 0.5
-"""A result has at least so much of what this member's own model has gained over the first values: members
+"""The share that a result must have of what this member's own model has gained over the first values: members
 that trained apart for a while differ by a fifth and more where the loss falls fast."""
 SERIES_SHARE = 0.1
 """The share of what a series has gained: it has stopped improving where nobody is better by more than
