@@ -1,5 +1,6 @@
 """The members of a run in local mode as one of them sees them, with its parts that trio drives."""
 
+from collections.abc import Mapping
 from functools import partial
 
 from crypto.identity import PeerId
@@ -40,8 +41,8 @@ class Crew(MemberCrew):
         """The stages that this member holds beside its own."""
         self._run = run
 
-    def _rostered(self) -> dict[PeerId, Report]:
-        return {} if self.part is None else dict(self.part.roster.reports)
+    def _rostered(self) -> Mapping[PeerId, Report]:
+        return {} if self.part is None else self.part.roster.reports
 
     def open_column(self, service: Service, plan: Plan, own: Stage, bytes_max: int) -> ColumnStage:
         """Make the column that this member is the head of, of the stages in `plan`."""

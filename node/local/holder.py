@@ -93,22 +93,19 @@ class ColumnHolder:
         held.report()
         self.begun()
         server.between, server.settle = between, settle
-        while not self._rules.is_spare(self.held.now()):
+        while not self._rules.is_spare(trio.current_time()):
             if server.seat.failure:
                 raise StageFailed(server.seat.failure)
             await self._renew()
-            if server.head is None:
+            has_converged, is_idle = self._ending.has_converged, held.trainer.is_idle
+            deed = self._rules.next_deed(is_idle=is_idle, has_converged=has_converged)
+            if deed == "call":
                 known = list(self._door.admission.admitted)[-GREETED_MAX:]
                 self._door.greet([*known, *server.seat.companions])  # heads look for holders
-                async with server.lock:
-                    await between()
+            async with server.lock:
+                await (held.hand_on() if deed == "hand on" else between())
+            if deed == "call":
                 self.alone()
-            elif held.trainer.is_idle or self._ending.has_converged:  # no step of the head calls for a round
-                async with server.lock:
-                    await between()
-            else:
-                async with server.lock:  # the head may be waiting for whoever wants this state
-                    await held.hand_on()
             await trio.sleep(LOOK_SECONDS)
 
     async def _renew(self) -> None:

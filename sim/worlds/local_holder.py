@@ -60,6 +60,8 @@ class HolderLife(LocalLife):
     def _hold(self, holding: HeldPlace, carried: CountedState | None) -> Task:
         """Hold a stage for heads until it is not needed any more."""
         stage, rules = holding.stage, holding.rules
+        if stage is self.own and carried is not None:
+            self.kept.step = carried.step
         if not (yield from stage.begin(carried)):
             if stage is self.own:
                 self.run.left(self.me, "no member handed over its state")
@@ -75,14 +77,13 @@ class HolderLife(LocalLife):
                 found = yield from stage.fetch(step, self.run.training.steps)
                 if found is not None and rules.seat.head is None:
                     stage.take(found)
-            if rules.seat.head is None:
-                known = [*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions]
-                self.greet(known)
+            deed = rules.next_deed(is_idle=stage.is_idle, has_converged=self.ending.has_converged)
+            if deed == "call":
+                self.greet([*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions])
+            if deed != "hand on":
                 self._between(holding)
-                if stage is self.own:
-                    self._end_if_stranded()
-            elif stage.is_idle or self.ending.has_converged:
-                self._between(holding)
+            if deed == "call" and stage is self.own:
+                self._end_if_stranded()
             yield self.sleep(LOOK_SECONDS)
 
     def _end_if_stranded(self) -> None:

@@ -4,7 +4,7 @@ A node has one stage of its own, and further ones where it stands in for machine
 (`partition.run.local.regrouping`). A further one ends once another node holds the stage and has gone on.
 """
 
-from typing import Protocol
+from typing import Literal, Protocol
 
 from partition.run.local.due import Due
 from partition.run.local.reports import Reports, training
@@ -15,6 +15,11 @@ RENEWALS_MAX = 3
 SPARE_SECONDS = 10.0
 """A further stage that has had no head for so long ends, if others hold it: a column that lost another stage
 has its head back sooner."""
+
+
+Deed = Literal["call", "average", "hand on"]
+"""The deed of a holder: call for heads, and average; average; or hand its state on, for which the head may be
+waiting."""
 
 
 class StageNumbers(Protocol):
@@ -73,6 +78,13 @@ class StageHolder:
             return None
         self._renewals += 1
         return step
+
+    def next_deed(self, *, is_idle: bool, has_converged: bool) -> Deed:
+        """Return what to do now. `is_idle`: no step is made here any more, so no step of the head calls for a
+        round; nor does one where the run `has_converged`."""
+        if self.seat.head is None:
+            return "call"
+        return "average" if is_idle or has_converged else "hand on"
 
     def is_spare(self, now: float) -> bool:
         """Return whether another node holds this stage, which is a further one here, and has gone on."""
