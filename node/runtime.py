@@ -128,22 +128,19 @@ class Node(Surface):
         seeds = (*config.join.seeds, *read_join(join))
         self.config = config
         self.handlers: dict[str, CommandHandler] = {}
-        self.stopping = trio.Event()
-        self.handed_over = trio.Event()
+        self.stopping, self.handed_over = trio.Event(), trio.Event()
         self._is_met = trio.Event()
         self._seeds = replace(config.join, seeds=seeds)
-        self._network = network
+        self._network, self._entropy = network, entropy
         self._clock = clock or RealClock()
         live_others = lambda: len(self.membership.live) - 1  # noqa: E731
         self._swarm_clock = SwarmClock(self._clock, lambda: self.membership.clocks, live_others)
         self._rng = rng or Random(int.from_bytes(entropy(16), "big"))  # noqa: S311 - choices, not keys
-        self._entropy = entropy
         self._scratch = ScratchBudget(config.resources.scratch, config.data_dir)
         self._executor = executor or RealExecutor(scratch=self._scratch)
         self.provider = Provider(config, self._clock)
         self.energy = EnergyLog()
-        self._storage = storage
-        self._capacity = capacity
+        self._storage, self._capacity = storage, capacity
         self._observe = observe or (lambda _event: None)
         self._make_swim, self._make_kademlia = swim, kademlia
         self._recorder = recorder
@@ -413,6 +410,7 @@ class Node(Surface):
             publish=self._publish,
             observe=self._observe,
             settings=self._settings.runs,
+            limits=self._settings.run_service,
             slots=self.provider.rules.slots,
         )
         places = Places(self.peer, self.membership, lambda: self.capacity.location)

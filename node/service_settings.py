@@ -5,6 +5,7 @@ The node is given one value and gives each service its part. Owners set `node.co
 
 from dataclasses import dataclass, field
 
+from node.runs.settings import RunServiceSettings
 from partition.run.settings import RunSettings
 
 
@@ -13,3 +14,4 @@ class ServiceSettings:
     """One struct of settings for each service."""
 
     runs: RunSettings = field(default_factory=RunSettings)
+    run_service: RunServiceSettings = field(default_factory=RunServiceSettings)

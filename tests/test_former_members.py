@@ -10,9 +10,10 @@ import trio
 
 from node.events import RunEnded, RunPlanned, StepCommitted
 from node.protocols.manifest import Run
-from node.runs import outside
 from node.runs.outside import CROWDED_OUT, NOBODY_LEFT
+from node.runs.settings import RunServiceSettings
 from node.runs.stopping import DROPPED, STOPPED
+from node.service_settings import ServiceSettings
 from partition.run.settings import RunSettings
 from tests.stack import Swarm, manifest, prepare, simulate, swarm
 
@@ -62,9 +63,10 @@ def has_ended(group: Swarm, name: str) -> Callable[[], bool]:
     return lambda: any(isinstance(event, RunEnded) for event in group.events[name])
 
 
-def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc") -> None:
+def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc", **limits: int) -> None:
     async def whole() -> None:
-        async with swarm(names) as group:
+        settings = ServiceSettings(run_service=RunServiceSettings(**limits))  # type: ignore[arg-type]  # by name
+        async with swarm(names, settings=settings) as group:
             await scenario(group)
 
     simulate(whole)
@@ -138,11 +140,7 @@ def test_a_provider_gives_up_a_run_that_nobody_can_end() -> None:
     play(scenario)
 
 
-def test_a_provider_follows_a_limited_number_of_runs_without_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(outside, "OTHERS_MAX", 0)
-
+def test_a_provider_follows_a_limited_number_of_runs_without_it() -> None:
     async def scenario(group: Swarm) -> None:
         run = prepare(group.nodes["a"], manifest(steps=ENDLESS, stages=1, replicas=2, test_samples=16))
         await group.nodes["a"].runs.submit(run)
@@ -155,4 +153,4 @@ def test_a_provider_follows_a_limited_number_of_runs_without_it(
         await until(has_ended(group, victim))
         assert view(group, victim, run) == ("stopped", CROWDED_OUT)
 
-    play(scenario)
+    play(scenario, outside_max=0)

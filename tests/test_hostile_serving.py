@@ -51,9 +51,7 @@ PACE = 1.5
 
 @pytest.fixture(autouse=True)
 def _tokens_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "HeldStage", TokensServed)
-    monkeypatch.setattr(TokensServed, "opened", [])
-    monkeypatch.setattr(TokensServed, "broken", set())
+    monkeypatch.setattr(hosting, "HeldStage", TokensServed.anew())
 
 
 def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:

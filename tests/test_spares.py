@@ -18,8 +18,10 @@ from node.cli.status import spare_lines
 from node.errors import StageFailed
 from node.events import RunEnded, StepCommitted
 from node.executor import RealExecutor
-from node.runs import readiness
+from node.runs.readiness import SpareSettings
+from node.runs.settings import RunServiceSettings
 from node.runtime import Node
+from node.service_settings import ServiceSettings
 from node.stages import host as host_module
 from node.stages.host import StageHost
 from partition.stage import Forwarded
@@ -52,11 +54,8 @@ async def spare_of(node: Node) -> int:
 
 
 async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
-    tmp_path: Path, captured: Model, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, captured: Model
 ) -> None:
-    monkeypatch.setattr(readiness, "IDLE_SECONDS", 0.0)
-    monkeypatch.setattr(readiness, "LOOK_SECONDS", 0.05)
-    monkeypatch.setattr(readiness, "FREE_BYTES_MIN", 0)
     settings = config.Config(
         name="e",
         data_dir=tmp_path,
@@ -64,7 +63,9 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
         join=config.Join(lan=False),
         resources=config.Resources(calibrate=False, allow_unfenced=True),
     )
-    async with Node(settings) as node:
+    soon = SpareSettings(idle_seconds=0.0, look_seconds=0.05, free_bytes_min=0, free_bytes_left_min=0)
+    services = ServiceSettings(run_service=RunServiceSettings(spares=soon))
+    async with Node(settings, settings=services) as node:
         first = await spare_of(node)
         (line,) = spare_lines(node.runs.readiness.document)
         assert "spare_process = false" in line

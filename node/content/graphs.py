@@ -8,6 +8,7 @@ until its hash is verified.
 import io
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -31,8 +32,6 @@ from partition.stage_layout import parameter_layout
 
 GRAPHS_IN_MEMORY_MAX = 4
 """Decoded graphs: a large one takes some hundred MB."""
-GRAPHS_KEPT_MAX = 32
-"""On disk, with their initial values; the oldest goes, unless a run here needs it."""
 FETCHES_MAX = 4
 """Graphs being fetched at once; each is in memory."""
 FETCH_SECONDS_MAX = 25.0
@@ -52,6 +51,31 @@ async def _nothing_beside(_graph: bytes, _offset: int, _length: int) -> None:
     return None
 
 
+@dataclass(frozen=True)
+class GraphSettings:
+    """The graphs of one node. Raises ValueError where the settings contradict each other."""
+
+    graph_bytes_max: int = GRAPH_BYTES_MAX
+    """A longer graph is not fetched. At most what a graph may be at all. 64 MiB."""
+
+    kept_max: int = 32
+    """Graphs on disk, with their initial values; the oldest goes, unless a run here needs it. At least 1.
+    32."""
+
+    range_bytes_max: int = RANGE_BYTES_MAX
+    """Initial values that are asked for at once. At most what a request may ask for. 16 MiB."""
+
+    def __post_init__(self) -> None:
+        bounds = (
+            (0 < self.graph_bytes_max <= GRAPH_BYTES_MAX, f"graph_bytes_max is 1-{GRAPH_BYTES_MAX}"),
+            (self.kept_max >= 1, "kept_max is at least 1"),
+            (0 < self.range_bytes_max <= RANGE_BYTES_MAX, f"range_bytes_max is 1-{RANGE_BYTES_MAX}"),
+        )
+        for holds, rule in bounds:
+            if not holds:
+                raise ValueError(f"graph settings: {rule}")
+
+
 class Models:
     """The graphs on this node, and how others are fetched."""
 
@@ -60,12 +84,14 @@ class Models:
         seams: Seams,
         needed: Callable[[], Collection[bytes]] = tuple,
         guests: Guests | None = None,
+        settings: GraphSettings | None = None,
     ) -> None:
         """`needed` returns the graphs of the runs here, which strangers' graphs never evict. Fetched graphs
         count as `guests`."""
         self._seams = seams
         self._needed = needed
         self._guests = guests
+        self._settings = settings or GraphSettings()
         self.beside: Beside = _nothing_beside
         """Values from other places on this node: the stages that it serves."""
         self._decoded: OrderedDict[bytes, Graph] = OrderedDict()
@@ -134,7 +160,7 @@ class Models:
                     peer,
                     FetchModel(name),
                     seconds=FETCH_SECONDS_MAX,
-                    bytes_max=GRAPH_BYTES_MAX,
+                    bytes_max=self._settings.graph_bytes_max,
                 )
                 graph = await seams.executor.run(partial(_decode, name, data), apart=True)
                 await self._keep(name, data, None)
@@ -224,8 +250,9 @@ class Models:
         raise StageFailed("the first values did not come in time")
 
     async def _fill(self, name: bytes, offset: int, part: memoryview, holders: Sequence[PeerId]) -> None:
-        for begin in range(0, len(part), RANGE_BYTES_MAX):
-            length = min(RANGE_BYTES_MAX, len(part) - begin)
+        bytes_max = self._settings.range_bytes_max
+        for begin in range(0, len(part), bytes_max):
+            length = min(bytes_max, len(part) - begin)
             data = await self.read_range(name, offset + begin, length)
             while data is None:
                 data = await self._fetch_range(FetchRange(name, offset + begin, length), holders)
@@ -275,7 +302,7 @@ class Models:
                 storage.copy_in(values_name(name), values)
             names = [other for other in _read_index(storage.read(_INDEX_NAME)) if other != name]
             names.append(name)
-            for old in [other for other in names[:-GRAPHS_KEPT_MAX] if other not in needed]:
+            for old in [other for other in names[: -self._settings.kept_max] if other not in needed]:
                 storage.delete(graph_name(old))
                 storage.delete(values_name(old))
                 if self._guests is not None:

@@ -74,6 +74,8 @@ class Scene:
     status: dict[str, Any] | None = None
     peers: dict[str, Any] | None = None
     ports: dict[Address, int] = field(default_factory=dict)
+    echo_seconds: float = 1.0
+    """After this a datagram to another node is taken for lost, and sent once more."""
 
     @property
     def folder(self) -> Path:

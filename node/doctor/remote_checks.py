@@ -32,8 +32,6 @@ from node.transport.network import RealNetwork
 
 _now = RealClock().monotonic
 CONNECT_SECONDS = 5.0
-ECHO_SECONDS = 1.0
-"""After this a datagram is taken for lost, and sent once more."""
 ECHO_ATTEMPTS = 3
 ROUND_TRIPS = 5
 DIAL_BACK_SECONDS = 30.0
@@ -230,7 +228,7 @@ async def _echo(visit: RemoteChecks, filling_bytes: int) -> float | None:
         begun = _now()
         by_stream = _streams(network)
         network.send(peer, PROTOCOL, encode(Echo(True, visit.echoes, bytes(filling_bytes))))
-        until = begun + ECHO_SECONDS
+        until = begun + visit.scene.echo_seconds
         while _now() < until:
             for sender, data in await inbox.take(until):
                 is_ours = sender == peer and _number(data) == visit.echoes

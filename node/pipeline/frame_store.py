@@ -29,10 +29,10 @@ those that only a death would ask for."""
 class FrameStore:
     """One stage's."""
 
-    def __init__(self, storage: Storage, executor: Executor) -> None:
+    def __init__(self, storage: Storage, executor: Executor, bytes_max: int = FRAMES_BYTES_MAX) -> None:
         self._storage = storage
         self._executor = executor
-        self._bytes_max = FRAMES_BYTES_MAX
+        self._bytes_max = bytes_max
         # The last view may go in any thread.
         self._lock = RLock()
         self.held_bytes = 0

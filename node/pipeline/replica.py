@@ -20,7 +20,7 @@ from crypto.identity import PeerId
 from gossip.allreduce import Part
 from node.errors import PayloadRefused, StageDiverged, StageFailed
 from node.pipeline.codec_choice import LinkCodecs
-from node.pipeline.frame_store import FrameStore
+from node.pipeline.frame_store import FRAMES_BYTES_MAX, FrameStore
 from node.pipeline.spans import Spans
 from node.pipeline.stage_reduction import StageReduction
 from node.pipeline.state_transfer import fill
@@ -104,6 +104,7 @@ class ReplicaShell:
         restore: Restore,
         spans: Spans,
         archive: FrameArchive,
+        frames_bytes_max: int = FRAMES_BYTES_MAX,
     ) -> None:
         """`refuse` is told of a peer whose frame is of no use and no proof. `save` keeps a copy of the stage
         as it is after a step, `restore` brings it back to one. `archive` keeps frames that come and go."""
@@ -138,7 +139,7 @@ class ReplicaShell:
         self._filling = trio.CancelScope()
         self._is_changing = self._is_changed = False
         self._codecs = codecs
-        self._frames = FrameStore(seams.storage, seams.executor)
+        self._frames = FrameStore(seams.storage, seams.executor, frames_bytes_max)
         self._failure: StageFailed | None = None
         self._computing: int | None = None
         self.failed = trio.Event()

@@ -22,6 +22,7 @@ from node.protocols.runs import Reply, Request
 from node.runs.audits import Audits
 from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
+from node.runs.settings import RunServiceSettings
 from node.seams import Seams
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
@@ -62,6 +63,7 @@ class Service(Protocol):
     places: Places
     losses: Losses
     settings: RunSettings
+    limits: RunServiceSettings
 
     def link_rate(self, peer: PeerId) -> float | None: ...
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...

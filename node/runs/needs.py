@@ -14,6 +14,7 @@ from node.placement.admission import Machine
 from node.placement.leases import Offer
 from node.placement.places import Places
 from node.protocols.manifest import Run
+from node.runs.settings import RunServiceSettings
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.run.settings import RunSettings
@@ -51,6 +52,7 @@ class RunHost:
     publish: Callable[[Event], None]
     observe: Callable[[object], None]
     settings: RunSettings
+    limits: RunServiceSettings
     slots: int = 1
 
 

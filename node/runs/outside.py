@@ -17,6 +17,7 @@ from node.protocols.manifest import Run
 from node.runs.announcements import run_ended
 from node.runs.member import RunMember
 from node.runs.recovery import forget_files
+from node.runs.settings import RunServiceSettings
 from node.seams import Seams
 from partition.run.settings import RunSettings
 
@@ -25,8 +26,6 @@ ASK_SECONDS = 4.0
 plans."""
 ASKED_AT_ONCE_MAX = 3
 """Once a run is over any member can tell, so asking more would only burden a large run."""
-OTHERS_MAX = 64
-"""Others' runs whose end this node waits for, limited because strangers decide how many leave it out."""
 NOBODY_LEFT = "this node is in the run no more, and no member is left that could say how it ended"
 CROWDED_OUT = "this node is in the run no more, and was left out of so many since that it asks no more"
 
@@ -36,6 +35,7 @@ class Service(Protocol):
 
     seams: Seams
     settings: RunSettings
+    limits: RunServiceSettings
     members: dict[bytes, RunMember]
     live: Callable[[], Collection[PeerId]]
     publish: Callable[[Event], None]
@@ -59,7 +59,7 @@ class RunsOutside:
         self._members[member.run.id] = member, scope
         self._runs.start_task(self._ask, member, scope, of=member.run)
         others = [run for run, (each, _) in self._members.items() if each.run.requester != self._me]
-        if len(others) > OTHERS_MAX:
+        if len(others) > self._runs.limits.outside_max:
             self.give_up(others[0], CROWDED_OUT)
 
     def drop(self, run: bytes) -> None:

@@ -13,6 +13,7 @@ Not here: the process (`node.stages.program`), which has read nothing of any run
 """
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import psutil
@@ -25,13 +26,35 @@ from node.services.measurements import Measurements
 EXPECTED_SECONDS = 30.0
 """The least time that a process loaded for an expected stage waits. A lease that is not used is often
 followed by another."""
-IDLE_SECONDS = 20.0
-"""The idle time before a node loads a process without any request: one that was just started, or is between
-two runs, needs its processor for other things."""
-LOOK_SECONDS = 5.0
-FREE_BYTES_MIN, FREE_BYTES_LEFT_MIN = 2 << 30, 1 << 30
-"""The memory that must be available before a process is loaded without a request, of which it takes 0.2 GB;
-and the memory that must be left for it to stay."""
+
+
+@dataclass(frozen=True)
+class SpareSettings:
+    """When a process waits for a stage. Raises ValueError where the settings contradict each other."""
+
+    idle_seconds: float = 20.0
+    """The idle time before a node loads a process without any request: one that was just started, or is
+    between two runs, needs its processor for other things. 20."""
+
+    look_seconds: float = 5.0
+    """How often the machine is looked at. 5."""
+
+    free_bytes_min: int = 2 << 30
+    """The memory that must be available before a process is loaded without a request, of which it takes
+    0.2 GB. At least `free_bytes_left_min`. 2 GiB."""
+
+    free_bytes_left_min: int = 1 << 30
+    """The memory that must be left for it to stay. 1 GiB."""
+
+    def __post_init__(self) -> None:
+        bounds = (
+            (self.idle_seconds >= 0, "idle at least 0"),
+            (self.look_seconds > 0, "look above 0"),
+            (0 <= self.free_bytes_left_min <= self.free_bytes_min, "what is left at most what is free"),
+        )
+        for holds, rule in bounds:
+            if not holds:
+                raise ValueError(f"settings of spare processes: {rule}")
 
 
 class Member(Protocol):
@@ -60,7 +83,13 @@ class Readiness:
     """The readiness of one node. Call `look` when its part in runs changes, `expect` when a stage is coming,
     and `over` when a run is over."""
 
-    def __init__(self, service: Service, members: Callable[[], Iterable[Member]]) -> None:
+    def __init__(
+        self,
+        service: Service,
+        members: Callable[[], Iterable[Member]],
+        settings: SpareSettings | None = None,
+    ) -> None:
+        self._settings = settings or SpareSettings()
         self._service = service
         self._members = members
         self._is_allowed: Callable[[], bool] = lambda: True
@@ -74,14 +103,16 @@ class Readiness:
         """Look at the machine now and then, until cancelled: whether its owner allows a process to wait, and
         whether there is room for it. `held_bytes` is the memory of the waiting process, 0 for none."""
         self._is_allowed, self._held_bytes = is_allowed, held_bytes
-        self._idle_since = self._now
+        self._idle_since, settings = self._now, self._settings
         while True:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(self._settings.look_seconds)
             free = await self._service.seams.executor.run(lambda: psutil.virtual_memory().available)
-            self._has_memory = free >= (FREE_BYTES_LEFT_MIN if held_bytes() else FREE_BYTES_MIN)
+            self._has_memory = free >= (
+                settings.free_bytes_left_min if held_bytes() else settings.free_bytes_min
+            )
             if self._service.measurements.is_busy or not self._service.has_slot:
                 self._idle_since = self._now
-            is_idle = self._now - self._idle_since >= IDLE_SECONDS
+            is_idle = self._now - self._idle_since >= settings.idle_seconds
             # While the node feeds a run, or a program trains, one that waits costs nothing but its memory.
             self._is_kept_idle = is_idle or (self._is_kept_idle and held_bytes() > 0)
             self.look()

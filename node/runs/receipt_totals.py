@@ -7,8 +7,6 @@ from crypto.identity import PeerId
 from node.runs.receipts_file import EARNED_MAX
 from partition.run.receipts import FLOPS_MAX, SIZE_BYTES_MAX, Kind, Row
 
-ISSUED_BYTES_MIN = 1 << 20
-"""Less is not worth two signatures and a call; it is added to later work."""
 TOTALS_MAX = 2 * EARNED_MAX
 """Totals of runs and peers; the oldest are forgotten, and start at zero if they return."""
 
@@ -37,10 +35,9 @@ class Total:
         """Add bytes that the provider sent."""
         self.size_bytes = min(SIZE_BYTES_MAX, self.size_bytes + size_bytes)
 
-    @property
-    def is_due(self) -> bool:
-        """Return whether the unsigned part is large enough to be signed."""
-        return bool(self.flops) or self.size_bytes - self.signed_bytes >= ISSUED_BYTES_MIN
+    def is_due(self, bytes_min: int) -> bool:
+        """Return whether the unsigned part is large enough to be signed: some work, or so many bytes."""
+        return bool(self.flops) or self.size_bytes - self.signed_bytes >= bytes_min
 
 
 @dataclass
@@ -49,6 +46,7 @@ class Totals:
 
     counts: dict[tuple[bytes, PeerId], Counts] = field(default_factory=dict)
     unsigned: dict[Key, int] = field(default_factory=dict)
+    issued_bytes_min: int = 1
     """The number of failed attempts to have each of these signed."""
     _all: dict[Key, Total] = field(default_factory=dict)
 
@@ -82,7 +80,7 @@ class Totals:
 
     def due(self) -> Iterator[Key]:
         """Yield the keys with a large enough unsigned part."""
-        return (key for key in list(self.unsigned) if self._all[key].is_due)
+        return (key for key in list(self.unsigned) if self._all[key].is_due(self.issued_bytes_min))
 
     def is_of(self, run: bytes) -> bool:
         """Return whether a run has an unsigned part."""

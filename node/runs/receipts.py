@@ -108,6 +108,7 @@ class Receipts:
         *,
         rate: Callable[[], float],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
+        issued_bytes_min: int,
     ) -> None:
         self._seams = seams
         self._signer = signer
@@ -117,7 +118,7 @@ class Receipts:
         self._credits = Credits(signer.peer)
         self._earned: dict[Key, tuple[Row, Receipt]] = {}
         self._issued: dict[Key, tuple[Row, Receipt]] = {}
-        self._totals = Totals()
+        self._totals = Totals(issued_bytes_min=issued_bytes_min)
         self._served: OrderedDict[PeerId, int] = OrderedDict()
         self._works: OrderedDict[bytes, MeasuredWork] = OrderedDict()
         self._layers: OrderedDict[bytes, list[int]] = OrderedDict()

@@ -99,6 +99,7 @@ class Runs:
     ) -> None:
         self.seams = seams
         self.signer = signer
+        self.settings, self.limits = host.settings, host.limits
         self.live, self.gone = swarm.live, swarm.gone
         self.offers, self.search = swarm.offers, swarm.search
         self.refuse, self.provide = swarm.refuse, swarm.provide
@@ -109,8 +110,15 @@ class Runs:
         self.averaging, self.measurements = beside.averaging, beside.measurements
         self.sends_less: Callable[[], bool] = lambda: False
         self.measurements.is_computing = self._is_computing
-        self.models = Models(seams, self._graphs_needed, self.guests)
-        self.receipts = Receipts(seams, signer, self.models, rate=host.rate, refuse=self.refuse)
+        self.models = Models(seams, self._graphs_needed, self.guests, self.limits.graphs)
+        self.receipts = Receipts(
+            seams,
+            signer,
+            self.models,
+            rate=host.rate,
+            refuse=self.refuse,
+            issued_bytes_min=self.limits.issued_bytes_min,
+        )
         self.copies.came = self.receipts.checkpoint_came
         self.averaging.averaged = self._averaged
         self.hosted_beside: Callable[[], Mapping[bytes, bytes]] = dict
@@ -123,7 +131,6 @@ class Runs:
         self.audits = Audits(self)
         self.members: dict[bytes, RunMember] = {}
         self._observe = host.observe
-        self.settings = host.settings
         self.inbox = PipelineInbox(self)
         self.archive = ArchiveShell(seams, signer.peer)
         self.own_data = OwnDataSets(seams, host.own_data)
@@ -140,7 +147,7 @@ class Runs:
             came=self._data_came,
             served=self.receipts.served,
         )
-        self.readiness = Readiness(self, self.members.values)
+        self.readiness = Readiness(self, self.members.values, self.limits.spares)
         self._decliners = Decliners()
         self._requests = Requests(self)
         self.links = Links(

@@ -186,6 +186,7 @@ class Hosting:
             restore=self._restore,
             spans=service.spans,
             archive=service.audits.archive,
+            frames_bytes_max=service.limits.frames_bytes_max,
         )
         service.spans.admit(plan)
         self.replica = shell

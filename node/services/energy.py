@@ -9,6 +9,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import trio
 
@@ -24,19 +25,25 @@ _MICROJOULES = 1e-6
 _MILLIJOULES = 1e-3
 
 
+CardCounters = Callable[[], Mapping[str, tuple[float, float]]]
+"""The joules that each card has used, and where its counter begins again, 0 for nowhere."""
+
+
 class EnergyMeter:
     """`root` is another folder in tests. A counter that wraps goes on; call `read` more often than it does,
     which takes a package at 100 W some 40 minutes."""
 
-    def __init__(self, root: Path = Path("/")) -> None:
+    def __init__(self, root: Path = Path("/"), cards: CardCounters | None = None) -> None:
+        """`cards` reads the counters of graphics cards, those of NVIDIA by default."""
         self._root = root
+        self._cards = cards or nvidia_cards
         self._last: dict[str, float] = {}
         self._joules: dict[str, float] = {}
         self.read()
 
     def read(self) -> Mapping[str, float]:
         """Return the joules since the meter was made, by source."""
-        for name, (joules, wraps_at) in {**self._packages(), **_cards()}.items():
+        for name, (joules, wraps_at) in {**self._packages(), **self._cards()}.items():
             used = joules - self._last.get(name, joules)
             if used < 0:
                 used = used + wraps_at if wraps_at else 0.0
@@ -124,17 +131,18 @@ def _number(file: Path) -> float | None:
         return None
 
 
-def _cards() -> dict[str, tuple[float, float]]:
-    """Return the counter of each NVIDIA card; none without its library or a driver."""
+def nvidia_cards(library: Any = None) -> dict[str, tuple[float, float]]:
+    """Return the counter of each NVIDIA card by its `library` (pynvml); none without a driver."""
     import pynvml
 
+    nvml = library or pynvml
     found = {}
     try:
-        pynvml.nvmlInit()
-        for number in range(min(SOURCES_MAX, pynvml.nvmlDeviceGetCount())):
+        nvml.nvmlInit()
+        for number in range(min(SOURCES_MAX, nvml.nvmlDeviceGetCount())):
             with suppress(pynvml.NVMLError):  # a card that does not count it
-                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-                joules = pynvml.nvmlDeviceGetTotalEnergyConsumption(handle) * _MILLIJOULES
+                handle = nvml.nvmlDeviceGetHandleByIndex(number)
+                joules = nvml.nvmlDeviceGetTotalEnergyConsumption(handle) * _MILLIJOULES
                 found[f"gpu:{number}"] = joules, 0.0
     except pynvml.NVMLError:
         return {}

@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -29,12 +30,14 @@ SETTINGS = struct.Struct("<QQ")
 """The memory beyond its initial memory, and whether it may run without missing fences."""
 
 _SOURCE_ROOT = str(Path(__file__).parents[2])
-_PROGRAM = ("-P", "-m", "node.stages.process")
-"""-P: a file in the current folder must not replace one of the stage's modules."""
 
 
 class StageProgram:
     """A started process, and the node's end of its link. Its scratch folder counts in `budget`."""
+
+    command: ClassVar[Sequence[str]] = ("-P", "-m", "node.stages.process")
+    """The interpreter's arguments. -P: a file in the current folder must not replace one of the stage's
+    modules."""
 
     def __init__(self, threads: int, device: str, budget: ScratchBudget | None = None) -> None:
         self.threads = threads
@@ -59,7 +62,7 @@ class StageProgram:
         scratch = self.scratch.path
         path = os.pathsep.join(filter(None, (_SOURCE_ROOT, os.environ.get("PYTHONPATH"))))
         return subprocess.Popen(  # noqa: S603 - our own program and arguments
-            [sys.executable, *_PROGRAM, *map(str, (link, os.getpid(), self.threads, self.device))],
+            [sys.executable, *self.command, *map(str, (link, os.getpid(), self.threads, self.device))],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=self.stderr,

@@ -20,8 +20,9 @@ DISK_FREE_BYTES_MIN = 256 << 20
 class ScratchBudget:
     """The budget of one node; called in any thread."""
 
-    def __init__(self, limit: Memory, folder: Path) -> None:
+    def __init__(self, limit: Memory, folder: Path, free_bytes_min: int = DISK_FREE_BYTES_MIN) -> None:
         """`limit` is of the disk of `folder`, which must exist before anything is taken."""
+        self._free_bytes_min = free_bytes_min
         self.held_bytes = 0
         self._limit = limit
         self._folder = folder
@@ -54,7 +55,7 @@ class ScratchBudget:
                     f"stages hold {_mebibytes(self.held_bytes)} of {_mebibytes(bytes_max)} that they may:"
                     " [resources] scratch",
                 )
-            if usage.free - count < DISK_FREE_BYTES_MIN:
+            if usage.free - count < self._free_bytes_min:
                 raise OSError(errno.ENOSPC, f"{_mebibytes(usage.free)} free, some of it for the node itself")
             self.held_bytes += count
 

@@ -23,7 +23,9 @@ class Spill:
     """The spill of one folder. Called in the executor's threads, several at once: they take turns, as the
     disk would make them do anyway."""
 
-    def __init__(self, folder: Path, budget: ScratchBudget) -> None:
+    def __init__(self, folder: Path, budget: ScratchBudget, file_bytes: int = FILE_BYTES) -> None:
+        """Prepare files of `file_bytes` in this folder."""
+        self._file_bytes = file_bytes
         self._folder = folder
         self._budget = budget
         self._lock = Lock()
@@ -55,7 +57,7 @@ class Spill:
         # Unnamed from the beginning if the system supports that, otherwise right after creation.
         file = tempfile.TemporaryFile(dir=self._folder, buffering=0)  # noqa: SIM115 - closed with its map
         try:
-            file.truncate(max(FILE_BYTES, length))
+            file.truncate(max(self._file_bytes, length))
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except BaseException:
             file.close()

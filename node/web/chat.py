@@ -31,8 +31,6 @@ from node.web.views import peer_key
 
 CHAT_BYTES_MAX = 1 << 20
 """A conversation; what the control channel takes too."""
-CHATS_MAX = 16
-"""Answers of open pages at once: each page gives one at a time."""
 LOOK_SECONDS = 0.25
 """How soon the page is told that an answer goes over another route while no token comes."""
 BEAT_SECONDS = 15.0
@@ -59,7 +57,8 @@ class ChatNode(Protocol):
 class PageChat:
     """The chats of one node's page."""
 
-    def __init__(self, node: ChatNode) -> None:
+    def __init__(self, node: ChatNode, chats_max: int) -> None:
+        self._chats_max = chats_max
         self._node = node
         self._asking = Asking(node.serving)
         self._chats = 0
@@ -100,8 +99,10 @@ class PageChat:
             asked = msgspec.json.decode(request.body, type=PageQuestion)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             return _refused(UsageError("want a service and a question"))
-        if self._chats >= CHATS_MAX:
-            return _refused(UsageError(f"{CHATS_MAX} answers are being given to pages already", "stop one"))
+        if self._chats >= self._chats_max:
+            return _refused(
+                UsageError(f"{self._chats_max} answers are being given to pages already", "stop one")
+            )
         self._chats += 1
         request.held.callback(self._leave)
         try:

@@ -20,11 +20,12 @@ import h11
 import msgspec
 import trio
 
-from crypto.registers import Budget, Register, Silence
+from crypto.registers import Register, Silence
 from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.forks import keep_from_children
 from node.web.guard import HEADERS, Refusal, refuse_stranger
+from node.web.settings import WebSettings
 
 CONNECTIONS_MAX = 128
 """A browser opens six a page; one more takes the place of whoever has been silent for longest, strangers
@@ -42,10 +43,6 @@ BODY_BYTES_MAX = 64 << 10
 """An action is a few names; a run's data never comes this way."""
 BODIES_BYTES_MAX = 64 << 20
 """All bodies together that are longer than that, while they are read and answered."""
-REQUEST_SECONDS_MAX = 5.0
-"""From a request's first byte to its last."""
-LONG_REQUEST_SECONDS_MAX = 30.0
-"""The same where a long body is allowed, which comes over slow links too."""
 EARLY_BYTES_MAX = 16 << 10
 """The bytes that a client may send of its next requests while it waits for an answer."""
 IDLE_SECONDS_MAX = 30.0
@@ -125,6 +122,7 @@ class DoorRules:
     guard: Callable[[str, str, dict[str, str]], Refusal | None] = refuse_stranger
     explain: Callable[[str, Refusal], Response] = _explain
     tls: ssl.SSLContext | None = None
+    settings: WebSettings = field(default_factory=WebSettings)
 
 
 class Door:
@@ -262,9 +260,9 @@ class _Connection:
     async def _read_in_time(self, body: bytearray) -> Request | Response | Refusal | None:
         """Return the next request, why it is not served, or None where there is none."""
         try:
-            with trio.fail_after(IDLE_SECONDS_MAX):
+            with trio.fail_after(self._rules.settings.idle_seconds_max):
                 await self._first_bytes()
-            with trio.fail_after(REQUEST_SECONDS_MAX) as scope:
+            with trio.fail_after(self._rules.settings.request_seconds_max) as scope:
                 return await self._read_request(body, scope)
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
@@ -321,7 +319,8 @@ class _Connection:
         if isinstance(allowed, Response):
             return allowed
         if allowed > BODY_BYTES_MAX:
-            scope.deadline += LONG_REQUEST_SECONDS_MAX - REQUEST_SECONDS_MAX
+            settings = self._rules.settings
+            scope.deadline += settings.long_request_seconds_max - settings.request_seconds_max
         if headers.get("expect", "").lower() == "100-continue":
             continued = h11.InformationalResponse(status_code=100, headers=[])
             await self._send(self._http.send(continued))

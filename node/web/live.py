@@ -19,13 +19,12 @@ from node.state import State
 from node.web import views
 from node.web.charts import POINT_COLUMNS, Charts
 from node.web.metrics import Metrics
+from node.web.settings import WebSettings
 
 TICK_SECONDS = 0.5
 """How often open pages are told what is new; a death has to be seen within two seconds."""
 IDLE_TICK_SECONDS = 2.0
 COUNTERS_SECONDS = 1.0
-DELTAS_KEPT_MAX = 1_200
-"""Ten minutes of deltas: a laptop that was closed for less goes on where it was."""
 DELTA_BYTES_KEPT_MAX = 4 << 20
 EVENTS_PER_DELTA_MAX = 100
 EVENTS_IN_SNAPSHOT_MAX = 100
@@ -46,7 +45,9 @@ class Live:
         links: Callable[[], Mapping[str, float]],
         ways: Callable[[], Mapping[str, str]] = dict,
         wall: Callable[[], float],
+        deltas_kept_max: int = WebSettings.deltas_kept_max,
     ) -> None:
+        self._deltas_kept_max = deltas_kept_max
         self.boot = boot
         self.charts = Charts()
         self.metrics = Metrics()
@@ -198,7 +199,7 @@ class Live:
         data = msgspec.json.encode({"number": self.number, "at": self._wall(), **delta})
         self._ring.append((self.number, data))
         self._ring_bytes += len(data)
-        while len(self._ring) > DELTAS_KEPT_MAX or self._ring_bytes > DELTA_BYTES_KEPT_MAX:
+        while len(self._ring) > self._deltas_kept_max or self._ring_bytes > DELTA_BYTES_KEPT_MAX:
             self._ring_bytes -= len(self._ring.popleft()[1])
         self._wake()
 

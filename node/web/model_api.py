@@ -54,9 +54,8 @@ from node.web.forms.responses import ResponsesRequest, ResponsesWriter
 from node.web.guard import Refusal
 from node.web.keys import ApiKey, KeyRing
 from node.web.quotas import QueueFull, RequestQueue, RequestTurn
+from node.web.settings import WebSettings
 
-BODY_BYTES_MAX = 4 << 20
-"""A conversation of a million tokens; no model here takes more."""
 READ_HERE_BYTES_MAX = 64 << 10
 """A longer body takes milliseconds to decode, in which the event loop would do nothing else."""
 HEARTBEAT_SECONDS = 15.0
@@ -100,9 +99,17 @@ class VectorSource(Protocol):
 class ModelApi:
     """The HTTP door of one node: keys, turns, and the forms of requests."""
 
-    def __init__(self, seams: Seams, answers: AnswerSource, vectors: VectorSource | None = None) -> None:
+    def __init__(
+        self,
+        seams: Seams,
+        answers: AnswerSource,
+        vectors: VectorSource | None = None,
+        settings: WebSettings | None = None,
+    ) -> None:
+        settings = settings or WebSettings()
+        self._body_bytes_max = settings.body_bytes_max
         self.keys = KeyRing(seams)
-        self.queue = RequestQueue()
+        self.queue = RequestQueue(settings.waiting_max)
         self._seams = seams
         self._answers = answers
         self._vectors = vectors
@@ -121,7 +128,7 @@ class ModelApi:
             return 0
         if self.keys.find(request.headers) is None:
             return self.explain_problem(request.path, self._no_key(request))
-        return BODY_BYTES_MAX
+        return self._body_bytes_max
 
     def _no_key(self, request: Request) -> FormProblem:
         given = "authorization" in request.headers or "x-api-key" in request.headers

@@ -57,6 +57,7 @@ from node.web.guard import Refusal, refuse_action, refuse_elsewhere, refuse_read
 from node.web.live import Live
 from node.web.model_api import ModelApi
 from node.web.prediction import Predictor
+from node.web.settings import WebSettings
 from node.web.starting import Starter
 
 STREAMS_MAX = 32
@@ -101,8 +102,9 @@ class LocalNode(Protocol):
 class Page:
     """Serves one node's page until cancelled. `token` is what its views and actions ask for."""
 
-    def __init__(self, node: LocalNode) -> None:
+    def __init__(self, node: LocalNode, settings: WebSettings | None = None) -> None:
         self._node = node
+        self._settings = settings = settings or WebSettings()
         self.token = _kept_token(node.seams)
         self._assets = Assets()
         self.live = Live(
@@ -114,13 +116,16 @@ class Page:
             links=self._links,
             ways=self._ways,
             wall=node.seams.clock.wall,
+            deltas_kept_max=settings.deltas_kept_max,
         )
         self._starter = Starter(lambda: node.handlers["train"])
         self._predictor = Predictor(node)
-        self.models = ModelApi(node.seams, ServiceAnswers(node.serving), ServiceVectors(node.serving))
+        self.models = ModelApi(
+            node.seams, ServiceAnswers(node.serving), ServiceVectors(node.serving), settings
+        )
         self.models.on_turn = self.live.metrics.models.queued
         node.serving.generations.watch = self.live.metrics.models.between
-        self.chat = PageChat(node)
+        self.chat = PageChat(node, settings.chats_max)
         self._tls = _tls_of(node.config.web)
         self._streams = 0
         self._address = ""
@@ -154,7 +159,11 @@ class Page:
 
     def _rules(self) -> DoorRules:
         return DoorRules(
-            is_owner=self._is_owner, new_id=self._new_id, admit=self._admit, explain=self._explain
+            is_owner=self._is_owner,
+            new_id=self._new_id,
+            admit=self._admit,
+            explain=self._explain,
+            settings=self._settings,
         )
 
     async def _open_shared(self, nursery: trio.Nursery, host: str, port: int) -> int:
@@ -167,6 +176,7 @@ class Page:
             explain=self.models.explain,
             guard=refuse_elsewhere,
             tls=self._tls,
+            settings=self._settings,
         )
         door = Door(self.models.answer, host, port, rules)
         await nursery.start(door.run)

@@ -13,8 +13,6 @@ to eight."""
 IN_FLIGHT_USUAL = 16
 """For one key, unless it was made with another limit."""
 IN_FLIGHT_MAX = TOTAL_MAX
-QUEUE_MAX = 64
-"""Requests of one key that wait."""
 SECONDS_FIRST = 5.0
 """What a request is taken to last before one has ended."""
 RETRY_SECONDS_MAX = 60.0
@@ -47,7 +45,9 @@ class QueueFull(Exception):
 class RequestQueue:
     """All requests of one node."""
 
-    def __init__(self, total_max: int = TOTAL_MAX) -> None:
+    def __init__(self, waiting_max: int, total_max: int = TOTAL_MAX) -> None:
+        """At most `waiting_max` requests of one key wait."""
+        self.waiting_max = waiting_max
         self._total_max = total_max
         self._going = 0
         self._lines: dict[str, _Line] = {}
@@ -69,7 +69,7 @@ class RequestQueue:
         line = self._lines.setdefault(key, _Line())
         self._limits[key] = in_flight_max
         turn = RequestTurn(key)
-        if len(line.waiting) >= QUEUE_MAX:
+        if len(line.waiting) >= self.waiting_max:
             ahead = len(line.waiting) / max(1, in_flight_max)
             raise QueueFull(min(max(1.0, ahead * self._seconds), RETRY_SECONDS_MAX))
         line.waiting.append(turn)

@@ -2,62 +2,90 @@
 
 import io
 import json
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
-from node.cli import chat
-from node.cli.client import NodeRefused
-from node.errors import NoNode
+from node.control import ControlServer, Emit
+from node.errors import NoNode, PeerloomError
 from node.main import run
+
+ROW = {"name": "words", "service": "ab", "context": 64, "stages": [[]], "replicas": 1}
+TOLD = {"tokens": 2, "first_seconds": None, "tokens_per_second": None, "route": [], "moves": 0}
 
 
 class Node:
-    """In the place of a node: answers with the number of the question, or fails as it is told to."""
+    """A node's control socket: answers with the number of the question, or fails as it is told to."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.asked: list[list[dict[str, str]]] = []
-        self.failures: dict[int, Exception] = {}
-
-    def ask(self, _folder: Path, command: str, *_: Any, **__: Any) -> Any:
-        row = {"name": "words", "service": "ab", "context": 64, "stages": [[]], "replicas": 1}
-        answers = {
-            "services.text": row | {"has_template": True},
-            "services": {"services": [row | {"first_seconds": None, "tokens_per_second": None}]},
+        self.failures: dict[int, PeerloomError] = {}
+        self.is_away = False
+        """Until somebody asks for the services."""
+        self.is_up = threading.Event()
+        self._handlers = {
+            "services.text": self._text,
+            "services": self._services,
+            "generate": self._generate,
+            "status": self._status,
+            "peers": self._peers,
         }
-        return answers[command]
 
-    def request(self, _folder: Path, _command: str, arguments: Any) -> Iterator[dict[str, Any]]:
+    async def serve(self) -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(ControlServer(self._handlers, self.folder).run)
+            self._scope, self._token = nursery.cancel_scope, trio.lowlevel.current_trio_token()
+            self.is_up.set()
+
+    def stop(self) -> None:
+        self._token.run_sync_soon(self._scope.cancel)
+
+    async def _text(self, _arguments: dict[str, Any], _emit: Emit) -> object:
+        return ROW | {"has_template": True}
+
+    async def _services(self, _arguments: dict[str, Any], _emit: Emit) -> object:
+        self.is_away = False
+        return {"services": [ROW | {"first_seconds": None, "tokens_per_second": None}]}
+
+    async def _generate(self, arguments: dict[str, Any], emit: Emit) -> object:
+        if self.is_away:
+            raise NoNode("no node runs on this machine", "start one")
         self.asked.append(arguments["question"]["messages"])
         number = len(self.asked)
-        yield {"event": {"piece": f"answer {number}"}}
+        await emit({"piece": f"answer {number}"})
         if number in self.failures:
             raise self.failures[number]
-        told: dict[str, Any] = {
-            "tokens": 2,
-            "first_seconds": None,
-            "tokens_per_second": None,
-            "route": [],
-            "moves": 0,
-        }
-        yield {"result": told | {"finish": "stop", "forgotten": 0}}
+        return TOLD | {"finish": "stop", "forgotten": 0}
+
+    async def _status(self, _arguments: dict[str, Any], _emit: Emit) -> object:
+        return {"peer": "p", "name": ""}
+
+    async def _peers(self, _arguments: dict[str, Any], _emit: Emit) -> object:
+        return {"peers": []}
 
 
 @pytest.fixture
-def node(monkeypatch: pytest.MonkeyPatch) -> Node:
-    found = Node()
-    monkeypatch.setattr(chat, "ask", found.ask)
-    monkeypatch.setattr(chat, "request", found.request)
-    monkeypatch.setattr(chat, "peer_names", lambda _folder: {})
-    return found
+def node(tmp_path: Path) -> Iterator[Node]:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    found = Node(folder)
+    thread = threading.Thread(target=trio.run, args=(found.serve,))
+    thread.start()
+    assert found.is_up.wait(60)
+    yield found
+    found.stop()
+    thread.join(60)
 
 
-def say(monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+def say(node: Node, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
     """The exit code of a chat in which these lines are said."""
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    return run(["chat", "words", "--data-dir", "/nowhere"])
+    return run(["chat", "words", "--data-dir", str(node.folder)])
 
 
 def contents(messages: list[dict[str, str]]) -> list[str]:
@@ -67,8 +95,8 @@ def contents(messages: list[dict[str, str]]) -> list[str]:
 def test_a_failed_answer_is_told_and_the_next_line_goes_on(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    node.failures = {2: NodeRefused("words: the answer broke off", "ask again", 5, "")}
-    assert say(monkeypatch, "one", "two", "three") == 0
+    node.failures = {2: PeerloomError("words: the answer broke off", "ask again")}
+    assert say(node, monkeypatch, "one", "two", "three") == 0
     assert contents(node.asked[2]) == ["one", "answer 1", "two", "answer 2", "three"]
     told = capsys.readouterr()
     assert "error: words: the answer broke off\n  do: ask again" in told.err
@@ -78,20 +106,13 @@ def test_a_failed_answer_is_told_and_the_next_line_goes_on(
 def test_a_message_without_an_answer_is_tried_again_and_not_sent_twice(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def nothing(*_: Any) -> Iterator[Any]:
-        for _none in "x":
-            raise NoNode("no node runs on this machine", "start one")
-        yield {}
-
-    answering = node.request
-    monkeypatch.setattr(chat, "request", nothing)
-    monkeypatch.setattr(chat._Talk, "_list", lambda *_: monkeypatch.setattr(chat, "request", answering))
-    assert say(monkeypatch, "one", "/models", "/retry", "two") == 0
+    node.is_away = True
+    assert say(node, monkeypatch, "one", "/models", "/retry", "two") == 0
     assert contents(node.asked[0]) == ["one"]
     assert contents(node.asked[1]) == ["one", "answer 1", "two"]
-    monkeypatch.setattr(chat, "request", nothing)
+    node.is_away = True
     # Where a program says the lines, the code tells it that the last one failed.
-    assert say(monkeypatch, "one") == 3
+    assert say(node, monkeypatch, "one") == 3
 
 
 def test_commands_change_what_is_sent(
@@ -109,7 +130,7 @@ def test_commands_change_what_is_sent(
         "/hlep",
         "/help",
     ]
-    assert say(monkeypatch, *lines, f"/save {saved}") == 2
+    assert say(node, monkeypatch, *lines, f"/save {saved}") == 2
     assert contents(node.asked[1]) == ["Be brief.", "one", "answer 1", "/etc"]
     assert node.asked[2] == node.asked[1]
     assert contents(node.asked[3]) == ["Be brief.", "two"]
@@ -120,13 +141,13 @@ def test_commands_change_what_is_sent(
     assert "/hlep: no such command; did you mean 'help'" in errors
     assert "file exists" in errors
     assert "/retry" in errors
-    assert say(monkeypatch, "/quit", "one") == 0
+    assert say(node, monkeypatch, "/quit", "one") == 0
     assert len(node.asked) == 4
 
 
 def test_the_services_that_answer_are_listed(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert say(monkeypatch, "/models") == 0
+    assert say(node, monkeypatch, "/models") == 0
     assert "words  ab  up to 64 tokens" in capsys.readouterr().err
     assert not node.asked

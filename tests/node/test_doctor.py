@@ -39,14 +39,16 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def scene(tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SWARM) -> Scene:
+def scene(
+    tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SWARM, echo_seconds: float = 1.0
+) -> Scene:
     settings = config.Config(
         data_dir=tmp_path / "data",
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=announce),
         swarm=config.Swarm(name=swarm),
         resources=config.Resources(allow_unfenced=True),  # a kernel without fences is not what is tested here
     )
-    return Scene(settings, beacon_port=free_port())
+    return Scene(settings, beacon_port=free_port(), echo_seconds=echo_seconds)
 
 
 @asynccontextmanager
@@ -242,14 +244,13 @@ async def test_a_node_of_another_swarm_shakes_no_hands(tmp_path: Path) -> None:
 
 
 async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("node.doctor.remote_checks.ECHO_SECONDS", 0.1)
     closed = unused_address()
     async with somebody(echoes=False) as node:
         Reach(node, RealClock(), counters=Counter())
         node.inbox("/peerloom/reach/1")  # takes them, and sends nothing back
-        found = await there(scene(tmp_path, announce=(closed,)), node.addresses[0])
+        found = await there(scene(tmp_path, announce=(closed,), echo_seconds=0.1), node.addresses[0])
     assert found["datagram"].outcome == "failed"
     assert "UDP port" in found["datagram"].remedy
     assert found["dial back"].outcome == "failed"
@@ -257,11 +258,10 @@ async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
 
 
 async def test_an_older_node_without_dial_back_is_no_fault(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("node.doctor.remote_checks.ECHO_SECONDS", 0.1)
     async with somebody(echoes=False) as node:
-        found = await there(scene(tmp_path), node.addresses[0])
+        found = await there(scene(tmp_path, echo_seconds=0.1), node.addresses[0])
     assert found["dial back"].outcome == "skipped"
     assert "does not speak" in found["dial back"].detail
 

@@ -1,6 +1,8 @@
 """Energy counters of the hardware, from a folder like the kernel's."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -9,7 +11,7 @@ import trio
 from crypto.identity import PeerId
 from node.events import StepCommitted
 from node.runs.metrics import metric_rows
-from node.services.energy import POWERCAP, EnergyLog, EnergyMeter, keep_log
+from node.services.energy import POWERCAP, EnergyLog, EnergyMeter, keep_log, nvidia_cards
 from node.state import RunView
 from partition.run.local_settings import LocalSettings
 from sim.executor import SimExecutor
@@ -87,7 +89,7 @@ def test_a_machine_without_counters_is_asked_once(tmp_path: Path) -> None:
 
 
 def test_cards_count_millijoules_and_silent_ones_are_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     """NVIDIA's library at its boundary: this machine may have no card."""
     used = {"first": 5_000, "third": 7_000}
@@ -97,18 +99,21 @@ def test_cards_count_millijoules_and_silent_ones_are_skipped(
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return used[card]
 
-    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", lambda: 3)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", ["first", "second", "third"].__getitem__)
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEnergyConsumption", energy)
+    library = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=["first", "second", "third"].__getitem__,
+        nvmlDeviceGetTotalEnergyConsumption=energy,
+    )
+    cards = partial(nvidia_cards, library)
     zone(tmp_path, "intel-rapl:0", 1_000_000)
-    log = EnergyLog(lambda: EnergyMeter(tmp_path))
+    log = EnergyLog(lambda: EnergyMeter(tmp_path, cards))
     log.sample(0.0)
     used |= {"first": 6_500, "third": 7_500}
     zone(tmp_path, "intel-rapl:0", 4_000_000)
     log.sample(1.0)
     assert log.joules(0.0, 1.0) == pytest.approx(1.5 + 0.5 + 3.0), "cards and processor"
-    assert EnergyMeter(tmp_path).read().keys() == {"cpu:0", "gpu:0", "gpu:2"}
+    assert EnergyMeter(tmp_path, cards).read().keys() == {"cpu:0", "gpu:0", "gpu:2"}
 
 
 def test_rows_of_metrics_have_joules_of_the_step_where_they_are_known(tmp_path: Path) -> None:

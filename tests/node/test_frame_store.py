@@ -11,16 +11,17 @@ import numpy as np
 import pytest
 import trio
 
-import node.storage.budget
 from crypto.noise import Data
+from node.config import Resources
 from node.errors import StageFailed
 from node.events import Event, RunChanged, RunEnded, StepCommitted
-from node.pipeline import frame_store
 from node.pipeline.frame_store import FrameStore
 from node.quantities import Memory
-from node.storage import spill
+from node.runs.settings import RunServiceSettings
+from node.service_settings import ServiceSettings
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage
+from node.storage.spill import Spill
 from partition.codecs.codec import Payload, pack, typed, unpack
 from sim.executor import SimExecutor
 from sim.storage import MemoryStorage
@@ -48,10 +49,9 @@ def files_open_in(folder: Path) -> int:
 
 
 async def test_frames_beyond_the_bound_spill_to_unnamed_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8_000)
-    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor(), 8_000)
     kept = [await store.keep(payload_of(number)) for number in range(5)]
     assert store.held_bytes == 8_000, "two frames of 4,000 bytes"
     assert files_open_in(tmp_path) > 0
@@ -69,9 +69,8 @@ async def test_frames_beyond_the_bound_spill_to_unnamed_files(
     assert files_open_in(tmp_path) == 0
 
 
-async def test_released_frames_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8_000)
-    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+async def test_released_frames_free_memory(tmp_path: Path) -> None:
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor(), 8_000)
     for number in range(100):
         assert is_payload(await store.keep(payload_of(number)), number)
     assert files_open_in(tmp_path) == 0, "nothing was ever in the way"
@@ -86,13 +85,12 @@ async def test_frames_kept_in_memory_are_not_copied(tmp_path: Path) -> None:
     assert (await store.keep(pack([], "raw"))).data.nbytes == 0
 
 
-def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spill, "FILE_BYTES", 1 << 14)
-    storage = FolderStorage(tmp_path)
-    views = [storage.spill(bytes([number]) * 3_000) for number in range(9)]
+def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+    storage = Spill(tmp_path, ScratchBudget(Resources().scratch, tmp_path), 1 << 14)
+    views = [storage.put(bytes([number]) * 3_000) for number in range(9)]
     assert [bytes(view) for view in views] == [bytes([number]) * 3_000 for number in range(9)]
     assert files_open_in(tmp_path) == 2 * 3, "a file and its map, each with room for four"
-    large = storage.spill(bytes(100_000))
+    large = storage.put(bytes(100_000))
     assert len(large) == 100_000
     assert all(view.readonly for view in [*views, large])
     del views, large
@@ -105,22 +103,18 @@ async def test_a_full_disk_fails_the_stage_with_a_remedy(
     def no_room(*_: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 8 << 20)
     monkeypatch.setattr(os, "pwrite", no_room)
-    store = FrameStore(FolderStorage(tmp_path), SimExecutor())
+    store = FrameStore(FolderStorage(tmp_path), SimExecutor(), 8 << 20)
     with pytest.raises(StageFailed, match=r"more than 8 MiB, and the disk .*No space left on device.*: make"):
         await store.keep(payload_of(1, 3 << 20))
     assert store.held_bytes == 0
     assert files_open_in(tmp_path) == 0
 
 
-async def test_all_stages_of_a_node_share_one_total_on_the_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 0)
+async def test_all_stages_of_a_node_share_one_total_on_the_disk(tmp_path: Path) -> None:
     budget = ScratchBudget(Memory(bytes=4 * mmap.PAGESIZE), tmp_path)
     storage = FolderStorage(tmp_path, budget)
-    one, other = (FrameStore(storage, SimExecutor()) for _ in range(2))
+    one, other = (FrameStore(storage, SimExecutor(), 0) for _ in range(2))
     kept = [await store.keep(payload_of(number)) for number, store in enumerate((one, other, one, other))]
     assert budget.held_bytes == 4 * mmap.PAGESIZE
     with pytest.raises(StageFailed, match=r"stages hold 0 MiB of 0 MiB that they may: \[resources\] scratch"):
@@ -131,20 +125,17 @@ async def test_all_stages_of_a_node_share_one_total_on_the_disk(
     assert is_payload(await other.keep(payload_of(5)), 5)
 
 
-async def test_stages_leave_the_nodes_reserve_of_disk(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", 0)
+async def test_stages_leave_the_nodes_reserve_of_disk(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    monkeypatch.setattr(node.storage.budget, "DISK_FREE_BYTES_MIN", 2 * free)
-    storage = FolderStorage(tmp_path)
+    storage = FolderStorage(tmp_path, ScratchBudget(Resources().scratch, tmp_path, 2 * free))
     with pytest.raises(StageFailed, match="for the node itself"):
-        await FrameStore(storage, SimExecutor()).keep(payload_of(1))
+        await FrameStore(storage, SimExecutor(), 0).keep(payload_of(1))
     assert storage.scratch.held_bytes == 0
 
 
 TINY_BYTES_MAX = 20_000
 """The size of a step of the small model: two of its frames."""
+TINY = ServiceSettings(run_service=RunServiceSettings(frames_bytes_max=TINY_BYTES_MAX))
 
 
 def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]]:
@@ -158,7 +149,6 @@ def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]
         return result
 
     monkeypatch.setattr(FrameStore, "keep", kept)
-    monkeypatch.setattr(frame_store, "FRAMES_BYTES_MAX", TINY_BYTES_MAX)
     return seen
 
 
@@ -176,7 +166,7 @@ def test_a_run_with_spilled_frames_survives_a_death_exactly(
     monkeypatch.setattr(MemoryStorage, "spill", spill_for_real)
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", settings=TINY) as group:
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == 1:
@@ -217,7 +207,7 @@ def test_a_stage_without_room_for_frames_is_dropped(
     monkeypatch.setattr(MemoryStorage, "spill", spill_where_there_is_room)
 
     async def scenario() -> None:
-        async with swarm("abcde", preset="lan") as group:
+        async with swarm("abcde", preset="lan", settings=TINY) as group:
             run, events = await train(group, "e", manifest(steps=2))
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done", events[-1].detail

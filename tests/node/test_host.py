@@ -27,11 +27,10 @@ from node.executor import RealExecutor
 from node.quantities import Memory
 from node.seams import Executor
 from node.stages import limits as allowance_module
-from node.stages import program as program_module
 from node.stages.framing import Header, joined, split
 from node.stages.host import StageHost
 from node.stages.limits import ANSWER_SECONDS, allowance_of
-from node.stages.program import Spare
+from node.stages.program import Spare, StageProgram
 from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
 from partition.codecs.codec import pack, typed
@@ -188,7 +187,7 @@ OPEN_STRICTLY = """
 import sys, trio
 from node.errors import StageFailed
 from node.stages.host import StageHost
-from node.stages.program import Spare
+from node.stages.program import Spare, StageProgram
 async def main():
     try:
         host = await StageHost.open(bytes.fromhex(sys.argv[1]))
@@ -306,6 +305,15 @@ def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pyte
     assert os.listdir(tmp_path) == ["peerloom-stage-theirs"]
 
 
+def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
+    """A process in the place of a stage's that runs this program."""
+
+    class Program(StageProgram):
+        command = ("-c", program)
+
+    return Program(ALLOWANCE.threads, ALLOWANCE.device, budget)
+
+
 @pytest.mark.parametrize(
     ("written", "reason"),
     [
@@ -317,14 +325,13 @@ def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pyte
     ],
 )
 async def test_files_of_a_stages_process_count_in_the_total(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str, reason: str
+    tmp_path: Path, written: str, reason: str
 ) -> None:
     """On systems, or with devices, where it is not kept from writing."""
     program = f"{written}; import sys, time; time.sleep(60)"
-    monkeypatch.setattr(program_module, "_PROGRAM", ("-c", program))
     budget = ScratchBudget(Memory(bytes=4 << 20), tmp_path)
     budget.take(2 << 20)  # of another stage
-    host = StageHost(ALLOWANCE, scratch=budget)
+    host = StageHost(ALLOWANCE, scratch=budget, program=running(program, budget))
     with pytest.raises(StageFailed, match=reason):
         await host.call(FORWARD, seconds=60.0)
     await host.aclose()
@@ -374,9 +381,7 @@ GARBAGE = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-async def test_a_process_that_answers_garbage_has_failed(
-    monkeypatch: pytest.MonkeyPatch, garbage: str
-) -> None:
+async def test_a_process_that_answers_garbage_has_failed(garbage: str) -> None:
     program = (
         "import socket, sys\n"
         "link = socket.socket(fileno=int(sys.argv[1]))\n"
@@ -385,9 +390,10 @@ async def test_a_process_that_answers_garbage_has_failed(
         "link.shutdown(socket.SHUT_WR)\n"
         "while link.recv(65536): pass\n"
     )
-    monkeypatch.setattr(program_module, "_PROGRAM", ("-c", program))
+    host = StageHost(ALLOWANCE, program=running(program))
     with pytest.raises(StageFailed, match=r"answered nonsense|has closed its end|ended"):
-        await StageHost.open(encode(SPECIFICATION))
+        await host.call(FORWARD, seconds=60.0)
+    await host.aclose()
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
@@ -438,8 +444,7 @@ async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.Monk
         f"link.send(split(Exported(bytes({LARGE_BYTES}))), 0)\n"
         "link.receive()\n"
     )
-    monkeypatch.setattr(program_module, "_PROGRAM", ("-c", program))
-    host = StageHost(LARGE_ALLOWANCE)
+    host = StageHost(LARGE_ALLOWANCE, program=running(program))
     try:
         ran = await host.call(Forward(0, 0, True, activation), seconds=60.0)
         exported = await host.call(Export(), seconds=60.0)

@@ -20,14 +20,16 @@ from node.cli.capture import captured
 from node.commands import Commands
 from node.content import graphs
 from node.content.datasets import Dataset, labelled, load_digits, load_text
-from node.content.graphs import graph_name, values_name
+from node.content.graphs import GraphSettings, graph_name, values_name
 from node.errors import StageFailed, Unreachable, UsageError
 from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import MANIFEST_BYTES_MAX, Manifest, make_run
 from node.protocols.run_file import RunFile, check_run_file
 from node.runs.manifest_builder import WINDOW, bind_data, make_manifest, window_of
+from node.runs.settings import RunServiceSettings
 from node.runtime import Node
+from node.service_settings import ServiceSettings
 from partition.model.graph import DataType, Graph, Stored, decode_graph, encode_graph, graph_hash
 from partition.run.asks import Declined
 from partition.stage import GROUPS_MAX, GroupSettings, StageSpecification
@@ -76,9 +78,11 @@ def model_of(graph: Graph) -> Model:
     return Model(graph, data, graph_hash(data))
 
 
-def two_nodes(scenario: Callable[[Swarm, Node, Node], Awaitable[None]]) -> None:
+def two_nodes(scenario: Callable[[Swarm, Node, Node], Awaitable[None]], **limits: int) -> None:
+    settings = ServiceSettings(run_service=RunServiceSettings(graphs=GraphSettings(**limits)))
+
     async def main() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", settings=settings) as group:
             await scenario(group, group.nodes["a"], group.nodes["b"])
 
     simulate(main)
@@ -118,18 +122,14 @@ def test_a_graph_that_is_not_the_one_asked_for_is_not_taken() -> None:
     two_nodes(scenario)
 
 
-def test_an_oversized_graph_is_refused_before_it_is_received(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(graphs, "GRAPH_BYTES_MAX", 100)
-
+def test_an_oversized_graph_is_refused_before_it_is_received() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = model_of(classifier(8))
         model.put(b)
         with pytest.raises(Unreachable, match="at most 100 wanted"):
             await a.runs.models.get(model.hash, [b.peer])
 
-    two_nodes(scenario)
+    two_nodes(scenario, graph_bytes_max=100)
 
 
 def test_fetches_of_graphs_are_shared_and_limited() -> None:
@@ -165,9 +165,7 @@ def test_fetches_of_graphs_are_shared_and_limited() -> None:
     two_nodes(scenario)
 
 
-def test_the_graphs_that_were_used_longest_ago_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "GRAPHS_KEPT_MAX", 2)
-
+def test_the_graphs_that_were_used_longest_ago_make_room() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         several = [model_of(classifier(side)) for side in (2, 3, 4)]
         for model in several:
@@ -176,12 +174,10 @@ def test_the_graphs_that_were_used_longest_ago_make_room(monkeypatch: pytest.Mon
         here = [await a.runs.models.read(model.hash) is not None for model in several]
         assert here == [False, True, True]
 
-    two_nodes(scenario)
+    two_nodes(scenario, kept_max=2)
 
 
-def test_the_graph_of_a_run_here_stays_however_many_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "GRAPHS_KEPT_MAX", 2)
-
+def test_the_graph_of_a_run_here_stays_however_many_others_come() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         several = [model_of(classifier(side)) for side in (2, 3, 4, 5)]
         ours = several[0]
@@ -193,7 +189,7 @@ def test_the_graph_of_a_run_here_stays_however_many_others_come(monkeypatch: pyt
         here = [await a.runs.models.read(model.hash) is not None for model in several]
         assert here == [True, False, True, True], "it is kept beside as many others as ever"
 
-    two_nodes(scenario)
+    two_nodes(scenario, kept_max=2)
 
 
 def test_a_file_beside_a_graph_without_values_is_not_taken(tmp_path: Path) -> None:
@@ -254,9 +250,7 @@ def specification_of(model: Model) -> StageSpecification:
     return StageSpecification(run=b"run", graph=stage, sizes_max=(4,))
 
 
-def test_first_values_are_fetched_in_ranges_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "RANGE_BYTES_MAX", 40)
-
+def test_first_values_are_fetched_in_ranges_and_checked() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = with_values()
         specification = specification_of(model)
@@ -273,7 +267,7 @@ def test_first_values_are_fetched_in_ranges_and_checked(monkeypatch: pytest.Monk
         with pytest.raises(StageFailed, match="did not come in time"):
             await a.runs.models.fill(Arena(), specification, [b.peer])
 
-    two_nodes(scenario)
+    two_nodes(scenario, range_bytes_max=40)
 
 
 def test_a_range_beyond_the_file_or_its_bounds_is_not_answered() -> None:

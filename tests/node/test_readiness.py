@@ -7,14 +7,14 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from node.runs import readiness
-from node.runs.readiness import EXPECTED_SECONDS, FREE_BYTES_LEFT_MIN, FREE_BYTES_MIN, IDLE_SECONDS
+from node.runs.readiness import EXPECTED_SECONDS, SpareSettings
 from node.runs.runs import TRAINING_SECONDS
 from sim.executor import SimExecutor
 from tests.node.simulated import simulated_node
 from tests.node.test_measurements import slow_medium
 
-MARGIN_SECONDS = 2 * readiness.LOOK_SECONDS
+SPARES = SpareSettings()
+MARGIN_SECONDS = 2 * SPARES.look_seconds
 
 
 class Machine:
@@ -23,7 +23,7 @@ class Machine:
     def __init__(self) -> None:
         self.is_kept = False
         self.is_allowed = True
-        self.free_bytes = FREE_BYTES_MIN
+        self.free_bytes = SPARES.free_bytes_min
 
     def keep(self, machine: tuple[int, str] | None) -> None:
         self.is_kept = machine is not None
@@ -48,15 +48,15 @@ def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: M
         async with simulated_node(slow_medium(), 1) as node, trio.open_nursery() as nursery:
             watch = node.runs.readiness.run
             nursery.start_soon(watch, lambda: machine.is_allowed, lambda: int(machine.is_kept))
-            await machine.passes(IDLE_SECONDS - MARGIN_SECONDS, is_kept=False)
+            await machine.passes(SPARES.idle_seconds - MARGIN_SECONDS, is_kept=False)
             await machine.passes(2 * MARGIN_SECONDS, is_kept=True)
-            machine.free_bytes = FREE_BYTES_MIN - 1
+            machine.free_bytes = SPARES.free_bytes_min - 1
             await machine.passes(MARGIN_SECONDS, is_kept=True)
-            machine.free_bytes = FREE_BYTES_LEFT_MIN - 1
+            machine.free_bytes = SPARES.free_bytes_left_min - 1
             await machine.passes(MARGIN_SECONDS, is_kept=False)
-            machine.free_bytes = FREE_BYTES_MIN - 1
+            machine.free_bytes = SPARES.free_bytes_min - 1
             await machine.passes(MARGIN_SECONDS, is_kept=False)
-            machine.free_bytes = FREE_BYTES_MIN
+            machine.free_bytes = SPARES.free_bytes_min
             await machine.passes(MARGIN_SECONDS, is_kept=True)
             machine.is_allowed = False
             await machine.passes(MARGIN_SECONDS, is_kept=False)
@@ -64,7 +64,7 @@ def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: M
             part = node.averaging.open("run", b"signature")  # a program of this process trains
             await machine.passes(TRAINING_SECONDS - MARGIN_SECONDS, is_kept=False)
             part.close()
-            await machine.passes(IDLE_SECONDS + MARGIN_SECONDS, is_kept=True)
+            await machine.passes(SPARES.idle_seconds + MARGIN_SECONDS, is_kept=True)
             node.averaging.open("other", b"signature")
             await machine.passes(MARGIN_SECONDS, is_kept=True)
             nursery.cancel_scope.cancel()

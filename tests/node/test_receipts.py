@@ -14,7 +14,9 @@ from node.events import StepCommitted
 from node.local.stages import stage_ranges
 from node.protocols.receipts import OfferReceipt, ShowReceipts
 from node.runs.receipts import ISSUE_SECONDS, Receipts
+from node.runs.settings import RunServiceSettings
 from node.runtime import Node
+from node.service_settings import ServiceSettings
 from partition.plan.layer_costs import layer_costs
 from partition.run.receipts import MEASURED_PURPOSE, Kind, ReceiptBody
 from tests import stack
@@ -24,14 +26,12 @@ from tests.node.test_slots import asked, only
 from tests.stack import simple_cnn, simulate, swarm
 from tests.test_runs_end import all_ended, learn
 
+ALL_RECEIPTS = ServiceSettings(run_service=RunServiceSettings(issued_bytes_min=1))
 
-def test_a_provider_earns_exact_receipts_across_a_restart(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("node.runs.receipt_totals.ISSUED_BYTES_MIN", 1)
 
+def test_a_provider_earns_exact_receipts_across_a_restart() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", settings=ALL_RECEIPTS) as group:
             only(group, "b")
             await trio.sleep(5)
             a, b, c = (group.nodes[name] for name in "abc")
@@ -48,7 +48,9 @@ def test_a_provider_earns_exact_receipts_across_a_restart(
             assert earned["flops"] == microbatches * 3 * sum(row.forward_flops for row in costs)
             assert (earned["run"], earned["requester"], earned["measurer"]) == (run.text, a.id, a.id)
             assert a.runs.receipts.contribution(b.peer).given == pytest.approx(earned["flops"], rel=1e-4)
-            again = Receipts(b.seams, b.signer, b.runs.models, rate=lambda: 1.0, refuse=b.runs.refuse)
+            again = Receipts(
+                b.seams, b.signer, b.runs.models, rate=lambda: 1.0, refuse=b.runs.refuse, issued_bytes_min=1
+            )
             assert again.document()["earned"] == [earned]
             assert again.contribution(a.peer).given == 0.0
             assert c.runs.receipts.document()["earned"] == []
@@ -162,13 +164,12 @@ def large(folder: Path) -> None:
 
 
 def test_members_give_each_other_receipts_for_data_and_averaging(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr("node.runs.receipt_totals.ISSUED_BYTES_MIN", 1)
     large(tmp_path)
 
     async def scenario() -> None:
-        async with swarm("abc", stage_seconds=0.2, preset="lan") as group:
+        async with swarm("abc", stage_seconds=0.2, preset="lan", settings=ALL_RECEIPTS) as group:
             a, b, c = (group.nodes[name] for name in "abc")
             only(group, "b")
             await trio.sleep(5)

@@ -7,7 +7,8 @@ from tests.node.serving.scene import TokensServed
 
 
 @pytest.fixture
-def _tokens_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "HeldStage", TokensServed)
-    monkeypatch.setattr(TokensServed, "opened", [])
-    monkeypatch.setattr(TokensServed, "broken", set())
+def tokens_served(monkeypatch: pytest.MonkeyPatch) -> type[TokensServed]:
+    """The stages of this test's nodes, which it may make slow, large or broken."""
+    kind = TokensServed.anew()
+    monkeypatch.setattr(hosting, "HeldStage", kind)
+    return kind

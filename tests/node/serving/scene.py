@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import trio
 
@@ -25,15 +25,20 @@ STAGE_SECONDS = 0.05
 
 
 class TokensServed:
-    """In the place of `node.serving.stage.HeldStage`."""
+    """In the place of `node.serving.stage.HeldStage`; each test has its own by `anew`."""
 
-    opened: list[tuple[PeerId, int]] = []  # noqa: RUF012 - emptied by `tokens_served`
+    opened: ClassVar[list[tuple[PeerId, int]]]
     seconds = STAGE_SECONDS
     load_seconds = 0.5
     tokens_max = 10_000
     needed_bytes = 1_000
     bits = b"x"
-    broken: set[PeerId] = set()  # noqa: RUF012 - as above
+    broken: ClassVar[set[PeerId]]
+
+    @classmethod
+    def anew(cls) -> "type[TokensServed]":
+        """Return a class of which no stage is open yet, and none broken."""
+        return type(cls.__name__, (cls,), {"opened": [], "broken": set()})
 
     def __init__(self, service: Service, number: int, me: PeerId) -> None:
         self.service = service

@@ -11,7 +11,7 @@ from tests.node.serving.scene import TokensServed, ask, holders, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def stranger(group: Swarm) -> Node:
@@ -57,8 +57,8 @@ def test_a_peer_has_no_more_tokens_a_minute_than_the_owner_allows() -> None:
     simulate(main)
 
 
-def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokensServed, "tokens_max", 100)
+def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(tokens_served: type[TokensServed]) -> None:
+    tokens_served.tokens_max = 100
 
     async def main() -> None:
         async with serving("abc", offer=Offering(peer_cache_percent=30)) as (group, service):

@@ -14,7 +14,7 @@ from tests.node.serving.scene import holders, serving, until
 from tests.partition.serve.world import VOCABULARY, logits_after
 from tests.stack import simulate
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 PROMPT = tuple(number % VOCABULARY for number in range(500))
 
 

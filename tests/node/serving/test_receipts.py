@@ -12,7 +12,7 @@ from tests.node.serving.test_planning import graph
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_those_who_compute_an_answer_have_receipts_of_it(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from tests.node.serving.scene import ask, holders, manifest, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:

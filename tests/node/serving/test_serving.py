@@ -17,7 +17,7 @@ from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, 
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_a_service_answers_at_every_node() -> None:
@@ -66,7 +66,7 @@ def test_a_stage_that_ends_while_nobody_asks_is_held_anew() -> None:
     simulate(main)
 
 
-def test_a_node_rests_from_a_stage_that_keeps_ending_there() -> None:
+def test_a_node_rests_from_a_stage_that_keeps_ending_there(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("a", cuts=()) as (group, service):
             for _ in range(300):
@@ -75,7 +75,7 @@ def test_a_node_rests_from_a_stage_that_keeps_ending_there() -> None:
                     ended: Any = member.stage
                     if ended is not None:
                         ended.is_closed = True
-            assert FORGIVEN_ENDS + 3 <= len(TokensServed.opened) <= 10
+            assert FORGIVEN_ENDS + 3 <= len(tokens_served.opened) <= 10
 
     simulate(main)
 
@@ -102,9 +102,9 @@ def test_with_a_replica_an_answer_pauses_for_no_more_than_the_silence() -> None:
     simulate(main)
 
 
-def test_a_node_that_leaves_moves_its_answers_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_leaves_moves_its_answers_first(tokens_served: type[TokensServed]) -> None:
     """It goes on to answer while another node loads its stage, so nobody waits for that."""
-    monkeypatch.setattr(TokensServed, "load_seconds", 3.0)
+    tokens_served.load_seconds = 3.0
 
     async def main() -> None:
         async with serving("abc") as (group, service):
@@ -183,7 +183,7 @@ def test_the_death_of_a_door_frees_its_sessions() -> None:
 def test_a_service_without_a_spare_answers_once_a_node_is_free(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(TokensServed, "needed_bytes", 1 << 60)  # no member has memory for a second stage
+    tokens_served.needed_bytes = 1 << 60  # no member has memory for a second stage
 
     async def main() -> None:
         async with serving("abcd") as (group, service):
@@ -240,10 +240,10 @@ def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> No
     simulate(main)
 
 
-def test_an_answer_waits_for_a_stage_that_is_being_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_waits_for_a_stage_that_is_being_loaded(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
-            monkeypatch.setattr(TokensServed, "load_seconds", 2 * ROUTE_SECONDS_MAX)
+            tokens_served.load_seconds = 2 * ROUTE_SECONDS_MAX
             victim = next(name for name in holders(group) if name != "a")
             seen: list[int] = []
             async with trio.open_nursery() as nursery:
@@ -282,10 +282,10 @@ def test_a_stage_that_nobody_takes_is_no_service() -> None:
     simulate(main)
 
 
-def test_a_stage_that_cannot_be_loaded_is_tried_elsewhere() -> None:
+def test_a_stage_that_cannot_be_loaded_is_tried_elsewhere(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with swarm("abc") as group:
-            TokensServed.broken.add(group.nodes["b"].peer)
+            tokens_served.broken.add(group.nodes["b"].peer)
             service = await group.nodes["a"].serving.published.begin(manifest(), [group.nodes["a"].peer])
             await group.nodes["a"].serving.published.await_ready(service)
             assert holders(group) == {"a": 0, "c": 1}

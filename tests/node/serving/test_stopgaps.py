@@ -20,7 +20,7 @@ from tests.node.serving.scene import TokensServed, ask, manifest, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 TOKENS = 60
 
 
@@ -56,12 +56,14 @@ async def disturbed(
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_an_answer_goes_on_at_the_one_node_that_is_left(slots: int) -> None:
+def test_an_answer_goes_on_at_the_one_node_that_is_left(
+    slots: int, tokens_served: type[TokensServed]
+) -> None:
     async def main() -> None:
         async with serving("ab", offer=Offering(slots=slots)) as (group, service):
             first = stages(group, service)["a"]
             pause = await disturbed(group, service, lambda: group.kill("b"))
-            assert pause < TokensServed.load_seconds + 3
+            assert pause < tokens_served.load_seconds + 3
             assert stages(group, service) == {"a": [*first, 1 - first[0]]}
             main_stage, other = held(group, service)["a"]
             assert (main_stage.turn is other.turn) is (slots == 1), "in one slot they compute in turn"
@@ -80,19 +82,19 @@ def test_an_answer_goes_on_at_the_one_node_that_is_left(slots: int) -> None:
     simulate(main)
 
 
-def test_an_answer_goes_on_at_a_node_alone_whose_stage_ended() -> None:
+def test_an_answer_goes_on_at_a_node_alone_whose_stage_ended(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("a", cuts=()) as (group, service):
             (member,) = held(group, service)["a"]
             ended: Any = member.stage
             pause = await disturbed(group, service, lambda: setattr(ended, "is_closed", True))
-            assert pause < TokensServed.load_seconds + 3
+            assert pause < tokens_served.load_seconds + 3
 
     simulate(main)
 
 
-def test_a_node_without_memory_for_it_takes_no_second_stage(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokensServed, "needed_bytes", 1 << 60)
+def test_a_node_without_memory_for_it_takes_no_second_stage(tokens_served: type[TokensServed]) -> None:
+    tokens_served.needed_bytes = 1 << 60
 
     async def main() -> None:
         async with serving("ab") as (group, service):
@@ -122,10 +124,12 @@ def test_a_member_has_no_other_take_a_stage_that_is_held() -> None:
     simulate(main)
 
 
-def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom() -> None:
+def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom(
+    tokens_served: type[TokensServed],
+) -> None:
     async def main() -> None:
         async with serving("ab") as (group, service):
-            TokensServed.broken.add(group.nodes["a"].peer)
+            tokens_served.broken.add(group.nodes["a"].peer)
             group.kill("b")
             await trio.sleep(200)
             assert len(stages(group, service)["a"]) == 1
@@ -135,7 +139,7 @@ def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom() -> No
                 if isinstance(event, ServiceChanged) and event.detail == "no such weights"
             ]
             assert 3 <= len(failed) <= 8
-            TokensServed.broken.clear()
+            tokens_served.broken.clear()
             await until(lambda: len(stages(group, service)["a"]) == 2, REST_SECONDS_MAX + 30)
             await trio.sleep(1)
             assert await ask(group.nodes["a"], service, wish()) == reference(wish())
@@ -143,8 +147,8 @@ def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom() -> No
     simulate(main)
 
 
-def test_a_node_that_leaves_has_the_other_take_its_stage_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(TokensServed, "load_seconds", 3.0)
+def test_a_node_that_leaves_has_the_other_take_its_stage_first(tokens_served: type[TokensServed]) -> None:
+    tokens_served.load_seconds = 3.0
 
     async def main() -> None:
         async with serving("ab") as (group, service), trio.open_nursery() as nursery:
@@ -158,7 +162,7 @@ def test_a_node_that_leaves_has_the_other_take_its_stage_first(monkeypatch: pyte
     simulate(main)
 
 
-def test_a_stopgap_lets_go_once_another_node_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopgap_lets_go_once_another_node_answers(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             (free,) = {"a", "b", "c"} - stages(group, service).keys()
@@ -169,7 +173,7 @@ def test_a_stopgap_lets_go_once_another_node_answers(monkeypatch: pytest.MonkeyP
             victim = next(name for name in stages(group, service) if name != "a")
             first = dict(stages(group, service))
             pause = await disturbed(group, service, lambda: group.kill(victim))
-            assert pause < TokensServed.load_seconds + 3
+            assert pause < tokens_served.load_seconds + 3
             holder = next(name for name in first if name != victim)
             assert stages(group, service) == {holder: [*first[holder], *first[victim]]}
             # The other node is free again: it takes the stage, and a running answer moves there.

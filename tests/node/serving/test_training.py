@@ -12,7 +12,7 @@ from tests.partition.serve.world import wish
 from tests.stack import assert_equal, reference, simulate, train, weights
 from tests.stack import manifest as run_manifest
 
-pytestmark = pytest.mark.usefixtures("_tokens_served")
+pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_a_run_stays_exact_while_its_nodes_answer() -> None:

@@ -12,6 +12,7 @@ import trio
 from crypto.identity import PeerId
 from node.serving.generations import Token
 from node.serving.questions import Question
+from node.web.settings import WebSettings
 from partition.serve.door import StageReplica, Wish
 from tests.node.web.models_world import NAME, SaidGeneration, SaidServing, SaidText
 from tests.node.web.world import Served, Told, joined, peer, served, started
@@ -90,7 +91,9 @@ class ChatServing(SaidServing):
 
 
 @asynccontextmanager
-async def chats(**settings: Any) -> AsyncGenerator[tuple[Served, ChatServing], None]:
+async def chats(
+    *, limits: WebSettings | None = None, **settings: Any
+) -> AsyncGenerator[tuple[Served, ChatServing], None]:
     """A page whose node finds the service."""
     said = ChatServing()
     for name, value in settings.items():
@@ -99,7 +102,7 @@ async def chats(**settings: Any) -> AsyncGenerator[tuple[Served, ChatServing], N
     node = Told(serving=said)
     for event in [started(), *(joined(number) for number in range(1, 4))]:
         node.publish(event)
-    async with served(node) as page:
+    async with served(node, limits) as page:
         yield page, said
 
 

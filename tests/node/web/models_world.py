@@ -20,6 +20,7 @@ from node.content.text_questions import TextFacts
 from node.errors import RunFailed, UsageError
 from node.serving.generations import Token
 from node.serving.texts import TextPieces
+from node.web.settings import WebSettings
 from partition.serve.door import GenerationOver, Wish
 from tests.node.web.world import Served, Told, served
 
@@ -192,7 +193,7 @@ class SaidServing:
 
 @asynccontextmanager
 async def models(
-    *, text: str = "tokenizer", web: Web | None = None, **settings: Any
+    *, text: str = "tokenizer", web: Web | None = None, limits: WebSettings | None = None, **settings: Any
 ) -> AsyncGenerator[tuple[Served, SaidServing, str], None]:
     """A page whose node serves the model, the model, and a key."""
     said = SaidServing()
@@ -202,7 +203,7 @@ async def models(
     node = Told(serving=said)
     if web is not None:
         node.config = replace(node.config, web=web)
-    async with served(node) as page:
+    async with served(node, limits) as page:
         page.page.models._answers._asking = said  # type: ignore[attr-defined]  # lists the services
         made: Any = await page.page.models.keys.handlers["keys.new"]({}, ignore)
         try:

@@ -7,6 +7,7 @@ import pytest
 import trio
 
 from node.web import chat
+from node.web.settings import WebSettings
 from node.web.views import peer_key
 from tests.node.web.chat_world import SERVICE, chats, question
 from tests.node.web.models_world import ANSWER, SAID
@@ -114,9 +115,8 @@ async def test_no_word_of_a_chat_is_in_events_or_metrics() -> None:
             assert ANSWER[:5].encode() not in body
 
 
-async def test_as_many_answers_as_pages_may_have_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat, "CHATS_MAX", 0)
-    async with chats() as (page, _):
+async def test_as_many_answers_as_pages_may_have_and_no_more() -> None:
+    async with chats(limits=WebSettings(chats_max=0)) as (page, _):
         status, _, body = await page.ask(
             CHAT, method="POST", body=json.dumps(question()).encode(), content_type=JSON
         )

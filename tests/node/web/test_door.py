@@ -8,9 +8,9 @@ import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from crypto.registers import Budget
 from node.web import door
 from node.web.guard import refuse_action, refuse_stranger
+from node.web.settings import WebSettings
 from tests.node.web.world import Served, Told, joined, run_events, served, started, stream
 
 METRICS = b"GET /metrics HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
@@ -218,15 +218,13 @@ async def test_one_connection_carries_many_requests() -> None:
         assert (await page.raw(one * 4 + last)).count(b"HTTP/1.1 200") == 5
 
 
-async def test_slow_requests_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "REQUEST_SECONDS_MAX", 0.1)
-    async with served() as page:
+async def test_slow_requests_are_given_up() -> None:
+    async with served(settings=WebSettings(request_seconds_max=0.1)) as page:
         assert b" 408 " in await page.raw(b"GET / HT")
 
 
-async def test_idle_connections_are_closed_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "IDLE_SECONDS_MAX", 0.1)
-    async with served() as page:
+async def test_idle_connections_are_closed_without_a_word() -> None:
+    async with served(settings=WebSettings(idle_seconds_max=0.1)) as page:
         assert await page.raw(b"") == b""
 
 

@@ -12,6 +12,7 @@ from crypto.identity import peer_text
 from node import events
 from node.content.reading import SourceReading, kept_name
 from node.web import live, views
+from node.web.settings import WebSettings
 from tests.node.web.world import STARTED, Told, joined, peer, run_events, served, started, stream
 
 RUN = "ab" * 8
@@ -81,9 +82,8 @@ async def test_a_page_of_another_life_begins_anew(last: str) -> None:
         assert (await messages.next())[0] == "reset"
 
 
-async def test_a_page_that_fell_behind_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live, "DELTAS_KEPT_MAX", 2)
-    async with served(told()) as page, stream(page) as watching:
+async def test_a_page_that_fell_behind_begins_anew() -> None:
+    async with served(told(), WebSettings(deltas_kept_max=2)) as page, stream(page) as watching:
         _, seen, _ = await watching.next()
         for number in range(20, 24):
             page.node.publish(joined(number))

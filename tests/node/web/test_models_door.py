@@ -19,6 +19,7 @@ from node.errors import UsageError
 from node.web import model_api, quotas
 from node.web.keys import KEYS_NAME, KeyRing
 from node.web.quotas import QueueFull, RequestQueue
+from node.web.settings import WebSettings
 from tests.node.web.models_world import ANSWER, NAME, ignore, models
 from tests.node.web.world import Served
 
@@ -85,11 +86,8 @@ async def test_an_answer_ends_when_its_client_hangs_up(is_streamed: bool) -> Non
         await until(lambda: said.going == 0)  # all of it would take 80 s
 
 
-async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(quotas, "QUEUE_MAX", 1)
-    async with models(text="bytes", seconds=0.01) as (page, said, _):
+async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused() -> None:
+    async with models(text="bytes", limits=WebSettings(waiting_max=1), seconds=0.01) as (page, said, _):
         made: Any = await page.page.models.keys.handlers["keys.new"]({"in_flight": 1}, ignore)
         key = made["key"]
         streams: list[trio.SocketStream] = []
@@ -110,7 +108,7 @@ async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused(
 
 
 def test_keys_that_wait_take_turns() -> None:
-    queue = RequestQueue(total_max=1)
+    queue = RequestQueue(WebSettings().waiting_max, total_max=1)
     first = queue.enter(0, "a")
     waiting = [queue.enter(0, key) for key in "aaabb"]
     order = []
@@ -125,8 +123,8 @@ def test_keys_that_wait_take_turns() -> None:
 
 
 def test_a_full_queue_says_when_to_come_again() -> None:
-    queue = RequestQueue()
-    for _ in range(quotas.QUEUE_MAX + 1):
+    queue = RequestQueue(WebSettings().waiting_max)
+    for _ in range(WebSettings().waiting_max + 1):
         queue.enter(0, "a", 1)
     with pytest.raises(QueueFull) as full:
         queue.enter(0, "a", 1)
@@ -210,11 +208,11 @@ async def test_two_hundred_silent_connections_stop_no_stream() -> None:
         assert answered == [200, 200]
 
 
-async def test_counting_tokens_takes_a_turn_as_answers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_counting_tokens_takes_a_turn_as_answers_do() -> None:
     asked = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
     async with models() as (page, _, key):
         assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 200
-        monkeypatch.setattr(quotas, "QUEUE_MAX", 0)
+        page.page.models.queue.waiting_max = 0
         assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 429
 
 
@@ -226,12 +224,12 @@ async def test_a_long_body_is_read_as_a_short_one_is() -> None:
         assert (status, document["error"]["param"]) == (400, "temperature")
 
 
-async def test_a_slow_sender_of_a_body_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    from node.web import door
-
-    monkeypatch.setattr(door, "REQUEST_SECONDS_MAX", 0.2)
-    monkeypatch.setattr(door, "LONG_REQUEST_SECONDS_MAX", 0.2)
-    async with models() as (page, _, key):
+async def test_a_slow_sender_of_a_body_is_cut_off() -> None:
+    async with models(limits=WebSettings(request_seconds_max=0.2, long_request_seconds_max=0.2)) as (
+        page,
+        _,
+        key,
+    ):
         answer = await page.raw(request(page, key, ASKED)[:-5])
         assert b" 408 " in answer.partition(b"\r\n")[0]
 

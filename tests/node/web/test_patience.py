@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from node.web import door
-from node.web.model_api import BODY_BYTES_MAX
+from node.web.settings import WebSettings
 from tests.node.web.models_world import ignore, models
 from tests.node.web.test_models_door import ASKED, request
 from tests.node.web.world import Served
@@ -84,7 +84,7 @@ async def test_a_stream_keeps_its_pace_beside_slow_silent_and_huge_clients(form:
             busy = p95(await gaps(page, key, tokens))
             server = page.page._door
             assert server is not None
-            assert server.bodies_bytes <= door.BODIES_BYTES_MAX + BODY_BYTES_MAX
+            assert server.bodies_bytes <= door.BODIES_BYTES_MAX + WebSettings().body_bytes_max
             assert psutil.Process().memory_info().rss - before <= GROWTH_BYTES_MAX
         print(f"\np95 between tokens: {quiet * 1e3:.1f} ms alone, {busy * 1e3:.1f} ms beside them")  # noqa: T201
         assert busy <= 1.2 * quiet + SLACK_SECONDS[form]

@@ -17,6 +17,7 @@ from node.errors import UsageError
 from node.history import EventHistory
 from node.state import State, apply
 from node.web.page import Page
+from node.web.settings import WebSettings
 from sim.storage import MemoryStorage
 
 STARTED = 1_700_000_000.0
@@ -225,10 +226,12 @@ class Served:
 
 
 @asynccontextmanager
-async def served(node: Told | None = None) -> AsyncGenerator[Served, None]:
+async def served(
+    node: Told | None = None, settings: WebSettings | None = None
+) -> AsyncGenerator[Served, None]:
     """A page for the time of the block."""
     node = node or Told()
-    page = Page(node)
+    page = Page(node, settings)
     async with trio.open_nursery() as nursery:
         await nursery.start(page.run)
         assert node.state.page is not None
