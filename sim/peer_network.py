@@ -32,7 +32,7 @@ HANDSHAKE_TRIPS = 4
 
 
 class Fabric(Protocol):
-    """The part that all networks of one simulation share, as one of them uses it: `sim.seams`."""
+    """The shared part of all simulated networks, as one of them uses it: `sim.seams`."""
 
     links: Links
     homes: Homes

@@ -310,7 +310,7 @@ def outcome(events: Sequence[Event]) -> RunEnded:
 
 
 def assert_nothing_is_left(node: Node) -> None:
-    """Of a run that is over, and of what strangers said of it."""
+    """Assert that nothing remains of a run that is over, or of strangers' messages about it."""
     early = node.runs.inbox.dispatch.early
     assert not node.runs.members
     assert not node.runs.inbox.dispatch.plans

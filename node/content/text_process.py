@@ -57,7 +57,7 @@ TAIL_LENGTH = 64
 
 
 class _Texts:
-    """A model with a tokenizer, as the process knows it."""
+    """The state of the process for a model with a tokenizer."""
 
     def __init__(self, folder: Path) -> None:
         self._known = Tokens(folder / TOKENIZER)
@@ -134,7 +134,7 @@ class _Texts:
 
 
 class _Bytes:
-    """A model of bytes, as the process knows it: it holds answers to rules, nothing else."""
+    """The state of the process for a model of bytes, which only holds answers to rules."""
 
     def __init__(self) -> None:
         self._masks = ServiceMasks(_byte_masks)

@@ -11,9 +11,9 @@ from node.content.calls.rules import AnswerRule
 
 
 class TextFacts(msgspec.Struct, frozen=True):
-    """Facts in a model's files: the ids that end an answer, how it is usually asked, whether chats have a
-    template, how many tokens the tokenizer tells apart, and in which formats it writes calls of tools and its
-    reasoning. Temperature 0 takes the likeliest."""
+    """Facts from a model's files: the ids that end an answer, the default sampling settings, whether there is
+    a chat template, the size of the tokenizer's vocabulary, and the formats of tool calls and reasoning.
+    Temperature 0 takes the likeliest token."""
 
     stops: tuple[int, ...]
     vocabulary: int

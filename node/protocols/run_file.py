@@ -81,7 +81,7 @@ class TrainTable(msgspec.Struct, frozen=True):
     """
 
     RENAMED: ClassVar[Mapping[str, str]] = MappingProxyType({"compress": "frames"})
-    """Names of keys in older files."""
+    """Keys renamed since older files."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=STEPS_MAX)] = 200
     epochs: Annotated[float, msgspec.Meta(gt=0, le=1e6)] | None = None
@@ -216,7 +216,7 @@ class RunFile(msgspec.Struct, frozen=True):
 
     @property
     def source(self) -> str:
-        """The source of data that `data` names."""
+        """Return the source that `data` names."""
         return self.data if isinstance(self.data, str) else self.data.source
 
     @property
@@ -282,7 +282,7 @@ def read_run_file(text: str, name: str) -> RunFile:
 
 
 def check_run_file(run: RunFile, where: str) -> None:
-    """Check relations between keys, which no single key's range can express. Raises UsageError."""
+    """Check rules that no single key's range expresses. Raises UsageError."""
     train = run.train
     check_keys(run, where)
     if isinstance(train.microbatch, int):

@@ -31,7 +31,7 @@ Sends = list[tuple[PeerId, Any]]
 
 
 class StageOwner(Protocol):
-    """The peer that holds stages, as they use it."""
+    """The interface of the peer that holds stages."""
 
     peer: PeerId
     provider: SessionProvider

@@ -70,7 +70,7 @@ def on_one_core() -> Iterator[MeasuringProcesses]:
 
 
 class Known(MeasuringProcesses):
-    """Measurements that are known beforehand."""
+    """Measuring processes with a known result."""
 
     def __init__(self, found: Callable[[], Calibration]) -> None:
         super().__init__()
