@@ -463,7 +463,7 @@ class Commands:
 
 def _not_fetched(run: str, status: str, error: Unreachable) -> RunFailed:
     if status not in ("stopped", "failed"):
-        return RunFailed(f"nobody handed over the weights of run {run[:8]}: {error.detail}")
+        return RunFailed(f"no peer delivers the weights of run {run[:8]}: {error.detail}")
     word = "was stopped" if status == "stopped" else "failed"
     return RunFailed(
         f"run {run[:8]} {word}, so it has no result",

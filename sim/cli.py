@@ -57,10 +57,10 @@ def main(
     ] = None,
     seeds: Annotated[
         int,
-        typer.Option("--seeds", metavar="N", min=1, max=SEEDS_MAX, help="With so many seeds, from --seed."),
+        typer.Option("--seeds", metavar="N", min=1, max=SEEDS_MAX, help="Play this many seeds, from --seed."),
     ] = 1,
     jobs: Annotated[
-        int, typer.Option("--jobs", metavar="N", min=0, help="So many at once; 0 is one a core.")
+        int, typer.Option("--jobs", metavar="N", min=0, help="Play this many at once; 0: one per core.")
     ] = 0,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,

@@ -14,13 +14,13 @@ FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage")
 
 
 def find() -> str | None:
-    """The program of a Chromium."""
+    """Return the program of a Chromium."""
     named = os.environ.get("PEERLOOM_CHROMIUM")
     return named or next((path for name in NAMES if (path := shutil.which(name))), None)
 
 
 def require() -> str:
-    """The program of a Chromium; skips the test where there is none, or nothing to drive it."""
+    """Return the program of a Chromium; skip the test without one, or without a driver for it."""
     pytest.importorskip("playwright.sync_api", reason="no Playwright: pip install '.[browser]'")
     path = find()
     if path is None:
@@ -30,7 +30,7 @@ def require() -> str:
 
 @contextmanager
 def opened(**context: Any) -> Iterator[Any]:
-    """A page of a browser, with what it complained of as `complaints`; skips the test where there is none."""
+    """Yield a page of a browser, with its errors as `complaints`; skip the test without a browser."""
     path = require()
     from playwright.sync_api import sync_playwright  # an extra that may not be there
 

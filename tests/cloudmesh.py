@@ -1,8 +1,8 @@
 """The play behind docs/cloudmesh.md: real nodes, the commands that a person types, and what they print.
 
-`Play` holds the nodes and runs commands, and keeps what was typed and printed by the key of a case, such as
-"4.11 typical". `tests.cloudmesh_report` has the functions of the report with their cases, and makes the page
-of both. `tests.test_cloudmesh` plays.
+`Play` holds the nodes, runs commands, and records input and output by the key of a case, such as "4.11
+typical". `tests.cloudmesh_report` has the functions of the report with their cases, and makes the page from
+both. `tests.test_cloudmesh` plays.
 """
 
 import json
@@ -27,24 +27,24 @@ COMMAND_SECONDS_MAX = 300.0
 LINES_MAX = 6
 """Lines of a command's output in the page."""
 NAMES = "abc"
-"""The nodes that are there from the beginning: a asks, and b and c provide, and each does the other too."""
+"""The initial nodes: a requests, b and c provide, and each does the other too."""
 ADDRESS = re.compile(
     r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}(?=:\d)"
     r"|\[[0-9a-f:]*[0-9a-f]{2}[0-9a-f:]*\](?=:\d)"
 )
-"""One of this machine, which is of no interest to others."""
+"""An address of this machine, which does not matter to readers."""
 
 
 @dataclass
 class Play:
-    """Nodes below `folder`, what was typed at which, and what it printed."""
+    """Nodes below `folder`, the commands typed at each, and their output."""
 
     folder: Path
     swarm: SwarmProcesses = field(init=False)
     script: Path = field(init=False)
     pause: Callable[[float], None] = time.sleep
     shown: dict[str, list[str]] = field(default_factory=dict)
-    """By case, lines as in the page: what was typed, and what of its output was looked for."""
+    """By case, the lines of the page: the command and the shown part of its output."""
     typed: str = ""
     """The last command."""
     singles: "list[Single]" = field(default_factory=list)
@@ -71,7 +71,7 @@ class Play:
         self.wait(lambda: self.swarm.status(NAMES[0])["members_alive"] == len(running) - 1)
 
     def wait(self, ready: Callable[[], bool], seconds: float = COMMAND_SECONDS_MAX) -> None:
-        """Wait until it is so."""
+        """Wait until a condition holds."""
         until = time.monotonic() + seconds
         while not ready():
             assert time.monotonic() < until, "it did not come to that"
@@ -95,7 +95,7 @@ class Play:
         )
 
     def end(self, process: "subprocess.Popen[str]", *, code: int | None = 0) -> str:
-        """Return what a command printed, once it has ended with this code; None: with any but 0."""
+        """Return a command's output once it has ended with this code; None: with any but 0."""
         try:
             said, _ = process.communicate(timeout=COMMAND_SECONDS_MAX)
         except subprocess.TimeoutExpired:
@@ -107,25 +107,25 @@ class Play:
         return said
 
     def type(self, node: str, *words: str, code: int | None = 0) -> str:
-        """Type a command, and return what it prints."""
+        """Type a command and return its output."""
         return self.end(self.begin(node, *words), code=code)
 
     def at(self, data_dir: Path, *words: str) -> str:
-        """Type a command at the node with this data folder, and return what it prints."""
+        """Type a command at the node with this data folder and return its output."""
         return self.end(self.begin_at(data_dir, *words))
 
     def here(self, *words: str, code: int | None = 0) -> str:
-        """Type a command that asks no node, and return what it prints."""
+        """Type a command that asks no node and return its output."""
         return self.end(self.begin_at(None, *words), code=code)
 
     def ask(self, node: str, *words: str) -> dict[str, Any]:
-        """Return the JSON document that a command prints."""
+        """Return a command's JSON document."""
         found: dict[str, Any] = json.loads(self.type(node, *words, "--json").splitlines()[-1])
         return found
 
     def show(self, keys: str, said: str, *wanted: str) -> None:
-        """Keep the last command and the lines of what it printed that match one of `wanted`, each of which
-        one must match; all without any. `keys` are cases, with commas."""
+        """Record the last command and the lines of its output that match one of `wanted` (each must match
+        one), or all lines. `keys` are cases, separated by commas."""
         lines = [self._plain(line) for line in said.splitlines() if line.strip()]
         for each in wanted:
             assert any(re.search(each, line) for line in lines), (
@@ -133,18 +133,18 @@ class Play:
             )
         if wanted:
             lines = [line for line in lines if any(re.search(each, line) for each in wanted)]
-        lines = list(dict.fromkeys(lines))  # a node says the same of both address families
+        lines = list(dict.fromkeys(lines))  # a node reports the same for both address families
         for key in keys.split(", "):
             kept = self.shown.setdefault(key, [])
             kept += [line for line in (self._plain(self.typed), *lines[:LINES_MAX]) if line not in kept]
 
     def _plain(self, line: str) -> str:
-        """A line without what is of this play alone."""
+        """Return a line without details of this play."""
         line = line.replace(str(self.folder), "/data").replace(sys.executable, "python")
         return ADDRESS.sub("192.168.1.20", line).rstrip()[:160]
 
     def write(self, name: str, text: str) -> str:
-        """A file in the folder where commands are typed."""
+        """Write a file into the folder where commands are typed."""
         (self.folder / name).write_text(text)
         return name
 
@@ -155,8 +155,8 @@ class Play:
         data_dir: Path | None = None,
         at_once: Callable[[int], None] = lambda _: None,
     ) -> "Single":
-        """Type `peerloom FLAGS` and return once it says `until`, or has ended. It is in a swarm of its own,
-        with an empty data folder unless one is given. `at_once` gets its process id."""
+        """Type `peerloom FLAGS` and return once it prints `until`, or has ended. The node is in a swarm of
+        its own, with an empty data folder by default. `at_once` gets its process id."""
         self.typed = "peerloom " + " ".join(flags)
         name = f"single-{len(self.singles)}"
         folder = data_dir or self.folder / name
@@ -189,7 +189,7 @@ class Play:
 
 @dataclass(frozen=True)
 class Single:
-    """A node that was started by its own command line, with the file that takes what it says."""
+    """A node started by its own command line, with the file of its output."""
 
     process: "subprocess.Popen[bytes]"
     log: Path
@@ -202,7 +202,7 @@ class Single:
 
 @contextmanager
 def taken_port() -> Iterator[int]:
-    """A port that another program listens at."""
+    """Yield a port at which another program listens."""
     with ExitStack() as stack:
         other = stack.enter_context(socket.socket())
         other.bind(("0.0.0.0", 0))
@@ -211,7 +211,7 @@ def taken_port() -> Iterator[int]:
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as other:
         other.bind(("0.0.0.0", 0))
         return int(other.getsockname()[1])

@@ -39,7 +39,7 @@ class Section:
         return f"{self.number} {self.title}".strip()
 
     def key(self, case: Case) -> str:
-        """By which the play keeps what it showed."""
+        """Return the key by which the play records a case."""
         return f"{self.number or self.title} {case.kind}"
 
 
@@ -56,7 +56,7 @@ def alternative(text: str, *tests: str) -> Case:
 
 
 def elsewhere(kind: str, text: str, *tests: str) -> Case:
-    """A case that is shown by tests alone."""
+    """Return a case that only tests show."""
     return Case(kind, text, tests, is_played=False)
 
 
@@ -513,7 +513,7 @@ def shown_in(text: str) -> dict[str, list[str]]:
 
 
 def page(shown: Mapping[str, Sequence[str]]) -> str:
-    """docs/cloudmesh.md."""
+    """Return docs/cloudmesh.md."""
     lines = ["# The functions of CloudMesh's report, here", ""]
     for paragraph in (MADE, WHAT, RULE):
         lines += [*wrap(paragraph, PAGE_WIDTH, break_on_hyphens=False), ""]

@@ -15,13 +15,13 @@ from node.containment import strictness
 from sim.worlds.scheduling import ordered
 
 EXAMPLES = int(os.environ.get("PEERLOOM_EXAMPLES", "50"))
-"""The examples of a property that does not say how many it wants."""
+"""The examples of a property that sets no number itself."""
 settings.register_profile("peerloom", derandomize=True, deadline=None, print_blob=True, max_examples=EXAMPLES)
 settings.load_profile("peerloom")
-# Nodes in processes of their own would each keep a core busy for seconds, beside what is tested.
+# Nodes in processes of their own would each occupy a core for seconds during the test.
 os.environ.setdefault("PEERLOOM_CALIBRATE", "false")
-# Read when torch and numpy are loaded, which is later. Threads of both would spin while they wait for each
-# other: with more workers than cores tests of two threads took 20 times the CPU time that they take with one.
+# Read when torch and numpy are loaded later. Their threads would spin while waiting for each other: with more
+# workers than cores, tests of two threads took 20 times the CPU time of one.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
@@ -29,19 +29,19 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 SECONDS_MAX = 60.0
 """For one test."""
 ORDER = os.environ.get("PEERLOOM_ORDER", "1")
-"""Another one, and tasks that are ready at one instant take other turns in every test."""
+"""Another value gives another order of tasks that are ready at one instant, in every test."""
 
 
 @pytest.fixture(autouse=True)
 def _tasks_take_the_same_turns(request: pytest.FixtureRequest) -> Iterator[None]:
-    """In virtual time a test comes out the same in every run of it."""
+    """Make a test in virtual time repeat the same in every run."""
     with ordered(Random(f"{ORDER} {request.node.nodeid}")):
         yield
 
 
 @pytest.fixture(autouse=True)
 def _bugs_come_out() -> Iterator[None]:
-    """Nothing is contained in a test, but for one that says so by `strictness(is_strict=False)`."""
+    """Contain no failures in a test, unless it asks for that by `strictness(is_strict=False)`."""
     with strictness(is_strict=True):
         yield
 
@@ -52,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """A usual run leaves slow tests out: others show most of what they show."""
+    """Skip slow tests in a usual run: others cover most of their subject."""
     if "PEERLOOM_SLOW" not in os.environ:
         for item in items:
             if item.get_closest_marker("slow") is not None:

@@ -36,7 +36,7 @@ Phase = Literal[
 ]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 COMMITTED: tuple[Phase, ...] = ("at the commit", "after the commit")
-"""An Apply is out: the step is final, and nothing of it is computed again."""
+"""An Apply is out: the step is final, and none of it is repeated."""
 
 Sends = list[tuple[PeerId, object]]
 Work = (
@@ -54,7 +54,7 @@ Work = (
 
 @dataclass(frozen=True)
 class Standing:
-    """One replica at one instant. `owned` are the micro-batches that the Open gave to it."""
+    """One replica at one instant. `owned` are the micro-batches that the Open assigned to it."""
 
     peer: PeerId
     step: int | None
@@ -69,17 +69,17 @@ class Standing:
 
     @property
     def is_untouched(self) -> bool:
-        """Nothing of the open step was computed here."""
+        """Return whether the replica has computed nothing of the open step."""
         return not self.in_flight and not self.counted
 
     @property
     def has_counted_all(self) -> bool:
-        """All that it was given is in its sums."""
+        """Return whether all its micro-batches are in its sums."""
         return bool(self.owned) and self.counted == self.owned
 
 
 def standing(shell: ReplicaShell) -> Standing:
-    """Where a replica is now."""
+    """Return the state of a replica now."""
     core = shell.core
     routes = core._routes
     owned = filter(core._owns, routes.numbers) if routes is not None and routes.train else ()
@@ -99,8 +99,8 @@ def standing(shell: ReplicaShell) -> Standing:
 
 @dataclass(frozen=True)
 class Sight:
-    """The swarm at one instant: every replica, and of the committer its phase, its step, how many
-    micro-batches it knows to be counted, and how many replicas it knows to have reduced."""
+    """The swarm at one instant: every replica, and the committer's phase, its step, and how many
+    micro-batches and reductions it knows to be counted."""
 
     replicas: tuple[Standing, ...]
     phase: str
@@ -110,7 +110,7 @@ class Sight:
 
 
 def member_of(group: Swarm, name: str) -> Any:
-    """This node's part in the only run there is; None where it has none."""
+    """Return this node's member of the only run; None if it has none."""
     return next(iter(group.nodes[name].runs.members.values()), None)
 
 
@@ -132,8 +132,8 @@ def look(group: Swarm) -> Sight:
 class Death:
     """Kills one node at one phase of one step, once.
 
-    Each method that begins with `at` is asked by a machine, and says whether the victim dies of what it is
-    shown; what is shown is not done then, if it is the victim's.
+    A machine calls each method that begins with `at` with what it is about to do, and the method returns
+    whether the victim dies; the victim then does not do it.
     """
 
     role = ""
@@ -147,12 +147,12 @@ class Death:
         self._group = Swarm()
 
     def begin(self, group: Swarm) -> None:
-        """Among these."""
+        """Watch these nodes."""
         self._group = group
 
     @property
     def plan(self) -> Plan | None:
-        """The one in force before the death; None before there is any."""
+        """Return the plan in force before the death; None before there is any."""
         members = (member_of(self._group, name) for name in self._group.nodes)
         return next((m.plan for m in members if m is not None and m.plan is not None), None)
 
@@ -161,12 +161,12 @@ class Death:
         raise AssertionError("each kind of death has a victim of its own")
 
     def awaits(self, peer: PeerId, step: int | None = None) -> bool:
-        """Whether this is the victim, alive, and in its last step."""
+        """Return whether this is the victim, alive, and in its last step."""
         plan = None if self.sight else self.plan
         return plan is not None and self.victim(plan) == peer and step in (None, self.step)
 
     def kill(self) -> None:
-        """Now: what is queued and not sent is lost with it."""
+        """Kill the victim now; its unsent queue is lost."""
         plan = self.plan
         assert plan is not None
         self.sight = look(self._group)
@@ -175,32 +175,32 @@ class Death:
         self._group.kill(self.name)
 
     def check(self) -> None:
-        """Assert that it fell into its phase."""
+        """Assert that the victim died in its phase."""
         assert self.sight is not None, "nobody was killed"
         assert self.sight.step == self.step
 
     def at_work(self, shell: ReplicaShell, item: Work) -> bool:
-        """A replica is about to do this."""
+        """Before a replica does an item of work."""
         return False
 
     def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
-        """Its stage has done this, and the replica does not know it yet."""
+        """After a stage has done a request, before its replica knows it."""
         return False
 
     def at_done(self, shell: ReplicaShell, item: Work) -> bool:
-        """A replica has done this."""
+        """After a replica has done an item of work."""
         return False
 
     def at_part(self, shell: ReplicaShell) -> bool:
-        """A summand or a sum of another has come to a replica while it reduces."""
+        """When a summand or a sum of another replica arrives while a replica reduces."""
         return False
 
     def at_report(self, shell: CommitterShell, message: Any) -> bool:
-        """This has come to a committer."""
+        """When a message arrives at a committer."""
         return False
 
     def at_saying(self, shell: CommitterShell, sends: Sends) -> bool:
-        """A committer is about to say this."""
+        """Before a committer sends."""
         return False
 
     def said(self, shell: CommitterShell, sends: Sends) -> Sends:
@@ -208,7 +208,7 @@ class Death:
         return sends
 
     def holds_back(self, shell: FeederShell, ready: FeedReady) -> bool:
-        """Whether a trainer does not get to feed this."""
+        """Return whether a trainer does not get to feed this micro-batch."""
         return False
 
 
@@ -241,7 +241,7 @@ class ReplicaDeath(Death):
         return False
 
     def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
-        # The last stage has both passes in one request: done by now, and nobody knows.
+        # The last stage has both passes in one request: it is done by now, and nobody knows.
         is_due = self.phase == "between forward and backward" and shell.core.is_last
         is_pass = isinstance(request, api.Forward) and request.step == self.step
         return is_due and is_pass and self.awaits(shell.core.me)
@@ -299,7 +299,7 @@ class CommitterDeath(Death):
         return plan.committer
 
     def at_work(self, shell: ReplicaShell, item: Work) -> bool:
-        # Where every stage has one replica no part is sent, and a sum is complete as soon as it is begun.
+        # If every stage has one replica no part is sent, and a sum is complete as soon as it begins.
         if self.phase != "during the all-reduce" or not isinstance(item, work.ReduceReady):
             return False
         is_alone = all(len(replicas) == 1 for replicas in item.members)
@@ -375,7 +375,7 @@ class FeedingDeath(Death):
     role = "a second trainer that feeds"
 
     def __init__(self, step: int, *, microbatches: int) -> None:
-        """In the first step from `step` on of which it feeds two micro-batches."""
+        """The first step from `step` on in which it feeds two micro-batches."""
         super().__init__("before forward", step)
         self._from = step
         self._microbatches = microbatches
@@ -413,7 +413,7 @@ class FeedingDeath(Death):
 
 
 def watch(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show it from now on what the machines of every node do."""
+    """Show the death all actions of every node's machines from now on."""
     _watch_replicas(death, monkeypatch)
     _watch_trainers(death, monkeypatch)
 
@@ -427,7 +427,7 @@ def _watch_replicas(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
             return
         if death.at_work(shell, item):
             death.kill()
-            await trio.lowlevel.checkpoint()  # where the victim ends, if this is its own
+            await trio.lowlevel.checkpoint()  # the victim ends here, if this is its own task
         await perform(shell, item)
         if death.at_done(shell, item):
             death.kill()

@@ -33,7 +33,7 @@ HELD_OUT = 8
 
 @dataclass(frozen=True)
 class Job:
-    """A model and what it learns: `path` is where the data lies, None where every node has it.
+    """A model and its data: `path` is the data's location, None if every node has it.
 
     `clip_norm` is below the gradient's norm in most steps, so that clipping acts.
     """
@@ -119,7 +119,7 @@ def pixel_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @cache
 def normalised_cnn(dropout: float = 0.3) -> Model:
-    """With values of its own, which members fetch from the requester."""
+    """Return a model with initial values of its own, which members fetch from the requester."""
     torch.manual_seed(3)
     examples, labels = torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     module = NormalisedCNN(dropout).double()
@@ -130,7 +130,8 @@ def normalised_cnn(dropout: float = 0.3) -> Model:
 
 @cache
 def tied_gpt(width: int = 8, dropout: float = 0.1) -> Model:
-    """The table of tokens is the first stage's and the last one's; every stage draws its own first values."""
+    """Return a model whose first and last stages share the table of tokens; every stage draws its own initial
+    values."""
     tokens = torch.zeros(2, WINDOW, dtype=torch.int64)
     with default_dtype("float64"), skeleton():
         model = GPT(GPTConfiguration(256, WINDOW, layers=2, heads=2, width=width, dropout=dropout))
@@ -140,7 +141,7 @@ def tied_gpt(width: int = 8, dropout: float = 0.1) -> Model:
 
 @cache
 def small_unet() -> Model:
-    """Over three stages both skips cross a stage that does not use them."""
+    """Return a model both of whose skips cross, over three stages, a stage that does not use them."""
     torch.manual_seed(5)
     examples = torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64)
     labels = torch.zeros(2, SIDE, SIDE, dtype=torch.int64)
@@ -151,14 +152,14 @@ def small_unet() -> Model:
 
 
 def text(folder: Path) -> tuple[Dataset, Path]:
-    """Something to learn by heart."""
+    """Return a text to memorize."""
     path = folder / "text.txt"
     path.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(200)))
     return load_text(path, window=WINDOW), path
 
 
 def blobs(folder: Path) -> tuple[Dataset, Path]:
-    """Noisy pictures of one bright rectangle; which pixels are its own is to be learnt."""
+    """Return noisy pictures of one bright rectangle, whose pixels are to be learnt."""
     draw = np.random.default_rng(11)
     labels = np.zeros((PICTURES + HELD_OUT, SIDE, SIDE), np.int64)
     for picture in labels:
@@ -187,12 +188,13 @@ def unet_job(folder: Path) -> Job:
 
 
 def digits_job(folder: Path) -> Job:
-    """Digits without dropout, whose masks follow from the manifest: for runs whose manifests differ."""
+    """Return digits without dropout, whose masks would follow from the manifest: for runs whose manifests
+    differ."""
     return Job("cnn", normalised_cnn(0.0), load_digits(), None, clip_norm=1.0)
 
 
 def characters_job(folder: Path) -> Job:
-    """The same of the text; wider, so that an int8 block does not hold several tokens."""
+    """Return the same for the text; wider, so that an int8 block does not hold several tokens."""
     return Job("gpt", tied_gpt(32, 0.0), *text(folder), clip_norm=1.0, learning_rate=0.1)
 
 

@@ -1,4 +1,4 @@
-"""The console script as an installer writes it, and a shell in which a person types it."""
+"""The console script as an installer writes it, and a shell in which to type it."""
 
 import os
 import subprocess
@@ -20,7 +20,7 @@ from {module} import {function}
 if __name__ == "__main__":
     sys.exit({function}())
 """
-"""As pip writes it where the path of the interpreter is too long, or has blanks, for a line of `#!`."""
+"""The form that pip writes if the interpreter's path is too long, or has blanks, for a line of `#!`."""
 
 
 def console_script(folder: Path, name: str = "peerloom") -> Path:

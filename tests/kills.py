@@ -129,7 +129,7 @@ class Playground:
         return [name for name in NAMES if name not in self.killed]
 
     def train(self, *, steps: int, replicas: int = 2, more: str = "") -> Command:
-        """Begin a run on the first node that lives; `more` stands in its [train]."""
+        """Begin a run on the first live node; `more` is added to its [train]."""
         data_dir = self.swarm.nodes[self.living[0]].data_dir
         command = Command(self.folder, data_dir, steps=steps, replicas=replicas, more=more)
         self._commands.append(command)
@@ -147,7 +147,7 @@ class Playground:
         return next(name for name, node in self.swarm.nodes.items() if node.peer == peer)
 
     def kill_node(self, name: str) -> None:
-        """SIGKILL to a node's own process alone: its stages must go by themselves."""
+        """Send SIGKILL to a node's own process alone: its stages must end by themselves."""
         self.stages(name)
         self.killed.add(name)
         self.swarm._ended.add(name)
@@ -156,12 +156,13 @@ class Playground:
         process.wait()
 
     def kill_stage(self) -> None:
-        """SIGKILL to a stage's process, once there is one."""
+        """Send SIGKILL to a stage's process, once there is one."""
         self._wait(lambda: any(self.stages(name) for name in self.living), "no stage began")
         next(stage for name in self.living for stage in self.stages(name)).kill()
 
     def settle(self) -> list[str]:
-        """Wait until all living nodes' runs are over; how they ended, and why where they were not done."""
+        """Wait until the runs of all live nodes are over; return their outcomes, and the reasons of those not
+        done."""
         for name in self.living:
             self.stages(name)
         self._wait(lambda: all(run["status"] in OVER for run in self._runs()), "a run goes on")
@@ -171,7 +172,7 @@ class Playground:
         return [run["status"] for run in runs]
 
     def assert_clean(self) -> None:
-        """No orphans: another run finds its slots, and nothing is left of what is gone."""
+        """Assert that no orphans remain: another run finds its slots, and dead processes left nothing."""
         after = self.train(steps=2, replicas=len(self.living) - 1)
         assert after.end() == 0, after.errors
         self._wait(lambda: not any(map(_runs, self._stages)), "a process is left")
@@ -208,7 +209,7 @@ class Playground:
 
 @contextmanager
 def playground(folder: Path, model: bytes) -> Iterator[Playground]:
-    """Three nodes for a while."""
+    """Yield three nodes."""
     found = Playground(folder, model)
     try:
         found.start()

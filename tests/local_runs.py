@@ -1,4 +1,4 @@
-"""The local mode of a node, for tests that look into it."""
+"""Access to a node's local mode for tests that inspect it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from node.local.service import LocalRuns
 
 
 def local_runs(node: Any) -> LocalRuns:
-    """This node's runs in local mode, not only what the service of runs sees of them."""
+    """Return this node's runs in local mode, not only the part visible to the service of runs."""
     local = node.runs.local
     assert isinstance(local, LocalRuns)
     return local

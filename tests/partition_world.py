@@ -1,7 +1,7 @@
 """A run of whole nodes under a partition and crashes, drawn from a seed, and the checker that watches it.
 
-The run is real: protocol, plans, checkpoints, arithmetic. Virtual are the network, the clock and the disks;
-a crash keeps the disk. `faults` reads what every node has said and knows nothing of how it came about.
+The run is real: protocol, plans, checkpoints, arithmetic. The network, the clock and the disks are virtual; a
+crash keeps the disk. `faults` judges by every node's events alone.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,18 +28,18 @@ PASS_SECONDS = 0.3
 """The modelled time of a pass: a step then takes 2 to 3 s, a run longer than its troubles."""
 SPLIT_SECONDS = 60.0
 RESUME_SECONDS_MAX = 10.0
-"""After healing a step is committed again within so long."""
+"""A step is committed again within this time after healing."""
 SPREAD_SECONDS = 1.0
-"""News of what happened just before a split may be on its way so long."""
+"""News of events just before a split may still be on its way for this long."""
 TAKEOVER_SECONDS_MAX = 20.0
-"""The larger side goes on within so long after a split, if every stage has a replica there."""
+"""The larger side goes on within this time after a split, if every stage has a replica there."""
 END_SECONDS_MAX = 400.0
 CRASHES_MAX = 3
 
 
 @dataclass(frozen=True)
 class Crash:
-    """`name` dies `at` seconds after the first step, and is started again with its disk at `back`."""
+    """`name` dies `at` seconds after the first step, and restarts with its disk at `back`."""
 
     at: float
     back: float
@@ -60,7 +60,7 @@ class Troubles:
 
 
 def draw_troubles(seed: int) -> Troubles:
-    """At most a minority is down at once; who crashes before healing is back by then."""
+    """Draw troubles: at most a minority is down at once, and all are back by the time of healing."""
     rng = seeded_rng(seed, "troubles")
     split = rng.uniform(0, 8)
     minority = "".join(sorted(rng.sample(NAMES, rng.randint(1, len(NAMES) // 2))))
@@ -113,7 +113,7 @@ class World:
         return SimClock().wall()
 
     def split(self, minority: str) -> None:
-        """Part these from all others."""
+        """Part these nodes from all others."""
         nodes = self.group.nodes
         self.minority, self.split_at = frozenset(minority), self.now
         self.group.medium.split(
@@ -130,7 +130,7 @@ class World:
         self.down.add(name)
 
     async def restart(self, name: str) -> None:
-        """With its disk, through somebody who lives on its side."""
+        """Restart a node with its disk, through a live node on its side."""
         group = self.group
         others = [other for other in group.nodes if other != name and other not in self.down]
         near = [
@@ -160,7 +160,7 @@ class World:
             await trio.sleep(0.5)
 
     def commits(self, since: float = 0.0) -> list[StepCommitted]:
-        """All of them, as their committers and all others heard of them, by time."""
+        """Return all commits, as reported by their committers and all others, by time."""
         found = [
             event
             for events in self.group.events.values()
@@ -170,7 +170,7 @@ class World:
         return sorted(found, key=lambda event: event.at)
 
     def ends(self) -> dict[str, RunEnded]:
-        """How it ended, by who says so."""
+        """Return the end of the run, by the node that reports it."""
         return {
             name: event
             for name, events in self.group.events.items()
@@ -179,7 +179,7 @@ class World:
         }
 
     async def committed(self, since: float, seconds: float) -> float | None:
-        """Seconds from `since` to the first step committed after it; None for not in time."""
+        """Return the seconds from `since` to the first step committed after it; None if too late."""
         with trio.move_on_after(seconds):
             while not (found := self.commits(since)):  # noqa: ASYNC110 - virtual time
                 await trio.sleep(0.1)
@@ -187,13 +187,13 @@ class World:
         return None
 
     async def reached(self, step: int, seconds: float = END_SECONDS_MAX) -> None:
-        """Wait for so many steps to be committed."""
+        """Wait for this many committed steps."""
         with trio.fail_after(seconds):
             while not any(event.step + 1 >= step for event in self.commits()):  # noqa: ASYNC110 - virtual time
                 await trio.sleep(0.1)
 
     async def kept(self, step: int, seconds: float = END_SECONDS_MAX) -> None:
-        """Wait for a whole checkpoint of this step."""
+        """Wait for a complete checkpoint of this step."""
         with trio.fail_after(seconds):
             while not any(  # noqa: ASYNC110 - virtual time
                 isinstance(event, CheckpointKept) and event.step == step
@@ -203,7 +203,7 @@ class World:
                 await trio.sleep(0.1)
 
     async def ended(self, seconds: float = END_SECONDS_MAX) -> bool:
-        """Whether it ends in time at every living node that is in it."""
+        """Return whether it ends in time at every live node in it."""
         with trio.move_on_after(seconds):
             while not self.ends() or any(  # noqa: ASYNC110 - virtual time
                 self.run.id in node.runs.members
@@ -220,7 +220,7 @@ class World:
 
 @dataclass(frozen=True)
 class _Step:
-    """A step as one node heard of it: under which plan, and when."""
+    """A step as one node learnt of it: its plan and time."""
 
     name: str
     plan: str
@@ -271,7 +271,7 @@ def _steps(world: World) -> list[_Step]:
 
 
 def _step_faults(world: World, steps: Sequence[_Step]) -> list[str]:
-    """No step twice in the chain, but for those that a checkpoint took back."""
+    """Check that no step is twice in the chain, except those that a checkpoint took back."""
     found = []
     restored = {
         event.height: event.restored_step
@@ -303,7 +303,7 @@ def _step_faults(world: World, steps: Sequence[_Step]) -> list[str]:
 
 
 def _minority_faults(world: World, steps: Sequence[_Step]) -> list[str]:
-    """While they are parted, whoever commits has all replicas of the plan on its side."""
+    """Check that while parted, a committer has all replicas of the plan on its side."""
     found = []
     for step in steps:
         if _is_parted(world, step.event.at):
@@ -314,7 +314,7 @@ def _minority_faults(world: World, steps: Sequence[_Step]) -> list[str]:
 
 
 def _planned_by_a_minority(world: World) -> list[str]:
-    """While they are parted only the side with a majority of the votes takes up a new plan."""
+    """Check that while parted, only the side with a majority of the votes adopts a new plan."""
     found = []
     known_at: dict[str, float] = {}
     rows = sorted(
@@ -376,7 +376,7 @@ class Trial:
 
 
 async def try_seed(seed: int, report: list[Trial]) -> None:
-    """A run under the troubles of a seed, and everything that was wrong with it."""
+    """Play a run under the troubles of a seed, and return all violations."""
     troubles = draw_troubles(seed)
     async with swarm(NAMES, seed=seed, stage_seconds=PASS_SECONDS) as group, trio.open_nursery() as nursery:
         run = prepare(group.nodes[NAMES[-1]], run_manifest())
@@ -398,7 +398,7 @@ async def try_seed(seed: int, report: list[Trial]) -> None:
 
 
 async def _befall(world: World, troubles: Troubles) -> float | None:
-    """Let it all happen; how long after healing the next step was committed."""
+    """Play the troubles; return how long after healing the next step was committed."""
     began = trio.current_time()
     todo: list[tuple[float, str, str]] = [
         (troubles.split, "split", troubles.minority),
@@ -423,7 +423,7 @@ async def _befall(world: World, troubles: Troubles) -> float | None:
 
 
 def _stood_still(world: World, troubles: Troubles) -> list[str]:
-    """Where the larger side had all it needs, and nobody crashed, it must have gone on."""
+    """Check that the larger side went on if it had all it needed and nobody crashed."""
     first = next(plan for plan in world.plans.values() if plan.height == 0)
     has_all = all(any(not _side(world, peer) for peer in stage.replicas) for stage in first.stages)
     if not has_all or any(crash.at < troubles.heal for crash in troubles.crashes):
@@ -435,7 +435,7 @@ def _stood_still(world: World, troubles: Troubles) -> list[str]:
 
 
 def result_faults(world: World) -> list[str]:
-    """Whether the result is that of one process: steps that were taken back are of the same micro-batches."""
+    """Check that the result is that of one process: repeated steps are of the same micro-batches."""
     done = [name for name, end in world.ends().items() if end.outcome == "done" and not end.detail]
     if not done:
         return ["nobody has a result"]
@@ -447,12 +447,12 @@ def result_faults(world: World) -> list[str]:
 
 
 def repeatably(seed: int, scenario: Callable[[], Awaitable[None]]) -> None:
-    """As `simulate`, and the same seed is the same run again: trio, too, draws from it."""
+    """Simulate so that the same seed repeats the same run: trio, too, draws from it."""
     run_repeatably(scenario, Random(seed))
 
 
 def standing(world: World) -> str:
-    """Where everybody is, for whoever has to find out why a run hangs."""
+    """Return the state of all nodes, to find out why a run hangs."""
     rows = []
     for name, node in sorted(world.group.nodes.items()):
         member = node.runs.members.get(world.run.id)

@@ -1,7 +1,7 @@
-"""Services of real nodes whose processes are killed while answers run, and what came of each stream.
+"""Services of real nodes whose processes are killed during answers, and the outcome of each stream.
 
-`Ground` has the nodes and kills them; `Streams` asks all the time and compares each answer with what the
-undisturbed service said. `tests.test_serving_processes` plays a few kills, `tests.test_serving_kills` many.
+`Ground` has the nodes and kills them; `Streams` constantly requests answers and compares each with the
+undisturbed one. `tests.test_serving_processes` plays a few kills, `tests.test_serving_kills` many.
 """
 
 import os
@@ -22,17 +22,17 @@ from node.errors import PeerloomError
 from partition.capture.models.model_spec import capture_built_in
 
 SECONDS_MAX = 90.0
-"""On a machine that is three times slower than ours, and busy."""
+"""For a machine that is three times slower than ours, and busy."""
 LOOK_SECONDS = 0.05
 PROMPT = "In olden times, when wishing still helped, there lived a king by the sea"
-"""Long enough that a session begins with what another has read of it."""
+"""Long enough that a session starts from what another has read of it."""
 CONTEXT = 256
 
 
 def until(
     holds: Callable[[], bool], seconds: float = SECONDS_MAX, what: str = "it did not come to that"
 ) -> None:
-    """Wait until something holds."""
+    """Wait until a condition holds."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"{what} in {seconds:.0f} s"
@@ -40,7 +40,7 @@ def until(
 
 
 class Ground:
-    """Nodes of one swarm, the first of which is the door. Use `close` in the end."""
+    """Nodes of one swarm, the first of which is the door. Use `close` at the end."""
 
     def __init__(self, folder: Path, nodes: Mapping[str, tuple[int, int]]) -> None:
         """`nodes` has the slots and the cores of each node by its name."""
@@ -93,12 +93,12 @@ class Ground:
     # Holders of stages
 
     def stages(self, service: str) -> list[list[dict[str, Any]]]:
-        """For each stage who answers for it; no stages where the service does not answer."""
+        """Return the holders that answer for each stage; no stages if the service does not answer."""
         rows = ask(self.door, "services", seconds=SECONDS_MAX)["services"]
         return next((list(row["stages"]) for row in rows if row["name"] == service), [])
 
     def is_whole(self, service: str, replicas: int = 1) -> bool:
-        """Return whether every stage has so many who answer."""
+        """Return whether every stage has this many holders that answer."""
         rows = self.stages(service)
         return bool(rows) and all(len(each) >= replicas for each in rows)
 
@@ -106,11 +106,11 @@ class Ground:
         return next(name for name, node in self.swarm.nodes.items() if node.peer == peer)
 
     def holders(self, service: str) -> list[list[str]]:
-        """The nodes of each stage, by name."""
+        """Return the nodes of each stage, by name."""
         return [[self.name_of(row["peer"]) for row in rows] for rows in self.stages(service)]
 
     def processes(self, name: str) -> list[psutil.Process]:
-        """The stage processes of a node: the oldest first."""
+        """Return the stage processes of a node, the oldest first."""
         with suppress(psutil.NoSuchProcess):
             found = psutil.Process(self.swarm.nodes[name].process.pid).children(recursive=True)
             found = [each for each in found if "node.stages.process" in " ".join(_words(each))]
@@ -120,19 +120,19 @@ class Ground:
     # Kills
 
     def kill_stage(self, name: str) -> None:
-        """SIGKILL to the process of one stage of a node, which itself lives. A process that waits for a stage
-        has mapped no memory to exchange tensors in, and is spared."""
+        """Send SIGKILL to the process of one stage of a live node. A spare process has mapped no memory for
+        tensors, and is spared."""
         for process in list(filter(_maps_exchange, self.processes(name)))[:1]:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
 
     def kill_node(self, name: str) -> None:
-        """SIGKILL to a node and its stages, as a power cut would."""
+        """Send SIGKILL to a node and its stages, like a power cut."""
         self.dead.add(name)
         self.swarm.kill(name)
 
     def kill_node_alone(self, name: str) -> None:
-        """SIGKILL to a node's own process; its stages must go by themselves."""
+        """Send SIGKILL to a node's own process; its stages must end by themselves."""
         self.dead.add(name)
         self.swarm._ended.add(name)
         process = self.swarm.nodes[name].process
@@ -140,12 +140,12 @@ class Ground:
         process.wait()
 
     def leave_node(self, name: str) -> None:
-        """Have a node leave: it hands over what it holds, then its process ends."""
+        """Make a node leave: it hands over its work, then its process ends."""
         self.dead.add(name)
         self.swarm.leave(name)
 
     def restart(self, name: str) -> None:
-        """Start a node that was killed, or has left, once more, on its folder."""
+        """Restart a killed or departed node on its folder."""
         self._launch(name)
         self.swarm.start(name, self.swarm.nodes[self.names[0]].address, self._flags(name))
         self.dead.discard(name)
@@ -177,7 +177,7 @@ class Question:
     expected: list[int] = field(default_factory=list)
 
     def ask(self, door: Path, on_token: Callable[[int], object]) -> dict[str, Any]:
-        """Return how it went. Raises PeerloomError."""
+        """Ask; return the outcome. Raises PeerloomError."""
         question = {
             "prompt": list(f"{PROMPT} {self.seed}".encode()),
             "tokens_max": self.tokens,
@@ -217,7 +217,7 @@ class Streams:
         ]
 
     def begin(self) -> None:
-        """Learn what is to come, then ask."""
+        """Learn the expected answers, then ask."""
         for each in self._questions:
             each.ask(self._door, each.expected.append)
             assert len(each.expected) == each.tokens
@@ -226,7 +226,7 @@ class Streams:
         self.flow()
 
     def flow(self) -> None:
-        """Wait until every stream has brought a token from now on."""
+        """Wait until every stream has brought a new token."""
         since = time.monotonic()
         until(
             lambda: bool(self.failures) or all(at > since for at in self._newest),
@@ -235,12 +235,12 @@ class Streams:
         assert not self.failures, self.failures[0]
 
     def pauses(self, since: float) -> list[float]:
-        """The longest pause of each stream that ended after `since`."""
+        """Return the longest pause of each stream that ended after `since`."""
         with self._lock:
             return [max((gap for at, gap in rows if at > since), default=0.0) for rows in self._gaps]
 
     def stop(self) -> None:
-        """Let what is being said be said, and no more be asked."""
+        """Finish the current answers, and ask no more."""
         self._over.set()
         for thread in self._threads:
             thread.join(SECONDS_MAX)

@@ -1,7 +1,7 @@
 """The program as data, for the tests that hold its laws: every file of the tree, read and parsed once.
 
-Parsed when first looked at, not when a test file is imported: every process of a test run imports them all,
-and one alone looks.
+Files are parsed on first use, not on import: every process of a test run imports them all, but only one uses
+them.
 """
 
 import ast
@@ -17,7 +17,7 @@ Node = TypeVar("Node", bound=ast.AST)
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
 SIDES = ("tests", "benchmarks", "examples")
-"""Code that is not the program: the laws of imports leave it alone, tidiness does not."""
+"""Code outside the program: import laws do not apply to it, tidiness does."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,8 @@ class Source:
         found: dict[type[ast.AST], list[ast.AST]] = defaultdict(list)
         for node in ast.walk(self.tree):
             found[type(node)].append(node)
-        gc.freeze()  # millions of nodes live as long as the process: no collection looks through them again
+        # millions of objects live as long as the process: the garbage collector need not look at them
+        gc.freeze()
         return found
 
     def each(self, *kinds: type[Node]) -> Iterator[Node]:

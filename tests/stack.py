@@ -1,7 +1,7 @@
 """A swarm of whole nodes on simulated seams, training for real: set-up shared by several tests.
 
-Virtual time, real protocol code, real torch arithmetic. `reference` is what every result is held
-against: one process, the same micro-batches, seeds and rules.
+Virtual time, real protocol code, real torch arithmetic. `reference` is the expected result: one process with
+the same micro-batches, seeds and rules.
 """
 
 from collections import Counter
@@ -62,7 +62,7 @@ STAGE_SECONDS = 0.02
 
 @dataclass
 class Swarm:
-    """Living nodes by name, their crash switches, and every event each has published."""
+    """Live nodes by name, their kill switches, and every event that each published."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
     scopes: dict[str, trio.CancelScope] = field(default_factory=dict)
@@ -74,7 +74,7 @@ class Swarm:
     settings: ServiceSettings = field(default_factory=ServiceSettings)
 
     def kill(self, name: str) -> PeerId:
-        """As SIGKILL: nothing more leaves or enters, no goodbye."""
+        """Kill like SIGKILL: nothing more leaves or enters, no goodbye."""
         peer = self.nodes[name].peer
         self.medium.kill(peer)
         self.scopes[name].cancel()
@@ -98,11 +98,10 @@ async def swarm(
     preset: config.Preset = "lan",
     settings: ServiceSettings | None = None,
 ) -> AsyncIterator[Swarm]:
-    """Nodes called by one letter each; each joins through the one before it. `storages` are the disks of
-    their earlier lives, `recorders` write down what they do, `executors` compute in their place. `offer` is
-    what each gives to others, `network` what lies between them, `preset` their timers: with those of "lan" a
-    virtual second costs a fifth of what it costs with those of "local". `settings` are those of
-    the services."""
+    """Yield nodes named by one letter each; each joins through the one before it. `storages` are disks of
+    earlier lives, `recorders` record the nodes, `executors` compute in their place. `offer` is each node's
+    offer, `network` the network between them, `preset` their timers: with "lan" a virtual second costs a
+    fifth of one with "local". `settings` are those of the services."""
     medium = SimNetworkFabric(Links(network or NetworkModel(), seed))
     group = Swarm(medium=medium, preset=preset, settings=settings or ServiceSettings())
     async with trio.open_nursery() as nursery:
@@ -139,7 +138,7 @@ async def _live(
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))
     events = group.events.setdefault(name, [])
-    # Another life draws other nonces, as a real node does.
+    # Another life draws other nonces, as at a real node.
     life = [group.lives[name]] if group.lives[name] else []
     group.lives[name] += 1
     join = [group.nodes[before].network.addresses[0].short] if before else []
@@ -176,7 +175,7 @@ def _computes(request: object) -> bool:
 
 @dataclass(frozen=True)
 class Model:
-    """A captured model, as its requester has it: `values` is the file of its first values, if it has any."""
+    """A captured model as its requester has it: `values` is the file of its initial values, if any."""
 
     graph: Graph
     data: bytes
@@ -184,7 +183,7 @@ class Model:
     values: bytes | None = None
 
     def put(self, node: Node) -> None:
-        """Have this node hold it, as one that was asked by its own command does."""
+        """Store it at this node, as after its own command's request."""
         node.seams.storage.write(graph_name(self.hash), self.data)
         if self.values is not None:
             node.seams.storage.write(values_name(self.hash), self.values)
@@ -195,7 +194,7 @@ MODELS: dict[str, Model] = {}
 
 
 def known(captured: Captured) -> Model:
-    """A model that `manifest` may name."""
+    """Return a model that `manifest` may name."""
     with TemporaryDirectory() as folder:
         path = Path(folder) / "model.safetensors"
         write_weights(path, captured)
@@ -207,12 +206,12 @@ def known(captured: Captured) -> Model:
 
 @cache
 def simple_cnn(dtype: Precision = "float64") -> Model:
-    """The built-in one, for digits."""
+    """Return the built-in model for digits."""
     return known(capture_built_in("simple-cnn", (1, 8, 8), 10, dtype=dtype))
 
 
 def manifest(captured: Model | None = None, *, dtype: Precision = "float64", **changes: Any) -> Manifest:
-    """Five steps of simple-cnn on digits over 2 stages x 2 replicas."""
+    """Return a manifest of five steps of simple-cnn on digits over 2 stages x 2 replicas."""
     captured = captured or simple_cnn(dtype)
     fields: dict[str, Any] = {
         "model": "simple-cnn",
@@ -252,8 +251,8 @@ async def train(
     watcher: str = "",
     seconds: float = 600,
 ) -> tuple[Run, list[Event]]:
-    """Have `requester` submit a run; its events until it ended, within `seconds`, as the node called
-    `watcher` (the requester by default) sees them. `on_event` may disturb."""
+    """Have `requester` submit a run; return its events to its end, within `seconds`, as the node `watcher`
+    (by default the requester) sees them. `on_event` may disturb the run."""
     node = group.nodes[requester]
     run = prepare(node, wanted)
     seen: list[Event] = []
@@ -270,7 +269,7 @@ async def train(
 
 
 def weights(group: Swarm, name: str, run: Run) -> Tensors:
-    """The run's result as this member keeps it."""
+    """Return the run's result at this member."""
     data = group.nodes[name].seams.storage.read(weights_name(run.text))
     assert data is not None, f"{name} does not keep the weights"
     tensors: Tensors = safetensors.numpy.load(data)
@@ -284,8 +283,8 @@ def reference(
     steps: int | None = None,
     rate: Callable[[int], float] = lambda _step: 1.0,
 ) -> Tensors:
-    """The same run in one process: one stage, micro-batches in order. `steps` and the factor on the learning
-    rate of each are what a revision made of them."""
+    """Compute the same run in one process: one stage, micro-batches in order. `steps`, and `rate` as factor
+    of each step's learning rate, follow a revision."""
     wanted = run.manifest
     model = MODELS[wanted.graph]
     graphs = cut_layers(model.graph, model.hash, [(0, len(model.graph.layers))])
@@ -330,7 +329,7 @@ def reference(
 
 
 def ask(executor: StageExecutor, request: api.Request, kind: type[Reply]) -> Reply:
-    """A stage's answer, which must be of this kind."""
+    """Return a stage's answer, which must be of this kind."""
     reply = executor.handle(request)
     assert isinstance(reply, kind), reply
     return reply
@@ -352,7 +351,7 @@ def _fill(
 
 
 def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:
-    """The metric: float64 every tensor <= 1e-9, float32 the whole vector <= 1e-5."""
+    """Assert equality: float64 every tensor within 1e-9, float32 the whole vector within 1e-5."""
     assert sorted(result) == sorted(expected)
     differences = {name: result[name].astype("f8") - expected[name].astype("f8") for name in expected}
     if dtype == "float64":

@@ -1,4 +1,4 @@
-"""Many runs submitted at once: who was served where and when, by what the providers themselves say."""
+"""Many runs submitted at once: which run was served where and when, by the providers' own reports."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Served:
-    """A run had a slot of a provider for some time."""
+    """The time during which a run had a slot of a provider."""
 
     run: str
     provider: str
@@ -25,13 +25,13 @@ class Served:
     ended: float
 
     def seconds(self, until: float) -> float:
-        """Return how long, of what was before `until`."""
+        """Return the length of its part before `until`."""
         return max(0.0, min(self.ended, until) - self.begun)
 
 
 def served(told: Iterable[Told]) -> list[Served]:
     """Return each time that a run had a slot. A run that was leased another slot of the same provider before
-    its end still has one."""
+    its end keeps one."""
     begun: dict[tuple[str, str], float] = {}
     found = []
     for each in sorted(told, key=lambda each: each.at):
@@ -45,7 +45,8 @@ def served(told: Iterable[Told]) -> list[Served]:
 
 
 def most_at_once(rows: Sequence[Served]) -> Mapping[str, int]:
-    """Return how many slots each provider gave at once at most; not where one ends as another begins."""
+    """Return the most slots that each provider gave at once, not counting the instant when one ends as
+    another begins."""
     changes = defaultdict[str, list[tuple[float, int]]](list)
     for row in rows:
         changes[row.provider] += [(row.begun, 1), (row.ended, -1)]
@@ -59,8 +60,8 @@ def most_at_once(rows: Sequence[Served]) -> Mapping[str, int]:
 
 
 def shares(rows: Sequence[Served], requesters: Mapping[str, str]) -> Mapping[str, float]:
-    """Return what each requester got as a multiple of its equal share, of what was served while all had runs
-    that waited. `requesters` says whose each run is."""
+    """Return what each requester got as a multiple of its equal share, while all had waiting runs.
+    `requesters` names the requester of each run."""
     last = dict[str, float]()
     for row in rows:
         whose = requesters[row.run]

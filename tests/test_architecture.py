@@ -1,4 +1,4 @@
-"""The laws of the house that imports can break (ARCHITECTURE), read from the source of every file."""
+"""The laws of ARCHITECTURE.md that imports can break, checked in the source of every file."""
 
 import ast
 import graphlib
@@ -238,12 +238,12 @@ OPEN_MATCHES = {
     "partition/steps/committer.py": "what is no trouble is answered before",
     "partition/run/verdicts.py": "most events of a committer change nothing",
 }
-"""Cores in which a match leaves out some kinds on purpose."""
+"""Cores in which a match deliberately leaves out some kinds."""
 
 
 def test_a_match_over_kinds_in_a_core_names_them_all() -> None:
-    """It ends in a wildcard, such as `assert_never`; or each case returns, and nothing but an error comes
-    after it, so that mypy sees what is left out."""
+    """Each match ends in a wildcard, such as `assert_never`; or each case returns, and only an error follows,
+    so that mypy sees omitted kinds."""
     closed = {
         match
         for source in PURE
@@ -294,7 +294,7 @@ def test_cores_never_iterate_over_a_set() -> None:
 
 
 def is_a_set(node: ast.expr) -> bool:
-    """Whether an expression is a set to the naked eye."""
+    """Return whether an expression is evidently a set."""
     called = isinstance(node, ast.Call) and ast.unparse(node.func) in ("set", "frozenset")
     return called or isinstance(node, ast.Set | ast.SetComp)
 
@@ -318,7 +318,7 @@ TRIO_CLOCK = {
     "node/transport/": "it stands behind the Network seam, and the simulator has another",
     "node/web/door.py": "the page's server is outside of the seams",
 }
-"""Where trio's clock is read beside the clock seam, and why."""
+"""Files that read trio's clock beside the clock seam, and why."""
 
 
 def test_the_node_reads_time_from_the_clock_seam_alone() -> None:
@@ -333,7 +333,7 @@ def test_the_node_reads_time_from_the_clock_seam_alone() -> None:
 
 
 def in_deadlines(source: Source) -> set[ast.AST]:
-    """Everything that deadlines of cancel scopes are computed from: those are by trio's clock."""
+    """Return all expressions of deadlines of cancel scopes, which use trio's clock."""
     values = [
         node.value
         for node in source.each(ast.Assign)
@@ -407,7 +407,7 @@ def test_nothing_unpickles_evaluates_or_compiles() -> None:
 
 
 def test_arrays_are_loaded_without_pickles() -> None:
-    # numpy's default is safe as well, but a reader should not need to know that.
+    # numpy's default is safe too, but a reader should not need to know that.
     assert [
         f"{source.place}:{node.lineno}"
         for source in sources(*PACKAGES, "benchmarks", "examples")
@@ -443,7 +443,7 @@ REPEATS = {
     "sim/worlds/records.py",
     "sim/worlds/routed.py",
 }
-"""Worlds of bare cores that say which glue of a node they repeat; none of it is of a run."""
+"""Worlds of bare cores that repeat glue of a node and say so; none of it is of a run."""
 
 
 def test_simulated_runs_repeat_no_file_of_the_node() -> None:
@@ -461,7 +461,7 @@ def test_simulated_runs_repeat_no_file_of_the_node() -> None:
     assert found - WHOLE_NODES == REPEATS
 
 
-# Public names that the program itself has no use for, with the reason why they are there.
+# Public names that the program does not use itself, with the reason.
 FOR_OTHERS = {
     "PeerOptimizer.stats": "the library: what a script reads",
     "PeerOptimizer.average_now": "the library: what a script calls",

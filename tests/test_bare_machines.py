@@ -1,7 +1,7 @@
-"""Machines that lack something: a home folder, room on the disk, a folder that can be written to, locks.
+"""Machines that lack something: a home folder, room on the disk, a writable folder, locks.
 
-Each in namespaces of its own (unshare(1)), where the test's user may mount a small disk; skipped where the
-system allows none.
+Each runs in namespaces of its own (unshare(1)), where the test's user may mount a small disk; skipped where
+the system forbids that.
 """
 
 import errno
@@ -23,7 +23,7 @@ from node.errors import NoNode
 from tests.source import ROOT
 
 STRANGER = 12_345
-"""A user that no list of users has, as of a container that is run with any number."""
+"""A user that is in no user list, like that of a container run with any number."""
 FORM = f"{sys.executable} -m node"
 """How these tests start a node, and so how advice names the command."""
 QUIET = ("--listen", "127.0.0.1:0", "--no-lan", "--web", "off")
@@ -51,7 +51,7 @@ def start(command: Sequence[str], **more: str) -> "subprocess.Popen[str]":
 
 
 def ended(command: Sequence[str], **more: str) -> tuple[int, list[str]]:
-    """The exit code of a command that must end by itself, and the lines of its errors."""
+    """Return the exit code of a command that must end by itself, and the lines of its errors."""
     with start(command, **more) as process:
         try:
             _, errors = process.communicate(timeout=30)

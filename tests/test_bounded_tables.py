@@ -1,7 +1,8 @@
-"""Every bounded table makes room: no place is held by whoever came first and says nothing.
+"""Every bounded table makes room: early silent peers hold no place for ever.
 
-A table that refuses the newest when it is full is listed here with what makes room in it. Where that is
-nothing but those who hold it, it wants a register (`crypto.registers`), or a crowd (`crypto.crowds`).
+A table that refuses the newest entry when full is listed here with the mechanism that makes room. If only the
+holders themselves can make room, the table needs a register (`crypto.registers`) or a crowd
+(`crypto.crowds`).
 """
 
 import ast
@@ -99,7 +100,7 @@ ROOM_MADE = {
 
 
 def full_tables() -> set[tuple[str, str]]:
-    """Return (file, limit) of every comparison that finds a table of an object full before it grows."""
+    """Return (file, limit) of every check that a table of an object is full before it grows."""
     found = set()
     for source in sources("crypto", "dht", "gossip", "partition", "node"):
         for node in source.each(ast.Compare):

@@ -82,7 +82,7 @@ def test_every_view_of_a_running_swarm_with_a_death_in_it(training: SwarmProcess
 
 
 LOOK_SECONDS = 0.6
-"""Between a death's event and this test's knowing of it, on a busy machine."""
+"""The time between a death's event and this test's knowledge of it, on a busy machine."""
 
 
 def event_time(training: SwarmProcesses, kind: str) -> float:
@@ -94,7 +94,7 @@ def event_time(training: SwarmProcesses, kind: str) -> float:
 
 
 def faults(page: Any) -> list[str]:
-    """Serious faults of accessibility, by axe-core where PEERLOOM_AXE names its file; else none is sought."""
+    """Return serious accessibility faults by axe-core, if PEERLOOM_AXE names its file; else none."""
     path = os.environ.get("PEERLOOM_AXE")
     if not path:
         return []

@@ -19,7 +19,7 @@ from tests.test_serving_text_processes import make_folder
 # Playwright leaves pipes of its driver to the garbage collector.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 NAMES = "abcde"
-"""The last one has the page, and no slot."""
+"""The last node has the page, and no slot."""
 CONTEXT = 4_096
 TOKENS = 400
 CODE = "So:\n\n```\nx = 1\n```\nThat is it."
@@ -152,7 +152,7 @@ def test_a_chat_on_the_page_survives_the_death_of_a_stage(serving: SwarmProcesse
 
 
 def asked(serving: SwarmProcesses, tokens: int) -> str:
-    """The answer of the undisturbed service."""
+    """Return the answer of the undisturbed service."""
     pieces: list[str] = []
     question = {"messages": [{"role": "user", "content": QUESTION}], "tokens_max": tokens}
     ask(

@@ -32,7 +32,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
 
 @pytest.fixture
 def typed(swarm: SwarmProcesses, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Type a command about a node; what it prints."""
+    """Return a function that types a command about a node and returns its output."""
 
     def command(name: str, *words: str, code: int = EXIT_DONE) -> str:
         capfd.readouterr()

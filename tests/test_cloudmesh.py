@@ -40,11 +40,11 @@ IS_WRITING = os.environ.get("PEERLOOM_DOCS") == "write"
 IS_WHOLE = IS_WRITING or "PEERLOOM_PROCESSES" in os.environ
 SUBMISSIONS = 6
 SPARES = "de"
-"""Providers that come later, of which one is killed and one leaves."""
+"""Later providers, of which one is killed and one leaves."""
 RUN = 'model = "model.peerloom"\n[train]\nsteps = {steps}\nbatch = 32\n[plan]\n{plan}\n'
 ONE = "stages = 1\nreplicas = 1"
 STILL_SECONDS = 2.0
-"""How long a process stands still that a busy machine passes over."""
+"""How long a frozen process goes unnoticed on a busy machine."""
 
 
 def test_each_test_that_the_page_names_is_there() -> None:
@@ -117,7 +117,7 @@ def _start_alone(play: Play) -> dict[str, list[str]]:
 
 
 def _frozen(play: Play, process: int) -> None:
-    """A process stands still for a while, as on a machine that has other things to do."""
+    """Freeze a process for a while, as a busy machine does."""
     os.kill(process, signal.SIGSTOP)
     play.pause(STILL_SECONDS)
     os.kill(process, signal.SIGCONT)
@@ -137,7 +137,7 @@ NUMBERS = (
 
 
 def _numbers(play: Play, data_dir: Any) -> None:
-    """Each is refused with its line, before the node is asked."""
+    """Check that each wrong number is refused with its line, before the node is asked."""
     for key, line, wanted in NUMBERS:
         file = play.write("absurd.toml", f'model = "simple-cnn"\n[train]\n{line}\n')
         process = play.begin_at(data_dir, "train", file)
@@ -162,7 +162,7 @@ def play(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Play]:
 
 
 def _keep(shown: dict[str, list[str]]) -> None:
-    """Write the page with what a part has shown, in place of what it showed before."""
+    """Write the page with a part's new output in place of the old."""
     before = shown_in(PAGE.read_text()) if PAGE.exists() else {}
     PAGE.write_text(page(before | shown))
 
@@ -185,7 +185,7 @@ def _keep(shown: dict[str, list[str]]) -> None:
     ],
 )
 def test_a_part_of_the_play_of_real_nodes(play: Play, part: str) -> None:
-    """In this order; each may be played alone."""
+    """Play the parts in this order; each may be played alone."""
     play.shown = {}
     PARTS[part](play)
     if IS_WRITING:
@@ -228,7 +228,7 @@ def _starting(play: Play) -> None:
 
 
 def _settings(play: Play) -> None:
-    """4.3, 4.17 to 4.21: what a provider gives."""
+    """4.3, 4.17 to 4.21: a provider's offer."""
     said = play.type("b", "config", "set", "location", "eu-west")
     play.show("4.17 alternative", said, "^location = eu-west; this machine serves others$")
     play.wait(lambda: "eu-west" in play.type("a", "peers"))
@@ -256,7 +256,7 @@ def _settings(play: Play) -> None:
 
 
 def _sources(play: Play) -> None:
-    """4.4: what is read, what is missing, and where it may lie."""
+    """4.4: readable sources, missing ones, and their locations."""
     rows = "".join(f"{n % 3}.5,{n % 7}.25,{'odd' if n % 2 else 'even'}\n" for n in range(40))
     sets = play.folder / "sets"
     sets.mkdir(exist_ok=True)
@@ -301,7 +301,7 @@ CONFIGURED = (
 
 
 def _peers(play: Play) -> None:
-    """4.5 to 4.11, 4.13, 4.14, 4.20: runs of what there is."""
+    """4.5 to 4.11, 4.13, 4.14, 4.20: runs on the available peers."""
     said = play.type("a", "train", play.write("run.toml", CONFIGURED), "--devices", "common")
     play.typed += "      # epochs = 0.1, batch = 16, learning_rate = 0.01, 2 stages x 1"
     done = r"^run \w+ done"
@@ -371,7 +371,7 @@ SHARES = "Shares by what each has given typical"
 
 
 def _data_and_what_comes_of_it(play: Play) -> None:
-    """A table that does not do and one that does; validation, predictions, and receipts of the work."""
+    """An unsuitable table and a suitable one; validation, predictions, and receipts of the work."""
     rows = [f"{n % 3}.{n % 7},{(n * 5) % 11}.5,{'odd' if n % 3 == 1 else 'even'}\n" for n in range(200)]
     play.write("bad.csv", "".join(["width,height,label\n", *rows[:20], "wide,1.5,odd\n"]))
     play.write("table.csv", "".join(["width,height,label\n", *rows]))
@@ -411,7 +411,7 @@ def _data_and_what_comes_of_it(play: Play) -> None:
 
 
 def _held(play: Play, name: str) -> tuple[int, list[str]]:
-    """How many times a node leased its slot, and the runs whose steps it computed, in the order of these."""
+    """Return how often a node leased its slot, and the runs whose steps it computed, in order."""
     said = play.type(name, "events", "--kind", "StageLeased", "--kind", "StepCommitted", "--json")
     events = [json.loads(line) for line in said.splitlines()]
     leased = [event["run"] for event in events if event["kind"] == "StageLeased"]
@@ -436,7 +436,7 @@ def _many_at_once(play: Play) -> None:
 
 
 def _lost(play: Play) -> None:
-    """4.13, 4.15: one of two providers of a place is killed once it is assigned, and the other goes on."""
+    """4.13, 4.15: one of two providers of a place is killed after its assignment, and the other goes on."""
     play.add(SPARES)
     for name in SPARES:
         play.type(name, "config", "set", "location", "spares")
@@ -533,7 +533,7 @@ def _data_that_stays(play: Play) -> None:
 
 
 def _leaving(play: Play) -> None:
-    """4.12, 4.14, 4.22: goodbyes that are heard, that are lost, and that come in mid-run."""
+    """4.12, 4.14, 4.22: goodbyes that arrive, that are lost, and that come in mid-run."""
     play.add([name for name in "fg" if name not in play.swarm.nodes])
     others = len(_alive(play)) - 1
     said = play.type("f", "leave")

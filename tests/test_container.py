@@ -1,4 +1,4 @@
-"""The container files: what they copy is there, what they start is a swarm, and the image is small."""
+"""The container files: copied files exist, started programs form a swarm, and the image is small."""
 
 import os
 import re
@@ -24,7 +24,7 @@ def read(name: str) -> Any:
 
 
 def settings_of(command: list[str]) -> Config:
-    """Return what a node is set to that is started with this command. Raises UsageError."""
+    """Return the settings of a node started with this command. Raises UsageError."""
     given = typer.main.get_command(app).make_context("peerloom", list(command)).params
     return resolve({name: value for name, value in given.items() if value not in (None, False, "")}, {})
 

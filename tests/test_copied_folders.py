@@ -23,7 +23,7 @@ from tests.source import ROOT
 
 SECONDS_MAX = 20.0
 STOP_SECONDS_MAX = 5.0
-"""From when a copy answers on its control channel to the end of its process."""
+"""The time from a copy's first answer on its control channel to the end of its process."""
 LISTED_SECONDS_MAX = 3.0
 
 

@@ -1,6 +1,6 @@
-"""Models of others, from capture to stages: two kinds here, with PEERLOOM_CORPUS=sample twenty-five.
+"""Models of other libraries, from capture to stages: two kinds here, with PEERLOOM_CORPUS=sample twenty-five.
 
-`benchmarks/corpus.py` examines all that are listed, and writes docs/corpus.md. Two nodes train each, too.
+`benchmarks/corpus.py` examines all listed models, and writes docs/corpus.md. Two nodes train each, too.
 """
 
 import os
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import corpus
 
 SMALL = ("vit",)
-"""In the sample is also one that needs the remedy that its refusal names."""
+"""The sample also has a model that needs the remedy named in its refusal."""
 SAMPLED = corpus.SAMPLE.split() if os.environ.get("PEERLOOM_CORPUS") == "sample" else SMALL
 CASES = [
     (kind, name)

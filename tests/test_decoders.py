@@ -1,6 +1,6 @@
 """Every decoder of bytes from the wire, in one table: random bytes end in RemoteProtocolError and a counter.
 
-The rooms test their own decoders more closely; this table is where a new one must be entered.
+The rooms test their own decoders more closely; a new decoder must be entered in this table.
 """
 
 from collections.abc import Callable
@@ -44,12 +44,12 @@ SIGNER = IdentitySigner(IDENTITY, "home")
 
 
 def fact(body: bytes) -> Fact:
-    """Signed well, so that what is refused is the body."""
+    """Return a validly signed fact, so that the body is what is refused."""
     return SIGNER.sign("any", body)
 
 
 def handshake(data: bytes) -> None:
-    # The responder, whose first bytes anybody may send.
+    # The responder, to which anybody may send first bytes.
     responder = PeerHandshake(
         initiator=False,
         proof=identity_payload(IDENTITY, bytes(32)),
@@ -161,5 +161,5 @@ def test_a_node_counts_garbage_on_every_protocol_and_lives() -> None:
 
 
 async def settle() -> None:
-    """Virtual time enough for a message to arrive."""
+    """Let enough virtual time pass for a message to arrive."""
     await trio.sleep(1)

@@ -1,4 +1,4 @@
-"""The demo: what it makes of events, what it shows, and twice the whole of it in real processes."""
+"""The demo: its reading of events, its screen, and twice all of it in real processes."""
 
 import io
 import json
@@ -230,9 +230,10 @@ linux_only = pytest.mark.skipif(sys.platform != "linux", reason="looks for proce
 
 
 class Program:
-    """A Python program, and all below it.
+    """A Python program and all its descendants.
 
-    Its processes are known by a mark in their environment; a stage's, which is given none, by where it works.
+    They are identified by a mark in their environment; stage processes, which get none, by their working
+    folder.
     """
 
     def __init__(self, folder: Path, *arguments: str) -> None:
@@ -249,7 +250,8 @@ class Program:
         )
 
     def left(self) -> dict[int, str]:
-        """Pids and command lines of what still runs; the ended have no mark, even before they are reaped."""
+        """Return pids and command lines of running processes; ended ones have no mark, even before they are
+        reaped."""
         found = {}
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -257,16 +259,16 @@ class Program:
                 if is_marked or (folder / "cwd").readlink().is_relative_to(self.temporary):
                     found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
             except OSError:
-                continue  # it ended meanwhile, or is somebody else's
+                continue  # it ended meanwhile, or belongs to another user
         return found
 
     def wait_for_line(self, start: str) -> str:
-        """The next line on stdout that starts so."""
+        """Return the next line on stdout that starts so."""
         assert self.process.stdout is not None
         return next(line for line in self.process.stdout if line.startswith(start))
 
     def wait_for_processes(self, module: str, count: int) -> None:
-        """Until so many of a module run."""
+        """Wait until this many processes of a module run."""
         until = time.monotonic() + 30.0
         while sum(module in command for command in self.left().values()) < count:
             assert time.monotonic() < until, self.left()

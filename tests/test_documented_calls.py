@@ -1,4 +1,4 @@
-"""Each call of the library in README.md and docs/ names what there is, with arguments that it takes."""
+"""Each library call in README.md and docs/ names an existing function and arguments that it takes."""
 
 import ast
 import dataclasses
@@ -43,7 +43,7 @@ MODULES = {"node", "sim"}
 
 
 def calls(text: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the object, the name and the arguments, "" for none, of what stands in code."""
+    """Yield the object, the name and the arguments ("" for none) of calls in code."""
     for code in CODE.finditer(text):
         found = code[1] or code[2]
         for call in CALL.finditer(found):
@@ -53,7 +53,7 @@ def calls(text: str) -> Iterator[tuple[str, str, str]]:
 
 
 def arguments(text: str) -> str:
-    """A text up to the end of the parenthesis that it begins with."""
+    """Return a text up to the end of its first parenthesis."""
     depth = 0
     for place, letter in enumerate(text):
         depth += (letter == "(") - (letter == ")")
@@ -80,7 +80,8 @@ def wrong(owner: str, name: str, given: str) -> str | None:
 
 
 def taken(function: Callable[..., object]) -> set[str]:
-    """The names of what a function takes; further options of an optimizer are those of its settings."""
+    """Return the names of a function's parameters; further options of an optimizer are those of its
+    settings."""
     names = set(inspect.signature(function).parameters)
     if function is SyncNode.optimizer:
         names |= {field.name for field in dataclasses.fields(Settings)}

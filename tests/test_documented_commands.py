@@ -1,4 +1,4 @@
-"""Each command in README.md and docs/ names subcommands and flags that there are; none is run."""
+"""Each command in README.md and docs/ names existing subcommands and flags; none is run."""
 
 import re
 from collections.abc import Iterator

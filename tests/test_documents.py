@@ -41,11 +41,11 @@ FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(ROOMS)})/[\w./-]*\w\.(?:{SUFFIXES
 SHORT = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
 """A path in a code span that may leave a package out, as tables of ARCHITECTURE.md do."""
 SECTION = re.compile(r"`?((?:docs/)?[\w-]+\.md)`?,?\s+\(?\"([^\"]+)\"\)?")
-"""A page, and the section of it that is meant."""
+"""A page, and the section meant."""
 LINK = re.compile(r"\]\(([^)#\s]+)")
 SCRIPT = re.compile(r"python (benchmarks/\w+\.py)((?: --?[a-z][\w-]*(?: [A-Z0-9][\w]*)?)*)")
 PYTHON = re.compile(r"(?:# \w+\.py\n)?(?:import \w+$|from [\w.]+ import |with \w|async with )", re.MULTILINE)
-"""How a block of Python begins; one of shell commands begins otherwise."""
+"""The beginning of a block of Python, not of shell commands."""
 MADE = {"docs/cloudmesh.svg"}
 """Files written by a command named beside them."""
 WITHOUT_NODE = (

@@ -1,7 +1,7 @@
 """The heap engine and the node's own driver give the same trace for the same cores (ARCHITECTURE law 1).
 
-That is what makes an experiment in `sim.engine` say something about real nodes. The scenario stands
-in `tests/sim/agreement.py`; it is full of simultaneous ticks, without which this would prove nothing.
+Experiments in `sim.engine` therefore hold for real nodes. The scenario is in `tests/sim/agreement.py`; it is
+full of simultaneous ticks, without which this would prove nothing.
 """
 
 import os
@@ -27,7 +27,7 @@ rough = pytest.mark.parametrize("model", [EVEN, ROUGH], ids=["even", "rough"])
 
 
 def difference(one: Outcome, other: Outcome) -> tuple[Entry | None, Entry | None]:
-    """Where two traces part, for a failure that says more than two digests."""
+    """Return where two traces part, for a more useful failure than two digests."""
     ours, theirs = one.trace.entries(), other.trace.entries()
     for left, right in zip(ours, theirs, strict=False):
         if left != right:

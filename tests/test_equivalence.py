@@ -61,8 +61,8 @@ def test_two_stages_of_two_replicas_equal_one_process(dtype: Precision) -> None:
 
 @pytest.mark.parametrize(("stage", "moment"), [(0, 0.02), (1, 0.97)])
 def test_a_step_with_a_death_in_it_equals_the_undisturbed_step(stage: int, moment: float) -> None:
-    """`moment` is the share of a step that has passed when the replica is killed; each phase of a step by its
-    name is tried in `tests.test_exactness`."""
+    """`moment` is the share of a step that has passed when the replica is killed; `tests.test_exactness`
+    tries each phase of a step by name."""
     replayed: list[int] = []
 
     async def scenario() -> None:

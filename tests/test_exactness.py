@@ -1,8 +1,9 @@
-"""Exactness over twenty steps: any stages x replicas x trainers, any death, and what one process computes.
+"""Exactness over twenty steps: any stages x replicas x trainers, and any death, give the result of one
+process.
 
 Whole nodes in virtual time (`tests.stack`); float64, frames that lose nothing, SGD with momentum and
-clipping; held against `tests.stack.reference`, every tensor within 1e-9. Deaths fall where their names say
-(`tests.exact_deaths`).
+clipping; compared with `tests.stack.reference`, every tensor within 1e-9. Deaths occur in the phases of their
+names (`tests.exact_deaths`).
 
 `make test` takes a choice; PEERLOOM_EXACTNESS=full, as `make soak` has it, takes all, and with pytest's -s
 the figures are shown.
@@ -89,7 +90,7 @@ def expected_of(run: Run, job: Job) -> Tensors:
 
 
 def worst_error(result: Tensors, expected: Tensors) -> float:
-    """The largest over all tensors, relative to the largest number of each."""
+    """Return the largest error over all tensors, relative to the largest number of each."""
     errors = []
     for name, array in expected.items():
         scale = max(1e-12, float(np.abs(array).max()))
@@ -100,9 +101,9 @@ def worst_error(result: Tensors, expected: Tensors) -> float:
 def trained(
     job: Job, shape: Shape, steps: int, death: Death | None = None, **changes: Any
 ) -> tuple[Run, list[Event], dict[str, Tensors]]:
-    """Train over a swarm of one node more than there are replicas, which asks for the run and commits it.
+    """Train over a swarm of one node more than there are replicas, which requests the run and commits it.
 
-    The events as a survivor saw them, and the result that each survivor keeps.
+    Returns the events as a survivor saw them, and each survivor's result.
     """
     stages, replicas, trainers = shape
     names = "abcdefg"[: stages * replicas + 1]
@@ -143,7 +144,7 @@ async def until_ended(group: Swarm, name: str) -> None:
 
 
 def error_of(job: Job, run: Run, results: dict[str, Tensors]) -> float:
-    """Every survivor's result equals the reference; the worst error."""
+    """Return the worst error after checking that every survivor's result equals the reference."""
     expected = expected_of(run, job)
     for result in results.values():
         assert_equal(result, expected, "float64")
@@ -199,7 +200,8 @@ def test_clipping_acts_in_what_is_compared(tmp_path: Path) -> None:
 
 
 def check_death(name: str, shape: Shape, death: Death, folder: Path, tally: Tally) -> list[Event]:
-    """Train with it: it fell into its phase, and the result is the same. The events of a survivor."""
+    """Train with a death; check that it fell into its phase and the result is the same. Return a survivor's
+    events."""
     job = JOBS[name](folder)
     run, events, results = trained(job, shape, DISTURBED_STEPS, death)
     death.check()
@@ -276,7 +278,7 @@ def test_the_committer_may_die_at_any_phase_of_a_step(
 def test_a_second_trainer_may_die_at_any_phase_of_a_step(
     name: str, shape: Shape, phase: Any, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds a stage too."""
+    """The second trainer also holds a stage."""
     death = ReplicaDeath(phase, DEATH_STEP, None)
     watch(death, monkeypatch)
     check_replays(check_death(name, shape, death, tmp_path, tally), death, shape)
@@ -302,8 +304,8 @@ def test_int8_frames_train_to_nearly_the_same_loss(
 ) -> None:
     """The mean loss over the run is within 2 %.
 
-    The mean, because what rounding does to single steps grows: by 3 % in one of the first 20 steps of the
-    digits, by 43 % in one of 60, where the mean is off by 0.3 % and 1.4 % at most.
+    The mean, because rounding errors of single steps grow: by 3 % in one of the first 20 steps of the digits,
+    by 43 % in one of 60, where the mean is off by 0.3 % and 1.4 % at most.
     """
     job = make_job(tmp_path)
     means: dict[Frames, float] = {}

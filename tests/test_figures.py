@@ -1,4 +1,4 @@
-"""The ledger of figures: what it writes it reads, what is worse is marked, what was not measured stays."""
+"""The ledger of figures: it reads what it writes, marks worse figures, and keeps unmeasured ones."""
 
 import importlib.util
 import sys

@@ -1,6 +1,7 @@
-"""A requester that dies while it hands its first plan out: whoever has begun brings the plan to the others.
+"""A requester that dies while it hands out its first plan: members that have begun bring the plan to the
+others.
 
-Whole nodes in virtual time. Real processes that are killed at that point are in `tests.test_kills`.
+Whole nodes in virtual time. `tests.test_kills` has real processes that are killed at that point.
 """
 
 from typing import Any
@@ -46,7 +47,7 @@ def test_a_requester_that_dies_early_leaves_no_waiting_run(
 
 
 def dying_after(group: Swarm, told: int) -> Any:
-    """How `a` asks others, killed when it has told so many of its plan."""
+    """Return a replacement of `ask` that kills `a` after it has told this many of its plan."""
     ask, began = group.nodes["a"].runs.ask, list[PeerId]()
 
     async def dying(peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:

@@ -1,7 +1,7 @@
-"""A run on two branches: only its committer gives a branch up, by what it knows itself, and one goes on.
+"""A run on two branches: only its committer gives a branch up, by its own knowledge, and one goes on.
 
-Whole nodes in virtual time, told by hand that another branch is further; a swarm that is really parted is in
-`test_takeover`. Below, the rule alone, in whatever order messages come.
+Whole nodes in virtual time are told by hand that another branch is further; `test_takeover` has a swarm that
+is really parted. Below, the rule alone is tested, in any order of messages.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ ELSEWHERE = bytes([1]) * 32
 
 
 def tell(world: World, name: str, step: int) -> None:
-    """This member hears that another branch has committed so many steps."""
+    """Tell this member that another branch has committed this many steps."""
     node = world.group.nodes[name]
     member = node.runs.members[world.run.id]
     wanted = world.run.manifest
@@ -39,7 +39,7 @@ def committer(group: Swarm, world: World) -> str:
 
 
 def given_up(world: World) -> set[str]:
-    """Return the nodes that have said that their branch is given up."""
+    """Return the nodes that reported giving up their branch."""
     return {
         name
         for name, events in world.group.events.items()
@@ -49,7 +49,7 @@ def given_up(world: World) -> set[str]:
 
 
 def told(whom: Callable[[str, World], list[str]], step: int, *, ends: bool = True) -> World:
-    """A run of ten steps in which these hear, after three, of a branch of so many."""
+    """Play a run of ten steps in which these members hear, after three, of another branch."""
 
     async def scenario(world: World) -> None:
         await world.reached(SAVE_EVERY)
@@ -89,7 +89,8 @@ def test_a_branch_that_is_given_up_commits_nothing_more() -> None:
 
 @given(st.integers(0, 2**32), st.tuples(st.integers(0, 1), st.integers(0, 1)))
 def test_one_of_two_branches_goes_on_in_any_message_order(seed: int, behind: tuple[int, int]) -> None:
-    """Each commits, makes new plans, and says how far it is; what it has said may come late, or never."""
+    """Each branch commits, makes new plans, and announces its progress; announcements may come late, or
+    never."""
     rng = Random(seed)
     steps, plans = list(behind), [rng.randbytes(32), rng.randbytes(32)]
     forks = [rng.choice((bytes(32), rng.randbytes(32))), rng.randbytes(32)]
@@ -119,7 +120,7 @@ def test_one_of_two_branches_goes_on_in_any_message_order(seed: int, behind: tup
                 sent[branch].append(head(branch))
             case "hear" if sent[1 - branch]:
                 gone[branch] = other_branch_wins(head(branch), rng.choice(sent[1 - branch]))
-    # In the end each hears of the other as it is.
+    # At the end each learns the other's true state.
     for branch in range(2):
         if not any(gone):
             gone[branch] = other_branch_wins(head(branch), head(1 - branch))

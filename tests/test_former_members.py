@@ -1,4 +1,4 @@
-"""A node whose stage died and whose run goes on without it: it hears how the run ends, whoever asked for it.
+"""A node whose stage died and whose run goes on without it: it learns how the run ends, whoever requested it.
 
 Whole nodes in virtual time.
 """
@@ -24,7 +24,7 @@ GOES_ON = ("paused", "the run goes on without this node")
 
 
 async def left_out(group: Swarm, steps: int, *, asked_again: bool = False) -> tuple[Run, str]:
-    """A run of `a` after the stage of another node has died, and that node's name."""
+    """Return a run of `a` after another node's stage died, and that node's name."""
     run = prepare(group.nodes["a"], manifest(steps=steps, stages=1, replicas=2, trainers=2, test_samples=16))
     with group.nodes["a"].watch() as events:
         await group.nodes["a"].runs.submit(run)
@@ -54,7 +54,7 @@ async def until(ready: Callable[[], object], seconds: float = 60) -> None:
 
 
 def view(group: Swarm, name: str, run: Run) -> tuple[str, str]:
-    """How this node lists the run, and why."""
+    """Return this node's listing of the run, and its reason."""
     found = group.nodes[name].state.runs[run.text]
     return found.status, found.detail or found.reason
 
@@ -74,7 +74,7 @@ def play(scenario: Callable[[Swarm], Awaitable[None]], names: str = "abc", **lim
 
 @pytest.mark.parametrize("serves", [True, False])
 def test_a_provider_whose_stage_died_learns_the_runs_end_and_result(serves: bool) -> None:
-    """But where its owner does not let it serve others, it fetches nothing for them."""
+    """If its owner does not let it serve others, it fetches nothing for them."""
 
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, STEPS, asked_again=serves)

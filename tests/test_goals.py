@@ -1,4 +1,4 @@
-"""A goal that a run's machines do not reach: its requester is told, and nobody else."""
+"""A run that misses its goal alerts its requester, and nobody else."""
 
 import os
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
             document = run_document(a.state.runs[run.text])
             for lines in (run_lines(document), runs_lines({"runs": [document]})):
                 assert any("100000 samples/s over 5 s; the last step had" in line for line in lines)
-            # A goal that is changed holds from the next step on; without one nothing is to be told.
+            # A changed goal holds from the next step on; without one there is no alert.
             said = await Commands(a).revise(run.text, samples_per_second=50.0)
             assert said["goal"] == {"samples_per_second": 50.0, "seconds": 5}
             await Commands(a).revise(run.text, samples_per_second=0.0)

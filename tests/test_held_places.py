@@ -1,6 +1,6 @@
-"""64 peers that hold all they can of one protocol keep nobody else from being answered.
+"""64 peers that hold all they can of one protocol prevent no other's answers.
 
-In virtual time, with whole nodes; `tests.test_held_places_processes` does it for minutes, with a real one.
+Whole nodes in virtual time; `tests.test_held_places_processes` does it for minutes, with a real node.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -35,9 +35,9 @@ from tests.stack import Swarm, simulate, swarm
 HOSTILE = 64
 ANSWER_SECONDS = 2.0
 HOLD_SECONDS = 1.0
-"""How long the hostile have had all that they can hold before somebody else comes."""
+"""How long the hostile peers have held all they can before another comes."""
 AGAIN_SECONDS = 1.0
-"""After which a hostile peer that lost a place wants it back."""
+"""The pause before a hostile peer that lost a place wants it back."""
 STREAMED = [
     protocol.name for protocol in PROTOCOLS if protocol.said is not None and protocol.name != PUNCH_PROTOCOL
 ]
@@ -46,7 +46,7 @@ ROUNDS, STREAMS_EACH = 3, 4
 
 
 async def hold(network: Network, victim: PeerId, protocol: str, first: bytes) -> None:
-    """Open a stream, say `first` if anything, and then neither read nor write; again once it is taken."""
+    """Open a stream, send `first` if anything, then neither read nor write; again once it is taken."""
     while True:
         with suppress(Unreachable, StreamClosed):
             stream = await network.open(victim, protocol)
@@ -85,7 +85,7 @@ class DataPeer:
                 await self._send.send(await stream.receive())
 
     async def ask(self, peer: PeerId) -> None:
-        """Returns once it has the answer."""
+        """Return once it has the answer."""
         stream = await self._network.open(peer, pieces.DATA_PROTOCOL)
         try:
             await stream.send(encode(pieces.Have(NOTHING, b"\0", True, False)))
@@ -105,7 +105,7 @@ QUESTIONS: dict[str, tuple[object, Any, type]] = {
     receipts.RECEIPTS_PROTOCOL: (receipts.ShowReceipts(), receipts.Answer, receipts.Shown),
     traces.TRACES_PROTOCOL: (traces.Ask(NOTHING, 0, 0), traces.Told, traces.Told),
 }
-"""By protocol: a question, what answers it, and what an answer is that is not just `busy`."""
+"""By protocol: a question, the type of its answer, and the type of an answer that is not just `busy`."""
 
 
 async def honest_call(network: Network, node: Node, protocol: str) -> None:

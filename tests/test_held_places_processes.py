@@ -1,9 +1,9 @@
 """64 hostile peers against one protocol of a real node, for two minutes, beside an honest peer.
 
 `PEERLOOM_HELD` is for how many seconds (`make soak`); `tests.test_held_places` does the same in virtual time.
-The hostile hold all streams that they get: some say nothing, some send a long message but for its last byte,
-and all come back when they lose one. A node answers about data by streams of its own, and has heard in the
-DHT where those that ask are; the hostile ask about data that nobody has, and read no answer.
+The hostile peers hold all streams that they get: some are silent, some send a long message without its last
+byte, and all come back when they lose one. A node answers about data by streams of its own, to addresses from
+the DHT; the hostile ask about data that nobody has, and read no answer.
 """
 
 import json
@@ -86,7 +86,7 @@ async def hold_stream(network: RealNetwork, victim: PeerId, protocol: str, is_lo
 
 
 async def send_most(stream: SecureStream) -> None:
-    """Send a long message but for its end."""
+    """Send a long message without its end."""
     *chunks, last = stream.connection._writer.chunks(bytes(MESSAGE_BYTES_USUAL - 100))
     for chunk in (*map(bytes, chunks), bytes(last)[:-1]):
         await stream.connection._write(chunk)

@@ -1,6 +1,7 @@
-"""A node under a hostile client, all in processes of their own: it lives, stays small, and serves the honest.
+"""A node under a hostile client, all in processes of their own: it lives, stays small, and serves honest
+peers.
 
-How much it costs is not asked here: see `benchmarks/hostile.py`.
+`benchmarks/hostile.py` measures the cost.
 """
 
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ GROWTH_BYTES_MAX = 50 * 2**20
 PART = 0.2
 """The share of the attacks' rates that a busy machine can stand."""
 ATTACK_SECONDS = 4.0
-"""Longer than a stranger may take to shake hands."""
+"""Longer than a stranger may take for a handshake."""
 REFUSED = {
     "datagrams_refused_malformed",
     "datagrams_refused_index",
@@ -29,7 +30,7 @@ REFUSED = {
     "streams_refused_protocol",
     "streams_broken",
 }
-"""Each is what some of the attacks must meet, so that none of them goes into the void."""
+"""Counters that some attacks must raise, so that no attack misses its target."""
 
 
 @pytest.fixture(scope="module")
@@ -47,5 +48,5 @@ def test_a_node_under_every_attack_answers_all_that_an_honest_peer_asks(played: 
     assert all(tally["asked"] for tally in outcome.tallies.values())
     assert outcome.highest_bytes - before_bytes <= GROWTH_BYTES_MAX
     assert {name for name in REFUSED if not outcome.refused.get(name)} == set()
-    # Peace again: who was honest is as welcome as before, and so is everybody new.
+    # Peace again: earlier honest peers and new ones are served.
     assert played.run({}, seconds=0.5).unanswered == {}

@@ -85,10 +85,10 @@ from tests.stack import (
 )
 
 Sent = tuple[bytes, memoryview]
-"""A message as it goes over the wire, and the payload beside it."""
+"""A message on the wire, and its payload."""
 
 PAYLOAD = pack([typed(np.ones((4, 1, 8, 8)))], "zstd", (4,))
-"""As the trainer sends: four digits."""
+"""The trainer's payload: four digits."""
 STAGES = 2
 PASS_SECONDS = 0.02
 """The time of a stage's pass over real sockets: a flood is over long before the run is."""
@@ -112,7 +112,7 @@ class Lies:
 
     @property
     def microbatch(self) -> int:
-        """The last of the open step."""
+        """Return the last micro-batch of the open step."""
         return (self.step + 1) * self.plan.microbatches - 1
 
     def header(self, payload: Payload = PAYLOAD, **changes: Any) -> FrameHeader:
@@ -132,12 +132,12 @@ class Lies:
         return FrameHeader(**(fields | changes))
 
     def frame(self, payload: Payload = PAYLOAD, **changes: Any) -> Sent:
-        """Signed by the stranger itself."""
+        """Return a frame signed by the stranger itself."""
         body = encode(self.header(payload, **changes))
         return encode(Frame(self.signer.sign(FRAME_PURPOSE, body))), payload.data
 
     def frames(self) -> Iterator[Sent]:
-        """Each with one thing wrong, beside its sender."""
+        """Yield frames with one fault each, besides their sender."""
         for direction, stage in (("input", 0), ("input", 1), ("gradient", 0), ("labels", STAGES - 1)):
             yield self.frame(direction=direction, stage=stage)
             yield self.frame(direction=direction, stage=stage, train=False)
@@ -223,7 +223,7 @@ class Lies:
             yield encode(message), memoryview(b"")
 
     def votes(self) -> Iterator[Sent]:
-        """About the plan that comes next."""
+        """Yield votes on the next plan."""
         ballot = Ballot(2**24, self.signer.peer)
         names: dict[str, Any] = {"run": self.run.id, "parent": self.name}
         votes: Sequence[AgreementMessage] = (
@@ -240,14 +240,14 @@ class Lies:
             yield encode(message), memoryview(b"")
 
     def garbage(self) -> Iterator[Sent]:
-        """No messages at all."""
+        """Yield bytes that are not messages."""
         good, payload = self.frame()
         for data in (b"", b"\xc1", good[:-1], good + b"\0", b"\x91" * 10_000, encode({"type": "sync"})):
             yield data, memoryview(b"")
         yield encode(said.Sync(plan=self.name)), payload
 
     def refused(self) -> list[Sent]:
-        """All that each member refuses, one for one."""
+        """Return all messages that each member refuses, one for one."""
         kinds = (self.frames(), self.step_messages(), self.run_messages(), self.votes(), self.garbage())
         return [sent for kind in kinds for sent in kind]
 
@@ -273,7 +273,7 @@ class Lies:
 
 
 async def say(network: Network, victim: Node, messages: Sequence[Sent]) -> None:
-    """All on one stream, in order."""
+    """Send all on one stream, in order."""
     stream = await network.open(victim.peer, wire.PIPELINE_PROTOCOL)
     try:
         for message, payload in messages:
@@ -288,7 +288,7 @@ def refusals(node: Node) -> int:
 
 @contextmanager
 def traced(*, peak: bool = False) -> Iterator[Callable[[], int]]:
-    """Gives the bytes allocated since the beginning that are still held, or the most that ever were."""
+    """Yield a function that returns the bytes allocated since the beginning and still held, or their peak."""
     tracemalloc.start()
     try:
         yield lambda: tracemalloc.get_traced_memory()[peak]
@@ -322,7 +322,7 @@ def assert_nothing_is_left(node: Node) -> None:
 
 
 def recorded(group: Swarm, monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
-    """Every frame that goes from one member to another from now on, as it was sent."""
+    """Record every frame between members from now on, as sent."""
     kept: list[Sent] = []
     for node in group.nodes.values():
 
@@ -336,7 +336,7 @@ def recorded(group: Swarm, monkeypatch: pytest.MonkeyPatch) -> list[Sent]:
 
 
 def stranger_in(group: Swarm, plan: Plan) -> Node:
-    """The node that the plan has no use for."""
+    """Return the node that the plan does not use."""
     (outside,) = [node for node in group.nodes.values() if node.peer not in plan.roster]
     return outside
 
@@ -388,7 +388,7 @@ def test_strangers_messages_in_a_step_are_refused_and_change_no_result(
 
 
 def test_a_member_that_only_follows_is_moved_by_no_stranger() -> None:
-    """The requester has died and come back: it is on the roster, and has nothing to do."""
+    """The requester died and came back: it is on the roster, without a role."""
     counted: list[int] = []
     spoken: list[Sent] = []
 
@@ -405,7 +405,7 @@ def test_a_member_that_only_follows_is_moved_by_no_stranger() -> None:
                     run, back = the_run(nodes["a"]), nodes["e"]
                     plan, members = in_force(nodes["a"], run), list(back.runs.members.values())
                     if back.peer not in plan.roster or [member.plan for member in members] != [plan]:
-                        return  # it has not heard yet that it is in the run again
+                        return  # it does not know yet that it is in the run again
                     assert plan.committer != back.peer
                     assert plan.stage_of(back.peer) is None
                     outside = stranger_in(group, plan)
@@ -415,7 +415,7 @@ def test_a_member_that_only_follows_is_moved_by_no_stranger() -> None:
                     await trio.sleep(1)
                     counted.append(refusals(back) - before)
 
-            # It may be asked back once before it has left the run, and then again after half a minute.
+            # It may be asked back once before it has left the run, and again after half a minute.
             wanted = manifest(steps=60, microbatches=2, test_samples=16)
             run, events = await train(group, "e", wanted, disturb, watcher="a")
             outcome(events)
@@ -460,7 +460,7 @@ async def real_nodes(folder: Path, names: str) -> AsyncIterator[list[Node]]:
 
 
 async def flood(network: Network, victim: Node, lies: Lies) -> int:
-    """Say all of it many times, and what is long too; how much of it was to be refused."""
+    """Send all messages many times, including long ones; return how many should be refused."""
     refused = lies.refused()
     long = [*lies.ignored(), *[bomb(lies, number) for number in range(BOMBS)]]
     for _ in range(FLOOD_ROUNDS):
@@ -469,7 +469,7 @@ async def flood(network: Network, victim: Node, lies: Lies) -> int:
 
 
 def bomb(lies: Lies, number: int) -> Sent:
-    """A commit of a plan that may be decided soon, which takes a hundred times its length once decoded."""
+    """Return a commit of a plan that may be decided soon, which decodes to a hundred times its length."""
     plan = number.to_bytes(32, "big")
     row = said.StageCommit(0, lies.signer.peer, (1,) * 4_096)
     return encode(said.StepCommit(plan=plan, step=0, attempt=0, replicas=(row,) * 64)), memoryview(b"")
@@ -517,7 +517,7 @@ ALICE, BOB = (IdentitySigner(Identity(bytes([number]) * 32), "test") for number 
 ROOM_BYTES = 1 << 16
 """The receiver's bound on these frames."""
 ALLOCATED_BYTES_MAX = 1 << 20
-"""Less than one side of SIDE_MAX would take, and room for what decoding costs."""
+"""Less than one side of SIDE_MAX would take, with room for the cost of decoding."""
 
 sides = st.one_of(st.integers(1, 9), st.sampled_from([2**16, 2**20, SIDE_MAX]))
 tensor_headers = st.builds(

@@ -34,16 +34,16 @@ SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
 PASS_SECONDS = 0.3
 """The time of a stage's pass: a step is long beside a round of hostile messages."""
 QUIET_SECONDS = 30.0
-"""Hostile streams and their victims' deadlines take so long to end."""
+"""The time in which hostile streams and their victims' deadlines end."""
 PARTED_SECONDS = 20.0
 HOSTILE_RUN_SECONDS = 60.0
 ROUNDS = 4
 LIES_SECONDS = 10.0
-"""Between two rounds of lies about a run in local mode."""
+"""The pause between two rounds of lies about a run in local mode."""
 LOCAL_PASS_SECONDS = 0.2
 LOCAL_STEPS = 10
 LOSS_RISE_MAX = 0.1
-"""Ten steps move the loss by some 0.03 either way; a state that is not of this run by far more."""
+"""Ten steps move the loss by some 0.03 either way; a state of another run moves it far more."""
 LOCAL_SECONDS_MAX = 600.0
 HELD_ROUNDS = 12
 TAKEN_IN_MIN = 2
@@ -63,7 +63,7 @@ def small(**changes: Any) -> Manifest:
 
 
 def living(group: Swarm) -> list[PeerId]:
-    """All but the hostile one and those that were killed."""
+    """Return all live peers except the hostile one."""
     return [
         node.peer
         for name, node in group.nodes.items()
@@ -78,14 +78,14 @@ def states_in(group: Swarm) -> set[str]:
 
 
 async def watch(group: Swarm, name: str, hear: Callable[[Event], Awaitable[None]]) -> None:
-    """Hear what a node publishes from now on."""
+    """Call `hear` with a node's events from now on."""
     with group.nodes[name].watch() as events:
         async for event in events:
             await hear(event)
 
 
 class Speaker:
-    """Says everything to all who live, again and again; at once where a run has come into another state."""
+    """Sends everything to all live nodes, again and again; at once when a run enters another state."""
 
     def __init__(self, group: Swarm, bad: Hostile, nursery: trio.Nursery) -> None:
         self._group = group
@@ -118,7 +118,7 @@ class Speaker:
 
 
 async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
-    """Beside the hostile peer, if it still speaks."""
+    """Play an honest run beside the hostile peer, if it still speaks."""
     run, events = await train(group, requester, small(stages=1, steps=3, seed=99))
     end = events[-1]
     assert isinstance(end, RunEnded)
@@ -127,7 +127,7 @@ async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
 
 
 async def ended(group: Swarm, run: Run) -> str:
-    """Return the first node to say that a run is done."""
+    """Return the first node to report that a run is done."""
     with trio.fail_after(600):
         while True:
             for name, events in group.events.items():
@@ -137,7 +137,7 @@ async def ended(group: Swarm, run: Run) -> str:
 
 
 async def part(group: Swarm, minority: str) -> None:
-    """These are alone for a while."""
+    """Part these nodes from the others for a while."""
     sides = [node.peer for name, node in group.nodes.items() if name in minority]
     others = [node.peer for name, node in group.nodes.items() if name not in minority]
     group.medium.split(sides, others)
@@ -146,7 +146,7 @@ async def part(group: Swarm, minority: str) -> None:
 
 
 async def pause(group: Swarm, run: Run, states: set[str]) -> None:
-    """The requester pauses its run until that was noticed."""
+    """Have the requester pause its run until that was noticed."""
     await revise(group, "g", run, is_paused=True)
     with trio.fail_after(QUIET_SECONDS):
         while "paused" not in states:  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -192,7 +192,7 @@ def test_a_hostile_member_changes_no_run_in_any_state(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
-    """That run may come to nothing. Another, of the same nodes without the hostile one, does not."""
+    """That run may fail. Another, of the same nodes without the hostile one, does not."""
     states: set[str] = set()
 
     async def scenario() -> None:
@@ -222,8 +222,8 @@ def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("takes_part", [False, True], ids=["outside", "inside"])
 def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) -> None:
-    """Rosters, groups, attempts, evaluations, ends, columns and states for late members: all that is said in
-    such a run, made of what its members say, with other numbers."""
+    """All messages of such a run: rosters, groups, attempts, evaluations, ends, columns and states for late
+    members, made from its members' messages with other numbers."""
     said: set[str] = set()
 
     async def scenario() -> None:
@@ -247,7 +247,7 @@ def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) 
             local = LocalSettings(local_steps=2)
             run = prepare(group.nodes["a"], small(dtype="float32", local=local, steps=LOCAL_STEPS))
             await group.nodes["a"].runs.submit(run)
-            # The hostile node may have got the place of the other one, which then has no part in the run.
+            # The hostile node may have got the place of the other one, which then is not in the run.
             both = "a" if takes_part else "ab"
             found = await ends(group, both, LOCAL_SECONDS_MAX)
             assert [event.outcome for event in found] == ["done"] * len(both)
@@ -265,8 +265,8 @@ def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_averaging_run_goes_on_whatever_a_peer_says_in_it(seed: int) -> None:
-    """Numbered rounds as those of `me.optimizer`, reports and states: the hostile peer claims, and says
-    everything; the honest hold equal means between their own numbers."""
+    """Numbered rounds as those of `me.optimizer`, reports and states: the hostile peer declares itself and
+    sends everything; honest peers hold equal means between their own numbers."""
     made: dict[str, list[Round]] = {"a": [], "b": [], "c": []}
     said: set[str] = set()
 

@@ -1,6 +1,6 @@
-"""Real nodes beside a hostile member, each in a process of its own: none ends, none stands still, none grows.
+"""Real nodes beside a hostile member, each in a process of its own: none ends, stalls or grows.
 
-In virtual time, and in every state of a run, each time: `tests.test_hostile_member`. This one runs with
+`tests.test_hostile_member` does it in virtual time, in every state of a run. This one runs with
 PEERLOOM_PROCESSES=1, as `make soak` has it, and `benchmarks/hostile.py --member` for ten minutes.
 """
 

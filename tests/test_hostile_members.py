@@ -27,7 +27,7 @@ from tests.test_hostile_frames import in_force, outcome, refusals, the_run
 
 
 def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """The next payloads that leave this node do not fit their digests."""
+    """Make the next payloads that leave this node mismatch their digests."""
     left = times
 
     def send(peer: Any, message: bytes, *payload: Any, _send: Any = node.runs.links.send) -> None:
@@ -41,7 +41,7 @@ def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
 
 
 def spoil_unsigned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next payload that leaves this node does not fit its digest, and nobody has signed for it."""
+    """Make the next payload that leaves this node mismatch its digest, without a signature."""
     left = 1
 
     def send(peer: Any, message: bytes, *payload: Any, _send: Any = node.runs.links.send) -> None:
@@ -57,7 +57,7 @@ def spoil_unsigned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def accuse(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the stage of this node says that it can use nothing."""
+    """Make the stage of this node reject everything from now on."""
     (member,) = node.runs.members.values()
     replica = member.hosting.replica
     assert replica is not None
@@ -83,7 +83,8 @@ def disturbed(
     disturb: Callable[[Node], None],
     look: Callable[[Swarm], None] = lambda _: None,
 ) -> list[str]:
-    """Return the members an exact run of five steps loses when one of them goes wrong after the second."""
+    """Return the members that an exact run of five steps loses when one of them fails after the second
+    step."""
     lost: list[str] = []
 
     async def scenario() -> None:
@@ -134,7 +135,7 @@ def test_a_useless_unsigned_frame_costs_no_member_its_place(
 
 
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the stage of this node ends no step."""
+    """Make the stage of this node end no step from now on."""
     (member,) = node.runs.members.values()
     replica = member.hosting.replica
     assert replica is not None
@@ -149,7 +150,7 @@ def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on this node adds nothing to any sum."""
+    """Make this node contribute nothing to any sum from now on."""
     (member,) = node.runs.members.values()
     assert member.hosting.replica is not None
     monkeypatch.setattr(member.hosting.replica, "_send_parts", lambda sends: None)
@@ -172,7 +173,7 @@ def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
             liar = group.nodes["f"]
 
             async def lie(events: int) -> None:
-                """Tell everybody that all others are dead, in the incarnation that they have just now."""
+                """Tell everybody that all others are dead, in their present incarnations."""
                 for _ in range(events):
                     for member in liar.membership.members:
                         if member.peer == liar.peer:
@@ -192,7 +193,7 @@ def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
                 if isinstance(event, ReplicaDropped):
                     lost.append(group.name_of(event.peer))
 
-            # It would take a stage if it were asked, and is not.
+            # It would take a stage if it were asked, but it is not.
             liar.membership.update(
                 replace(liar._profile(), metadata=encode_metadata(liar.capacity, accepts_runs=False))
             )

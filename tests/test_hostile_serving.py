@@ -1,9 +1,9 @@
-"""A hostile peer beside answers that are being given: it says every message of both protocols of serving,
-with the sessions, services and peers that there are, from outside of the service and as a member of it.
+"""A hostile peer beside running answers: it sends every message of both serving protocols, with the real
+sessions, services and peers, from outside of the service and as a member.
 
-Whole nodes in virtual time. Nobody's answer changes but those that went through the hostile member itself,
-whose word about logits nobody can check; and whoever does not share its stages keeps its pace.
-PEERLOOM_MEMBER_SEEDS says how many seeds are tried.
+Whole nodes in virtual time. Only answers through the hostile member itself change, because nobody can check
+its logits; sessions that do not share its stages keep their pace. PEERLOOM_MEMBER_SEEDS sets the number of
+seeds.
 """
 
 import os
@@ -44,7 +44,7 @@ SPEAKING = [each for each in PROTOCOLS if each.name in (SERVE_PROTOCOL, SERVICES
 SERVE = SPEAKING[0]
 TOKENS = 40
 ANSWERS = 2
-"""At each of two doors, while the hostile peer speaks."""
+"""At each of two doors, while the hostile peer sends."""
 PACE = 1.5
 """How much longer an answer may take beside the hostile peer."""
 
@@ -78,7 +78,7 @@ def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
 
 
 async def timed(node: Node, service: Service, tokens: int) -> tuple[list[int], float, set[PeerId]]:
-    """An answer, how long it took, and over whom it went."""
+    """Return an answer, its duration, and the peers on its route."""
     began, said, over = trio.current_time(), list[int](), set[PeerId]()
     async with node.serving.answer(service, wish(tokens=tokens)) as generation:
         async for token in generation:
@@ -155,7 +155,7 @@ def test_answers_are_right_and_in_time_whatever_a_peer_says(seed: int, is_member
 
 
 def holders_of(group: Swarm) -> dict[str, int]:
-    """As `holders`, with the hostile peer."""
+    """Return `holders` with the hostile peer."""
     others = Swarm({n: node for n, node in group.nodes.items() if n != NAME}, group.scopes)
     found = holders(others)
     for member in group.nodes[NAME].serving.hosting.members.values():
@@ -225,7 +225,7 @@ def test_no_stranger_takes_the_session_of_another() -> None:
 
 
 def make_stop_of(bad: Hostile, service: Service) -> Any:
-    """The end of another's service by the hostile peer's word."""
+    """Return the end of another's service, signed by the hostile peer."""
     return SPEAKING[1].kinds[-1](make_stop(bad.node.signer, service.id))
 
 

@@ -63,7 +63,7 @@ LET_IN_MIN = 0.6
 
 
 DECODERS = (("crypto.encoding", "decode", 1), ("node.protocols.calls", "call", 4))
-"""Functions that decode, and which of their arguments says what."""
+"""Functions that decode, and the position of the argument with the type."""
 
 
 def decoded(source: Source) -> list[ast.expr]:

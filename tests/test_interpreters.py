@@ -1,4 +1,4 @@
-"""Other versions of Python than that of the tests: what is declared, and what they would refuse.
+"""Versions of Python other than that of the tests: the declared ones, and code that they would refuse.
 
 Only Python 3.11 plays every test. Here each file is held to what 3.12 to 3.14 have removed, and where such an
 interpreter is installed, also by pyenv, it reads all files with warnings as errors; PEERLOOM_INTERPRETERS=1

@@ -383,7 +383,7 @@ class LabelColumn:
             if value not in index:
                 if self._keys.classes and isinstance(self._keys.classes, tuple):
                     raise UsageError(
-                        f"{self._path}: column '{self._name}': the label {shown(value)} is none of `classes`"
+                        f"{self._path}: column '{self._name}': {shown(value)} is not one of `classes`"
                     )
                 raise UsageError(
                     f"{self._path}: column '{self._name}': no training sample has the label {shown(value)}"

@@ -250,7 +250,7 @@ class DataFiles:
                 )
                 held = await self._seams.executor.run(partial(self._read_held, name))
                 if held is None:
-                    raise Unreachable("refused", "what was handed over as the run's data is none")
+                    raise Unreachable("refused", "the delivered manifest of the run's data is malformed")
                 lists = {}
                 for part, shard, _ in held.manifest.shards():
                     wanted = _shards_of(part, (*lanes[0], *lanes[1])) if part.name == "train" else [shard]
@@ -301,4 +301,4 @@ async def _fetched(fetch: Any) -> None:
     try:
         await fetch
     except Unreachable as error:
-        raise Unreachable("unknown", f"nobody handed over the run's data: {error.detail}") from None
+        raise Unreachable("unknown", f"no peer delivers the run's data: {error.detail}") from None

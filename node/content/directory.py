@@ -315,7 +315,7 @@ class Directory:
                 clock=self._seams.clock,
             )
         except Unreachable as error:
-            raise PeerloomError(f"dht: nobody handed over the value: {error.detail}") from None
+            raise PeerloomError(f"dht: no peer delivers the value: {error.detail}") from None
         assert sink.data is not None, "a fetch without an error has brought it"
         return sink.data
 

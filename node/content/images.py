@@ -85,7 +85,7 @@ def read_images(
         )
     if isinstance(keys.classes, tuple) and keys.classes and not words:
         if missing := [name for name in classes if name not in keys.classes]:
-            raise UsageError(f"{folder}: the folder {shown(missing[0])} is none of `classes`")
+            raise UsageError(f"{folder}: the folder {shown(missing[0])} is not one of `classes`")
         words[:] = keys.classes
     unknown = [name for name in classes if words and name not in words]
     if unknown:

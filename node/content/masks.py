@@ -102,7 +102,7 @@ class Masks:
         such answer has begun, or the token is not allowed."""
         matcher = self._rules.get(number)
         if matcher is None:
-            raise UsageError("no such rule is followed here")
+            raise UsageError("no answer of this number follows a rule")
         matcher.consume_token(token)
         return self._mask(matcher)
 
@@ -163,7 +163,7 @@ class ServiceMasks:
         """As `Masks.advance`."""
         masks = self._followed.get(number)
         if masks is None:
-            raise UsageError("no such rule is followed here")
+            raise UsageError("no answer of this number follows a rule")
         return masks.advance(number, token)
 
     def end(self, number: int) -> None:

@@ -181,7 +181,7 @@ def _advanced(masks: ServiceMasks, question: TextQuestion) -> TextAnswer:
         return TextAnswer()
     if isinstance(question, AdvanceRule):
         return _masked(masks.advance(question.stream, question.token))
-    raise UsageError("no such rule is followed here")
+    raise UsageError("no answer of this number follows a rule")
 
 
 def read_facts(folder: Path, vocabulary: int, *, has_template: bool) -> TextFacts:

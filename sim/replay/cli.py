@@ -27,7 +27,7 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 def main(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="Records, played one by one.")],
     times: Annotated[
-        int, typer.Option("--times", metavar="N", min=1, max=TIMES_MAX, help="Play each so many times.")
+        int, typer.Option("--times", metavar="N", min=1, max=TIMES_MAX, help="Play each this many times.")
     ] = 1,
     events: Annotated[
         bool, typer.Option("--events", help="Show what the nodes told people, by time.")

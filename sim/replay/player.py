@@ -108,7 +108,7 @@ def _items(data: bytes) -> Iterator[Any]:
                 raise Broken(f"an item that is no MessagePack: {error}") from None
             at += 4 + length
             if not (isinstance(item, list) and item):
-                raise Broken("an item that is none")
+                raise Broken("a malformed item")
             yield item
 
 
@@ -355,7 +355,7 @@ def _difference(recorded: tuple[list[Any], str], found: tuple[list[Any], str]) -
         return f"it {said} the event {_short(longer[0][min(len(recorded[0]), len(found[0]))])}"
     if recorded[1] != found[1]:
         return f"it sent [{recorded[1]}] and sends [{found[1]}]"
-    return f"what it sends or answers is another: [{found[1]}]"
+    return f"its messages or its answer differ: [{found[1]}]"
 
 
 def _short(value: Any) -> str:

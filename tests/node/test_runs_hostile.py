@@ -352,7 +352,7 @@ def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         with pytest.raises(PlacementFailed, match="does not fit"):
             await a.runs.submit(run_of(a, test_samples=1_000_000, stages=1, replicas=1))
-        with pytest.raises(PlacementFailed, match="nobody handed over the run's data"):
+        with pytest.raises(PlacementFailed, match="no peer delivers the run's data"):
             await a.runs.submit(run_of(a, data="0" * 64, stages=1, replicas=1))
         assert a.runs.known() == b.runs.known() == []
         assert a.runs.has_slot
