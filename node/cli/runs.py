@@ -40,7 +40,6 @@ AUDIT_SECONDS_MAX = 600.0
 """A checkpoint may have to be brought, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
 """A stage's process takes some seconds to end, on a busy machine; members are waited for five."""
-
 SHOW_SECONDS_MAX = 15.0
 """Members of a run that this node is not in are asked."""
 POLL_SECONDS = 2.0

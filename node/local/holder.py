@@ -93,7 +93,7 @@ class ColumnHolder:
         held.report()
         self.begun()
         server.between, server.settle = between, settle
-        while not self._rules.is_spare(trio.current_time()):
+        while not self._rules.is_spare(held.now()):
             if server.seat.failure:
                 raise StageFailed(server.seat.failure)
             await self._renew()

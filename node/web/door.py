@@ -27,16 +27,6 @@ from node.forks import keep_from_children
 from node.web.guard import HEADERS, Refusal, refuse_stranger
 from node.web.settings import WebSettings
 
-CONNECTIONS_MAX = 128
-"""A browser opens six a page; one more takes the place of whoever has been silent for longest, strangers
-before those who have shown the token."""
-PATIENCE_SECONDS = 10.0
-"""How long the owner's browser may rest on a connection that another needs."""
-PLACES = Budget(CONNECTIONS_MAX, CONNECTIONS_MAX, CONNECTIONS_MAX, PATIENCE_SECONDS)
-"""All are of this machine: there is nothing to tell them apart by but the token."""
-DOORWAY_MAX = 32
-"""Connections beyond that, which may say who they are: a browser's six, and a few clients'. Those that show
-the token or a key are served there; of the others the one silent for longest goes when another comes."""
 _OWNER, _HERE = b"owner", prefix_of("127.0.0.1")
 HEADER_BYTES_MAX = 16 << 10
 BODY_BYTES_MAX = 64 << 10
@@ -45,12 +35,10 @@ BODIES_BYTES_MAX = 64 << 20
 """All bodies together that are longer than that, while they are read and answered."""
 EARLY_BYTES_MAX = 16 << 10
 """The bytes that a client may send of its next requests while it waits for an answer."""
-IDLE_SECONDS_MAX = 30.0
-"""How long a connection may wait for its next request."""
 SEND_SECONDS_MAX = 20.0
 """A client that takes nothing for so long is cut off; a page comes back and goes on where it was."""
 SEND_BUFFER_BYTES = 128 << 10
-"""The bytes that the system holds of one client. By itself they grow to megabytes for one that reads slowly."""
+"""The bytes that the system holds of one client. Without a limit they grow to megabytes for a slow reader."""
 DRAIN_SECONDS_MAX = 0.5
 """How long what a refused client still sends is thrown away, so that it reads why."""
 QUERY_FIELDS_MAX = 32
@@ -138,7 +126,7 @@ class Door:
         self._host = host
         self._port_wanted = port
         self._may_move = may_move
-        self._places: Register[_Connection] = Register(PLACES)
+        self._places: Register[_Connection] = Register(rules.settings.places)
         self._doorway: set[_Connection] = set()
         self._numbers = count()
         self.port = 0
@@ -185,7 +173,7 @@ class Door:
         """Let a connection say who it is though all places are taken; return those that lose theirs in the
         doorway for it, None where it gets none."""
         gone: tuple[_Connection, ...] = ()
-        if len(self._doorway) >= DOORWAY_MAX:
+        if len(self._doorway) >= self.rules.settings.doorway_max:
             strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
             if not strangers:
                 return None

@@ -18,6 +18,11 @@ class WebSettings:
     before those who have shown the token. All are of this machine: there is nothing to tell them apart by but
     the token. 128."""
 
+    doorway_max: int = 32
+    """Connections beyond that, which may say who they are: a browser's six, and a few clients'. Those that
+    show the token or a key are served there; of the others the one silent for longest goes when another
+    comes. 0 for none. 32."""
+
     request_seconds_max: float = 5.0
     """From a request's first byte to its last. 5."""
 
@@ -49,6 +54,7 @@ class WebSettings:
                 0 < self.request_seconds_max <= self.long_request_seconds_max,
                 "a long request lasts as long as a short",
             ),
+            (self.doorway_max >= 0, "doorway at least 0"),
             (self.idle_seconds_max > 0, "idle above 0"),
             (self.chats_max >= 0, "chats at least 0"),
             (self.waiting_max >= 1, "waiting at least 1"),

@@ -18,7 +18,8 @@ from crypto.identity import PeerId
 from partition.serve.messages import Answer, Roll, Row
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
 from partition.serve.provider import Event as ProviderEvent
-from partition.serve.taking import further_refusal, is_member, others, stopgaps
+from partition.serve.taking import further_refusal, has_other, is_member, others, stopgaps
+from partition.serve.timeouts import LEAVE_SECONDS_MAX
 from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpkeep
 from sim.network.instants import after, instant
 from sim.scenario.model import ServedModel
@@ -31,7 +32,7 @@ Sends = list[tuple[PeerId, Any]]
 
 
 class StageOwner(Protocol):
-    """The interface of the peer that holds stages."""
+    """The peer that holds stages, as they use it."""
 
     peer: PeerId
     provider: SessionProvider

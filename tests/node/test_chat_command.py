@@ -15,7 +15,13 @@ from node.errors import NoNode, PeerloomError
 from node.main import run
 
 ROW = {"name": "words", "service": "ab", "context": 64, "stages": [[]], "replicas": 1}
-TOLD = {"tokens": 2, "first_seconds": None, "tokens_per_second": None, "route": [], "moves": 0}
+TOLD: dict[str, Any] = {
+    "tokens": 2,
+    "first_seconds": None,
+    "tokens_per_second": None,
+    "route": [],
+    "moves": 0,
+}
 
 
 class Node:

@@ -181,7 +181,7 @@ def test_the_death_of_a_door_frees_its_sessions() -> None:
 
 
 def test_a_service_without_a_spare_answers_once_a_node_is_free(
-    monkeypatch: pytest.MonkeyPatch,
+    tokens_served: type[TokensServed],
 ) -> None:
     tokens_served.needed_bytes = 1 << 60  # no member has memory for a second stage
 

@@ -173,8 +173,8 @@ async def test_the_owner_is_served_at_once_beside_200_silent_connections() -> No
             assert (await page.ask("/api/view"))[0] == 200
         server = page.page._door
         assert server is not None
-        assert len(server._doorway) <= door.DOORWAY_MAX
-        assert server.turned_away >= 200 - door.CONNECTIONS_MAX - door.DOORWAY_MAX
+        assert len(server._doorway) <= WebSettings().doorway_max
+        assert server.turned_away >= 200 - WebSettings().connections_max - WebSettings().doorway_max
 
 
 def test_a_form_is_no_action_even_with_the_token() -> None:
@@ -228,10 +228,11 @@ async def test_idle_connections_are_closed_without_a_word() -> None:
         assert await page.raw(b"") == b""
 
 
-async def test_a_silent_connection_makes_room_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "PLACES", Budget(1, 1, 1, 60.0))
-    monkeypatch.setattr(door, "DOORWAY_MAX", 0)
-    async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
+async def test_a_silent_connection_makes_room_for_the_next() -> None:
+    async with (
+        served(settings=WebSettings(connections_max=1, doorway_max=0)) as page,
+        await trio.open_tcp_stream("127.0.0.1", page.port) as first,
+    ):
         await first.send_all(b"GET")
         with trio.fail_after(20):  # idle ones are closed only after 30 s
             while True:
@@ -241,10 +242,11 @@ async def test_a_silent_connection_makes_room_for_the_next(monkeypatch: pytest.M
         assert await first.receive_some() == b""
 
 
-async def test_the_newest_connection_beyond_the_limit_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "PLACES", Budget(1, 1, 1, 10.0))
-    monkeypatch.setattr(door, "DOORWAY_MAX", 0)
-    async with served() as page, await trio.open_tcp_stream("127.0.0.1", page.port) as first:
+async def test_the_newest_connection_beyond_the_limit_is_closed() -> None:
+    async with (
+        served(settings=WebSettings(connections_max=1, doorway_max=0)) as page,
+        await trio.open_tcp_stream("127.0.0.1", page.port) as first,
+    ):
         await first.send_all(b"GET")
         assert await page.raw(b"") == b""
 

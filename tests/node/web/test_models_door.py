@@ -132,11 +132,8 @@ def test_a_full_queue_says_when_to_come_again() -> None:
     assert queue.enter(0, "b", 1).at == 0
 
 
-async def test_a_long_body_is_read_with_a_key_up_to_its_limit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(model_api, "BODY_BYTES_MAX", 200_000)
-    async with models(text="bytes") as (page, _, key):
+async def test_a_long_body_is_read_with_a_key_up_to_its_limit() -> None:
+    async with models(text="bytes", limits=WebSettings(body_bytes_max=200_000)) as (page, _, key):
         status, _, document = await post(page, key, {**ASKED, "prompt": "x" * 150_000})
         assert (status, document["error"]["code"]) == (400, "context_length_exceeded")
         status, _, document = await post(page, key, {**ASKED, "prompt": "x" * 250_000})
