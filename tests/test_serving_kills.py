@@ -35,14 +35,14 @@ leaves room for heap that is not returned; 32 KB a session would show."""
 
 
 def percentile(values: list[float], part: float) -> float:
-    ranked = sorted(values)
+    ranked = sorted(values) or [0.0]  # where nothing was killed that an answer went over
     return ranked[min(len(ranked) - 1, int(part * len(ranked)))]
 
 
 def report(what: str, pauses: list[float], streams: Streams) -> None:
     print(  # noqa: T201 - what the soak is run for
         f"\n{what}: pause p50 {percentile(pauses, 0.5):.2f} s, p95 {percentile(pauses, 0.95):.2f} s, longest "
-        f"{max(pauses):.2f} s; {streams.answers} answers, {streams.moves} moves"
+        f"{max(pauses, default=0.0):.2f} s; {streams.answers} answers, {streams.moves} moves"
     )
 
 

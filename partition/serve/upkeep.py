@@ -145,8 +145,10 @@ class ServiceUpkeep:
         return (Row(self._me, self._stage, self.is_ready, self.is_stopgap), *others)[:ROLL_ROWS_MAX]
 
     def ready(self, now: float) -> Sends:
-        """This member's stage answers now."""
+        """This member's stage answers now. What nobody took is offered again at once: while it was loading,
+        this member itself could take nothing beside it."""
         self.is_ready = True
+        self.offered(now)
         return self._tell(now)
 
     def leave(self) -> Sends:

@@ -108,6 +108,25 @@ def test_one_member_takes_all_stages_where_it_has_room() -> None:
     assert {*swarm.held(B), *swarm.held(C)} == {1, 2}
 
 
+def test_a_member_offers_a_missing_stage_again_once_its_own_is_loaded() -> None:
+    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [])
+
+    def wanted(now: float) -> list[int]:
+        core.wake(now)
+        events, core.events = core.events, []
+        return [event.stage for event in events if isinstance(event, Recruit)]
+
+    offers = 0
+    for now in range(8):
+        for stage in wanted(now):
+            core.recruited(now, stage, None)
+            offers += 1
+    assert offers == 3
+    assert core.is_paused
+    core.ready(8.0)
+    assert wanted(8.0) == [1]
+
+
 def test_a_stopgap_stays_while_the_node_that_leaves_still_answers() -> None:
     swarm = Swarm({A: 0, B: 1}, 2)
     swarm.run(4)
