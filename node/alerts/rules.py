@@ -41,7 +41,7 @@ IDENTITY_TOLD_SECONDS = 3_600.0
 
 @dataclass(frozen=True)
 class Alert:
-    """What is wrong. `level` is warn or bad; `about` a run's id or empty."""
+    """A state that a person should know of. `level` is warn or bad; `about` a run's id or empty."""
 
     kind: str
     about: str
@@ -55,7 +55,7 @@ class Alert:
 
 @dataclass(frozen=True)
 class Facts:
-    """What is looked up on this machine: seconds of both clocks, the data folder's disk, refusals so far."""
+    """Figures of this machine: seconds of both clocks, the data folder's disk, refusals so far."""
 
     monotonic: float
     wall: float

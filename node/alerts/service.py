@@ -31,7 +31,7 @@ TELLINGS_MAX = 8
 
 
 class LocalNode(Protocol):
-    """What alerts need of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that alerts use."""
 
     config: Config
     seams: Seams

@@ -163,7 +163,7 @@ def _installed(context: typer.Context, data_dir: str) -> "Systemd":
 
 @dataclass(frozen=True)
 class Systemd:
-    """What starts services of this user: systemd here, launchd on macOS."""
+    """Return the starter of this user's services: systemd here, launchd on macOS."""
 
     name: str
 
@@ -204,7 +204,7 @@ class Systemd:
         }
 
     def hints(self) -> list[str]:
-        """What else the person may want: without lingering the user supervisor ends with the last session."""
+        """Return further advice: without lingering the user supervisor ends with the last session."""
         user = getpass.getuser()
         lingers = _said(["loginctl", "show-user", user, "--property=Linger", "--value"])
         if lingers == "yes":

@@ -1,4 +1,4 @@
-"""What starts a node with the machine: a unit for systemd, a property list for launchd. Pure text.
+"""Files that start a node with the machine: a unit for systemd, a property list for launchd. Pure text.
 
 Sources: systemd.service(5), systemd.exec(5), systemd.syntax(7), launchd.plist(5).
 """

@@ -30,7 +30,7 @@ from partition.model.groups import with_groups
 
 Load = Callable[[], datasets.Dataset]
 DATA_SEED = 20
-"""What a person's own data draws, such as an augmentation, is drawn the same again."""
+"""Seed the draws of a person's own data, such as augmentations, so that they come out the same again."""
 LOOKED_AT_BYTES_MAX = 1 << 30
 """Arrays that a run takes as they are, which are unpacked once more to be described."""
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
@@ -80,7 +80,7 @@ def prepare_data(
 
 
 def loading(run_file: RunFile, base: Path, tell: Tell = lambda _: None) -> Load:
-    """What reads the data of a run, the first time that it is asked."""
+    """A reader of a run's data that reads when it is first asked."""
     window = run_file.train.window or WINDOW
     return cache(partial(datasets.load, run_file.source, base, window=window, tell=tell))
 
@@ -98,7 +98,7 @@ def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:
 
 
 def _own_reading(source: str, folder: Path) -> SourceReading:
-    """What the samples of a person's own function look like."""
+    """Describe the samples of a person's own function."""
     reading = SourceReading(source, "samples of a function")
     describe(reading, datasets.load_folder(folder).parts)
     return reading

@@ -210,7 +210,7 @@ class _Talk:
 
 
 def _said(*, is_terminal: bool) -> Iterator[str]:
-    """What a person says, a line each, until the input ends."""
+    """Yield the lines that a person types, until the input ends."""
     if is_terminal:
         import readline  # noqa: F401 - input() edits lines by it
     while True:

@@ -22,7 +22,7 @@ STARTS_NODES = (f"{PROGRAM} autostart install",)
 
 @dataclass(frozen=True)
 class Words:
-    """What may follow a command: further commands and flags, each with its help; flags that take a value."""
+    """Words that may follow a command: commands and flags with their help; flags that take a value."""
 
     commands: Mapping[str, str]
     flags: dict[str, str]
@@ -119,4 +119,4 @@ def _quoted(text: str) -> str:
 
 
 SCRIPTS = {"bash": _bash, "zsh": _zsh, "fish": _fish}
-"""What writes the script of each shell."""
+"""The writer of each shell's script."""

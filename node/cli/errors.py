@@ -24,7 +24,7 @@ _SYSTEM = (*NO_ROOM, errno.EROFS)
 """A person is told of these as of a mistyped flag, wherever they are raised."""
 _NO_TEMPORARY = "No usable temporary directory"
 _NO_HOME_FOLDER = "Could not determine home directory."
-"""What Python says of them (tempfile, pathlib)."""
+"""Python's own words for them (tempfile, pathlib)."""
 
 
 Keys = Mapping[str, Callable[[], Mapping[str, str]]]
@@ -89,7 +89,7 @@ def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
 
 
 def _system_error(error: OSError) -> UsageError:
-    """What the system does not let us do, and a person can mend."""
+    """Refusals of the system that a person can mend."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is None:
         return UsageError(

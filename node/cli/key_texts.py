@@ -1,5 +1,5 @@
-"""What each key of node.toml and RUN.toml means, in one line: for files that `peerloom init` writes, and for
-docs/reference. Tests hold the tables against the settings: no key is missing, none is left over.
+"""The meaning of each key of node.toml and RUN.toml, in one line: for files that `peerloom init` writes and
+for docs/reference. Tests hold the tables against the settings: no key is missing, none is left over.
 """
 
 from collections.abc import Mapping

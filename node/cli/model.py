@@ -162,7 +162,7 @@ def show_model(
     ] = 0,
     as_json: AsJson = False,
 ) -> None:
-    """What is in a captured model: layers, costs, boundaries, entry points."""
+    """Show what is in a captured model: layers, costs, boundaries, entry points."""
     from node.cli.model_summary import portrait, portrait_lines, read_graph
 
     if batch < 0 or stages < 0:
@@ -320,7 +320,7 @@ def _dtype_of(graph: "Graph") -> Literal["float32", "float64"]:
 
 @contextmanager
 def _told(where: str = "") -> Iterator[None]:
-    """What cannot be a graph, or is not the one it says, as an error of the command line."""
+    """Turn a file that is no graph, or another than it says, into an error of the command line."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.errors import CaptureRefused
 
@@ -373,7 +373,7 @@ def _admit(graph: "Graph", name: bytes, sizes: tuple[int, ...]) -> dict[str, Any
 
 @dataclass(frozen=True)
 class _Named:
-    """What a proof wants to know of a graph."""
+    """The facts of a graph that a proof needs."""
 
     graph: "Graph"
     hash: bytes

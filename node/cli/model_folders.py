@@ -28,7 +28,7 @@ from node.content.model_folder import (
 from node.errors import UsageError
 
 SHARD_BYTES_MAX = 5_000_000_000
-"""What the hub takes as one file; larger models are cut."""
+"""The largest file that the hub takes; larger models are cut."""
 HEADER_BYTES_MAX = 100_000_000
 """safetensors' own bound."""
 _CHUNK_BYTES = 1 << 24

@@ -1,4 +1,4 @@
-"""What there is to say of a captured model: a document of its graph, and the lines of its screen. No torch.
+"""A summary of a captured model: a document of its graph, and the lines of its screen. No torch.
 
 Everything is computed from the graph: no tensor is made, and the file of first values is not opened.
 """

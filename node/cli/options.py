@@ -1,4 +1,4 @@
-"""What commands have in common: the data folder they talk about, `--json`, the help of a group."""
+"""Options that commands have in common: the data folder they talk about, `--json`, the help of a group."""
 
 import os
 from pathlib import Path

@@ -27,7 +27,7 @@ def picture(
     truth: Array | None,
     words: list[str],
 ) -> str:
-    """What there is to draw, one part below the other. `inputs` are the model's, each (N, ...); of their
+    """Return the parts of the picture, one below the other. `inputs` are the model's, each (N, ...); of their
     samples some are drawn, evenly spread, for data is often in the order of its classes."""
     parts = []
     if confusion is not None and len(confusion) <= CLASSES_SHOWN_MAX:

@@ -1,4 +1,4 @@
-"""What a model of a Hugging Face folder says in words: what it writes behind prompts, or what a text is.
+"""Answers in words of a model from a Hugging Face folder: what it writes behind prompts, or what a text is.
 
 The weights are a run's, the tokenizer and generation configuration the folder's. Prompts are read as the
 run's data was (`node.content.fine_tuning`), in the fenced process: those of a run on chats are what a user

@@ -171,7 +171,7 @@ def data_text(data: str, reading: Mapping[str, Any] | None = None) -> str:
 
 
 def compute_lines(capacity: Mapping[str, Any]) -> list[str]:
-    """What a machine computes with, what of its declarations was corrected, and what is too small."""
+    """Return the lines of what a machine computes with: figures, corrected claims, what is too small."""
     corrected = [labelled("", f"corrected: {what}") for what in capacity.get("corrected", ())]
     small = [labelled("", f"too small: {what}") for what in capacity.get("small", ())]
     return [labelled("compute", capacity_text(capacity)), *corrected, *small]

@@ -104,7 +104,7 @@ def keys_as_flags() -> dict[str, str]:
 
 
 def unwatched(run: str, out: str) -> list[str]:
-    """What a person is told that stops watching; `run` is empty where the node has not accepted it yet."""
+    """Return the lines for a person who stops watching; `run` is empty where no node accepted it yet."""
     if not run:
         return ["stopped watching before the run began; whether it does: `peerloom runs`"]
     look = command_span("runs", "watch", run[:8])
@@ -161,7 +161,7 @@ def _seconds(wait: str) -> float:
 def handed_over(
     run_file: "RunFile", path: Path, name: str, *, shows: bool = False
 ) -> Iterator[dict[str, object]]:
-    """What the node wants to know of a checked run whose file lies at `path`, which errors call `name`. With
+    """Return the request for a checked run whose file lies at `path`, which errors call `name`. With
     `shows` it says on stderr how the data was read.
 
     Raises:

@@ -34,7 +34,7 @@ _LABEL = "asking a model split over two nodes"
 
 @dataclass
 class Answered:
-    """What was said, by whom, and what the kill cost."""
+    """An answer: its text, its peers, and the cost of the kill."""
 
     text: str = ""
     said_before: str = ""

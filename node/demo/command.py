@@ -79,7 +79,7 @@ def demo(
 
 
 def _prepare(folder: Path, steps: int) -> None:
-    """What can be wrong before anything is started, and the run's file. Raises UsageError."""
+    """Check the folder and its files before anything starts, and write the run's file. Raises UsageError."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

@@ -1,4 +1,4 @@
-"""What happened in a demo, and what it shows: pure, from event documents to `result.json`.
+"""The events of a demo and what they show: pure, from event documents to `result.json`.
 
 It keeps no clock: every time is the wall clock's at the trainer's node or at the kill, on one machine.
 """

@@ -1,4 +1,4 @@
-"""What a demo does, line by line: starts the nodes, trains, kills one, fetches the result.
+"""The scenario of a demo, line by line: it starts the nodes, trains, kills one, fetches the result.
 
 Nothing is staged: the nodes are ordinary ones in processes of their own (`node.demo.processes`),
 asked over their control channels as `peerloom train` does. This only starts, watches and kills.

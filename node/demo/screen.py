@@ -38,12 +38,12 @@ class DemoScreen:
             show([self._footer], self._stream)
 
     def update(self, number: int, label: str, text: str) -> None:
-        """What line `number` says for now; only a terminal shows it."""
+        """Show a line as it is for now; only a terminal does."""
         self._lines[number] = line_text(number, label, text)
         self._refresh()
 
     def finish(self, number: int, label: str, text: str) -> None:
-        """What line `number` says for good."""
+        """Show a line as it stays."""
         self.update(number, label, text)
         if self._live is None:
             show(folded(self._lines[number], WIDTH), self._stream)

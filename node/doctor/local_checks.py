@@ -1,4 +1,4 @@
-"""What works on this machine, whoever else is there: the data folder, keys, clock, ports, both families, UDP,
+"""Checks of this machine alone: the data folder, keys, clock, ports, both families, UDP,
 the local network, what there is to compute with."""
 
 import importlib.metadata
@@ -66,8 +66,7 @@ class Failed(PeerloomError):
 
 @dataclass
 class Scene:
-    """What is known while checks go on. `status` and `peers` are those of the node that holds the data
-    folder, if any."""
+    """The findings so far. `status` and `peers` are those of the node that holds the data folder, if any."""
 
     config: Config
     beacon_port: int = BEACON_PORT
@@ -309,7 +308,7 @@ async def _reachable(scene: Scene) -> str:
 
 
 async def _router(scene: Scene) -> str:
-    """What the running node has found out about the router before it."""
+    """Return what the running node has found out about the router before it."""
     await trio.lowlevel.checkpoint()
     found = None if scene.status is None else scene.status.get("reachability")
     texts = [] if found is None else [text for text in (found["mapping"], found["nat"]) if text]

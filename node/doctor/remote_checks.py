@@ -1,5 +1,5 @@
-"""What works between this machine and one other: name, connection, handshake, who is there, datagrams and
-their size, latency, and whether it can dial back.
+"""Checks of the way between this machine and one other: name, connection, handshake, who is there, datagrams
+and their size, latency, and whether it can dial back.
 
 Spoken as a peer that has never been there before, so that what a running node knows is not disturbed.
 """

@@ -18,7 +18,7 @@ Outcome = Literal["ok", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class Step:
-    """What came of one check. `remedy` says what to do about it."""
+    """The outcome of one check. `remedy` says what to do about it."""
 
     name: str
     outcome: Outcome

@@ -48,7 +48,7 @@ class PageQuestion(msgspec.Struct, frozen=True):
 
 
 class ChatNode(Protocol):
-    """What is needed of the node."""
+    """The part of the node that this file uses."""
 
     @property
     def serving(self) -> Serving: ...

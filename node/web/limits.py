@@ -1,4 +1,4 @@
-"""What this node was told to give, as the page shows it: from its configuration, without secrets."""
+"""The limits of this node, as the page shows them: from its configuration, without secrets."""
 
 from typing import Any
 

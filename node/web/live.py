@@ -1,4 +1,4 @@
-"""What open pages are told, as numbered deltas that are encoded once for all of them.
+"""The news for open pages, as numbered deltas that are encoded once for all of them.
 
 A page begins with a snapshot and follows with what came after its number. Nothing is queued for a page: it
 has a place in one ring of deltas, and one that falls behind its end begins with a new snapshot. While nobody

@@ -83,7 +83,7 @@ class CountRequest(MessagesRequest, frozen=True, kw_only=True):
 
 
 class AnswerSource(Protocol):
-    """What is needed of `node.web.answers.ServiceAnswers`."""
+    """The part of `node.web.answers.ServiceAnswers` that this file uses."""
 
     async def models(self) -> list[Mapping[str, Any]]: ...
     async def count(self, request: AnswerRequest) -> int: ...
@@ -91,7 +91,7 @@ class AnswerSource(Protocol):
 
 
 class VectorSource(Protocol):
-    """What is needed of `node.web.embeddings.ServiceVectors`."""
+    """The part of `node.web.embeddings.ServiceVectors` that this file uses."""
 
     async def embed(self, request: EmbeddingsRequest, texts: Texts, held: AsyncExitStack) -> bytes: ...
 

@@ -73,11 +73,11 @@ PAGE_HOST = "127.0.0.1"
 VIEWS = ("/", "/run", "/plan", "/models", "/chat", "/node", "/events")
 CHAT_PATH = "/api/chat"
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
-"""What a person may do on the page, by the command that does it; beside these `start` and `limits`."""
+"""A person's actions on the page, by the command that carries them out; beside these `start` and `limits`."""
 
 
 class LocalNode(Protocol):
-    """What the page needs of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that the page uses."""
 
     config: Config
     inbound: Inbound
@@ -475,7 +475,7 @@ def _version() -> str:
 
 
 async def _ignore(event: object) -> None:
-    """What a command tells on its way is on the page already."""
+    """Ignore a command's news: they are on the page already."""
     del event
 
 

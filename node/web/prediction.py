@@ -1,4 +1,4 @@
-"""What the planner of `node plan` makes of a run's model without some peers: the same code, over those alive.
+"""Predictions of a run's plan without some peers: the code of `node plan`, over those alive.
 
 Only a node that is in the run has its graph. `node.web.whatif` scales the last step instead, for all others;
 the page shows both where there are both.
@@ -31,7 +31,7 @@ FIND_SECONDS_MAX = 2.0
 
 
 class PlannedNode(Protocol):
-    """What a prediction needs of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that a prediction uses."""
 
     seams: Seams
     measurements: Measurements
@@ -79,7 +79,7 @@ class Predictor:
 
 
 def wanted_of(manifest: Manifest) -> Wanted:
-    """What a run's manifest asks of a plan."""
+    """Return what a run's manifest asks of a plan."""
     settings = manifest.optimizer
     return Wanted(
         batch=manifest.microbatch * manifest.microbatches,

@@ -14,7 +14,7 @@ IN_FLIGHT_USUAL = 16
 """For one key, unless it was made with another limit."""
 IN_FLIGHT_MAX = TOTAL_MAX
 SECONDS_FIRST = 5.0
-"""What a request is taken to last before one has ended."""
+"""The assumed seconds of a request before one has ended."""
 RETRY_SECONDS_MAX = 60.0
 _WEIGHT = 0.2
 """How much the newest request counts in the mean."""

@@ -1,4 +1,4 @@
-"""What the page shows, as plain documents: pure functions of `State` (ARCHITECTURE law 5).
+"""The contents of the page, as plain documents: pure functions of `State` (ARCHITECTURE law 5).
 
 Rows of members are lists in the order of `MEMBER_COLUMNS`, because a thousand of them are one answer. A peer
 is shown by the end of its id, as on every screen; `peer_key` has enough of it to tell all apart.

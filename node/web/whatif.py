@@ -1,4 +1,4 @@
-"""What a run's step would take without some of its peers: a prediction from the last measured step.
+"""The time of a run's step without some of its peers: a prediction from the last measured step.
 
 Each stage's busy time is what its replicas measured together; without some of them the rest share it by their
 speed. The step is as long as its slowest stage makes it, so it scales with the largest busy share. Transfers

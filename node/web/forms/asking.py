@@ -1,4 +1,4 @@
-"""What every form comes to: one request for answers, the pieces of them, and problems that a client is told.
+"""The core of every form: one request for answers, the pieces of them, and problems that a client is told.
 
 A form reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
 """
@@ -123,7 +123,7 @@ class AnswerRequest:
     """How many of the likeliest tokens are told with each; None: nothing but the text."""
     repetition_penalty: float = 1.0
     rule: AnswerRule | None = None
-    """What every answer has to be; the format of the model's calls is not known yet."""
+    """The rules of every answer; the format of the model's calls is not known yet."""
     rule_field: str = ""
     """The part of the request that the rule came with."""
     calls_max: int | None = None
@@ -187,7 +187,7 @@ class TokenUsage:
 
 @dataclass(frozen=True)
 class AnswerFrame:
-    """What a writer knows of its request: its id, when it began, and the model's name as it was asked for."""
+    """A request as its writer knows it: its id, when it began, and the model's name as it was asked for."""
 
     id: str
     created: int

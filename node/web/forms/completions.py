@@ -71,7 +71,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What both forms have in common. Null is as not given."""
+    """The fields that both forms have. Null is as not given."""
 
     model: ShortText
     temperature: Temperature | None = None

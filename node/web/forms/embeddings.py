@@ -26,7 +26,7 @@ _ManyIds = Annotated[tuple[_Ids, ...], msgspec.Meta(min_length=1, max_length=TEX
 
 
 class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a client asks. `input` is a text, several, tokens, or several rows of them."""
+    """A client's request. `input` is a text, several, tokens, or several rows of them."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=NAME_LENGTH_MAX)]
     input: str | list[str | int | list[int]]

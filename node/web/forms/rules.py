@@ -1,4 +1,4 @@
-"""What the forms say of an answer's shape: schemas, expressions, grammars, and which tools must be called."""
+"""The shape of an answer in each form: schemas, expressions, grammars, and which tools must be called."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any

@@ -50,7 +50,7 @@ def test_a_quiet_node_raises_nothing() -> None:
     assert kinds(watching(*run_events(steps=100))) == set()
 
 
-def test_a_loss_that_is_not_a_number_is_told_until_it_is_one() -> None:
+def test_a_loss_that_is_not_finite_keeps_its_alert() -> None:
     rules = watching(step(0), step(1, loss=math.nan))
     assert kinds(rules) == {"loss_not_finite"}
     rules.take(step(2))
@@ -164,7 +164,7 @@ def test_only_urls_of_the_web_are_webhooks(text: str) -> None:
         config.resolve({"alert_webhook": text}, {})
 
 
-def test_a_run_below_its_goal_is_told_after_the_time_that_was_stated() -> None:
+def test_a_run_below_its_goal_raises_an_alert_after_the_stated_time() -> None:
     goal = RunGoalSet(at=STARTED, run=RUN, samples_per_second=10.0, seconds=20)
 
     def now(rules: AlertRules, seconds: float) -> set[str]:

@@ -129,6 +129,6 @@ def page_of_chats(**settings: Any) -> Iterator[tuple[str, ChatServing]]:
 
 
 def question(text: str = "hi", tokens: int = 24) -> dict[str, Any]:
-    """What the page asks."""
+    """Return the request of the page."""
     asked = Question(messages=({"role": "user", "content": text},), tokens_max=tokens)
     return {"service": SERVICE, "question": {"messages": asked.messages, "tokens_max": asked.tokens_max}}

@@ -1,4 +1,4 @@
-"""What a person may change from the page: only with the token and from this origin, and what comes of it."""
+"""Actions of a person on the page: only with the token and from this origin, and what comes of it."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What coding agents send, and requests like theirs with something wrong in them."""
+"""Requests as coding agents send them, and requests like theirs with something wrong in them."""
 
 import json
 import random

@@ -23,7 +23,7 @@ TOOLS = [
 
 
 async def ask(page: Served, key: str, work: Callable[[Any], T]) -> T:
-    """What `work` returns of an OpenAI client, in a thread of its own."""
+    """Return what `work` returns of an OpenAI client, in a thread of its own."""
 
     def run() -> T:
         with openai.OpenAI(api_key=key, base_url=f"http://{page.host}/v1", max_retries=0) as client:

@@ -1,4 +1,4 @@
-"""What open pages are told: snapshots, deltas, and where a page goes on that was away."""
+"""News for open pages: snapshots, deltas, and where a page goes on that was away."""
 
 import json
 from types import SimpleNamespace

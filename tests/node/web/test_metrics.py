@@ -154,7 +154,7 @@ def names_of(expression: str) -> set[str]:
     return set(re.findall(r"\bpeerloom_\w+", expression))
 
 
-async def test_what_is_deployed_asks_only_for_what_exists() -> None:
+async def test_deployed_rules_ask_only_for_metrics_that_exist() -> None:
     known = {name for name, *_ in await scraped(answered(told()))}
     dashboard = json.loads((ROOT / "deploy/grafana.json").read_text())
     asked = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]

@@ -103,7 +103,7 @@ def test_the_page_names_commands_as_its_node_was_started(monkeypatch: pytest.Mon
     assert "<code>&#x27;/a &quot;b/bin/peerloom&#x27; status</code>" in page
 
 
-def test_without_one_of_two_equal_replicas_the_slowest_stage_takes_twice_as_long() -> None:
+def test_the_slowest_stage_takes_twice_as_long_without_one_replica() -> None:
     state = state_of(started(), *(joined(number) for number in range(1, 5)), *run_events())
     view = state.runs[RUN]
     slower = whatif.document(state, view, {peer_key(peer(1))})

@@ -1,4 +1,4 @@
-"""What several answers ask of one fenced process: none gets in another's way."""
+"""Several answers that ask one fenced process: none gets in another's way."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager

@@ -31,7 +31,7 @@ def callers(said: SaidServing, says: str = SAYS) -> None:
 
 
 def creating(form: str, **fields: Any) -> Callable[[Any], Any]:
-    """What asks a client for one answer."""
+    """A function that asks a client for one answer."""
     return lambda client: attrgetter(form)(client).create(**fields)
 
 

@@ -137,7 +137,7 @@ class _Seams:
 
 @dataclass
 class Told:
-    """What `node.runtime.Node` gives a page, without the node."""
+    """The part of `node.runtime.Node` that a page uses, without the node."""
 
     config: Config = field(default_factory=lambda: Config(name="here", web=read_web("127.0.0.1:0")))
     state: State = field(default_factory=State)
