@@ -33,7 +33,6 @@ from partition.run.events import (
     RolesGiven,
     RunOver,
     StageAbandoned,
-    StateChanged,
 )
 from partition.run.failures import Failures
 from partition.run.hosting import Hosting
@@ -48,12 +47,13 @@ from partition.run.messages import (
     check_sender,
 )
 from partition.run.parts import MemberLife, Parts
-from partition.run.pauses import stage_missing, stages_fewer, votes_missing
+from partition.run.pauses import votes_missing
 from partition.run.progress import Progress
 from partition.run.proposals import Surroundings
 from partition.run.roles import Roles
 from partition.run.settings import RunSettings
-from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
+from partition.run.standing import RunStanding
+from partition.run.states import State
 from partition.run.way_back import WaysBack
 
 INF = float("inf")
@@ -84,7 +84,6 @@ class Member:
     ) -> None:
         """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
         self.plan: Plan | None = None
-        self.state: State = "submitted"
         self.is_dropped = self.is_over = False
         self.progress = Progress(samples_per_step)
         self.failures = Failures()
@@ -93,6 +92,7 @@ class Member:
         self.hosting = Hosting(me, self._settings)
         self.sends: list[tuple[PeerId, RunMessage | AgreementMessage]] = []
         self.events: list[Event] = []
+        self._standing = RunStanding(self.events)
         self._me = me
         self._requester = requester
         self._may_fork = may_fork
@@ -101,8 +101,12 @@ class Member:
         self._ways_back = WaysBack(save_every)
         self._parts = parts or Parts()
         self._life: MemberLife | None = None
-        self._is_stuck = False
         self._completion: Completion | None = None
+
+    @property
+    def state(self) -> State:
+        """The run's state for this member."""
+        return self._standing.state
 
     @property
     def commits(self) -> bool:
@@ -138,7 +142,7 @@ class Member:
 
     def place(self) -> None:
         """Note that this node asks for the run, and looks for providers."""
-        self._change("leases wanted", "")
+        self._standing.change("leases wanted", "")
 
     def begin(self, now: float, chain: PaxosChain, first: Plan, *, is_restart: bool = False) -> None:
         """Follow the chain from now on. `first` is the plan that the run began with, even if this node came
@@ -183,7 +187,7 @@ class Member:
     def _restart(self, now: float, plan: Plan) -> None:
         self.plan = plan
         self.events += [*self._ways_back.entered(plan), PlanFollowed(plan)]
-        self._change("node restarted", "this node was restarted")
+        self._standing.change("node restarted", "this node was restarted")
         others = [peer for peer in plan.members if peer != self._me]
         self.catch_up(others)
         if plan.stage_of(self._me) is not None or self._me in plan.trainers:
@@ -203,7 +207,7 @@ class Member:
                 life.branches.decided(now, event.plan, event.change.lost)
                 self._adopt(now, life, event.plan, event.change)
             case paxos.QuorumLost():
-                self._change("quorum lost", votes_missing(event), event.missing)
+                self._standing.change("quorum lost", votes_missing(event), event.missing)
             case paxos.QuorumFound():
                 self._in_force(life, "a majority is there again")
             case paxos.ForkOpened():
@@ -258,17 +262,8 @@ class Member:
         plan = self.plan
         if plan is None or self._me not in plan.roster:
             return
-        self._is_stuck = False
-        cause = cause_of(plan, life.proposer.wanted)
-        if life.branches.said:
-            reason = f"{life.branches.said}; {reason}" if reason else life.branches.said
-        usual, began_with = "fewer replicas than it began with", len(life.proposer.wanted)
-        if len(plan.stages) < began_with:
-            fewer = stages_fewer(len(plan.stages), began_with, slowest_pace(plan) / life.first_pace)
-            reason = f"{reason}; {fewer}" if reason else fewer
-        if cause == "plan in force":
-            usual = f"running by change of plan {plan.height}" if plan.height else "running as first planned"
-        self._change(cause, reason or usual, is_note=bool(life.branches.said))
+        usual = life.proposer.wanted
+        self._standing.in_force(plan, usual, life.first_pace, branch=life.branches.said, reason=reason)
 
     def catch_up(self, peers: Collection[PeerId]) -> None:
         """Ask peers for the links of the chain that are missing here."""
@@ -286,7 +281,7 @@ class Member:
             now, event, self.plan, live=live, committed=roles.committed, hosts=self.hosting.occupies
         )
         if verdict is Verdict.REFUSE and self.plan is not None:
-            self._note(life.branches.refusal(now, event, self.plan))
+            self._standing.note(life.branches.refusal(now, event, self.plan))
             return
         if verdict is Verdict.ABANDON and self.plan is not None:
             name = plan_hash(self.plan)
@@ -297,9 +292,9 @@ class Member:
     def _leave(self, reason: str, *, is_branch: bool) -> None:
         """Leave the run, which goes on elsewhere: from now on nothing is committed here."""
         self.is_over = True
-        self.state = after(self.state, "quorum lost")
         kept = self._life.branches.kept_step if is_branch and self._life is not None else None
-        self.events += [StateChanged(self.state, reason), Left(is_branch, kept)]
+        self._standing.leave(reason)
+        self.events.append(Left(is_branch, kept))
 
     # Members that the next plan must do without
 
@@ -377,7 +372,7 @@ class Member:
 
     def training_over(self, reason: str | None) -> None:
         """As the committer: the last step is committed, or training failed."""
-        self._change("training over", "the last step is committed" if reason is None else reason)
+        self._standing.change("training over", "the last step is committed" if reason is None else reason)
 
     def finish(self, now: float, outcome: str, detail: str, weights: str = "") -> None:
         """Tell every living member that the run is over, under any plan that comes into force from now on."""
@@ -400,8 +395,7 @@ class Member:
 
     def ended(self, outcome: str) -> None:
         """Note that the run is over here."""
-        if self.state not in OVER:
-            self.state = after(self.state, CAUSE_OF[outcome])
+        self._standing.end(outcome)
 
     # Requests of others
 
@@ -477,7 +471,7 @@ class Member:
         """Look again at which members live."""
         if self._life is not None:
             if self.plan is not None:
-                self._note(self._life.branches.look(now, self.plan, self._around.live()))
+                self._standing.note(self._life.branches.look(now, self.plan, self._around.live()))
             self._life.chain.reach(tuple(sorted(self._life.proposer.living(now))))
             self._life.proposer.changed(now)
             if self._completion is not None:
@@ -586,7 +580,7 @@ class Member:
             case proposals.RecutDeclined():
                 life.between.give_up()
             case proposals.WayFound():
-                if self._is_stuck:
+                if self._standing.is_stuck:
                     self._in_force(life, "every stage has a replica again")
             case proposals.NoWayFound():
                 self._on_no_way(now, life, event)
@@ -595,25 +589,9 @@ class Member:
 
     def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
         """Wait while no plan can follow; if that lasts the member that would propose one ends the run."""
-        if not self._is_stuck:
-            self._is_stuck, is_alone = True, life.chain.core.is_forking
-            reason = stage_missing(event.reason, event.lost)
-            reason = f"it cannot go on alone: {reason}" if is_alone else reason
-            self._change("stage lost", reason, event.lost, is_note=is_alone)
+        if not self._standing.is_stuck:
+            self._standing.stick(event.reason, event.lost, is_alone=life.chain.core.is_forking)
         elif life.chain.core.is_forking:
             return  # the others may be further: how the run ends is not for those who wait here
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
             self.finish(now, "failed", event.reason)
-
-    def _note(self, reason: str) -> None:
-        """Tell a person something that does not change the run's state, if there is anything to tell."""
-        if reason:
-            self.events.append(StateChanged(self.state, reason, is_note=True))
-
-    def _change(
-        self, cause: Cause, reason: str, waits_for: tuple[PeerId, ...] = (), *, is_note: bool = False
-    ) -> None:
-        state = after(self.state, cause)
-        if state != self.state or is_note:
-            self.state = state
-            self.events.append(StateChanged(state, reason, waits_for, is_note))

@@ -154,7 +154,7 @@ def test_every_cause_in_the_table_of_states_happens(monkeypatch: pytest.MonkeyPa
         seen.add(cause)
         return NEXT[state][cause]
 
-    monkeypatch.setattr("partition.run.member.after", after)
+    monkeypatch.setattr("partition.run.standing.after", after)
     lost = Troubled(scenario(training(checkpoint_every=0), seconds=200))
     lost.at(BEGINS + 1.0, lost.crash, 2, 4)
     lost.play()
