@@ -60,8 +60,6 @@ class HolderLife(LocalLife):
     def _hold(self, holding: HeldPlace, carried: CountedState | None) -> Task:
         """Hold a stage for heads until it is not needed any more."""
         stage, rules = holding.stage, holding.rules
-        if stage is self.own and carried is not None:
-            self.kept.step = carried.step
         if not (yield from stage.begin(carried)):
             if stage is self.own:
                 self.run.left(self.me, "no member handed over its state")

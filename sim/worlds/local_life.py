@@ -18,7 +18,6 @@ from partition.run.local.crew import MemberCrew
 from partition.run.local.evaluating import EvaluationSchedule
 from partition.run.local.head_watch import HeadWatch
 from partition.run.local.holder import StageHolder
-from partition.run.local.keeping import CopySchedule
 from partition.run.local.seat import StageSeat
 from sim.worlds.life import Life
 from sim.worlds.local_context import Beginning, RunSurroundings
@@ -85,7 +84,6 @@ class LocalLife:
             admitted=lambda: self.admission.admitted,
         )
         self.crew.further = {}
-        self.kept = CopySchedule(run.training.save_every)
         self.heads = HeadWatch(self.now, is_holder=bool(begin.stage))
         self.schedule = EvaluationSchedule(run.settings, self.ending)
 
@@ -144,8 +142,11 @@ class LocalLife:
 
     def _keep(self) -> None:
         """Put the own state on the disk, if that is due."""
-        if self.own.has_state and self.kept.is_due(self.now, self.own.step):
-            self.kept.step, self.disk.own = self.own.step, self.own.state
+        disk, every = self.disk, self.run.training.save_every
+        if not every or not self.own.has_state:
+            return
+        if disk.own is None or self.own.step - disk.own.step >= every or self.own.step < disk.own.step:
+            disk.own = self.own.state
             self._remember()
 
     def _remember(self) -> None:

@@ -4,18 +4,15 @@ Modelled are what takes time, streams between a head and its holders, and copies
 peers share (`sim.worlds.local_runs`).
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 from crypto.identity import PeerId
-from gossip.claims import lower_median
 from gossip.roster import PROTOCOL as ROSTER
 from gossip.roster import Roster
 from partition.run.conclusions import PROTOCOL as LOCAL
 from partition.run.endings import Endings
-from partition.run.local.keeping import CopySchedule
 from partition.run.local.lending import FollowerLending, head_lending
 from partition.run.local.seat import CALL_SECONDS_MAX, HEAD_SECONDS_MAX
 from partition.run.local.start_barrier import SETTLE_SECONDS, StartBarrier
@@ -37,10 +34,6 @@ class SimulatedMember(EndingLife):
         super().__init__(*arguments)
         self._barrier = StartBarrier(self.run.name, self.begin.inviter)
         self._lent: dict[int, LocalStage] = {}
-        self._copies: defaultdict[int, CopySchedule] = defaultdict(
-            partial(CopySchedule, self.run.training.save_every)
-        )
-        """The copies of others' stages, by stage."""
 
     # Life
 
@@ -134,7 +127,6 @@ class SimulatedMember(EndingLife):
         while True:
             is_whole = yield from self._mend()
             if is_whole and not self.has_state:
-                self.kept.step = 0 if carried is None else carried.step
                 if not (yield from own.begin(carried)):
                     self.run.left(self.me, "no member handed over its state")
                     return
@@ -188,7 +180,6 @@ class SimulatedMember(EndingLife):
         found = yield self.ask(holder, ("state", stage, 0), EXPORT_SECONDS_MAX)
         if found is not None:
             self.disk.copies[stage] = found
-            self._copies[stage].step = found.step
         return found is not None
 
     def _lend(self) -> Task:
@@ -200,7 +191,8 @@ class SimulatedMember(EndingLife):
                     self.take_back(stage)
                 if deed == "lend" and stage not in self._lent and stage in self.disk.copies:
                     yield from self._lend_one(stage, self.disk.copies[stage])
-                column, is_due = self.crew.holders_of, self._copies[stage].is_due(self.now, self.own.step)
+                column, kept = self.crew.holders_of, self.disk.copies.get(stage)
+                is_due = kept is None or self.own.step - kept.step >= self.run.training.save_every
                 if deed == "copy" and is_due and column is not None:
                     yield from self._copy(stage, column.attached[stage])
             yield self.sleep(1.0)
@@ -219,7 +211,7 @@ class SimulatedMember(EndingLife):
     def _follow(self) -> Task:
         """Copy the heads' state, as a requester that only follows, and hand it on while there is none."""
         lending, is_lent = FollowerLending(self.crew, self.run.training.stages), False
-        own = self.own
+        own, every = self.own, self.run.training.save_every
         while True:
             now = self.now
             if lending.look(now) == "copy":
@@ -227,12 +219,13 @@ class SimulatedMember(EndingLife):
                     is_lent = own.has_state = False
                     own.step = 0
                     own.report()
-                steps = lower_median([each.step for each in own.reports.values() if each.has_state])
-                if self._copies[0].is_due(now, steps):
+                kept = self.disk.copies.get(0)
+                if every and (
+                    kept is None or any(r.step.reaches(kept.step + every) for r in own.reports.values())
+                ):
                     found = yield from own.fetch(0, self.run.training.steps)
                     if found is not None:
                         self.disk.copies[0] = found
-                        self._copies[0].step = found.step
                         self._remember()
             elif not is_lent:
                 if 0 in self.disk.copies:
@@ -255,8 +248,10 @@ class SimulatedMember(EndingLife):
                     carried = {0: self.disk.copies[0], self.stage: self.own.state, **others}
                     self.run.succeed(self.me, carried)
                 return
-            keeps_for, is_due = rule.keeps_for, self._copies[0].is_due(self.now, self.own.step)
-            if keeps_for is not None and is_due and (yield from self._copy(0, keeps_for)):
+            keeps_for, kept = rule.keeps_for, self.disk.copies.get(0)
+            every = self.run.training.save_every
+            is_due = kept is None or self.own.step - kept.step >= every
+            if keeps_for is not None and every and is_due and (yield from self._copy(0, keeps_for)):
                 rule.has_copy = True
 
     def admitted(self, peer: PeerId) -> None:

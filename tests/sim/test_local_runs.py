@@ -60,11 +60,6 @@ class LocalPlay(Troubled):
         self.longest_nobody_seconds = max(self.longest_nobody_seconds, self.nobody_seconds)
         self.at(now + 1.0, self._look)
 
-    def freeze(self, number: int, seconds: float) -> None:
-        """Have a peer stand still, if it is up."""
-        if self.world.runs(number):
-            self.world.freeze(number, seconds)
-
     @property
     def ends(self) -> list[LocalRunEnded]:
         """The ends of members that did not leave the run to others."""
@@ -73,7 +68,7 @@ class LocalPlay(Troubled):
 
 
 def trial(seed: int) -> LocalPlay:
-    """Split the swarm, and stop, freeze and restart nodes, for a while; two nodes are left at least."""
+    """Split the swarm, and stop and restart nodes, for a while; a node is left for each death."""
     rng = seeded_rng(seed, "local runs")
     stages = rng.choice((1, 2, 2, 3))
     members = rng.randint(max(2, stages), 6)
@@ -93,14 +88,12 @@ def trial(seed: int) -> LocalPlay:
     until, deaths = at + TROUBLE_SECONDS, 0
     while at < until:
         lasts = rng.uniform(2, 15)
-        kind = rng.choice(("death", "restart", "freeze", "part", "part"))
+        kind = rng.choice(("death", "restart", "part", "part"))
         if kind == "part":
             played.at(at, played.split, rng.sample(range(members), rng.randint(1, max(1, members - 1))))
             played.at(at + lasts, played.heal)
         elif kind == "restart":
             played.at(at, partial(played.crash, rng.randrange(members), seconds=lasts))
-        elif kind == "freeze":
-            played.at(at, played.freeze, rng.randrange(members), lasts)
         elif deaths < members - 2:
             deaths += 1
             played.at(at, played.crash, members - deaths)
