@@ -21,6 +21,9 @@ LINE_LENGTH_MAX = 110
 TEST_NAME_WORDS_MIN = 3
 TEST_NAME_WORDS_MAX = 12
 """Longer names are sentences that a reader takes apart before understanding them."""
+PATCHES_MAX = 148
+"""Attributes that tests replace by pytest's monkeypatch. It may only shrink: a constant that a test lowers is
+a setting with a default, and a double is passed in."""
 
 FORBIDDEN_WORDS = {
     "master", "slave", "coordinator", "worker", "workers", "cluster", "clusters", "manager", "managers",
@@ -155,6 +158,12 @@ def test_files_are_short_enough_to_be_understood_alone() -> None:
         for place, length in lengths.items()
         if length > (EXPLAINED_FILE_LINES_MAX if place in explained else FILE_LINES_MAX)
     } == {}
+
+
+def test_tests_replace_ever_fewer_attributes() -> None:
+    name = "monkeypatch" + ".setattr"  # in parts, so that this is not counted
+    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
+    assert sum(text.count(name) for text in texts) <= PATCHES_MAX, "pass a setting or a double in"
 
 
 def test_long_files_and_classes_give_a_reason() -> None:

@@ -9,7 +9,8 @@ import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -390,10 +391,9 @@ async def test_a_process_that_answers_garbage_has_failed(garbage: str) -> None:
         "link.shutdown(socket.SHUT_WR)\n"
         "while link.recv(65536): pass\n"
     )
-    host = StageHost(ALLOWANCE, program=running(program))
+    waiting = cast("Spare", SimpleNamespace(take=lambda *_: running(program)))
     with pytest.raises(StageFailed, match=r"answered nonsense|has closed its end|ended"):
-        await host.call(FORWARD, seconds=60.0)
-    await host.aclose()
+        await StageHost.open(encode(SPECIFICATION), spare=waiting)
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
