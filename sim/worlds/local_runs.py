@@ -68,7 +68,7 @@ class LocalModeRuns:
                 ground.on(kind, self._learnt)
 
     def network_changed(self) -> None:
-        """Others can be reached than before."""
+        """React to a change of which peers reach each other."""
         for run in self._runs:
             run.network_changed()
 
@@ -106,7 +106,7 @@ class LocalModeRuns:
 
 
 class LocalRun:
-    """One run: who is in it, and what they share."""
+    """One run: its members and their shared state."""
 
     def __init__(
         self,
