@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 HOSTS = tuple(f"127.0.0.{number}" for number in range(2, 10))
-"""Where strangers come from. The honest peer is at 127.0.0.1, as the victim is."""
+"""The addresses of strangers. The honest peer is at 127.0.0.1, like the victim."""
 _NAP_SECONDS_MIN = 50e-6
-"""Shorter sleeps come out longer anyway."""
+"""Shorter sleeps take this long anyway."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The victim, as a stranger may know it. The beacons of its local network are heard at `beacon_port`."""
+    """A stranger's knowledge of the victim. The beacons of its local network are heard at `beacon_port`."""
 
     host: str
     port: int
@@ -46,15 +46,15 @@ class Attack:
         raise AssertionError("an attack does something")
 
     def close(self) -> None:
-        """Let go of all sockets."""
+        """Close all sockets."""
 
     def host(self) -> str:
-        """Where the next one comes from."""
+        """Return the source address of the next strike."""
         return self.rng.choice(HOSTS)
 
 
 def from_all_hosts(kind: int) -> list[socket.socket]:
-    """A socket at each of `HOSTS` that never waits."""
+    """Return a non-blocking socket at each of `HOSTS`."""
     made = []
     for host in HOSTS:
         made.append(socket.socket(socket.AF_INET, kind))

@@ -39,9 +39,9 @@ ATTACKS = {attack.__name__: attack for attack in (*BY_PACKETS, *BY_CONNECTIONS)}
 
 
 def be_hostile(connection: Connection, target: Target) -> None:
-    """The whole of the process: hears how often each attack is to strike, says "ready" once they are made,
-    begins at the next word, ends at the one after, says how often each struck, and hears what is next."""
-    # In the world it would be another machine: it is not to win by taking the victim's processor.
+    """Run the process: it receives the rates of attacks, sends "ready" once they are made, begins at the next
+    message, ends at the one after, sends how often each struck, and receives the next rates."""
+    # In reality it would be another machine: it must not win by taking the victim's processor.
     os.nice(NICENESS)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -73,5 +73,5 @@ def _strike_for_a_while(connection: Connection, target: Target, rates: Mapping[s
 
 
 def rates_of(attacks: Iterable[type[Attack]], part: float = 1.0) -> dict[str, float]:
-    """Each attack's own rate, or that part of it."""
+    """Return each attack's own rate, or that part of it."""
     return {attack.__name__: attack.rate * part for attack in attacks}

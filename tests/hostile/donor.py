@@ -23,7 +23,7 @@ FACTORS = (0.0, -1.0, 2.0, 1e30, np.nan, np.inf)
 
 
 class LyingDonor:
-    """Answers by `rng`; `honest` is the state that others hand over. `said` are the names of its lies."""
+    """Answers by `rng`; `honest` is the state that others deliver. `said` are the names of its lies."""
 
     def __init__(self, rng: Random, honest: Snapshot) -> None:
         self._rng = rng
@@ -46,7 +46,7 @@ class LyingDonor:
 
     async def _offer(self, stream: Stream) -> None:
         kinds = ("state", "digest", "step", "size", "nothing", "silence", "end", "nonsense")
-        # Half of the offers are honest, for only an offer that looks right is asked for its chunks.
+        # Half of the offers are honest, because chunks are requested only of an offer that looks right.
         kind = self._lie(*kinds, *["honest"] * len(kinds))
         table = self._table(kind)
         if kind == "nothing":

@@ -1,6 +1,6 @@
-"""Attacks on connections by peers of the swarm: they shake hands as they should, and then do not behave.
+"""Attacks on connections by peers of the swarm: their handshakes are correct, their later messages are not.
 
-In an open swarm anybody can be one, and as many as he likes.
+In an open swarm anybody can run any number of such peers.
 """
 
 import os
@@ -28,12 +28,12 @@ SOCKET_BYTES = 4_096
 
 
 class Guest:
-    """One connection, after the handshake. Raises OSError, EOFError where the victim has thrown it out."""
+    """One connection, after the handshake. Raises OSError, EOFError if the victim has closed it."""
 
     def __init__(self, target: Target, host: str, identity: Identity | None = None) -> None:
         self.socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         try:
-            # Little room for what is not read, so that the victim feels it.
+            # A small receive buffer, so that unread data burdens the victim.
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BYTES)
             self.socket.settimeout(ANSWER_SECONDS)
             self.socket.bind((host, 0))
@@ -61,12 +61,12 @@ class Guest:
         self.socket.sendall(self._writer.mark(Mark.END))
 
     def seal(self, plain: bytes) -> None:
-        """A record of whatever it is."""
+        """Send a record of any content."""
         sealed = self._cipher.encrypt(plain)
         self.socket.sendall(len(sealed).to_bytes(2, "big") + sealed)
 
     def open(self, protocol: str = ECHO) -> None:
-        """Ask for a stream, and read the answer."""
+        """Request a stream, and read the answer."""
         self.say(encode(Hello("stream", (protocol,))))
         while (answer := self._reader.next_message()) is None:
             space = self._reader.space()
@@ -82,7 +82,7 @@ class Guest:
 
 
 class Guests(Attack):
-    """Shakes hands, does what `misbehave` does, and stays until thrown out."""
+    """Makes a handshake, does what `misbehave` does, and stays until thrown out."""
 
     counters: tuple[str, ...] = (*REFUSALS, "hellos_refused", "streams_broken", "streams_refused_busy")
     held_max = 100
@@ -91,7 +91,7 @@ class Guests(Attack):
         super().__init__(target)
         self._held: deque[Guest] = deque()
         self.turns = count()
-        """Strikes so far: an attack with several ways to misbehave takes them in turn."""
+        """Strikes so far: an attack with several misbehaviours takes them in turn."""
 
     def guest(self) -> Guest:
         return Guest(self.target, self.host())
@@ -113,7 +113,7 @@ class Guests(Attack):
 
 
 class WrongHellos(Guests):
-    """Do not say what they want: garbage, a mark, something unknown, too much."""
+    """Hellos that are garbage, a mark, unknown, or too long."""
 
     rate = 20.0
     counters = (*Guests.counters, "streams_refused_protocol")
@@ -136,7 +136,7 @@ class WrongHellos(Guests):
 
 
 class GarbledGuests(Guests):
-    """Records that nobody sealed; right ones that hold no message; messages in crumbs."""
+    """Unsealed records; valid ones without a message; messages in crumbs."""
 
     rate = 20.0
 
@@ -155,7 +155,7 @@ class GarbledGuests(Guests):
 
 
 class HugeGuests(Guests):
-    """Lengths that are not allowed, and the longest that are, with nothing to follow."""
+    """Forbidden lengths, and the longest allowed ones, with nothing after them."""
 
     rate = 20.0
 
@@ -171,7 +171,8 @@ class HugeGuests(Guests):
 
 
 class DrippingGuests(Guests):
-    """A hello, and in their streams a message, a byte at a time; `rate` bytes a second of all together."""
+    """A hello, and messages in its streams, a byte at a time; `rate` is the bytes a second of all
+    together."""
 
     rate = 60.0
     held_max = 60
@@ -195,7 +196,7 @@ class DrippingGuests(Guests):
 
 
 class GreedyGuests(Guests):
-    """One peer with as many streams as it can get, which asks for much on all of them and reads nothing."""
+    """One peer with as many streams as it can get, which requests much on all of them and reads nothing."""
 
     rate = 30.0
     held_max = 200
@@ -215,7 +216,7 @@ class GreedyGuests(Guests):
 
 
 class CrowdingGuests(Guests):
-    """Ever new peers who open a stream each, and stay: so many that there would be room for nobody else."""
+    """New peers that each open a stream and stay: enough to leave no room for others."""
 
     rate = 50.0
     held_max = 2_000

@@ -1,4 +1,5 @@
-"""The honest peer's process: it asks the victim all the time, as a node does, and counts the answers."""
+"""The honest peer's process: it constantly sends requests to the victim, as a node does, and counts the
+answers."""
 
 import os
 import time
@@ -18,13 +19,13 @@ from tests.hostile.guests import ECHO
 from tests.hostile.victim import ASK, HOST
 
 DATAGRAM_SECONDS = 0.05
-"""Between two requests by datagram."""
+"""The pause between two requests by datagram."""
 DATAGRAM_RETRY_SECONDS = 0.5
-"""As a probe of SWIM, and as a question to the DHT, is asked again."""
+"""The pause before a repeated request, as of a probe of SWIM and a question to the DHT."""
 STREAM_SECONDS = 1.0
-"""Between two requests on the stream that stays open, and between two streams opened."""
+"""The pause between two requests on the open stream, and between two streams opened."""
 CONNECT_SECONDS = 2.0
-"""Between two new connections."""
+"""The pause between two new connections."""
 RETRY_SECONDS = 0.2
 DEADLINE_SECONDS = 15.0
 """A request without an answer by then, despite retries, counts as unanswered."""
@@ -43,7 +44,7 @@ class Tally:
 
 
 class Asker:
-    """Asks until told to pause; `pause` returns once everything asked was answered, or given up."""
+    """Asks until told to pause; `pause` returns once all requests were answered, or given up."""
 
     def __init__(self, network: RealNetwork, target: Target) -> None:
         self._network = network
@@ -143,8 +144,8 @@ async def _echo(stream: Stream) -> bool:
 
 
 def be_honest(connection: Connection, target: Target) -> None:
-    """The whole of the process: says "ready" when it was answered once; from then on what it has counted,
-    whenever it is asked to pause or, by another word, to go on."""
+    """Run the process: it sends "ready" after its first answer; then its counts, whenever it is told to pause
+    or, by another message, to go on."""
     trio.run(_be_honest, connection, target)
 
 

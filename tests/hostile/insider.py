@@ -1,9 +1,9 @@
-"""A peer of the swarm that says everything that can be said, in every protocol, with hostile values.
+"""A peer of the swarm that sends every message of every protocol, with hostile values.
 
-It has an identity, is a member like any other, and may have a place in a run. `Insider` speaks: datagrams,
-and streams that it opens. `LyingNetwork` is between its node and the world: it learns from what comes, and
-answers a part of what is asked of this node by whatever the protocol could answer. Nothing is checked here:
-the victims' own counters, steps and events say what came of it.
+It has an identity, is a member like any other, and may have a place in a run. `Insider` sends datagrams, and
+opens streams. `LyingNetwork` is between its node and the world: it learns from received messages, and answers
+some requests to this node by any answer of the protocol. Nothing is checked here: the victims' own counters,
+steps and events show the effects.
 """
 
 from collections import Counter, deque
@@ -25,38 +25,38 @@ from tests.hostile.values import Values
 from tests.hostile.wire import PROTOCOLS, Protocol, structs
 
 ANSWER_SECONDS = 1.0
-"""How long an answer is waited for; what takes longer goes on without its asker."""
+"""How long an answer is awaited; a slower one goes on without its asker."""
 OPEN_SECONDS = 5.0
 HELD_MAX = 6
-"""Streams that say nothing more and are not closed: of all protocols and victims together, the latest."""
+"""Silent streams kept open: of all protocols and victims together, the latest."""
 REPEATS = 40
-"""The same request, on one stream and on as many streams at once."""
+"""Repeats of a request on one stream, and on as many streams at once."""
 PARTS_MAX = 20
-"""Messages of one answer that are read."""
+"""Messages read of one answer."""
 ANSWER_BYTES_MAX = 4 << 20
 PAYLOAD_BYTES = 64 << 10
 LIES_PART = 0.2
 """The share of others' requests that this node answers by a lie."""
 AT_ONCE = 8
-"""Deeds of one round side by side."""
+"""Concurrent deeds of one round."""
 LONG = 1 << 30
 
 Deed = Callable[[], Awaitable[None]]
 
 
 def read(data: bytes, kind: Any) -> Any:
-    """A message, None where it is none."""
+    """Return a decoded message, None if it is malformed."""
     with suppress(RemoteProtocolError):
         return decode(data, kind, bytes_max=LONG)
     return None
 
 
 class Insider:
-    """Speaks over `network`. `sent` counts what went out by protocol and kind, or by what else was done."""
+    """Sends over `network`. `sent` counts messages by protocol and kind, and other deeds by name."""
 
     def __init__(self, network: Network, values: Values) -> None:
         self.protocols: Sequence[Protocol] = PROTOCOLS
-        """Those in which it speaks: all."""
+        """The protocols that it uses: all."""
         self._network = network
         self._values = values
         self._rng: Random = values.rng
@@ -73,7 +73,7 @@ class Insider:
         )
 
     async def round(self, victims: Collection[PeerId]) -> None:
-        """Every kind of every protocol to each victim once, and each misdeed in one protocol or another."""
+        """Send every kind of every protocol to each victim once, and do each misdeed in some protocol."""
         deeds = deque(self._rng.sample(found := self._deeds(victims), len(found)))
 
         async def go_through() -> None:
@@ -104,7 +104,7 @@ class Insider:
         return deeds
 
     async def close(self) -> None:
-        """Let go of the streams that are held."""
+        """Close the held streams."""
         while self._held:
             await self._held.popleft().aclose()
 
@@ -137,11 +137,11 @@ class Insider:
             raise StreamClosed("it takes nothing")
 
     async def ask(self, victim: PeerId, protocol: Protocol, kind: type) -> None:
-        """One request on a stream of its own, and its answer."""
+        """Send one request on a stream of its own, and read its answer."""
         await self.put(victim, protocol, self._made(protocol, kind))
 
     async def put(self, victim: PeerId, protocol: Protocol, message: bytes) -> Any:
-        """A request as it is, and the first answer to it; None where that is none."""
+        """Send a raw request; return its first answer, None if there is none."""
         first = None
         stream = await self._open(victim, protocol)
         try:
@@ -161,7 +161,7 @@ class Insider:
     async def converse(
         self, victim: PeerId, protocol: Protocol, kinds: Sequence[type], **fixed: bytes
     ) -> None:
-        """All kinds on one stream, some with a payload beside them; `fixed` as `Values.message` takes it."""
+        """Send all kinds on one stream, some with a payload; `fixed` is for `Values.message`."""
         stream = await self._open(victim, protocol)
         try:
             for kind in kinds:
@@ -251,8 +251,8 @@ async def _close(stream: Stream) -> None:
 
 
 class LyingNetwork:
-    """A network whose node answers some requests by lies, and which learns from all that comes by datagram.
-    The rest is `network`'s."""
+    """A network whose node answers some requests by lies, and which learns from all received datagrams. The
+    rest is `network`'s."""
 
     def __init__(self, network: Network, values: Values) -> None:
         self._network = network
@@ -263,11 +263,11 @@ class LyingNetwork:
         return getattr(self._network, name)
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
-        """As its node wishes, but for some."""
+        """Handle as its node wishes, except for some requests."""
         self._network.handle(protocol, partial(self._serve, handler), limits)
 
     def inbox(self, protocol: str) -> Inbox:
-        """The same, listened to."""
+        """Return the same inbox, observed."""
         return _Heard(self._network.inbox(protocol), self._values, protocol)
 
     async def _serve(self, handler: Handler, stream: Stream) -> None:
@@ -304,5 +304,5 @@ class _Heard:
 
 
 def lying(network: Network, values: Values) -> Network:
-    """For a node that is to lie."""
+    """Return the network of a lying node."""
     return cast("Network", LyingNetwork(network, values))

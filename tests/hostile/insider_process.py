@@ -1,4 +1,4 @@
-"""The hostile peer's own process: a member of the swarm that speaks without end, and has runs of its own."""
+"""The hostile peer's own process: a member of the swarm that sends without end, and has runs of its own."""
 
 import os
 from collections.abc import Sequence
@@ -37,15 +37,16 @@ from tests.hostile.watched import HOST, SWARM, capacity, settings, word
 NAME = "m"
 OWN_RUN_SECONDS_MAX = 30.0
 PAUSE_SECONDS = 5.0
-"""Between two runs of its own: each that is placed starts a process that loads torch, seconds of a core."""
+"""The pause between two of its own runs: each placed one starts a process that loads torch, seconds of a
+core."""
 
 
 def be_insider(
     connection: Connection, folder: Path, join: str, seed: int, wanted: bytes, graph: bytes
 ) -> None:
-    """The whole of the process: says its peer once it is a member; then `("speak", victims, idle)`, `("hear",
-    messages, runs)` and `sent`, each answered at once."""
-    os.nice(NICENESS)  # it would be another machine
+    """Run the process: it sends its peer id once it is a member; then it answers `("speak", victims, idle)`,
+    `("hear", messages, runs)` and `sent` at once."""
+    os.nice(NICENESS)  # in reality it would be another machine
     folder.mkdir()
     with suppress(KeyboardInterrupt):
         trio.run(_be_insider, connection, folder, join, seed, wanted, graph)
@@ -94,8 +95,8 @@ async def _speak(insider: Insider, victims: Sequence[PeerId]) -> None:
 
 
 async def _have_runs(node: Node, insider: Insider, values: Values, idle: PeerId, wanted: Manifest) -> None:
-    """One after the other, so that others find slots too: by raw messages, then as an honest requester does,
-    while the same peer says everything else beside it."""
+    """Place runs one after another, so that others find slots too: by raw messages, then as an honest
+    requester, while the same peer sends everything else."""
     number = 0
     while True:
         with suppress(StreamClosed, Unreachable):

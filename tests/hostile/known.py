@@ -12,18 +12,18 @@ import msgspec
 from crypto.facts import Fact
 
 KEPT_MAX = 24
-"""Values of one name, and messages of one kind, the latest."""
+"""The latest values of one name, and messages of one kind."""
 ITEMS_MAX = 4
 """Items of a long list that are learnt: they are alike."""
 BYTES_MAX = 256
-"""Longer ones are no name of anything."""
+"""Longer ones name nothing."""
 
 Plain = int | float | str | bytes
 """A value by itself."""
 
 
 class Known:
-    """Filled by `learn`; what is asked for may be None: nothing such was heard yet."""
+    """Filled by `learn`; lookups return None if no such value was received yet."""
 
     def __init__(self) -> None:
         self._specimens: dict[type, deque[msgspec.Struct]] = defaultdict(lambda: deque(maxlen=KEPT_MAX))
@@ -31,7 +31,7 @@ class Known:
         self._sized: dict[int, deque[bytes]] = defaultdict(lambda: deque(maxlen=2 * KEPT_MAX))
 
     def learn(self, value: object, name: str = "") -> None:
-        """A message or a value that somebody uses, and all that it is made of."""
+        """Learn a received message or value, and all its parts."""
         match value:
             case bool() | None:
                 return
@@ -54,28 +54,28 @@ class Known:
             held.append(value)
 
     def specimen(self, kind: type, rng: Random) -> msgspec.Struct | None:
-        """A message of this kind that somebody has really sent."""
+        """Return a received message of this kind."""
         held = self._specimens.get(kind)
         return rng.choice(held) if held else None
 
     def fact(self, rng: Random) -> Fact | None:
-        """Somebody's, as it was signed."""
+        """Return a received fact, as signed."""
         found = self.specimen(Fact, rng)
         assert found is None or isinstance(found, Fact)
         return found
 
     def named(self, kind: type, name: str, rng: Random) -> Plain | None:
-        """A value of this type that a field of this name had."""
+        """Return a received value of this type in a field of this name."""
         held = self._named.get((kind, name))
         return rng.choice(held) if held else None
 
     def of_length(self, length: int, rng: Random) -> bytes | None:
-        """Any value of so many bytes: a peer, a hash."""
+        """Return any value of this length: a peer, a hash."""
         held = self._sized.get(length)
         return rng.choice(held) if held else None
 
     def texts(self) -> Sequence[str]:
-        """Every text that was heard."""
+        """Return every received text."""
         return [
             value
             for (kind, _), held in self._named.items()

@@ -1,10 +1,10 @@
 """How long each step of a node's event loop takes, and where the longest were.
 
-A step is what a task does between two waits; nothing else happens in the node meanwhile. A step is measured
-by the processor time of the loop's own thread, so that a busy machine does not lengthen it. Beside it stands
-what the thread waited for within the step, a disk or a lock: the time that passed, less the time it computed
-and the time it was ready and the kernel ran others. A thread that samples the loop's stack now and then says
-where in the program a long step was.
+A step is a task's work between two waits; nothing else happens in the node meanwhile. A step is measured by
+the processor time of the loop's own thread, so that a busy machine does not lengthen it. The thread's waits
+within the step, for a disk or a lock, are measured separately: the elapsed time, less the time it computed
+and the time it was ready while the kernel ran others. A thread samples the loop's stack at intervals to
+locate long steps in the program.
 """
 
 import gc
@@ -21,7 +21,7 @@ import trio
 
 LOOK_SECONDS = 0.01
 SLOW_SECONDS = 0.02
-"""From here on a step is worth a look."""
+"""Steps from this length on are recorded."""
 KEPT_MAX = 20
 """The longest steps kept."""
 PLACES_MAX = 6
@@ -30,9 +30,10 @@ SOURCE_ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__
 
 @dataclass(frozen=True)
 class Step:
-    """`cpu_seconds` it computed, `garbage_seconds` of them collecting garbage; `waited_seconds` it stood.
+    """A step computed for `cpu_seconds`, of which `garbage_seconds` collected garbage, and waited for
+    `waited_seconds`.
 
-    `messages` are those at hand.
+    `messages` are those it handled.
     """
 
     cpu_seconds: float
@@ -54,7 +55,7 @@ class Step:
 class LoopSteps(trio.abc.Instrument):
     """An instrument for `trio.run`.
 
-    Linux tells how long a thread was ready and did not run; elsewhere that counts as waited.
+    Linux reports how long a thread was ready without running; elsewhere that counts as waiting.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class LoopSteps(trio.abc.Instrument):
             self._garbage_seconds += time.thread_time() * (1 if phase == "stop" else -1)
 
     def _ready_seconds(self) -> float:
-        """For how long the thread could have run and did not, so far."""
+        """Return how long the thread was ready without running so far."""
         return 0.0 if self._file is None else int(os.pread(self._file, 100, 0).split()[1]) / 1e9
 
     def before_task_step(self, task: trio.lowlevel.Task) -> None:
@@ -112,7 +113,7 @@ class LoopSteps(trio.abc.Instrument):
         del self.longest[KEPT_MAX:]
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Reset all figures."""
         self.longest.clear()
         self.count = 0
 
@@ -127,7 +128,7 @@ class LoopSteps(trio.abc.Instrument):
 
 
 def _describe(frame: FrameType | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Our own functions, the innermost first, and the messages that they hold."""
+    """Return our own functions, the innermost first, and the messages that they hold."""
     places: list[str] = []
     messages: list[str] = []
     while frame is not None and len(places) < PLACES_MAX:

@@ -28,13 +28,13 @@ from tests.stack import Model, Tensors, manifest
 NAMES = ("a", "b", "c", "d")
 REQUESTER, IDLE = "a", "d"
 LOOK_SECONDS = 0.5
-"""Between two looks at the victims."""
+"""The interval between two looks at the victims."""
 HONEST_SECONDS_MAX = 180.0
 """For one honest run, on a busy machine."""
 
 
 def member_run() -> Manifest:
-    """An honest run of some seconds, in two stages."""
+    """Return an honest run of some seconds, in two stages."""
     return manifest(
         steps=4, microbatch=8, microbatches=8, test_samples=32, stages=2, replicas=1, save_every=2
     )
@@ -65,7 +65,7 @@ class Found:
     put_off: int = 0
 
     def note(self, trained: Mapping[str, Any]) -> None:
-        """An honest run has ended."""
+        """Record the end of an honest run."""
         self.outcomes.append(f"{trained['outcome']} {trained['detail']}".strip())
         if trained["weights"] is not None:
             self.results.append(safetensors.numpy.load(trained["weights"]))
@@ -103,7 +103,8 @@ class MemberScene:
             assert time.monotonic() < until, "the members have not met"
 
     def play(self, seconds: float) -> Found:
-        """Let the hostile peer speak for so long, and until the last honest run begun meanwhile has ended."""
+        """Let the hostile peer send for this long, and until the last honest run begun meanwhile has
+        ended."""
         found, pause = Found(), threading.Event()
         before = {name: self._figures(name) for name in NAMES}
         self._insider.ask(("speak", list(self._peers.values()), self._peers[IDLE]))
@@ -120,7 +121,7 @@ class MemberScene:
             trained = self._victims[REQUESTER].ask("trained")
             if trained is not None and trained["outcome"] == NOT_PLACED:
                 found.put_off += 1
-                self._begin_run()  # the hostile peer's own runs have the slots, for a while
+                self._begin_run()  # the hostile peer's own runs have the slots for a while
             elif trained is not None:
                 found.note(trained)
                 if now - begun >= seconds:
@@ -169,6 +170,6 @@ class MemberScene:
 
 @contextmanager
 def member_scene(model: Model, wanted: Manifest, seed: int = 1) -> Iterator[MemberScene]:
-    """With all processes ended in the end. Honest runs, and the hostile peer's own, are as `wanted`."""
+    """Yield a scene, and end all its processes. Honest runs, and the hostile peer's own, are as `wanted`."""
     with ExitStack() as stack:
         yield MemberScene(stack, model, wanted, seed)

@@ -1,7 +1,7 @@
-"""Runs that the hostile peer asks for itself: by a lease and a Start an idle node is a member of one.
+"""Runs that the hostile peer itself requests: a lease and a Start make an idle node a member of one.
 
-Manifest and plan fit each other, so that a victim takes part; all else in them is as hostile as it may be.
-The hostile peer is requester, trainer and committer, so its messages pass every check of their sender.
+Manifest and plan fit each other, so that a victim takes part; all else in them is as hostile as possible. The
+hostile peer is requester, trainer and committer, so its messages pass every check of their sender.
 """
 
 from crypto.encoding import encode
@@ -19,7 +19,7 @@ from tests.hostile.values import Values
 from tests.hostile.wire import PROTOCOLS, structs
 
 TRIES_MAX = 20
-"""Manifests made until one is well-formed."""
+"""Manifests generated until one is well-formed."""
 WORDS = 3
 """Conversations as the committer of such a run."""
 
@@ -28,7 +28,7 @@ PIPELINE = next(protocol for protocol in PROTOCOLS if protocol.name == wire.PIPE
 
 
 def hostile_run(values: Values, signer: Signer) -> Run | None:
-    """Signed by the hostile peer; None where nothing is known of any run."""
+    """Return a run signed by the hostile peer; None if nothing is known of any run."""
     for _ in range(TRIES_MAX):
         if values.known.specimen(Manifest, values.rng) is None:
             return None

@@ -24,10 +24,10 @@ from tests.hostile.honest import DEADLINE_SECONDS, be_honest
 from tests.hostile.victim import be_victim
 
 READY_SECONDS = 60.0
-"""To load, to make the packets, to answer once; a busy machine does it slowly."""
+"""The time to load, to make the packets, and to answer once, on a busy machine."""
 ENDING_SECONDS = 5.0
 SAMPLE_SECONDS = 0.2
-"""Between two looks at the victim's memory."""
+"""The interval between two looks at the victim's memory."""
 
 
 class Far:
