@@ -241,7 +241,6 @@ def goals_of(rows: Rows) -> list[Goal]:
 
 
 def run_case(case: str, seed: int, nodes: int, seconds: float, *, is_quick: bool) -> Rows:
-    """Run one case."""
     short = min(seconds, 240.0)
     match case:
         case "hour":

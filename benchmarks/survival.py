@@ -408,7 +408,6 @@ def difference(found: Tensors, expected: Tensors) -> float:
 
 
 def goals_of(row: Mapping[str, Any], scenario: Scenario, shape: Shape) -> list[Goal]:
-    """Return the goals of one scenario."""
     name = scenario.name
     goals = [Goal(f"{name}: largest difference to the undisturbed run", row["difference"], "<=", EXACT)]
     if scenario.choose is not None:

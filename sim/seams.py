@@ -106,7 +106,6 @@ class SimNetworkFabric:
             network.die()
 
     def freeze(self, peer: PeerId, seconds: float) -> None:
-        """Freeze `peer` for `seconds`."""
         if self.living(peer) is not None:
             self.later(self.pace(peer).freeze(now_seconds(), seconds), lambda: self._thaw(peer))
 

@@ -125,7 +125,6 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
         return -(-part.rows(shard) * self.sample_bytes // PIECE_BYTES)
 
     def part(self, name: PartName) -> Part | None:
-        """Return the part of this name."""
         return next((part for part in self.parts if part.name == name), None)
 
     def shards(self) -> Iterator[tuple[Part, int, int]]:
