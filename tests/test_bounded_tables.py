@@ -64,6 +64,7 @@ ROOM_MADE = {
         "circuits_max",
     ): "a silent one ends in a minute; a network has a quarter",
     ("node/services/relays/ledger.py", "PLACES_MAX"): "a place lapses in minutes; a network has few of them",
+    ("node/transport/paths.py", "SOUGHT_MAX"): "each is over in a minute",
     ("node/transport/multiplexer.py", "CONTROL_MAX"): "one peer's own; with more its path ends",
     ("node/transport/address_book.py", "PEERS_MAX"): "the greediest source's oldest",
     ("node/transport/inbox.py", "_messages_max"): FLOW,

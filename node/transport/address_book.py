@@ -161,6 +161,13 @@ class AddressBook:
         entry = self._entry(peer)
         return _distinct(*entry.proved, entry.observed)
 
+    def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return where the peer has answered when it was dialled, the latest first, and where its datagrams
+        come from if it says itself that it is there: a router may show those of a peer that nobody can dial
+        anywhere."""
+        entry = self._entry(peer)
+        return _distinct(*entry.proved, entry.observed if entry.observed in entry.claimed else None)
+
     def host_of(self, peer: PeerId) -> str | None:
         """Return the host where the peer was seen last; None if it was not."""
         entry = self._met.get(peer, _NOTHING)

@@ -227,10 +227,10 @@ class Connections:
         addresses = [each for each in self._book.for_stream(peer) if each.relay is None or not is_bare]
         if not addresses:
             raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
-
         is_preferred = self._book.preferred(peer) is not None
         delay_seconds = PREFERRED_DELAY_SECONDS if is_preferred else ATTEMPT_DELAY_SECONDS
-        found = await _first(addresses, partial(self._attempt, peer), delay_seconds)
+        with self.paths.seeking(peer):
+            found = await _first(addresses, partial(self._attempt, peer), delay_seconds)
         return await self._meet(found, hello, message_bytes_max)
 
     async def _attempt(self, peer: PeerId, address: Address) -> Reached:

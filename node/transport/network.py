@@ -234,9 +234,10 @@ class RealNetwork:
         """Return where the latest datagram of this peer came from."""
         return self._book.observed(peer)
 
-    def met_at(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where a peer has answered, and where its datagrams come from: no mere claim."""
-        return self._book.seen(peer)
+    def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
+        """Return where a peer has answered, and where its datagrams come from and it says it is: no mere
+        claim, and no port of a router."""
+        return self._book.answered_at(peer)
 
     def map_to(self, address: Address | None) -> None:
         """Tell others that a router leads what comes to this address here; None: no longer."""
@@ -306,6 +307,7 @@ class RealNetwork:
                 self._datagrams.knock(now, peer, self._book.for_datagram(peer, now))
         elif not (addresses := self._book.for_datagram(peer, now)):
             self._counters["messages_held_back"] += 1
+            self.multiplexed.seek(peer)
         elif not self._datagrams.send(now, peer, protocol, message, addresses):
             # Only names to look up, or only the other address family: TCP knows both.
             self._queue_one_shot(peer, protocol, message)
@@ -407,6 +409,8 @@ class RealNetwork:
             if not any(is_global(each.host) for each in self._addresses if each.relay is None):
                 # A router is between it and this node, which it cannot dial to answer.
                 self.multiplexed.offer_soon(peer)
+        else:
+            self.multiplexed.seek(peer)
 
     def _is_reached(self, peer: PeerId) -> bool:
         """Whether it has answered before, or has come here by a stream."""

@@ -8,6 +8,7 @@ dialled, one that was punched, or a circuit of a relay.
 import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Protocol
@@ -36,6 +37,8 @@ REPLACED_IDLE_SECONDS = 2.0
 """The same of a relayed one where there is a better one: nothing more is opened on it."""
 IMPROVE_SECONDS = 60.0
 """From one attempt to find a better way than a relay to the next."""
+SOUGHT_MAX = 64
+"""Peers that cannot be reached and are sought by others within that time."""
 REPLACE_SECONDS = 2.0
 """From one attempt to replace a path to a peer that is dead, or seems so, to the next."""
 STOOD_SECONDS = 5.0
@@ -122,10 +125,13 @@ class Paths:
         self._paths: dict[PeerId, list[MultiplexedPath]] = {}
         self._connecting: dict[Address, _Coming] = {}
         self._improved: dict[PeerId, float] = {}
+        self._sought: dict[PeerId, float] = {}
         self._replaced: set[PeerId] = set()
         self._doubted: dict[PeerId, float] = {}
         self.lost_punched: Callable[[PeerId], None] | None = None
         """Told of each peer to which a punched path was lost."""
+        self.introduce: Callable[[PeerId], Awaitable[None]] | None = None
+        """Tries to meet a peer to which there is no path at all, by a peer that knows both."""
         self.punch: Callable[[PeerId], Awaitable[None]] | None = None
         """Tries to reach a peer through both routers; set by who can (`puncher`)."""
 
@@ -168,6 +174,29 @@ class Paths:
         if serving is not None and not self.of(peer) and peer not in self._improved:
             self._improved[peer] = trio.current_time()
             serving.start_soon(self._offer_quietly, peer)
+
+    @contextmanager
+    def seeking(self, peer: PeerId) -> Iterator[None]:
+        """Dial a peer; where it cannot be, have others bring it together with this node, now and then."""
+        try:
+            yield
+        except Unreachable:
+            self.seek(peer)
+            raise
+
+    def seek(self, peer: PeerId) -> None:
+        """Have others bring a peer together with this node, which cannot reach it, now and then."""
+        serving, introduce = self._host.serving, self.introduce
+        if serving is not None and introduce is not None and self._may_seek(peer):
+            self._sought[peer] = trio.current_time()
+            serving.start_soon(self._seek_quietly, introduce, peer)
+
+    def _may_seek(self, peer: PeerId) -> bool:
+        return not self.of(peer) and peer not in self._sought and len(self._sought) < SOUGHT_MAX
+
+    async def _seek_quietly(self, introduce: Callable[[PeerId], Awaitable[None]], peer: PeerId) -> None:
+        with contain("meeting a peer by another one"):
+            await introduce(peer)
 
     async def _offer_quietly(self, peer: PeerId) -> None:
         with contain("offering a path"):
@@ -368,6 +397,7 @@ class Paths:
             if not len(path) and not path.is_kept and idle_until <= now:
                 path.end("idle for too long")
         self._improved = {peer: at for peer, at in self._improved.items() if at + IMPROVE_SECONDS > now}
+        self._sought = {peer: at for peer, at in self._sought.items() if at + IMPROVE_SECONDS > now}
         self._doubted = {peer: at for peer, at in self._doubted.items() if at + DOUBT_AGAIN_SECONDS > now}
         for path in self:
             self._improve(path, now)

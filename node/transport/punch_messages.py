@@ -4,6 +4,10 @@ Over a stream that a relay or an older path carries: Offer, the other's Offer, t
 which the round trip is measured, and Begin, upon which both start so that they do at one instant. As in
 libp2p's DCUtR the side that was reached through the relay begins the conversation. On a stream of its own a
 peer with an address of the internet is asked Observe: where it sees the asker.
+
+Two peers without any path meet by a third one that both know. One asks it to Introduce another; the other is
+sent Introduced, in a message of its own, and comes with Meet on a stream. What the two say from then on is
+passed on, a few messages each.
 """
 
 from typing import Annotated
@@ -11,17 +15,21 @@ from typing import Annotated
 import msgspec
 
 from crypto.contact import ADDRESS_LENGTH_MAX
+from crypto.identity import PEER_ID_BYTES
 
 PROTOCOL = "/peerloom/punch/1"
 CANDIDATES_MAX = 4
 """For each transport: an address of each family in the local network, and one outside."""
 MESSAGE_BYTES_MAX = 3_072
+TOKEN_BYTES = 16
 OFFER_BYTES_MIN = 1_000
 """An offer is filled to this: the packets that it has a peer send to one address that did not ask are no more
 than three times as much."""
 
 Candidate = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
 Candidates = Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=CANDIDATES_MAX)]
+RawPeer = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
+Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_BYTES)]
 Place = Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
 
 
@@ -41,6 +49,25 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
     """Dial now; I do as soon as you have read this."""
 
 
+class Introduce(msgspec.Struct, frozen=True, array_like=True, tag="introduce"):
+    """Have this peer meet me: pass on what follows."""
+
+    peer: RawPeer
+
+
+class Introduced(msgspec.Struct, frozen=True, array_like=True, tag="introduced"):
+    """This peer wants to meet you: come with the token."""
+
+    token: Token
+    peer: RawPeer
+
+
+class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
+    """Here I am, for the peer of this token: pass on what it says."""
+
+    token: Token
+
+
 class Observe(msgspec.Struct, frozen=True, array_like=True, tag="observe"):
     """Where do you see me?"""
 
@@ -52,4 +79,6 @@ class Observed(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
     udp: Place
 
 
-Message = Offer | RoundTrip | Begin | Observe | Observed
+Passed = Offer | RoundTrip | Begin
+"""What two that meet by a third say to each other."""
+Message = Offer | RoundTrip | Begin | Introduce | Introduced | Meet | Observe | Observed

@@ -25,6 +25,7 @@ from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Stream
 from node.transport.address_policy import ip_of, is_global
 from node.transport.handshake import SecuredTransport, shake_hands
+from node.transport.introductions import Introductions
 from node.transport.network import RealNetwork
 from node.transport.punch_messages import (
     CANDIDATES_MAX,
@@ -32,6 +33,8 @@ from node.transport.punch_messages import (
     OFFER_BYTES_MIN,
     PROTOCOL,
     Begin,
+    Introduce,
+    Meet,
     Message,
     Observe,
     Observed,
@@ -67,6 +70,8 @@ RECONNECT_SECONDS = 0.5
 """From the loss of a connection to an observer to the next one from the same port."""
 OBSERVERS = 2
 """Peers that say where they see this node: they show whether it is everywhere alike."""
+INTRODUCERS_MAX = 2
+"""Peers that are asked, one after the other, to bring this node together with one that it cannot reach."""
 LOOK_SECONDS = 2.0
 ASK_SECONDS = 20.0
 """From one look at the own router to the next: while there are not enough who see it, and then. Routers keep
@@ -78,7 +83,10 @@ Observer = tuple[PeerId, int]
 
 
 class Puncher:
-    """The service of one node. `peers` are those that may be asked where they see it."""
+    """The service of one node. `peers` are those that may be asked where they see it.
+
+    Long because asking others, offering and dialling share one view of the router and one budget.
+    """
 
     def __init__(
         self,
@@ -99,19 +107,29 @@ class Puncher:
         self._told = self._own_hosts()
         self._asked: dict[Observer, SecureStream] = {}
         self._looking = trio.Lock()
+        self._introductions = Introductions(network, clock, counters, self._may_answer, self._meet)
         network.handle(PROTOCOL, self._serve)
         network.multiplexed.punch = self.punch
+        network.multiplexed.introduce = self.introduce
         network.multiplexed.lost_punched = self._lost
 
     # --- where others see this node ------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Have others say where they see this node, as long as it runs: what they say goes with every offer,
-        and the connections keep the mapping."""
+        """Have others say where they see this node, and tell of peers that want to meet it, until
+        cancelled."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._introductions.run)
+            await self._look_often()
+
+    async def _look_often(self) -> None:
+        """Ask others where they see this node: what they say goes with every offer, and the connections keep
+        the mapping."""
         pause_seconds = LOOK_SECONDS
         try:
             while True:
-                await trio.sleep(pause_seconds)
+                # Two nodes that dial each other at one instant, both to ask, would do so again and again.
+                await trio.sleep(pause_seconds * self._rng.uniform(0.75, 1.25))
                 own = self._own_hosts()
                 if own != self._told:
                     self._told = own
@@ -142,6 +160,11 @@ class Puncher:
         has_ipv6 = any(each.kind == "ip6" and is_global(each.host) for each in own)
         return (4, 6) if has_ipv6 else (4,)
 
+    def _is_on_internet(self, kind: str) -> bool:
+        """Return whether this machine has an address of the internet itself, of this kind."""
+        own = [each for each in self._network.addresses if each.relay is None and each.kind == kind]
+        return any(is_global(each.host) and self._is_own(each.host) for each in own)
+
     def _observers(self, family: int = 4) -> list[PeerId]:
         """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
         only claims to be somewhere has nobody dialled there. Not those that are behind a router: a punched
@@ -163,7 +186,7 @@ class Puncher:
     def _place_of(self, peer: PeerId, family: int) -> Address | None:
         """Return an address of the internet, of this family, at which a peer was met. Of IPv6 it may be one
         that it only claims, once it was met anywhere: to be asked at both is what a peer with both is for."""
-        met = self._network.met_at(peer)
+        met = self._network.answered_at(peer)
         places = (*met, *self._network.known_addresses(peer)) if family == 6 and met else met
         usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]
         return next((each for each in usual if is_global(each.host)), None)
@@ -215,6 +238,9 @@ class Puncher:
             raise Unreachable("unknown", "no address of it is known")
         if not self._network.may_dial(peer, place):
             raise Unreachable("timeout", "it was dialled too often without an answer")
+        if self._is_on_internet(place.kind):
+            # From the listening port only one of two such nodes could ask the other.
+            return await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX, at=place)
         transport = await connect_from(self._network.listening, place)
         leave_nothing(transport)
         secured = await self._shake_hands(transport, place.of(peer), is_first=True)
@@ -254,6 +280,8 @@ class Puncher:
                 worked = await self._lead(peer)
             except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
                 self._counters["punches_broken"] += 1
+        # The other side may have led an attempt at the same time, and refused this one meanwhile.
+        worked = worked or self._is_reached(peer)
         self.budget.ended(peer, worked=worked)
         self._counters["punches_worked" if worked else "punches_failed"] += 1
         return worked
@@ -261,9 +289,44 @@ class Puncher:
     def _lost(self, peer: PeerId) -> None:
         self.budget.lost(peer, self._clock.monotonic())
 
-    async def _lead(self, peer: PeerId) -> bool:
-        stream = await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+    async def introduce(self, peer: PeerId) -> None:
+        """Try to meet a peer to which there is no path, by others that know both."""
+        if not self.budget.may_start(peer, self._clock.monotonic()):
+            return
+        worked = False
+        await self._look_outside()
+        asked = [common for common, _ in self._asked]
+        commons = [each for each in dict.fromkeys((*asked, *self._observers())) if each != peer]
+        for common in commons[:INTRODUCERS_MAX]:
+            self._counters["introductions_asked"] += 1
+            try:
+                worked = await self._lead(peer, common)
+            except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
+                self._counters["introductions_broken"] += 1
+            if worked := worked or self._is_reached(peer):
+                break
+        self.budget.ended(peer, worked=worked)
+        self._counters["introductions_worked"] += worked
+
+    async def _meet(self, stream: Stream, offer: Offer, peer: PeerId) -> None:
+        """A peer makes an offer, by a path to it or by another node."""
+        await self._look_outside()
+        await self._follow(stream, offer, peer)
+
+    def _may_answer(self, *peers: PeerId) -> bool:
+        now = self._clock.monotonic()
+        if all(self.budget.may_answer(peer, now) for peer in peers):
+            return True
+        self._counters["punches_refused"] += 1
+        return False
+
+    async def _lead(self, peer: PeerId, common: PeerId | None = None) -> bool:
+        """Speak to a peer, by a path to it or by one that knows both, and dial as it does; whether a path
+        came about."""
+        stream = await self._network.open(common or peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
         try:
+            if common is not None:
+                await stream.send(encode(Introduce(peer)))
             with trio.fail_after(ANSWER_SECONDS):
                 await stream.send(encode(self._own_offer()))
                 offer = _read(await stream.receive())
@@ -276,7 +339,7 @@ class Puncher:
                 round_trip_seconds = trio.current_time() - began
                 await stream.send(encode(Begin()))
             await trio.sleep(round_trip_seconds / 2)
-            return await self._dial(peer, offer, round_trip_seconds, is_first=True)
+            return await self._dial(peer, stream.peer, offer, round_trip_seconds, is_first=True)
         finally:
             stream.close()
 
@@ -284,13 +347,14 @@ class Puncher:
         first = _read(await stream.receive())
         if isinstance(first, Observe):
             await self._observe(stream)
+        elif isinstance(first, Introduce):
+            await self._introductions.introduce(stream, PeerId(first.peer))
+        elif isinstance(first, Meet):
+            await self._introductions.meet(stream, first.token)
         elif not isinstance(first, Offer):
             raise RemoteProtocolError("neither an offer nor a question")
-        elif not self.budget.may_answer(stream.peer, self._clock.monotonic()):
-            self._counters["punches_refused"] += 1
-        else:
-            await self._look_outside()
-            await self._follow(stream, first)
+        elif self._may_answer(stream.peer):
+            await self._meet(stream, first, stream.peer)
 
     async def _observe(self, stream: Stream) -> None:
         """Tell a peer where it is seen, as often as it asks."""
@@ -304,7 +368,7 @@ class Puncher:
                 if not isinstance(again, Observe):
                     raise RemoteProtocolError("a message out of turn")
 
-    async def _follow(self, stream: Stream, offer: Offer) -> None:
+    async def _follow(self, stream: Stream, offer: Offer, peer: PeerId) -> None:
         round_trip_seconds = None
         with trio.move_on_after(ANSWER_SECONDS):
             await stream.send(encode(self._own_offer()))
@@ -316,7 +380,7 @@ class Puncher:
                 raise RemoteProtocolError("no beginning")
             round_trip_seconds = trio.current_time() - began
         if round_trip_seconds is not None:
-            await self._dial(stream.peer, offer, round_trip_seconds, is_first=False)
+            await self._dial(peer, stream.peer, offer, round_trip_seconds, is_first=False)
 
     def _observed(self, stream: Stream) -> Observed:
         now, peer, source = self._clock.monotonic(), stream.peer, stream.source
@@ -334,15 +398,20 @@ class Puncher:
         places: dict[Transport, tuple[str, ...]] = {}
         for transport in TRANSPORTS:
             outside = self.seen.place(transport, now)
+            if outside is not None and self._is_own(outside.host):
+                outside = None  # it listens there, and was seen at another port
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
         offer = Offer(places["tcp"], places["udp"])
         return Offer(offer.tcp, offer.udp, bytes(max(0, OFFER_BYTES_MIN - len(encode(offer)))))
 
-    async def _dial(self, peer: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool) -> bool:
-        """Dial as both do now; whether a path came about."""
-        tcp = self._admitted(peer, offer.tcp)
-        udp = self._admitted(peer, offer.udp, [each.host for each in tcp])
+    async def _dial(
+        self, peer: PeerId, teller: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool
+    ) -> bool:
+        """Dial as both do now; whether a path came about. It counts against the share of the `teller`, from
+        whom the offer came: it may have invented the peer."""
+        tcp = self._admitted(teller, offer.tcp)
+        udp = self._admitted(teller, offer.udp, [each.host for each in tcp])
         until = trio.current_time() + DIAL_SECONDS
         async with trio.open_nursery() as knocking:
             knocking.start_soon(self._knock, peer, udp)
@@ -355,11 +424,11 @@ class Puncher:
                 nursery.cancel_scope.cancel()
         return self._is_reached(peer)
 
-    def _admitted(self, peer: PeerId, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
+    def _admitted(self, teller: PeerId, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
         """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
         one address from outside: this node by several observers, and the peer says itself where it is."""
         now = self._clock.monotonic()
-        found = self.budget.admit(peer, offered, now, paid)
+        found = self.budget.admit(teller, offered, now, paid)
         own, outside = self.seen.agreed_place("tcp", now), [each for each in found if is_global(each.host)]
         if own is not None and own.host in {each.host for each in outside}:
             return found

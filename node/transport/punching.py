@@ -40,10 +40,14 @@ once, and later one now and then. Peers with many names and addresses have no mo
 PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
 """How often the offers of one peer have hosts dialled: two attempts at all that it may offer, and as much
 again a minute later. So no peer uses up what all have together."""
+INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
+"""How often one peer has others come to it, and one peer is made to come."""
+ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
+"""The same of all: each costs two streams for seconds, and a dozen messages."""
 OBSERVERS_MAX = 3
 """Peers that are asked where they see this node. Two show whether it is everywhere alike."""
 OBSERVED_SECONDS = 900.0
-REST_SECONDS, REST_SECONDS_MAX = 60.0, 3_600.0
+REST_SECONDS, REST_SECONDS_MAX = 10.0, 3_600.0
 """How long a host is left alone that could not be asked where it sees this node, and twice as long after each
 further time."""
 RESTS_MAX = 256
@@ -137,6 +141,27 @@ class PunchBudget:
         if len(self._tries) > PEERS_MAX:
             self._tries.popitem(last=False)
         return tries
+
+
+class IntroductionBudget:
+    """Decides which peers this node has meet each other."""
+
+    def __init__(self) -> None:
+        self._askers = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
+        self._targets = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
+        self._all = Bucket(ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST, ALL_INTRODUCED_BURST, -inf)
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, int]]:
+        """What others could make grow here: how much it is, and its limit."""
+        return {"askers": (len(self._askers), PEERS_MAX), "targets": (len(self._targets), PEERS_MAX)}
+
+    def may_introduce(self, asker: PeerId, target: PeerId, now: float) -> bool:
+        """Note that a peer asks for another one; return whether the two are brought together."""
+        buckets = (self._askers.of(asker, now), self._targets.of(target, now), self._all)
+        return min(bucket.left(now) for bucket in buckets) >= 1.0 and all(
+            bucket.take(now) for bucket in buckets
+        )
 
 
 class ObserverRests:

@@ -103,7 +103,7 @@ PROTOCOLS = (
     Protocol(shown.FRAMES_PROTOCOL, shown.Question, shown.Answer, payloads=True, limits=audits.STREAMS),
     Protocol(given.RECEIPTS_PROTOCOL, given.Question, given.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
-    Protocol(punch_messages.PROTOCOL, punch_messages.Message),
+    Protocol(punch_messages.PROTOCOL, punch_messages.Message, datagrams=punch_messages.Introduced),
     Protocol(relay_messages.PROTOCOL, relay_messages.Request, relay_messages.Reply, limits=relays.STREAMS),
     Protocol(lives.PROTOCOL, lives.LifeName, lives.LifeName, limits=lives.STREAMS),
     Protocol(

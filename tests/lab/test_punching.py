@@ -73,6 +73,38 @@ def test_two_nodes_behind_routers_speak_directly_and_without_the_relay(tmp_path:
         assert a.members["b"] == b.members["a"] == "alive"
 
 
+@pytest.mark.slow
+def test_one_public_node_is_enough_to_punch_again_through_a_rebooted_router(tmp_path: Path) -> None:
+    with (
+        internet([Site("hub"), named("home", "a"), named("home", "b")]) as lab,
+        swarm(lab, tmp_path) as nodes,
+    ):
+        start(lab, nodes)
+        a, b = nodes["a"], nodes["b"]
+
+        def is_direct() -> bool:
+            return all(each["way"] in DIRECT for each in (path(a, b), path(b, a)))
+
+        wait_for(nodes, is_direct)
+        for _ in range(2):
+            lab.reboot("a", is_strict=True)
+            wait_for(nodes, lambda: not is_direct())
+            wait_for(nodes, is_direct)
+
+
+@pytest.mark.slow
+def test_two_nodes_without_relays_meet_by_a_peer_that_both_know(tmp_path: Path) -> None:
+    with (
+        internet([Site("hub"), named("home", "a"), named("home", "b")]) as lab,
+        swarm(lab, tmp_path) as nodes,
+    ):
+        nodes.start(["hub"], RELAY="false")
+        nodes.start(["a", "b"], JOIN=f"{lab.public('hub')}:{PORT}", RELAY="false")
+        a, b = nodes["a"], nodes["b"]
+        wait_for(nodes, lambda: all(each["way"] == "punched" for each in (path(a, b), path(b, a))))
+        assert all("circuits_carried" not in node.status["counters"] for node in nodes.up)
+
+
 def router_text(node: LabNode) -> str:
     found = node.status["reachability"]
     return "" if found is None else str(found["nat"])

@@ -14,6 +14,7 @@ from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.seams import RealClock
 from node.transport import simultaneous
+from node.transport.address_book import AddressBook
 from node.transport.address_policy import AddressPolicy
 from node.transport.punch_messages import CANDIDATES_MAX, OFFER_BYTES_MIN
 from node.transport.puncher import Puncher
@@ -191,6 +192,17 @@ def test_all_hosts_together_are_dialled_rarely() -> None:
     offers = [(peer(number), [str(each)]) for number, each in enumerate(hosts)]
     assert sum(bool(budget.admit(*offer, 0.0)) for offer in offers) == ALL_TRIES_BURST
     assert budget.admit(*offers[-1], 10.0) == [hosts[-1]]
+
+
+def test_no_peer_is_asked_at_a_port_of_a_router() -> None:
+    book = AddressBook()
+    book.observe(peer(1), OUTSIDE, 0.0)
+    # It would ask at the same time: both would dial, and both begin the handshake.
+    assert book.answered_at(peer(1)) == ()
+    book.claim(peer(1), [OUTSIDE])
+    assert book.answered_at(peer(1)) == (OUTSIDE,)
+    book.prove(peer(2), OTHER)
+    assert book.answered_at(peer(2)) == (OTHER,)
 
 
 def test_one_peer_cannot_use_up_the_dials_of_all() -> None:

@@ -1,0 +1,164 @@
+"""Has two peers meet that both know this node and have no path to each other: passes on what they say before
+both dial at once (`punch_messages`).
+
+A peer is told of another one by a message of about a hundred bytes, and comes on a stream of its own: nobody
+is dialled for it. What passes is bounded in number, size and time, and is of that conversation alone.
+"""
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from node.containment import contain
+from node.errors import StreamClosed, Unreachable
+from node.seams import Clock, Stream
+from node.transport.network import RealNetwork
+from node.transport.punch_messages import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL,
+    TOKEN_BYTES,
+    Introduced,
+    Meet,
+    Offer,
+    Passed,
+)
+from node.transport.punching import IntroductionBudget
+
+COME_SECONDS = 4.0
+"""For the peer that was told of another one to come."""
+TOGETHER_SECONDS = 15.0
+"""For all that the two say: each asks others first where it is seen."""
+PASSED_MAX = 3
+"""Messages of each side: an offer, a round trip, and the beginning."""
+COMING_MAX = 4
+"""Peers that this node comes to meet at once."""
+WAIT_SECONDS = 60.0
+HEARD_SECONDS = 60.0
+"""A peer is told of another one where a datagram of it came within this, or a path leads to it: routers keep
+a mapping as long, or nearly."""
+
+
+@dataclass(eq=False)
+class _Waiting:
+    target: PeerId
+    came: trio.Event = field(default_factory=trio.Event)
+    over: trio.Event = field(default_factory=trio.Event)
+    far: Stream | None = None
+
+
+class Introductions:
+    """The service of one node: it has others meet, and comes to meet those that others tell of. `may_answer`
+    says whether the offers of all these peers are taken now, `meet` answers one."""
+
+    def __init__(
+        self,
+        network: RealNetwork,
+        clock: Clock,
+        counters: Counter[str],
+        may_answer: Callable[..., bool],
+        meet: Callable[[Stream, Offer, PeerId], Awaitable[None]],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._counters = counters
+        self._may_answer = may_answer
+        self._meet = meet
+        self._inbox = network.inbox(PROTOCOL)
+        self._coming = 0
+        self._waiting: dict[bytes, _Waiting] = {}
+        self.budget = IntroductionBudget()
+
+    # --- for this node -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Come to meet peers that others tell of, until cancelled."""
+        async with trio.open_nursery() as nursery:
+            while True:
+                for sender, data in await self._inbox.take(self._clock.monotonic() + WAIT_SECONDS):
+                    try:
+                        told: Introduced = decode(data, Introduced, bytes_max=MESSAGE_BYTES_MAX)
+                    except RemoteProtocolError:
+                        self._counters["introductions_malformed"] += 1
+                        continue
+                    peer = PeerId(told.peer)
+                    is_other = peer not in (sender, self._network.peer)
+                    if is_other and self._coming < COMING_MAX and self._may_answer(sender, peer):
+                        self._coming += 1
+                        nursery.start_soon(self._come, sender, told.token, peer)
+
+    async def _come(self, common: PeerId, token: bytes, peer: PeerId) -> None:
+        """Speak to a peer by the one that knows both."""
+        with contain("meeting a peer"):
+            try:
+                stream = await self._network.open(common, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+                try:
+                    await stream.send(encode(Meet(token)))
+                    with trio.fail_after(TOGETHER_SECONDS):
+                        offer: Offer = decode(await stream.receive(), Offer, bytes_max=MESSAGE_BYTES_MAX)
+                    await self._meet(stream, offer, peer)
+                finally:
+                    stream.close()
+            except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
+                self._counters["introductions_broken"] += 1
+            finally:
+                self._coming -= 1
+
+    # --- for others ----------------------------------------------------------------------------------
+
+    async def introduce(self, stream: Stream, target: PeerId) -> None:
+        """Have `target` meet the peer of a stream, which asks for it; the stream ends where it cannot be."""
+        if not self._may_introduce(stream.peer, target):
+            self._counters["introductions_refused"] += 1
+            return
+        token = self._network.credentials.entropy(TOKEN_BYTES)
+        waiting = self._waiting[token] = _Waiting(target)
+        try:
+            self._network.send(target, PROTOCOL, encode(Introduced(token, stream.peer)))
+            with trio.move_on_after(COME_SECONDS):
+                await waiting.came.wait()
+            if waiting.far is not None:
+                self._counters["introductions"] += 1
+                with trio.move_on_after(TOGETHER_SECONDS), suppress(StreamClosed):
+                    await self._pass_on(stream, waiting.far)
+        finally:
+            del self._waiting[token]
+            waiting.over.set()
+
+    async def meet(self, stream: Stream, token: bytes) -> None:
+        """A peer comes that was told of another one; keep its stream until they have spoken."""
+        waiting = self._waiting.get(token)
+        if waiting is not None and waiting.far is None and waiting.target == stream.peer:
+            waiting.far = stream
+            waiting.came.set()
+            await waiting.over.wait()
+
+    def _may_introduce(self, asker: PeerId, target: PeerId) -> bool:
+        now = self._clock.monotonic()
+        is_near = now - self._network.heard_at(target) <= HEARD_SECONDS
+        is_near = is_near or self._network.multiplexed.best(target) is not None
+        is_other = target not in (asker, self._network.peer)
+        return is_other and is_near and self.budget.may_introduce(asker, target, now)
+
+    async def _pass_on(self, near: Stream, far: Stream) -> None:
+        """Raises StreamClosed where either is done."""
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._pass, near, far)
+                nursery.start_soon(self._pass, far, near)
+        except* StreamClosed:
+            raise StreamClosed("either side is done") from None
+
+    async def _pass(self, source: Stream, target: Stream) -> None:
+        for _ in range(PASSED_MAX):
+            data = await source.receive()
+            decode(data, Passed, bytes_max=MESSAGE_BYTES_MAX)
+            await target.send(data)
+        with suppress(StreamClosed):
+            await source.receive()
+            raise RemoteProtocolError("more than two peers say who meet")

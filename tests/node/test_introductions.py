@@ -1,0 +1,99 @@
+"""A node that has two others meet passes on what they say before they dial, and nothing else."""
+
+from collections import Counter
+from random import Random
+
+import pytest
+import trio
+
+from crypto.encoding import decode, encode
+from crypto.identity import PeerId
+from node.errors import StreamClosed
+from node.seams import RealClock
+from node.transport.network import RealNetwork
+from node.transport.punch_messages import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL,
+    Begin,
+    Introduce,
+    Introduced,
+    Meet,
+    Observe,
+    Offer,
+    RoundTrip,
+)
+from node.transport.puncher import Puncher
+from node.transport.punching import INTRODUCED_BURST, IntroductionBudget
+from node.transport.streams import SecureStream
+from tests.node.nets import acquaint, make_network, running, until
+from tests.node.test_transport_parts import peer_ids
+
+OFFER = Offer(("/ip4/45.1.0.2/tcp/30000",), ())
+
+
+async def open_with(network: RealNetwork, common: PeerId, *messages: object) -> SecureStream:
+    stream = await network.open(common, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
+    for message in messages:
+        await stream.send(encode(message))
+    return stream
+
+
+@pytest.mark.parametrize("is_honest", [True, False])
+async def test_two_that_know_a_third_say_what_punching_needs_and_no_more(is_honest: bool) -> None:
+    common, asker, target = (make_network(letter) for letter in "cat")
+    counters: Counter[str] = Counter()
+    async with running(common, asker, target):
+        Puncher(common, RealClock(), Random(1), list, counters)
+        acquaint(common, asker)
+        target.learn(common.peer, common.addresses)
+        inbox = target.inbox(PROTOCOL)
+        common.inbox("/peerloom/ping/1")
+        target.send(common.peer, "/peerloom/ping/1", b"here I am")
+        with trio.fail_after(60):
+            await until(lambda: common.heard_at(target.peer) > 0)
+            near = await open_with(asker, common.peer, Introduce(target.peer), OFFER)
+            ((sender, data),) = await inbox.take(trio.current_time() + 60)
+            told: Introduced = decode(data, Introduced, bytes_max=MESSAGE_BYTES_MAX)
+            assert (sender, told.peer) == (common.peer, asker.peer)
+            stranger = await open_with(asker, common.peer, Meet(told.token))
+            with pytest.raises(StreamClosed):
+                await stranger.receive()
+            far = await open_with(target, common.peer, Meet(told.token))
+            came: Offer = decode(await far.receive(), Offer, bytes_max=MESSAGE_BYTES_MAX)
+            assert came == OFFER
+            if is_honest:
+                for source, other, message in (
+                    (far, near, OFFER),
+                    (near, far, RoundTrip()),
+                    (near, far, Begin()),
+                ):
+                    await source.send(encode(message))
+                    assert await other.receive() == encode(message)
+                await near.send(encode(OFFER))
+            else:
+                await far.send(encode(Observe()))
+            with pytest.raises(StreamClosed):
+                await near.receive()
+    assert counters["introductions"] == 1
+
+
+async def test_a_peer_that_was_not_heard_of_is_told_of_nobody() -> None:
+    common, asker = make_network("c"), make_network("a")
+    counters: Counter[str] = Counter()
+    async with running(common, asker):
+        Puncher(common, RealClock(), Random(1), list, counters)
+        acquaint(common, asker)
+        for target in (make_network("n").peer, asker.peer, common.peer):
+            stream = await open_with(asker, common.peer, Introduce(target), OFFER)
+            with trio.fail_after(60), pytest.raises(StreamClosed):
+                await stream.receive()
+    assert counters["introductions_refused"] == 3
+
+
+def test_neither_an_asker_nor_a_target_is_served_too_often() -> None:
+    asker, target, *others = peer_ids(3 * int(INTRODUCED_BURST))
+    budget = IntroductionBudget()
+    assert sum(budget.may_introduce(asker, other, 0.0) for other in others) == INTRODUCED_BURST
+    budget = IntroductionBudget()
+    assert sum(budget.may_introduce(other, target, 0.0) for other in others) == INTRODUCED_BURST
+    assert all(size <= limit for size, limit in budget.sizes.values())
