@@ -72,7 +72,6 @@ ROOM_MADE = {
     ("node/optimizer/differences.py", "ALTERNATIVES_MAX"): OWN,
     ("node/web/keys.py", "KEYS_MAX"): OWN,
     ("node/web/model_metrics.py", "MODELS_MAX"): "other models are counted together",
-    ("node/web/door.py", "doorway_max"): "of those that have shown nothing, the one silent for longest",
     ("node/web/quotas.py", "waiting_max"): "one key's own; its requests end when their clients hang up",
     ("partition/capture/lazy_tensor.py", "_TILES_MAX"): OWN,
     ("partition/execute/open_step.py", "IN_FLIGHT_MAX"): "one head's own; its next step empties it",
