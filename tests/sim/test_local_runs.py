@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from partition.run.ending import GRACE_SECONDS
 from partition.run.local.seat import SeatedHead, StageSeat
 from sim.events import ColumnStepped, LocalRunEnded, StageAveraged
 from sim.observers import Broken
@@ -22,6 +23,8 @@ from tests.sim.runs_world import BEGINS, Troubled, scenario
 SEEDS = int(os.environ.get("PEERLOOM_LOCAL_SEEDS", "3"))
 STEPS = 40
 TROUBLE_SECONDS = 40.0
+PARTED_SECONDS_MAX = GRACE_SECONDS - 2.0
+"""The two sides of a longer split may settle a result each: members out of sight lose their votes."""
 CALM_SECONDS = 15.0
 """From the end of a trial's troubles to the first look whether its run is over."""
 NOBODY_SECONDS_MAX = 60.0
@@ -91,7 +94,7 @@ def trial(seed: int) -> LocalPlay:
         kind = rng.choice(("death", "restart", "part", "part"))
         if kind == "part":
             played.at(at, played.split, rng.sample(range(members), rng.randint(1, max(1, members - 1))))
-            played.at(at + lasts, played.heal)
+            played.at(at + min(lasts, PARTED_SECONDS_MAX), played.heal)
         elif kind == "restart":
             played.at(at, partial(played.crash, rng.randrange(members), seconds=lasts))
         elif deaths < members - 2:
