@@ -445,12 +445,8 @@ class Attempt:
             sends += self._say_have()
         if self.result is None and not self._gather.commit and len(self._haves) == len(self._owners):
             sends += self._decide()
-        if (
-            self.result is None
-            and self._gather.commit
-            and self._gather.is_whole
-            and not self._agreement.digest
-        ):
+        is_whole = self._gather.commit and self._gather.is_whole
+        if self.result is None and is_whole and not self._agreement.digest:
             sends += self._say_holding()
         if self.result is None and self._agreement.digest and not self._agreement.awaited(self._lost):
             sends += self._succeed()
