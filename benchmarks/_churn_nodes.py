@@ -26,10 +26,10 @@ from node.services.capacity import Capacity
 from partition import stage as api
 from partition.stage import OptimizerSettings
 from sim.churn.model import Churn, Distribution
-from sim.churn.schedule import Change, changes
-from sim.network.links import Links
+from sim.churn.schedule import PopulationChange, changes
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
@@ -95,7 +95,7 @@ class BusyExecutor(NodeExecutor):
     """An executor that records whether a machine computes now, and what."""
 
     def __init__(self) -> None:
-        super().__init__(FLOPS, 1.0, lambda _run: 0.0, Pace(), lambda *_: None)
+        super().__init__(FLOPS, 1.0, lambda _run: 0.0, PeerPace(), lambda *_: None)
         self.doing: Counter[str] = Counter()
 
         self.microbatch_seconds = 0.0
@@ -182,7 +182,7 @@ class Play:
         self._is_local = wanted.get("local") is not None
         self._seconds = seconds
         self._seed = seed
-        self._medium = SimNetworkFabric(Links(NETWORK, seed))
+        self._medium = SimNetworkFabric(SimLinks(NETWORK, seed))
         self._lives: dict[int, _Life] = {}
         self._disks: dict[int, MemoryStorage] = {}
         self._serials: Counter[int] = Counter()
@@ -249,7 +249,7 @@ class Play:
         node = Node(
             config.Config(
                 name=f"m{number}",
-                swarm=config.Swarm(name="churn", preset="lan"),
+                swarm=config.SwarmSettings(name="churn", preset="lan"),
                 resources=config.Resources(accept_runs="swarm" if number else "never"),
                 data_dir=Path("/simulated"),
             ),
@@ -290,11 +290,11 @@ class Play:
             victim = max(self._lives)
             while self._phase(self._lives[victim]) != phase:  # noqa: ASYNC110 - virtual time
                 await trio.sleep(PHASE_LOOK_SECONDS)
-            await self._change(Change(trio.current_time(), victim, False, "crash", True))
+            await self._change(PopulationChange(trio.current_time(), victim, False, "crash", True))
             await trio.sleep(CALM_SECONDS)
-            await self._change(Change(trio.current_time(), victim, True, "return", True))
+            await self._change(PopulationChange(trio.current_time(), victim, True, "return", True))
 
-    async def _change(self, change: Change) -> None:
+    async def _change(self, change: PopulationChange) -> None:
         if change.up:
             while change.number in self._lives:  # noqa: ASYNC110 - its goodbye is not over yet
                 await trio.sleep(SAMPLE_SECONDS)

@@ -55,7 +55,7 @@ async def ours(number: int, k: int, folder: str = "", port: str = "0") -> None:
     from crypto.facts import IdentitySigner
     from crypto.identity import Identity
     from dht.events import Joined
-    from dht.settings import Settings
+    from dht.settings import KademliaSettings
     from node.seams import RealClock
     from node.services.discovery import Discovery
     from node.transport.network import RealNetwork
@@ -84,7 +84,7 @@ async def ours(number: int, k: int, folder: str = "", port: str = "0") -> None:
             refuse=lambda _peer, _error: None,
             observe=lambda event: joined.set() if isinstance(event, Joined) else None,
             seams=seams_in(folder, network, clock, rng) if folder else None,
-            settings=Settings(k=k, find_width=min(3, k)),
+            settings=KademliaSettings(k=k, find_width=min(3, k)),
         )
         await nursery.start(discovery.run)
         say({"address": network.addresses[0].short})

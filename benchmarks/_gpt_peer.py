@@ -113,9 +113,9 @@ def ours(stack: ExitStack, number: int, count: int, folder: str, plain: torch.op
     settings = config.Config(
         name=f"n{number}",
         data_dir=Path(folder) / str(number),
-        swarm=config.Swarm(name="benchmark", preset="host"),
+        swarm=config.SwarmSettings(name="benchmark", preset="host"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=(parse_address(address),) if address else ()),
+        join=config.JoinSettings(lan=False, seeds=(parse_address(address),) if address else ()),
         resources=config.Resources(calibrate=False),  # calibration would disturb the measurement
     )
     me = stack.enter_context(sync(settings))

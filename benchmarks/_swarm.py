@@ -19,11 +19,11 @@ from crypto.identity import PeerId
 from dht.keys import KEY_BITS, node_number
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp, Profile, Status
 from gossip.messages import read_body
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import PROTOCOL, Swim
 from node.services.driver import Sends
 from sim.engine import Engine
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
@@ -115,7 +115,7 @@ class Swarm:
     neighbourhood; `blockable`: `block` holds a member's messages back."""
 
     count: int
-    settings: Settings
+    settings: SwimSettings
     network: NetworkModel
     seed: int
     counted: bool = False
@@ -126,7 +126,7 @@ class Swarm:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
-        self.links = Links(self.network, self.seed)
+        self.links = SimLinks(self.network, self.seed)
         self.engine = Engine(self.links, publish=self._learnt, count_bytes=True)
         self.peers = [seeded_peer(self.seed, number) for number in range(self.count)]
         self.numbers = {peer: number for number, peer in enumerate(self.peers)}

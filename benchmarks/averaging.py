@@ -30,7 +30,7 @@ from _figures import Goal, arguments, leave, report
 from crypto.contact import parse_address
 from gossip.averaging.aggregates import DEFAULT
 from node import config
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.averaging.signature import signature_of
 from node.library.sync import sync
 
@@ -56,9 +56,9 @@ def settings(folder: str, number: int, seed: str) -> config.Config:
     return config.Config(
         name=f"n{number}",
         data_dir=Path(folder) / str(number),
-        swarm=config.Swarm(name="benchmark", preset="local"),
+        swarm=config.SwarmSettings(name="benchmark", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=(parse_address(seed),) if seed else ()),
+        join=config.JoinSettings(lan=False, seeds=(parse_address(seed),) if seed else ()),
         resources=config.Resources(calibrate=False),  # calibration would disturb the measurement
     )
 
@@ -95,7 +95,7 @@ def peer(pipe: Connection, folder: str, number: int, processes: int, rendezvous:
                 vector, error = tensor.div_(processes).numpy(), ""
             else:
                 codec = "float32" if kind == ROBUST else kind
-                wanted = Wanted(codec=codec, size_min=processes, window_seconds=30.0)
+                wanted = RoundWish(codec=codec, size_min=processes, window_seconds=30.0)
                 made = portal.run(runs[run].average, vector, 1.0, wanted)
                 vector, error = (vector if made.vector is None else made.vector), made.error
             seconds = time.perf_counter() - begun

@@ -23,7 +23,7 @@ from node.content.datasets import load_digits
 from partition.capture.models.model_spec import capture_built_in
 from partition.codecs.choice import Frames, allowed, calibrate, choose
 from partition.codecs.codec import CODECS, Array, Codec, Payload, pack, pack_measured, typed, unpack
-from partition.stage import Discard, Done, Forward, Forwarded, OptimizerSettings
+from partition.stage import Discard, Forward, Forwarded, OptimizerSettings, StageDone
 from tests.partition.held import Row, bundle, spread
 
 MIB = 1 << 20
@@ -98,7 +98,7 @@ def crossing(model: Model, count: int) -> tuple[Array, Array]:
     gradient = last.ask(Forward(0, 0, True, values, labels), Forwarded).gradient
     assert gradient is not None
     for stage in (first, last):
-        stage.ask(Discard(), Done)
+        stage.ask(Discard(), StageDone)
     return largest(values), largest(gradient)
 
 

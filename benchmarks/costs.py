@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from _figures import Goal, arguments, leave, report
 
 from crypto.encoding import encode
-from node.services.calibration import Wanted, calibrate
+from node.services.calibration import CalibrationWish, calibrate
 from node.stages.host import StageHost
 from partition.capture import Captured
 from partition.execute.process import keep_freed_memory, prepare_process
@@ -32,7 +32,7 @@ from partition.model.cut import cut, cut_layers
 from partition.plan.layer_costs import layer_costs
 from partition.plan.operations import layer_operations
 from partition.plan.problem import PeerCost, Problem
-from partition.plan.rates import Calibration, Pace
+from partition.plan.rates import Calibration, OperatorPace
 from partition.plan.tables import Tables
 from partition.stage import (
     Apply,
@@ -58,7 +58,7 @@ MEMORY_QUICK = ("resnet18", "gpt")
 def calibrated() -> Calibration:
     """Return this machine's calibration, measured now."""
     with tempfile.TemporaryDirectory() as folder:
-        found = calibrate(Wanted("cpu", "float32", 1), Path(folder))
+        found = calibrate(CalibrationWish("cpu", "float32", 1), Path(folder))
     if found is None:
         raise RuntimeError("this machine cannot be calibrated")
     return found
@@ -121,7 +121,7 @@ def predictions(
     case: Case, captured: Captured, calibration: Calibration, ranges: Sequence[tuple[int, int]]
 ) -> list[float]:
     """Return the seconds of a processor for each stage by the planner's tables, without a node's own work."""
-    alone = msgspec.structs.replace(calibration, node=Pace(0, 0, 0), share_permille=1000)
+    alone = msgspec.structs.replace(calibration, node=OperatorPace(0, 0, 0), share_permille=1000)
     data = case.data(0, case.batch)
     sizes = sizes_of(captured.graph, data)
     layers = tuple(layer_costs(captured.graph, sizes))

@@ -20,7 +20,7 @@ from crypto.identity import PeerId
 from dht.capabilities import Query
 from dht.kademlia import Kademlia
 from dht.keys import node_number, record_key
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.liars import KINDS, FalseNeighbours, liar_of
 from tests.dht.table_world import GIGABYTE, Entry, TableWorld, grind, some_advert
 
@@ -138,7 +138,7 @@ def _host_of(nodes: int) -> Callable[[int], str]:
 def split(seed: int, nodes: int, republish_seconds: float) -> dict[str, Any]:
     """Play halves for 30 minutes (or as long as a republish); each publisher makes a new version
     meanwhile."""
-    world = TableWorld(nodes, seed, settings=Settings(republish_seconds=republish_seconds))
+    world = TableWorld(nodes, seed, settings=KademliaSettings(republish_seconds=republish_seconds))
     peers = list(world.lives)
     for number in range(20):
         world.at(5.0 + number, world.store)
@@ -229,7 +229,7 @@ def goals_of(rows: Rows) -> list[Goal]:
     worst(hour, "top-20 recall", "recall", ">=", 0.97)
     worst("large", "found", "found", ">=", 1.0)
     worst("large", "rounds p95", "rounds_p95", "<=", 5)
-    liars = f"20 % liars, {Settings().paths} paths"
+    liars = f"20 % liars, {KademliaSettings().paths} paths"
     worst(liars, "found", "found", ">=", 0.99)
     worst(liars, "forged", "forged", "<=", 0)
     worst("eclipse", "found", "found", ">=", 0.95)
@@ -250,7 +250,7 @@ def run_case(case: str, seed: int, nodes: int, seconds: float, *, is_quick: bool
         case "large":
             return [churn_row("large", seed, churn(seed, 10 * nodes, 600.0, 3_600.0))]
         case "liars":
-            return [lying(seed, nodes, short, paths) for paths in (1, Settings().paths)]
+            return [lying(seed, nodes, short, paths) for paths in (1, KademliaSettings().paths)]
         case "eclipse":
             return [eclipse(seed, nodes)]
         case "split":

@@ -17,11 +17,11 @@ from crypto.contact import make_address
 from crypto.identity import PeerId
 from gossip.member import MemberUp, Profile
 from gossip.messages import MESSAGE_BYTES_MAX, Message
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import PROTOCOL, Swim
 from node.services.driver import Driver, Sends
 from sim.engine import Engine, Wire
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.peer_network import SimNetwork
 from sim.seams import SimClock, SimNetworkFabric
@@ -51,13 +51,13 @@ def cores(count: int) -> list[tuple[PeerId, Swim]]:
         address = make_address(f"10.0.{index >> 8}.{index & 255}", 9747, peer)
         signer = HashSigner(peer, "bench", SEED)
         profile = Profile(f"n{index}", (address,))
-        made.append((peer, CountedSwim(signer, profile, Settings.lan(), seeded_rng(SEED, peer), 1, 0.0)))
+        made.append((peer, CountedSwim(signer, profile, SwimSettings.lan(), seeded_rng(SEED, peer), 1, 0.0)))
     return made
 
 
 def by_engine(count: int, seconds: float) -> None:
     """Run the heap engine with the real codec, as the driver has it."""
-    engine = Engine(Links(MODEL, SEED), wires={PROTOCOL: Wire(Message, MESSAGE_BYTES_MAX)})
+    engine = Engine(SimLinks(MODEL, SEED), wires={PROTOCOL: Wire(Message, MESSAGE_BYTES_MAX)})
     swarm = cores(count)
     first = swarm[0][0]
     for index, (peer, core) in enumerate(swarm):
@@ -72,7 +72,7 @@ def by_trio(count: int, seconds: float) -> None:
 
 
 async def _drive(count: int, seconds: float) -> None:
-    medium = SimNetworkFabric(Links(MODEL, SEED))
+    medium = SimNetworkFabric(SimLinks(MODEL, SEED))
     swarm = cores(count)
     networks = {peer: medium.attach(peer) for peer, _ in swarm}
     first = networks[swarm[0][0]]

@@ -156,9 +156,9 @@ class Play:
             name="outsider",
             data_dir=self.folder / "outsider",
             observer=True,
-            swarm=config.Swarm(name=SWARM, preset="local"),
+            swarm=config.SwarmSettings(name=SWARM, preset="local"),
             listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-            join=config.Join(lan=False, seeds=(parse_address(address),)),
+            join=config.JoinSettings(lan=False, seeds=(parse_address(address),)),
         )
         async with Node(settings) as node:
             await node.wait_for_members(1)

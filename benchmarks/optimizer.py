@@ -35,9 +35,9 @@ def settings(folder: str, name: str, seed: str) -> config.Config:
     return config.Config(
         name=name,
         data_dir=Path(folder) / name,
-        swarm=config.Swarm(name="benchmark", preset="local"),
+        swarm=config.SwarmSettings(name="benchmark", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=(parse_address(seed),) if seed else ()),
+        join=config.JoinSettings(lan=False, seeds=(parse_address(seed),) if seed else ()),
         resources=config.Resources(calibrate=False),  # calibration would disturb the measurement
     )
 

@@ -19,7 +19,7 @@ from _figures import Goal, arguments, leave, report
 
 from partition.plan.cost import STAGE_BASELINE_BYTES, LayerCost
 from partition.plan.cuts import Groups, best_cut
-from partition.plan.exact import Exact
+from partition.plan.exact import ExactSearch
 from partition.plan.problem import Link, Problem, uniform_peers
 from partition.plan.search import search
 from partition.plan.spans import route, spread
@@ -167,7 +167,7 @@ def small(count: int) -> tuple[list[dict[str, Any]], list[Goal]]:
         tables = Tables(problem)
         cut = search(tables)[0]
         seconds.append(time.process_time() - begun)
-        least = Exact(tables).least(cut.value // 4, cut.value)
+        least = ExactSearch(tables).least(cut.value // 4, cut.value)
         ours.append(cut.value / least)
         for name, rule in RULES.items():
             if (value := rule(tables)) is not None:

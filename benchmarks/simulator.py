@@ -23,8 +23,8 @@ from _figures import Goal, leave, report
 
 from sim.churn.model import Churn, Distribution
 from sim.network.model import NetworkModel
-from sim.observers import Observed, Watch
-from sim.scenario import Membership, Records, Scenario, Start
+from sim.observers import Observation, Watch
+from sim.scenario import MembershipScenario, RecordsScenario, Scenario, SwarmStart
 from sim.worlds.cores import CoresWorld
 
 SEED = 5
@@ -60,13 +60,13 @@ class Case:
             seconds=self.settled_seconds + self.measured_seconds,
             sample_seconds=self.settled_seconds,
             network=NETWORK,
-            start=Start(spread_seconds=0.0, acquainted=True),
+            start=SwarmStart(spread_seconds=0.0, acquainted=True),
             # The same load per peer in a small world as in a large one.
-            records=Records(
+            records=RecordsScenario(
                 stores_per_second=self.nodes * STORES_PER_PEER,
                 lookups_per_second=self.nodes * LOOKUPS_PER_PEER,
             ),
-            membership=Membership(scope="all" if self.scope == "all" else "neighbourhood"),
+            membership=MembershipScenario(scope="all" if self.scope == "all" else "neighbourhood"),
             churn=CHURN if self.churns else Churn(),
         )
 
@@ -133,7 +133,7 @@ def loop_nanoseconds() -> float:
     return (time.process_time() - begun) / turns * 1e9
 
 
-def _watched(watch: Watch, observed: Observed, world: CoresWorld) -> None:
+def _watched(watch: Watch, observed: Observation, world: CoresWorld) -> None:
     watch.publish(observed, world)
 
 

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import psutil
 from _figures import leave, report
 
-from node.services.calibration import CalibrationSettings, MeasuringProcesses, MeasuringTurn, Wanted
+from node.services.calibration import CalibrationSettings, CalibrationWish, MeasuringProcesses, MeasuringTurn
 from tests.slowdown import slowdown
 
 
@@ -36,7 +36,7 @@ def main() -> int:
         threads = max(1, cores // slots)
         found = [
             MeasuringProcesses().measure_now(
-                Wanted("cpu", "float32", threads, count), seconds, MeasuringTurn()
+                CalibrationWish("cpu", "float32", threads, count), seconds, MeasuringTurn()
             )
             for count in (1, slots) * options.times
         ]

@@ -21,11 +21,11 @@ from _swarm import LINKS, LOSSY, Swarm
 from crypto.facts import Fact
 from gossip.member import MemberDown, MemberSuspected, Profile, Status
 from gossip.messages import AliveBody, DeadBody, Gossip, SuspectBody, sign_body
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import PROTOCOL
 from sim.seeds import HashSigner
 
-LAN = Settings()
+LAN = SwimSettings()
 WITHOUT_LIFEGUARD = replace(
     LAN, suspicion_max_multiplier=1.0, confirmations=0, health_max=0, stall_seconds=0.99
 )
@@ -102,7 +102,7 @@ def news(size: Size, seed: int) -> float:
     return swarm.now - begun
 
 
-def blocked(size: Size, seed: int, settings: Settings) -> tuple[int, int]:
+def blocked(size: Size, seed: int, settings: SwimSettings) -> tuple[int, int]:
     """Return false deaths of healthy members: at any observer, and at healthy ones.
 
     Lifeguard's experiment (Dadgar et al. 2018, section V): 5 % of members are slow in turns, for 2 to 10 s at

@@ -16,7 +16,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(slots=True)
-class Bucket:
+class TokenBucket:
     """A token bucket: `rate` a second, `burst` at once. `tokens` were in it at the second `at`."""
 
     rate: float
@@ -49,16 +49,16 @@ class Buckets(Generic[Key]):
         self._rate = rate
         self._burst = burst
         self._sources_max = sources_max
-        self._buckets: OrderedDict[Key, Bucket] = OrderedDict()
+        self._buckets: OrderedDict[Key, TokenBucket] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._buckets)
 
-    def of(self, source: Key, now: float) -> Bucket:
+    def of(self, source: Key, now: float) -> TokenBucket:
         """Return the bucket of this source."""
         bucket = self._buckets.get(source)
         if bucket is None:
-            bucket = self._buckets[source] = Bucket(self._rate, self._burst, self._burst, now)
+            bucket = self._buckets[source] = TokenBucket(self._rate, self._burst, self._burst, now)
             if len(self._buckets) > self._sources_max:
                 self._buckets.popitem(last=False)
         self._buckets.move_to_end(source)

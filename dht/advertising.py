@@ -30,16 +30,16 @@ from dht.lookup import Enough
 from dht.records import Record, check_record, sign_record
 from dht.replication import Replication
 from dht.requests import Search
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 
-class Ground(Protocol):
+class AdvertisingCore(Protocol):
     """The parts of the core that advertising uses."""
 
     peer: PeerId
     key: Key
-    settings: Settings
+    settings: KademliaSettings
     replication: Replication
     timers: Timers
     rng: Random
@@ -63,7 +63,7 @@ class Ground(Protocol):
 class Advertising:
     """The part of a core that advertises the node's offer."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: AdvertisingCore) -> None:
         self._ground = ground
         self._advert: Advert | None = None
         self._depths: dict[str, int] = {}

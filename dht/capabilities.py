@@ -94,7 +94,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Offer:
+class CapabilityOffer:
     """A node that was found: its advert, and the round trip of its ping."""
 
     peer: PeerId

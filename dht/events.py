@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from crypto.contact import Address
 from crypto.identity import PeerId
-from dht.capabilities import Offer
+from dht.capabilities import CapabilityOffer
 from dht.keys import Key
 from dht.records import Record, Refusal
 
@@ -81,7 +81,7 @@ class CapabilitiesFound:
     """The end of a search by capability: nodes that answered, the nearest first."""
 
     request: int
-    offers: tuple[Offer, ...]
+    offers: tuple[CapabilityOffer, ...]
 
 
 Event = PeerHeard | Joined | RecordsFound | NodesFound | RecordStored | PeerPinged | CapabilitiesFound

@@ -22,7 +22,7 @@ from dht import messages
 from dht.capabilities import (
     DEPTH_MAX,
     Advert,
-    Offer,
+    CapabilityOffer,
     Query,
     first_depth,
     newest,
@@ -34,7 +34,7 @@ from dht.keys import Key
 from dht.records import Record
 from dht.requests import Inquiry, Search
 from dht.routing import Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 SHARDS_AT_ONCE = 8
@@ -58,11 +58,11 @@ HUNTS_MAX = 64
 Estimate = Callable[[Sequence[float]], float | None]
 
 
-class Ground(Protocol):
+class HuntCore(Protocol):
     """The parts of the core that a search uses."""
 
     peer: PeerId
-    settings: Settings
+    settings: KademliaSettings
     table: Table
     events: list[Event]
     timers: Timers
@@ -89,7 +89,7 @@ class Ground(Protocol):
 class Hunt:
     """One search. It ends in `CapabilitiesFound`."""
 
-    def __init__(self, ground: Ground, number: int, query: Query, done: Callable[[int], object]) -> None:
+    def __init__(self, ground: HuntCore, number: int, query: Query, done: Callable[[int], object]) -> None:
         self._ground = ground
         self._number = number
         self._query = query
@@ -106,7 +106,7 @@ class Hunt:
         self._reading: list[Search] = []
         self._is_collected = False
         self._candidates: Iterator[PeerId] = iter(())
-        self._offers: list[Offer] = []
+        self._offers: list[CapabilityOffer] = []
         self._limit: Timer | None = None
 
     def begin(self, now: float) -> None:
@@ -229,7 +229,7 @@ class Hunt:
     def _answered(self, peer: PeerId, now: float, token: bytes | None, seconds: float) -> None:
         self._waiting -= 1
         if token is not None:
-            self._offers.append(Offer(peer, self._fitting[peer], seconds))
+            self._offers.append(CapabilityOffer(peer, self._fitting[peer], seconds))
         if self._waiting:
             return
         missing = self._query.count - len(self._offers)
@@ -244,7 +244,7 @@ class Hunt:
 class Hunts:
     """The searches of one core that are under way."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: HuntCore) -> None:
         self._ground = ground
         self._hunts: dict[int, Hunt] = {}
 

@@ -26,10 +26,10 @@ from dht.messages import CLIENT_ADDRESSES, Message, address_texts, readable_addr
 from dht.records import NOBODY, Record, RecordStore, check_record
 from dht.replication import Replication
 from dht.replies import reply
-from dht.requests import Inquiry, Pending, Publication, Requests, Search, checked_page
+from dht.requests import Inquiry, PendingRequest, Publication, Requests, Search, checked_page
 from dht.routing import WAITING_MAX, Contact, Table
 from dht.searches import Searches
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.timers import Timers
 from dht.tokens import SECRET_BYTES, WriteTokens
 from dht.upkeep import Upkeep
@@ -64,7 +64,7 @@ class Kademlia:
     def __init__(
         self,
         signer: Signer,
-        settings: Settings,
+        settings: KademliaSettings,
         rng: Random,
         addresses: tuple[Address, ...],
     ) -> None:
@@ -339,14 +339,14 @@ class Kademlia:
             contact.addresses = texts if readable == texts else readable  # one object, as above
             if addresses:
                 self.events.append(PeerHeard(contact.peer, addresses))
-        self._requests.open(Pending(contact, message, purpose, page, started=now))
+        self._requests.open(PendingRequest(contact, message, purpose, page, started=now))
 
-    def _slow(self, now: float, pending: Pending) -> None:
+    def _slow(self, now: float, pending: PendingRequest) -> None:
         if isinstance(pending.purpose, Search):
             pending.purpose.lookup.slow(pending.contact.peer)
             self._searches.advance(now, pending.purpose)
 
-    def _silent(self, now: float, pending: Pending) -> None:
+    def _silent(self, now: float, pending: PendingRequest) -> None:
         """Handle a request that was not answered in time."""
         peer = pending.contact.peer
         known = self.table.get(peer)
@@ -404,7 +404,9 @@ class Kademlia:
                     self._searches.take_hints(now, search, pending, answer, records)
                     self._searches.advance(now, search)
 
-    def _checked(self, now: float, sender: PeerId, pending: Pending, answer: messages.Answer) -> list[Record]:
+    def _checked(
+        self, now: float, sender: PeerId, pending: PendingRequest, answer: messages.Answer
+    ) -> list[Record]:
         """Return the records of an answer. A bad one costs its sender its place and ends the request."""
         if not isinstance(answer, messages.Values):
             return []

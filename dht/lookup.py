@@ -25,7 +25,7 @@ from dht.groups import is_crowded, spread
 from dht.keys import Key, node_key
 from dht.records import Rank, Record
 from dht.routing import Contact
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 
 UNANSWERED_HINTS_MAX = 4
 """Unanswering peers that one peer may name at first, and for each good one, before its hints are dropped.
@@ -38,7 +38,7 @@ Enough = Callable[[Mapping[PeerId, Record]], bool]
 """Returns whether these records, by publisher, are all that is wanted."""
 
 
-class Standing(Enum):
+class CandidateState(Enum):
     """The state of a candidate in a lookup."""
 
     HEARD = "heard"
@@ -95,7 +95,7 @@ class Lookup:
         key: Key,
         own: PeerId,
         seeds: Iterable[Contact],
-        settings: Settings,
+        settings: KademliaSettings,
         *,
         values: bool,
         width: int | None = None,
@@ -127,7 +127,7 @@ class Lookup:
         self._at_once = max(at_once, settings.alpha)
         self._taken = taken
         self._shortlist = Shortlist(key, settings.k, settings.group_max)
-        self._standing: dict[PeerId, Standing] = {}
+        self._standing: dict[PeerId, CandidateState] = {}
         # How many hints, one leading to the next, first told us of a candidate; `rounds` counts the longest
         # such chain to one that answered: what the paper's rounds come to.
         self._depth: dict[PeerId, int] = {}
@@ -153,10 +153,10 @@ class Lookup:
         places = settings.k if self._barren >= settings.alpha or self.records else self._at_once
         places = min(places - self._asked, settings.lookup_requests_max - self.requests)
         near = self._shortlist.nearest(self._width + self._slow)
-        waiting = [contact for contact in near if self._standing[contact.peer] is Standing.HEARD]
+        waiting = [contact for contact in near if self._standing[contact.peer] is CandidateState.HEARD]
         chosen = waiting[: max(places, 0)]
         for contact in chosen:
-            self._standing[contact.peer] = Standing.ASKED
+            self._standing[contact.peer] = CandidateState.ASKED
             if self._taken is not None:
                 self._taken[contact.peer] = self
         self._asked += len(chosen)
@@ -174,10 +174,10 @@ class Lookup:
     def answered(self, contact: Contact) -> None:
         """Record a full answer; it may come late, after the contact was passed over."""
         standing = self._standing.get(contact.peer)
-        if standing in (None, Standing.HEARD, Standing.ANSWERED):
+        if standing in (None, CandidateState.HEARD, CandidateState.ANSWERED):
             return
         self._leave_flight(contact.peer)
-        self._standing[contact.peer] = Standing.ANSWERED
+        self._standing[contact.peer] = CandidateState.ANSWERED
         self._answered.append(contact)
         self.rounds = max(self.rounds, self._depth[contact.peer] + 1)
         self._shortlist.push(contact)
@@ -187,24 +187,24 @@ class Lookup:
 
     def exclude(self, peer: PeerId) -> None:
         """Exclude a peer that another path has asked."""
-        if self._standing.get(peer) is Standing.HEARD:
-            self._standing[peer] = Standing.PASSED_OVER
+        if self._standing.get(peer) is CandidateState.HEARD:
+            self._standing[peer] = CandidateState.PASSED_OVER
             self._shortlist.remove([node_key(peer)])
 
     def slow(self, peer: PeerId) -> None:
         """Record that `peer` takes longer than usual: its answer is awaited, and another one asked
         meanwhile."""
-        if self._standing.get(peer) is Standing.ASKED:
+        if self._standing.get(peer) is CandidateState.ASKED:
             self._leave_flight(peer)
-            self._standing[peer] = Standing.SLOW
+            self._standing[peer] = CandidateState.SLOW
             self._slow += 1
 
     def passed_over(self, peer: PeerId) -> None:
         """Pass over a peer that took too long, or is known to be dead."""
-        if self._standing.get(peer) in (None, Standing.ANSWERED, Standing.PASSED_OVER):
+        if self._standing.get(peer) in (None, CandidateState.ANSWERED, CandidateState.PASSED_OVER):
             return
         self._leave_flight(peer)
-        self._standing[peer] = Standing.PASSED_OVER
+        self._standing[peer] = CandidateState.PASSED_OVER
         self._shortlist.remove([node_key(peer)])
         for source in self._named_by.get(peer, ()):
             good, ghosts = self._word[source]
@@ -213,8 +213,8 @@ class Lookup:
                 self._drop_hearsay()
 
     def _leave_flight(self, peer: PeerId) -> None:
-        self._asked -= self._standing[peer] is Standing.ASKED
-        self._slow -= self._standing[peer] is Standing.SLOW
+        self._asked -= self._standing[peer] is CandidateState.ASKED
+        self._slow -= self._standing[peer] is CandidateState.SLOW
 
     def give_token(self, peer: PeerId, token: bytes) -> None:
         """Record the write token that `peer` gave."""
@@ -253,7 +253,7 @@ class Lookup:
         if self.requests >= self._settings.lookup_requests_max and not (self._asked or self._slow):
             return True
         near = self._shortlist.nearest(self._width)
-        return all(self._standing[contact.peer] is Standing.ANSWERED for contact in near)
+        return all(self._standing[contact.peer] is CandidateState.ANSWERED for contact in near)
 
     @property
     def nearest(self) -> list[Contact]:
@@ -283,10 +283,10 @@ class Lookup:
         if standing is None:
             if peer == self._own or (self._taken is not None and self._taken.get(peer, self) is not self):
                 return
-            self._standing[peer] = Standing.HEARD
+            self._standing[peer] = CandidateState.HEARD
             self._depth[peer] = 0 if source is None else self._depth[source] + 1
             self.addresses[peer] = contact.addresses[:ADDRESSES_MAX]
-        elif standing is not Standing.HEARD:
+        elif standing is not CandidateState.HEARD:
             return
         elif self.addresses[peer] != contact.addresses:
             merged = tuple(dict.fromkeys((*self.addresses[peer], *contact.addresses)))
@@ -316,7 +316,7 @@ class Lookup:
         dropped = [
             contact.id
             for _, contact in self._shortlist.heap
-            if self._standing[contact.peer] is Standing.HEARD
+            if self._standing[contact.peer] is CandidateState.HEARD
             and contact.peer in self._named_by
             and all(self._has_lost_word(name) for name in self._named_by[contact.peer])
         ]

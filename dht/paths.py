@@ -14,7 +14,7 @@ from dht.keys import Key
 from dht.lookup import Lookup, nearest_spread
 from dht.records import Rank, Record
 from dht.routing import Contact
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 
 
 class DisjointLookup:
@@ -25,7 +25,7 @@ class DisjointLookup:
         key: Key,
         own: PeerId,
         seeds: Iterable[Contact],
-        settings: Settings,
+        settings: KademliaSettings,
         *,
         values: bool,
         count: int,

@@ -21,7 +21,7 @@ from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId
 from dht.keys import KEY_BYTES, Key, content_key, distance
 from dht.messages import KeyBytes
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 
 RECORD_PURPOSE = "dht-record"
 
@@ -145,7 +145,7 @@ class RecordStore:
     there is no room, the source with most records loses one that is far from `own`, the node's key.
     """
 
-    def __init__(self, settings: Settings, own: Key = _ZERO) -> None:
+    def __init__(self, settings: KademliaSettings, own: Key = _ZERO) -> None:
         self._settings = settings
         self._own = own
         self._sources: Crowd[tuple[Key, PeerId]] = Crowd()

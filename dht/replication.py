@@ -31,7 +31,7 @@ from dht.keys import Key, distance
 from dht.records import NOBODY, OWN_SOURCE, Record, RecordStore, Refusal, check_record
 from dht.requests import Inquiry, Publication, Search
 from dht.routing import Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 HOLDERS_SLACK = 2
@@ -46,12 +46,12 @@ Place = tuple[Key, PeerId]
 """A record's key and publisher."""
 
 
-class Ground(Protocol):
+class ReplicationCore(Protocol):
     """The parts of the core that replication uses."""
 
     peer: PeerId
     key: Key
-    settings: Settings
+    settings: KademliaSettings
     table: Table
     records: RecordStore
     events: list[Event]
@@ -84,7 +84,7 @@ class Ground(Protocol):
 class Replication:
     """The part of a core that stores records with others."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: ReplicationCore) -> None:
         self._ground = ground
         self._own: dict[Place, tuple[Record, Timer]] = {}
         self._handed: dict[PeerId, None] = {}

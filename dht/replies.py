@@ -24,7 +24,7 @@ from dht.messages import (
 from dht.records import Record, RecordStore, Refusal
 from dht.replication import Replication
 from dht.routing import Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.tokens import WriteTokens
 
 HINTS_ROOM_BYTES = 200
@@ -34,21 +34,21 @@ ARRAY_HEADS_BYTES = 4
 """The head of an array grows by up to two bytes when it is filled, and a reply has at most two."""
 
 
-class Ground(Protocol):
+class ReplyCore(Protocol):
     """The parts of the core that replies use."""
 
     addresses: tuple[str, ...]
     is_client: bool
     records: RecordStore
     replication: Replication
-    settings: Settings
+    settings: KademliaSettings
     table: Table
     tokens: WriteTokens
 
     def wall(self, now: float) -> float: ...
 
 
-def reply(core: Ground, now: float, sender: PeerId, message: Request) -> Answer:
+def reply(core: ReplyCore, now: float, sender: PeerId, message: Request) -> Answer:
     """Return the answer to a request. Raises RemoteProtocolError for an invalid record."""
     ours, token = core.addresses, b"" if core.is_client else core.tokens.make(now, sender)
     match message:
@@ -83,7 +83,7 @@ def reply(core: Ground, now: float, sender: PeerId, message: Request) -> Answer:
 
 
 def nearest_hints(
-    key: Key, sender: PeerId, head_bytes: int, *, table: Table, settings: Settings
+    key: Key, sender: PeerId, head_bytes: int, *, table: Table, settings: KademliaSettings
 ) -> tuple[Hint, ...]:
     """Return the contacts nearest to `key` without `sender`, as many as fit behind a head of `head_bytes`."""
     room = settings.payload_bytes_max - head_bytes - ARRAY_HEADS_BYTES
@@ -98,7 +98,7 @@ def nodes_reply(
     addresses: tuple[str, ...],
     token: bytes,
     table: Table,
-    settings: Settings,
+    settings: KademliaSettings,
 ) -> Nodes:
     """Return the contacts nearest to the key, without `sender` itself."""
     empty = Nodes(message.id, addresses, (), token)
@@ -116,7 +116,7 @@ def values_reply(
     token: bytes,
     table: Table,
     records: RecordStore,
-    settings: Settings,
+    settings: KademliaSettings,
 ) -> Values:
     """Return a page of the records under the key, with `copies` that are kept for a short time; the first
     page names the nearest contacts too."""

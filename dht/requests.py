@@ -17,7 +17,7 @@ from dht.lookup import Lookup
 from dht.paths import DisjointLookup
 from dht.records import Record, Refusal, check_record
 from dht.routing import Contact, Trip
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.timers import Timer, Timers
 
 PATIENCE_SECONDS_MIN = 0.02
@@ -81,7 +81,7 @@ class Inquiry:
 
 
 @dataclass(eq=False)
-class Pending:
+class PendingRequest:
     """One request in flight. `purpose` is None for a ping that checks a contact."""
 
     contact: Contact
@@ -104,12 +104,12 @@ def learn_trip(trip: Trip | None, seconds: float) -> Trip:
     return mean + (seconds - mean) / 8, deviation + (abs(seconds - mean) - deviation) / 4
 
 
-class Patience:
+class AnswerPatience:
     """The usual answer time: of one peer where it has answered before, else of all peers."""
 
     __slots__ = ("_settings", "_trip")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: KademliaSettings) -> None:
         self._settings = settings
         self._trip: Trip | None = None
 
@@ -151,22 +151,22 @@ class Requests:
 
     def __init__(
         self,
-        settings: Settings,
+        settings: KademliaSettings,
         rng: Random,
         timers: Timers,
         *,
         send: Callable[[PeerId, messages.Message], None],
-        slow: Callable[[float, Pending], None],
-        silent: Callable[[float, Pending], None],
+        slow: Callable[[float, PendingRequest], None],
+        silent: Callable[[float, PendingRequest], None],
     ) -> None:
         self._settings = settings
         self._timers = timers
         self._send = send
         self._slow = slow
         self._silent = silent
-        self._patience = Patience(settings)
+        self._patience = AnswerPatience(settings)
         self._last = rng.getrandbits(48)
-        self._pending: dict[int, Pending] = {}
+        self._pending: dict[int, PendingRequest] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -175,7 +175,7 @@ class Requests:
         self._last += 1
         return self._last
 
-    def open(self, pending: Pending) -> None:
+    def open(self, pending: PendingRequest) -> None:
         """Send a request, and again if its answer takes longer than usual."""
         pending.timer = self._timers.at(
             pending.started + self._patience.repeat_seconds(pending.contact), partial(self._repeat, pending)
@@ -183,7 +183,7 @@ class Requests:
         self._pending[pending.message.id] = pending
         self._send(pending.contact.peer, pending.message)
 
-    def answered(self, sender: PeerId, answer: messages.Answer) -> Pending | None:
+    def answered(self, sender: PeerId, answer: messages.Answer) -> PendingRequest | None:
         """Return the request that `answer` belongs to; None if it came too late. It stays open.
 
         Raises:
@@ -200,14 +200,14 @@ class Requests:
             )
         return pending
 
-    def close(self, now: float, pending: Pending) -> None:
+    def close(self, now: float, pending: PendingRequest) -> None:
         """Close a request whose answer was good: nothing more is awaited."""
         self._patience.learn(pending.contact, now - pending.started)
         if pending.timer is not None:
             pending.timer.call_off()
         del self._pending[pending.message.id]
 
-    def spoil(self, now: float, pending: Pending) -> None:
+    def spoil(self, now: float, pending: PendingRequest) -> None:
         """End a request whose answer was bad: its time is up at the next wake, which is due at once."""
         if pending.passed_over:
             return
@@ -215,23 +215,23 @@ class Requests:
             pending.timer.call_off()
         pending.timer = self._timers.at(now, partial(self._pass_over, pending))
 
-    def _repeat(self, pending: Pending, now: float) -> None:
+    def _repeat(self, pending: PendingRequest, now: float) -> None:
         due = max(pending.started + self._patience.silence_seconds(pending.contact), now)
         pending.timer = self._timers.at(due, partial(self._pass_over, pending))
         self._send(pending.contact.peer, pending.message)
         self._slow(now, pending)
 
-    def _pass_over(self, pending: Pending, now: float) -> None:
+    def _pass_over(self, pending: PendingRequest, now: float) -> None:
         pending.passed_over = True
         due = now + self._settings.late_seconds
         pending.timer = self._timers.at(due, lambda _: self._forget(pending))
         self._silent(now, pending)
 
-    def _forget(self, pending: Pending) -> None:
+    def _forget(self, pending: PendingRequest) -> None:
         del self._pending[pending.message.id]
 
 
-def checked_page(signer: Signer, pending: Pending, answer: messages.Values) -> list[Record]:
+def checked_page(signer: Signer, pending: PendingRequest, answer: messages.Values) -> list[Record]:
     """Return the records of a page, all of them valid and of the requested key.
 
     Raises:

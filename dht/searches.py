@@ -16,9 +16,9 @@ from dht.lookup import Enough, Lookup
 from dht.paths import DisjointLookup
 from dht.records import Record, RecordStore
 from dht.replication import Replication
-from dht.requests import Inquiry, Pending, Publication, Search
+from dht.requests import Inquiry, PendingRequest, Publication, Search
 from dht.routing import Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.timers import Timers
 from dht.tokens import TOKEN_SECONDS
 from dht.upkeep import Upkeep
@@ -28,7 +28,7 @@ class SearchingCore(Protocol):
     """The parts of the core that lookups use."""
 
     peer: PeerId
-    settings: Settings
+    settings: KademliaSettings
     table: Table
     records: RecordStore
     events: list[Event]
@@ -159,7 +159,7 @@ class Searches:
         self,
         now: float,
         search: Search,
-        pending: Pending,
+        pending: PendingRequest,
         answer: messages.Nodes | messages.Values | messages.Stored,
         records: list[Record],
     ) -> None:

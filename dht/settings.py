@@ -10,7 +10,7 @@ PAYLOAD_BYTES_MIN = 300
 
 
 @dataclass(frozen=True)
-class Settings:
+class KademliaSettings:
     """Frozen, checked at construction (ValueError). The defaults suit a swarm over the internet."""
 
     k: int = 20

@@ -14,7 +14,7 @@ from crypto.identity import PeerId
 from dht.keys import Key, random_key
 from dht.requests import Search
 from dht.routing import Bucket, Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 
 WATCHED_PATIENCE = 4
 """Peers that SWIM already monitors are pinged this many times less often: they live, but may have become
@@ -28,11 +28,11 @@ LIAR_SECONDS = 600.0
 """How long such a peer is neither asked nor met."""
 
 
-class Ground(Protocol):
+class UpkeepCore(Protocol):
     """The parts of the core that upkeep uses."""
 
     key: Key
-    settings: Settings
+    settings: KademliaSettings
     table: Table
     rng: Random
 
@@ -43,7 +43,7 @@ class Ground(Protocol):
 class Upkeep:
     """The part of a core that looks after its table. Times are monotonic seconds."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: UpkeepCore) -> None:
         self._ground = ground
         # Contacts that fell silent, the longest lost first: how often each was tried since.
         self._lost: dict[PeerId, tuple[Contact, int]] = {}

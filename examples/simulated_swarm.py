@@ -11,11 +11,11 @@ from functools import partial
 from crypto.contact import make_address
 from crypto.identity import PeerId
 from gossip.member import MemberDown, Profile
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Swim
 from node.services.driver import Sends
 from sim.engine import Engine
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 
@@ -40,13 +40,13 @@ def main() -> None:
             heard.append(now - KILLED_AT_SECONDS)
 
     model = NetworkModel(nearest_seconds=0.005, farthest_seconds=0.08, loss=0.02)
-    engine = Engine(Links(model, SEED), publish=publish)
+    engine = Engine(SimLinks(model, SEED), publish=publish)
     for index, peer in enumerate(peers):
         address = make_address(f"10.0.0.{index + 1}", 9747, peer)
         swim = Swim(
             HashSigner(peer, "example", SEED),
             Profile(f"n{index}", (address,)),
-            Settings.lan(),
+            SwimSettings.lan(),
             seeded_rng(SEED, peer),
             incarnation=1,
             now=0.0,

@@ -14,8 +14,8 @@ from gossip.coordinates import Coordinates
 from gossip.member import MemberDegraded, MemberRecovered
 from gossip.messages import Ack
 from gossip.probes import FurtherPing, Probe
-from gossip.punctuality import Answer
-from gossip.settings import Settings
+from gossip.punctuality import ProbeAnswer
+from gossip.settings import SwimSettings
 from gossip.shares import HostOf, network_of
 from gossip.table import MemberTable
 
@@ -25,7 +25,7 @@ class AnswerMeasures:
 
     __slots__ = ("_settings", "_table", "clocks", "coordinates", "host_of")
 
-    def __init__(self, table: MemberTable, settings: Settings, rng: Random) -> None:
+    def __init__(self, table: MemberTable, settings: SwimSettings, rng: Random) -> None:
         self._table = table
         self._settings = settings
         self.coordinates = Coordinates(rng)
@@ -53,12 +53,12 @@ class AnswerMeasures:
     def judge(self, now: float, sender: PeerId, probe: Probe) -> MemberDegraded | MemberRecovered | None:
         """Record that the first ping of a probe was answered, by its target or by a relay; return the event
         if that changes how the target is marked."""
-        answer = Answer.IN_TIME
+        answer = ProbeAnswer.IN_TIME
         if sender != probe.target:
-            answer = Answer.RELAYED
+            answer = ProbeAnswer.RELAYED
         elif now - probe.sent_at >= self._settings.probe_timeout_seconds:
-            answer = Answer.LATE  # also where it may take so long
+            answer = ProbeAnswer.LATE  # also where it may take so long
         punctuality = self._table.punctuality
-        if answer is Answer.IN_TIME and not len(punctuality):
+        if answer is ProbeAnswer.IN_TIME and not len(punctuality):
             return None
         return punctuality.note(probe.target, answer, now - probe.sent_at)

@@ -13,9 +13,9 @@ from math import inf
 
 from crypto.errors import LocalProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
-from crypto.token_buckets import Bucket, Buckets
+from crypto.token_buckets import Buckets, TokenBucket
 from gossip.messages import BROADCAST_BYTES_MAX, TOPIC_BYTES_MAX, BroadcastBody
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 
 BROADCASTS_MAX = 8.0
 BROADCAST_INTERVALS = 10.0
@@ -38,15 +38,15 @@ class Broadcasts:
 
     __slots__ = ("_heard", "_own", "_passed_on", "_rates", "_sequence", "_waiting")
 
-    def __init__(self, settings: Settings, incarnation: int, now: float) -> None:
+    def __init__(self, settings: SwimSettings, incarnation: int, now: float) -> None:
         interval_seconds, authors_max = settings.probe_interval_seconds, settings.members_max
         rate = 1 / (BROADCAST_INTERVALS * interval_seconds)
-        self._own = Bucket(rate, BROADCASTS_MAX, BROADCASTS_MAX, now)
+        self._own = TokenBucket(rate, BROADCASTS_MAX, BROADCASTS_MAX, now)
         self._rates: Buckets[PeerId] = Buckets(
             RECEIVER_FACTOR * rate, RECEIVER_FACTOR * BROADCASTS_MAX, authors_max
         )
         rate = 1 / (PASSED_ON_INTERVALS * interval_seconds)
-        self._passed_on = Bucket(rate, PASSED_ON_MAX, PASSED_ON_MAX, now)
+        self._passed_on = TokenBucket(rate, PASSED_ON_MAX, PASSED_ON_MAX, now)
         self._sequence = incarnation
         # Per author, the last sequence by topic, and the highest of those forgotten.
         self._heard: dict[PeerId, tuple[dict[bytes, int], int]] = {}

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from crypto.token_buckets import Bucket
+from crypto.token_buckets import TokenBucket
 from gossip.messages import FACT_BYTES_MAX, LIFE_BYTES, AliveBody, AliveFact, Gossip, fact_bytes, read_body
-from gossip.table import Row
+from gossip.table import MemberRow
 
 DISPLACED_MAX = 64
 """Members of which displaced lives are kept."""
@@ -35,7 +35,7 @@ class DisplacedLives:
     __slots__ = ("_facts", "_left", "_met", "_turn", "_written", "waits")
 
     def __init__(self, interval_seconds: float, now: float) -> None:
-        self._written = Bucket(1 / (WRITTEN_INTERVALS * interval_seconds), WRITTEN_MAX, WRITTEN_MAX, now)
+        self._written = TokenBucket(1 / (WRITTEN_INTERVALS * interval_seconds), WRITTEN_MAX, WRITTEN_MAX, now)
         self._facts: dict[PeerId, dict[bytes, Fact]] = {}
         # Probe intervals for which those of a peer are told.
         self._left: dict[PeerId, int] = {}
@@ -80,7 +80,7 @@ class DisplacedLives:
         self._turn += 1
         return (*facts, held.fact)[self._turn % (len(facts) + 1)]
 
-    def next_interval(self, now: float, rows: Mapping[PeerId, Row]) -> list[tuple[PeerId, Gossip]]:
+    def next_interval(self, now: float, rows: Mapping[PeerId, MemberRow]) -> list[tuple[PeerId, Gossip]]:
         """Begin a probe interval; return the messages to send."""
         if not self.waits:
             return []
@@ -91,7 +91,7 @@ class DisplacedLives:
         met = sorted((peer for peer in self._left if peer in self._met), key=lambda peer: -self._left[peer])
         return [(peer, Gossip(self._message(rows[peer]))) for peer in met if self._written.take(now)]
 
-    def _message(self, row: Row) -> tuple[Fact, ...]:
+    def _message(self, row: MemberRow) -> tuple[Fact, ...]:
         """Return as many lives of a peer as fit a message, the present one first."""
         held = row.said.fact
         facts, room = [held], FACT_BYTES_MAX - fact_bytes(held)

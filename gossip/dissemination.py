@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from crypto.token_buckets import Bucket, Buckets
+from crypto.token_buckets import Buckets, TokenBucket
 from gossip.messages import FACTS_MAX, fact_bytes
 
 _SMALLEST_BYTES = 110
@@ -51,7 +51,7 @@ class Changes:
         rate = 1 / (CHANGE_INTERVALS * interval_seconds)
         self._of: Buckets[PeerId] = Buckets(rate, CHANGES_MAX, members_max)
         rate = 1 / (ALL_CHANGE_INTERVALS * interval_seconds)
-        self._all = Bucket(rate, ALL_CHANGES_MAX, ALL_CHANGES_MAX, now)
+        self._all = TokenBucket(rate, ALL_CHANGES_MAX, ALL_CHANGES_MAX, now)
 
     def sends(self, member: PeerId, now: float) -> int:
         """Return how often to send a change of `member`; 0 for not at all."""

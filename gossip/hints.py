@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.suspicion import Credit
-from gossip.table import Row
+from gossip.table import MemberRow
 
 HINTS_MAX = 256
 """Accused members that wait for a probe; more are told of again."""
@@ -34,7 +34,7 @@ accusation comes from several sides."""
 
 
 @dataclass(slots=True)
-class Hint:
+class AccusedMember:
     """One accused member. `facts` by author; `culprits` lose credit if the accused turns out to live;
     `is_doubted` while each of them has erred lately."""
 
@@ -52,7 +52,7 @@ class Hints:
     )  # fmt: skip
 
     def __init__(self, credit: Credit, interval_seconds: float) -> None:
-        self.rows: dict[PeerId, Hint] = {}
+        self.rows: dict[PeerId, AccusedMember] = {}
         self._waiting: dict[PeerId, None] = {}
         self._doubted: dict[PeerId, None] = {}
         self._pauses = 0
@@ -84,7 +84,7 @@ class Hints:
         """Add an accusation whose signature holds, and that `takes` allows."""
         hint = self.rows.get(subject)
         if hint is None:
-            hint = self.rows[subject] = Hint()
+            hint = self.rows[subject] = AccusedMember()
             self._doubted[subject] = None
         if hint.is_doubted and not self._credit.is_doubted(culprit, now):
             hint.is_doubted = False
@@ -104,7 +104,7 @@ class Hints:
         del self._waiting[subject]
         return subject
 
-    def next_in_round(self, rows: Mapping[PeerId, Row]) -> Row | None:
+    def next_in_round(self, rows: Mapping[PeerId, MemberRow]) -> MemberRow | None:
         """Return the accused, if any, that takes the place of the round's next member."""
         self._pauses = max(0, self._pauses - 1)
         if self._pauses or not self._doubted:
@@ -144,7 +144,7 @@ class Hints:
         """Forget the accusations of a member without a verdict."""
         self._pop(subject)
 
-    def _pop(self, subject: PeerId) -> Hint | None:
+    def _pop(self, subject: PeerId) -> AccusedMember | None:
         hint = self.rows.pop(subject, None)
         if hint is None:
             return None

@@ -23,7 +23,7 @@ from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.averaging.group import GROUP_MEMBERS_MAX, Group, Member, fault_of
+from gossip.averaging.group import GROUP_MEMBERS_MAX, Group, GroupMember, fault_of
 from gossip.averaging.lateness import RoundWaits
 from gossip.early_wishes import EarlyWishes
 from gossip.matchmaking_messages import Closed, Decline, Message, Propose, Ready
@@ -69,7 +69,7 @@ class NotFormed:
 
 
 @dataclass(frozen=True)
-class Declined:
+class GroupDeclined:
     """A member of a formed group takes no part in it."""
 
     key: bytes
@@ -85,11 +85,11 @@ class CameLate:
     peer: PeerId
 
 
-Event = Formed | NotFormed | Declined | CameLate
-Make = Callable[[tuple[Member, ...]], Group]
+Event = Formed | NotFormed | GroupDeclined | CameLate
+Make = Callable[[tuple[GroupMember, ...]], Group]
 
 
-class Wish:
+class GroupWish:
     """One peer's wish for a group under one key.
 
     `expected` are the peers that should come; once all of them are ready nobody waits for the window's end.
@@ -109,7 +109,7 @@ class Wish:
 
     def __init__(
         self,
-        me: Member,
+        me: GroupMember,
         key: bytes,
         expected: Sequence[PeerId],
         make: Make,
@@ -152,7 +152,7 @@ class Wish:
         self._size_max = size_max
         self.is_exclusive = is_exclusive
         self._admits = admits
-        self._ready: dict[PeerId, Member] = {}
+        self._ready: dict[PeerId, GroupMember] = {}
         self._passed_over: dict[PeerId, None] = {}
         self._closed_by: set[PeerId] = set()
         self._is_open = False
@@ -227,7 +227,7 @@ class Wish:
                 return self._take_group(sender, group)
             case Decline(attempt=attempt):
                 if self.group is not None and attempt == self.group.id and sender in self.group.peers:
-                    self.events.append(Declined(self.key, attempt, sender))
+                    self.events.append(GroupDeclined(self.key, attempt, sender))
                 return []
             case Closed():
                 self._ready.pop(sender, None)  # it is taken, until it says that it is ready again
@@ -386,8 +386,8 @@ def _distance(key: bytes, peer: PeerId) -> bytes:
     return blake3(key + peer).digest()
 
 
-def _member(sender: PeerId, message: Ready) -> Member:
-    return Member(sender, message.nonce, message.rate, message.has_tensors, message.coordinate)
+def _member(sender: PeerId, message: Ready) -> GroupMember:
+    return GroupMember(sender, message.nonce, message.rate, message.has_tensors, message.coordinate)
 
 
 class Matchmaking:
@@ -395,7 +395,7 @@ class Matchmaking:
 
     def __init__(self, me: PeerId) -> None:
         self._me = me
-        self._wishes: dict[bytes, Wish] = {}
+        self._wishes: dict[bytes, GroupWish] = {}
         self._early = EarlyWishes(1.5 * READY_SECONDS)  # a wish that lasts is told again within it
         self.events: list[Event] = []
 
@@ -403,7 +403,7 @@ class Matchmaking:
     def deadline(self) -> float:
         return min((wish.deadline for wish in self._wishes.values()), default=inf)
 
-    def begin(self, now: float, wish: Wish) -> Sends:
+    def begin(self, now: float, wish: GroupWish) -> Sends:
         """Begin a wish for a group. An earlier wish under the same key ends. Raises ValueError: too many."""
         if wish.key not in self._wishes and len(self._wishes) >= WISHES_MAX:
             raise ValueError(f"a node wishes for {WISHES_MAX} groups at once at most")
@@ -421,7 +421,7 @@ class Matchmaking:
             wish.withdraw()
         return []
 
-    def get(self, key: bytes) -> Wish | None:
+    def get(self, key: bytes) -> GroupWish | None:
         """The wish under a key."""
         return self._wishes.get(key)
 
@@ -475,7 +475,7 @@ class Matchmaking:
             self._drain(wish)
         return sends
 
-    def _drain(self, wish: Wish) -> None:
+    def _drain(self, wish: GroupWish) -> None:
         self._early.unanswered(wish.unanswered)
         wish.unanswered.clear()
         self.events += wish.events

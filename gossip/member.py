@@ -44,7 +44,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Member:
+class SwarmMember:
     """One member at one moment.
 
     `since` is when its status last changed (monotonic seconds of this peer). `reason` says why it

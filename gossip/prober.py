@@ -11,9 +11,9 @@ from gossip.member import CandidateFound, Event, Status
 from gossip.messages import ByStream, Nack, Ping, PingRequest, StreamPing
 from gossip.probes import RELAY_PATIENCE, InFlightProbes, Kind, Probe, Relay
 from gossip.push_pull import Sends as Sends
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.state_table import MembershipState
-from gossip.table import Row
+from gossip.table import MemberRow
 
 DEAD_PROBED_MAX = 32
 
@@ -24,7 +24,7 @@ class Prober:
     __slots__ = ("_beliefs", "_events", "_settings", "_table", "candidates_at", "flight")
 
     def __init__(
-        self, beliefs: MembershipState, settings: Settings, events: list[Event], first_number: int
+        self, beliefs: MembershipState, settings: SwimSettings, events: list[Event], first_number: int
     ) -> None:
         self._beliefs = beliefs
         self._table = beliefs.table
@@ -117,7 +117,13 @@ class Prober:
         return sends
 
     def probe(
-        self, now: float, row: Row, kind: Kind = "round", *, relayed: bool = False, is_in_turn: bool = False
+        self,
+        now: float,
+        row: MemberRow,
+        kind: Kind = "round",
+        *,
+        relayed: bool = False,
+        is_in_turn: bool = False,
     ) -> Sends:
         """Ping a member; `relayed`: ask no relays if it does not answer."""
         peer = row.peer

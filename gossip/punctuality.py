@@ -19,7 +19,7 @@ RELAYED_MIN = 4
 probes in a million do so by chance."""
 
 
-class Answer(enum.IntEnum):
+class ProbeAnswer(enum.IntEnum):
     """How one probe was answered."""
 
     IN_TIME = 0
@@ -34,18 +34,20 @@ class Punctuality:
 
     def __init__(self) -> None:
         self.marks: dict[PeerId, MemberDegraded] = {}
-        self._recent: dict[PeerId, tuple[tuple[Answer, float], ...]] = {}
+        self._recent: dict[PeerId, tuple[tuple[ProbeAnswer, float], ...]] = {}
 
     def __len__(self) -> int:
         return len(self._recent)
 
-    def note(self, peer: PeerId, answer: Answer, seconds: float) -> MemberDegraded | MemberRecovered | None:
+    def note(
+        self, peer: PeerId, answer: ProbeAnswer, seconds: float
+    ) -> MemberDegraded | MemberRecovered | None:
         """Record that a probe was answered after `seconds`. Return the event, if that changes the member's
         mark."""
-        if answer is Answer.IN_TIME and peer not in self._recent:
+        if answer is ProbeAnswer.IN_TIME and peer not in self._recent:
             return None
         recent = (*self._recent.get(peer, ())[1 - RECENT :], (answer, seconds))
-        if len(recent) == RECENT and all(kind is Answer.IN_TIME for kind, _ in recent):
+        if len(recent) == RECENT and all(kind is ProbeAnswer.IN_TIME for kind, _ in recent):
             del self._recent[peer]
         else:
             self._recent[peer] = recent
@@ -63,14 +65,14 @@ class Punctuality:
 
 
 def _judge(
-    peer: PeerId, recent: tuple[tuple[Answer, float], ...], held: Condition | None
+    peer: PeerId, recent: tuple[tuple[ProbeAnswer, float], ...], held: Condition | None
 ) -> MemberDegraded | None:
-    relayed = _in_a_row(recent, Answer.RELAYED)
+    relayed = _in_a_row(recent, ProbeAnswer.RELAYED)
     if relayed >= RELAYED_MIN or (held is Condition.NO_PATH and relayed):
         text = f"no direct answer to the last {relayed} probes, though others reach it"
         return MemberDegraded(peer, Condition.NO_PATH, 0.0, recent[-1][1], text)
-    late = [seconds for kind, seconds in recent if kind is Answer.LATE]
-    is_still_late = held is Condition.LATE and late and _in_a_row(recent, Answer.IN_TIME) < LATE_MIN
+    late = [seconds for kind, seconds in recent if kind is ProbeAnswer.LATE]
+    is_still_late = held is Condition.LATE and late and _in_a_row(recent, ProbeAnswer.IN_TIME) < LATE_MIN
     if len(late) >= LATE_MIN or is_still_late:
         usual = sorted(late)[len(late) // 2]
         text = f"{len(late)} of the last {len(recent)} probes were answered late, after {usual:.2g} s"
@@ -78,7 +80,7 @@ def _judge(
     return None
 
 
-def _in_a_row(recent: tuple[tuple[Answer, float], ...], wanted: Answer) -> int:
+def _in_a_row(recent: tuple[tuple[ProbeAnswer, float], ...], wanted: ProbeAnswer) -> int:
     count = 0
     for kind, _ in reversed(recent):
         if kind is not wanted:

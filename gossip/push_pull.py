@@ -17,9 +17,9 @@ from crypto.identity import PeerId
 from gossip.member import Event, NeighbourhoodLookupWanted
 from gossip.messages import DIGESTS_MAX, ByStream, Compare, Gossip, Message, ScopedCompare, ScopedSync, Sync
 from gossip.other_lives import AGAIN_LISTENERS_MAX
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.state_table import MembershipState
-from gossip.view import Region, Scope
+from gossip.view import KeyRegion, Scope
 
 ASKED_MAX = 16
 """Strangers asked for their facts in one probe interval; more may be a flood, and will ping again."""
@@ -52,7 +52,7 @@ class Exchange:
         self,
         beliefs: MembershipState,
         scope: Scope,
-        settings: Settings,
+        settings: SwimSettings,
         rng: Random,
         events: list[Event],
         due: float,
@@ -216,13 +216,13 @@ class Exchange:
             digests.append(self._table.digest(inside))
         return ScopedCompare(depth, tuple(digests))
 
-    def _facts(self, region: Region | None) -> tuple[Fact, ...]:
+    def _facts(self, region: KeyRegion | None) -> tuple[Fact, ...]:
         return self._table.facts(self._inside(region))
 
-    def _digest(self, region: Region | None) -> bytes:
+    def _digest(self, region: KeyRegion | None) -> bytes:
         return self._table.digest(self._inside(region))
 
-    def _inside(self, region: Region | None) -> list[PeerId] | None:
+    def _inside(self, region: KeyRegion | None) -> list[PeerId] | None:
         # Everybody listed is in our own scope.
         if region is None or region.depth <= self._scope.depth:
             return None
@@ -254,7 +254,7 @@ class Exchange:
             self._search(self._scope.own_key())
         return not self._scope.joining
 
-    def _region(self, sender: PeerId, depth: int | None) -> Region | None:
+    def _region(self, sender: PeerId, depth: int | None) -> KeyRegion | None:
         """Return the region that `sender` is to hear of: it has a scope so deep, or none yet."""
         if depth is not None:
             return self._scope.common(sender, depth)

@@ -4,7 +4,7 @@ Each new incarnation costs others a fact to check, and an accuser nothing. Beyon
 by its answers to probes alone. Not here: which accusations are heard at all (`gossip.state_table`).
 """
 
-from crypto.token_buckets import Bucket
+from crypto.token_buckets import TokenBucket
 
 REFUTATIONS_MAX = 4.0
 REFUTATION_INTERVALS = 30.0
@@ -21,7 +21,7 @@ class Refutations:
 
     def __init__(self, interval_seconds: float, now: float) -> None:
         rate = 1 / (REFUTATION_INTERVALS * interval_seconds)
-        self._bucket = Bucket(rate, REFUTATIONS_MAX, REFUTATIONS_MAX, now)
+        self._bucket = TokenBucket(rate, REFUTATIONS_MAX, REFUTATIONS_MAX, now)
         self._outsiders = 0
 
     def next_interval(self) -> None:

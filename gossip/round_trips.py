@@ -11,7 +11,7 @@ none at all.
 """
 
 from crypto.identity import PeerId
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 
 FIRST_DEVIATION = 0.25
 """The deviation of a first measurement, as a share of it: with DEVIATIONS of them, twice the measurement."""
@@ -26,7 +26,7 @@ class RoundTrips:
 
     __slots__ = ("_late", "_settings", "_slow")
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: SwimSettings) -> None:
         self._settings = settings
         self._slow: dict[PeerId, tuple[float, float]] = {}
         # When a member that is not slow has answered late.

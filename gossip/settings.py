@@ -12,7 +12,7 @@ from gossip.messages import FACT_BYTES_MAX, MEMBERS_MAX
 
 
 @dataclass(frozen=True)
-class Settings:
+class SwimSettings:
     """The settings of one SWIM core. Raises ValueError where they contradict each other."""
 
     probe_interval_seconds: float = 1.0
@@ -110,7 +110,7 @@ class Settings:
                 raise ValueError(f"SWIM settings: {rule}")
 
     @classmethod
-    def local(cls) -> "Settings":
+    def local(cls) -> "SwimSettings":
         """Nodes on one machine: a death is noticed in 1-2 s, a stall of 0.7 s is not a death.
 
         A member is dead once it misses a probe (0.2 s) and does not refute for at least another 1.0 s. So a
@@ -129,7 +129,7 @@ class Settings:
         )
 
     @classmethod
-    def host(cls) -> "Settings":
+    def host(cls) -> "SwimSettings":
         """Nodes on one machine, which may stand still for 3 s: `local` with a suspicion of 3.6 s at least.
 
         A process that has ended is noticed in 1-2 s all the same, for its machine says that its port is
@@ -138,12 +138,12 @@ class Settings:
         return replace(cls.local(), suspicion_multiplier=18.0)
 
     @classmethod
-    def lan(cls) -> "Settings":
+    def lan(cls) -> "SwimSettings":
         """One building or data centre: memberlist's values, which are the defaults."""
         return cls()
 
     @classmethod
-    def wan(cls) -> "Settings":
+    def wan(cls) -> "SwimSettings":
         """The open internet: slow links, and no hurry."""
         return cls(
             probe_interval_seconds=5.0,
@@ -173,5 +173,10 @@ class Settings:
         return shortest, shortest * self.suspicion_max_multiplier
 
 
-PRESETS = {"local": Settings.local(), "host": Settings.host(), "lan": Settings.lan(), "wan": Settings.wan()}
+PRESETS = {
+    "local": SwimSettings.local(),
+    "host": SwimSettings.host(),
+    "lan": SwimSettings.lan(),
+    "wan": SwimSettings.wan(),
+}
 """The presets by the name a config file uses."""

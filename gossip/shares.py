@@ -9,7 +9,7 @@ from functools import lru_cache
 from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from gossip.messages import MEMBERS_MAX, AliveFact
-from gossip.table import Row
+from gossip.table import MemberRow
 
 SHARES = 4
 """Once the list is half full, one source has at most so small a part of it: one introducer, or one network
@@ -31,7 +31,7 @@ class Shares:
         self._most = most
         self.host_of: HostOf | None = None
 
-    def allow(self, rows: Iterable[Row], listed: int, said: AliveFact, introducer: PeerId) -> bool:
+    def allow(self, rows: Iterable[MemberRow], listed: int, said: AliveFact, introducer: PeerId) -> bool:
         """Return whether the source of a newcomer has less than its share of `rows`, which are `listed`
         many."""
         if listed < self._most // 2:

@@ -65,10 +65,10 @@ from gossip.messages import (
 from gossip.other_lives import OtherLives
 from gossip.own_facts import OwnFacts
 from gossip.refutations import Refutations
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.shares import Shares
 from gossip.suspicion import LEAK_INTERVALS, Credit, LocalHealth, Suspicion, suspect
-from gossip.table import MemberTable, Row, Verdict
+from gossip.table import MemberRow, MemberTable, MemberVerdict
 from gossip.view import Scope
 
 
@@ -88,7 +88,7 @@ class MembershipState:
         self,
         signer: Signer,
         profile: Profile,
-        settings: Settings,
+        settings: SwimSettings,
         rng: Random,
         incarnation: int,
         now: float,
@@ -104,7 +104,7 @@ class MembershipState:
         self._events = events
         self.peer = signer.peer
         self.table = MemberTable(
-            Row(self._own.alive(profile, incarnation), now, found_through=None), rng, settings
+            MemberRow(self._own.alive(profile, incarnation), now, found_through=None), rng, settings
         )
         self.health = LocalHealth(settings.health_max)
         self.queue = news.Dissemination()
@@ -126,7 +126,7 @@ class MembershipState:
         self.suspicion_deadline = inf
 
     @property
-    def me(self) -> Row:
+    def me(self) -> MemberRow:
         """Our own row."""
         return self.table.rows[self.peer]
 
@@ -155,7 +155,7 @@ class MembershipState:
     def leave(self, now: float) -> Fact:
         """Mark this peer as gone; return the fact that says so."""
         left = self._own.left(self.me.incarnation)
-        self.table.judge(self.me, now, Verdict(Status.LEFT, self.me.incarnation, left, "left"))
+        self.table.judge(self.me, now, MemberVerdict(Status.LEFT, self.me.incarnation, left, "left"))
         self.queue.put(self.peer, left)
         self._farewell = left
         self.lives.again_at = inf
@@ -165,7 +165,7 @@ class MembershipState:
 
     # Conclusions about others.
 
-    def accuse(self, now: float, row: Row, *, sent_at: float) -> None:
+    def accuse(self, now: float, row: MemberRow, *, sent_at: float) -> None:
         """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
         hints = self.hints.confirm(row.peer)
         if self.lives.is_silent:
@@ -223,7 +223,7 @@ class MembershipState:
             suspicion.close(now)
             self._reckon()
 
-    def bury_expired(self, now: float) -> list[tuple[Row, bool]]:
+    def bury_expired(self, now: float) -> list[tuple[MemberRow, bool]]:
         """Bury every suspect whose time to refute is over. Return those to be probed once more, and whether
         for the last time."""
         if self.lives.is_silent:
@@ -376,7 +376,7 @@ class MembershipState:
         if not (has_room and self.shares.allow(rows.values(), len(rows), said, introducer)):
             return
         self._make_room()
-        self.table.insert(Row(said, now, introducer))
+        self.table.insert(MemberRow(said, now, introducer))
         self._events.append(member_up(said, introducer))
         if candidate.passed_on:
             self.queue.put(said.peer, said.fact)
@@ -420,7 +420,7 @@ class MembershipState:
         else:
             self.candidates.put(Candidate(said, sender, passed_on))
 
-    def _hear_again(self, now: float, sender: PeerId, row: Row, said: AliveFact) -> bool:
+    def _hear_again(self, now: float, sender: PeerId, row: MemberRow, said: AliveFact) -> bool:
         """Take in what a listed member says of itself; return whether more than the incarnation is new."""
         changed = said.profile != row.profile
         status = row.status
@@ -459,7 +459,7 @@ class MembershipState:
         self._own.check(fact, body)
         if row.status is not Status.LEFT:
             self._events.append(MemberLeft(row.peer))
-        self.table.judge(row, now, Verdict(Status.LEFT, body.incarnation, fact, "left"))
+        self.table.judge(row, now, MemberVerdict(Status.LEFT, body.incarnation, fact, "left"))
         self._end_suspicion(row.peer)
         if self._changes.sends(row.peer, now):
             self.queue.put(row.peer, fact)
@@ -502,7 +502,7 @@ class MembershipState:
         self._events.append(SelfAccused(accuser, reason, self.me.incarnation))
 
     def _hear_hint(
-        self, now: float, sender: PeerId, row: Row, fact: Fact, body: SuspectBody | DeadBody
+        self, now: float, sender: PeerId, row: MemberRow, fact: Fact, body: SuspectBody | DeadBody
     ) -> None:
         """Have the accused probed. If the accusation is of another incarnation than the one held, it may be
         right and old: then the sender loses credit if the accused answers."""
@@ -513,7 +513,7 @@ class MembershipState:
             self.hints.put(now, row.peer, accuser, culprit, fact)
 
     def _hear_of_suspect(
-        self, now: float, row: Row, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
+        self, now: float, row: MemberRow, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
     ) -> None:
         """Confirm a suspicion, or let it end as early as it may."""
         suspicion = self.suspicions[row.peer]
@@ -546,7 +546,7 @@ class MembershipState:
         if self.me.status is not Status.LEFT and fact != self.me.said.fact:
             self.lives.hear(now, fact, body, self.me.incarnation)
 
-    def _begin_suspicion(self, now: float, row: Row, hints: Sequence[Fact]) -> Suspicion:
+    def _begin_suspicion(self, now: float, row: MemberRow, hints: Sequence[Fact]) -> Suspicion:
         """Begin a suspicion: our probe has failed, as have those of the authors of `hints`."""
         first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
         fact = first or self._accusation(now, row)
@@ -554,7 +554,7 @@ class MembershipState:
         suspicion = self.suspicions[row.peer] = suspect(now, accuser, self._settings, self.table.live)
         self.table.unanswered(row.peer, now - silence / 1000)
         reason = self.table.reason(accuser, silence)
-        verdict = Verdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
+        verdict = MemberVerdict(Status.SUSPECT, row.incarnation, fact, reason, accuser)
         self.table.judge(row, now, verdict)
         self._events.append(MemberSuspected(row.peer, accuser, reason))
         self.queue.put(row.peer, fact)
@@ -565,7 +565,7 @@ class MembershipState:
                 suspicion.condemn(now, other)
         return suspicion
 
-    def _accusation(self, now: float, row: Row) -> Fact:
+    def _accusation(self, now: float, row: MemberRow) -> Fact:
         return self._own.suspect(row.peer, row.incarnation, self.table.silence_seconds(row, now))
 
     def _confirm(self, peer: PeerId, fact: Fact) -> None:
@@ -573,7 +573,7 @@ class MembershipState:
         self._reckon()
         self.queue.put(peer, fact, beside=True)
 
-    def _bury(self, now: float, row: Row, told: Fact | None) -> None:
+    def _bury(self, now: float, row: MemberRow, told: Fact | None) -> None:
         """Bury a suspect, as `told` by a member's fact, or by a fact of our own."""
         silence = milliseconds(self.table.silence_seconds(row, now))
         if told is not None and incarnation_of(told) == row.incarnation:
@@ -583,7 +583,7 @@ class MembershipState:
         accuser = PeerId(fact.author)
         reason = self.table.reason(accuser, silence)
         self._end_suspicion(row.peer)
-        self.table.judge(row, now, Verdict(Status.DEAD, row.incarnation, fact, reason, accuser))
+        self.table.judge(row, now, MemberVerdict(Status.DEAD, row.incarnation, fact, reason, accuser))
         self._events.append(MemberDown(row.peer, accuser, reason))
         self.queue.put(row.peer, fact, sends=news.DEAD_SENDS)
 

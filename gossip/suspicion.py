@@ -9,7 +9,7 @@ from math import inf
 
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 
 REFUTED_MAX = 3.0
 """Refuted accusations after which an accuser is believed no more. At 10 % loss an honest one errs once in
@@ -149,7 +149,7 @@ class Suspicion:
         return max(self._shortest_seconds, lasts)
 
 
-def suspect(now: float, accuser: PeerId, settings: Settings, live: int) -> Suspicion:
+def suspect(now: float, accuser: PeerId, settings: SwimSettings, live: int) -> Suspicion:
     """Begin a suspicion among `live` members."""
     # Too few others to confirm: waiting for them would only be slow (memberlist does the same).
     wanted = settings.confirmations if live - 2 >= settings.confirmations else 0

@@ -29,7 +29,7 @@ from gossip.broadcasts import TOPICS_MAX
 from gossip.clocks import PEERS_KEPT_MAX as CLOCKS_KEPT_MAX
 from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
-from gossip.member import Event, Member, Profile, Status
+from gossip.member import Event, Profile, Status, SwarmMember
 from gossip.messages import (
     INSTANCE_BYTES,
     Ack,
@@ -49,7 +49,7 @@ from gossip.prober import Prober
 from gossip.probes import OVERDUE_MAX, RELAYS_MAX
 from gossip.push_pull import Exchange
 from gossip.push_pull import Sends as Sends
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.shares import HostOf
 from gossip.state_table import MembershipState
 from gossip.stream_answers import ASKERS_MAX, StreamAnswers
@@ -87,7 +87,7 @@ class Swim:
         self,
         signer: Signer,
         profile: Profile,
-        settings: Settings,
+        settings: SwimSettings,
         rng: Random,
         incarnation: int,
         now: float,
@@ -138,7 +138,7 @@ class Swim:
         self._plan()
 
     @property
-    def members(self) -> tuple[Member, ...]:
+    def members(self) -> tuple[SwarmMember, ...]:
         """Everyone listed, this peer, the dead and the left included, by peer id."""
         return self._table.snapshot()
 
@@ -147,7 +147,7 @@ class Swim:
         """The status of every listed member, this peer included: `members` at a hundredth of its cost."""
         return {row.peer: row.status for row in self._table.rows.values()}
 
-    def member(self, peer: PeerId) -> Member | None:
+    def member(self, peer: PeerId) -> SwarmMember | None:
         """Return the listed member, None where it is not listed."""
         row = self._table.rows.get(peer)
         return None if row is None else row.snapshot()

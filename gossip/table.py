@@ -12,16 +12,16 @@ from blake3 import blake3
 
 from crypto.facts import Fact
 from crypto.identity import PeerId, short_peer
-from gossip.member import Member, Profile, Status
+from gossip.member import Profile, Status, SwarmMember
 from gossip.messages import AliveFact
 from gossip.punctuality import Punctuality
 from gossip.round_trips import RoundTrips
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 
 DIGEST_BYTES = 16
 
 
-class Verdict(msgspec.Struct, frozen=True, eq=False, gc=False):
+class MemberVerdict(msgspec.Struct, frozen=True, eq=False, gc=False):
     """Why a member is not simply alive: the fact that proves it, of the member's `incarnation`."""
 
     status: Status
@@ -31,7 +31,7 @@ class Verdict(msgspec.Struct, frozen=True, eq=False, gc=False):
     accuser: PeerId | None = None
 
 
-class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
+class MemberRow(msgspec.Struct, frozen=True, eq=False, gc=False):
     """The state held of one member; another row takes its place when that changes. Rows are small, since
     there are many, and what the member said is one object shared by all peers of a process. No row is part of
     a cycle, so the collector need not look at it."""
@@ -39,7 +39,7 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
     said: AliveFact
     since: float
     found_through: PeerId | None
-    verdict: Verdict | None = None
+    verdict: MemberVerdict | None = None
 
     @property
     def peer(self) -> PeerId:
@@ -66,9 +66,9 @@ class Row(msgspec.Struct, frozen=True, eq=False, gc=False):
         """The facts that prove the row, to be passed on."""
         return (self.said.fact,) if self.verdict is None else (self.said.fact, self.verdict.fact)
 
-    def snapshot(self) -> Member:
+    def snapshot(self) -> SwarmMember:
         said, verdict = self.said, self.verdict
-        return Member(
+        return SwarmMember(
             peer=said.peer,
             name=said.profile.name,
             addresses=said.profile.addresses,
@@ -99,8 +99,8 @@ class MemberTable:
         "trips",
     )
 
-    def __init__(self, me: Row, rng: Random, settings: Settings) -> None:
-        self.rows: dict[PeerId, Row] = {me.peer: me}
+    def __init__(self, me: MemberRow, rng: Random, settings: SwimSettings) -> None:
+        self.rows: dict[PeerId, MemberRow] = {me.peer: me}
         self.live = 1
         self.punctuality = Punctuality()
         self.trips = RoundTrips(settings)
@@ -115,7 +115,7 @@ class MemberTable:
         self._unanswered: dict[PeerId, float] = {}
         self._digest = b""
 
-    def insert(self, row: Row) -> None:
+    def insert(self, row: MemberRow) -> None:
         """Add a live member, at a random place of the round (SWIM section 4.3)."""
         self.rows[row.peer] = row
         self.live += 1
@@ -125,22 +125,27 @@ class MemberTable:
         if place < self._cursor:
             self._cursor += 1
 
-    def renew(self, row: Row, said: AliveFact) -> Row:
+    def renew(self, row: MemberRow, said: AliveFact) -> MemberRow:
         """Take a member's new description of itself; return its row from now on."""
         self._unanswered.pop(said.peer, None)
-        return self._put(Row(said, row.since, row.found_through, row.verdict))
+        return self._put(MemberRow(said, row.since, row.found_through, row.verdict))
 
     def judge(
-        self, row: Row, now: float, verdict: Verdict | None, *, found_through: PeerId | None = None
-    ) -> Row:
+        self,
+        row: MemberRow,
+        now: float,
+        verdict: MemberVerdict | None,
+        *,
+        found_through: PeerId | None = None,
+    ) -> MemberRow:
         """Give a member another status with its proof and reason (None is alive); return its row from now on.
         A member that came back counts as found anew."""
         if verdict is not None and verdict.status is not Status.SUSPECT:
             self.punctuality.forget(row.peer)
             self.trips.forget(row.peer)
-        return self._put(Row(row.said, now, found_through or row.found_through, verdict))
+        return self._put(MemberRow(row.said, now, found_through or row.found_through, verdict))
 
-    def _put(self, row: Row) -> Row:
+    def _put(self, row: MemberRow) -> MemberRow:
         self.live += row.live - self.rows[row.peer].live
         self.rows[row.peer] = row
         self._digest = b""
@@ -154,10 +159,10 @@ class MemberTable:
         if self._unanswered:
             self._unanswered.pop(peer, None)
 
-    def silence_seconds(self, row: Row, now: float) -> float:
+    def silence_seconds(self, row: MemberRow, now: float) -> float:
         return now - self._unanswered.get(row.peer, row.since)
 
-    def next_target(self, busy: Callable[[PeerId], bool]) -> Row | None:
+    def next_target(self, busy: Callable[[PeerId], bool]) -> MemberRow | None:
         """Return the next live member of the round, skipping the busy; each round has a new random order."""
         for _ in range(len(self._ring) + 1):
             if self._cursor >= len(self._ring):
@@ -173,7 +178,7 @@ class MemberTable:
                 return row
         return None
 
-    def pick(self, count: int, fits: Callable[[Row], bool]) -> list[PeerId]:
+    def pick(self, count: int, fits: Callable[[MemberRow], bool]) -> list[PeerId]:
         """Return at most `count` different random members that fit, never this peer.
 
         In a large table this tries a bounded number, so that the cost does not grow; it may then find fewer
@@ -219,7 +224,7 @@ class MemberTable:
         gone = [row for row in self.rows.values() if not row.live]
         return min(gone, key=lambda row: row.since).peer if gone else None
 
-    def next_dead(self) -> Row | None:
+    def next_dead(self) -> MemberRow | None:
         """Return a member held for dead, all in turn."""
         while self.live < len(self.rows):
             if not self._dead:
@@ -286,7 +291,7 @@ class MemberTable:
             self._digest = digest
         return digest
 
-    def _of(self, peers: Iterable[PeerId] | None) -> Iterable[Row]:
+    def _of(self, peers: Iterable[PeerId] | None) -> Iterable[MemberRow]:
         return self.rows.values() if peers is None else map(self.rows.__getitem__, peers)
 
     def reason(self, accuser: PeerId, silence_milliseconds: int) -> str:
@@ -296,5 +301,5 @@ class MemberTable:
         said = "" if accuser == self._me else f", says {name}"
         return f"no ack for {silence_milliseconds / 1000:.1f} s{said}"
 
-    def snapshot(self) -> tuple[Member, ...]:
+    def snapshot(self) -> tuple[SwarmMember, ...]:
         return tuple(self.rows[peer].snapshot() for peer in sorted(self.rows))

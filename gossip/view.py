@@ -30,7 +30,7 @@ all who are listed: it should remember."""
 
 
 @dataclass(frozen=True, slots=True)
-class Region:
+class KeyRegion:
     """All peers whose keys share their first `depth` bits with `key`."""
 
     place: Place
@@ -89,16 +89,16 @@ class Scope:
         """Return whether `peer` lists us, if its scope has this depth."""
         return self._shared(peer) >= depth
 
-    def common(self, peer: PeerId, depth: int) -> Region | None:
+    def common(self, peer: PeerId, depth: int) -> KeyRegion | None:
         """Return the region that both list, we and `peer` with a scope of this depth; None if there is
         none."""
         if self._shared(peer) < min(depth, self.depth):
             return None
         return self.around(peer, depth) if depth > self.depth else self.around(self._me, self.depth)
 
-    def around(self, peer: PeerId, depth: int) -> Region:
+    def around(self, peer: PeerId, depth: int) -> KeyRegion:
         """Return the neighbourhood of `peer` at this depth."""
-        return Region(self._place, self._place(peer), depth)
+        return KeyRegion(self._place, self._place(peer), depth)
 
     def fit(self, live: Iterable[PeerId]) -> int:
         """Return the depth for these `live` members: deeper, unchanged, or one step less deep.

@@ -25,7 +25,7 @@ TOO_MANY = "its owner gives fewer slots"
 
 
 @dataclass(frozen=True)
-class Parts:
+class ChangeableParts:
     """Those of a node that keep to its settings; `offered` is told what it offers from now on, `calibrate`
     finds out anew what a slot does."""
 
@@ -38,7 +38,7 @@ class Parts:
     calibrate: Callable[[], Awaitable[None]]
 
 
-def keep_limits(parts: Parts, config: Config) -> None:
+def keep_limits(parts: ChangeableParts, config: Config) -> None:
     """Have disk and network kept to the configuration from now on."""
     rules = config.offer
     parts.scratch.limit(config.resources.scratch)
@@ -50,7 +50,7 @@ def keep_limits(parts: Parts, config: Config) -> None:
         parts.network.paces.down.limit(rates[1])
 
 
-def change(parts: Parts, name: str, config: Config, before: Capacity, *, is_real: bool) -> None:
+def change(parts: ChangeableParts, name: str, config: Config, before: Capacity, *, is_real: bool) -> None:
     """Have a setting kept that was changed. Of the stages of others, those that it leaves no room for are
     handed over. Another device is measured first, where it `is_real`."""
     keep_limits(parts, config)
@@ -62,13 +62,13 @@ def change(parts: Parts, name: str, config: Config, before: Capacity, *, is_real
             parts.runs.start_task(parts.calibrate, of=None)
 
 
-async def _measure(parts: Parts, config: Config) -> None:
+async def _measure(parts: ChangeableParts, config: Config) -> None:
     found = await parts.runs.seams.executor.run(partial(measure, config.resources))
     _resize(parts, config, found)
     await parts.calibrate()
 
 
-def _resize(parts: Parts, config: Config, capacity: Capacity) -> None:
+def _resize(parts: ChangeableParts, config: Config, capacity: Capacity) -> None:
     runs = parts.runs
     parts.offered(capacity)
     surplus = frozenset(runs.queue.resize(config.offer.slots))

@@ -79,7 +79,7 @@ DISK_GIVEN = Memory(bytes=GUEST_BYTES_MAX)
 
 
 @dataclass(frozen=True)
-class Join:
+class JoinSettings:
     """Where to look for the first peer. `seeds` holds flags, file and seed files, in that order; `lan` is the
     local network, where nodes find each other by beacons."""
 
@@ -106,7 +106,7 @@ class Listen:
 
 
 @dataclass(frozen=True)
-class Swarm:
+class SwarmSettings:
     """Which swarm, and for what kind of network its timers are set. A `key_file` makes it private. `scope`,
     the same for all of a swarm: whom a member lists, everybody (2,000 at most) or the neighbourhood of its
     key, however large the swarm. `work_bits`, too: the proof of work in every node's id (docs/dht.md)."""
@@ -140,7 +140,7 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Alerts:
+class AlertSettings:
     """Where alerts are told besides the screen and the page: a URL that takes a POST, a program and its
     arguments."""
 
@@ -171,13 +171,13 @@ class Config:
     name: str = field(default_factory=lambda: default_name())
     data_dir: Path = field(default_factory=lambda: default_data_dir(os.environ))
     observer: bool = False
-    join: Join = Join()
+    join: JoinSettings = JoinSettings()
     listen: Listen = Listen()
-    swarm: Swarm = Swarm()
+    swarm: SwarmSettings = SwarmSettings()
     resources: Resources = Resources()
     offer: Offering = field(default_factory=Offering)
     web: Web = field(default_factory=Web)
-    alerts: Alerts = Alerts()
+    alerts: AlertSettings = AlertSettings()
     log: Log = Log()
     relay: Relaying = field(default_factory=Relaying)
     follow: Follow = Follow()
@@ -198,7 +198,7 @@ def default_name() -> str:
 
 
 @dataclass(frozen=True)
-class Rule:
+class SettingRule:
     """One setting: its flag (and environment name), its key in the file, and how its text is read."""
 
     name: str
@@ -218,69 +218,69 @@ class Rule:
 
 
 RULES = (
-    Rule("name", ("name",), label(NAME_LENGTH_MAX)),
-    Rule("data_dir", ("data_dir",), read_path),
-    Rule("observer", ("observer",), read_switch),
-    Rule("join", ("join", "seeds"), read_addresses, many=True, is_packed=True),
-    Rule("seed_files", ("join", "seed_files"), read_path, many=True),
-    Rule("remember", ("join", "remember"), read_switch),
-    Rule("lan", ("join", "lan"), read_switch),
-    Rule("listen", ("listen", "addresses"), read_listen, many=True),
-    Rule("announce", ("listen", "announce"), read_announce, many=True),
-    Rule("map", ("listen", "map"), read_switch),
-    Rule("swarm", ("swarm", "name"), label(LABEL_LENGTH_MAX)),
-    Rule("preset", ("swarm", "preset"), one_of("lan", "wan", "host", "local")),
-    Rule("scope", ("swarm", "scope"), one_of("all", "neighbourhood")),
-    Rule("key_file", ("swarm", "key_file"), read_optional_path),
-    Rule("work_bits", ("swarm", "work_bits"), read_work_bits),
-    Rule("device", ("resources", "device"), read_device),
-    Rule("memory", ("resources", "memory"), read_memory),
-    Rule("scratch", ("resources", "scratch"), read_memory),
-    Rule("cores", ("resources", "cores"), read_cores),
-    Rule("location", ("resources", "location"), label(LABEL_LENGTH_MAX, may_be_empty=True)),
-    Rule("accept_runs", ("resources", "accept_runs"), one_of("swarm", "listed", "invited", "never")),
-    Rule("slots", ("offer", "slots"), read_slots),
-    Rule("hours", ("offer", "hours"), read_hours),
-    Rule("idle", ("offer", "idle"), read_duration),
-    Rule("load", ("offer", "load"), read_percent),
-    Rule("upload", ("offer", "upload"), read_bandwidth),
-    Rule("download", ("offer", "download"), read_bandwidth),
-    Rule("disk", ("resources", "disk"), read_memory),
-    Rule("mains_only", ("offer", "mains_only"), read_switch),
-    Rule("battery_min", ("offer", "battery_min"), read_percent),
-    Rule("battery_low", ("offer", "battery_low"), one_of("never", "less")),
-    Rule("metered", ("offer", "metered"), one_of("no", "less", "never")),
-    Rule("peers", ("offer", "peers"), read_peer_id, many=True),
-    Rule("runs", ("offer", "runs"), read_run_id, many=True),
-    Rule("peer_sessions", ("offer", "peer_sessions"), read_peer_sessions),
-    Rule("peer_tokens", ("offer", "peer_tokens"), read_peer_tokens),
-    Rule("peer_cache", ("offer", "peer_cache"), read_peer_cache),
-    Rule("own_data", ("offer", "own_data"), read_own_data, many=True),
-    Rule("web", ("web", "address"), read_web),
-    Rule("web_cert", ("web", "cert"), read_optional_path),
-    Rule("web_proxy", ("web", "proxy"), read_switch),
-    Rule("log", ("log", "format"), one_of("off", "text", "json")),
-    Rule("log_levels", ("log", "levels"), eventlog.read_levels),
-    Rule("relay", ("relay", "enabled"), read_switch),
-    Rule("relay_upload", ("relay", "upload"), read_bandwidth),
-    Rule("relay_circuits", ("relay", "circuits"), read_circuits),
-    Rule("alert_webhook", ("alerts", "webhook"), read_webhook),
-    Rule("alert_command", ("alerts", "command"), read_command),
-    Rule("follow", ("follow", "key"), read_followed),
-    Rule("follow_allow", ("follow", "allow"), one_of(ALL_FOLLOWABLE, *FOLLOWABLE), many=True),
-    Rule("allow_unfenced", ("resources", "allow_unfenced"), read_switch),
-    Rule("calibrate", ("resources", "calibrate"), read_switch),
-    Rule("spare_process", ("resources", "spare_process"), read_switch),
+    SettingRule("name", ("name",), label(NAME_LENGTH_MAX)),
+    SettingRule("data_dir", ("data_dir",), read_path),
+    SettingRule("observer", ("observer",), read_switch),
+    SettingRule("join", ("join", "seeds"), read_addresses, many=True, is_packed=True),
+    SettingRule("seed_files", ("join", "seed_files"), read_path, many=True),
+    SettingRule("remember", ("join", "remember"), read_switch),
+    SettingRule("lan", ("join", "lan"), read_switch),
+    SettingRule("listen", ("listen", "addresses"), read_listen, many=True),
+    SettingRule("announce", ("listen", "announce"), read_announce, many=True),
+    SettingRule("map", ("listen", "map"), read_switch),
+    SettingRule("swarm", ("swarm", "name"), label(LABEL_LENGTH_MAX)),
+    SettingRule("preset", ("swarm", "preset"), one_of("lan", "wan", "host", "local")),
+    SettingRule("scope", ("swarm", "scope"), one_of("all", "neighbourhood")),
+    SettingRule("key_file", ("swarm", "key_file"), read_optional_path),
+    SettingRule("work_bits", ("swarm", "work_bits"), read_work_bits),
+    SettingRule("device", ("resources", "device"), read_device),
+    SettingRule("memory", ("resources", "memory"), read_memory),
+    SettingRule("scratch", ("resources", "scratch"), read_memory),
+    SettingRule("cores", ("resources", "cores"), read_cores),
+    SettingRule("location", ("resources", "location"), label(LABEL_LENGTH_MAX, may_be_empty=True)),
+    SettingRule("accept_runs", ("resources", "accept_runs"), one_of("swarm", "listed", "invited", "never")),
+    SettingRule("slots", ("offer", "slots"), read_slots),
+    SettingRule("hours", ("offer", "hours"), read_hours),
+    SettingRule("idle", ("offer", "idle"), read_duration),
+    SettingRule("load", ("offer", "load"), read_percent),
+    SettingRule("upload", ("offer", "upload"), read_bandwidth),
+    SettingRule("download", ("offer", "download"), read_bandwidth),
+    SettingRule("disk", ("resources", "disk"), read_memory),
+    SettingRule("mains_only", ("offer", "mains_only"), read_switch),
+    SettingRule("battery_min", ("offer", "battery_min"), read_percent),
+    SettingRule("battery_low", ("offer", "battery_low"), one_of("never", "less")),
+    SettingRule("metered", ("offer", "metered"), one_of("no", "less", "never")),
+    SettingRule("peers", ("offer", "peers"), read_peer_id, many=True),
+    SettingRule("runs", ("offer", "runs"), read_run_id, many=True),
+    SettingRule("peer_sessions", ("offer", "peer_sessions"), read_peer_sessions),
+    SettingRule("peer_tokens", ("offer", "peer_tokens"), read_peer_tokens),
+    SettingRule("peer_cache", ("offer", "peer_cache"), read_peer_cache),
+    SettingRule("own_data", ("offer", "own_data"), read_own_data, many=True),
+    SettingRule("web", ("web", "address"), read_web),
+    SettingRule("web_cert", ("web", "cert"), read_optional_path),
+    SettingRule("web_proxy", ("web", "proxy"), read_switch),
+    SettingRule("log", ("log", "format"), one_of("off", "text", "json")),
+    SettingRule("log_levels", ("log", "levels"), eventlog.read_levels),
+    SettingRule("relay", ("relay", "enabled"), read_switch),
+    SettingRule("relay_upload", ("relay", "upload"), read_bandwidth),
+    SettingRule("relay_circuits", ("relay", "circuits"), read_circuits),
+    SettingRule("alert_webhook", ("alerts", "webhook"), read_webhook),
+    SettingRule("alert_command", ("alerts", "command"), read_command),
+    SettingRule("follow", ("follow", "key"), read_followed),
+    SettingRule("follow_allow", ("follow", "allow"), one_of(ALL_FOLLOWABLE, *FOLLOWABLE), many=True),
+    SettingRule("allow_unfenced", ("resources", "allow_unfenced"), read_switch),
+    SettingRule("calibrate", ("resources", "calibrate"), read_switch),
+    SettingRule("spare_process", ("resources", "spare_process"), read_switch),
 )
 
 
-def rule_of(name: str) -> Rule:
+def rule_of(name: str) -> SettingRule:
     """Return the setting of this name."""
     return next(rule for rule in RULES if rule.name == name)
 
 
-_CONFIG_RULE = Rule("config", (), read_path)
-_PORT_RULE = Rule("port", (), read_port)
+_CONFIG_RULE = SettingRule("config", (), read_path)
+_PORT_RULE = SettingRule("port", (), read_port)
 """A flag alone: Kubernetes sets PEERLOOM_PORT beside a service of that name."""
 
 
@@ -373,7 +373,7 @@ def _read_file(
     return toml.read(path, ConfigFile), path.parent
 
 
-def _from_flags(rule: Rule, flags: Mapping[str, Any]) -> Any:
+def _from_flags(rule: SettingRule, flags: Mapping[str, Any]) -> Any:
     given = flags.get(rule.name)
     if given is None or (rule.many and not given):
         return None
@@ -384,12 +384,12 @@ def _from_flags(rule: Rule, flags: Mapping[str, Any]) -> Any:
     return read_setting(rule.flag, given, rule.read)
 
 
-def _many(rule: Rule, values: Iterable[Any]) -> tuple[Any, ...]:
+def _many(rule: SettingRule, values: Iterable[Any]) -> tuple[Any, ...]:
     """Return the values of a list, each of which is some itself where it is packed."""
     return tuple(chain.from_iterable(values)) if rule.is_packed else tuple(values)
 
 
-def _from_environment(rule: Rule, environ: Mapping[str, str]) -> Any:
+def _from_environment(rule: SettingRule, environ: Mapping[str, str]) -> Any:
     text = environ.get(rule.environment)
     if text is None:
         return None
@@ -400,7 +400,7 @@ def _from_environment(rule: Rule, environ: Mapping[str, str]) -> Any:
     return read_setting(where, text, rule.read)
 
 
-def _from_file(rule: Rule, document: toml.Document[ConfigFile] | None, folder: Path) -> Any:
+def _from_file(rule: SettingRule, document: toml.Document[ConfigFile] | None, folder: Path) -> Any:
     if document is None:
         return None
     value: Any = document.value
@@ -415,7 +415,7 @@ def _from_file(rule: Rule, document: toml.Document[ConfigFile] | None, folder: P
     return folder / value if isinstance(value, Path) else value
 
 
-def _from_file_text(rule: Rule, text: str, document: toml.Document[ConfigFile], *index: int) -> Any:
+def _from_file_text(rule: SettingRule, text: str, document: toml.Document[ConfigFile], *index: int) -> Any:
     where = f"{document.where(*rule.key, *index)}: {rule.key[-1]}"
     return read_setting(where, text, rule.read)
 
@@ -427,9 +427,9 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
     top = dict(section(name="name", data_dir="data_dir", observer="observer"))
     return Config(
         **top,
-        join=Join(**dict(section(seeds="join", remember="remember", lan="lan"))),
+        join=JoinSettings(**dict(section(seeds="join", remember="remember", lan="lan"))),
         listen=Listen(**dict(section(addresses="listen", announce="announce", map="map")), may_move=may_move),
-        swarm=Swarm(
+        swarm=SwarmSettings(
             **dict(
                 section(
                     name="swarm", preset="preset", scope="scope", key_file="key_file", work_bits="work_bits"
@@ -483,6 +483,6 @@ def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
                 section(enabled="relay", upload_bytes_per_second="relay_upload", circuits="relay_circuits")
             )
         ),
-        alerts=Alerts(**dict(section(webhook="alert_webhook", command="alert_command"))),
+        alerts=AlertSettings(**dict(section(webhook="alert_webhook", command="alert_command"))),
         follow=Follow(**dict(section(key="follow", allow="follow_allow"))),
     )

@@ -78,7 +78,7 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
     since: float
 
 
-class LocalNode(Protocol):
+class FollowingNode(Protocol):
     """What following needs of `node.runtime.Node`."""
 
     config: Config
@@ -97,7 +97,7 @@ class LocalNode(Protocol):
 class SettingsFollower:
     """One node's. `restore` once, before `run`."""
 
-    def __init__(self, node: LocalNode) -> None:
+    def __init__(self, node: FollowingNode) -> None:
         self._node = node
         self._key = node.config.follow.key
         allowed = node.config.follow.allow
@@ -277,7 +277,7 @@ class SettingsFollower:
         return None
 
 
-def start_following(node: LocalNode, nursery: trio.Nursery) -> Mapping[str, CommandHandler]:
+def start_following(node: FollowingNode, nursery: trio.Nursery) -> Mapping[str, CommandHandler]:
     """Have a node, daemon or embedded in a program, keep to the settings it follows; return its commands."""
     following = SettingsFollower(node)
     following.restore()

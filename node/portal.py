@@ -31,7 +31,7 @@ class PortalClosed(PeerloomError):
 
 
 @dataclass(frozen=True, eq=False)
-class Call(Generic[T]):
+class LoopCall(Generic[T]):
     """One call into the loop: what to run there, and where its outcome goes."""
 
     function: Callable[..., Awaitable[T]]
@@ -120,12 +120,12 @@ class Portal(Generic[S]):
 
         return self.run(run)
 
-    def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "Call[T]":
+    def begin(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> "LoopCall[T]":
         """Begin a coroutine function in the loop without waiting. Raises PortalClosed or ForkedChild."""
         self.refuse_in_child()
         if threading.current_thread() is self._thread:
             raise PortalClosed("a blocking call from inside the node's own event loop would never return")
-        call = Call(function, arguments)
+        call = LoopCall(function, arguments)
         with self._lock:
             if self._is_over or self._token is None:
                 raise PortalClosed("the node has ended", "open another one: with node.sync(...) as me")
@@ -142,7 +142,7 @@ class Portal(Generic[S]):
                 raise PortalClosed("the node has ended", "open another one: with node.sync(...) as me")
             self._token.run_sync_soon(function, *arguments)
 
-    def cancel(self, call: "Call[Any]") -> None:
+    def cancel(self, call: "LoopCall[Any]") -> None:
         """Cancel what `begin` has begun; nothing happens where it is over.
 
         Raises ForkedChild."""
@@ -193,13 +193,13 @@ class Portal(Generic[S]):
                 self._is_over = True
             nursery.cancel_scope.cancel()
 
-    def _begin(self, call: "Call[Any]") -> None:
+    def _begin(self, call: "LoopCall[Any]") -> None:
         if self._nursery is None or self._is_over:
             self._settle(call.future)
         else:
             self._nursery.start_soon(self._answer, call)
 
-    async def _answer(self, call: "Call[Any]") -> None:
+    async def _answer(self, call: "LoopCall[Any]") -> None:
         with call.scope:
             try:
                 result = await call.function(*call.arguments)

@@ -28,7 +28,7 @@ from gossip.swim import Swim
 from node.api.run_models import run_files
 from node.api.surface import Surface
 from node.averaging.service import Averaging
-from node.changing import Parts, change, keep_limits
+from node.changing import ChangeableParts, change, keep_limits
 from node.checkpoint_commands import CheckpointCommands
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
@@ -62,9 +62,9 @@ from node.runs.vacating import of_others, vacate
 from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
 from node.service_settings import ServiceSettings
 from node.services.adverts import keep_advertised
-from node.services.autonat import Reach
-from node.services.bootstrap import Joining
-from node.services.calibration import Wanted, corrected
+from node.services.autonat import ReachService
+from node.services.bootstrap import Bootstrap
+from node.services.calibration import CalibrationWish, corrected
 from node.services.capacity import Capacity, measure
 from node.services.discovery import Discovery
 from node.services.energy import EnergyLog, keep_log
@@ -73,7 +73,7 @@ from node.services.links import LinkMeasuring
 from node.services.lives import Lives, shared_error
 from node.services.measurements import CALIBRATED, Measurements
 from node.services.membership import LEAVE_SECONDS, Membership
-from node.services.metadata import Standing, encode_metadata
+from node.services.metadata import AdvertisedStanding, encode_metadata
 from node.services.paths import PathComparison
 from node.services.remembering import RememberedPeers
 from node.services.standing import StandingKeeper
@@ -207,7 +207,9 @@ class Node(Surface):
         self.serving = make_serving(self)
         self.serving.run_files = partial(run_files, self)
         kept, own = self._blobs, self.measurements
-        self._parts = Parts(self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate)
+        self._parts = ChangeableParts(
+            self.network, self._scratch, kept, self.runs, own, self._offered, self._calibrate
+        )
         keep_limits(self._parts, self.config)
         if isinstance(self.network, RealNetwork):
             self.network.closed = self._closed
@@ -296,7 +298,7 @@ class Node(Surface):
         if not (self.config.resources.calibrate and self.provider.takes_stages):
             return
         slots = self.provider.rules.slots
-        wanted = Wanted(self.capacity.device, "float32", max(1, self.capacity.cores // slots), slots)
+        wanted = CalibrationWish(self.capacity.device, "float32", max(1, self.capacity.cores // slots), slots)
         await self.measurements.measure(
             wanted, cache_folder(os.environ, self.config.data_dir), self._calibrated, self._is_met
         )
@@ -365,7 +367,7 @@ class Node(Surface):
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._lives = Lives(self.network, (m := self.membership).life, lambda: m.incarnation, m.met_life)
-        self.reach = Reach(self.network, self._clock, counters=self._refused)
+        self.reach = ReachService(self.network, self._clock, counters=self._refused)
         self.inbound = self._make_inbound()
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
@@ -429,8 +431,8 @@ class Node(Surface):
             counters=self._refused,
         )
 
-    def _make_joining(self) -> Joining:
-        return Joining(
+    def _make_joining(self) -> Bootstrap:
+        return Bootstrap(
             self.network,
             self._clock,
             self._remembered.addresses_to_try(),
@@ -572,7 +574,7 @@ class Node(Surface):
             return []
         return await search_providers(self.discovery, self.membership)
 
-    def _standing_now(self, told: Standing | None, runs: Runs | None) -> Standing:
+    def _standing_now(self, told: AdvertisedStanding | None, runs: Runs | None) -> AdvertisedStanding:
         """How this node is; a simulated one is as if idle. Before there are `runs` it holds nothing."""
         provider, calibrated = self.provider, runs is not None and self.measurements.calibration is not None
         words = {**provider.words, CALIBRATED: calibrated}

@@ -346,7 +346,7 @@ class Applied(msgspec.Struct, frozen=True, tag=True, array_like=True):
     busy_nanoseconds: Number = 0
 
 
-class Run(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class RunEntryPoint(msgspec.Struct, frozen=True, tag="Run", array_like=True):
     """Run an entry point without gradients, over the states of a session; an unknown session begins anew.
 
     `codec` as in `Forward`.
@@ -398,7 +398,7 @@ class Restore(msgspec.Struct, frozen=True, tag=True, array_like=True):
     step: Number
 
 
-class Done(msgspec.Struct, frozen=True, tag=True, array_like=True):
+class StageDone(msgspec.Struct, frozen=True, tag="Done", array_like=True):
     """The answer to `Discard`, `EndSession`, `Forget`, `CopySession`, `Import`, `Reload` and `Restore`."""
 
 
@@ -425,7 +425,7 @@ Request = (
     | Discard
     | Norm
     | Apply
-    | Run
+    | RunEntryPoint
     | Serve
     | FindBits
     | ReadValues
@@ -446,7 +446,7 @@ Reply = (
     | Served
     | BitsFound
     | ValuesRead
-    | Done
+    | StageDone
     | Exported
     | Refused
 )

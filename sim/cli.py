@@ -18,10 +18,10 @@ from node.cli.signals import StopFlag
 from node.errors import EXIT_DONE, EXIT_FORCED, CheckFailed, UsageError
 from node.invocation import install_command, simulator
 from node.paths import short_path
-from sim.command import Wanted
+from sim.command import ExperimentRequest
 
 if TYPE_CHECKING:
-    from sim.experiment import InvariantViolation, Progress, Result
+    from sim.experiment import ExperimentProgress, InvariantViolation, Result
 
 DEFAULT = "lan"
 """The scenario that is played when none is named: small, calm, and over within seconds."""
@@ -67,7 +67,7 @@ def main(
 ) -> None:
     """Try a whole swarm in virtual time: play a scenario, check it, measure it."""
     many = bool(sweep) or seeds > 1
-    wanted = Wanted(
+    wanted = ExperimentRequest(
         program=context.command_path,
         scenario=scenario,
         settings=tuple(settings or ()),
@@ -130,7 +130,7 @@ def _list(*, as_json: bool) -> None:
     show(table(("SCENARIO", "NODES", "TIME", "ABOUT"), cells))
 
 
-def _print(wanted: Wanted) -> None:
+def _print(wanted: ExperimentRequest) -> None:
     """Print a scenario: a built-in one with its comments, one with changed values as it would be played."""
     from sim.scenario import load, text_of, to_toml, with_values
 
@@ -142,7 +142,7 @@ def _print(wanted: Wanted) -> None:
     sys.stdout.write(text)
 
 
-def _play(wanted: Wanted) -> None:
+def _play(wanted: ExperimentRequest) -> None:
     from sim.experiment import run as play
     from sim.report.events_file import EVENTS_MAX
     from sim.report.screen import ProgressScreen
@@ -153,7 +153,7 @@ def _play(wanted: Wanted) -> None:
     stop = StopFlag()
     screen = None if wanted.quiet else ProgressScreen(sys.stderr, scenario.name)
 
-    def on_progress(progress: "Progress") -> None:
+    def on_progress(progress: "ExperimentProgress") -> None:
         stop.pause()  # raises Stopped, which ends the experiment in order
         if screen is not None:
             screen.update(progress)
@@ -178,7 +178,7 @@ def _play(wanted: Wanted) -> None:
     _tell(wanted, folder, result, pictures)
 
 
-def _tell(wanted: Wanted, folder: Path | None, result: "Result", pictures: Sequence[str]) -> None:
+def _tell(wanted: ExperimentRequest, folder: Path | None, result: "Result", pictures: Sequence[str]) -> None:
     """Print the results. Raises CheckFailed where an invariant broke."""
     from sim.report.text import summary_lines
 

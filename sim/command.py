@@ -8,7 +8,7 @@ from node.errors import UsageError
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ExperimentRequest:
     """A person's request. `scenario` and `settings` are kept as typed, so that they can be repeated."""
 
     program: str

@@ -18,9 +18,9 @@ from typing import Any
 from crypto.identity import PeerId
 from node.services.driver import Core
 from sim.engine import Engine, Order
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
-from sim.observers import Observed
+from sim.observers import Observation
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 
@@ -45,10 +45,10 @@ class CustomSwarm:
         self, make: Callable[[PeerSlot], Core], *, nodes: int = 20, network: NetworkModel = LAN, seed: int = 1
     ) -> None:
         self.peers = tuple(seeded_peer(seed, number) for number in range(nodes))
-        self.events: list[Observed] = []
+        self.events: list[Observation] = []
         """The events of the cores, in order."""
         self._trace = Trace()
-        links = Links(network, seed)
+        links = SimLinks(network, seed)
         self.engine = Engine(links, trace=self._trace, publish=self._learnt)
         self.cores: list[Any] = []
         for number, peer in enumerate(self.peers):
@@ -74,7 +74,7 @@ class CustomSwarm:
         """Crash a core: it stops without a word."""
         self.engine.kill(self.peers[number], at)
 
-    def of(self, kind: type) -> list[Observed]:
+    def of(self, kind: type) -> list[Observation]:
         """Return the events of one kind."""
         return [observed for observed in self.events if isinstance(observed.event, kind)]
 
@@ -83,4 +83,4 @@ class CustomSwarm:
         return self._trace.digest()
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
-        self.events.append(Observed(now, peer, event))
+        self.events.append(Observation(now, peer, event))

@@ -31,11 +31,11 @@ from node.services.driver import Core, Sends
 from sim.event_queue import Calendar
 from sim.network.clocks import LocalClock, SkewedCore, act
 from sim.network.instants import TICKS_PER_SECOND, after, instant
-from sim.network.links import Links, Sender
+from sim.network.links import Sender, SimLinks
 from sim.network.pace import handling_ticks
 from sim.network.places import RIGHT, Place
 from sim.network.queues import LinkQueue, Parcel
-from sim.network.sizes import Traffic, envelope_bytes
+from sim.network.sizes import SentTraffic, envelope_bytes
 from sim.trace import Trace, TracedCore
 
 WAKES_AT_ONCE_MAX = 1_000
@@ -120,7 +120,7 @@ class Engine:
 
     def __init__(
         self,
-        links: Links,
+        links: SimLinks,
         *,
         trace: Trace | None = None,
         wires: dict[str, Wire] | None = None,
@@ -226,12 +226,12 @@ class Engine:
         carried = 0 if self._carrier is None else self._carrier.under_way
         return sum(entry[2] == _DELIVER for entry in self._calendar) + waiting + carried
 
-    def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
+    def traffic(self, peer: PeerId | None = None) -> dict[str, SentTraffic]:
         """Return what `peer`, in all its lives, or everybody sent by each protocol."""
-        sums: dict[str, Traffic] = {}
+        sums: dict[str, SentTraffic] = {}
         for port in self._ports if peer is None else self._ports_of.get(peer, ()):
-            own = Traffic(self._sent[port.index], self._sent_bytes[port.index])
-            sums[port.protocol] = sums.get(port.protocol, Traffic()) + own
+            own = SentTraffic(self._sent[port.index], self._sent_bytes[port.index])
+            sums[port.protocol] = sums.get(port.protocol, SentTraffic()) + own
         return sums
 
     def run(self, until: float) -> None:

@@ -23,7 +23,7 @@ from partition.codecs.codec import Codec
 from partition.stage import Refused, Reply, Request, StageSpecification, timed
 from partition.stage_layout import arena_bytes
 from sim.network.instants import after, nearest_instant
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 
 T = TypeVar("T")
 
@@ -56,9 +56,11 @@ class SimExecutor:
     """The executor of one peer. `stage_seconds(request)` models the time of one request to a stage; `pace` is
     the peer's: it may be slow, or frozen, and later continues where it stopped."""
 
-    def __init__(self, stage_seconds: Callable[[Request], float] = no_time, pace: Pace | None = None) -> None:
+    def __init__(
+        self, stage_seconds: Callable[[Request], float] = no_time, pace: PeerPace | None = None
+    ) -> None:
         self._stage_seconds = stage_seconds
-        self._pace = pace or Pace()
+        self._pace = pace or PeerPace()
 
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
         del apart  # nothing waits for a thread here
@@ -97,7 +99,7 @@ class SimStage:
     """A `node.seams.Stage` without a process of its own: calls queue, and all fail after one has failed."""
 
     def __init__(
-        self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: Pace
+        self, specification: StageSpecification, stage_seconds: Callable[[Request], float], pace: PeerPace
     ) -> None:
         # Imported here, so that simulations of control traffic do not load torch.
         from partition.execute import StageExecutor
@@ -148,7 +150,7 @@ class SimStage:
             raise StageFailed(self._failure)
 
 
-async def compute_for(seconds: float, pace: Pace) -> None:
+async def compute_for(seconds: float, pace: PeerPace) -> None:
     """Let the time of a computation pass that takes `seconds` at the usual pace."""
     left = seconds * pace.factor
     await stand_still(pace)
@@ -160,7 +162,7 @@ async def compute_for(seconds: float, pace: Pace) -> None:
             return
 
 
-async def stand_still(pace: Pace) -> None:
+async def stand_still(pace: PeerPace) -> None:
     """Wait while the peer is frozen. Not a checkpoint where it is not."""
     while pace.still_until > nearest_instant(trio.current_time()):  # noqa: ASYNC110 - it may be moved
         await trio.sleep_until(pace.still_until)

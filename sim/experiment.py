@@ -20,15 +20,15 @@ from node.invocation import simulator
 from sim.checkers import checkers_for
 from sim.measures.measures import Measures
 from sim.measures.rows import Row
-from sim.observers import Broken, Observed, Watch, Watcher, World
-from sim.progress import Progress
+from sim.observers import Broken, Observation, Watch, Watcher, World
+from sim.progress import ExperimentProgress
 from sim.report.documents import event_line
 from sim.report.events_file import EVENTS_MAX, EventsFile, names_of
 from sim.report.files import EVENTS_NAME, SUMMARY_NAME, write_files
 from sim.scenario import Scenario, load
 from sim.worlds.factories import Cores
 
-__all__ = ["InvariantViolation", "Progress", "Result", "Stopped", "run"]
+__all__ = ["ExperimentProgress", "InvariantViolation", "Result", "Stopped", "run"]
 
 SCHEMA = "peerloom.sim.summary/1"
 
@@ -43,7 +43,7 @@ class InvariantViolation:
     at_seconds: float
     seed: int
     repeat: str
-    recent: tuple[Observed, ...] = field(repr=False)
+    recent: tuple[Observation, ...] = field(repr=False)
     lines: tuple[str, ...] = field(repr=False)
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def run(
     watchers: Sequence[Watcher] = (),
     folder: str | Path | None = None,
     events_max: int = EVENTS_MAX,
-    progress: Callable[[Progress], None] | None = None,
+    progress: Callable[[ExperimentProgress], None] | None = None,
     repeat: str = "",
 ) -> Result:
     """Play a scenario: a value, the name of a built-in one, or the path of a TOML file.
@@ -176,10 +176,10 @@ class _Play:
         self._watch = Watch((self._measures, *files, *watchers, *checkers))
         self._world = _world(scenario, seed, self._publish, cores)
 
-    def _publish(self, observed: Observed) -> None:
+    def _publish(self, observed: Observation) -> None:
         self._watch.publish(observed, self._world)
 
-    def result(self, progress: Callable[[Progress], None] | None) -> Result:
+    def result(self, progress: Callable[[ExperimentProgress], None] | None) -> Result:
         began = time.perf_counter()
         broken: Broken | None = None
         stopped = False
@@ -205,8 +205,8 @@ class _Play:
         self._measures.end(self._world)
         return self._told(broken, stopped, time.perf_counter() - began)
 
-    def _progress(self, wall_seconds: float) -> Progress:
-        return Progress(
+    def _progress(self, wall_seconds: float) -> ExperimentProgress:
+        return ExperimentProgress(
             virtual_seconds=self._world.now,
             scenario_seconds=self._scenario.seconds,
             wall_seconds=wall_seconds,
@@ -256,7 +256,7 @@ class _Play:
         )
 
 
-def _world(scenario: Scenario, seed: int, publish: Callable[[Observed], None], cores: Cores) -> _Playable:
+def _world(scenario: Scenario, seed: int, publish: Callable[[Observation], None], cores: Cores) -> _Playable:
     # Whole nodes need trio and more; bare cores start without them.
     if scenario.fidelity == "stack":
         from sim.worlds.stack import StackWorld

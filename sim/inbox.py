@@ -8,8 +8,8 @@ import trio
 
 from crypto.identity import PeerId
 from sim.network.instants import TICKS_PER_SECOND, nearest_instant
-from sim.network.pace import Pace, handling_ticks
-from sim.wakeup import Alarm
+from sim.network.pace import PeerPace, handling_ticks
+from sim.wakeup import SimAlarm
 
 INBOX_MAX = 65_536
 """Datagrams on their way to one inbox; more mean that nobody reads it."""
@@ -24,14 +24,14 @@ class SimInbox:
     `admit(sender, due)` decides about each datagram when it is taken.
     """
 
-    def __init__(self, pace: Pace, admit: Callable[[PeerId, float], bool]) -> None:
+    def __init__(self, pace: PeerPace, admit: Callable[[PeerId, float], bool]) -> None:
         self.ties = 0
         self.is_open = False
         self._pace = pace
         self._admit = admit
         self._busy_until = 0.0
         self._heap: Datagrams = []
-        self._alarm = Alarm()
+        self._alarm = SimAlarm()
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -12,7 +12,7 @@ import trio
 
 from crypto.contact import Address
 from sim.network.instants import nearest_instant
-from sim.wakeup import Alarm
+from sim.wakeup import SimAlarm
 
 PACKETS_MAX = 256
 """As in `node.transport.multicast`; here packets on their way count as well."""
@@ -33,7 +33,7 @@ class SimLocal:
         self._near = near
         self._packets: list[tuple[float, int, str, bytes]] = []
         self._number = 0
-        self._alarm = Alarm()
+        self._alarm = SimAlarm()
 
     @property
     def addresses(self) -> tuple[Address, ...]:

@@ -20,7 +20,7 @@ _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observation:
     """An event that `peer` learnt of; the whole world if None. `time` is virtual seconds."""
 
     time: float
@@ -79,7 +79,7 @@ class Broken(Exception):
 class Watcher(Protocol):
     """A watcher of all events. A checker raises `Broken`."""
 
-    def see(self, observed: Observed, world: World) -> None: ...
+    def see(self, observed: Observation, world: World) -> None: ...
 
     def sample(self, world: World) -> None:
         """Called at intervals of virtual time, for checks that are too costly for every event."""
@@ -97,11 +97,11 @@ class Watch:
 
     def __init__(self, watchers: Sequence[Watcher]) -> None:
         self.count = 0
-        self.recent: deque[Observed] = deque(maxlen=RECENT_MAX)
+        self.recent: deque[Observation] = deque(maxlen=RECENT_MAX)
         self._watchers = tuple(watchers)
         self._chains: dict[PeerId | None, Any] = {}
 
-    def publish(self, observed: Observed, world: World) -> None:
+    def publish(self, observed: Observation, world: World) -> None:
         """Hand an event to all watchers. Raises Broken, from a watcher."""
         self.count += 1
         self.recent.append(observed)

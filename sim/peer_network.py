@@ -21,8 +21,8 @@ from sim.inbox import Datagrams, SimInbox
 from sim.local import SimLocal
 from sim.network.addresses import Home, Homes
 from sim.network.instants import after, nearest_instant
-from sim.network.links import Links, Sender
-from sim.network.pace import Pace
+from sim.network.links import Sender, SimLinks
+from sim.network.pace import PeerPace
 from sim.network.queues import Parcel
 from sim.network.single_homed import SingleHomed
 from sim.streams import Line, SimStream, admit, stream_pair
@@ -34,11 +34,11 @@ HANDSHAKE_TRIPS = 4
 class Fabric(Protocol):
     """The shared part of all simulated networks, as one of them uses it: `sim.seams`."""
 
-    links: Links
+    links: SimLinks
     homes: Homes
     has_local: bool
 
-    def pace(self, peer: PeerId) -> Pace: ...
+    def pace(self, peer: PeerId) -> PeerPace: ...
     def reaches(self, one: PeerId, other: PeerId) -> bool: ...
     def living(self, peer: PeerId) -> "SimNetwork | None": ...
     def near(self, peer: PeerId) -> Iterator[tuple[SimLocal, float]]: ...

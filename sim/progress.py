@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Progress:
+class ExperimentProgress:
     """The progress of an experiment. `population`: how many peers are up."""
 
     virtual_seconds: float

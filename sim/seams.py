@@ -36,15 +36,15 @@ from sim.local import SimLocal
 from sim.network.addresses import Homes
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND
-from sim.network.links import Links, Sender
-from sim.network.pace import Pace
+from sim.network.links import Sender, SimLinks
+from sim.network.pace import PeerPace
 from sim.network.places import RIGHT
 from sim.network.queues import LinkQueue, Parcel
-from sim.network.sizes import Traffic, envelope_bytes
+from sim.network.sizes import SentTraffic, envelope_bytes
 from sim.peer_network import SimNetwork, now_seconds
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
-from sim.wakeup import Alarm
+from sim.wakeup import SimAlarm
 
 EPOCH_SECONDS = 1_800_000_000.0
 """The wall clock's time at the start of a simulation."""
@@ -73,18 +73,18 @@ class SimNetworkFabric:
     local network.
     """
 
-    def __init__(self, links: Links, *, stall_seconds: float = 0.0, has_local: bool = False) -> None:
+    def __init__(self, links: SimLinks, *, stall_seconds: float = 0.0, has_local: bool = False) -> None:
         self.links = links
         self.has_local = has_local
         self._stall_seconds = stall_seconds
         self._networks: dict[PeerId, SimNetwork] = {}
         self.homes = Homes()
-        self._paces: dict[PeerId, Pace] = {}
-        self._traffic: dict[tuple[PeerId, str], Traffic] = {}
+        self._paces: dict[PeerId, PeerPace] = {}
+        self._traffic: dict[tuple[PeerId, str], SentTraffic] = {}
         self._counts: Counter[str] = Counter()
         self._number = 0
         self._carrier = LinkQueue()
-        self._alarm = Alarm()
+        self._alarm = SimAlarm()
         self._is_carrying = False
 
     def attach(self, peer: PeerId) -> "SimNetwork":
@@ -113,18 +113,18 @@ class SimNetworkFabric:
         """From now on computing at `peer` takes `factor` times as long; 1 is the usual."""
         self.pace(peer).factor = factor
 
-    def pace(self, peer: PeerId) -> Pace:
+    def pace(self, peer: PeerId) -> PeerPace:
         """Return the pace of a peer, in all its lives."""
-        return self._paces.setdefault(peer, Pace())
+        return self._paces.setdefault(peer, PeerPace())
 
     def split(self, *sides: Collection[PeerId]) -> int:
-        """Split the network (`Links.split`); streams over the split stall or break."""
+        """Split the network (`SimLinks.split`); streams over the split stall or break."""
         number = self.links.split(*sides)
         self.look_at_streams()
         return number
 
     def heal(self, number: int | None = None) -> None:
-        """Heal a split (`Links.heal`); stalled streams go on."""
+        """Heal a split (`SimLinks.heal`); stalled streams go on."""
         self.links.heal(number)
         self.look_at_streams()
 
@@ -175,12 +175,12 @@ class SimNetworkFabric:
         waiting = sum(network.waiting for network in self._networks.values())
         return self._carrier.under_way + waiting
 
-    def traffic(self, peer: PeerId | None = None) -> dict[str, Traffic]:
+    def traffic(self, peer: PeerId | None = None) -> dict[str, SentTraffic]:
         """Return what `peer`, in all its lives, or everybody sent by each protocol, streams included."""
-        sums: dict[str, Traffic] = {}
+        sums: dict[str, SentTraffic] = {}
         for (sender, protocol), own in self._traffic.items():
             if peer in (None, sender):
-                sums[protocol] = sums.get(protocol, Traffic()) + own
+                sums[protocol] = sums.get(protocol, SentTraffic()) + own
         return sums
 
     def count(self, what: str, number: int = 1) -> None:
@@ -190,7 +190,7 @@ class SimNetworkFabric:
     def count_traffic(self, sender: PeerId, protocol: str, sent_bytes: int) -> None:
         """Count a message that was sent."""
         key = (sender, protocol)
-        self._traffic[key] = self._traffic.get(key, Traffic()) + Traffic(1, sent_bytes)
+        self._traffic[key] = self._traffic.get(key, SentTraffic()) + SentTraffic(1, sent_bytes)
 
     def post(
         self, sender: Sender, peer: PeerId, protocol: str, data: bytes, *, by_stream: bool = False

@@ -29,11 +29,11 @@ from node.locks import Turn
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX
 from sim.executor import stand_still
 from sim.network.instants import TICKS_PER_SECOND, after, nearest_instant
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 from sim.network.places import Place
 from sim.network.queues import Parcel
 from sim.network.sizes import STREAM_OVERHEAD
-from sim.wakeup import Alarm
+from sim.wakeup import SimAlarm
 
 WINDOW_BYTES_MAX = 4 * 1024 * 1024
 """Bytes on their way or unread in one direction before `send` waits, as with a kernel's buffers."""
@@ -50,7 +50,7 @@ class Line:
     def __init__(
         self,
         places: tuple[Place, Place],
-        paces: tuple[Pace, Pace],
+        paces: tuple[PeerPace, PeerPace],
         trips: tuple[int, int],
         protocol: str,
         carry: Callable[[Parcel], None] | None,
@@ -92,7 +92,7 @@ class _Pipe:
         self._why = ""
         self._ends_at = math.inf
         self._broken_at = math.inf
-        self._reader = Alarm()
+        self._reader = SimAlarm()
         self._writers = trio.lowlevel.ParkingLot()
 
     async def put(self, message: bytes, payload: bytes) -> None:

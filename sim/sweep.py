@@ -27,7 +27,7 @@ from node.cli.render import seconds_text, show, show_json, table
 from node.cli.signals import StopFlag, Stopped
 from node.errors import EXIT_FORCED, CheckFailed, PeerloomError, UsageError
 from node.paths import short_path
-from sim.command import Wanted
+from sim.command import ExperimentRequest
 from sim.report.files import SCENARIO_NAME, SUMMARY_NAME
 from sim.scenario import load, to_toml, with_values
 
@@ -57,7 +57,7 @@ Values = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
-class Run:
+class SweepRun:
     """One experiment of a sweep: `values` of the swept keys, and the folder of its files."""
 
     values: Values
@@ -82,7 +82,7 @@ class Run:
         return found if whole else None
 
 
-def sweep(wanted: Wanted, sweeps: Sequence[str], *, seeds: int, jobs: int) -> None:
+def sweep(wanted: ExperimentRequest, sweeps: Sequence[str], *, seeds: int, jobs: int) -> None:
     """Run the missing experiments, and show the results of all.
 
     Raises:
@@ -104,7 +104,7 @@ def sweep(wanted: Wanted, sweeps: Sequence[str], *, seeds: int, jobs: int) -> No
     _fail(wanted, runs, done)
 
 
-def _runs(wanted: Wanted, sweeps: Sequence[str], seeds: int) -> Iterator[Run]:
+def _runs(wanted: ExperimentRequest, sweeps: Sequence[str], seeds: int) -> Iterator[SweepRun]:
     axes = [_axis(text) for text in sweeps]
     keys = [key for key, _ in axes]
     for key in keys:
@@ -121,7 +121,7 @@ def _runs(wanted: Wanted, sweeps: Sequence[str], seeds: int) -> Iterator[Run]:
         text = to_toml(with_values(scenario, dict(values), source="--sweep"))
         folder = _folder(wanted) / folder_name(values) if values else _folder(wanted)
         for seed in range(wanted.seed, wanted.seed + seeds):
-            yield Run(values, seed, folder / f"seed={seed}", text)
+            yield SweepRun(values, seed, folder / f"seed={seed}", text)
 
 
 def _axis(text: str) -> tuple[str, list[str]]:
@@ -159,19 +159,19 @@ def folder_name(values: Values) -> str:
     return name
 
 
-def _folder(wanted: Wanted) -> Path:
+def _folder(wanted: ExperimentRequest) -> Path:
     return Path(wanted.out or f"sim-out/{load(wanted.scenario).name}").expanduser()
 
 
 # Running
 
 
-def _play_all(wanted: Wanted, missing: Sequence[Run], jobs: int) -> bool:
+def _play_all(wanted: ExperimentRequest, missing: Sequence[SweepRun], jobs: int) -> bool:
     """Return whether it was stopped. Experiments that run by then end in order, and are run again next
     time."""
     stop = StopFlag()
     waiting = list(reversed(missing))
-    running: dict[str, tuple[Run, subprocess.Popen[bytes], IO[bytes], float]] = {}
+    running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], IO[bytes], float]] = {}
     began, ended = time.monotonic(), 0
 
     def end_all() -> None:
@@ -208,7 +208,7 @@ def _play_all(wanted: Wanted, missing: Sequence[Run], jobs: int) -> bool:
     return False
 
 
-def _start(wanted: Wanted, run: Run) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+def _start(wanted: ExperimentRequest, run: SweepRun) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
     try:
         run.folder.mkdir(parents=True, exist_ok=True)
         log = (run.folder / LOG_NAME).open("wb")
@@ -233,7 +233,7 @@ def _start(wanted: Wanted, run: Run) -> tuple[subprocess.Popen[bytes], IO[bytes]
     return process, log
 
 
-def _ended_line(run: Run, code: int, took: float, ended: int, count: int, left: float) -> str:
+def _ended_line(run: SweepRun, code: int, took: float, ended: int, count: int, left: float) -> str:
     how = {0: "ok", CheckFailed.exit_code: "broken"}.get(code, f"failed with {code}")
     line = f"{ended} of {count}  {run.name}  {how} in {seconds_text(took)}"
     return line + (f"  about {seconds_text(round(left))} left" if ended < count else "")
@@ -242,7 +242,7 @@ def _ended_line(run: Run, code: int, took: float, ended: int, count: int, left: 
 # What they came to
 
 
-def _tell(wanted: Wanted, done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
+def _tell(wanted: ExperimentRequest, done: Sequence[tuple[SweepRun, Mapping[str, Any]]]) -> None:
     points: dict[Values, list[Mapping[str, Any]]] = {}
     for run, summary in done:
         points.setdefault(run.values, []).append(summary)
@@ -312,7 +312,7 @@ def _write(path: Path, spans: Mapping[Values, Mapping[str, Span]]) -> None:
 
 
 def _document(
-    done: Sequence[tuple[Run, Mapping[str, Any]]], spans: Mapping[Values, Mapping[str, Span]]
+    done: Sequence[tuple[SweepRun, Mapping[str, Any]]], spans: Mapping[Values, Mapping[str, Span]]
 ) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
@@ -339,7 +339,9 @@ def _document(
     }
 
 
-def _fail(wanted: Wanted, runs: Sequence[Run], done: Sequence[tuple[Run, Mapping[str, Any]]]) -> None:
+def _fail(
+    wanted: ExperimentRequest, runs: Sequence[SweepRun], done: Sequence[tuple[SweepRun, Mapping[str, Any]]]
+) -> None:
     """Report failures. Raises PeerloomError if there are any."""
     ended = {run.name for run, _ in done}
     lost = [run for run in runs if run.name not in ended]
@@ -358,7 +360,7 @@ def _fail(wanted: Wanted, runs: Sequence[Run], done: Sequence[tuple[Run, Mapping
         raise PeerloomError(f"{len(lost)} of {len(runs)} runs failed", f"look: {lost[0].folder / LOG_NAME}")
 
 
-def _last_words(run: Run) -> str:
+def _last_words(run: SweepRun) -> str:
     try:
         lines = (run.folder / LOG_NAME).read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError:

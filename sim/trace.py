@@ -21,7 +21,7 @@ _DIGEST_BYTES = 16
 
 
 @dataclass(frozen=True)
-class Entry:
+class TraceEntry:
     """One line of a trace. `what` is received, woken, called, refused, sent or learnt."""
 
     time: float
@@ -37,7 +37,7 @@ class Trace:
     def __init__(self, *, keep: bool = False) -> None:
         self._keep = keep
         self._chains: dict[tuple[PeerId, str], Any] = {}
-        self._kept: dict[tuple[PeerId, str], list[Entry]] = {}
+        self._kept: dict[tuple[PeerId, str], list[TraceEntry]] = {}
         self.count = 0
 
     def add(self, time: float, peer: PeerId, protocol: str, what: str, data: bytes) -> None:
@@ -50,7 +50,7 @@ class Trace:
         chain.update(f"{time:.6f} {what} {len(data)} ".encode() + data)
         self.count += 1
         if self._keep:
-            self._kept[name].append(Entry(time, peer, protocol, what, data))
+            self._kept[name].append(TraceEntry(time, peer, protocol, what, data))
 
     def digest(self) -> str:
         """Return one hash over all chains, in hexadecimal."""
@@ -59,7 +59,7 @@ class Trace:
             total.update(peer + protocol.encode() + b"\0" + self._chains[peer, protocol].digest())
         return total.hexdigest()
 
-    def entries(self) -> list[Entry]:
+    def entries(self) -> list[TraceEntry]:
         """Return all kept entries in canonical order: time, peer, protocol, order within the chain."""
         merged = [entry for name in sorted(self._kept) for entry in self._kept[name]]
         return sorted(merged, key=lambda entry: (entry.time, entry.peer, entry.protocol))

@@ -8,7 +8,7 @@ from crypto.errors import LocalProtocolError
 from sim.network.instants import instant
 
 
-class Alarm:
+class SimAlarm:
     """One task sleeps on it; others can bring the end of its sleep forward."""
 
     def __init__(self) -> None:

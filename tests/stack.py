@@ -40,11 +40,11 @@ from partition.capture.weights import write_weights
 from partition.codecs.codec import pack, typed
 from partition.execute import StageExecutor
 from partition.model.cut import cut_layers
-from partition.model.graph import Graph, Stored
+from partition.model.graph import Graph, StoredValues
 from partition.stage import OptimizerSettings
 from partition.stage_layout import arena_bytes, parameter_layout
 from sim.executor import SimExecutor
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_rng
@@ -69,7 +69,7 @@ class Swarm:
     storages: dict[str, MemoryStorage] = field(default_factory=dict)
     events: dict[str, list[Event]] = field(default_factory=dict)
     lives: Counter[str] = field(default_factory=Counter)
-    medium: SimNetworkFabric = field(default_factory=lambda: SimNetworkFabric(Links(NetworkModel(), 1)))
+    medium: SimNetworkFabric = field(default_factory=lambda: SimNetworkFabric(SimLinks(NetworkModel(), 1)))
     preset: config.Preset = "lan"
     settings: ServiceSettings = field(default_factory=ServiceSettings)
 
@@ -102,7 +102,7 @@ async def swarm(
     earlier lives, `recorders` record the nodes, `executors` compute in their place. `offer` is each node's
     offer, `network` the network between them, `preset` their timers: with "lan" a virtual second costs a
     fifth of one with "local". `settings` are those of the services."""
-    medium = SimNetworkFabric(Links(network or NetworkModel(), seed))
+    medium = SimNetworkFabric(SimLinks(network or NetworkModel(), seed))
     group = Swarm(medium=medium, preset=preset, settings=settings or ServiceSettings())
     async with trio.open_nursery() as nursery:
         before: str | None = None
@@ -145,7 +145,7 @@ async def _live(
     node = Node(
         config.Config(
             name=name,
-            swarm=config.Swarm(preset=group.preset),
+            swarm=config.SwarmSettings(preset=group.preset),
             data_dir=Path("/simulated"),
             offer=offer or Offering(),
         ),
@@ -343,11 +343,11 @@ def _fill(
         return
     start = 8 + int.from_bytes(model.values[:8], "little")
     for slot in parameter_layout(specification):
-        if isinstance(source := slot.parameter.source, Stored):
+        if isinstance(source := slot.parameter.source, StoredValues):
             at = slot.offset * specification.item_bytes
             begin = start + source.offset
             arena[at : at + source.length] = model.values[begin : begin + source.length]
-    ask(executor, api.Reload(), api.Done)
+    ask(executor, api.Reload(), api.StageDone)
 
 
 def assert_equal(result: Tensors, expected: Tensors, dtype: str) -> None:

@@ -467,7 +467,7 @@ FOR_OTHERS = {
     "PeerOptimizer.average_now": "the library: what a script calls",
     "PlanReport.to_json": "the library: what a program writes",
     "PaxosChain.rejoin": "how a member returns after a fork; the walks over the chain of plans play it",
-    "Links.unblock": "a play's script in the simulator",
+    "SimLinks.unblock": "a play's script in the simulator",
     "simulated_seams": "one node's seams for a play by hand",
     "Averaging.runners": "how far a node's attempts are, for plays that stop one in the middle",
     "Assets.script_bytes": "how large the page's scripts are, which are bounded",

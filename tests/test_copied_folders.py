@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from node.cli.client import ask
-from node.config import Config, Join, Listen, read_listen
+from node.config import Config, JoinSettings, Listen, read_listen
 from node.doctor.local_checks import Scene, look_here
 from node.doctor.steps import Steps
 from node.errors import NoNode
@@ -127,7 +127,9 @@ async def test_copies_stop_one_after_the_other_and_the_original_stays(copied: Pa
     assert original.process.poll() is None
     listen = Listen(addresses=(read_listen("127.0.0.1:0"),))
     steps = Steps(lambda _: None)
-    await look_here(steps, Scene(Config(data_dir=copied / "original", listen=listen, join=Join(lan=False))))
+    await look_here(
+        steps, Scene(Config(data_dir=copied / "original", listen=listen, join=JoinSettings(lan=False)))
+    )
     (identity,) = (step for step in steps.all if step.name == "identity")
     assert identity.outcome == "failed"
     assert copies[0] in identity.detail

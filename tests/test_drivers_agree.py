@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from sim.network.model import NetworkModel
-from sim.trace import Entry
+from sim.trace import TraceEntry
 from tests.sim.agreement import EVEN, ROUGH, Outcome, by_engine, by_trio
 
 SEEDS = (1, 2, 3)
@@ -26,7 +26,7 @@ driver = cache(by_trio)
 rough = pytest.mark.parametrize("model", [EVEN, ROUGH], ids=["even", "rough"])
 
 
-def difference(one: Outcome, other: Outcome) -> tuple[Entry | None, Entry | None]:
+def difference(one: Outcome, other: Outcome) -> tuple[TraceEntry | None, TraceEntry | None]:
     """Return where two traces part, for a more useful failure than two digests."""
     ours, theirs = one.trace.entries(), other.trace.entries()
     for left, right in zip(ours, theirs, strict=False):

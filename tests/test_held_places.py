@@ -17,7 +17,7 @@ from gossip.averaging import messages as attempt
 from gossip.pieces import messages as pieces
 from node.averaging import transfer
 from node.averaging.participation import Participation
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.checkpoints import replication
 from node.content import blobs
 from node.errors import StreamClosed, Unreachable
@@ -88,7 +88,7 @@ class DataPeer:
         """Return once it has the answer."""
         stream = await self._network.open(peer, pieces.DATA_PROTOCOL)
         try:
-            await stream.send(encode(pieces.Have(NOTHING, b"\0", True, False)))
+            await stream.send(encode(pieces.PiecesHeld(NOTHING, b"\0", True, False)))
             answer: pieces.Message = decode(await self._receive.receive(), pieces.Message, bytes_max=1 << 16)
             assert isinstance(answer, pieces.Unknown)
         finally:
@@ -99,11 +99,11 @@ class DataPeer:
 
 QUESTIONS: dict[str, tuple[object, Any, type]] = {
     wire.RUNS_PROTOCOL: (wire.Describe(RUN), wire.Reply, Declined),
-    blobs.BLOBS_PROTOCOL: (blobs.Want(NOTHING), blobs.Reply, blobs.Absent),
+    blobs.BLOBS_PROTOCOL: (blobs.Want(NOTHING), blobs.Reply, blobs.BlobAbsent),
     replication.COPIES_PROTOCOL: (replication.Which(RUN), replication.Reply, replication.Here),
-    transfer.PROTOCOL: (transfer.Ask(NOTHING, NOTHING, 0), transfer.Answer, transfer.Nothing),
-    receipts.RECEIPTS_PROTOCOL: (receipts.ShowReceipts(), receipts.Answer, receipts.Shown),
-    traces.TRACES_PROTOCOL: (traces.Ask(NOTHING, 0, 0), traces.Told, traces.Told),
+    transfer.PROTOCOL: (transfer.StateRequest(NOTHING, NOTHING, 0), transfer.Answer, transfer.NoState),
+    receipts.RECEIPTS_PROTOCOL: (receipts.ShowReceipts(), receipts.Answer, receipts.ShownReceipts),
+    traces.TRACES_PROTOCOL: (traces.SpanRequest(NOTHING, 0, 0), traces.Told, traces.Told),
 }
 """By protocol: a question, the type of its answer, and the type of an answer that is not just `busy`."""
 
@@ -123,7 +123,7 @@ async def honest_call(network: Network, node: Node, protocol: str) -> None:
 def first_words(protocol: str) -> bytes:
     """A plausible first message that makes the other side hold something."""
     if protocol == pieces.DATA_PROTOCOL:
-        return encode(pieces.Have(bytes([1]) * 32, b"\0", True, False))
+        return encode(pieces.PiecesHeld(bytes([1]) * 32, b"\0", True, False))
     if protocol == attempt.PROTOCOL:
         return encode(attempt.Opening(bytes([1]) * 32))
     return b""
@@ -170,7 +170,7 @@ def test_streams_held_by_64_peers_delay_no_honest_round() -> None:
         await run.wait_for_peers(2)
         for number in range(ROUNDS):
             run.tell(step=number, samples=8, rounds=number, lineage=bytes(32), has_state=True)
-            wanted = Wanted(round=number, window_seconds=1.0, patience_seconds=10.0)
+            wanted = RoundWish(round=number, window_seconds=1.0, patience_seconds=10.0)
             begun = trio.current_time()
             made = await run.average(np.full(64, own, np.float32), 8.0, wanted)
             took.append(trio.current_time() - begun)

@@ -443,9 +443,9 @@ async def real_nodes(folder: Path, names: str) -> AsyncIterator[list[Node]]:
             settings = config.Config(
                 name=name,
                 data_dir=folder / name,
-                swarm=config.Swarm(preset="lan"),
+                swarm=config.SwarmSettings(preset="lan"),
                 listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-                join=config.Join(lan=False),
+                join=config.JoinSettings(lan=False),
                 resources=config.Resources(calibrate=False),
             )
             node = Node(

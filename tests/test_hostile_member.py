@@ -17,7 +17,7 @@ import trio
 
 from crypto.identity import PeerId
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.errors import StreamClosed, Unreachable
 from node.events import Event, RunChanged, RunEnded, RunEvaluated, RunPlanned, StepCommitted
 from node.placement.leases import PlacementFailed
@@ -283,7 +283,7 @@ def test_an_averaging_run_goes_on_whatever_a_peer_says_in_it(seed: int) -> None:
                 await run.wait_for_peers(2)
                 for number in range(HELD_ROUNDS):
                     run.tell(step=number, samples=8, rounds=number, lineage=bytes(32), has_state=True)
-                    wanted = Wanted(round=number, window_seconds=2.0, patience_seconds=20.0)
+                    wanted = RoundWish(round=number, window_seconds=2.0, patience_seconds=20.0)
                     made[name].append(await run.average(np.full(64, own, np.float32), 8.0, wanted))
 
             async def lie() -> None:

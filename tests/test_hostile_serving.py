@@ -26,10 +26,10 @@ from partition.serve.messages import (
     LeaveSession,
     OpenSession,
     Roll,
-    Row,
+    ServiceRow,
     SessionClosed,
     SessionOpened,
-    Work,
+    UnitWork,
 )
 from partition.serve.provider import SESSIONS_PER_DOOR_MAX
 from partition.serve.timeouts import ANSWER_SECONDS_MAX
@@ -67,14 +67,14 @@ def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
             for part in session.parts.values():
                 ends = part.before, part.after
                 bad.known.learn(OpenSession(session.id, service.id, part.stage, *ends), "session")
-                bad.known.learn(Work(session.id, part.newest + 1, part.kept, 1, 1, 1, stage=part.stage))
+                bad.known.learn(UnitWork(session.id, part.newest + 1, part.kept, 1, 1, 1, stage=part.stage))
                 bad.known.learn(Answer(session.id, max(0, part.newest), 1, (0.0,)))
                 bad.known.learn(SessionOpened(session.id, part.stage))
             bad.known.learn(LeaveSession(session.id))
             bad.known.learn(SessionClosed(session.id, "failed", ""))
         for member in node.serving.hosting.members.values():
             bad.known.learn(Roll(service.id, member.number, True, False, member.upkeep.rows()))
-            bad.known.learn(Row(node.peer, member.number, True))
+            bad.known.learn(ServiceRow(node.peer, member.number, True))
 
 
 async def timed(node: Node, service: Service, tokens: int) -> tuple[list[int], float, set[PeerId]]:
@@ -167,15 +167,15 @@ def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes
     """Return messages that attack another's session: extend it, roll it back, end it, answer it, close it."""
     peer = bad.node.peer
     return [
-        lambda session, each: Work(session, each.newest + 1, each.kept, 1, 1, 1, stage=each.stage),
-        lambda session, each: Work(session, each.newest + 1, 0, 1, 1, 1, stage=each.stage),
-        lambda session, each: Work(session, each.newest + 1, 0, 1, 1, 1, stage=1 - each.stage),
+        lambda session, each: UnitWork(session, each.newest + 1, each.kept, 1, 1, 1, stage=each.stage),
+        lambda session, each: UnitWork(session, each.newest + 1, 0, 1, 1, 1, stage=each.stage),
+        lambda session, each: UnitWork(session, each.newest + 1, 0, 1, 1, 1, stage=1 - each.stage),
         lambda session, each: OpenSession(session, service.id, 1 - each.stage, peer, peer),
         lambda session, _: LeaveSession(session),
         lambda session, _: OpenSession(session, service.id, 0, peer, peer),
         lambda session, _: SessionClosed(session, "failed", ""),
         lambda session, each: Answer(session, max(0, each.newest), 1, (0.0,)),
-        lambda *_: Roll(service.id, 0, True, False, (Row(peer, 1, True),)),
+        lambda *_: Roll(service.id, 0, True, False, (ServiceRow(peer, 1, True),)),
         lambda *_: Roll(service.id, 1, False, True),
         lambda *_: Alive(),
     ]

@@ -19,7 +19,7 @@ import typer
 
 from node import toml
 from node.cli.capture import captured, prepare_data
-from node.config import RULES, Config, Rule, resolve
+from node.config import RULES, Config, SettingRule, resolve
 from node.config_file import ConfigFile
 from node.content import datasets
 from node.content.datasets import Dataset
@@ -387,7 +387,7 @@ def test_every_key_of_node_toml_has_a_row() -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_each_key_of_node_toml_and_its_variable_change_the_config(rule: Rule, tmp_path: Path) -> None:
+def test_each_key_of_node_toml_and_its_variable_change_the_config(rule: SettingRule, tmp_path: Path) -> None:
     value = NODE_KEYS[rule.name]
     (tmp_path / "seeds.txt").write_text("10.0.0.9:9747\n")
     table, name = ("", rule.key[0]) if len(rule.key) == 1 else rule.key

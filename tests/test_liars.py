@@ -10,7 +10,7 @@ import trio
 
 from node.events import RunPlanned
 from node.seams import Stage
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 from sim.worlds.stages import NodeExecutor
 from tests.node.test_placement import claim
 from tests.stack import manifest, simulate, swarm, train
@@ -45,7 +45,7 @@ def play(*steps_of_runs: int, lies: bool) -> list[list[dict[str, int]]]:
     """Layers of each node, in each plan, in each run; node b lies."""
     executors = {
         name: (LyingExecutor if lies and name == "b" else NodeExecutor)(
-            RATE, 1.0, lambda _: 0.0, Pace(), _ignore
+            RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore
         )
         for name in "abcd"
     }

@@ -63,9 +63,9 @@ def test_a_column_of_processes_survives_a_loss_and_uses_newcomers(tmp_path: Path
     settings = config.Config(
         name="e",
         data_dir=tmp_path / "e",
-        swarm=config.Swarm(name="columns", preset="lan"),
+        swarm=config.SwarmSettings(name="columns", preset="lan"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False, cores=1),
     )
     wanted = manifest(

@@ -10,7 +10,7 @@ import trio
 
 from node.events import Event, RunChanged, RunPlanned, RunResumed, StepCommitted
 from node.protocols.manifest import Run
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 from sim.worlds.stages import NodeExecutor
 from tests.partition_world import World
 from tests.stack import Tensors, _live, manifest, reference, simulate, swarm, train, weights
@@ -99,7 +99,7 @@ def test_a_requester_goes_on_alone_if_its_run_allows_it() -> None:
 
 def test_merged_stages_are_split_again_once_a_machine_joins() -> None:
     """Nobody asks for it: the committer measures, and two looks agree that the third stage pays."""
-    executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "abcx"}
+    executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore) for name in "abcx"}
     wanted = manifest(
         deep_model(),
         stages=3,

@@ -67,9 +67,9 @@ def _settings(folder: Path) -> config.Config:
     return config.Config(
         name="e",
         data_dir=folder,
-        swarm=config.Swarm(name=SWARM, preset="local"),
+        swarm=config.SwarmSettings(name=SWARM, preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False),
     )
 
@@ -301,7 +301,7 @@ async def test_the_requester_goes_on_alone_without_the_other_of_two(
     """Each holds a stage, nobody else is there; one that leaves takes no step with it."""
     swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False, preset="lan")
     settings = _settings(tmp_path / "e")
-    settings = replace(settings, swarm=config.Swarm(name=SWARM, preset="lan"))
+    settings = replace(settings, swarm=config.SwarmSettings(name=SWARM, preset="lan"))
     wanted = manifest(
         captured,
         stages=2,

@@ -27,7 +27,7 @@ from partition.capture.models.model_spec import Precision
 from partition.capture.task import Task, capture_task, correct, cross_entropy
 from partition.plan.change import Change
 from partition.stage import OptimizerSettings, StageSpecification
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 from sim.worlds.stages import NodeExecutor
 from tests.exact_models import normalised_cnn
 from tests.partition_world import World
@@ -170,7 +170,7 @@ def step_seconds(events: list[Event], height: int) -> float:
 
 def test_a_slow_peer_gives_layers_away_and_the_run_speeds_up() -> None:
     """Nobody asks for it: the committer measures, and two looks agree."""
-    paces = {name: Pace() for name in "abc"}
+    paces = {name: PeerPace() for name in "abc"}
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, pace, _ignore) for name, pace in paces.items()}
     wanted = manifest(
         deep_model(),
@@ -237,9 +237,9 @@ async def _recut_for_real(tmp_path: Path, wanted: Manifest) -> None:
             settings = config.Config(
                 name=name,
                 data_dir=tmp_path / name,
-                swarm=config.Swarm(name="recut", preset="local"),
+                swarm=config.SwarmSettings(name="recut", preset="local"),
                 listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-                join=config.Join(lan=False),
+                join=config.JoinSettings(lan=False),
                 resources=config.Resources(calibrate=False, cores=1),
             )
             join = [nodes[0].network.addresses[0].short] if nodes else []

@@ -11,7 +11,7 @@ from crypto.identity import PeerId
 from node.events import Event, RunPlanned, StepCommitted
 from partition.capture.task import Task, capture_task, correct, cross_entropy
 from sim.network.model import Access, NetworkModel
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 from sim.worlds.stages import NodeExecutor
 from tests.stack import Model, known, manifest, simulate, swarm, train
 from tests.test_recut import _ignore, step_seconds
@@ -45,7 +45,7 @@ def saturated(peer: PeerId) -> Callable[[], Iterable[tuple[PeerId, float, bool]]
 
 
 def test_a_link_that_becomes_slow_moves_the_border_to_where_less_crosses() -> None:
-    executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, Pace(), _ignore) for name in "ab"}
+    executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore) for name in "ab"}
     wanted = manifest(
         waisted_model(),
         stages=2,

@@ -15,7 +15,7 @@ from node.seams import Stage
 from node.stages.process import SPECIFICATION_BYTES_MAX
 from partition import stage as api
 from partition.execute.admit import admit
-from partition.plan.rates import REFERENCE, Calibration, KindPace, Pace
+from partition.plan.rates import REFERENCE, Calibration, KindPace, OperatorPace
 from sim.executor import SimExecutor, SimStage
 from sim.network import pace
 from tests.stack import manifest, simulate, swarm, train
@@ -78,12 +78,12 @@ class QuotaExecutor(SimExecutor):
                     return self._processor.seconds(2 * forward)
             return 0.0
 
-        return SimStage(wanted, seconds, pace.Pace())
+        return SimStage(wanted, seconds, pace.PeerPace())
 
 
 def calibration(share: float) -> Calibration:
     """Return the calibration of such a processor: products at RATE, all else free."""
-    free = Pace(0, 0, 0)
+    free = OperatorPace(0, 0, 0)
     product = replace(free, megaflop=round(1e18 / RATE))
     rows = KindPace("matmul", product, product), KindPace("elementwise", free, free)
     return replace(REFERENCE, kinds=rows, frame=free, step=free, share_permille=round(1000 * share))

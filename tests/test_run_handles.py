@@ -15,7 +15,7 @@ from node.cli.render import csv_text
 from node.errors import RunFailed, UsageError
 from node.events import RunEnded, StepCommitted
 from node.runs.archive import Archive
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
 from tests.node.simulated import simulated_node
@@ -140,7 +140,7 @@ def test_only_its_requester_lists_a_failed_request_until_a_restart(model: str) -
 
 def test_an_error_in_a_programs_block_comes_out_as_it_was_raised() -> None:
     async def scenario() -> None:
-        fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+        fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         with pytest.raises(UsageError, match="of the program's own"):
             async with simulated_node(fabric, 1):
                 raise UsageError("of the program's own")
@@ -172,9 +172,9 @@ def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) ->
     base = config.Config(
         name="a",
         data_dir=tmp_path / "a",
-        swarm=config.Swarm(name="handles", preset="local"),
+        swarm=config.SwarmSettings(name="handles", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
     )
     base = replace(base, resources=replace(base.resources, calibrate=False))
     shown: list[str] = []

@@ -289,9 +289,9 @@ def test_a_program_reads_the_hidden_states_that_transformers_has(
     settings = config.Config(
         name="reader",
         data_dir=tmp_path / "reader",
-        swarm=config.Swarm(name="text", preset="host"),
+        swarm=config.SwarmSettings(name="text", preset="host"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=(parse_address(swarm.nodes[NAMES[0]].address),)),
+        join=config.JoinSettings(lan=False, seeds=(parse_address(swarm.nodes[NAMES[0]].address),)),
         resources=config.Resources(calibrate=False),
     )
     with node.sync(settings) as me:

@@ -60,7 +60,7 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
         name="e",
         data_dir=tmp_path,
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False, allow_unfenced=True),
     )
     soon = SpareSettings(idle_seconds=0.0, look_seconds=0.05, free_bytes_min=0, free_bytes_left_min=0)

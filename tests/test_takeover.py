@@ -26,7 +26,7 @@ from node.events import (
     StepCommitted,
 )
 from node.protocols.manifest import Manifest
-from node.protocols.runs import Prepare
+from node.protocols.runs import PrepareStage
 from node.seams import Stage
 from node.service_settings import ServiceSettings
 from partition.plan.quorum import FORK_SECONDS
@@ -343,7 +343,7 @@ def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:
 
     async def ask_then_die(peer: PeerId, request: Any, seconds: float) -> Any:
         reply = await ask(peer, request, seconds)
-        if isinstance(request, Prepare) and not died:
+        if isinstance(request, PrepareStage) and not died:
             died.append(world.now)
             world.crash(name)
             await trio.sleep_forever()

@@ -13,6 +13,20 @@ FILE_LINES_MAX = 600
 """About 400 is where to stop and think; here it is no longer a question."""
 EXPLAINED_FILE_LINES_MAX = 620
 PRODUCT_FILE_LINES_MAX = 500
+LONG_FILES = {
+    "gossip/averaging/attempt.py",
+    "gossip/state_table.py",
+    "node/optimizer/wrapper.py",
+    "node/runs/member.py",
+    "node/runs/runs.py",
+    "node/runtime.py",
+    "node/transport/puncher.py",
+    "partition/run/ending.py",
+    "partition/run/member.py",
+    "partition/steps/committer.py",
+    "partition/steps/replica.py",
+}
+"""Files of the product that may be longer, each with its reason in a docstring. The list only shrinks."""
 CLASS_LINES_MAX = 350
 REASON = re.compile(r"\bLong because\s+\S")
 """How a docstring says why a file or a class of the product is longer, each time with its own reason."""
@@ -48,24 +62,27 @@ INDIRECT_ROOMS = {
 }  # fmt: skip
 """Folders with docstrings or test names of that kind, from before this was held. The list only shrinks."""
 
+SHARED_NAMES_MAX = 40
 SHARED_NAMES = {
-    "Absent", "Accepted", "Admission", "Admitted", "Alarm", "Alerts", "Answer", "Applied", "Apply", "Ask",
-    "Attempt", "Averaged", "Best", "BestState", "Bfloat16", "Bound", "Broken", "Bucket", "Call", "Captured",
-    "Change", "Column", "Committer", "Condition", "Contribution", "Declined", "Directory",
-    "Diverged", "Done", "Door", "Draft", "Entered", "Entry", "Evaluated", "Event", "Exact", "Exchange",
-    "ExportStage", "Exported", "Failed", "FetchState", "Fill", "Float16", "Ground", "Have", "Held",
-    "Hint", "Hosting", "Join", "Joining", "Keeping", "Kept", "Layout", "Left", "LinkRow", "Links",
-    "LocalNode", "Losses", "Mean", "Member", "MemberChanged", "MemberDegraded", "MemberLeft",
-    "MemberRefuted", "MemberSuspected", "Membership", "Memory", "Names", "Neighbours", "Node", "Norm",
-    "Nothing", "Observed", "Offer", "Outgoing", "Pace", "Page", "Part", "Parts", "Patience", "Pending",
-    "Permit", "Ping", "Places", "Prepare", "Progress", "Reach", "Record", "Records", "Reduced", "Refusal",
-    "Refused", "Region", "Report", "Request", "Requests", "Resources", "Results", "Roster", "Row", "Rule",
-    "Run", "RunEnded", "RunView", "Saved", "Service", "Session", "Sessions", "Settings", "Shown", "Slot",
-    "Slots", "Span", "Standing", "Start", "State", "Step", "StepCommitted", "Storage", "Store", "Stored",
-    "Swarm", "Sync", "Table", "Tables", "Traffic", "Training", "Turns", "Values", "Verdict", "Wanted",
-    "Watch", "Wish", "Work",
-}  # fmt: skip
-"""Public classes of two or more modules, from before this was held. The list only shrinks."""
+    "Applied": "of a stage's process, and of a step: each message is named by what was applied",
+    "Apply": "the same",
+    "Averaged": "the core's outcome, and the simulator's event of it, which its digests name",
+    "ExportStage": "the simulator's message stands for the node's",
+    "FetchState": "the simulator's message stands for the node's",
+    "MemberChanged": "the core's event, and the node's of it: `--json` and recordings name both",
+    "MemberDegraded": "the same",
+    "MemberLeft": "the same",
+    "MemberRefuted": "the same",
+    "MemberSuspected": "the same",
+    "Node": "`node.Node` for programs is the daemon's, with arguments for embedding",
+    "Ping": "each of two protocols has its own",
+    "RunEnded": "the node's event, and the simulator's, which its digests name",
+    "Saved": "the simulator's message stands for the node's",
+    "StepCommitted": "the node's event, and the simulator's, which its digests name",
+    "Swarm": "a swarm, and the measure of one, which experiments name",
+    "Sync": "each of two protocols has its own",
+}
+"""Public classes of two or more modules, and why. The list only shrinks."""
 
 # Put together here, so that this file does not hold what it looks for.
 UNFINISHED = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
@@ -179,6 +196,8 @@ def test_long_files_and_classes_give_a_reason() -> None:
         if gives_reason(source.tree) and not is_long:
             wrong.append(f"{source.place}: short")
     assert wrong == [], "find the seam, or have its docstring say: Long because ..."
+    found = {source.place for source in PROGRAM if source.text.count("\n") > PRODUCT_FILE_LINES_MAX}
+    assert found == LONG_FILES, "find the seam; or, where a file is short now, take it off the list"
 
 
 def gives_reason(node: ast.Module | ast.ClassDef) -> bool:
@@ -223,8 +242,11 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, set()).add(source.module)
     shared = {name for name, modules in places.items() if len(modules) > 1}
-    assert sorted(shared - SHARED_NAMES) == [], "find another name: one name means one thing"
-    assert sorted(SHARED_NAMES - shared) == [], "shared no more: take it off the list, which only shrinks"
+    assert sorted(shared - SHARED_NAMES.keys()) == [], "find another name: one name means one thing"
+    assert len(SHARED_NAMES) <= SHARED_NAMES_MAX
+    assert sorted(SHARED_NAMES.keys() - shared) == [], (
+        "shared no more: take it off the list, which only shrinks"
+    )
 
 
 def test_functions_are_short() -> None:

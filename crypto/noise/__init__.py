@@ -8,7 +8,7 @@
     suites       ciphers and key agreements, in the order of preference
     negotiation  how two peers settle on a suite, and the prologue that binds it
     replay_cache the first flights that a node of a private swarm has accepted
-    peer_handshake  a stream's handshake, from the first byte to a `Session`
+    peer_handshake  a stream's handshake, from the first byte to a `HandshakeResult`
 
 After the Noise Protocol Framework, revision 34, and libp2p's noise specification. It is not interoperable
 with a libp2p node, whose prologue is empty and whose cipher is always ChaChaPoly. How bytes get onto a wire
@@ -26,7 +26,7 @@ from crypto.noise.handshake import (
     static_public_key,
 )
 from crypto.noise.identity import PAYLOAD_BYTES_MAX, check_identity_payload, identity_payload
-from crypto.noise.peer_handshake import NoCommonSuite, PeerHandshake, Session, WrongIdentity
+from crypto.noise.peer_handshake import HandshakeResult, NoCommonSuite, PeerHandshake, WrongIdentity
 from crypto.noise.replay_cache import ReplayCache
 from crypto.noise.suites import SUITES, Suite, preferred, suites_named
 
@@ -43,11 +43,11 @@ __all__ = [
     "CipherState",
     "Data",
     "Handshake",
+    "HandshakeResult",
     "NoCommonSuite",
     "PeerHandshake",
     "PrivateKey",
     "ReplayCache",
-    "Session",
     "Suite",
     "WrongIdentity",
     "check_identity_payload",

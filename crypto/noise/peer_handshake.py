@@ -56,7 +56,7 @@ class NoCommonSuite(RemoteProtocolError):
 
 
 @dataclass(frozen=True)
-class Session:
+class HandshakeResult:
     """The result of a handshake: the peer, and a cipher for each direction."""
 
     peer: PeerId
@@ -116,7 +116,7 @@ class PeerHandshake:
         self.has_opened = False
         """Whether a responder has received a whole first flight, in a private swarm one that shows a key of
         it. The steps after this one are the expensive ones."""
-        self.session: Session | None = None
+        self.session: HandshakeResult | None = None
 
     @property
     def knows_swarm(self) -> bool:
@@ -153,7 +153,7 @@ class PeerHandshake:
 
     # --- the two sides -----------------------------------------------------------------------------
 
-    def _initiate(self) -> Generator[int, bytes, Session]:
+    def _initiate(self) -> Generator[int, bytes, HandshakeResult]:
         suite, offer = self._suites[0], negotiation.offer_of(self._suites)
         noise = self._begin(suite, offer, bytes((suite.number,)))
         first = offer + _framed(noise.write())
@@ -182,7 +182,7 @@ class PeerHandshake:
             raise NoCommonSuite(f"it takes only {negotiation.names_of(listed)}")
         return suite, answer
 
-    def _respond(self) -> Generator[int, bytes, Session]:
+    def _respond(self) -> Generator[int, bytes, HandshakeResult]:
         head = yield negotiation.HEAD_BYTES
         offered = yield negotiation.check_head(head)
         offer = head + offered
@@ -264,9 +264,9 @@ class PeerHandshake:
         raise RemoteProtocolError("a flight whose tag does not show a key of this swarm")
 
 
-def _session(peer: PeerId, suite: Suite, noise: Handshake) -> Session:
+def _session(peer: PeerId, suite: Suite, noise: Handshake) -> HandshakeResult:
     sending, receiving = noise.split()
-    return Session(peer, suite, sending, receiving, noise.hash)
+    return HandshakeResult(peer, suite, sending, receiving, noise.hash)
 
 
 def _framed(message: bytes) -> bytes:

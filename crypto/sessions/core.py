@@ -35,7 +35,7 @@ from crypto.sessions.packets import (
     TRANSPORT_HEAD,
     Datagram,
     DatagramRefused,
-    Request,
+    SessionRequest,
     read_control,
     read_message,
     write_control,
@@ -43,7 +43,7 @@ from crypto.sessions.packets import (
 )
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, REPLY_SECONDS, RETRY_SECONDS, SILENCE_SECONDS, PeerState
-from crypto.sessions.table import SessionLimits, Table
+from crypto.sessions.table import SessionLimits, SessionTable
 from crypto.swarm import Swarm
 
 WAKEN_MAX = 16
@@ -91,7 +91,7 @@ class Sessions:
         self._counters = Counter[str]() if counters is None else counters
         self.unanswered: list[PeerId] = []
         """Peers of the last `wake` that have left two or more initiations unanswered."""
-        self._table = Table(swarm.secrets[0], entropy, self._counters, limits or SessionLimits())
+        self._table = SessionTable(swarm.secrets[0], entropy, self._counters, limits or SessionLimits())
         self._handshakes = Handshakes(
             identity,
             swarm,
@@ -142,7 +142,7 @@ class Sessions:
                 if session.is_old(now) and state.attempt is None:
                     return [packet, *self._begin(now, state)]
                 return [packet]
-        return self._queue(now, state, Request(name, payload, now + WAIT_SECONDS))
+        return self._queue(now, state, SessionRequest(name, payload, now + WAIT_SECONDS))
 
     def knock(self, now: float, peer: PeerId, *, anew: bool = False) -> list[bytes]:
         """Return packets that try a handshake with a peer, none while one runs unless `anew`; they deliver
@@ -162,7 +162,7 @@ class Sessions:
         for state in self._table.peers.values():
             state.doubted = True
 
-    def _queue(self, now: float, state: PeerState, request: Request) -> list[bytes]:
+    def _queue(self, now: float, state: PeerState, request: SessionRequest) -> list[bytes]:
         self._table.put(state, request)
         packets = self._flush(now, state)
         if state.queue and state.attempt is None and state.sending(now) is None:

@@ -13,7 +13,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.key_conversion import agreement_private, agreement_public
 from crypto.noise import Handshake
-from crypto.sessions.limits import Admission
+from crypto.sessions.limits import HandshakeAdmission
 from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, find_key, mac, mac_key, open_cookie
 from crypto.sessions.packets import (
     COOKIE_BYTES,
@@ -28,8 +28,8 @@ from crypto.sessions.packets import (
     RESPONSE_BYTES,
     RESPONSE_HEAD,
     DatagramRefused,
-    Offer,
-    Request,
+    InitiationOffer,
+    SessionRequest,
     fits_initiation,
     read_offer,
     read_stamp,
@@ -37,8 +37,8 @@ from crypto.sessions.packets import (
     write_stamp,
 )
 from crypto.sessions.session import Session
-from crypto.sessions.state import ANEW_SECONDS, RETRY_SECONDS_MAX, Attempt, PeerState
-from crypto.sessions.table import Table
+from crypto.sessions.state import ANEW_SECONDS, RETRY_SECONDS_MAX, HandshakeAttempt, PeerState
+from crypto.sessions.table import SessionTable
 from crypto.swarm import Swarm
 
 _PATTERN, _CIPHER = "IKpsk2", "ChaChaPoly"
@@ -57,7 +57,7 @@ class Handshakes:
         identity: Identity,
         swarm: Swarm,
         entropy: Callable[[int], bytes],
-        table: Table,
+        table: SessionTable,
         counters: Counter[str],
         *,
         now: float,
@@ -74,7 +74,7 @@ class Handshakes:
         self._table = table
         self._counters = counters
         self._cookies = Cookies(entropy)
-        self._admission = Admission(now)
+        self._admission = HandshakeAdmission(now)
         self._seen: OrderedDict[bytes, None] = OrderedDict()
         self._wall_milliseconds = wall_milliseconds - now * 1000
         self._last_stamp = 0
@@ -120,18 +120,18 @@ class Handshakes:
             self._table.attempts.pop(state.attempt.index, None)
             state.attempt = None
 
-    def _make(self, now: float, state: PeerState) -> Attempt:
+    def _make(self, now: float, state: PeerState) -> HandshakeAttempt:
         index, stamp = self._table.fresh_index(), self._next_stamp(now)
         carried = state.queue[0] if state.queue and fits_initiation(state.queue[0]) else None
         if carried is not None and not carried.stamp:
             carried.stamp = stamp
         handshake = self._handshake(self._secrets[0], state.static)
         anew = state.sending(now) is None
-        offer = write_offer(Offer(self._peer, stamp, anew, carried))
+        offer = write_offer(InitiationOffer(self._peer, stamp, anew, carried))
         body = INITIATION_HEAD.pack(INITIATION, index) + handshake.write(offer)
         body += mac(state.mac_key, body)
         mac2 = mac(state.cookie, body) if now < state.cookie_until else bytes(MAC_BYTES)
-        return Attempt(handshake, index, body + mac2, carried, now)
+        return HandshakeAttempt(handshake, index, body + mac2, carried, now)
 
     def _next_stamp(self, now: float) -> int:
         clock = int((self._wall_milliseconds + now * 1000) * _STAMPS_PER_MILLISECOND)
@@ -203,7 +203,7 @@ class Handshakes:
 
     def on_initiation(
         self, now: float, data: bytes, source: Source
-    ) -> tuple[PeerState | None, Request | None, list[bytes]]:
+    ) -> tuple[PeerState | None, SessionRequest | None, list[bytes]]:
         """Return the peer that wants a session, its request if it carries one, and the answers; no peer yet
         if the answer is a cookie."""
         number, cookie = self._admit(now, data, source)
@@ -253,7 +253,7 @@ class Handshakes:
             self._seen.popitem(last=False)
         return number, None
 
-    def _open(self, covered: bytes, number: int) -> tuple[Handshake, Offer]:
+    def _open(self, covered: bytes, number: int) -> tuple[Handshake, InitiationOffer]:
         """Check everything that an initiation must prove."""
         handshake = self._handshake(self._secrets[number])
         try:
@@ -278,7 +278,7 @@ class Handshakes:
         handshake: Handshake,
         remote_index: int,
         source: Source,
-        offer: Offer,
+        offer: InitiationOffer,
     ) -> bytes:
         """Make the requested session, and our answer without its mac."""
         index = self._table.fresh_index()

@@ -9,7 +9,7 @@ from typing import Literal
 
 from crypto.crowds import network_of
 from crypto.sessions.macs import Source
-from crypto.token_buckets import Bucket, Buckets, prefix_of
+from crypto.token_buckets import Buckets, TokenBucket, prefix_of
 
 FREE_RATE = 100.0
 """Handshakes a second without a cookie, at 0.5 to 1 ms each: a tenth of a core at most."""
@@ -37,13 +37,13 @@ SOURCES_MAX = 4_096
 Verdict = Literal["compute", "cookie", "refuse"]
 
 
-class Admission:
+class HandshakeAdmission:
     """Decides on each handshake that a member of the swarm may have sent."""
 
     def __init__(self, now: float) -> None:
-        self._free = Bucket(FREE_RATE, FREE_BURST, FREE_BURST, now)
-        self._shown = Bucket(SHOWN_RATE, SHOWN_BURST, SHOWN_BURST, now)
-        self._cookies = Bucket(COOKIE_RATE, COOKIE_BURST, COOKIE_BURST, now)
+        self._free = TokenBucket(FREE_RATE, FREE_BURST, FREE_BURST, now)
+        self._shown = TokenBucket(SHOWN_RATE, SHOWN_BURST, SHOWN_BURST, now)
+        self._cookies = TokenBucket(COOKIE_RATE, COOKIE_BURST, COOKIE_BURST, now)
         self._sources = Buckets[bytes](SOURCE_RATE, SOURCE_BURST, SOURCES_MAX)
         self._networks = Buckets[bytes](NETWORK_RATE, NETWORK_BURST, SOURCES_MAX)
 

@@ -15,7 +15,7 @@ _UNPROVEN = b""
 
 
 @dataclass(slots=True)
-class Memory:
+class PeerMemory:
     """The memory of one peer: the highest stamps of its initiations and of their requests."""
 
     stamp: int = 0
@@ -29,7 +29,7 @@ class Memories:
     def __init__(self, is_needed: Callable[[PeerId], bool], memories_max: int) -> None:
         self._is_needed = is_needed
         self._memories_max = memories_max
-        self._memories: dict[PeerId, Memory] = {}
+        self._memories: dict[PeerId, PeerMemory] = {}
         self._crowd: Crowd[PeerId] = Crowd()
 
     def __len__(self) -> int:
@@ -43,13 +43,13 @@ class Memories:
         memory = self._memories.get(peer)
         return 0 if memory is None else memory.stamp
 
-    def open(self, peer: PeerId) -> Memory:
+    def open(self, peer: PeerId) -> PeerMemory:
         """Return the memory of a peer, a new one if there is none."""
         memory = self._memories.get(peer)
         if memory is None:
             while len(self._memories) >= self._memories_max and self._drop_one():
                 pass
-            memory = self._memories[peer] = Memory()
+            memory = self._memories[peer] = PeerMemory()
             self._crowd.add(peer, _UNPROVEN)
         return memory
 
@@ -60,7 +60,7 @@ class Memories:
 
     def close(self, peer: PeerId) -> None:
         """Note that the peer's state is gone; an empty memory goes too."""
-        if self._memories.get(peer) == Memory():
+        if self._memories.get(peer) == PeerMemory():
             self._drop(peer)
 
     def _drop_one(self) -> bool:

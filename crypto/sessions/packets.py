@@ -73,7 +73,7 @@ class Datagram:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class SessionRequest:
     """A message on its way. `stamp` is above 0 once it has been in an initiation: it may have arrived."""
 
     name: bytes
@@ -87,13 +87,13 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class InitiationOffer:
     """The payload of an initiation. `anew`: its sender has no session with us that it trusts."""
 
     peer: PeerId
     stamp: int
     anew: bool
-    request: Request | None
+    request: SessionRequest | None
 
 
 def payload_bytes_max(protocol: str) -> int:
@@ -101,22 +101,22 @@ def payload_bytes_max(protocol: str) -> int:
     return DATAGRAM_BYTES_MAX - TRANSPORT_BYTES_MIN - 1 - len(protocol_bytes(protocol))
 
 
-def fits_initiation(request: Request) -> bool:
+def fits_initiation(request: SessionRequest) -> bool:
     """Return whether a request can ride in an initiation."""
     size_bytes = _INITIATION_EXTRA_BYTES + _OFFER.size + request.size_bytes
     return size_bytes <= DATAGRAM_BYTES_MAX
 
 
-def write_offer(offer: Offer) -> bytes:
+def write_offer(offer: InitiationOffer) -> bytes:
     """Return the payload of an initiation, padded."""
-    request = offer.request or Request(b"", b"")
+    request = offer.request or SessionRequest(b"", b"")
     head = _OFFER.pack(
         offer.peer, offer.stamp, offer.anew, request.stamp, len(request.name), len(request.payload)
     )
     return (head + request.name + request.payload).ljust(_OFFER_BYTES_MIN, b"\0")
 
 
-def read_offer(data: bytes) -> Offer:
+def read_offer(data: bytes) -> InitiationOffer:
     """Read the payload of an initiation. Raises DatagramRefused."""
     if len(data) < _OFFER.size:
         raise DatagramRefused("malformed", "an initiation whose payload ends too early")
@@ -128,10 +128,10 @@ def read_offer(data: bytes) -> Offer:
     if name_bytes:
         if read_protocol(name) is None or not 0 < request_stamp <= stamp:
             raise DatagramRefused("malformed", "an initiation with a request that is none")
-        request = Request(name, data[_OFFER.size + name_bytes : end], stamp=request_stamp)
+        request = SessionRequest(name, data[_OFFER.size + name_bytes : end], stamp=request_stamp)
     elif payload_bytes or request_stamp:
         raise DatagramRefused("malformed", "an initiation with a request for no protocol")
-    return Offer(PeerId(peer), stamp, bool(anew), request)
+    return InitiationOffer(PeerId(peer), stamp, bool(anew), request)
 
 
 def write_stamp(stamp: int) -> bytes:
@@ -147,7 +147,7 @@ def read_stamp(data: bytes) -> int:
     return stamp
 
 
-def write_message(request: Request) -> bytes:
+def write_message(request: SessionRequest) -> bytes:
     """Return the plaintext of a transport packet, for sealing."""
     if request.stamp:
         head = bytes((_STAMPED | len(request.name),)) + _STAMP.pack(request.stamp)

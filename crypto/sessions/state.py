@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from crypto.identity import PeerId
 from crypto.noise import Handshake
 from crypto.sessions.macs import Source
-from crypto.sessions.memories import Memory
-from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Request
+from crypto.sessions.memories import PeerMemory
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, SessionRequest
 from crypto.sessions.session import Session
 
 NEVER = float("inf")
@@ -40,13 +40,13 @@ RETRY_SECONDS_MAX = 4.0
 
 
 @dataclass(slots=True, eq=False)
-class Attempt:
+class HandshakeAttempt:
     """A handshake that we began. `packet` is as it was sent last; `carried` rides in it."""
 
     handshake: Handshake
     index: int
     packet: bytes
-    carried: Request | None
+    carried: SessionRequest | None
     retry_at: float
     wait_seconds: float = RETRY_SECONDS
     has_cookie: bool = False
@@ -63,15 +63,15 @@ class PeerState:
     peer: PeerId
     static: bytes
     mac_key: bytes
-    memory: Memory
+    memory: PeerMemory
     used_at: float
     current: Session | None = None
     previous: Session | None = None
     next: Session | None = None
     next_source: Source | None = None
     prefer_next_until: float = 0.0
-    attempt: Attempt | None = None
-    queue: list[Request] = field(default_factory=list)
+    attempt: HandshakeAttempt | None = None
+    queue: list[SessionRequest] = field(default_factory=list)
     """Oldest first. Short, and empty with nearly all peers: an empty deque would hold 600 bytes."""
     cookie: bytes = b""
     cookie_until: float = 0.0

@@ -17,7 +17,7 @@ from crypto.identity import PeerId
 from crypto.key_conversion import agreement_public
 from crypto.sessions.macs import Source, mac_key
 from crypto.sessions.memories import Memories
-from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INDEX_BYTES, Request
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INDEX_BYTES, SessionRequest
 from crypto.sessions.session import Session
 from crypto.sessions.state import NEVER, PeerState
 from crypto.token_buckets import prefix_of
@@ -86,7 +86,7 @@ class SessionLimits:
                 raise ValueError(f"session limits: {rule}")
 
 
-class Table:
+class SessionTable:
     """All peers of a node. `secret` is the swarm's first: mac1 to others is keyed with it."""
 
     def __init__(
@@ -187,7 +187,7 @@ class Table:
 
     # --- what waits --------------------------------------------------------------------------------
 
-    def put(self, state: PeerState, request: Request) -> None:
+    def put(self, state: PeerState, request: SessionRequest) -> None:
         """Queue a message until there is a session."""
         state.queue.append(request)
         self._queued_bytes += request.size_bytes

@@ -30,7 +30,7 @@ from gossip.averaging.robust.inputs import Vectors, Weights
 from gossip.averaging.robust.krum import krum, krum_members_min, multi_krum
 from gossip.averaging.robust.median import median
 from gossip.averaging.robust.nearest_neighbours import mix_nearest
-from gossip.averaging.robust.reduction import Contribution, Reduction, Vector, weighted_mean
+from gossip.averaging.robust.reduction import PartContribution, Reduction, Vector, weighted_mean
 from gossip.averaging.robust.trimmed_mean import trimmed_mean
 from gossip.averaging.weights import bounded_weights
 
@@ -86,7 +86,7 @@ def reduction_of(aggregate: Aggregate) -> Reduction:
     return weighted_mean if aggregate == "mean" else partial(_by_chunk, aggregate)
 
 
-def _by_chunk(aggregate: Aggregate, parts: Sequence[Contribution]) -> Iterator[Vector]:
+def _by_chunk(aggregate: Aggregate, parts: Sequence[PartContribution]) -> Iterator[Vector]:
     """Yield the reduced chunks of a robust rule. A chunk of every member is decoded at once: 64 MiB of
     float32 in the largest group, and as much for those that are mixed."""
     f = liars_max(aggregate, len(parts))

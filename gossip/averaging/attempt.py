@@ -47,20 +47,20 @@ from gossip.averaging.messages import (
     HAVE_PURPOSE,
     SEAL_PURPOSE,
     Arrived,
-    Ask,
     AttemptMessage,
     Chunk,
+    ChunkRequest,
     Commitment,
     CommitmentBody,
     Have,
     HaveBody,
-    Held,
+    HeldPart,
     Holding,
     Seal,
     SealBody,
     Withdraw,
 )
-from gossip.averaging.outcome import Averaged, Equivocation, Failed, Patience, Reason
+from gossip.averaging.outcome import Averaged, Equivocation, NotAveraged, Patience, Reason
 from gossip.averaging.parts import chunk_count
 from gossip.averaging.questions import Questions
 from gossip.averaging.robust.reduction import Vector
@@ -119,12 +119,12 @@ class Attempt:
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
         self._statements = Statements(signer, self._peers, self._place)
         self._haves: dict[int, HaveBody] = {}
-        self._set: tuple[Held, ...] = ()
+        self._set: tuple[HeldPart, ...] = ()
         self._questions = Questions(sum(map(chunk_count, self._owners.values())))
         unawaited = [place for place in self._others if self._peers[place] in silent]
         self._agreement = Agreement(self._others, unawaited)
         self._signs = FirstSigns(self._others, self._patience.unheard_seconds, now)
-        self.result: Averaged | Failed | None = None
+        self.result: Averaged | NotAveraged | None = None
         self.is_closed = False
         self.has_stood_still = False
         """Whether this machine was stopped meanwhile, as by a debugger or a suspended lid."""
@@ -264,7 +264,7 @@ class Attempt:
                 self._take_have(fact)
             case Seal(fact=fact):
                 self._take_seal(fact)
-            case Ask():
+            case ChunkRequest():
                 return self._answer(place, message)
             case Holding(digest=digest):
                 if self._agreement.take(place, digest):
@@ -460,7 +460,8 @@ class Attempt:
             return self._fail(Reason.TOO_FEW, *self._scatter.spoilers(self._haves))
         weights = counted_weights(self.group.terms.aggregate, [entry.weight for entry in common])
         self._set = tuple(
-            Held(entry.place, weight, entry.commitment) for entry, weight in zip(common, weights, strict=True)
+            HeldPart(entry.place, weight, entry.commitment)
+            for entry, weight in zip(common, weights, strict=True)
         )
         commit = blake3(self.id + b"".join(encode(body) for body in bodies)).digest()
         mine = self._owners.get(self._place)
@@ -546,7 +547,7 @@ class Attempt:
         self._ask_at = self._now + self._patience.ask_seconds
         alive = [place for place in self._others if place not in self._lost]
         if not self._gather.commit:
-            return [(self._peers[place], Ask(self.id, self._place)) for place in alive]
+            return [(self._peers[place], ChunkRequest(self.id, self._place)) for place in alive]
         sends: Sends = self._seal() if self._place in self._gather.parts else []
         is_slow = self._now >= self._progress_at + self._patience.ask_seconds
         self._questions.begin()
@@ -555,10 +556,10 @@ class Attempt:
             if candidates and (is_slow or place in self._lost) and place != self._place:
                 asked = self._questions.choose(place, candidates)
                 missing = self._gather.parts[place].missing[:CHUNKS_ASKED_MAX]
-                sends.append((self._peers[asked], Ask(self.id, place, missing)))
+                sends.append((self._peers[asked], ChunkRequest(self.id, place, missing)))
         return sends
 
-    def _answer(self, place: int, message: Ask) -> Sends:
+    def _answer(self, place: int, message: ChunkRequest) -> Sends:
         """Send the facts that this member knows, and queue the chunks that it holds."""
         part = self._gather.parts.get(message.place)
         if part is not None and part.is_whole and self._gather.commit and place not in self._gone:
@@ -595,7 +596,7 @@ class Attempt:
             raise LocalProtocolError("an attempt has one result")
         places = dict.fromkeys((*suspects, *(place for place in self._lost if place in self._owners)))
         found = [place for place in places if place != self._place]
-        self.result = Failed(
+        self.result = NotAveraged(
             reason,
             tuple(self._peers[place] for place in found if place not in self._gone),
             tuple(self._peers[place] for place in found if place in self._gone),

@@ -10,12 +10,12 @@ from crypto.errors import RemoteProtocolError
 from gossip.averaging.codecs import Codec, view_of
 from gossip.averaging.group import Group, Owner
 from gossip.averaging.messages import Chunk, SealBody, checked_chunk
-from gossip.averaging.parts import Contributed, Incoming, Reduced, chunk_count, chunk_range
+from gossip.averaging.parts import Contributed, Incoming, ReducedPart, chunk_count, chunk_range
 from gossip.averaging.robust.reduction import Reduction, Vector
 
 
 class Gather:
-    """The result as it grows: `vector`, and a `Reduced` for each owner; an exchange has no parts."""
+    """The result as it grows: `vector`, and a `ReducedPart` for each owner; an exchange has no parts."""
 
     def __init__(self, group: Group, owners: dict[int, Owner], place: int, codec: Codec) -> None:
         self._attempt = group.id
@@ -25,7 +25,7 @@ class Gather:
         self._sources: list[Contributed] = []
         self._chunks: Iterator[Vector] = iter(())
         self._reduced_count = 0
-        self.parts = {} if self._is_exchange else {p: Reduced(owner) for p, owner in owners.items()}
+        self.parts = {} if self._is_exchange else {p: ReducedPart(owner) for p, owner in owners.items()}
         self.vector: Vector = np.empty(group.terms.items, group.terms.dtype)
         self.commit = b""
         """Hash of the commit, once it is known."""
@@ -136,7 +136,7 @@ class Gather:
         self._sources.clear()
         self.parts.clear()
 
-    def _put(self, part: Reduced, number: int, data: memoryview, values: Vector) -> None:
+    def _put(self, part: ReducedPart, number: int, data: memoryview, values: Vector) -> None:
         begin, end = chunk_range(part.owner, number)
         self.vector[begin:end] = values
         if not self._codec.is_exact:

@@ -60,7 +60,7 @@ Aggregate = Literal[
 """The rule by which a part is reduced: `gossip.averaging.aggregates`."""
 
 
-class Member(msgspec.Struct, frozen=True, array_like=True):
+class GroupMember(msgspec.Struct, frozen=True, array_like=True):
     """One peer in one attempt.
 
     `rate` is its measured upload in bytes a second, RATE_UNKNOWN before that; 0 for a peer that only sends
@@ -98,7 +98,7 @@ class Group(msgspec.Struct, frozen=True, array_like=True):
     round: Count
     number: Count
     terms: Terms
-    members: Annotated[tuple[Member, ...], msgspec.Meta(min_length=1, max_length=GROUP_MEMBERS_MAX)]
+    members: Annotated[tuple[GroupMember, ...], msgspec.Meta(min_length=1, max_length=GROUP_MEMBERS_MAX)]
 
     @property
     def id(self) -> bytes:

@@ -48,7 +48,7 @@ class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitme
     roots: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
 
 
-class Held(msgspec.Struct, frozen=True, array_like=True):
+class HeldPart(msgspec.Struct, frozen=True, array_like=True):
     """The whole part of the member at `place`, under the commitment of this hash and weight."""
 
     place: Place
@@ -60,7 +60,7 @@ class HaveBody(msgspec.Struct, frozen=True, array_like=True, tag="have"):
     """By an owner: I hold, and checked, my part of exactly these members, in the order of places."""
 
     attempt: Hash
-    held: Annotated[tuple[Held, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
+    held: Annotated[tuple[HeldPart, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
 
 
 class SealBody(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
@@ -102,7 +102,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     data: memoryview
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class ChunkRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """Send me what I miss: these gather chunks of the owner at `place`, and the facts that you know."""
 
     attempt: Hash
@@ -143,7 +143,7 @@ class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
     attempt: Hash
 
 
-AttemptMessage = Commitment | Have | Seal | Chunk | Ask | Holding | Withdraw | Arrived
+AttemptMessage = Commitment | Have | Seal | Chunk | ChunkRequest | Holding | Withdraw | Arrived
 Message = AttemptMessage | Opening
 
 

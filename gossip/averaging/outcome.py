@@ -59,7 +59,7 @@ class Averaged:
 
 
 @dataclass(frozen=True)
-class Failed:
+class NotAveraged:
     """Nothing was averaged, and the old tensors stand. `suspects` are the peers to leave out of the next
     attempts: their data did not come here in time. `withdrew` are those that withdrew or became unreachable;
     each may have been let down by another member."""

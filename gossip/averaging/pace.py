@@ -20,7 +20,7 @@ AGREE_SECONDS = 2.0
 """Twice the longest way from one member to another on which two honest ones never hold other bytes."""
 
 
-class Pace:
+class AttemptPace:
     """The measured pace of this peer's attempts. `bytes_per_second` is a first guess."""
 
     def __init__(self, bytes_per_second: float = 1e6, floor_seconds: float = FLOOR_SECONDS) -> None:

@@ -26,7 +26,7 @@ def chunk_range(owner: Owner, number: int) -> tuple[int, int]:
     return begin, min(begin + CHUNK_ITEMS, owner.end)
 
 
-class Outgoing:
+class OutgoingParts:
     """The coded parts of this member's own vector.
 
     Chunks are coded when they are sent and not kept, only their checksums are; in an exchange, where every
@@ -109,7 +109,7 @@ class Incoming:
 
 
 @dataclass
-class Reduced:
+class ReducedPart:
     """One owner's reduced part, as far as this member holds it.
 
     `commit` is the commit that its chunks were sent under. Chunks that come before this member knows the
@@ -154,17 +154,17 @@ class Reduced:
 
 @dataclass(frozen=True)
 class Contributed:
-    """One member's part in a reduction: `gossip.averaging.robust.reduction.Contribution`."""
+    """One member's part in a reduction: `gossip.averaging.robust.reduction.PartContribution`."""
 
     peer: PeerId
     weight: float
     chunk_count: int
-    source: Incoming | Outgoing
+    source: Incoming | OutgoingParts
     owner: Owner
     codec: Codec
 
     def chunk(self, number: int) -> Vector:
-        if isinstance(self.source, Outgoing):
+        if isinstance(self.source, OutgoingParts):
             values = self.source.values(self.owner, number)
         else:
             values = self.source.values(number, self.codec)

@@ -1,7 +1,7 @@
 """The proofs of lies that a node keeps, in bounded room: pure.
 
 An identity costs nothing, so a liar could make many that each prove themselves liars, and so push its own
-proof out. Proofs therefore make room by how much their author matters here (`Standing`), and only among
+proof out. Proofs therefore make room by how much their author matters here (`ProofStanding`), and only among
 equals the oldest does: only as many proofs against
 others that completed rounds with this node push out the proof against one that did.
 """
@@ -18,7 +18,7 @@ KEPT_MAX = 256
 """Proofs of all runs together."""
 
 
-class Standing(IntEnum):
+class ProofStanding(IntEnum):
     """How well this node knows a peer in one run."""
 
     UNKNOWN = 0
@@ -32,13 +32,13 @@ class KeptProof(msgspec.Struct, frozen=True, array_like=True):
     """A proof; `standing` is its author's when the proof came."""
 
     evidence: Evidence
-    standing: Standing
+    standing: ProofStanding
 
 
 class ProofTable:
     """Kept proofs. `standing` returns a peer's standing in the run of a key."""
 
-    def __init__(self, standing: Callable[[bytes, PeerId], Standing], kept_max: int = KEPT_MAX) -> None:
+    def __init__(self, standing: Callable[[bytes, PeerId], ProofStanding], kept_max: int = KEPT_MAX) -> None:
         self._standing = standing
         self._kept_max = kept_max
         self._kept: dict[tuple[bytes, PeerId], KeptProof] = {}
@@ -79,6 +79,6 @@ class ProofTable:
         self._kept[run, liar] = newest
         return True
 
-    def _rank(self, key: tuple[bytes, PeerId], kept: KeptProof) -> Standing:
+    def _rank(self, key: tuple[bytes, PeerId], kept: KeptProof) -> ProofStanding:
         """Return the highest standing that an author was seen to have: when the proof came, or now."""
         return max(kept.standing, self._standing(*key))

@@ -10,8 +10,8 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.codecs import Codec
 from gossip.averaging.group import Group, Owner, is_weight
-from gossip.averaging.messages import Chunk, CommitmentBody, HaveBody, Held, checked_chunk
-from gossip.averaging.parts import Contributed, Incoming, Outgoing, chunk_count
+from gossip.averaging.messages import Chunk, CommitmentBody, HaveBody, HeldPart, checked_chunk
+from gossip.averaging.parts import Contributed, Incoming, OutgoingParts, chunk_count
 from gossip.averaging.robust.reduction import Vector
 
 LARGEST = 1e38
@@ -58,7 +58,9 @@ class Scatter:
         self._weight = weight
         self._is_exchange = group.terms.mode == "exchange"
         self._outgoing = (
-            None if vector is None else Outgoing(vector, codec, tuple(owners.values()), self._is_exchange)
+            None
+            if vector is None
+            else OutgoingParts(vector, codec, tuple(owners.values()), self._is_exchange)
         )
         self._incoming: dict[int, Incoming] = {}
         self._commitments: dict[int, tuple[CommitmentBody, bytes]] = {}
@@ -136,7 +138,7 @@ class Scatter:
     def have(self) -> HaveBody:
         """Return the have-set of this owner as of now."""
         held = (
-            Held(place, self._commitments[place][0].weight, self._commitments[place][1])
+            HeldPart(place, self._commitments[place][0].weight, self._commitments[place][1])
             for place in self.senders
             if self.holds(place)
         )
@@ -146,14 +148,14 @@ class Scatter:
         """Return the owners that prevent a common set: their have-sets name almost nobody, or name another
         commitment of this member than the one it made."""
         own = self._commitments.get(self._place)
-        mine = None if own is None else Held(self._place, own[0].weight, own[1])
+        mine = None if own is None else HeldPart(self._place, own[0].weight, own[1])
         return [
             place
             for place, body in haves.items()
             if len(body.held) < 2 or any(each.place == self._place and each != mine for each in body.held)
         ]
 
-    def sources(self, held: tuple[Held, ...]) -> list[Contributed]:
+    def sources(self, held: tuple[HeldPart, ...]) -> list[Contributed]:
         """Return the parts that this owner reduces, in the order of members; the others are forgotten."""
         assert self._mine is not None
         incoming, self._incoming = self._incoming, {}

@@ -44,7 +44,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return self.dtype in FLOATING
 
 
-class Layout:
+class TensorLayout:
     """How named tensors lie in one vector.
 
     The vector is float64 if any tensor is, else float32. Raises ValueError for names, types or shapes that
@@ -104,9 +104,9 @@ class Layout:
         return tensor
 
 
-def layout_of(tensors: Mapping[str, Array], kind: Kind = "parameter") -> Layout:
+def layout_of(tensors: Mapping[str, Array], kind: Kind = "parameter") -> TensorLayout:
     """The layout of numpy arrays by name. An array of uint16 counts as bfloat16."""
-    return Layout(
+    return TensorLayout(
         tuple(
             TensorSpec(
                 name,

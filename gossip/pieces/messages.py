@@ -24,7 +24,7 @@ Number = Annotated[int, msgspec.Meta(ge=0, lt=PIECES_MAX)]
 Numbers = Annotated[tuple[Number, ...], msgspec.Meta(max_length=NUMBERS_MAX)]
 
 
-class Have(msgspec.Struct, frozen=True, tag="have", array_like=True):
+class PiecesHeld(msgspec.Struct, frozen=True, tag="have", array_like=True):
     """The pieces that the sender has of a data set, one bit a piece, the first piece the lowest bit of the
     first byte. Answered by the receiver's own Have where `is_question`, or by Unknown."""
 
@@ -49,7 +49,7 @@ class Got(msgspec.Struct, frozen=True, tag="got", array_like=True):
     is_complete: bool = False
 
 
-class Ask(msgspec.Struct, frozen=True, tag="ask", array_like=True):
+class PieceRequest(msgspec.Struct, frozen=True, tag="ask", array_like=True):
     """Send these pieces. Each is answered by a Piece or a Refused."""
 
     data: Hash
@@ -63,7 +63,7 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
     numbers: Numbers
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
+class PieceRefused(msgspec.Struct, frozen=True, tag="refused", array_like=True):
     """The piece is not sent now. `elsewhere`: another peer was sent it, and pieces that nobody has go first;
     `absent`: it is not here; `busy`: too much is asked for already."""
 
@@ -82,4 +82,4 @@ class Piece(msgspec.Struct, frozen=True, tag="piece", array_like=True):
     body: Annotated[bytes, msgspec.Meta(max_length=PIECE_BYTES)]
 
 
-Message = Have | Unknown | Got | Ask | Cancel | Refused | Piece
+Message = PiecesHeld | Unknown | Got | PieceRequest | Cancel | PieceRefused | Piece

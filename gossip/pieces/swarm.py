@@ -26,13 +26,13 @@ from crypto.registers import Budget, Register
 from gossip.pieces.choice import Bits, Choice, Counts
 from gossip.pieces.messages import (
     NUMBERS_MAX,
-    Ask,
     Cancel,
     Got,
-    Have,
     Message,
     Piece,
-    Refused,
+    PieceRefused,
+    PieceRequest,
+    PiecesHeld,
     Unknown,
 )
 from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
@@ -199,7 +199,7 @@ class PieceSwarm:
         else:
             self.have[number] = False
             self._take_back(number)
-            sends.append((peer, Refused(self.data, number, "absent")))
+            sends.append((peer, PieceRefused(self.data, number, "absent")))
         self._upload(found)
         self._schedule(now)
         return sends
@@ -231,7 +231,7 @@ class PieceSwarm:
         if sender in self._dropped:
             return []
         peer = self.peers.get(sender)
-        if isinstance(message, Have):
+        if isinstance(message, PiecesHeld):
             return self._on_have(now, sender, message)
         if peer is None:
             return []  # it was given up meanwhile
@@ -241,12 +241,12 @@ class PieceSwarm:
                 return self._fill_all(now)
             case Got():
                 return self._on_got(now, peer, message)
-            case Ask():
+            case PieceRequest():
                 return self._on_ask(now, peer, message)
             case Cancel():
                 self._on_cancel(peer, message)
                 return []
-            case Refused():
+            case PieceRefused():
                 return self._on_refused(now, peer, message)
             case Piece():
                 return self._on_piece(now, peer, message)
@@ -272,7 +272,7 @@ class PieceSwarm:
 
     # Inside
 
-    def _on_have(self, now: float, sender: PeerId, message: Have) -> Sends:
+    def _on_have(self, now: float, sender: PeerId, message: PiecesHeld) -> Sends:
         has = np.unpackbits(np.frombuffer(message.pieces, np.uint8), bitorder="little")
         if len(message.pieces) != -(-self.count // 8) or has[self.count :].any():
             raise RemoteProtocolError("a have-set of another length than the data set's")
@@ -306,18 +306,18 @@ class PieceSwarm:
         self._schedule(now)
         return self._fill(now, peer)
 
-    def _on_ask(self, now: float, peer: SwarmPeer, message: Ask) -> Sends:
+    def _on_ask(self, now: float, peer: SwarmPeer, message: PieceRequest) -> Sends:
         sends: Sends = []
         for number in self._checked(message.numbers):
             if not self.have[number]:
-                sends.append((peer.peer, Refused(self.data, number, "absent")))
+                sends.append((peer.peer, PieceRefused(self.data, number, "absent")))
             elif number in peer.uploads or peer.sending == number:
                 continue
             elif len(peer.uploads) >= UPLOADS_MAX:
-                sends.append((peer.peer, Refused(self.data, number, "busy")))
+                sends.append((peer.peer, PieceRefused(self.data, number, "busy")))
             elif self._goes_elsewhere(now, peer, number):
                 peer.put_off[number] = peer.put_off.get(number, 0) + 1
-                sends.append((peer.peer, Refused(self.data, number, "elsewhere")))
+                sends.append((peer.peer, PieceRefused(self.data, number, "elsewhere")))
             else:
                 peer.put_off.pop(number, None)
                 peer.uploads.append(number)
@@ -350,7 +350,7 @@ class PieceSwarm:
                 if given is not None and given[0] == peer.peer:
                     self._take_back(number)
 
-    def _on_refused(self, now: float, peer: SwarmPeer, message: Refused) -> Sends:
+    def _on_refused(self, now: float, peer: SwarmPeer, message: PieceRefused) -> Sends:
         number = self._checked((message.number,))[0]
         if number not in peer.asked:
             return []
@@ -394,9 +394,9 @@ class PieceSwarm:
             raise RemoteProtocolError("a piece that the data set does not have")
         return numbers
 
-    def _have_set(self, *, is_question: bool) -> Have:
+    def _have_set(self, *, is_question: bool) -> PiecesHeld:
         bits = np.packbits(self.have, bitorder="little").tobytes()
-        return Have(self.data, bits, is_question, self.is_complete)
+        return PiecesHeld(self.data, bits, is_question, self.is_complete)
 
     def _upload(self, peer: SwarmPeer) -> None:
         if peer.sending is None and peer.uploads:
@@ -472,7 +472,7 @@ class PieceSwarm:
         for number in numbers:
             peer.ask(now, number)
             self._in_flight[number] = True
-        return [(peer.peer, Ask(self.data, tuple(numbers)))] if numbers else []
+        return [(peer.peer, PieceRequest(self.data, tuple(numbers)))] if numbers else []
 
     def _overdue(self, now: float, peer: SwarmPeer, open_: Bits) -> list[int]:
         """Return a piece that another peer has owed for long, to be asked of this one as well."""

@@ -30,7 +30,7 @@ TELLINGS_MAX = 8
 """Webhooks and commands under way; more alerts at once are only events."""
 
 
-class LocalNode(Protocol):
+class AlertingNode(Protocol):
     """The part of `node.runtime.Node` that alerts use."""
 
     config: Config
@@ -46,7 +46,7 @@ class LocalNode(Protocol):
 class Alerts:
     """Looks at the rules every two seconds, until cancelled."""
 
-    def __init__(self, node: LocalNode, disk: Callable[[Path], tuple[int, int]] | None = None) -> None:
+    def __init__(self, node: AlertingNode, disk: Callable[[Path], tuple[int, int]] | None = None) -> None:
         self._node = node
         self._rules = AlertRules()
         self._seen = 0

@@ -15,7 +15,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.checkpoints.replication import CheckpointReplicator
 from node.checkpoints.service import Checkpoints
-from node.checkpoints.store import Kept
+from node.checkpoints.store import StoredCheckpoint
 from node.commands import Commands, LocalNode, find_run
 from node.content.kept_folders import write_kept_folder
 from node.content.stored_values import with_values
@@ -59,7 +59,7 @@ async def run_files(node: RunsNode, name: str) -> AsyncIterator[ServedFiles]:
         yield ServedFiles(graph_file, values, called, text, kept.checkpoint.run, step)
 
 
-async def _newest(node: RunsNode, run: str) -> tuple[Kept, list[PeerId]]:
+async def _newest(node: RunsNode, run: str) -> tuple[StoredCheckpoint, list[PeerId]]:
     """Return the newest checkpoint of a run, from here or from its keepers, and the keepers."""
     own = await node.checkpoints.call(partial(node.checkpoints.store.find, run))
     offers = {peer: offer for peer, offer in (await node.copies.holders(run)).items() if peer != node.peer}
@@ -81,7 +81,7 @@ async def _newest(node: RunsNode, run: str) -> tuple[Kept, list[PeerId]]:
 
 
 async def _write_state(
-    node: RunsNode, run: str, kept: Kept, graph: Graph, state: Path, holders: list[PeerId]
+    node: RunsNode, run: str, kept: StoredCheckpoint, graph: Graph, state: Path, holders: list[PeerId]
 ) -> int:
     """Write a run's newest state dict to a file; return its step. Raises Unreachable, OSError,
     RemoteProtocolError."""

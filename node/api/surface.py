@@ -23,7 +23,7 @@ from node import state as views
 from node import state_documents
 from node.api.handles import RunHandle
 from node.api.preparing import prepared
-from node.averaging.once import Averaged, average_once
+from node.averaging.once import AveragingResult, average_once
 from node.averaging.service import Averaging
 from node.commands import Commands, find_run
 from node.config import read_join
@@ -40,7 +40,7 @@ from node.planning.report import PlanReport
 from node.planning.request import plan as plan_for
 from node.runs.runs import Runs
 from node.seams import Seams
-from node.services.bootstrap import Joining
+from node.services.bootstrap import Bootstrap
 from node.services.broadcasts import Broadcast
 from node.services.discovery import Discovery
 from node.services.energy import EnergyLog
@@ -62,7 +62,7 @@ class Surface:
     peer: PeerId
     seams: Seams
     journal: Journal
-    joining: Joining
+    joining: Bootstrap
     membership: Membership
     provider: Provider
     averaging: Averaging
@@ -211,7 +211,7 @@ class Surface:
         aggregate: str = "auto",
         admit: str = "open",
         invitation: str = "",
-    ) -> Averaged:
+    ) -> AveragingResult:
         """Average arrays or torch tensors with peers that call this for the same `group`, names and shapes.
 
         With `aggregate` "mean" one liar can move the result anywhere; the other rules tolerate some liars

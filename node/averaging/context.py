@@ -17,7 +17,7 @@ from node.seams import Seams
 
 
 @dataclass(frozen=True)
-class Service:
+class ParticipationService:
     """The service as a participation uses it."""
 
     seams: Seams

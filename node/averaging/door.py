@@ -11,7 +11,7 @@ from partition.run.admission import Admission, Present
 
 
 @dataclass(frozen=True)
-class Door:
+class TicketGate:
     """The `Gate` of one run. `show` shows this member's own chain of tickets to peers that are not known to
     be members, and asks for theirs; `greet` shows it to members too."""
 

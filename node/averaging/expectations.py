@@ -12,11 +12,11 @@ from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.attendance import Attendance
 from gossip.averaging.lateness import RoundWaits
-from gossip.averaging.outcome import Averaged, Failed
+from gossip.averaging.outcome import Averaged, NotAveraged
 from gossip.claims import SLACK_STEPS
-from gossip.matchmaking import CameLate, Wish
+from gossip.matchmaking import CameLate, GroupWish
 from gossip.roster import Roster
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.seams import Clock
 
 INTERVALS_MAX = 5
@@ -86,7 +86,7 @@ class Expectations:
         now = self._clock.monotonic()
         return [peer for peer in peers if self.attendance.is_waited_for(now, peer)]
 
-    def waits(self, begun_at: float, awaited: Collection[PeerId], wanted: Wanted) -> RoundWaits:
+    def waits(self, begun_at: float, awaited: Collection[PeerId], wanted: RoundWish) -> RoundWaits:
         """Return how long a group that is wanted from `begun_at` on waits for each of these."""
         window, brief = wanted.window_seconds, self._brief_seconds(len(awaited))
         usual = [peer for peer in awaited if not self._is_brief(peer)]
@@ -151,7 +151,7 @@ class Expectations:
         if self._waited_until is not None:
             self._intervals.append(self._clock.monotonic() - self._waited_until)
 
-    def ended(self, wish: Wish, *, is_kept: bool) -> Sequence[bytes]:
+    def ended(self, wish: GroupWish, *, is_kept: bool) -> Sequence[bytes]:
         """Learn from a finished wish which peers came in time, and which did not propose a group in their
         turn. Return the keys of the wishes to forget. Where it is not `is_kept` it was given up here."""
         self._ended = [key for key in self._ended if key != wish.key]
@@ -194,7 +194,7 @@ class Expectations:
             self.attendance.failed(self._clock.monotonic(), attempt.unsent, seconds)
             self._refresh()
 
-    def attempted(self, attempt: Attempt, result: Averaged | Failed, seconds: float) -> bool:
+    def attempted(self, attempt: Attempt, result: Averaged | NotAveraged, seconds: float) -> bool:
         """Note a finished attempt. Return whether its length tells how much time the others need. It does not
         where members that sent nothing, or that are left out already, lengthened it: a peer that sends one
         chunk and stops would else make all later attempts wait longer."""

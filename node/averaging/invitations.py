@@ -20,7 +20,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES, PeerId, short_peer
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
 from node.averaging.signature import owned_run_key
 from node.errors import UsageError
@@ -28,7 +28,7 @@ from node.seams import Seams
 from node.services.driver import Driver
 from partition.run import admission as core
 from partition.run.admission import Admission, Admissions
-from partition.run.tickets import CHAIN_MAX, REVOKED_MAX, Chain, Revocations, Standing, check_chain
+from partition.run.tickets import CHAIN_MAX, REVOKED_MAX, Chain, Revocations, TicketStanding, check_chain
 
 Admit = Literal["open", "invited", "vouched"]
 ADMITS: tuple[Admit, ...] = get_args(Admit)
@@ -87,7 +87,7 @@ class Invitations:
         self._signer = signer
         self._admissions = Admissions()
         self._runs: dict[bytes, Participation] = {}
-        self._doors: dict[bytes, Door] = {}
+        self._doors: dict[bytes, TicketGate] = {}
         self._driver = Driver(
             self._admissions,
             core.PROTOCOL,
@@ -100,7 +100,7 @@ class Invitations:
         )
         self.run = self._driver.run
 
-    async def door(self, name: str, admit: str, text: str) -> Door | None:
+    async def door(self, name: str, admit: str, text: str) -> TicketGate | None:
         """Return the door of the run of this name, which this node owns or has an invitation to; None where
         everybody may take part. Raises UsageError."""
         check_admit(admit, text)
@@ -126,7 +126,7 @@ class Invitations:
         )
         if admission.ended:
             raise UsageError(f"run {name!r}: this node may not take part: {admission.ended}")
-        return Door(admission, self._seams.swarm_clock, partial(self._show, admission))
+        return TicketGate(admission, self._seams.swarm_clock, partial(self._show, admission))
 
     def _check(self, name: str, key: bytes, owner: PeerId, chain: tuple[Fact, ...], wall: float) -> None:
         if not chain:
@@ -136,12 +136,12 @@ class Invitations:
         except RemoteProtocolError as error:
             hint = f"an invitation is for one peer and one name; this node is {short_peer(self._signer.peer)}"
             raise UsageError(f"run {name!r}: the invitation does not fit: {error}", hint) from None
-        if Standing(tuple(tickets)).until <= wall:
+        if TicketStanding(tuple(tickets)).until <= wall:
             raise UsageError(f"run {name!r}: the invitation has expired", "ask the run's owner for a new one")
 
     # A run that goes on
 
-    def open(self, run: Participation, door: Door) -> None:
+    def open(self, run: Participation, door: TicketGate) -> None:
         """Open a run behind this door."""
         self._runs[run.key], self._doors[run.key] = run, door
         self._admissions.open(door.admission)
@@ -152,7 +152,7 @@ class Invitations:
         self._runs.pop(key, None)
         self._doors.pop(key, None)
 
-    async def follow(self, run: Participation, door: Door) -> None:
+    async def follow(self, run: Participation, door: TicketGate) -> None:
         """Show tickets to peers that claim to take part, expel those whose tickets have expired, and keep
         revocations. Runs until cancelled."""
         admission, kept = door.admission, door.admission.revocations.facts
@@ -178,7 +178,7 @@ class Invitations:
         if run is None:
             return
         match event:
-            case core.Admitted(peer=peer):
+            case core.PeerAdmitted(peer=peer):
                 run.admitted(peer)
             case core.Expelled(peer=peer, reason=reason) if peer == self._signer.peer:
                 run.end(f"this node may take part no more: {reason}")
@@ -240,7 +240,7 @@ class Invitations:
         """Return whether this node takes part in a closed run of this name."""
         return self._find(name) is not None
 
-    def _find(self, name: str) -> Door | None:
+    def _find(self, name: str) -> TicketGate | None:
         return next((self._doors[key] for key, run in self._runs.items() if run.name == name), None)
 
     async def _load(self, key: bytes, owner: PeerId) -> Revocations:

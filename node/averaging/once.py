@@ -14,7 +14,7 @@ from crypto.identity import peer_text
 from gossip.averaging.aggregates import chosen, obstacle_of
 from gossip.averaging.group import WEIGHT_MAX, WEIGHT_MIN, is_weight
 from node.averaging.participation import Participation
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.averaging.service import Averaging
 from node.averaging.signature import Row, signatures_of
 from node.errors import UsageError
@@ -23,7 +23,7 @@ FLOATING = ("float16", "float32", "float64")
 
 
 @dataclass(frozen=True)
-class Averaged:
+class AveragingResult:
     """The result of a round of averaging. `tensors` are new arrays, of the given types.
 
     `shares` maps the peers whose tensors entered, by id as text, to their part of the total weight, after
@@ -56,7 +56,7 @@ async def average_once(
     aggregate: str,
     admit: str = "open",
     invitation: str = "",
-) -> Averaged:
+) -> AveragingResult:
     """See `node.api.surface.Surface.average`."""
     if not is_weight(weight):
         raise UsageError(f"average: weight {weight} must be from {WEIGHT_MIN:g} to {WEIGHT_MAX:g}")
@@ -75,15 +75,15 @@ async def average_once(
     with trio.move_on_after(timeout_seconds) as patience:
         await run.wait_for_peers(peers)
         left = timeout_seconds - (now() - begun)
-        wanted = Wanted(codec=codec, patience_seconds=left, size_min=max(2, peers + 1))
+        wanted = RoundWish(codec=codec, patience_seconds=left, size_min=max(2, peers + 1))
         made = await run.average(vector, weight, wanted)
     seconds = now() - begun
     if patience.cancelled_caught:
-        return Averaged(dict(tensors), {}, seconds, _too_late(run, peers, timeout_seconds), rule)
+        return AveragingResult(dict(tensors), {}, seconds, _too_late(run, peers, timeout_seconds), rule)
     if made.vector is None:
-        return Averaged(dict(tensors), {}, seconds, made.error, rule)
+        return AveragingResult(dict(tensors), {}, seconds, made.error, rule)
     shares = {peer_text(peer): share for peer, share in made.shares.items()}
-    return Averaged(_split(made.vector, tensors, rows), shares, seconds, "", rule, made.liars_max)
+    return AveragingResult(_split(made.vector, tensors, rows), shares, seconds, "", rule, made.liars_max)
 
 
 def _too_late(run: Participation, peers: int, timeout_seconds: float) -> str:

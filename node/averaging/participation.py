@@ -18,16 +18,16 @@ from gossip.averaging.arrivals import UploadRate
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import codec_of, rounding_of
 from gossip.averaging.grid import GROUP_SIZE_MIN
-from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Aggregate, Group, Member, Terms
-from gossip.averaging.outcome import Averaged, Failed, Reason
-from gossip.averaging.pace import Pace
+from gossip.averaging.group import GROUP_MEMBERS_MAX, NONCE_BYTES, Aggregate, Group, GroupMember, Terms
+from gossip.averaging.outcome import Averaged, NotAveraged, Reason
+from gossip.averaging.pace import AttemptPace
 from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.walk import GridWalk, Spot
-from gossip.matchmaking import CameLate, Formed, NotFormed, Wish
+from gossip.matchmaking import CameLate, Formed, GroupWish, NotFormed
 from gossip.roster import Roster
-from node.averaging.context import Service
+from node.averaging.context import ParticipationService
 from node.averaging.expectations import Expectations, expected_in
-from node.averaging.rounds import Gate, Round, RunView, Wanted
+from node.averaging.rounds import Gate, RosterView, Round, RoundWish
 from node.averaging.runner import Runner
 from node.averaging.state_exchange import StateExchange
 from node.averaging_events import AveragingEnded, AveragingJoined, AveragingLeft, AveragingStepped
@@ -65,7 +65,7 @@ class Participation:
         name: str,
         key: bytes,
         roster: Roster,
-        service: Service,
+        service: ParticipationService,
         gate: Gate | None = None,
         aggregate: Aggregate = "mean",
         alike: Mapping[bytes, str] | None = None,
@@ -92,7 +92,7 @@ class Participation:
         """This peer's upload rate as others measured it."""
         self.walk = GridWalk(key, service.seams.network.peer)
         self._looked_seconds = self._begun_at = 0.0
-        self._pace = Pace(floor_seconds=PACE_FLOOR_SECONDS)
+        self._pace = AttemptPace(floor_seconds=PACE_FLOOR_SECONDS)
         self._undeclared: tuple[PeerId, ...] = ()
         self._last_attempt: weakref.ref[Attempt] | None = None
         self.stepped_at = service.seams.clock.monotonic()
@@ -125,13 +125,13 @@ class Participation:
             self._service.tell(lambda now: self.roster.tell(now, **said))
 
     @property
-    def view(self) -> RunView:
+    def view(self) -> RosterView:
         """Return this node's present view of the run."""
         if self.ended:
-            return RunView()
+            return RosterView()
         known = self.roster.reports
         reports = list(known.values())
-        return RunView(
+        return RosterView(
             peers=len(reports),
             strangers=self.roster.strangers,
             other_rules=Counter(
@@ -223,7 +223,7 @@ class Participation:
 
     # Rounds
 
-    async def average(self, vector: Vector | None, weight: float, wanted: Wanted) -> Round:
+    async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
         """Find a group and average with it; where that fails, try again with the remaining peers. The vector
         must not change before this returns."""
         clock = self._service.seams.clock
@@ -275,8 +275,8 @@ class Participation:
         return self._told(Round(None, {}, members, clock.monotonic() - begun, sent, received, b"", error))
 
     async def _attempt(
-        self, group: Group, vector: Vector | None, weight: float, wanted: Wanted
-    ) -> tuple[Attempt, Averaged | Failed]:
+        self, group: Group, vector: Vector | None, weight: float, wanted: RoundWish
+    ) -> tuple[Attempt, Averaged | NotAveraged]:
         """Make one attempt of a group; return it with its outcome."""
         seams = self._service.seams
         self.status = f"the exchange with {len(group.members) - 1} peers"
@@ -319,7 +319,7 @@ class Participation:
             self._pace.failed()
         return attempt, result
 
-    async def _rounding(self, vector: Vector | None, wanted: Wanted) -> float:
+    async def _rounding(self, vector: Vector | None, wanted: RoundWish) -> float:
         """Return the relative error that the codec added to this peer's data."""
         if vector is None:
             return 0.0
@@ -350,7 +350,7 @@ class Participation:
         return made
 
     async def _find_group(
-        self, vector: Vector | None, wanted: Wanted, attempt: int, spot: Spot | None
+        self, vector: Vector | None, wanted: RoundWish, attempt: int, spot: Spot | None
     ) -> Group | str:
         """Return the group that forms for an attempt of a round, at a spot of the grid if one is given, or
         why none forms. Members of a failed group are still expected, except those known to be gone: most only
@@ -359,7 +359,7 @@ class Participation:
         items, dtype = self._shape(vector)
         rate = self.upload.claimed if wanted.rate is None else wanted.rate
         nonce, coordinate = service.seams.entropy(NONCE_BYTES), 0 if spot is None else spot.coordinate
-        me = Member(self.peer, nonce, rate, vector is not None, coordinate)
+        me = GroupMember(self.peer, nonce, rate, vector is not None, coordinate)
         number = -1 if wanted.round is None else wanted.round
         round_number = self.walk.turn if wanted.round is None else wanted.round
         name = self.key + self.roster.signature + number.to_bytes(8, "big", signed=True)
@@ -369,7 +369,7 @@ class Participation:
 
         terms = Terms(wanted.mode, wanted.codec, self.roster.signature, items, dtype, self.aggregate)
 
-        def make(members: tuple[Member, ...]) -> Group:
+        def make(members: tuple[GroupMember, ...]) -> Group:
             return Group(self.key, round_number, attempt, terms, members)
 
         fits_all = len(self.walk.axes) < 2
@@ -391,7 +391,7 @@ class Participation:
         if is_declared:  # a look in the DHT takes a moment
             patience += DECLARED_SECONDS
         now = service.seams.clock.monotonic()
-        wish = Wish(
+        wish = GroupWish(
             me,
             key,
             expected,
@@ -436,7 +436,7 @@ class Participation:
             return outcome.group
         return self.ended if outcome is None else outcome.reason
 
-    async def _tell_newcomers(self, wish: Wish, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
+    async def _tell_newcomers(self, wish: GroupWish, round: int | None, are_expected: bool) -> None:  # noqa: A002 - the field's word
         """Send a wish to peers that become known after it was made, which it would not reach otherwise, and
         announce which peers it waits for. Runs until cancelled."""
         matches, told, key = self._service.matches, set(self.roster.reports), wish.key

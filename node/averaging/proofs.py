@@ -16,7 +16,7 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.evidence import EVIDENCE_BYTES_MAX, PROTOCOL, Evidence, liar_of
-from gossip.averaging.proof_table import ProofTable, Standing
+from gossip.averaging.proof_table import ProofStanding, ProofTable
 from node.averaging.proofs_file import read_proofs, write_proofs
 from node.averaging.rounds import Gate
 from node.containment import keep_running
@@ -45,7 +45,7 @@ class Proofs:
         signer: Signer,
         *,
         members: Callable[[bytes], Collection[PeerId] | None],
-        standing: Callable[[bytes, PeerId], Standing],
+        standing: Callable[[bytes, PeerId], ProofStanding],
         found: Callable[[bytes, PeerId, str], None],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:

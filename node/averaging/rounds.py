@@ -16,7 +16,7 @@ Mode = Literal["butterfly", "exchange"]
 
 
 @dataclass(frozen=True)
-class RunView:
+class RosterView:
     """The other participants of a run, and their reports.
 
     `strangers` are peers under the same name that average other tensors. `other_rules` is the number of those
@@ -72,7 +72,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RoundWish:
     """The wish for a round.
 
     `round` gives all peers that are in it one group under this number, which late ones cannot enter; None:

@@ -19,7 +19,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, AttemptMessage, Chunk, Opening
-from gossip.averaging.outcome import Averaged, Failed, Reason
+from gossip.averaging.outcome import Averaged, NotAveraged, Reason
 from node.errors import StreamClosed, StreamEnded, Unreachable
 from node.seams import Clock, Executor, Network, Stream
 from node.waker import Waker
@@ -108,10 +108,10 @@ class Runner:
                 call.over.set()
             self._finished.set()
 
-    async def result(self) -> Averaged | Failed:
+    async def result(self) -> Averaged | NotAveraged:
         """Return the outcome, once there is one. `run` must be running."""
         await self._finished.wait()
-        return self.attempt.result or Failed(Reason.CANCELLED)
+        return self.attempt.result or NotAveraged(Reason.CANCELLED)
 
     async def receive_from(self, stream: Stream) -> None:
         """Receive a member's messages on its stream, whose opening was read already. One stream of a member

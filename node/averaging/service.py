@@ -24,10 +24,10 @@ from gossip.averaging.group import Aggregate
 from gossip.averaging.messages import OPENING_BYTES_MAX, Opening
 from gossip.averaging.messages import PROTOCOL as ATTEMPT_PROTOCOL
 from gossip.averaging.outcome import Averaged
-from gossip.averaging.proof_table import Standing
-from node.averaging.context import Service
+from gossip.averaging.proof_table import ProofStanding
+from node.averaging.context import ParticipationService
 from node.averaging.declarations import Declarations
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.early_streams import EarlyStreams
 from node.averaging.invitations import Invitations
 from node.averaging.participation import Participation
@@ -157,7 +157,7 @@ class Averaging:
         gate: Gate | None = None,
         aggregate: Aggregate = "mean",
         alike: Mapping[bytes, str] | None = None,
-        door: Door | None = None,
+        door: TicketGate | None = None,
     ) -> Participation:
         """Take part in the run of this name, with those that `gate` admits, by this rule, which `signature`
         covers. `alike` are the signatures of the same tensors under other rules. A `door` is the gate of a
@@ -175,7 +175,7 @@ class Averaging:
             raise UsageError(f"run {name!r}: {error}") from None
         assert self._nursery is not None, "the service is running"
         scope = trio.CancelScope()
-        service = Service(
+        service = ParticipationService(
             self._seams,
             self._signer,
             publish=self._publish,
@@ -204,7 +204,7 @@ class Averaging:
         self._nursery.start_soon(self._look_for_others, found, scope, door)
         return found
 
-    def find(self, name: str, signature: bytes, door: Door | None = None) -> Participation | None:
+    def find(self, name: str, signature: bytes, door: TicketGate | None = None) -> Participation | None:
         """Return this node's part in the run of this name, None where it has none. Raises UsageError: other
         tensors are averaged under this name here."""
         run = self._runs.get(run_key(name) if door is None else door.admission.run)
@@ -232,7 +232,9 @@ class Averaging:
 
     # Participants
 
-    async def _look_for_others(self, run: Participation, scope: trio.CancelScope, door: Door | None) -> None:
+    async def _look_for_others(
+        self, run: Participation, scope: trio.CancelScope, door: TicketGate | None
+    ) -> None:
         """Greet the members of the swarm, and those that the DHT knows, at growing intervals."""
         with scope:
             async with trio.open_nursery() as nursery:
@@ -286,7 +288,7 @@ class Averaging:
     # Groups and attempts
 
     def _matched(self, event: object) -> None:
-        if isinstance(event, matchmaking.Declined):
+        if isinstance(event, matchmaking.GroupDeclined):
             runner = self._runners.get(event.attempt)
             if runner is not None and self._nursery is not None:
                 self._nursery.start_soon(runner.lose, event.peer)
@@ -323,11 +325,11 @@ class Averaging:
         run = self._runs.get(key)
         return None if run is None else tuple(run.roster.reports)
 
-    def _standing(self, key: bytes, peer: PeerId) -> Standing:
+    def _standing(self, key: bytes, peer: PeerId) -> ProofStanding:
         run = self._runs.get(key)
         if run is not None and run.expectations.attendance.is_known(peer):
-            return Standing.COMPLETED
-        return Standing.LISTED if run is not None and run.roster.lists(peer) else Standing.UNKNOWN
+            return ProofStanding.COMPLETED
+        return ProofStanding.LISTED if run is not None and run.roster.lists(peer) else ProofStanding.UNKNOWN
 
     def _liar_found(self, key: bytes, peer: PeerId, purpose: str) -> None:
         run = self._runs[key]

@@ -43,7 +43,7 @@ ITEM_BYTES: dict[str, int] = {
 }  # fmt: skip
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class ArrayRow(msgspec.Struct, frozen=True, array_like=True):
     """One array: it follows the one before it."""
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)]
@@ -55,14 +55,14 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Table(msgspec.Struct, frozen=True, array_like=True):
+class SnapshotTable(msgspec.Struct, frozen=True, array_like=True):
     """The contents of a snapshot: the global step, rounds averaged, the arrays, and the hash of each chunk of
     their bytes. `lineage` names the history: equal at peers that made the same steps."""
 
     step: Count
     rounds: Count
     lineage: Hash
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=TENSORS_MAX)]
+    rows: Annotated[tuple[ArrayRow, ...], msgspec.Meta(max_length=TENSORS_MAX)]
     chunks: Annotated[tuple[Hash, ...], msgspec.Meta(max_length=CHUNKS_MAX)]
 
     @property
@@ -79,7 +79,7 @@ class Table(msgspec.Struct, frozen=True, array_like=True):
 class Snapshot:
     """A table with its bytes, and the peers they were fetched from."""
 
-    table: Table
+    table: SnapshotTable
     data: NDArray[np.uint8] = field(repr=False)
     holders: tuple[PeerId, ...] = ()
 
@@ -87,9 +87,9 @@ class Snapshot:
         """The bytes of a chunk."""
         return self.data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES].data
 
-    def arrays(self) -> dict[str, tuple[Row, NDArray[np.uint8]]]:
+    def arrays(self) -> dict[str, tuple[ArrayRow, NDArray[np.uint8]]]:
         """Each array's row and bytes, by name."""
-        found: dict[str, tuple[Row, NDArray[np.uint8]]] = {}
+        found: dict[str, tuple[ArrayRow, NDArray[np.uint8]]] = {}
         at = 0
         for row in self.table.rows:
             found[row.name] = (row, self.data[at : at + row.size_bytes])
@@ -102,13 +102,13 @@ def make_snapshot(
 ) -> Snapshot:
     """Join named arrays, each as (type, shape, its bytes as uint8), and hash their chunks. Takes some 0.3 ms
     a MB: call it where computing is allowed."""
-    rows = tuple(Row(name, dtype, shape) for name, (dtype, shape, _) in arrays.items())  # type: ignore[arg-type]  # checked when it is decoded
+    rows = tuple(ArrayRow(name, dtype, shape) for name, (dtype, shape, _) in arrays.items())  # type: ignore[arg-type]  # checked when it is decoded
     parts = [data.reshape(-1).view(np.uint8) for _, _, data in arrays.values()]
     data = np.concatenate(parts) if parts else np.empty(0, np.uint8)
     chunks = tuple(
         blake3(data[at : at + CHUNK_BYTES].data).digest() for at in range(0, data.size, CHUNK_BYTES)
     )
-    return Snapshot(Table(step, rounds, lineage, rows, chunks), data)
+    return Snapshot(SnapshotTable(step, rounds, lineage, rows, chunks), data)
 
 
 def is_finite(dtype: str, data: Array) -> bool:
@@ -141,7 +141,7 @@ def sampled_chunks(count: int, rng: Random) -> list[int]:
     return [rng.randrange(first, end) for first, end in pairwise(edges)]
 
 
-def numbers_of(table: Table, chunks: Mapping[int, Array]) -> dict[str, NDArray[np.float32]]:
+def numbers_of(table: SnapshotTable, chunks: Mapping[int, Array]) -> dict[str, NDArray[np.float32]]:
     """Return the numbers of a state in these chunks, by kind: parameters, each quantity that an optimizer or
     a strategy remembers. Call it where computing is allowed."""
     found: dict[str, list[NDArray[np.float32]]] = {}
@@ -176,7 +176,7 @@ def _as_float32(dtype: str, data: Array) -> NDArray[np.float32]:
         return data.view(dtype).astype(np.float32)
 
 
-def check_table(table: Table, bytes_max: int) -> None:
+def check_table(table: SnapshotTable, bytes_max: int) -> None:
     """Raise RemoteProtocolError where a stranger's table is not sound, or larger than this peer expects."""
     size = 0
     for row in table.rows:

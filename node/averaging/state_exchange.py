@@ -9,7 +9,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.claims import LikelySteps
 from gossip.roster import Report, Roster
-from node.averaging.context import Service
+from node.averaging.context import ParticipationService
 from node.averaging.expectations import Expectations
 from node.averaging.offered import SNAPSHOT_SECONDS, OfferedStates
 from node.averaging.snapshot import Snapshot, check_finite
@@ -27,7 +27,7 @@ class StateExchange:
     """One participant's, in the run called `name`."""
 
     def __init__(
-        self, name: str, key: bytes, roster: Roster, service: Service, expectations: Expectations
+        self, name: str, key: bytes, roster: Roster, service: ParticipationService, expectations: Expectations
     ) -> None:
         self._name = name
         self._key = key

@@ -33,7 +33,7 @@ from node.averaging.snapshot import (
     Array,
     Hash,
     Snapshot,
-    Table,
+    SnapshotTable,
     check_table,
     numbers_of,
     sampled_chunks,
@@ -76,7 +76,7 @@ as long."""
 ChunkNumber = Annotated[int, msgspec.Meta(ge=0, lt=CHUNKS_MAX)]
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+class StateRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     """A request for the state of this run, at this global step or later."""
 
     run: Hash
@@ -93,13 +93,13 @@ class Fetch(msgspec.Struct, frozen=True, array_like=True, tag="fetch"):
     count: Annotated[int, msgspec.Meta(ge=1, le=ASKED_AT_ONCE)]
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+class StateOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """The offered state."""
 
-    table: Table
+    table: SnapshotTable
 
 
-class Nothing(msgspec.Struct, frozen=True, array_like=True, tag="nothing"):
+class NoState(msgspec.Struct, frozen=True, array_like=True, tag="nothing"):
     """No state, and the reason."""
 
     reason: Annotated[str, msgspec.Meta(max_length=200)]
@@ -111,8 +111,8 @@ class Sent(msgspec.Struct, frozen=True, array_like=True, tag="sent"):
     number: ChunkNumber
 
 
-Question = Ask | Fetch
-Answer = Offer | Nothing | Sent
+Question = StateRequest | Fetch
+Answer = StateOffer | NoState | Sent
 Snap = Callable[[PeerId, bytes, bytes, int], Awaitable[Snapshot | str]]
 """Return for this peer, of a run with this signature, at this step or later: its snapshot, or why there is
 none."""
@@ -133,9 +133,9 @@ class StateServer:
         while True:
             question: Question = decode(await stream.receive(), Question, bytes_max=1_024)
             match question:
-                case Ask():
+                case StateRequest():
                     found = await self._snap(stream.peer, question.run, question.signature, question.step)
-                    answer = Nothing(found) if isinstance(found, str) else Offer(found.table)
+                    answer = NoState(found) if isinstance(found, str) else StateOffer(found.table)
                     await stream.send(encode(answer))
                 case Fetch():
                     await self._send_chunks(stream, question)
@@ -143,7 +143,7 @@ class StateServer:
     async def _send_chunks(self, stream: Stream, asked: Fetch) -> None:
         snapshot = self._kept(stream.peer, asked.run, asked.digest)
         if snapshot is None or asked.first + asked.count > len(snapshot.table.chunks):
-            await stream.send(encode(Nothing("this state is no longer kept")))
+            await stream.send(encode(NoState("this state is no longer kept")))
             return
         for number in range(asked.first, asked.first + asked.count):
             with trio.move_on_after(CHUNK_SECONDS_MAX) as patience:
@@ -195,7 +195,9 @@ async def fetch_state(
     return await transfer.state(holders, offers[holders[0]])
 
 
-async def _fetch_nearest(transfer: "_Transfer", offers: Mapping[PeerId, Table], rng: Random) -> Snapshot:
+async def _fetch_nearest(
+    transfer: "_Transfer", offers: Mapping[PeerId, SnapshotTable], rng: Random
+) -> Snapshot:
     """Return the state that is nearest to the others by a sample of each, or the next one where its holder
     does not deliver it. Raises Unreachable."""
     layouts = Counter(table.rows for table in offers.values())
@@ -205,7 +207,7 @@ async def _fetch_nearest(transfer: "_Transfer", offers: Mapping[PeerId, Table], 
     samples: dict[PeerId, Mapping[str, nearest.Numbers]] = {}
     reason = "no sample of a state came in time"
 
-    async def sample(peer: PeerId, table: Table) -> None:
+    async def sample(peer: PeerId, table: SnapshotTable) -> None:
         nonlocal reason
         try:
             chunks = await transfer.sample(peer, table, numbers)
@@ -234,7 +236,7 @@ async def _fetch_nearest(transfer: "_Transfer", offers: Mapping[PeerId, Table], 
     raise Unreachable("timeout", reason)
 
 
-def _offered(offers: Mapping[PeerId, Table]) -> dict[PeerId, OfferedState]:
+def _offered(offers: Mapping[PeerId, SnapshotTable]) -> dict[PeerId, OfferedState]:
     return {peer: OfferedState(ClaimedCount(table.step), table.digest) for peer, table in offers.items()}
 
 
@@ -253,7 +255,7 @@ class _OfferRequest:
     reasons: list[str] = field(default_factory=list)
     """Reasons of peers that have none."""
 
-    def likely_of(self, offers: Mapping[PeerId, Table]) -> list[PeerId]:
+    def likely_of(self, offers: Mapping[PeerId, SnapshotTable]) -> list[PeerId]:
         """Return the peers whose states are at a likely step."""
         likely = self.likely
         if likely is None:
@@ -264,19 +266,19 @@ class _OfferRequest:
             if likely.first <= table.step <= likely.last and likely.lineage in (None, table.lineage)
         ]
 
-    def most_alike(self, offers: Mapping[PeerId, Table]) -> int:
+    def most_alike(self, offers: Mapping[PeerId, SnapshotTable]) -> int:
         """Return the largest number of peers that offer the same state of a likely step."""
         alike = Counter((offers[peer].step, offers[peer].digest) for peer in self.likely_of(offers))
         return max(alike.values(), default=0)
 
-    def may_agree(self, donors: Sequence[PeerId], offers: Mapping[PeerId, Table]) -> bool:
+    def may_agree(self, donors: Sequence[PeerId], offers: Mapping[PeerId, SnapshotTable]) -> bool:
         """Return whether fewer peers than required hold one state, though enough have a state."""
         wanted = 1 if self.likely is None else self.likely.holders_wanted
         return self.most_alike(offers) < wanted <= min(len(donors), len(self.likely_of(offers)))
 
-    async def ask(self, donors: Sequence[PeerId], step: int, seconds: float) -> dict[PeerId, Table]:
+    async def ask(self, donors: Sequence[PeerId], step: int, seconds: float) -> dict[PeerId, SnapshotTable]:
         """Return these peers' offers of a state at this step or later."""
-        offers: dict[PeerId, Table] = {}
+        offers: dict[PeerId, SnapshotTable] = {}
         with trio.move_on_after(seconds + 2) as patience:
             async with trio.open_nursery() as nursery:
                 for donor in donors[:DONORS_MAX]:
@@ -288,7 +290,7 @@ class _OfferRequest:
         donor: PeerId,
         step: int,
         seconds: float,
-        offers: dict[PeerId, Table],
+        offers: dict[PeerId, SnapshotTable],
         patience: trio.CancelScope,
     ) -> None:
         try:
@@ -296,7 +298,7 @@ class _OfferRequest:
                 self.network, donor, PROTOCOL, seconds=seconds, message_bytes_max=TABLE_BYTES_MAX
             )
             async with talk as stream:
-                await stream.send(encode(Ask(self.run, self.signature, step)))
+                await stream.send(encode(StateRequest(self.run, self.signature, step)))
                 data = await stream.receive()
             answer = await self.executor.run(partial(_read_offer, data, self.bytes_max, self.step_max))
         except RemoteProtocolError as error:
@@ -319,14 +321,14 @@ class _OfferRequest:
                 patience.deadline = min(patience.deadline, trio.current_time() + left)
 
 
-def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> Table | str:
+def _read_offer(data: bytes, bytes_max: int, step_max: int | None) -> SnapshotTable | str:
     answer: Answer = decode(data, Answer, bytes_max=TABLE_BYTES_MAX)
-    if isinstance(answer, Offer):
+    if isinstance(answer, StateOffer):
         check_table(answer.table, bytes_max)
         if step_max is not None and answer.table.step > step_max:
             raise RemoteProtocolError(f"a state of step {answer.table.step}, where {step_max} is the last")
         return answer.table
-    if isinstance(answer, Nothing):
+    if isinstance(answer, NoState):
         return "".join(letter if letter.isprintable() else "?" for letter in answer.reason)
     raise RemoteProtocolError("a chunk where an offer was asked for")
 
@@ -340,7 +342,7 @@ class _Transfer:
     run: bytes
     refuse: Callable[[PeerId, RemoteProtocolError], None]
 
-    async def state(self, holders: Sequence[PeerId], table: Table) -> Snapshot:
+    async def state(self, holders: Sequence[PeerId], table: SnapshotTable) -> Snapshot:
         """Return the state of this table, from all of `holders` at once. Raises Unreachable."""
         data = np.empty(table.size_bytes, np.uint8)
         count = len(table.chunks)
@@ -354,7 +356,7 @@ class _Transfer:
         await self._fetch(holders, table, spans, room)
         return Snapshot(table, data, tuple(holders))
 
-    async def sample(self, holder: PeerId, table: Table, numbers: Sequence[int]) -> dict[int, Array]:
+    async def sample(self, holder: PeerId, table: SnapshotTable, numbers: Sequence[int]) -> dict[int, Array]:
         """Return these chunks of a state. Raises Unreachable."""
         rooms = {
             number: np.empty(min(CHUNK_BYTES, table.size_bytes - number * CHUNK_BYTES), np.uint8)
@@ -366,7 +368,7 @@ class _Transfer:
     async def _fetch(
         self,
         holders: Sequence[PeerId],
-        table: Table,
+        table: SnapshotTable,
         left: deque[tuple[int, int]],
         room: Callable[[int], Array],
     ) -> None:

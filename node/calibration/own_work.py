@@ -457,7 +457,7 @@ def _answer_requests(link: socket.socket, size_bytes: int) -> None:
             case api.Apply():
                 reply = api.Applied(bytes(32))
             case _:
-                reply = api.Done()
+                reply = api.StageDone()
         # The tensors are any bytes in the memory that only the node has.
         parts = split(reply)
         link.sendall(parts.header(1).encode() + parts.message)

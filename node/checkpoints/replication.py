@@ -22,7 +22,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from dht.records import Record
 from node.checkpoints.service import Checkpoints
-from node.checkpoints.store import KEPT, Kept
+from node.checkpoints.store import KEPT, StoredCheckpoint
 from node.content.blobs import Refuse
 from node.errors import StreamClosed, Unreachable
 from node.protocols.calls import call
@@ -92,7 +92,7 @@ class Which(msgspec.Struct, frozen=True, tag="which"):
     run: RunText
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True):
+class CheckpointOffer(msgspec.Struct, frozen=True, array_like=True):
     """A checkpoint by its step and name; also the value of a DHT record."""
 
     step: Number
@@ -100,14 +100,14 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Here(msgspec.Struct, frozen=True, tag="here"):
-    offers: Annotated[tuple[Offer, ...], msgspec.Meta(max_length=KEPT)]
+    offers: Annotated[tuple[CheckpointOffer, ...], msgspec.Meta(max_length=KEPT)]
 
 
 Request = Keep | Conclude | Which
 Reply = Done | Declined | Here
 
 
-class Directory(Protocol):
+class CheckpointDirectory(Protocol):
     """The part of `node.services.discovery.Discovery` that this file uses."""
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int: ...
@@ -125,7 +125,7 @@ class CheckpointReplicator:
         self,
         seams: Seams,
         checkpoints: Checkpoints,
-        directory: Directory,
+        directory: CheckpointDirectory,
         *,
         admits: Callable[[PeerId, bytes], str | None],
         ours: Callable[[bytes], bool],
@@ -156,7 +156,7 @@ class CheckpointReplicator:
         await self._checkpoints.call(store.recover)
         newest = {kept.run: kept for kept in await self._checkpoints.call(store.all)}
         for run, kept in newest.items():
-            await self.announce(run, Offer(kept.checkpoint.step, kept.name))
+            await self.announce(run, CheckpointOffer(kept.checkpoint.step, kept.name))
 
     # The committer's side
 
@@ -201,7 +201,7 @@ class CheckpointReplicator:
             for peer in dict.fromkeys(peers):
                 if peer != self._network.peer:
                     nursery.start_soon(tell, peer)
-            nursery.start_soon(self.announce, run_text(run), Offer(step, checkpoint))
+            nursery.start_soon(self.announce, run_text(run), CheckpointOffer(step, checkpoint))
         return done
 
     async def _ask_one(self, peer: PeerId, request: Keep | Conclude, seconds: float) -> bool:
@@ -212,18 +212,18 @@ class CheckpointReplicator:
         except Unreachable:
             return False  # a copy less; the caller sees who has one
 
-    async def announce(self, run: str, offer: Offer) -> None:
+    async def announce(self, run: str, offer: CheckpointOffer) -> None:
         """Say in the DHT that this node keeps this checkpoint; `run` is the short id."""
         await self._directory.publish(CHECKPOINT_PURPOSE, bytes.fromhex(run), encode(offer))
 
     # Anybody's
 
-    async def holders(self, run: str) -> dict[PeerId, Offer]:
+    async def holders(self, run: str) -> dict[PeerId, CheckpointOffer]:
         """Return who says in the DHT to keep a checkpoint of a run, and which; `run` is the short id."""
-        found: dict[PeerId, Offer] = {}
+        found: dict[PeerId, CheckpointOffer] = {}
         for record in await self._directory.find(CHECKPOINT_PURPOSE, bytes.fromhex(run)):
             try:
-                offer: Offer = decode(record.value, Offer, bytes_max=_RECORD_BYTES_MAX)
+                offer: CheckpointOffer = decode(record.value, CheckpointOffer, bytes_max=_RECORD_BYTES_MAX)
             except RemoteProtocolError as error:
                 self._refuse(record.publisher, error)
                 continue
@@ -234,7 +234,7 @@ class CheckpointReplicator:
         """Return the steps of which peers say that they keep a checkpoint of a run."""
         return {offer.step for offer in await self._offers(run, holders)}
 
-    async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> Kept:
+    async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> StoredCheckpoint:
         """Have a run's newest checkpoint here, or that of a step, whole; `run` is the short id.
 
         Raises:
@@ -262,7 +262,7 @@ class CheckpointReplicator:
             reasons = [f"there are those of steps {steps}" if steps else "nobody who answers keeps one"]
         raise Unreachable("unknown", "; ".join(reasons))
 
-    async def _fetch(self, run: str, offer: Offer, holders: Sequence[PeerId]) -> Kept:
+    async def _fetch(self, run: str, offer: CheckpointOffer, holders: Sequence[PeerId]) -> StoredCheckpoint:
         checkpoints, store = self._checkpoints, self._checkpoints.store
         _, found, checkpoint, data = await checkpoints.read(offer.checkpoint, holders)
         if (found.text, checkpoint.step) != (run, offer.step):
@@ -279,8 +279,8 @@ class CheckpointReplicator:
             raise Unreachable("unknown", "a newer checkpoint has come meanwhile")
         return kept
 
-    async def _offers(self, run: str, holders: Sequence[PeerId]) -> Mapping[Offer, list[PeerId]]:
-        found: dict[Offer, list[PeerId]] = defaultdict(list)
+    async def _offers(self, run: str, holders: Sequence[PeerId]) -> Mapping[CheckpointOffer, list[PeerId]]:
+        found: dict[CheckpointOffer, list[PeerId]] = defaultdict(list)
         limit = trio.CapacityLimiter(ASKED_MAX)
 
         async def put(peer: PeerId) -> None:
@@ -325,13 +325,13 @@ class CheckpointReplicator:
         await stream.send(encode(reply))
         permit.works()
         if isinstance(request, Conclude) and isinstance(reply, Done):
-            await self.announce(run_text(request.run), Offer(request.step, request.checkpoint))
+            await self.announce(run_text(request.run), CheckpointOffer(request.step, request.checkpoint))
 
     async def _answer(self, peer: PeerId, request: Request) -> Reply:
         store = self._checkpoints.store
         if isinstance(request, Which):
             steps = await self._checkpoints.call(partial(store.steps, request.run))
-            return Here(tuple(Offer(step, name) for step, name in steps[-KEPT:]))
+            return Here(tuple(CheckpointOffer(step, name) for step, name in steps[-KEPT:]))
         reason = self._admits(peer, request.run) if peer != self._network.peer else None
         stage = request.stage if isinstance(request, Keep) else -1
         key = request.run, request.step, stage

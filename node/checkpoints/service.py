@@ -19,7 +19,7 @@ from crypto.facts import Signer
 from crypto.identity import PeerId
 from node.checkpoints.chunks import cutting, finish, restoring, verifying
 from node.checkpoints.recut import chunks_of, copies_between, recutting
-from node.checkpoints.store import CheckpointStore, Kept
+from node.checkpoints.store import CheckpointStore, StoredCheckpoint
 from node.content.blobs import BlobSink, BlobsMissing, Refuse, fetch_all
 from node.protocols.checkpoint import (
     CHECKPOINT_BYTES_MAX,
@@ -198,13 +198,15 @@ class Checkpoints:
         await self.call(partial(self._blobs.sync, [state.part, *part.chunks]))
         return delivered
 
-    async def bring(self, kept: Kept, holders: Sequence[PeerId]) -> None:
+    async def bring(self, kept: StoredCheckpoint, holders: Sequence[PeerId]) -> None:
         """Have all stages of a checkpoint here. Raises as `bring_stage`."""
         checkpoint = kept.checkpoint
         for number, state in enumerate(checkpoint.stages):
             await self.bring_stage(checkpoint.run, checkpoint.step, number, state, holders, is_guest=False)
 
-    async def export(self, kept: Kept, graph: Graph, path: Path, holders: Sequence[PeerId]) -> int:
+    async def export(
+        self, kept: StoredCheckpoint, graph: Graph, path: Path, holders: Sequence[PeerId]
+    ) -> int:
         """Write a checkpoint's model to a safetensors file; its length. What is not here comes from
         `holders`.
 

@@ -65,7 +65,7 @@ class Best(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredCheckpoint:
     """A checkpoint that is here, wholly or in part: `stages_here` are those of which nothing is missing.
 
     `name` is the hash of its blob, `author` who signed it.
@@ -104,7 +104,7 @@ class CheckpointStore:
         """The steps of which there is a checkpoint, and the hashes of those, oldest first."""
         return [(step, name) for step, name in self._records(f"runs/{run}").get(run, ())]
 
-    def all(self) -> list[Kept]:
+    def all(self) -> list[StoredCheckpoint]:
         """All of all runs that can be read, by run and step."""
         return [
             kept
@@ -113,7 +113,7 @@ class CheckpointStore:
             if (kept := self._kept(run, step, name)) is not None
         ]
 
-    def find(self, run: str, step: int | None = None) -> Kept | None:
+    def find(self, run: str, step: int | None = None) -> StoredCheckpoint | None:
         """The checkpoint of a step, or the newest; None if it is not here or cannot be read."""
         for each, name in reversed(self.steps(run)):
             kept = self._kept(run, each, name) if step in (None, each) else None
@@ -141,7 +141,7 @@ class CheckpointStore:
                 records[parts[1]].append((int(parts[3]), name))
         return {run: sorted(each) for run, each in records.items()}
 
-    def _kept(self, run: str, step: int, name: bytes) -> Kept | None:
+    def _kept(self, run: str, step: int, name: bytes) -> StoredCheckpoint | None:
         data = self.blobs.get(name)
         try:
             author, manifest, checkpoint = read_checkpoint(data or b"")
@@ -154,7 +154,7 @@ class CheckpointStore:
             and hashes[0] == checkpoint.stages[stage].part
             and not self.blobs.missing(hashes)
         ]
-        return Kept(name, author, manifest, checkpoint, tuple(here))
+        return StoredCheckpoint(name, author, manifest, checkpoint, tuple(here))
 
     # What comes
 
@@ -298,7 +298,7 @@ class CheckpointStore:
         check_graph(graph)
         return graph
 
-    def exporting(self, kept: Kept, graph: Graph, path: Path) -> Iterator[int | None]:
+    def exporting(self, kept: StoredCheckpoint, graph: Graph, path: Path) -> Iterator[int | None]:
         """Write a checkpoint's model to a safetensors file: None after each turn, lastly its length.
 
         Raises:
@@ -308,7 +308,7 @@ class CheckpointStore:
         yield from writing(path, pieces)
 
 
-def document(kept: Kept, copies: int | None) -> dict[str, Any]:
+def document(kept: StoredCheckpoint, copies: int | None) -> dict[str, Any]:
     """One checkpoint as `checkpoint list --json` has it; `copies` are the peers that say they hold it."""
     checkpoint = kept.checkpoint
     return {

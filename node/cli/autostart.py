@@ -18,7 +18,7 @@ from typing import Annotated, Any
 import typer
 
 from node.cli.autostart_units import (
-    Service,
+    AutostartService,
     launchd_label,
     launchd_plist,
     service_name,
@@ -125,7 +125,7 @@ def _status_lines(supervisor: "Systemd", state: Mapping[str, Any]) -> list[str]:
     return [*lines, labelled("log", supervisor.log_hint)]
 
 
-def _service(context: typer.Context, flags: Sequence[str], data_dir: str) -> Service:
+def _service(context: typer.Context, flags: Sequence[str], data_dir: str) -> AutostartService:
     """Return the service that starts a node with these flags, which are checked. Raises UsageError."""
     from node import config
 
@@ -147,7 +147,7 @@ def _service(context: typer.Context, flags: Sequence[str], data_dir: str) -> Ser
     kept = {name: text for name, text in os.environ.items() if name in known - {"PEERLOOM_DATA_DIR"}}
     words = [*service_words(), *flags, "--data-dir", str(folder)]
     name = service_name(folder, default_data_dir(os.environ))
-    return Service(name, folder, words, Path.cwd(), dict(sorted(kept.items())))
+    return AutostartService(name, folder, words, Path.cwd(), dict(sorted(kept.items())))
 
 
 def _installed(context: typer.Context, data_dir: str) -> "Systemd":

@@ -24,7 +24,7 @@ LABEL = "peerloom"
 
 
 @dataclass(frozen=True)
-class Service:
+class AutostartService:
     """A node as a service: what starts it, from which folder, with which variables."""
 
     name: str
@@ -41,7 +41,7 @@ def service_name(data_dir: Path, default: Path) -> str:
     return f"{LABEL}-{re.sub(r'[^A-Za-z0-9_.]+', '_', data_dir.name) or 'node'}"
 
 
-def systemd_unit(service: Service) -> str:
+def systemd_unit(service: AutostartService) -> str:
     """Return the text of a unit for `systemctl --user`. Raises UsageError: a word cannot stand in it."""
     variables = {"PYTHONUNBUFFERED": "1", **service.environment}
     lines = [
@@ -89,7 +89,7 @@ def launchd_label(name: str) -> str:
     return f"org.peerloom.{name}"
 
 
-def launchd_plist(service: Service) -> bytes:
+def launchd_plist(service: AutostartService) -> bytes:
     """Return a property list for `launchctl bootstrap`."""
     log = str(service.data_dir / "service.log")
     return plistlib.dumps(

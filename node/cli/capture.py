@@ -18,7 +18,7 @@ from node.content.fenced_reading import convert_fenced
 from node.content.model_folder import is_model_folder
 from node.content.reading import SourceReading, describe, read_reading
 from node.content.samples import write_samples
-from node.content.sources import Tell, Wish, check_form, is_source, is_table_by_keys
+from node.content.sources import SourceWish, Tell, check_form, is_source, is_table_by_keys
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from node.protocols.run_file import RunFile, SplitsTable
@@ -65,7 +65,7 @@ def prepare_data(
         return _own_reading(source, folder)
     if not is_converted:
         return None
-    wish = Wish(
+    wish = SourceWish(
         source,
         base,
         keys,

@@ -407,14 +407,14 @@ def _other_values(task: "Task", graph: "Graph") -> int:
     others."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.state_dict import bytes_of
-    from partition.model.graph import Stored
+    from partition.model.graph import StoredValues
     from partition.model.safetensors_layout import check_range, stored_parameters
 
     tensors = {**dict(task.model.named_parameters()), **dict(task.model.named_buffers())}
     others = 0
     for row in stored_parameters(graph):
         tensor = tensors.get(row.names[0])
-        assert isinstance(row.source, Stored)
+        assert isinstance(row.source, StoredValues)
         try:
             check_range(row.source, b"" if tensor is None or tensor.is_meta else bytes_of(tensor))
         except RemoteProtocolError:

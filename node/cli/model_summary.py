@@ -21,17 +21,17 @@ from partition.model.graph import (
     Entry,
     Graph,
     Port,
-    Stored,
+    StoredValues,
     decode_graph,
     graph_hash,
 )
 from partition.model.safetensors_layout import file_bytes
 from partition.model.sizes import check_sizes
-from partition.model.work import Work
+from partition.model.work import EntryWork
 from partition.plan.cost import (
     NANOSECONDS,
     LayerCost,
-    Resources,
+    PeerResources,
     stage_memory_bytes,
     stage_nanoseconds,
     transfer_nanoseconds,
@@ -40,7 +40,7 @@ from partition.plan.layer_costs import layer_costs
 from partition.plan.problem import Constraints, Infeasible, Link, Problem, uniform_peers
 
 SCHEMA = "peerloom/model/1"
-EXAMPLE = Resources(flops_per_second=50_000_000_000, memory_bytes=1 << 60)
+EXAMPLE = PeerResources(flops_per_second=50_000_000_000, memory_bytes=1 << 60)
 """The machine of which `--stages` imagines several: a laptop's processor, and memory without end."""
 EXAMPLE_LINK_BYTES_PER_SECOND = 125_000_000
 BAR_WIDTH = 16
@@ -92,7 +92,7 @@ def portrait(file: Path, graph: Graph, name: bytes, *, batch: int = 0, stages: i
     try:
         costs = layer_costs(graph, sizes)
         sent = crossings(graph, entry.boundaries)
-        work = Work(graph, entry, sizes)
+        work = EntryWork(graph, entry, sizes)
     except (ValueError, RemoteProtocolError) as error:
         raise UsageError(f"{file}: {error}") from None
     return {
@@ -102,7 +102,7 @@ def portrait(file: Path, graph: Graph, name: bytes, *, batch: int = 0, stages: i
         "hash": name.hex(),
         "graph_bytes": file.stat().st_size,
         "values_bytes": file_bytes(graph)
-        if any(isinstance(row.source, Stored) for row in graph.parameters)
+        if any(isinstance(row.source, StoredValues) for row in graph.parameters)
         else 0,
         "parameters": _parameters(graph),
         "sizes": [
@@ -175,7 +175,7 @@ def _layers(graph: Graph, costs: Sequence[LayerCost], sent: Sequence[Sequence[in
     ]
 
 
-def _skips(sent: Sequence[Sequence[int]], work: Work) -> list[dict[str, Any]]:
+def _skips(sent: Sequence[Sequence[int]], work: EntryWork) -> list[dict[str, Any]]:
     """Values that cross more than one boundary in a row: made in `first`, still wanted in `last`."""
     found = []
     begun: dict[int, int] = {}

@@ -332,7 +332,7 @@ def _new_samples(
     from node.content import datasets as datasets
     from node.content.fenced_reading import read_fenced
     from node.content.reading import SourceReading
-    from node.content.sources import Wish, is_source
+    from node.content.sources import SourceWish, is_source
     from node.runs.manifest_builder import WINDOW
 
     language = language_of(
@@ -344,7 +344,7 @@ def _new_samples(
     is_table = Path(data).suffix.lower() in (".csv", ".tsv")
     if not is_table:  # how a table of text is written says nothing of another form
         keys = replace(keys, separator="", decimal="", encoding="", header=None)
-    return read_fenced(Wish(data, Path(), keys, like=like, language=language), folder, progress).parts[
+    return read_fenced(SourceWish(data, Path(), keys, like=like, language=language), folder, progress).parts[
         "train"
     ]
 

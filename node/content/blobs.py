@@ -74,7 +74,7 @@ class Found(msgspec.Struct, frozen=True, tag="found", array_like=True):
     size_bytes: Annotated[int, msgspec.Meta(ge=0, le=BLOB_BYTES_MAX)]
 
 
-class Absent(msgspec.Struct, frozen=True, tag="absent", array_like=True):
+class BlobAbsent(msgspec.Struct, frozen=True, tag="absent", array_like=True):
     """Answer: the blob is not here."""
 
 
@@ -82,7 +82,7 @@ class Busy(msgspec.Struct, frozen=True, tag="busy", array_like=True):
     """Answer: too many peers fetch at once."""
 
 
-Reply = Found | Absent | Busy
+Reply = Found | BlobAbsent | Busy
 
 
 class BlobsMissing(Unreachable):
@@ -138,7 +138,7 @@ class BlobServer:
             permit.works()
             data = await self._executor.run(partial(self._blobs.get, want.name))
             permit.waits(SEND_SECONDS_MAX)
-            await stream.send(encode(Absent() if data is None else Found(len(data))))
+            await stream.send(encode(BlobAbsent() if data is None else Found(len(data))))
             if data is not None:
                 await stream.send(data)
                 self._served(peer, len(data))
@@ -326,7 +326,7 @@ class _Fetch:
         match reply:
             case Busy():
                 raise _Dropped("busy: too many fetch at once")
-            case Absent():
+            case BlobAbsent():
                 if name in self._open:
                     self._open[name].add(peer)
                 holder.misses += 1

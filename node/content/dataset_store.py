@@ -23,10 +23,10 @@ from node.content import datasets as datasets
 from node.content.blobs import BlobSink, Refuse, fetch_all
 from node.content.data_cache import DataCache
 from node.content.datasets import Dataset, FileName
-from node.content.exchange import DataExchange, Exchange, Hashes
+from node.content.exchange import DataExchange, Hashes, PieceExchange
 from node.content.npz import BadArchive
 from node.content.sharded import ShardedArrays, ShardReader
-from node.content.shards import MANIFEST_BYTES_MAX, DataManifest, Part, PartName, hashes_of
+from node.content.shards import MANIFEST_BYTES_MAX, DataManifest, DataPart, PartName, hashes_of
 from node.errors import Unreachable, UsageError
 from node.protocols.manifest import Manifest
 from node.seams import Seams
@@ -45,7 +45,9 @@ EVERYTHING: Lanes = (range(LANES), ())
 class _Supply:
     """One data set of one run, while it arrives."""
 
-    def __init__(self, held: "_Held", exchange: Exchange, holders: Callable[[], Sequence[PeerId]]) -> None:
+    def __init__(
+        self, held: "_Held", exchange: PieceExchange, holders: Callable[[], Sequence[PeerId]]
+    ) -> None:
         self._held = held
         self._exchange = exchange
         self._holders = holders
@@ -63,7 +65,7 @@ class _Supply:
 
 
 async def wait_for(
-    exchange: Exchange, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
+    exchange: PieceExchange, numbers: Sequence[int], holders: Callable[[], Sequence[PeerId]], urgency: int
 ) -> None:
     """Wait for pieces. Raises Unreachable if nobody has them or there is no room."""
     try:
@@ -82,7 +84,7 @@ class _Held:
         self._manifest_bytes = manifest_bytes
         self._first = {(part.name, shard): first for part, shard, first in manifest.shards()}
 
-    def numbers(self, part: Part, shards: Sequence[int]) -> list[int]:
+    def numbers(self, part: DataPart, shards: Sequence[int]) -> list[int]:
         """Return the pieces of these shards."""
         found: list[int] = []
         for shard in shards:
@@ -293,7 +295,7 @@ class DataFiles:
         return held
 
 
-def _shards_of(part: Part, lanes: Sequence[int]) -> list[int]:
+def _shards_of(part: DataPart, lanes: Sequence[int]) -> list[int]:
     return sorted({lane % len(part.shards) for lane in lanes})
 
 

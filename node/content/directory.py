@@ -22,7 +22,7 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, parse_peer, peer_text
-from dht.capabilities import DEVICES, Offer, Query
+from dht.capabilities import DEVICES, CapabilityOffer, Query
 from dht.events import RecordStored
 from dht.keys import Key, content_key
 from dht.records import LIFETIME_SECONDS_MAX, NOBODY, VALUE_BYTES_MAX, Record
@@ -60,7 +60,7 @@ class NotStored(PeerloomError):
 
 
 @dataclass(frozen=True)
-class Entry:
+class DirectoryEntry:
     """One node's value under a key. `expires` is in unix seconds; of two values of one publisher the higher
     `sequence` is the newer. `publisher` is empty for an immutable value, `subkey` for a node's only value."""
 
@@ -181,11 +181,11 @@ class Directory:
         newest = max(entries, key=lambda entry: (entry.sequence, entry.publisher))
         return await self._value(newest)
 
-    async def get_all(self, key: str) -> list[Entry]:
+    async def get_all(self, key: str) -> list[DirectoryEntry]:
         """Return every node's values under a key, by publisher. A value too large for a record is given as
         its hash and length."""
         records = await self._discovery.find(USER_PURPOSE, _name(key), careful=True)
-        found: list[Entry] = []
+        found: list[DirectoryEntry] = []
         for record in self._live(records):
             if record.publisher != NOBODY:
                 found += await self._entries(_entry(record))
@@ -213,7 +213,7 @@ class Directory:
         wall = self._seams.swarm_clock.wall()
         return [record for record in records if record.expires > wall]
 
-    async def _entries(self, entry: Entry) -> list[Entry]:
+    async def _entries(self, entry: DirectoryEntry) -> list[DirectoryEntry]:
         """Return the values in a record: one, or one for each sub-key that has not expired."""
         kind, data = entry.value[:1], entry.value[1:]
         if kind not in (_ROWS, _ROWS_BLOB):
@@ -294,7 +294,7 @@ class Directory:
             self._blobs.pin(f"dht-{content_key(key.encode()).hex()}", {digest: len(value)})
             return digest
 
-    async def _value(self, entry: Entry) -> bytes:
+    async def _value(self, entry: DirectoryEntry) -> bytes:
         kind, data = entry.value[:1], entry.value[1:]
         return await self._blob(entry.publisher, data) if kind == _BLOB else data
 
@@ -358,11 +358,11 @@ def _told(key: Key, stored: RecordStored, seams: Seams) -> StoredEntry:
     return StoredEntry(key.hex(), stored.acknowledged, stored.wanted)
 
 
-def _entry(record: Record) -> Entry:
-    return Entry(peer_text(record.publisher), record.value, record.sequence, float(record.expires))
+def _entry(record: Record) -> DirectoryEntry:
+    return DirectoryEntry(peer_text(record.publisher), record.value, record.sequence, float(record.expires))
 
 
-def _found(offer: Offer) -> FoundNode:
+def _found(offer: CapabilityOffer) -> FoundNode:
     advert = offer.advert
     return FoundNode(
         peer_text(offer.peer),

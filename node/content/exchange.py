@@ -16,7 +16,15 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from crypto.registers import Budget, Register, Silence
 from crypto.token_buckets import prefix_of
-from gossip.pieces.messages import DATA_PROTOCOL, MESSAGE_BYTES_MAX, Ask, Have, Message, Piece, Unknown
+from gossip.pieces.messages import (
+    DATA_PROTOCOL,
+    MESSAGE_BYTES_MAX,
+    Message,
+    Piece,
+    PieceRequest,
+    PiecesHeld,
+    Unknown,
+)
 from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
@@ -82,7 +90,7 @@ class DataExchange:
         self._known = known
         self._start_task = start_task
         self._served = served
-        self._open: dict[bytes, Exchange] = {}
+        self._open: dict[bytes, PieceExchange] = {}
         self._links: dict[PeerId, _Link] = {}
         self._places: Register[_Link] = Register(LINKS)
         self._turn = trio.Lock()
@@ -91,14 +99,14 @@ class DataExchange:
         """Answer peers from now on."""
         self._seams.network.handle(DATA_PROTOCOL, self._serve, STREAMS)
 
-    def open(self, data: bytes, hashes: Hashes) -> "Exchange":
+    def open(self, data: bytes, hashes: Hashes) -> "PieceExchange":
         """Return the exchange of the data set with this hash. If it is already open, add `hashes`."""
         found = self._open.pop(data, None)
         if found is None:
             here = [number for number, name in enumerate(hashes) if name and self._blobs.has(name)]
             rng = own_rng(self._seams.rng)
             core = self._seams.core(PieceSwarm, self._seams.network.peer, data, len(hashes), here, rng)
-            found = Exchange(self, core, list(hashes), self._seams.clock)
+            found = PieceExchange(self, core, list(hashes), self._seams.clock)
             self._start_task(found.run)
         else:
             found.learn(hashes)
@@ -108,7 +116,7 @@ class DataExchange:
             self.close(each)
         return found
 
-    def close(self, exchange: "Exchange") -> None:
+    def close(self, exchange: "PieceExchange") -> None:
         """End participation in this exchange."""
         if self._open.get(exchange.core.data) is exchange:
             del self._open[exchange.core.data]
@@ -120,20 +128,20 @@ class DataExchange:
             while True:
                 message: Message = decode(await stream.receive(), Message, bytes_max=MESSAGE_BYTES_MAX)
                 exchange = await self._find(message)
-                if isinstance(message, Have) and message.is_question:
+                if isinstance(message, PiecesHeld) and message.is_question:
                     await self._await_link(peer)
                 if exchange is not None:
                     exchange.act(exchange.core.receive(self._seams.clock.monotonic(), peer, message))
-                elif isinstance(message, Have) and message.is_question:
+                elif isinstance(message, PiecesHeld) and message.is_question:
                     self.send([(peer, Unknown(message.data))])
         except StreamClosed:
             return
         except RemoteProtocolError as error:
             self._refuse(peer, error)
 
-    async def _find(self, message: Message) -> "Exchange | None":
+    async def _find(self, message: Message) -> "PieceExchange | None":
         exchange = self._open.get(message.data)
-        if exchange is None and isinstance(message, Have) and message.is_question:
+        if exchange is None and isinstance(message, PiecesHeld) and message.is_question:
             async with self._turn:  # strangers' questions look at the disk one at a time
                 hashes = await self._known(message.data)
                 if hashes is not None:
@@ -147,12 +155,12 @@ class DataExchange:
             if link is None or len(link.queue) >= QUEUE_MAX:
                 self._lost(peer)
                 continue
-            if isinstance(message, Ask) or (isinstance(message, Have) and message.is_question):
+            if isinstance(message, PieceRequest) or (isinstance(message, PiecesHeld) and message.is_question):
                 self._places.credit(link)  # this node itself wants something
             link.queue.append(message)
             link.more.set()
 
-    def upload(self, exchange: "Exchange", due: UploadDue) -> None:
+    def upload(self, exchange: "PieceExchange", due: UploadDue) -> None:
         """Queue a piece for a peer."""
         link = self._link(due.peer)
         if link is None:
@@ -261,7 +269,7 @@ class DataExchange:
         return self._blobs
 
 
-class Exchange:
+class PieceExchange:
     """The exchange of one data set: the core, and the tasks that wait for its pieces."""
 
     def __init__(self, owner: DataExchange, core: PieceSwarm, hashes: list[bytes], clock: Clock) -> None:
@@ -383,7 +391,7 @@ class _Link:
 
     def __init__(self) -> None:
         self.queue: deque[Message] = deque()
-        self.uploads: deque[tuple[Exchange, int]] = deque()
+        self.uploads: deque[tuple[PieceExchange, int]] = deque()
         self.more = trio.Event()
         self.is_broken = False
         self.moves_at = -inf
@@ -396,7 +404,7 @@ class _Link:
     def silent_since(self) -> float:
         return -inf if self.is_spare else self.silence.since
 
-    def take(self) -> "Message | tuple[Exchange, int] | None":
+    def take(self) -> "Message | tuple[PieceExchange, int] | None":
         """Return the next item."""
         if self.queue:
             return self.queue.popleft()

@@ -27,7 +27,7 @@ from node.content.model_folder import READ_FILES
 from node.content.npz import RATIO_FREE_BYTES, RATIO_MAX
 from node.content.reading import READING_BYTES_MAX, SourceReading
 from node.content.shards import PARTS, PartName
-from node.content.sources import SampleParts, Tell, Wish, downloaded, read, renamed, write
+from node.content.sources import SampleParts, SourceWish, Tell, downloaded, read, renamed, write
 from node.content.tokens import Language
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
@@ -95,7 +95,7 @@ class _Said(msgspec.Struct, frozen=True):
     do: str | None = None
 
 
-def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> SampleParts:
+def read_fenced(wish: SourceWish, folder: Path, tell: Tell = lambda _: None) -> SampleParts:
     """Read a request's sources in a process of its own; the arrays are mapped from an unnamed file in
     `folder`. Raises UsageError."""
     with downloaded(wish, folder) as (here, names):
@@ -124,12 +124,12 @@ def read_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> Sample
     return samples
 
 
-def convert_fenced(wish: Wish, folder: Path, tell: Tell = lambda _: None) -> SourceReading:
+def convert_fenced(wish: SourceWish, folder: Path, tell: Tell = lambda _: None) -> SourceReading:
     """Write the parts of a source into `folder`, as `sources.convert` does. Raises UsageError."""
     return write(read_fenced(wish, folder, tell), folder)
 
 
-def _asked(wish: Wish, sources: list[Path], folder: Path, tell: Tell) -> SampleParts:
+def _asked(wish: SourceWish, sources: list[Path], folder: Path, tell: Tell) -> SampleParts:
     size = 0
     readable: list[str] = []
     for source in sources:
@@ -303,7 +303,9 @@ def main(arguments: list[str]) -> None:
             allow_unfenced=True,
             readable=ask.readable,
         )
-        wish = Wish(ask.data, Path(ask.base), ask.keys, ask.test, ask.validation, ask.like, ask.language)
+        wish = SourceWish(
+            ask.data, Path(ask.base), ask.keys, ask.test, ask.validation, ask.like, ask.language
+        )
         samples = read(wish, _teller())
         samples.reading.notes += [f"read without a fence: {each}" for each in fenced.unfenced]
         _give(samples, out)

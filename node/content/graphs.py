@@ -25,7 +25,7 @@ from node.seams import Seams, Stage
 from node.storage.blobs import NoRoom
 from node.storage.guests import Guests
 from partition.model.check import check_graph
-from partition.model.graph import GRAPH_BYTES_MAX, Graph, Stored, decode_graph, graph_hash
+from partition.model.graph import GRAPH_BYTES_MAX, Graph, StoredValues, decode_graph, graph_hash
 from partition.model.safetensors_layout import check_file, check_range, file_header, stored_parameters
 from partition.stage import Reload, StageSpecification
 from partition.stage_layout import parameter_layout
@@ -230,7 +230,9 @@ class Models:
             StageFailed: they did not arrive in time, or do not match the graph.
         """
         slots = [
-            slot for slot in parameter_layout(specification) if isinstance(slot.parameter.source, Stored)
+            slot
+            for slot in parameter_layout(specification)
+            if isinstance(slot.parameter.source, StoredValues)
         ]
         if not slots:
             return
@@ -238,7 +240,7 @@ class Models:
         with trio.move_on_after(FILL_SECONDS_MAX):
             for slot in slots:
                 source = slot.parameter.source
-                assert isinstance(source, Stored)
+                assert isinstance(source, StoredValues)
                 part = arena[slot.begin_bytes : slot.end_bytes]
                 await self._fill(specification.graph.graph, source.offset, part, holders)
                 try:

@@ -48,7 +48,7 @@ class BadArchive(ValueError):
     """An archive that is malformed or too large. The text is for a person."""
 
 
-class Layout(msgspec.Struct, frozen=True):
+class ArrayHeader(msgspec.Struct, frozen=True):
     """One array according to its header; `dtype` is numpy's text."""
 
     dtype: Annotated[str, msgspec.Meta(max_length=16)]
@@ -67,7 +67,7 @@ class Layout(msgspec.Struct, frozen=True):
 class Layouts(msgspec.Struct, frozen=True):
     """The arrays of an archive by name. Unpacked, they lie in this order, each at a multiple of 64 bytes."""
 
-    arrays: Annotated[dict[Name, Layout], msgspec.Meta(max_length=ENTRIES_MAX)]
+    arrays: Annotated[dict[Name, ArrayHeader], msgspec.Meta(max_length=ENTRIES_MAX)]
 
     @property
     def begins(self) -> dict[str, int]:
@@ -172,11 +172,11 @@ def arrays_of(layouts: Layouts, mapping: mmap.mmap | Array) -> Arrays:
     return found
 
 
-def _order(layout: Layout) -> Any:
+def _order(layout: ArrayHeader) -> Any:
     return "F" if layout.is_fortran else "C"
 
 
-def _read_layout(archive: zipfile.ZipFile, name: str) -> Layout:
+def _read_layout(archive: zipfile.ZipFile, name: str) -> ArrayHeader:
     found = [entry for entry in archive.infolist() if entry.filename == f"{name}.npy"]
     if len(found) != 1:
         raise BadArchive("want arrays x and y")
@@ -189,7 +189,7 @@ def _read_layout(archive: zipfile.ZipFile, name: str) -> Layout:
     return layout
 
 
-def _read_header(stream: IO[bytes]) -> tuple[Layout, int]:
+def _read_header(stream: IO[bytes]) -> tuple[ArrayHeader, int]:
     """Return an array's layout, and the length of its header."""
     version = np.lib.format.read_magic(stream)
     if version == (1, 0):
@@ -201,10 +201,10 @@ def _read_header(stream: IO[bytes]) -> tuple[Layout, int]:
     shape, is_fortran, kind = read(stream, max_header_size=HEADER_LENGTH_MAX)
     if kind.hasobject or kind.subdtype or kind.names or len(shape) > DIMENSIONS_MAX:
         raise BadArchive("want plain numbers")
-    return Layout(kind.str, tuple(map(int, shape)), bool(is_fortran)), stream.tell()
+    return ArrayHeader(kind.str, tuple(map(int, shape)), bool(is_fortran)), stream.tell()
 
 
-def _chunks(archive: zipfile.ZipFile, name: str, layout: Layout) -> Iterator[bytes]:
+def _chunks(archive: zipfile.ZipFile, name: str, layout: ArrayHeader) -> Iterator[bytes]:
     """Yield the numbers as stored, in whole elements."""
     with archive.open(f"{name}.npy") as stream:
         _read_header(stream)

@@ -28,7 +28,7 @@ Read = Callable[[int], Iterable[bytes | memoryview]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """One tensor of a state dict: `dtype` is safetensors' name, and the bytes come from a row of
     `Graph.parameters` or are given."""
 
@@ -41,18 +41,18 @@ class Entry:
         return prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-def state_dict(graph: Graph, microbatches: int) -> dict[str, Entry]:
+def state_dict(graph: Graph, microbatches: int) -> dict[str, TensorEntry]:
     """Return the state dict of a whole model after this many micro-batches."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     for number, row in enumerate(graph.parameters):
-        entry = Entry(SAFETENSORS_TYPES[row.type.dtype], shape_of(row.type, ()), number)
+        entry = TensorEntry(SAFETENSORS_TYPES[row.type.dtype], shape_of(row.type, ()), number)
         entries |= dict.fromkeys(row.names, entry)
     for constant in graph.constants:
         kind = constant.type
-        entry = Entry(SAFETENSORS_TYPES[kind.dtype], shape_of(kind, ()), constant.data)
+        entry = TensorEntry(SAFETENSORS_TYPES[kind.dtype], shape_of(kind, ()), constant.data)
         entries |= dict.fromkeys(constant.names, entry)
     for name in graph.counters:
-        entries[name] = Entry(SAFETENSORS_TYPES["int64"], (), microbatches.to_bytes(8, "little"))
+        entries[name] = TensorEntry(SAFETENSORS_TYPES["int64"], (), microbatches.to_bytes(8, "little"))
     return entries
 
 
@@ -62,7 +62,7 @@ def file_metadata(run: bytes, model: str) -> dict[str, str]:
 
 
 def file_pieces(
-    entries: Mapping[str, Entry], metadata: Mapping[str, str], read: Read
+    entries: Mapping[str, TensorEntry], metadata: Mapping[str, str], read: Read
 ) -> Iterator[bytes | memoryview]:
     """Yield a safetensors file: the length of a JSON header, the header, the data (the format's README)."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
@@ -84,12 +84,12 @@ def file_pieces(
             yield from read(source)
 
 
-def file_order(entries: Mapping[str, Entry]) -> list[str]:
+def file_order(entries: Mapping[str, TensorEntry]) -> list[str]:
     """Return the names of tensors in file order: the widest first, so that all are aligned."""
     return sorted(entries, key=lambda name: (-_ITEM_BYTES[entries[name].dtype], name))
 
 
-def file_bytes(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> int:
+def file_bytes(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str]) -> int:
     """Return the length of that file."""
     header = next(iter(file_pieces(entries, metadata, lambda _: ())))
     return len(header) + sum(entry.size_bytes for entry in entries.values())

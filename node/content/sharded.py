@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from gossip.pieces.messages import PIECE_BYTES
-from node.content.shards import Array, DataManifest, Part, PartName
+from node.content.shards import Array, DataManifest, DataPart, PartName
 from node.errors import PeerloomError
 
 CACHE_BYTES = 128 << 20
@@ -45,7 +45,7 @@ class ShardReader:
         self._pieces_max = max(4, cache_bytes // PIECE_BYTES)
         self._lock = Lock()
 
-    def records(self, part: Part, rows: Sequence[int]) -> Array:
+    def records(self, part: DataPart, rows: Sequence[int]) -> Array:
         """Return these samples of a part as numpy's records. Raises DataMissing."""
         size, count = self.manifest.sample_bytes, len(part.shards)
         found = bytearray(len(rows) * size)
@@ -87,7 +87,7 @@ class ShardedArray:
     def __init__(
         self,
         reader: ShardReader,
-        part: Part,
+        part: DataPart,
         column: str,
         kind: str,
         shape: tuple[int, ...],
@@ -132,7 +132,7 @@ class ShardedArray:
 class ShardedArrays(Mapping[str, ShardedArray]):
     """The arrays of a part by name."""
 
-    def __init__(self, reader: ShardReader, part: Part) -> None:
+    def __init__(self, reader: ShardReader, part: DataPart) -> None:
         manifest = reader.manifest
         if manifest.window:
             shape, slices = (manifest.window,), {"x": slice(0, -1), "y": slice(1, None)}

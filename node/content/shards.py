@@ -48,7 +48,7 @@ Put = Callable[[bytes], bytes]
 """Stores a blob; returns its hash."""
 
 
-class Column(msgspec.Struct, frozen=True, array_like=True):
+class SampleColumn(msgspec.Struct, frozen=True, array_like=True):
     """An array of samples: its name, numpy's name of its type, and the shape of one sample."""
 
     name: Annotated[str, msgspec.Meta(min_length=1, max_length=120)]
@@ -61,7 +61,7 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
         return prod(self.shape) * np.dtype(self.kind).itemsize
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True):
+class DataPart(msgspec.Struct, frozen=True, array_like=True):
     """Training, validation or test samples: their number, and the root of each shard."""
 
     name: PartName
@@ -78,8 +78,8 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
     """A data set. `window` is the number of bytes in a sample of text, 0 for other data; a text's one column
     holds a window and the byte after it. `label_values` is the number of labels, if the form gives it."""
 
-    columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
-    parts: Annotated[tuple[Part, ...], msgspec.Meta(min_length=2, max_length=len(PARTS))]
+    columns: Annotated[tuple[SampleColumn, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
+    parts: Annotated[tuple[DataPart, ...], msgspec.Meta(min_length=2, max_length=len(PARTS))]
     window: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 0
     label_values: Annotated[int, msgspec.Meta(ge=0, lt=2**31)] = 0
 
@@ -120,14 +120,14 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
         """Return the size of all samples."""
         return self.sample_bytes * sum(part.samples for part in self.parts)
 
-    def pieces_of(self, part: Part, shard: int) -> int:
+    def pieces_of(self, part: DataPart, shard: int) -> int:
         """Return how many pieces a shard has."""
         return -(-part.rows(shard) * self.sample_bytes // PIECE_BYTES)
 
-    def part(self, name: PartName) -> Part | None:
+    def part(self, name: PartName) -> DataPart | None:
         return next((part for part in self.parts if part.name == name), None)
 
-    def shards(self) -> Iterator[tuple[Part, int, int]]:
+    def shards(self) -> Iterator[tuple[DataPart, int, int]]:
         """Yield every shard: its part, its number in it, and the number of its first piece."""
         first = 0
         for part in self.parts:
@@ -135,7 +135,7 @@ class DataManifest(msgspec.Struct, frozen=True, array_like=True):
                 yield part, shard, first
                 first += self.pieces_of(part, shard)
 
-    def piece_sizes(self, part: Part, shard: int) -> list[int]:
+    def piece_sizes(self, part: DataPart, shard: int) -> list[int]:
         """Return the size of each piece of a shard."""
         size = part.rows(shard) * self.sample_bytes
         count = self.pieces_of(part, shard)
@@ -174,7 +174,7 @@ def pack(
     """
     first = parts["train"]
     if window:
-        columns: tuple[Column, ...] = (Column("text", "|u1", (window + 1,)),)
+        columns: tuple[SampleColumn, ...] = (SampleColumn("text", "|u1", (window + 1,)),)
     else:
         columns = tuple(_column(name, array) for name, array in first.items())
     sample_bytes = sum(column.size_bytes for column in columns)
@@ -189,16 +189,16 @@ def pack(
         for shard in range(count):
             records = _records(arrays, dtype, shard, count, max(1, _CHUNK_BYTES // sample_bytes), window)
             roots.append(put(b"".join(put(piece) for piece in _pieces(records))))
-        made.append(Part(name, samples, tuple(roots)))
+        made.append(DataPart(name, samples, tuple(roots)))
     manifest = DataManifest(columns, tuple(made), window, label_values)
     return manifest, put(encode(manifest))
 
 
-def _column(name: str, array: Array) -> Column:
+def _column(name: str, array: Array) -> SampleColumn:
     kind = kind_of(array.dtype)
     if kind is None:
         raise ValueError(f"{name}: numbers of type {array.dtype} do not travel")
-    return Column(name, kind, tuple(map(int, array.shape[1:])))
+    return SampleColumn(name, kind, tuple(map(int, array.shape[1:])))
 
 
 def _records(

@@ -83,7 +83,7 @@ _TABLES = {".csv": read_csv, ".tsv": read_csv, ".parquet": read_parquet}
 
 
 @dataclass(frozen=True)
-class Wish:
+class SourceWish:
     """A request: `data` of a RUN.toml in the folder `base`, by these keys.
 
     `test` and `validation` each name another source, or a share of the training samples. With `like` the
@@ -173,7 +173,7 @@ def convert(
     Raises:
         UsageError: a file is missing, cannot be read or does not match; the error names it.
     """
-    wish = Wish(data, base, keys or DataTable(data), test, validation)
+    wish = SourceWish(data, base, keys or DataTable(data), test, validation)
     with downloaded(wish, folder) as (here, names), called(names):
         samples = read(here)
     samples.reading.source = data
@@ -193,7 +193,7 @@ def write(samples: SampleParts, folder: Path) -> SourceReading:
     return samples.reading
 
 
-def read(wish: Wish, tell: Tell = lambda _: None) -> SampleParts:
+def read(wish: SourceWish, tell: Tell = lambda _: None) -> SampleParts:
     """Read a request's sources, which are local files. Raises UsageError."""
     reading = SourceReading(wish.data)
     if wish.like is not None:
@@ -247,7 +247,7 @@ def _check_scheme(url: str) -> None:
 
 
 def _read_source(
-    data: str, wish: Wish, schema: Schema, reading: SourceReading, tell: Tell, *, part: str = ""
+    data: str, wish: SourceWish, schema: Schema, reading: SourceReading, tell: Tell, *, part: str = ""
 ) -> Parts:
     path = wish.base / Path(data).expanduser()
     if not path.exists():
@@ -296,7 +296,7 @@ def _read(path: Path, keys: DataTable, schema: Schema, reading: SourceReading, t
 
 
 def _read_language(
-    path: Path, wish: Wish, language: Language, schema: Schema, reading: SourceReading, tell: Tell
+    path: Path, wish: SourceWish, language: Language, schema: Schema, reading: SourceReading, tell: Tell
 ) -> Parts:
     """Read text that becomes tokens: records, or one text in windows. Raises UsageError."""
     model = read_model_folder(Path(language.folder)) if language.folder else None
@@ -431,7 +431,7 @@ def _count(arrays: Arrays, path: Path) -> int:
 
 
 @contextmanager
-def downloaded(wish: Wish, folder: Path) -> Iterator[tuple[Wish, dict[str, str]]]:
+def downloaded(wish: SourceWish, folder: Path) -> Iterator[tuple[SourceWish, dict[str, str]]]:
     """Yield the request with URLs replaced by files, and the people's names of these files. Raises
     UsageError."""
     names: dict[str, str] = {}

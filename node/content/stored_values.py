@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from node.content.safetensors import file_order, state_dict
-from partition.model.graph import Graph, Stored
+from partition.model.graph import Graph, StoredValues
 from partition.model.safetensors_layout import file_header
 
 _LENGTH_BYTES = 8
@@ -30,7 +30,7 @@ def with_values(graph: Graph, state: Path, target: Path) -> Graph:
             for data in _read(file, *places[number]):
                 digest.update(data)
             length = places[number][1]
-            rows.append(replace(row, source=Stored(offset, length, digest.digest())))
+            rows.append(replace(row, source=StoredValues(offset, length, digest.digest())))
             offset += length
         found = replace(graph, parameters=tuple(rows))
         with target.open("wb") as out:

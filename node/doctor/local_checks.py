@@ -58,7 +58,7 @@ MULTICAST_SECONDS = 1.0
 """For packets to come back over every interface of this machine."""
 
 
-class Failed(PeerloomError):
+class FaultFound(PeerloomError):
     """A check found a fault."""
 
     exit_code = 6
@@ -117,20 +117,20 @@ def _folder(folder: Path) -> str:
     while not place.exists():
         place = place.parent
     if place.is_dir() and not os.access(place, os.W_OK | os.X_OK):
-        raise Failed(f"{short_path(place)} is not writable", other)
+        raise FaultFound(f"{short_path(place)} is not writable", other)
     if not place.is_dir():
-        raise Failed(f"{short_path(place)} is no folder", other)
+        raise FaultFound(f"{short_path(place)} is no folder", other)
     free_bytes = shutil.disk_usage(place).free
     free = f"{free_bytes / 2**30:.1f} GB free"
     if free_bytes < DISK_FREE_BYTES_MIN:
-        raise Failed(f"{short_path(place)} has {free}", f"make room there, or {other}")
+        raise FaultFound(f"{short_path(place)} has {free}", f"make room there, or {other}")
     if place != folder:
         return f"{short_path(folder)} will be made at the first start, {free}"
     close_folder(folder, FOLDER_MARKS)
     with _probe(folder) as probe:
         os.pwrite(probe, b"ok", 0)
         if os.pread(probe, 2, 0) != b"ok":
-            raise Failed(f"{short_path(folder)} does not keep what is written", other)
+            raise FaultFound(f"{short_path(folder)} does not keep what is written", other)
     return f"{short_path(folder)}, writable, {free}"
 
 
@@ -155,7 +155,7 @@ async def _lock(scene: Scene) -> str:
         scene.status = await in_thread(partial(ask, scene.folder, "status", seconds=ANSWER_SECONDS))
         scene.peers = await in_thread(partial(ask, scene.folder, "peers", seconds=ANSWER_SECONDS))
     except NoNode as error:
-        raise Failed(
+        raise FaultFound(
             f"process {holder} holds it, and no node answers: {error.what}",
             f"is it stopped or very busy? to end it: kill {holder}",
         ) from None
@@ -166,7 +166,9 @@ def _identity(scene: Scene) -> str:
     folder = scene.folder
     for alert in scene.status["alerts"] if scene.status is not None else ():
         if alert["kind"] == "identity_shared":
-            raise Failed(alert["text"], f"on the copy: rm {IDENTITY_NAME} {STATIC_NAME} in its data folder")
+            raise FaultFound(
+                alert["text"], f"on the copy: rm {IDENTITY_NAME} {STATIC_NAME} in its data folder"
+            )
     peer = own_peer(folder)
     if peer is None:
         raise Skipped("made at the first start")
@@ -196,14 +198,16 @@ def _clock(scene: Scene) -> str:
     shown = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now))
     remedy = f"set the clock, or let it be set: {CLOCK_REMEDY}"
     if not CLOCK_SECONDS_MIN < now < CLOCK_SECONDS_MAX:
-        raise Failed(f"it shows {shown}", remedy)
+        raise FaultFound(f"it shows {shown}", remedy)
     if folder.is_dir() and os.access(folder, os.W_OK):
         with _probe(folder) as probe:
             apart = os.fstat(probe).st_mtime - time.time()
         if abs(apart) > CLOCK_APART_SECONDS_MAX:
-            raise Failed(f"it is {abs(apart):.0f} s away from that of the data folder's file system", remedy)
+            raise FaultFound(
+                f"it is {abs(apart):.0f} s away from that of the data folder's file system", remedy
+            )
     if told is not None and told["seconds"]:
-        raise Failed(clock_text(told["seconds"], told["peers"]), remedy)
+        raise FaultFound(clock_text(told["seconds"], told["peers"]), remedy)
     return shown
 
 
@@ -243,7 +247,7 @@ async def _addresses(scene: Scene) -> str:
     text = ", ".join(address.short for address in told)
     wants_others = any(not address.host.startswith("127.") for address in listen.addresses)
     if wants_others and all(address.host.startswith("127.") or address.host == "::1" for address in told):
-        raise Failed(
+        raise FaultFound(
             f"others would be told {text}, which no other machine can dial", "connect it to a network"
         )
     return f"others are told {text}"
@@ -284,7 +288,7 @@ async def _udp() -> str:
             while (await other.recvfrom(2 * DATAGRAM_BYTES))[0] != data:
                 pass
             return f"a datagram of {DATAGRAM_BYTES:,} bytes to ourselves"
-    raise Failed("a datagram to ourselves did not arrive", "let UDP on loopback through the firewall")
+    raise FaultFound("a datagram to ourselves did not arrive", "let UDP on loopback through the firewall")
 
 
 async def _reachable(scene: Scene) -> str:
@@ -300,7 +304,7 @@ async def _reachable(scene: Scene) -> str:
     ports = _own_ports(scene.status)
     if found.get("relays"):
         return f"other nodes get through by relays; directly: {open_ports_text(ports)}"
-    raise Failed(
+    raise FaultFound(
         f"{counted(found['asked'], 'other')} could not reach this node: it takes no stages of theirs, and "
         "trains alone",
         open_ports_text(ports),
@@ -358,7 +362,7 @@ async def _datagrams(scene: Scene) -> str:
     blocked, of = len(found["blocked"]), found["of"]
     ports = {parse_address(text).port for text in scene.status["addresses"]}
     port = ", ".join(map(str, sorted(ports)))
-    raise Failed(
+    raise FaultFound(
         f"datagrams do not get through to {blocked} of {counted(of, 'peer')}; they are spoken to by streams",
         f"let UDP port {port} through, there and here, both ways; without, all goes on, more slowly",
     )
@@ -386,7 +390,7 @@ async def _local(scene: Scene) -> str:
         nursery.cancel_scope.cancel()
     names = ", ".join(dict.fromkeys(each.name for each in wanted))
     if heard < len(wanted):
-        raise Failed(f"of {len(wanted)} packets to {names} {heard} came back", remedy)
+        raise FaultFound(f"of {len(wanted)} packets to {names} {heard} came back", remedy)
     return f"beacons go out and come back on {names}"
 
 
@@ -398,7 +402,7 @@ def _computing(config: Config) -> str:
     memory = psutil.virtual_memory()
     free = f"{memory.available / 1e9:.1f} of {memory.total / 1e9:.1f} GB free"
     if memory.available < MEMORY_FREE_BYTES_MIN:
-        raise Failed(f"{free}, too little for a stage", "end other programs, or run it with --observer")
+        raise FaultFound(f"{free}, too little for a stage", "end other programs, or run it with --observer")
     device = find_device(config.resources.device)
     return f"{device}, {counted(psutil.cpu_count() or 1, 'core')}, {free}, torch {torch}"
 
@@ -410,4 +414,4 @@ def _fences(config: Config) -> str:
     missing = "; ".join(tried.unfenced)
     if config.resources.allow_unfenced:
         return f"incomplete, which the configuration allows; missing: {missing}"
-    raise Failed(f"the node takes stages of its own runs only; missing: {missing}", REMEDY)
+    raise FaultFound(f"the node takes stages of its own runs only; missing: {missing}", REMEDY)

@@ -20,7 +20,7 @@ from crypto.identity import Identity, PeerId, short_peer
 from crypto.sessions.packets import payload_bytes_max
 from dht.work import find_seed
 from node.cli.status import reachable_text
-from node.doctor.local_checks import DATAGRAM_BYTES, Failed, Scene, own_peer
+from node.doctor.local_checks import DATAGRAM_BYTES, FaultFound, Scene, own_peer
 from node.doctor.steps import Skipped, Steps
 from node.errors import StreamClosed, Unreachable, WrongPeer
 from node.seams import RealClock
@@ -103,7 +103,7 @@ async def _name(visit: RemoteChecks) -> str:
             address.host, address.port, family=families[address.kind], type=socket.SOCK_STREAM
         )
     except socket.gaierror:
-        raise Failed(
+        raise FaultFound(
             f"no machine is known by the name {address.host}", "is it spelt right? try its number"
         ) from None
     visit.hosts = list(dict.fromkeys(str(entry[4][0]) for entry in found))
@@ -122,20 +122,20 @@ async def _connect(visit: RemoteChecks) -> str:
         await stream.aclose()
         visit.is_connected = True
         return f"TCP port {port} answers after {(_now() - begun) * 1000:.1f} ms"
-    raise Failed(
+    raise FaultFound(
         f"nothing comes back from port {port} within {CONNECT_SECONDS:g} s",
         f"is the machine on? let TCP port {port} through its firewall and router",
     )
 
 
-def _not_connected(visit: RemoteChecks, error: OSError) -> Failed:
+def _not_connected(visit: RemoteChecks, error: OSError) -> FaultFound:
     causes: Sequence[BaseException] = [error.__cause__ or error]
     if isinstance(error.__cause__, BaseExceptionGroup):
         causes = error.__cause__.exceptions
     if any(isinstance(each, ConnectionRefusedError) for each in causes):
         what = f"{visit.hosts[0]} is up, but nothing listens on port {visit.address.port}"
-        return Failed(what, "start a node there, and look at the port that it says")
-    return Failed(
+        return FaultFound(what, "start a node there, and look at the port that it says")
+    return FaultFound(
         f"no way there: {error_reason(causes[0])}",
         "are both machines on one network, or both on the internet?",
     )
@@ -152,7 +152,7 @@ async def _handshake(visit: RemoteChecks) -> str:
         swarm = visit.scene.config.swarm
         key = " with the same key file" if swarm.key_file is not None else ""
         remedy = f"is it a node of swarm '{swarm.name}'{key}? a private one answers no outsider"
-        raise Failed(error.detail, remedy) from None
+        raise FaultFound(error.detail, remedy) from None
     return f"a node answers after {(_now() - begun) * 1000:.1f} ms"
 
 
@@ -160,14 +160,14 @@ async def _peer_id(visit: RemoteChecks) -> str:
     await trio.lowlevel.checkpoint()
     found, wanted = visit.met(), visit.address.peer
     if visit.scene.status is None and found == own_peer(visit.scene.folder):
-        raise Failed(
+        raise FaultFound(
             f"{short_peer(found)} is this node's own identity, and no node runs here",
             f"is its data folder a copy, or this one? on the copy: rm {IDENTITY_NAME} {STATIC_NAME}",
         )
     if wanted is None:
         return f"{short_peer(found)}; the address names none"
     if found != wanted:
-        raise Failed(
+        raise FaultFound(
             f"wanted {short_peer(wanted)}, found {short_peer(found)}",
             "another node has that address now: ask its owner for the new one",
         )
@@ -187,7 +187,7 @@ async def _datagram(visit: RemoteChecks) -> str:
     seconds = await _echo(visit, 16)
     if seconds is None:
         port = visit.address.port
-        raise Failed("no datagram came back", f"let UDP port {port} through, there and here, both ways")
+        raise FaultFound("no datagram came back", f"let UDP port {port} through, there and here, both ways")
     visit.has_datagrams = True
     return f"there and back in {seconds * 1000:.1f} ms"
 
@@ -195,7 +195,7 @@ async def _datagram(visit: RemoteChecks) -> str:
 async def _datagram_size(visit: RemoteChecks) -> str:
     await _expect_datagrams(visit)
     if await _echo(visit, _filling_bytes()) is None:
-        raise Failed(
+        raise FaultFound(
             f"a datagram of {DATAGRAM_BYTES:,} bytes did not come back",
             "some link on the way takes no whole packets: set its MTU to 1,280 or more",
         )
@@ -206,7 +206,7 @@ async def _latency(visit: RemoteChecks) -> str:
     await _expect_datagrams(visit)
     taken = [seconds for _ in range(ROUND_TRIPS) if (seconds := await _echo(visit, 16)) is not None]
     if not taken:
-        raise Failed("no datagram came back")
+        raise FaultFound("no datagram came back")
     lost = ROUND_TRIPS - len(taken)
     told = f"{statistics.median(taken) * 1000:.2f} ms there and back, the middle of {len(taken)}"
     return told + (f"; {lost} lost" if lost else "")
@@ -265,19 +265,19 @@ async def _dial_back(visit: RemoteChecks) -> str:
         found = visit.scene.status.get("reachability")
         text = "nobody was asked yet" if found is None else reachable_text(found)
         if found is not None and found["reachable"] is False and not found.get("relays"):
-            raise Failed(f"reachable: {text}", _OPEN)
+            raise FaultFound(f"reachable: {text}", _OPEN)
         raise Skipped(f"the running node has its ports; it says: reachable: {text}")
     try:
         report = await ask_dial_back(visit.network, RealClock(), peer)
     except (WrongPeer, Unreachable) as error:
         raise Skipped(f"it could not be asked: {error.detail}") from None
     except (StreamClosed, RemoteProtocolError) as error:
-        raise Failed(f"it was asked, and gave no answer: {error}") from None
+        raise FaultFound(f"it was asked, and gave no answer: {error}") from None
     if not report.outcomes:
         raise Skipped("it serves too many others just now; ask again in a minute")
     closed = [f"{address.short} ({reason})" for address, reason in report.outcomes if reason]
     if closed:
-        raise Failed(f"it cannot dial this machine at {', '.join(closed)}", _OPEN)
+        raise FaultFound(f"it cannot dial this machine at {', '.join(closed)}", _OPEN)
     return f"it reaches this machine at {', '.join(address.short for address in report.worked)}"
 
 

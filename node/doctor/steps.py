@@ -17,7 +17,7 @@ Outcome = Literal["ok", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
-class Step:
+class CheckStep:
     """The outcome of one check. `remedy` says what to do about it."""
 
     name: str
@@ -45,12 +45,12 @@ class Skipped(Exception):
 class Steps:
     """Runs checks and keeps what came of them; `report` is told of each at once."""
 
-    def __init__(self, report: Callable[[Step], None]) -> None:
+    def __init__(self, report: Callable[[CheckStep], None]) -> None:
         self._report = report
-        self.all: list[Step] = []
+        self.all: list[CheckStep] = []
 
     @property
-    def failed(self) -> list[Step]:
+    def failed(self) -> list[CheckStep]:
         return [step for step in self.all if step.outcome == "failed"]
 
     async def check(
@@ -70,7 +70,7 @@ class Steps:
                 outcome, detail, remedy = "failed", error.what, error.do or ""
             except OSError as error:
                 outcome, detail, remedy = "failed", (error.strerror or str(error)).lower(), ""
-        step = Step(name, outcome, detail, remedy, time.monotonic() - begun)
+        step = CheckStep(name, outcome, detail, remedy, time.monotonic() - begun)
         self.all.append(step)
         self._report(step)
         return outcome == "ok"

@@ -11,8 +11,8 @@ from typing import Any
 from node import state as views
 from node.api.handles import RunHandle, RunResult
 from node.api.surface import Surface
-from node.averaging.once import Averaged
-from node.content.directory import Directory, Entry, FoundNode, StoredEntry
+from node.averaging.once import AveragingResult
+from node.content.directory import Directory, DirectoryEntry, FoundNode, StoredEntry
 from node.events import Event, JoinTried
 from node.history import EventHistory
 from node.planning.report import PlanReport
@@ -146,7 +146,7 @@ class BlockingDirectory:
         """
         return self._portal.run(self._of.get, key, publisher, subkey)
 
-    def get_all(self, key: str) -> list[Entry]:
+    def get_all(self, key: str) -> list[DirectoryEntry]:
         """Return every node's values under a key, by publisher. A value too large for a record is given as
         its hash and length.
         """
@@ -291,7 +291,7 @@ class BlockingSurface:
         aggregate: str = "auto",
         admit: str = "open",
         invitation: str = "",
-    ) -> Averaged:
+    ) -> AveragingResult:
         """Average arrays or torch tensors with peers that call this for the same `group`, names and shapes.
 
         With `aggregate` "mean" one liar can move the result anywhere; the other rules tolerate some liars

@@ -27,7 +27,7 @@ SCRIPTS_MAX = 64
 """Nodes of scripts that one user runs at once on a machine, each with its own identity."""
 
 
-class Parts(TypedDict, total=False):
+class NodeParts(TypedDict, total=False):
     """Replacements of a node's real parts: see `node.runtime.Node`."""
 
     network: Network
@@ -59,7 +59,7 @@ class Node(runtime.Node):
         lan: bool | None = None,
         report: Callable[[Event], None] | None = None,
         record: Path | str | None = None,
-        **parts: Unpack[Parts],
+        **parts: Unpack[NodeParts],
     ) -> None:
         """Raises UsageError."""
         configs = configs_of(

@@ -29,9 +29,9 @@ from partition.run.local.column_messages import (
     Answer,
     Attach,
     Attached,
+    ColumnRefusal,
     Did,
     Do,
-    Refusal,
     Work,
     Worked,
 )
@@ -146,7 +146,9 @@ class ColumnStage:
                 await close(stream)
             holders.failed(stage, peer)
             return str(error) or "no answer in time"
-        named = [PeerId(mate) for mate in answer.mates] if isinstance(answer, Attached | Refusal) else []
+        named = (
+            [PeerId(mate) for mate in answer.mates] if isinstance(answer, Attached | ColumnRefusal) else []
+        )
         if isinstance(answer, Attached):
             holders.took(stage, peer, named)
             before, self._streams[stage] = self._streams.get(stage), stream
@@ -154,8 +156,8 @@ class ColumnStage:
                 await close(before)
             return ""
         await close(stream)
-        holders.refused(stage, peer, named, is_older=isinstance(answer, Refusal) and answer.is_older)
-        return answer.reason if isinstance(answer, Refusal) else "no answer"
+        holders.refused(stage, peer, named, is_older=isinstance(answer, ColumnRefusal) and answer.is_older)
+        return answer.reason if isinstance(answer, ColumnRefusal) else "no answer"
 
     async def call(self, request: object) -> object:
         """Answer a request (`node.seams.Stage`): all stages do those about the whole model. Raises
@@ -265,10 +267,10 @@ class ColumnStage:
                 await stream.send(encode(Do()), encode(request))
                 message, data = await stream.receive_with_payload(self._payload_bytes_max)
             answer: Answer = decode(message, Answer, bytes_max=MESSAGE_BYTES_MAX)
-            if isinstance(answer, Refusal) and answer.is_diverged:
+            if isinstance(answer, ColumnRefusal) and answer.is_diverged:
                 raise StageDiverged(answer.reason)
             if not isinstance(answer, Did):
-                raise StreamClosed(answer.reason if isinstance(answer, Refusal) else "no answer")
+                raise StreamClosed(answer.reason if isinstance(answer, ColumnRefusal) else "no answer")
             worked: Worked = decode(bytes(data), Worked, bytes_max=self._payload_bytes_max)
         except (StreamClosed, trio.TooSlowError, RemoteProtocolError) as error:
             await self._break(stage)

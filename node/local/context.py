@@ -27,7 +27,7 @@ from node.storage.guests import Guests
 from partition.model.graph import Graph
 
 
-class Service(Protocol):
+class LocalRunsService(Protocol):
     """The service of runs. `live` are peers believed alive, `offers` are their offers; `provide` announces a
     result in the DHT."""
 
@@ -62,7 +62,9 @@ class Service(Protocol):
     async def load_data(self, run: Run, holders: Sequence[PeerId]) -> Dataset: ...
 
 
-async def training_data(service: Service, run: Run, graph: Graph, holders: Sequence[PeerId]) -> Dataset:
+async def training_data(
+    service: LocalRunsService, run: Run, graph: Graph, holders: Sequence[PeerId]
+) -> Dataset:
     """Return the data that a member trains on: data of the run, from here or from other members, or a set of
     its own.
 

@@ -7,7 +7,7 @@ from crypto.identity import PeerId
 from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.local.column import ColumnStage
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.holder import ColumnHolder
 from node.local.stage_server import StageServer
 from node.protocols.manifest import Run
@@ -44,7 +44,7 @@ class Crew(MemberCrew):
     def _rostered(self) -> Mapping[PeerId, Report]:
         return {} if self.part is None else self.part.roster.reports
 
-    def open_column(self, service: Service, plan: Plan, own: Stage, bytes_max: int) -> ColumnStage:
+    def open_column(self, service: LocalRunsService, plan: Plan, own: Stage, bytes_max: int) -> ColumnStage:
         """Make the column that this member is the head of, of the stages in `plan`."""
         self.column = ColumnStage(
             self._run.id,

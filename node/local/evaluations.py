@@ -9,16 +9,16 @@ from math import inf, isfinite
 from crypto.identity import PeerId
 from node.checkpoints.weights import weights_name
 from node.errors import StageDiverged
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.crew import Crew
 from node.local.held_stage import AveragedStage
-from node.local.results import Results
+from node.local.results import LocalResults
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer
-from node.local.verdict import Losses, fault_of
+from node.local.verdict import HeldOutLosses, fault_of
 from node.protocols.manifest import Run
 from partition.model.graph import Graph
-from partition.run.conclusions import Conclusion, Evaluated, Sends
+from partition.run.conclusions import Conclusion, ModelEvaluated, Sends
 from partition.run.ending import Ending
 from partition.run.local.evaluating import EvaluationSchedule
 from partition.run.local_settings import LocalSettings
@@ -29,11 +29,11 @@ class Evaluations:
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
         ending: Ending,
         crew: Crew,
-        results: Results,
+        results: LocalResults,
         teller: Teller,
         *,
         tell: Callable[[Ending, Callable[[float], Sends]], None],
@@ -95,7 +95,7 @@ class Evaluations:
         self._teller.evaluated(samples, loss, metrics)
         return True
 
-    def heard(self, step: int, heard: Evaluated) -> None:
+    def heard(self, step: int, heard: ModelEvaluated) -> None:
         """Note another member's evaluation, when this one is at `step`."""
         self.schedule.evaluated(step)
         if len(heard.metrics) == len(self._run.manifest.metrics):
@@ -137,7 +137,7 @@ class Evaluations:
             own = result = await trainer.held_out_loss()
             if self._stages == 1:  # else no member has all of the model to try it with
                 result = await trainer.evaluate_result(name, storage)
-        losses = Losses(self.first_loss, own, result)
+        losses = HeldOutLosses(self.first_loss, own, result)
         best, improvement = ending.progress.best, self._settings.improvement
         is_own = self._settings.is_federated
         fault = fault_of(losses, best, improvement, is_at_end=is_at_end, is_own=is_own)

@@ -13,11 +13,11 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.snapshot import Snapshot
 from node.content.datasets import Batches
 from node.errors import StageFailed, Unreachable, UsageError
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.crew import Crew
 from node.local.held_stage import AveragedStage
 from node.local.holder import ColumnHolder
@@ -50,10 +50,10 @@ class FurtherStages:
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
         ending: Ending,
-        door: Door,
+        door: TicketGate,
         crew: Crew,
         material: Material,
         *,

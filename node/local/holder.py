@@ -8,13 +8,13 @@ from collections.abc import Callable
 import trio
 
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.snapshot import Snapshot
 from node.errors import StageFailed
 from node.local.held_stage import AveragedStage
 from node.local.stage_server import StageServer
 from partition.run.ending import Ending
-from partition.run.local.column_messages import MATES_MAX, Attach, Attached, Refusal
+from partition.run.local.column_messages import MATES_MAX, Attach, Attached, ColumnRefusal
 from partition.run.local.holder import StageHolder
 
 LOOK_SECONDS = 0.5
@@ -30,7 +30,7 @@ class ColumnHolder:
         self,
         held: AveragedStage,
         number: int,
-        door: Door,
+        door: TicketGate,
         ending: Ending,
         steps: int,
         *,
@@ -57,12 +57,12 @@ class ColumnHolder:
             payload_bytes_max=payload_bytes_max,
         )
 
-    def _accept(self, peer: PeerId, attach: Attach) -> Attached | Refusal:
+    def _accept(self, peer: PeerId, attach: Attach) -> Attached | ColumnRefusal:
         """Answer a head that wants this stage. Raises RemoteProtocolError: it is no member."""
         self._door.check(peer, attach.chain)
         reason, is_older = self._rules.refusal(attach.step)
         if reason:
-            return Refusal(reason, is_older=is_older)
+            return ColumnRefusal(reason, is_older=is_older)
         return Attached(self._door.admission.chain, tuple(self.held.training[:MATES_MAX]))
 
     def _applied(self, step: int, samples: int) -> None:

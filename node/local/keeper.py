@@ -6,7 +6,7 @@ from functools import partial
 import trio
 
 from node.averaging.snapshot import Snapshot
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.rounds import Rounds
 from node.local.saved import (
     MEMBERS_MAX,
@@ -30,7 +30,13 @@ class Keeper:
     """Keeps checkpoints of one run on this node. `every` steps, 0 for never."""
 
     def __init__(
-        self, service: Service, run: Run, admission: Admission, stage: int, *, copy_of: int | None = None
+        self,
+        service: LocalRunsService,
+        run: Run,
+        admission: Admission,
+        stage: int,
+        *,
+        copy_of: int | None = None,
     ) -> None:
         """`stage` is this member's; what is kept is the state of that, or of the stage of another."""
         self.error = ""
@@ -99,7 +105,7 @@ class Keeper:
         return await work(partial(load_state, storage, self._run.text, bytes_max, self._copy_of))
 
 
-def release(service: Service, run: Run) -> None:
+def release(service: LocalRunsService, run: Run) -> None:
     """Forget all that was kept of a run, which is over for this node."""
     forget(service.seams.storage, run.text)
     for stage in (None, *range(stage_count(run))):

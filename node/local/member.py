@@ -13,13 +13,13 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.checkpoints.weights import export_bytes_max
 from node.errors import StageFailed, Unreachable, UsageError
 from node.local.column import ColumnBroken
-from node.local.context import Service, training_data
+from node.local.context import LocalRunsService, training_data
 from node.local.copies import Copies
 from node.local.crew import Crew
 from node.local.evaluations import Evaluations
@@ -29,7 +29,7 @@ from node.local.holder import ColumnHolder
 from node.local.keeper import Keeper
 from node.local.merging import Regrouping
 from node.local.recruiter import Recruiter
-from node.local.results import Results
+from node.local.results import LocalResults
 from node.local.stage_copies import StageCopies, state_sizes
 from node.local.stages import local_plan, open_part, stage_count
 from node.local.start import MemberStart
@@ -44,7 +44,7 @@ from partition.model.graph import Graph
 from partition.plan.plan import Plan
 from partition.run.admission import Admission
 from partition.run.asks import Declined, Done
-from partition.run.conclusions import Evaluated, Sends
+from partition.run.conclusions import ModelEvaluated, Sends
 from partition.run.ending import Ending
 from partition.run.local.head_watch import HeadWatch, stranded_reason
 from partition.run.local.regrouping import MERGE_SECONDS, RESUMED_SECONDS
@@ -66,10 +66,10 @@ class LocalMember:
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
         ending: Ending,
-        door: Door,
+        door: TicketGate,
         stage: int = 0,
         *,
         is_training: bool,
@@ -117,7 +117,7 @@ class LocalMember:
         self._stage = stage
         self._stages = stage_count(run)
         self._graph: Graph | None = None
-        self.results = Results(service, run, ending, tell, self)
+        self.results = LocalResults(service, run, ending, tell, self)
         self._evaluations = Evaluations(
             service, run, ending, self.crew, self.results, self.teller, tell=tell, recover=self._recover
         )
@@ -440,7 +440,7 @@ class LocalMember:
 
     # The end
 
-    def evaluation_heard(self, heard: Evaluated) -> None:
+    def evaluation_heard(self, heard: ModelEvaluated) -> None:
         """Note another member's evaluation."""
         self._evaluations.heard(self.step, heard)
 

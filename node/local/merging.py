@@ -12,10 +12,10 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.errors import Unreachable
 from node.local.column import ColumnStage
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.crew import Crew
 from node.local.further import FurtherStages
 from node.local.recruiter import JOIN_SECONDS_MAX, Recruiter
@@ -57,9 +57,9 @@ class Regrouping:
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
-        door: Door,
+        door: TicketGate,
         crew: Crew,
         further: FurtherStages,
         recruiter: Recruiter,

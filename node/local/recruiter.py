@@ -9,9 +9,9 @@ from contextlib import suppress
 import trio
 
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.errors import Unreachable
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.protocols.manifest import Run
 from node.protocols.runs import Join
 from partition.run.asks import Done
@@ -24,7 +24,7 @@ JOIN_SECONDS_MAX = 30.0
 class _OfferedNodes:
     """The nodes that the service knows, for one run."""
 
-    def __init__(self, service: Service, run: Run) -> None:
+    def __init__(self, service: LocalRunsService, run: Run) -> None:
         self._service = service
         self._run = run
 
@@ -42,7 +42,9 @@ class _OfferedNodes:
 class Recruiter:
     """The recruiter of one member."""
 
-    def __init__(self, service: Service, run: Run, door: Door, crew: MemberCrew, stages: int) -> None:
+    def __init__(
+        self, service: LocalRunsService, run: Run, door: TicketGate, crew: MemberCrew, stages: int
+    ) -> None:
         self.choice = Recruitment(crew, _OfferedNodes(service, run), stages)
         self._service = service
         self._now = service.seams.clock.monotonic

@@ -7,7 +7,7 @@ from typing import Protocol
 import trio
 
 from node.checkpoints.weights import join_stages, keep, weights_name
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.protocols.manifest import Run
 from node.runs.completion import fetch_result
 from partition.model.graph import Graph
@@ -32,12 +32,12 @@ class Holder(Protocol):
     def trusts(self) -> bool: ...
 
 
-class Results:
+class LocalResults:
     """The results of one run."""
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
         ending: Ending,
         tell: Callable[[Ending, Callable[[float], Sends]], None],

@@ -15,7 +15,7 @@ from gossip.averaging.catalogue import EVERY_ROUND, OUTER, group_size, make_stra
 from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import Delayed, Mean
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.local.trainer import LocalTrainer
 from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local_settings import LocalSettings
@@ -86,7 +86,7 @@ class Rounds:
         theta = await trainer.copy_out(moments=self._moments)
         damping = schedule.damping(is_idle=trainer.is_idle)
         offered = await self._part.compute(partial(self._delayed.offer, theta, damping))
-        wanted = Wanted(
+        wanted = RoundWish(
             codec=self._strategy.codec,
             mode=self._strategy.mode,
             window_seconds=window,
@@ -95,7 +95,7 @@ class Rounds:
         )
         nursery.start_soon(self._hold, offered, weight, wanted)
 
-    async def _hold(self, offered: Vector, weight: float, wanted: Wanted) -> None:
+    async def _hold(self, offered: Vector, weight: float, wanted: RoundWish) -> None:
         life, made = self.schedule.life, None
         try:
             made = await self._part.average(offered, weight, wanted)

@@ -17,11 +17,11 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PEER_ID_BYTES
-from node.averaging.snapshot import CHUNK_BYTES, Snapshot, Table, check_table
+from node.averaging.snapshot import CHUNK_BYTES, Snapshot, SnapshotTable, check_table
 from node.protocols.manifest import Run, check_run
 from node.seams import Storage
 from partition.plan.plan import STAGES_MAX
-from partition.run.tickets import REVOKED_MAX, Chain, Revocations, Standing, check_chain
+from partition.run.tickets import REVOKED_MAX, Chain, Revocations, TicketStanding, check_chain
 
 FOLDER = "runs"
 RUN_FILE, STATE_FILE = "local", "local.state"
@@ -89,8 +89,8 @@ def load_state(storage: Storage, run: str, bytes_max: int, copy_of: int | None =
     if length > TABLE_BYTES_MAX:
         return None
     try:
-        table: Table = decode(
-            storage.read_part(name, LENGTH_BYTES, length) or b"", Table, bytes_max=TABLE_BYTES_MAX
+        table: SnapshotTable = decode(
+            storage.read_part(name, LENGTH_BYTES, length) or b"", SnapshotTable, bytes_max=TABLE_BYTES_MAX
         )
         check_table(table, bytes_max)
     except RemoteProtocolError:
@@ -124,7 +124,7 @@ def saved_runs(storage: Storage, signer: Signer, wall: float) -> Iterator[tuple[
             run = check_run(signer, saved.manifest)
             if saved.chain or run.requester != signer.peer:
                 tickets = check_chain(signer, run.id, run.requester, saved.chain, signer.peer)
-                if Standing(tuple(tickets)).until <= wall:
+                if TicketStanding(tuple(tickets)).until <= wall:
                     raise RemoteProtocolError("tickets that have expired")
             Revocations(signer, run.id, run.requester).learn(saved.revoked)
             if run.manifest.local is None or run.text != text:

@@ -13,11 +13,11 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.checkpoints.weights import has_result
 from node.errors import Unreachable, UsageError
 from node.events import RunAccepted, RunChanged, RunEnded, RunReleased
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.keeper import release
 from node.local.member import LocalMember
 from node.local.saved import forget, saved_runs
@@ -50,7 +50,7 @@ PLACE_SECONDS = 30.0
 class LocalRuns:
     """The service, beside `node.runs.runs.Runs`, whose parts it uses."""
 
-    def __init__(self, service: Service, archive: ArchiveShell) -> None:
+    def __init__(self, service: LocalRunsService, archive: ArchiveShell) -> None:
         self.members: dict[bytes, LocalMember] = {}
         self._service = service
         self._archive = archive
@@ -194,7 +194,7 @@ class LocalRuns:
         now = service.seams.clock.monotonic()
         self._endings.open(now, ending, admission)
         show, greet = partial(self._show, admission), partial(self._greet, admission)
-        door = Door(admission, service.seams.swarm_clock, show, greet)
+        door = TicketGate(admission, service.seams.swarm_clock, show, greet)
         member = self.members[run.id] = LocalMember(
             service,
             run,
@@ -263,7 +263,7 @@ class LocalRuns:
             server = member.crew.serving(attach.stage) or member.crew.server
             await server.serve(stream, attach)
             return
-        refusal = column.Refusal("no stage of this run is held here")
+        refusal = column.ColumnRefusal("no stage of this run is held here")
         if member is not None and member.admission.admits(stream.peer):
             mates = [peer for peer in member.crew.holders if peer != stream.peer]
             refusal = replace(refusal, mates=tuple(mates[-column.MATES_MAX :]))
@@ -294,7 +294,7 @@ class LocalRuns:
                 found = event.conclusion
                 end = partial(self.end, member, found.outcome, found.reason, found.weights, for_all=True)
                 self._service.start_task(end, of=member.run)
-            case admissions.Admitted(peer=peer):
+            case admissions.PeerAdmitted(peer=peer):
                 member.admitted(peer)
             case admissions.Expelled(peer=peer, reason=reason):
                 self._expelled(member, peer, reason)

@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 
 import trio
 
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
 from node.averaging.signature import run_key
 from node.averaging.transfer import fetch_state
 from node.errors import Unreachable, UsageError
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.copies import LOOK_SECONDS
 from node.local.crew import Crew
 from node.local.keeper import Keeper
@@ -41,10 +41,10 @@ class StageCopies:
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
         crew: Crew,
-        door: Door,
+        door: TicketGate,
         *,
         step: Callable[[], int],
         bytes_max: Sequence[int],

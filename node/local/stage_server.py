@@ -18,10 +18,10 @@ from partition.run.local.column_messages import (
     MESSAGE_BYTES_MAX,
     Attach,
     Attached,
+    ColumnRefusal,
     Did,
     Do,
     Question,
-    Refusal,
     Work,
 )
 from partition.run.local.seat import HEAD_SECONDS_MAX, SeatedHead, StageSeat
@@ -51,7 +51,7 @@ class StageServer:
         stage: Stage,
         seat: StageSeat,
         *,
-        accept: Callable[[PeerId, Attach], Attached | Refusal],
+        accept: Callable[[PeerId, Attach], Attached | ColumnRefusal],
         apply: Callable[[int, int], None],
         payload_bytes_max: int,
         now: Callable[[], float],
@@ -81,17 +81,17 @@ class StageServer:
     async def serve(self, stream: Stream, attach: Attach) -> None:
         """Work for the head on the other side of `stream`, until it ends, or says nothing for too long."""
         if attach.stage != self.number:
-            await stream.send(encode(Refusal("another stage is held here")))
+            await stream.send(encode(ColumnRefusal("another stage is held here")))
             return
         attached = self._accept(stream.peer, attach)
-        if isinstance(attached, Refusal):
+        if isinstance(attached, ColumnRefusal):
             await stream.send(encode(attached))
             return
         scope = trio.CancelScope()
         head = SeatedHead(stream.peer, scope.cancel)
         column = [PeerId(peer) for peer in attach.column]
         if not self.seat.take(self._now(), head, keeps_copies=attach.keeps, column=column):
-            await stream.send(encode(Refusal("busy: it works for another head")))
+            await stream.send(encode(ColumnRefusal("busy: it works for another head")))
             return
         with scope:
             try:
@@ -124,13 +124,13 @@ class StageServer:
             async with self.lock:
                 worked = await self._do(request)
         except PayloadRefused as error:  # what came cannot be used: the head, or one before it, is at fault
-            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
+            await stream.send(encode(ColumnRefusal(str(error)[:REASON_LENGTH_MAX])))
             raise StreamClosed("a payload that cannot be used") from None
         except StageDiverged as error:
-            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX], is_diverged=True)))
+            await stream.send(encode(ColumnRefusal(str(error)[:REASON_LENGTH_MAX], is_diverged=True)))
             return
         except StageFailed as error:
-            await stream.send(encode(Refusal(str(error)[:REASON_LENGTH_MAX])))
+            await stream.send(encode(ColumnRefusal(str(error)[:REASON_LENGTH_MAX])))
             raise
         if isinstance(request, api.Apply):
             self.seat.stepped(head)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Collection
 import trio
 
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
 from node.local.crew import Crew
 from partition.run.local.start_barrier import SETTLE_SECONDS, StartBarrier
@@ -24,7 +24,7 @@ class MemberStart:
         self,
         run: bytes,
         crew: Crew,
-        door: Door,
+        door: TicketGate,
         live: Callable[[], Collection[PeerId]],
         inviter: PeerId | None,
         now: Callable[[], float],

@@ -9,12 +9,12 @@ from functools import partial
 import trio
 
 from crypto.identity import PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.signature import run_key
 from node.averaging.snapshot import Snapshot
 from node.averaging.transfer import fetch_state
 from node.errors import NotListening, Unreachable
-from node.local.context import Service
+from node.local.context import LocalRunsService
 from node.local.crew import Crew
 from node.local.keeper import Keeper
 from node.local.stage_server import close
@@ -32,9 +32,9 @@ class Succession:
 
     def __init__(
         self,
-        service: Service,
+        service: LocalRunsService,
         run: Run,
-        door: Door,
+        door: TicketGate,
         crew: Crew,
         *,
         own: int,

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from node.events import RunChanged, RunEvaluated, StepCommitted
 from node.local.trainer import Stepped
 from node.protocols.manifest import CORRECT, Run
-from node.runs.progress import Shown
+from node.runs.progress import ShownSteps
 from node.seams import Clock
 from partition.run.messages import REASON_LENGTH_MAX
 
@@ -17,7 +17,7 @@ class Teller:
     """The announcer of one run. `shown` is the newest announcement."""
 
     def __init__(self, run: Run, clock: Clock, publish: Callable[..., None]) -> None:
-        self.shown = Shown()
+        self.shown = ShownSteps()
         self._run = run
         self._clock = clock
         self._publish = publish

@@ -21,7 +21,7 @@ NOISE_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Losses:
+class HeldOutLosses:
     """Held-out losses as this member measured them: of the `first` values, its `own` model, the `result`."""
 
     first: float
@@ -30,7 +30,7 @@ class Losses:
 
 
 def fault_of(
-    losses: Losses, best: float, improvement: float, *, is_at_end: bool, is_own: bool = False
+    losses: HeldOutLosses, best: float, improvement: float, *, is_at_end: bool, is_own: bool = False
 ) -> str:
     """Return why a result is refused, empty where it is not.
 

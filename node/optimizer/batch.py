@@ -12,7 +12,7 @@ from crypto.identity import PeerId
 from gossip.averaging.weights import WEIGHT_MEDIANS_MAX
 from gossip.roster import Report
 from node.averaging.rounds import Round
-from node.optimizer.session import Session
+from node.optimizer.session import TrainingSession
 
 GROWTH = 2.0
 """A member may gather so many times what it brought to the last round: batches of a fleet vary."""
@@ -26,7 +26,7 @@ class BatchSamples:
     def __init__(self) -> None:
         self._brought: dict[PeerId, int | None] = {}
 
-    def completed(self, made: Round, samples: int, session: Session | None, weighting: str) -> None:
+    def completed(self, made: Round, samples: int, session: TrainingSession | None, weighting: str) -> None:
         """A round is over, to which this peer brought so many. Only a mean that is weighted by samples tells
         what others brought."""
         shares = made.shares

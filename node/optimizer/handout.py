@@ -9,7 +9,7 @@ from gossip.averaging.strategies import Strategy
 from gossip.roster import Report
 from node.averaging.offered import SNAPSHOT_SECONDS
 from node.optimizer.layout import Layout
-from node.optimizer.session import Session
+from node.optimizer.session import TrainingSession
 from node.optimizer.state import copy_state, outer_arrays
 
 COPY_PAUSES = 9.0
@@ -47,7 +47,7 @@ class Handout:
         self._is_left_behind = behind >= members
 
     def share(
-        self, session: Session, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
+        self, session: TrainingSession, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
         """Make a copy where somebody waits for it, or was left behind by the last step."""
         is_wanted = self._is_left_behind or session.wants_state(step)
@@ -56,14 +56,14 @@ class Handout:
             self._make(session, step, rounds, lineage, strategy, self._good_seconds)
 
     def share_first(
-        self, session: Session, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
+        self, session: TrainingSession, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
         """Make a copy of the state that this peer begins with, for as long as it has made no step."""
         self._make(session, step, rounds, lineage, strategy, 0.0)
 
     def _make(
         self,
-        session: Session,
+        session: TrainingSession,
         step: int,
         rounds: int,
         lineage: bytes,

@@ -17,7 +17,7 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
-class Slot:
+class TensorSlot:
     """Where a tensor lies in the vector: items from `begin` to `end`."""
 
     name: str
@@ -31,13 +31,13 @@ class Layout:
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raises TypeError for a tensor that no vector can hold: sparse, complex, integer."""
-        slots: list[Slot] = []
+        slots: list[TensorSlot] = []
         at = 0
         for name, tensor in named:
             if tensor.layout is not torch.strided or tensor.dtype not in FLOATING:
                 kind = f"{tensor.dtype}".removeprefix("torch.")
                 raise TypeError(f"{name}: a {tensor.layout} tensor of {kind} cannot be averaged; exclude it")
-            slots.append(Slot(name, tensor, at, at + tensor.numel()))
+            slots.append(TensorSlot(name, tensor, at, at + tensor.numel()))
             at += tensor.numel()
         self.slots = tuple(slots)
         self.items = at

@@ -10,10 +10,10 @@ from functools import partial
 from typing import Any
 
 from gossip.averaging.group import Aggregate
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
 from node.averaging.signature import Row, signatures_of
-from node.optimizer.session import Session
+from node.optimizer.session import TrainingSession
 from node.portal import Portal
 
 log = logging.getLogger("peerloom")
@@ -32,7 +32,7 @@ class RunPlace:
         run_id: str,
         kind: str,
         rule: Aggregate,
-        door: Door | None,
+        door: TicketGate | None,
         join_seconds: float,
     ) -> None:
         self._portal = portal
@@ -42,10 +42,10 @@ class RunPlace:
         self._door = door
         self._join_seconds = join_seconds
         self._rows: Rows = ()
-        self._session: Session | None = None
+        self._session: TrainingSession | None = None
         self._give_up: Callable[[], Callable[[], None] | None] = lambda: None
 
-    def take(self, rows: Rows, give_up: Callable[[], None]) -> Session:
+    def take(self, rows: Rows, give_up: Callable[[], None]) -> TrainingSession:
         """Take part with these tensors. `give_up`, a method, is called when another optimizer takes the place
         over. Raises UsageError; ValueError where another one holds the place with other tensors."""
         earlier = _places.setdefault(self._portal, {}).get(self._run_id)
@@ -56,7 +56,7 @@ class RunPlace:
         _places[self._portal][self._run_id] = self
         return session
 
-    def change(self, rows: Rows) -> Session:
+    def change(self, rows: Rows) -> TrainingSession:
         """Take part with other tensors than before: to others this peer leaves, and comes back. Raises
         UsageError, PortalClosed."""
         if self._session is not None:
@@ -67,7 +67,7 @@ class RunPlace:
     def _is_held(self) -> bool:
         return self._session is not None and not self._session.error
 
-    def _enter(self, rows: Rows) -> Session:
+    def _enter(self, rows: Rows) -> TrainingSession:
         portal, me = self._portal, self._portal.subject
         signature, alike = signatures_of(self._kind, rows, self._rule)
         opened = partial(me.averaging.open, self._run_id, signature, None, self._rule, alike, self._door)
@@ -75,7 +75,7 @@ class RunPlace:
         if portal.call_sync(lambda: len(me.members())):
             portal.run(run.settle, self._join_seconds)
         self._rows = rows
-        self._session = Session(portal, run)
+        self._session = TrainingSession(portal, run)
         return self._session
 
     def _yield_to(self, rows: Rows) -> None:

@@ -18,10 +18,10 @@ from gossip.averaging.strategies import Mean, Strategy, damped
 from gossip.claims import LikelySteps
 from node.averaging.offered import SNAPSHOT_SECONDS
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, RunView, Wanted
+from node.averaging.rounds import RosterView, Round, RoundWish
 from node.averaging.snapshot import Array, Snapshot, make_snapshot
 from node.containment import contain
-from node.portal import Call, Portal, PortalClosed
+from node.portal import LoopCall, Portal, PortalClosed
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Exchanged:
     """What the tensors become where nothing was added to them meanwhile."""
 
 
-class Session:
+class TrainingSession:
     """One run, for one training thread."""
 
     def __init__(self, portal: Portal[Any], run: Participation) -> None:
@@ -58,9 +58,9 @@ class Session:
         return self._run.peer
 
     @property
-    def view(self) -> RunView:
+    def view(self) -> RosterView:
         """The run's participants, and how far each has got."""
-        return RunView() if self.error else self._run.view
+        return RosterView() if self.error else self._run.view
 
     @property
     def status(self) -> str:
@@ -109,7 +109,7 @@ class Session:
         )
         self._post(said)
 
-    def average(self, vector: Vector, weight: float, wanted: Wanted) -> "Pending[Round]":
+    def average(self, vector: Vector, weight: float, wanted: RoundWish) -> "Pending[Round]":
         """Begin a round. The vector must not change before it is over."""
         return Pending(self._begin(self._run.average, vector, weight, wanted), self._portal)
 
@@ -117,7 +117,7 @@ class Session:
         self,
         vector: Vector,
         weight: float,
-        wanted: Wanted,
+        wanted: RoundWish,
         strategy: Strategy | None,
         stale_steps: Callable[[], int],
         damping: float = 1.0,
@@ -133,7 +133,7 @@ class Session:
         self,
         vector: Vector,
         weight: float,
-        wanted: Wanted,
+        wanted: RoundWish,
         strategy: Strategy | None,
         stale_steps: Callable[[], int],
         damping: float,
@@ -217,7 +217,7 @@ class Session:
         except PortalClosed as error:
             self._error = f"the node has ended: {error}"
 
-    def _begin(self, function: Callable[..., Any], *arguments: Any) -> "Call[Any] | None":
+    def _begin(self, function: Callable[..., Any], *arguments: Any) -> "LoopCall[Any] | None":
         if self.error:
             return None
         try:
@@ -230,7 +230,7 @@ class Session:
 class Pending(Generic[T]):
     """Something under way in the node's thread. `poll` says whether it is over; it never raises."""
 
-    def __init__(self, call: "Call[T] | None", portal: Portal[Any]) -> None:
+    def __init__(self, call: "LoopCall[T] | None", portal: Portal[Any]) -> None:
         self._call = call
         self._portal = portal
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from gossip.averaging.robust.reduction import Vector
-from node.averaging.snapshot import Array, Row, Snapshot, is_finite
+from node.averaging.snapshot import Array, ArrayRow, Snapshot, is_finite
 from node.optimizer.layout import Layout
 
 MEMORIES_MAX = 16
@@ -152,6 +152,6 @@ def _copied(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], Array]:
     return NAMES[tensor.dtype], tuple(tensor.shape), array
 
 
-def _tensor(row: Row, data: Array) -> torch.Tensor:
+def _tensor(row: ArrayRow, data: Array) -> torch.Tensor:
     flat = torch.from_numpy(data.copy())
     return flat.view(TYPES[row.dtype]).reshape(row.shape)

@@ -17,7 +17,7 @@ from gossip.claims import LikelySteps
 from node.averaging.loss_bound import is_within, loss_max
 from node.averaging.snapshot import Snapshot
 from node.optimizer.layout import Layout
-from node.optimizer.session import Pending, Session
+from node.optimizer.session import Pending, TrainingSession
 from node.optimizer.state import check_state, put_state, size_of
 
 STATE_SECONDS_MAX = 600.0
@@ -58,7 +58,7 @@ class Takeover:
         self._layout, self._counts = layout, counts
 
     def take(
-        self, session: Session, likely: LikelySteps, may_wait: Callable[[float, float], bool]
+        self, session: TrainingSession, likely: LikelySteps, may_wait: Callable[[float, float], bool]
     ) -> Snapshot | str | None:
         """Put a state of a likely step in place of the own one and return it; or return why there is none,
         where the own one stays. None: it is still on its way, for the next call. `may_wait` is called all the

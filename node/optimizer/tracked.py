@@ -10,7 +10,7 @@ from node.optimizer.health import Health
 from node.optimizer.hyperparameters import differences
 from node.optimizer.joined import JoinedOptimizer
 from node.optimizer.position import RunPosition
-from node.optimizer.session import Session
+from node.optimizer.session import TrainingSession
 from node.optimizer.settings import Settings, Stats
 from node.optimizer.status import StatusLine
 from node.optimizer.trained import TrainedTensors
@@ -27,7 +27,7 @@ class TrackedOptimizer(JoinedOptimizer):
     _health: Health
     _line: StatusLine
     _position: RunPosition
-    _session: Session | None
+    _session: TrainingSession | None
     _stats: Stats
     _trained: TrainedTensors
     _used: bytes

@@ -30,7 +30,7 @@ from gossip.averaging.group import Aggregate
 from gossip.averaging.robust.reduction import Vector
 from gossip.averaging.strategies import Strategy
 from gossip.claims import LikelySteps
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.averaging.signature import Row
 from node.optimizer.batch import BatchSamples
 from node.optimizer.differences import Differences, classes_of
@@ -44,7 +44,7 @@ from node.optimizer.plugins import own_codecs, strategy_maker
 from node.optimizer.position import RunPosition
 from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler, Schedules
-from node.optimizer.session import Exchanged, Pending, Session
+from node.optimizer.session import Exchanged, Pending, TrainingSession
 from node.optimizer.settings import Settings, Stats
 from node.optimizer.state import outer_of
 from node.optimizer.status import StatusLine
@@ -90,7 +90,7 @@ class PeerOptimizer(TrackedOptimizer):
         self._counter = SampleCounter(self._trained.all_parameters, settings.batch_size)
         self._place: RunPlace | None = None
         self._differences: Differences | None = None
-        self._session: Session | None = None
+        self._session: TrainingSession | None = None
         self._schedules = Schedules(self._inner)
         self.global_step = 0
         self._lineage = self._tensors.digest()
@@ -228,7 +228,7 @@ class PeerOptimizer(TrackedOptimizer):
         """What the run averages, by name, shape and type: equal at all that average together."""
         return self._tensors.rows
 
-    def join(self, session: Session, place: RunPlace, rule: Aggregate) -> None:
+    def join(self, session: TrainingSession, place: RunPlace, rule: Aggregate) -> None:
         """Take part by this session. A run that has begun hands over its state first."""
         self._place = place
         self._differences = Differences(self.settings, classes_of(self._inner), rule, self._trained)
@@ -265,7 +265,7 @@ class PeerOptimizer(TrackedOptimizer):
         if session is not None:
             self._enter(session)
 
-    def _enter(self, session: Session) -> None:
+    def _enter(self, session: TrainingSession) -> None:
         self._session = session
         self._status = "joining"
         self._quietly(self._catch_up_if_behind)
@@ -560,12 +560,12 @@ class PeerOptimizer(TrackedOptimizer):
     def _window_seconds(self) -> float:
         return max(self.settings.window_seconds, WINDOW_STEPS * self._step_seconds)
 
-    def _wanted(self, number: int | None) -> Wanted:
+    def _wanted(self, number: int | None) -> RoundWish:
         window = self._window_seconds
         patience = window + SILENT_SECONDS if number is not None else max(10 * window, 120.0)
         grouping = None if self._strategy is None else self._strategy.grouping
         size_max = self.settings.group_size_max
-        return Wanted(
+        return RoundWish(
             round=number,
             codec=self.settings.codec if self._strategy is None else self._strategy.codec,
             mode="butterfly" if self._strategy is None else self._strategy.mode,

@@ -42,7 +42,7 @@ class StepReceipts(Protocol):
     def counted(self, run: Run, plan: Plan, microbatches: Mapping[PeerId, int]) -> None: ...
 
 
-class Service(Protocol):
+class CommitterService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
@@ -55,7 +55,7 @@ class Service(Protocol):
     def send(self, peer: PeerId, message: Any, *payload: Data) -> None: ...
 
 
-class BestState(Protocol):
+class RunBestState(Protocol):
     """The part of `node.runs.best.BestState` that this file uses."""
 
     @property
@@ -69,7 +69,7 @@ class CommitterShell:
 
     def __init__(
         self,
-        service: Service,
+        service: CommitterService,
         run: Run,
         plan: Plan,
         publish: Callable[[RunEvent], None],
@@ -81,7 +81,7 @@ class CommitterShell:
         failures: Failures,
         lost_steps: int = 0,
         stepped: Callable[[int, float, Mapping[PeerId, int], Mapping[PeerId, int]], None],
-        best: BestState,
+        best: RunBestState,
     ) -> None:
         """`absent` is told whom the next plan must do without, `paused` that no step is open, `stepped` the
         seconds of a step and the nanoseconds of each replica for a micro-batch, as it says and as its

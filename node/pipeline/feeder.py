@@ -36,7 +36,7 @@ READS_MAX = 3
 COMPARE_SECONDS_MAX = 30.0
 """For samples of another trainer to come here, so that its frame can be compared."""
 Send = Callable[..., None]
-"""As `node.runs.context.Service.send`."""
+"""As `node.runs.context.RunService.send`."""
 
 
 class FeederShell:

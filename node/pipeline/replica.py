@@ -48,7 +48,7 @@ from partition.steps.schedule import Schedule
 from partition.steps.shares import Share
 
 Send = Callable[..., None]
-"""As `node.runs.context.Service.send`."""
+"""As `node.runs.context.RunService.send`."""
 Save = Callable[[Plan, int, int, Stage], Awaitable[None]]
 """Keep a copy of a stage: its plan, its number, the steps applied."""
 Restore = Callable[[Plan, bytes, int, Stage], Awaitable[None]]
@@ -64,7 +64,7 @@ class _Export:
 
 
 @dataclass(frozen=True)
-class Draft:
+class FrameDraft:
     """A frame but for what it is signed for: it may be sent again under another plan."""
 
     payload: Payload
@@ -367,7 +367,7 @@ class ReplicaShell:
         direction: Direction,
         *,
         train: bool,
-    ) -> Draft | None:
+    ) -> FrameDraft | None:
         if payload is None:
             return None
         if len(payload.data) > PAYLOAD_BYTES_MAX:
@@ -376,12 +376,12 @@ class ReplicaShell:
             )
         await self._codecs.learn(payload, is_gradient=direction == "gradient")
         payload = await self._frames.keep(payload)
-        return Draft(payload, work.step, work.microbatch, self.core.stage + towards, direction, train)
+        return FrameDraft(payload, work.step, work.microbatch, self.core.stage + towards, direction, train)
 
     def _send_frame(self, peer: PeerId, outgoing: Outgoing) -> None:
         """Sign a frame for the plan and attempt in force."""
         draft = outgoing.frame
-        assert isinstance(draft, Draft)
+        assert isinstance(draft, FrameDraft)
         key = (draft.microbatch, draft.direction) if draft.train else None
         self._meter.sent(len(draft.payload.data), key, is_gradient=draft.direction == "gradient")
         frame = make_frame(

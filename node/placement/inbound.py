@@ -10,13 +10,13 @@ from typing import Any, Protocol
 import trio
 
 from crypto.identity import PeerId, parse_peer, peer_text
-from gossip.member import Member, Profile
+from gossip.member import Profile, SwarmMember
 from node.config import Config
 from node.containment import keep_running
 from node.events import Event
 from node.placement.provider import Provider
 from node.seams import Clock, Network, own_rng
-from node.services.autonat import Reach
+from node.services.autonat import ReachService
 from node.services.discovery import Discovery
 from node.services.measurements import Measurements
 from node.services.membership import Membership
@@ -40,7 +40,7 @@ KNOWN_MAX = 2 * WANTED
 """A node that knows so many relays among the members looks for no others in the DHT."""
 
 
-class Parts(Protocol):
+class InboundNode(Protocol):
     """The part of `node.runtime.Node` that this file uses."""
 
     peer: PeerId
@@ -50,7 +50,7 @@ class Parts(Protocol):
     measurements: Measurements
     membership: Membership
     provider: Provider
-    reach: Reach
+    reach: ReachService
     stopping: trio.Event
 
     def publish(self, event: Event) -> None: ...
@@ -61,7 +61,7 @@ class Inbound:
 
     def __init__(
         self,
-        node: Parts,
+        node: InboundNode,
         clock: Clock,
         entropy: Callable[[int], bytes],
         *,
@@ -223,10 +223,10 @@ def _path_row(way: Way, relay: str | None, seconds: float | None, rate: int | No
     return {"way": way, "relay": relay, "round_trip_seconds": seconds, "bytes_per_second": rate}
 
 
-def _is_relay(member: Member) -> bool:
+def _is_relay(member: SwarmMember) -> bool:
     claim = read_metadata(member.metadata)
     return claim is not None and claim.standing is not None and RELAY_WORD in claim.standing.capabilities
 
 
-def _has_circuits(member: Member) -> bool:
+def _has_circuits(member: SwarmMember) -> bool:
     return any(each.relay is not None for each in member.addresses)

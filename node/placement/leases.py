@@ -28,7 +28,7 @@ from node.protocols.runs import (
     LeaseBody,
     Leased,
     LeaseRequest,
-    Prepare,
+    PrepareStage,
     Release,
     Reply,
     Request,
@@ -476,7 +476,7 @@ async def start(
 
 
 async def ask_all(
-    request: Start | Prepare, peers: Collection[PeerId], ask: Ask, seconds: float
+    request: Start | PrepareStage, peers: Collection[PeerId], ask: Ask, seconds: float
 ) -> dict[PeerId, str]:
     """Put a plan to `peers`, side by side; who did not say Done, and why."""
     failures: dict[PeerId, str] = {}

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from crypto.identity import PeerId
 from dht.capabilities import device_kind
-from gossip.member import Member
+from gossip.member import SwarmMember
 from node.offering import SENDS_LESS
 from node.placement.leases import Offer, cap_claims
 from node.placement.permission import RESTING
@@ -65,7 +65,7 @@ def _asked(rate: float, *, sends_less: bool) -> float:
     return rate * SENDS_LESS_SHARE if sends_less else rate
 
 
-def offers_of(own: Offer, members: Sequence[Member], knowledge: Knowledge = NOTHING) -> list[Offer]:
+def offers_of(own: Offer, members: Sequence[SwarmMember], knowledge: Knowledge = NOTHING) -> list[Offer]:
     """Return the offers of all live members by peer, this node's `own` included; no claim counts for more
     than others found its peer to compute at, or than a multiple of the median."""
     offers = [own]

@@ -12,7 +12,7 @@ from node.offering import Offering
 CALM_SECONDS = 60.0
 """A pause between two keystrokes, or a program that waits, is no leave to serve again."""
 HOURS, BATTERY, IN_USE, LOADED, METERED = RESTING = ("hours", "battery", "in use", "loaded", "metered")
-"""Words by which members tell why they serve nobody now (`node.services.metadata.Standing`)."""
+"""Words by which members tell why they serve nobody now (`node.services.metadata.AdvertisedStanding`)."""
 LOOK_SECONDS = 2.0
 """How often a machine is looked at: its owner has it back in ten seconds, of which leaving takes eight."""
 
@@ -43,7 +43,7 @@ class Permission:
     sends_less: str = ""
 
 
-class Permit:
+class MachinePermission:
     """The permission of one machine over time."""
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ from node.errors import UsageError
 from node.events import OfferChanged
 from node.offering import SENDS_LESS, Offering
 from node.placement.admission import Machine
-from node.placement.permission import LOOK_SECONDS, Permission, Permit, Reading
+from node.placement.permission import LOOK_SECONDS, MachinePermission, Permission, Reading
 from node.placement.slots import share
 from node.seams import Clock, Executor
 from node.services.capacity import Capacity
@@ -76,7 +76,7 @@ class Provider:
         self.read: Callable[[], Reading] | None = None
         self.changed: Callable[[Permission], None] = lambda _permission: None
         self._clock = clock
-        self._permit = Permit()
+        self._permit = MachinePermission()
 
     @property
     def rules(self) -> Offering:

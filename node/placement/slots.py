@@ -29,7 +29,7 @@ _PROMISE_BYTES_MAX = 1_024
 _Promises = Annotated[tuple[Promise, ...], msgspec.Meta(max_length=SLOTS_MAX)]
 
 
-class Slots:
+class LeaseSlots:
     """`count` leases at most, each of which ends by itself unless its stage is opened in time; `hosted` are
     the runs whose stages are open. Times are wall times: they must mean something after a restart."""
 

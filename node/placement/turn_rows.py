@@ -10,7 +10,7 @@ GIVEN_WEIGHT_MIN = 1.1
 
 
 @dataclass(frozen=True)
-class Wish:
+class SlotWish:
     """A run's wish for one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
     the runs of one requester; `asker` is the peer that asks for it, `network` where the requester was seen,
     empty on a local network."""
@@ -25,7 +25,7 @@ class Wish:
 
 @dataclass
 class WaitingRun:
-    wish: Wish
+    wish: SlotWish
     since: float
     asked: float
     interval_seconds: float = 0.0
@@ -36,7 +36,7 @@ class WaitingRun:
 
 @dataclass
 class ServedRun:
-    wish: Wish
+    wish: SlotWish
     charged: float
     begun: float
     held: float

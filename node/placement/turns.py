@@ -37,7 +37,7 @@ from math import inf
 
 from blake3 import blake3
 
-from node.placement.turn_rows import RequesterUse, ServedRun, WaitingRun, Wish
+from node.placement.turn_rows import RequesterUse, ServedRun, SlotWish, WaitingRun
 
 AGE_SECONDS = 3_600.0
 """A run that waits rises by one priority among its requester's own in so long."""
@@ -108,7 +108,7 @@ _Rank = tuple[float, float, float, float, bytes, float, float, bytes]
 
 
 @dataclass
-class Turns:
+class FairQueue:
     """One provider's, with `slots` of them. `name` tells providers apart, no two alike. `has_seniors` says
     whether it lists any member for SENIOR_SECONDS."""
 
@@ -130,7 +130,7 @@ class Turns:
 
     # What a provider is asked
 
-    def ask(self, now: float, wish: Wish, *, is_contested: bool = True) -> Wait | None:
+    def ask(self, now: float, wish: SlotWish, *, is_contested: bool = True) -> Wait | None:
         """Return None where the run may have a slot now: `begin` follows, or `drop`; else how it waits. One
         that is not to be `is_contested` need not let others ask first."""
         self._settle(now)
@@ -156,7 +156,7 @@ class Turns:
         self._preempt(now, row, is_next=not ahead)
         return Wait(place, self._estimate(now, row, place), self._beyond_least(wish.requester))
 
-    def begin(self, now: float, wish: Wish) -> None:
+    def begin(self, now: float, wish: SlotWish) -> None:
         """The run has a slot from now on."""
         self._settle(now)
         if wish.run in self._serving:
@@ -250,7 +250,7 @@ class Turns:
         for run in [run for run, row in self._waiting.items() if now - row.asked > FORGET_SECONDS]:
             del self._waiting[run]
 
-    def _arrive(self, now: float, wish: Wish) -> None:
+    def _arrive(self, now: float, wish: SlotWish) -> None:
         """Have a requester that neither waits nor is served start at the level, or where it left off if that
         is more."""
         if now - self._contest_at >= self.contest_seconds:

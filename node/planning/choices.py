@@ -9,7 +9,7 @@ from msgspec.structs import replace
 from node.errors import UsageError
 from node.planning.peers import Peers
 from node.planning.planner import plan_model
-from node.planning.report import FRAME_BYTES_MAX, Wanted
+from node.planning.report import FRAME_BYTES_MAX, PlanWish
 from node.protocols.run_file import RunFile
 from node.protocols.run_keys import unused_keys
 from partition.model.graph import Graph
@@ -44,7 +44,7 @@ def choose(
         UsageError: a batch that the model does not take.
     """
     train, rules = run_file.train, run_file.plan
-    wanted = Wanted(
+    wanted = PlanWish(
         batch=train.batch,
         objective=rules.objective,
         microbatch=train.microbatch if isinstance(train.microbatch, int) else 0,

@@ -57,7 +57,7 @@ class PeerRow(msgspec.Struct, frozen=True):
     idle_watts: float = IDLE_MILLIWATTS / 1000
 
 
-class LinkRow(msgspec.Struct, frozen=True):
+class LinkTable(msgspec.Struct, frozen=True):
     """`[[links]]`: the link between two peers, the same in both directions."""
 
     between: tuple[str, str]
@@ -69,7 +69,7 @@ class PeersFile(msgspec.Struct, frozen=True):
     """PEERS.toml."""
 
     peers: tuple[PeerRow, ...]
-    links: tuple[LinkRow, ...] = ()
+    links: tuple[LinkTable, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Literal
 from crypto.errors import RemoteProtocolError
 from node.errors import UsageError
 from node.planning.peers import LINKED_PEERS_MAX, Peers, PeerSpecification
-from node.planning.report import LeftOut, PlanReport, Wanted
+from node.planning.report import LeftOut, PlanReport, PlanWish
 from partition.model.cut import reference_sizes
 from partition.model.graph import ITEM_BYTES, Graph
 from partition.model.sizes import check_sizes, evaluate, shape_of
@@ -44,7 +44,7 @@ LINK_STEPS = (1_250_000, 12_500_000, 125_000_000, 1_250_000_000)
 HELP_TRIED_MAX = 6
 
 
-def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") -> PlanReport:
+def plan_model(graph: Graph, peers: Peers, wanted: PlanWish, *, name: str = "") -> PlanReport:
     """Return the best plan found.
 
     Raises:
@@ -75,7 +75,7 @@ def plan_model(graph: Graph, peers: Peers, wanted: Wanted, *, name: str = "") ->
 
 
 class _Planner:
-    def __init__(self, graph: Graph, peers: Peers, wanted: Wanted) -> None:
+    def __init__(self, graph: Graph, peers: Peers, wanted: PlanWish) -> None:
         self._graph = graph
         self._peers = peers
         self._wanted = wanted

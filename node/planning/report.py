@@ -16,7 +16,7 @@ BARS_MAX = 512
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanWish:
     """A person's request. A `microbatch` of 0, or `recompute` None, lets the planner choose."""
 
     batch: int = 64
@@ -68,7 +68,7 @@ class PlanReport:
     problem: Problem
     split: Split
     forecast: Forecast
-    wanted: Wanted
+    wanted: PlanWish
     microbatch: int
     tokens: int
     left_out: tuple[LeftOut, ...]

@@ -22,7 +22,7 @@ from node.invocation import KEEPS_SPANS
 from node.planning.peers import Peers, in_place, on_devices, read_peers
 from node.planning.peers import what_if as changed
 from node.planning.planner import plan_model
-from node.planning.report import FRAME_BYTES_MAX, PlanReport, Wanted
+from node.planning.report import FRAME_BYTES_MAX, PlanReport, PlanWish
 from node.protocols.run_file import GOAL_MAX
 from node.suggest import did_you_mean
 from partition.model.check import check_graph
@@ -70,7 +70,7 @@ def wishes(
     pipeline: str = "1f1b",
     replicas_min: int = 1,
     goal: float = 0.0,
-) -> Wanted:
+) -> PlanWish:
     """Return a request to the planner; 0 lets it choose. Raises UsageError."""
     _among("objective", objective, get_args(Objective))
     _among("pipeline", pipeline, get_args(Pipeline))
@@ -91,7 +91,7 @@ def wishes(
         raise UsageError("--replicas and --replicas-min: give one of the two")
     if min(batch, replicas_min, microbatch + 1, stages + 1, replicas + 1) < 1:
         raise UsageError("--batch, --microbatch, --stages, --replicas, --replicas-min: want numbers from 1")
-    return Wanted(
+    return PlanWish(
         batch=batch,
         objective=objective,  # type: ignore[arg-type]  # looked at above
         microbatch=microbatch,
@@ -152,8 +152,8 @@ def plan(
 
 
 def with_together(
-    wanted: Wanted, graph: Graph, groups: Sequence[Sequence[str]], *, keep_tied: bool
-) -> Wanted:
+    wanted: PlanWish, graph: Graph, groups: Sequence[Sequence[str]], *, keep_tied: bool
+) -> PlanWish:
     """Return the request with layers that stay in one stage. Raises UsageError: the model has no such
     layers."""
     try:
@@ -166,7 +166,7 @@ def with_together(
 def plan_over(
     graph: Graph,
     peers: Peers,
-    wanted: Wanted,
+    wanted: PlanWish,
     *,
     what_if: str | Sequence[str] = (),
     devices: Sequence[str] = (),

@@ -23,7 +23,7 @@ class WhichFrames(msgspec.Struct, frozen=True, tag="which"):
     step: StepNumber
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class FrameRow(msgspec.Struct, frozen=True, array_like=True):
     """A kept frame; `stage` is its destination."""
 
     stage: Stage
@@ -37,13 +37,13 @@ class ShowFrame(msgspec.Struct, frozen=True, tag="show"):
 
     run: Hash
     step: StepNumber
-    row: Row
+    row: FrameRow
 
 
 class FramesHere(msgspec.Struct, frozen=True, tag="here"):
     """The first of the kept frames; none for a peer that is not a member of the run."""
 
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
+    rows: Annotated[tuple[FrameRow, ...], msgspec.Meta(max_length=ROWS_MAX)] = ()
 
 
 class FrameShown(msgspec.Struct, frozen=True, tag="shown"):

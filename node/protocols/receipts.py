@@ -22,21 +22,21 @@ class ShowReceipts(msgspec.Struct, frozen=True, tag="show"):
     """Anybody to anybody: show the receipts of your work. Answered by Shown."""
 
 
-class Accepted(msgspec.Struct, frozen=True, tag="accepted"):
+class AcceptedReceipt(msgspec.Struct, frozen=True, tag="accepted"):
     """The provider's fact over the same body."""
 
     accepted: Fact
 
 
-class Nothing(msgspec.Struct, frozen=True, tag="nothing"):
+class NoReceipt(msgspec.Struct, frozen=True, tag="nothing"):
     """This node has no part in that run, or did less than that."""
 
 
-class Shown(msgspec.Struct, frozen=True, tag="shown"):
+class ShownReceipts(msgspec.Struct, frozen=True, tag="shown"):
     """Receipts of the author's work, the largest first."""
 
     receipts: Annotated[tuple[Receipt, ...], msgspec.Meta(max_length=ROWS_MAX)]
 
 
 Question = OfferReceipt | ShowReceipts
-Answer = Accepted | Nothing | Shown
+Answer = AcceptedReceipt | NoReceipt | ShownReceipts

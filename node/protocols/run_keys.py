@@ -43,7 +43,7 @@ EXACT_ONLY = MappingProxyType(
 """Keys that only `train.mode = "exact"` reads, and why local mode does not."""
 
 
-class Run(Protocol):
+class RunKeys(Protocol):
     """A RUN.toml: `node.protocols.run_file.RunFile`."""
 
     @property
@@ -62,7 +62,7 @@ class Run(Protocol):
     def goal(self) -> Any: ...
 
 
-def is_given(run: Run, key: str) -> bool:
+def is_given(run: RunKeys, key: str) -> bool:
     """Return whether a key, such as `train.codec`, differs from its default."""
     table, _, name = key.partition(".")
     found = getattr(run, table)
@@ -70,7 +70,7 @@ def is_given(run: Run, key: str) -> bool:
     return bool(getattr(found, name) != default)
 
 
-def unused_keys(run: Run) -> Iterator[tuple[str, str]]:
+def unused_keys(run: RunKeys) -> Iterator[tuple[str, str]]:
     """Yield each given key that the run's mode does not read, and why not."""
     if run.train.mode == "auto":
         return  # either may be chosen
@@ -78,7 +78,7 @@ def unused_keys(run: Run) -> Iterator[tuple[str, str]]:
     yield from ((key, why) for key, why in other.items() if is_given(run, key))
 
 
-def check_keys(run: Run, where: str) -> None:
+def check_keys(run: RunKeys, where: str) -> None:
     """Refuse the first key without an effect. Raises UsageError."""
     train, plan = run.train, run.plan
     for key, why in unused_keys(run):

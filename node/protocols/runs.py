@@ -106,7 +106,7 @@ class Start(msgspec.Struct, frozen=True, tag="start"):
     history: History
 
 
-class Prepare(msgspec.Struct, frozen=True, tag="prepare stage"):
+class PrepareStage(msgspec.Struct, frozen=True, tag="prepare stage"):
     """Planner to a provider it leased from: open the stage, because this plan may soon be decided. Answered
     by Done when it is open."""
 
@@ -199,7 +199,7 @@ Request = (
     | EnterQueue
     | Join
     | Start
-    | Prepare
+    | PrepareStage
     | Renew
     | FetchState
     | ExportStage

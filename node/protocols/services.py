@@ -23,7 +23,7 @@ from partition.plan.plan import STAGES_MAX
 from partition.run.asks import Declined as Declined
 from partition.run.asks import Done as Done
 from partition.serve.messages import POSITION_MAX, ROLL_ROWS_MAX, UNIT_TOKENS_MAX, Hash, StageNumber
-from partition.serve.messages import Row as Row
+from partition.serve.messages import ServiceRow as ServiceRow
 from partition.stage import BITS_BYTES
 
 SERVICES_PROTOCOL = "/peerloom/services/1"
@@ -155,7 +155,7 @@ class Host(msgspec.Struct, frozen=True, tag="host"):
 
     manifest: Fact
     stage: StageNumber
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
+    rows: Annotated[tuple[ServiceRow, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
 
 
 class Find(msgspec.Struct, frozen=True, tag="find"):
@@ -181,7 +181,7 @@ class Listing(msgspec.Struct, frozen=True, array_like=True):
     session, and `read_nanoseconds` for a token of a prompt; 0: not measured."""
 
     manifest: Fact
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
+    rows: Annotated[tuple[ServiceRow, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)]
     sessions: Annotated[int, msgspec.Meta(ge=0, le=SESSIONS_SHOWN_MAX)]
     tokens: TokensShown = 0
     tokens_max: TokensShown = 0

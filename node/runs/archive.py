@@ -22,7 +22,7 @@ from node.protocols.manifest import Run, run_text
 from node.protocols.notices import NUMBER_MAX
 from node.protocols.runs import End, Stop
 from node.result_events import RESULTS_SHOWN_MAX, RunRemembered
-from node.runs.progress import Shown
+from node.runs.progress import ShownSteps
 from node.seams import Seams, Storage
 from partition.plan.plan import Hash, Peer
 from partition.run.messages import REASON_LENGTH_MAX
@@ -250,7 +250,7 @@ class ArchiveShell:
     async def note(
         self,
         run: Run,
-        shown: Shown,
+        shown: ShownSteps,
         outcome: str,
         detail: str,
         weights: str,
@@ -296,7 +296,7 @@ class ArchiveShell:
         """Note the end of a run that this node had no time to note before it was stopped."""
         if self.has_result(run.text) and not self.result(run.id):
             digest = await self._seams.executor.run(partial(digest_of, self._seams.storage, run.text))
-            await self.note(run, Shown(), "done", "", digest, is_here=True)
+            await self.note(run, ShownSteps(), "done", "", digest, is_here=True)
 
     async def _add(self, record: EndedRun, *, is_here: bool, keeps: bool) -> None:
         self._archive.add(record, is_here=is_here, keeps=keeps)

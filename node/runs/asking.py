@@ -9,7 +9,7 @@ from node.placement.leases import lease
 from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.runs.chain import ChainShell
-from node.runs.context import Service
+from node.runs.context import RunService
 from partition.plan.plan import encode_plan, plan_hash
 from partition.run.asks import (
     Ask,
@@ -32,7 +32,7 @@ class AskShell:
     about."""
 
     def __init__(
-        self, service: Service, run: Run, chain: ChainShell, revision: Callable[[], Fact | None]
+        self, service: RunService, run: Run, chain: ChainShell, revision: Callable[[], Fact | None]
     ) -> None:
         self._service = service
         self._run = run
@@ -68,7 +68,7 @@ class AskShell:
                 return Done() if refusal is None else Declined(refusal.reason)
             case OpenStage():
                 history = self._chain.history(wanted.plan, wanted.change)
-                request = wire.Prepare(run.fact, encode_plan(wanted.plan), history)
+                request = wire.PrepareStage(run.fact, encode_plan(wanted.plan), history)
             case StartRun():
                 request = wire.Start(run.fact, encode_plan(wanted.plan), self._chain.history(wanted.plan))
             case RenewRun():

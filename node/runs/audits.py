@@ -32,10 +32,10 @@ from node.protocols.audits import (
     QUESTION_BYTES_MAX,
     ROWS_MAX,
     Answer,
+    FrameRow,
     FramesHere,
     FrameShown,
     Question,
-    Row,
     ShowFrame,
     WhichFrames,
 )
@@ -69,7 +69,7 @@ NEAR_CODED = 5e-2
 """The same where a codec rounded the numbers: one step of int8 is a hundredth of a group's largest."""
 
 
-class Service(Protocol):
+class AuditService(Protocol):
     """The attributes of `node.runs.runs.Runs` that audits use."""
 
     seams: Seams
@@ -85,7 +85,7 @@ class Service(Protocol):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class FrameVerdict:
     """The verdict on one frame."""
 
     author: PeerId
@@ -135,7 +135,7 @@ class _Case:
     """A frame that a stage sent, with the frames that it had received before."""
 
     number: int
-    row: Row
+    row: FrameRow
     input: Payload
     labels: Payload | None
     header: FrameHeader
@@ -145,7 +145,7 @@ class _Case:
 class Audits:
     """The service of one node."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: AuditService) -> None:
         self.archive = FrameArchive()
         self._service = service
         self._runs: dict[bytes, _Known] = {}
@@ -190,7 +190,7 @@ class Audits:
         may_ask = known is not None and peer in known.members
         if isinstance(question, WhichFrames):
             keys = list(self.archive.of_step(question.run, question.step)) if may_ask else []
-            rows = [Row(key.stage, key.direction, key.microbatch, key.author) for key in keys]
+            rows = [FrameRow(key.stage, key.direction, key.microbatch, key.author) for key in keys]
             return FramesHere(tuple(rows[:ROWS_MAX])), nothing
         kept = self.archive.get(_key(question)) if may_ask else None
         if kept is None:
@@ -233,9 +233,9 @@ class Audits:
         first."""
         return sorted({0, *await self._service.copies.steps(run.text, peers)}, reverse=True)
 
-    async def _rows(self, run: Run, step: int, peers: Sequence[PeerId]) -> dict[Row, list[PeerId]]:
+    async def _rows(self, run: Run, step: int, peers: Sequence[PeerId]) -> dict[FrameRow, list[PeerId]]:
         """Return the frames of a step that members keep, each with its holders."""
-        found: dict[Row, list[PeerId]] = {}
+        found: dict[FrameRow, list[PeerId]] = {}
 
         async def ask(peer: PeerId) -> None:
             answer, _ = await self._ask(peer, WhichFrames(run.id, step))
@@ -271,7 +271,7 @@ class Audits:
             return FrameShown(), memoryview(b"")
 
     async def _fetch(
-        self, known: _Known, plan: Plan, step: int, row: Row, holders: Sequence[PeerId]
+        self, known: _Known, plan: Plan, step: int, row: FrameRow, holders: Sequence[PeerId]
     ) -> tuple[FrameHeader, Payload | None] | None:
         """Return a frame that its author signed under a plan of this cut, with its payload where one of its
         holders keeps it."""
@@ -293,7 +293,7 @@ class Audits:
                 self._service.refuse(peer, error)
         return found
 
-    def _checked(self, fact: Fact, step: int, row: Row) -> FrameHeader:
+    def _checked(self, fact: Fact, step: int, row: FrameRow) -> FrameHeader:
         """Return the content of a signed header. Raises RemoteProtocolError: it belongs to another frame."""
         check_signed(self._service.signer, fact)
         header = read_header(fact)
@@ -303,10 +303,10 @@ class Audits:
         return header
 
     async def _judge_by_its_plan(
-        self, known: _Known, plans: Sequence[Plan], step: int, rows: dict[Row, list[PeerId]]
-    ) -> list[Verdict]:
+        self, known: _Known, plans: Sequence[Plan], step: int, rows: dict[FrameRow, list[PeerId]]
+    ) -> list[FrameVerdict]:
         """Judge by the plan under which the frames were sent: another plan gives stages other layers."""
-        verdicts: list[Verdict] = []
+        verdicts: list[FrameVerdict] = []
         for plan in plans:
             verdicts = await self._judge(known, plan, step, rows)
             if any(each.verdict != "unknown" for each in verdicts):
@@ -314,14 +314,14 @@ class Audits:
         return verdicts
 
     async def _judge(
-        self, known: _Known, plan: Plan, step: int, rows: dict[Row, list[PeerId]]
-    ) -> list[Verdict]:
+        self, known: _Known, plan: Plan, step: int, rows: dict[FrameRow, list[PeerId]]
+    ) -> list[FrameVerdict]:
         """Compute the frames that stages sent for some micro-batches again, a stage at a time. All frames are
         fetched first: while a process starts, a run that goes on may drop its older steps."""
-        cases: list[_Case | Verdict] = []
+        cases: list[_Case | FrameVerdict] = []
         for number, row in _chosen(plan, rows):
             cases.append(await self._case(known, plan, step, number, row, rows))
-        verdicts = [case for case in cases if isinstance(case, Verdict)]
+        verdicts = [case for case in cases if isinstance(case, FrameVerdict)]
         for number in range(len(plan.stages)):
             mine = [case for case in cases if isinstance(case, _Case) and case.number == number]
             if not mine:
@@ -365,8 +365,14 @@ class Audits:
         return stage, specification
 
     async def _case(
-        self, known: _Known, plan: Plan, step: int, number: int, row: Row, rows: dict[Row, list[PeerId]]
-    ) -> "_Case | Verdict":
+        self,
+        known: _Known,
+        plan: Plan,
+        step: int,
+        number: int,
+        row: FrameRow,
+        rows: dict[FrameRow, list[PeerId]],
+    ) -> "_Case | FrameVerdict":
         """Return a frame with the frames that its stage had received, or why it cannot be judged."""
         directions: tuple[Direction, ...] = ("input", "labels") if row.direction == "gradient" else ("input",)
         given: dict[str, Payload] = {}
@@ -383,18 +389,18 @@ class Audits:
                         given[direction] = fetched[1]
             if direction not in given:
                 reason = f"its {direction} is not kept any more"
-                return Verdict(PeerId(row.author), number, row.microbatch, "unknown", reason)
+                return FrameVerdict(PeerId(row.author), number, row.microbatch, "unknown", reason)
         found = await self._fetch(known, plan, step, row, rows[row])
         if found is None:
-            return Verdict(PeerId(row.author), number, row.microbatch, "unknown", "nobody shows it")
+            return FrameVerdict(PeerId(row.author), number, row.microbatch, "unknown", "nobody shows it")
         return _Case(number, row, given["input"], given.get("labels"), *found)
 
     async def _judge_one(
         self, stage: Stage, specification: StageSpecification, step: int, case: "_Case"
-    ) -> Verdict:
+    ) -> FrameVerdict:
         """Compute one frame again."""
         row, header, payload = case.row, case.header, case.payload
-        verdict = partial(Verdict, PeerId(row.author), case.number, row.microbatch)
+        verdict = partial(FrameVerdict, PeerId(row.author), case.number, row.microbatch)
         try:
             done = await stage.call(
                 api.Forward(step, row.microbatch, True, case.input, case.labels, codec=header.codec)
@@ -421,11 +427,11 @@ class Audits:
         return verdict("wrong", f"numbers are off by {distance:.1e} of the largest")
 
 
-def _chosen(plan: Plan, rows: Collection[Row]) -> list[tuple[int, Row]]:
+def _chosen(plan: Plan, rows: Collection[FrameRow]) -> list[tuple[int, FrameRow]]:
     """Return the frames to judge, each with the stage that sent it: the frames sent forward, and the last
     stage's frames sent back."""
     last = len(plan.stages) - 1
-    found: list[tuple[int, Row]] = []
+    found: list[tuple[int, FrameRow]] = []
     for number, stage in enumerate(plan.stages):
         sent = ("gradient", number - 1) if number == last else ("input", number + 1)
         of_stage = [r for r in rows if (r.direction, r.stage) == sent and r.author in stage.replicas]
@@ -455,7 +461,7 @@ def _distance(computed: Payload, shown: Payload, bytes_max: int) -> float:
     return worst
 
 
-def _document(run: Run, step: int, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+def _document(run: Run, step: int, verdicts: Sequence[FrameVerdict]) -> dict[str, Any]:
     return {
         "schema": "peerloom/audit/1",
         "run": run_text(run.id),

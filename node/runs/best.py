@@ -17,7 +17,7 @@ from crypto.errors import RemoteProtocolError
 from node.checkpoints.store import BEST_RECORD_MAX, SERIES_MAX, Best, best_name
 from node.events import RunEvaluated
 from node.protocols.manifest import Run
-from node.runs.context import Service
+from node.runs.context import RunService
 from partition.plan.plan import NO_HASH, Plan
 from partition.steps.validation import Series
 
@@ -26,7 +26,7 @@ KEEP_SECONDS_MAX = 60.0
 result."""
 
 
-class Committer(Protocol):
+class BestStateCommitter(Protocol):
     """The attributes of `node.pipeline.committer.CommitterShell` that the best state uses."""
 
     def take_last(self) -> None: ...
@@ -38,9 +38,9 @@ class BestState:
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
-        committer: Callable[[], Committer | None],
+        committer: Callable[[], BestStateCommitter | None],
         bring_back: Callable[[bytes, int], None],
         note_best: Callable[[int | None], None],
     ) -> None:
@@ -152,7 +152,7 @@ class BestState:
                     return
 
 
-def _read(service: Service, run: Run) -> Best:
+def _read(service: RunService, run: Run) -> Best:
     data = service.seams.storage.read(best_name(run.text))
     try:
         best: Best = Best() if data is None else decode(data, Best, bytes_max=BEST_RECORD_MAX)

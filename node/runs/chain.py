@@ -15,7 +15,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.protocols.manifest import Run
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.seams import Storage, own_rng
 from partition.plan.change import CHANGE_BYTES_MAX, Change, encode_change
 from partition.plan.history import CHANGES_MAX, HISTORY_BYTES_MAX, SEGMENTS_MAX, History, extend
@@ -37,7 +37,7 @@ def history_name(run: str) -> str:
     return f"runs/{run}/history"
 
 
-class Entered(msgspec.Struct, frozen=True, array_like=True):
+class RunEntry(msgspec.Struct, frozen=True, array_like=True):
     """The way a node entered a run: the history that admitted it, the height and hash of the plan that this
     ends with, and the changes since."""
 
@@ -47,10 +47,10 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
     links: tuple[Link, ...] = ()
 
 
-def read_entered(storage: Storage, run: str) -> Entered:
+def read_entered(storage: Storage, run: str) -> RunEntry:
     """Read the stored entry of a run. Raises RemoteProtocolError: there is none, or it is damaged."""
     data = storage.read(history_name(run)) or b""
-    entered: Entered = decode(data, Entered, bytes_max=ENTERED_BYTES_MAX)
+    entered: RunEntry = decode(data, RunEntry, bytes_max=ENTERED_BYTES_MAX)
     return entered
 
 
@@ -60,11 +60,11 @@ class ChainShell:
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
         plan: Plan,
         *,
-        entered: Entered,
+        entered: RunEntry,
         durable: bytes = b"",
         may_fork: bool,
         tie_breaker: PeerId | None = None,

@@ -15,13 +15,13 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.checkpoints.replication import Offer
+from node.checkpoints.replication import CheckpointOffer
 from node.errors import StageFailed, Unreachable
 from node.events import CheckpointFailed, CheckpointKept
 from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run
 from node.protocols.runs import Saved
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.seams import Stage
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
@@ -53,13 +53,13 @@ class Paced(Protocol):
     def checkpoint_ended(self) -> None: ...
 
 
-class Keeping:
+class CheckpointKeeper:
     """One member's part in checkpoints. `live` are present or former members that could hand something over;
     `learned` is called when a newer checkpoint is complete."""
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
         live: Callable[[], list[PeerId]],
         committer: Callable[[], Paced | None] = lambda: None,
@@ -292,7 +292,7 @@ class Keeping:
             newest = self._rounds.newest
             if newest is None or newest == self._written:
                 return
-            data = encode(Offer(newest[1], newest[0]))
+            data = encode(CheckpointOffer(newest[1], newest[0]))
             try:
                 await seams.executor.run(partial(seams.storage.write, newest_name(self._run.text), data))
             except OSError as error:
@@ -301,10 +301,12 @@ class Keeping:
                 self._written = newest
 
 
-def _read_newest(service: Service, run: str) -> Offer | None:
+def _read_newest(service: RunService, run: str) -> CheckpointOffer | None:
     data = service.seams.storage.read(newest_name(run))
     try:
-        offer: Offer | None = None if data is None else decode(data, Offer, bytes_max=_OFFER_BYTES_MAX)
+        offer: CheckpointOffer | None = (
+            None if data is None else decode(data, CheckpointOffer, bytes_max=_OFFER_BYTES_MAX)
+        )
     except RemoteProtocolError:
         return None  # damaged: as if there were none
     return offer

@@ -19,7 +19,7 @@ from node.checkpoints.weights import (
 from node.errors import StageFailed, Unreachable
 from node.pipeline.replica import ReplicaShell
 from node.protocols.manifest import Run
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan
 from partition.run.completion import COLLECT_SECONDS_MAX
@@ -32,7 +32,7 @@ REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
 
 
 async def collect_result(
-    service: Service, run: Run, plan: Plan, replica: ReplicaShell | None
+    service: RunService, run: Run, plan: Plan, replica: ReplicaShell | None
 ) -> tuple[str, str | None]:
     """Join and store the stages' parameters; return their hash, and the reason of a failure, if any.
 
@@ -70,7 +70,7 @@ def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> st
     return f"{reason[:REASON_SHOWN_MAX]}; the checkpoint of step {kept[1]} is kept: {look}"
 
 
-async def fetch_result(service: Service, run: Run, source: PeerId, weights: str) -> str:
+async def fetch_result(service: RunService, run: Run, source: PeerId, weights: str) -> str:
     """Fetch and store the result that `source` has; return why not, in words for a person, or "" once it is
     here.
 
@@ -110,7 +110,7 @@ async def fetch_result(service: Service, run: Run, source: PeerId, weights: str)
                 await work(partial(service.guests.release, run.text))
 
 
-async def _admit(service: Service, run: Run, size: int) -> None:
+async def _admit(service: RunService, run: Run, size: int) -> None:
     """Make room for a result of this size. Raises NoRoom or OSError."""
     if run.requester != service.signer.peer:
         admit = partial(service.guests.admit, run.text, [weights_name(run.text)], size)

@@ -27,17 +27,17 @@ from node.seams import Seams
 from node.services.measurements import Measurements
 from node.storage.guests import Guests
 from partition.plan.plan import Plan
-from partition.run.reliability import Losses
+from partition.run.reliability import RunLosses
 from partition.run.settings import RunSettings
 
 
-class Membership(Protocol):
+class RunMembership(Protocol):
     """A member of `run` on this node, as the service tells one from another."""
 
     run: Run
 
 
-class Service(Protocol):
+class RunService(Protocol):
     """The service of runs; `live` are peers believed alive, `gone` those known to be dead or to have left."""
 
     seams: Seams
@@ -61,7 +61,7 @@ class Service(Protocol):
     readiness: Readiness
     receipts: Receipts
     places: Places
-    losses: Losses
+    losses: RunLosses
     settings: RunSettings
     limits: RunServiceSettings
 
@@ -70,11 +70,11 @@ class Service(Protocol):
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
     async def ask(self, peer: PeerId, request: Request, seconds: float) -> Reply: ...
     async def load_data(self, run: Run, holders: Sequence[PeerId], lanes: Lanes | None = None) -> Dataset: ...
-    def follow(self, plan: bytes, member: Membership) -> None: ...
+    def follow(self, plan: bytes, member: RunMembership) -> None: ...
     def publish_plan(self, run: Run, plan: Plan) -> None: ...
     def publish_lease(self, run: Run, plan: Plan, stage: int) -> None: ...
-    def forgotten(self, member: Membership) -> None: ...
-    def released(self, member: Membership) -> None: ...
+    def forgotten(self, member: RunMembership) -> None: ...
+    def released(self, member: RunMembership) -> None: ...
     async def ended(
-        self, member: Membership, outcome: str, detail: str, weights: str, *, is_here: bool
+        self, member: RunMembership, outcome: str, detail: str, weights: str, *, is_here: bool
     ) -> None: ...

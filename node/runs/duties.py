@@ -13,15 +13,15 @@ from node.pipeline.committer import CommitterShell
 from node.placement.leases import Offer
 from node.protocols.manifest import Run
 from node.runs.best import BestState
-from node.runs.checkpointing import Keeping
+from node.runs.checkpointing import CheckpointKeeper
 from node.runs.completion import collect_result
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.runs.progress import ProgressReports
 from node.runs.rebalancing import Rebalancing
-from node.runs.stage import Hosting
+from node.runs.stage import StageHosting
 from node.runs.standbys import Standbys
 from node.runs.steering import Steering
-from node.runs.trainer import Training, keep_data
+from node.runs.trainer import TrainingLoop, keep_data
 from partition.plan.change import Change, standby_trainers
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
@@ -37,8 +37,8 @@ class DutyOwner(Protocol):
     """The part of a `node.runs.member.RunMember` that this file uses."""
 
     core: Member
-    hosting: Hosting
-    keeping: Keeping
+    hosting: StageHosting
+    keeping: CheckpointKeeper
 
     def holders(self) -> list[PeerId]: ...
     def offers(self) -> list[Offer]: ...
@@ -53,9 +53,9 @@ class DutyOwner(Protocol):
 class Duties:
     """One member's. `committer` commits the plan in force, where that is this node's part."""
 
-    def __init__(self, service: Service, run: Run, member: DutyOwner) -> None:
+    def __init__(self, service: RunService, run: Run, member: DutyOwner) -> None:
         self.committer: CommitterShell | None = None
-        self.training: Training | None = None
+        self.training: TrainingLoop | None = None
         self._service = service
         self._run = run
         self._member = member
@@ -112,7 +112,7 @@ class Duties:
     def _train(self, plan: Plan, lost_steps: int) -> None:
         if plan.committer == self._me:
             self._commit(plan, lost_steps)
-        training = self.training = Training(
+        training = self.training = TrainingLoop(
             self._service,
             self._run,
             plan,

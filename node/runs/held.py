@@ -7,12 +7,12 @@ from node.protocols.runs import RUNS_WORD
 from node.runs.member import RunMember
 from node.runs.runs import Runs
 from node.services.capacity import Capacity
-from node.services.metadata import STAGES, Standing
+from node.services.metadata import STAGES, AdvertisedStanding
 from node.services.standing import look_at
 
 
 def standing_of(
-    told: Standing | None,
+    told: AdvertisedStanding | None,
     capacity: Capacity,
     words: Mapping[str, bool],
     runs: Runs | None,
@@ -20,7 +20,7 @@ def standing_of(
     *,
     slots: int,
     is_measured: bool,
-) -> Standing:
+) -> AdvertisedStanding:
     """Return the node's standing; before there are `runs` it holds nothing, and all its `slots` are free."""
     slots_free = (slots if runs is None else runs.slots.free) if words[STAGES] else 0
     held = [] if runs is None else stages_held(runs.members.values(), me)

@@ -32,7 +32,7 @@ rest."""
 NO_PAYLOAD = memoryview(b"")
 
 
-class Service(Protocol):
+class InboxService(Protocol):
     """The attributes of `node.runs.runs.Runs` that the inbox uses."""
 
     seams: Seams
@@ -49,7 +49,7 @@ class Service(Protocol):
 class PipelineInbox:
     """One node's inbox, over all its runs."""
 
-    def __init__(self, runs: Service) -> None:
+    def __init__(self, runs: InboxService) -> None:
         self.dispatch: Dispatch[RunMember, bytes] = Dispatch()
         self._runs = runs
         self._telling: set[PeerId] = set()

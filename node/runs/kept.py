@@ -12,7 +12,7 @@ from node.seams import Seams
 from node.storage.guests import Guests
 
 
-class Service(Protocol):
+class KeptRunsService(Protocol):
     """The attributes of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
@@ -21,7 +21,7 @@ class Service(Protocol):
     publish: Callable[[Event], None]
 
 
-def note_guests(runs: Service, going: Iterable[Run], graphs: Iterable[bytes]) -> None:
+def note_guests(runs: KeptRunsService, going: Iterable[Run], graphs: Iterable[bytes]) -> None:
     """Keep the blobs that these runs and graphs need, and report evicted results."""
     data = [label for run in going for label in (run.manifest.data, f"{run.text}.state")]
     runs.guests.needed = frozenset([*map(graph_label, graphs), *data])

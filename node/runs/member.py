@@ -18,12 +18,12 @@ from node.protocols import runs as wire
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice
 from node.runs.asking import AskShell
-from node.runs.chain import ChainShell, Entered
-from node.runs.checkpointing import Keeping
+from node.runs.chain import ChainShell, RunEntry
+from node.runs.checkpointing import CheckpointKeeper
 from node.runs.completion import fetch_result, with_checkpoint
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.runs.duties import Duties
-from node.runs.stage import Hosting
+from node.runs.stage import StageHosting
 from node.waker import Waker
 from partition.plan.change import Change
 from partition.plan.history import first_plan
@@ -45,7 +45,7 @@ class RunMember:
     Long because it is the driver of one core: each of its events and roles is one short method here.
     """
 
-    def __init__(self, service: Service, run: Run) -> None:
+    def __init__(self, service: RunService, run: Run) -> None:
         self.run = run
         self._service = service
         self._clock = service.seams.clock
@@ -65,10 +65,10 @@ class RunMember:
         )
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
-        self.keeping = Keeping(
+        self.keeping = CheckpointKeeper(
             service, run, self._living, lambda: self.duties.committer, learned=self._checkpointed
         )
-        self.hosting = Hosting(
+        self.hosting = StageHosting(
             service,
             run,
             self.core.hosting,
@@ -186,7 +186,7 @@ class RunMember:
         self.core.place()
         self.act()
 
-    def begin(self, plan: Plan, entered: Entered, durable: bytes = b"") -> None:
+    def begin(self, plan: Plan, entered: RunEntry, durable: bytes = b"") -> None:
         """Enter the run by the first known plan, and follow its chain, `durable` after a restart."""
         chain = self._chain = ChainShell(
             self._service,
@@ -269,7 +269,7 @@ class RunMember:
                 self._take_roles(event)
             case events.StageAbandoned():
                 self._start_task(self.hosting.abandon)
-            case events.Left():
+            case events.RunLeft():
                 self.keeping.left_branch(event.kept_step)
                 self.duties.stop()
                 self.duties.committer = None

@@ -30,7 +30,7 @@ NOBODY_LEFT = "this node is in the run no more, and no member is left that could
 CROWDED_OUT = "this node is in the run no more, and was left out of so many since that it asks no more"
 
 
-class Service(Protocol):
+class OutsideRuns(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
@@ -44,10 +44,10 @@ class Service(Protocol):
 
 
 class RunsOutside:
-    """One node's former memberships, by run. A run here is not among `Service.members`: nothing is done
+    """One node's former memberships, by run. A run here is not among `OutsideRuns.members`: nothing is done
     for it."""
 
-    def __init__(self, runs: Service, me: PeerId) -> None:
+    def __init__(self, runs: OutsideRuns, me: PeerId) -> None:
         self._runs = runs
         self._me = me
         self._members: dict[bytes, tuple[RunMember, trio.CancelScope]] = {}

@@ -11,7 +11,7 @@ from node.placement.deadline import DeadlineWatch
 from node.protocols.manifest import Run
 from node.protocols.notices import Notice, RunEvent, event_of, news_of
 from node.runs.best import BestState
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.runs.steering import Steering
 from node.settings_events import RunGoalSet
 from partition.plan.plan import Plan, plan_hash
@@ -20,7 +20,7 @@ from partition.run.stall import StallClock
 
 
 @dataclass
-class Shown:
+class ShownSteps:
     """The newest step of each kind that was shown."""
 
     committed: StepCommitted | None = None
@@ -31,9 +31,15 @@ class ProgressReports:
     """The progress reports of one member, beside its core."""
 
     def __init__(
-        self, service: Service, run: Run, core: Member, stall: StallClock, best: BestState, steering: Steering
+        self,
+        service: RunService,
+        run: Run,
+        core: Member,
+        stall: StallClock,
+        best: BestState,
+        steering: Steering,
     ) -> None:
-        self.shown = Shown()
+        self.shown = ShownSteps()
         self._steering = steering
         self._deadline = DeadlineWatch()
         self._goal: tuple[float, int] | None = None

@@ -1,4 +1,4 @@
-"""The queue for this node's slots: the shell around `node.placement.turns.Turns`.
+"""The queue for this node's slots: the shell around `node.placement.turns.FairQueue`.
 
 It counts each requester's use of this node; a requester whose node gave more, by receipts, gets a larger
 share. It estimates how long a served run will still take, and has a run that must make room handed over.
@@ -17,9 +17,9 @@ from crypto.token_buckets import prefix_of
 from node.placement.contest import CONTEST_MEMBERS_MIN
 from node.placement.leases import about
 from node.placement.seniority import Seniority
-from node.placement.slots import Slots
-from node.placement.turn_rows import Wish
-from node.placement.turns import CONTEST_SECONDS, HOLD_SECONDS_MAX, WAITING_MAX, Turns, Wait
+from node.placement.slots import LeaseSlots
+from node.placement.turn_rows import SlotWish
+from node.placement.turns import CONTEST_SECONDS, HOLD_SECONDS_MAX, WAITING_MAX, FairQueue, Wait
 from node.protocols.manifest import Run
 from node.protocols.revision import check_revision
 from node.runs.member import RunMember
@@ -35,13 +35,13 @@ USED_SECONDS_MIN = 30.0
 """The least excess use over others that a waiting requester is told of."""
 
 
-class Service(Protocol):
+class QueueService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     signer: Signer
     members: dict[bytes, RunMember]
-    slots: Slots
+    slots: LeaseSlots
     receipts: Receipts
     live: Callable[[], Collection[PeerId]]
 
@@ -66,9 +66,9 @@ class _WaitingRun:
 class Queue:
     """One node's queue for its slots."""
 
-    def __init__(self, runs: Service, slots: int) -> None:
+    def __init__(self, runs: QueueService, slots: int) -> None:
         self._runs = runs
-        self._turns = Turns(slots, runs.signer.peer)
+        self._turns = FairQueue(slots, runs.signer.peer)
         self._seniority = Seniority(runs.signer.peer)
         self._waiting: dict[bytes, _WaitingRun] = {}
         self._places: Register[_WaitingRun] = Register(WAITING)
@@ -148,13 +148,13 @@ class Queue:
     def _now(self) -> float:
         return self._runs.seams.clock.monotonic()
 
-    def _wish(self, run: Run, revision: Fact | None) -> Wish:
+    def _wish(self, run: Run, revision: Fact | None) -> SlotWish:
         if revision is None:
-            return Wish(run.id, run.requester, network=self._network(run.requester))
+            return SlotWish(run.id, run.requester, network=self._network(run.requester))
         body = check_revision(self._runs.signer, run, revision)
         seconds = body.deadline_milliseconds / 1000 - self._runs.seams.swarm_clock.wall()
         deadline = self._now + seconds if body.deadline_milliseconds else inf
-        return Wish(run.id, run.requester, body.priority, deadline, network=self._network(run.requester))
+        return SlotWish(run.id, run.requester, body.priority, deadline, network=self._network(run.requester))
 
     def _network(self, peer: PeerId) -> bytes:
         host = self._runs.seams.network.host_of(peer)

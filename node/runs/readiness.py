@@ -57,14 +57,14 @@ class SpareSettings:
                 raise ValueError(f"settings of spare processes: {rule}")
 
 
-class Member(Protocol):
+class ReadinessMember(Protocol):
     """The attributes of a run's member that this file uses."""
 
     @property
     def is_witness(self) -> bool: ...
 
 
-class Service(Protocol):
+class ReadinessService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
@@ -85,8 +85,8 @@ class Readiness:
 
     def __init__(
         self,
-        service: Service,
-        members: Callable[[], Iterable[Member]],
+        service: ReadinessService,
+        members: Callable[[], Iterable[ReadinessMember]],
         settings: SpareSettings | None = None,
     ) -> None:
         self._settings = settings or SpareSettings()

@@ -13,7 +13,7 @@ from node.errors import Unreachable
 from node.events import StageDegraded
 from node.placement.leases import Offer, problem_of, rounded
 from node.protocols.manifest import Run
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.runs.splitting import IDLE_MAX, another_stage, split_of
 from partition.model.graph import Graph
 from partition.plan.change import Change
@@ -48,7 +48,7 @@ class Rebalancing:
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
         recut: Callable[[Plan, Change], None],
         idle: Callable[[], Sequence[Offer]],

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from crypto.identity import PeerId
 from node.runs.receipts_file import EARNED_MAX
-from partition.run.receipts import FLOPS_MAX, SIZE_BYTES_MAX, Kind, Row
+from partition.run.receipts import FLOPS_MAX, SIZE_BYTES_MAX, Kind, ReceiptRow
 
 TOTALS_MAX = 2 * EARNED_MAX
 """Totals of runs and peers; the oldest are forgotten, and start at zero if they return."""
@@ -50,7 +50,7 @@ class Totals:
     """The number of failed attempts to have each of these signed."""
     _all: dict[Key, Total] = field(default_factory=dict)
 
-    def load(self, key: Key, row: Row) -> None:
+    def load(self, key: Key, row: ReceiptRow) -> None:
         """Continue a total from a receipt."""
         self._all[key] = Total(row.requester, row.flops, row.microbatches, row.size_bytes, row.size_bytes)
 

@@ -30,12 +30,12 @@ from node.protocols.receipts import (
     ANSWER_BYTES_MAX,
     QUESTION_BYTES_MAX,
     RECEIPTS_PROTOCOL,
-    Accepted,
+    AcceptedReceipt,
     Answer,
-    Nothing,
+    NoReceipt,
     OfferReceipt,
     Question,
-    Shown,
+    ShownReceipts,
     ShowReceipts,
 )
 from node.runs.receipt_totals import Key, Totals
@@ -54,7 +54,7 @@ from partition.run.receipts import (
     Credits,
     Receipt,
     ReceiptBody,
-    Row,
+    ReceiptRow,
     check_measured,
     check_receipt,
     read_measured,
@@ -116,8 +116,8 @@ class Receipts:
         self._rate = rate
         self._refuse = refuse
         self._credits = Credits(signer.peer)
-        self._earned: dict[Key, tuple[Row, Receipt]] = {}
-        self._issued: dict[Key, tuple[Row, Receipt]] = {}
+        self._earned: dict[Key, tuple[ReceiptRow, Receipt]] = {}
+        self._issued: dict[Key, tuple[ReceiptRow, Receipt]] = {}
         self._totals = Totals(issued_bytes_min=issued_bytes_min)
         self._served: OrderedDict[PeerId, int] = OrderedDict()
         self._works: OrderedDict[bytes, MeasuredWork] = OrderedDict()
@@ -166,7 +166,7 @@ class Receipts:
         write = partial(write_receipts, self._seams.storage, earned, issued, *accounts)
         await self._seams.executor.run(write)
 
-    def _keep(self, kept: dict[Key, tuple[Row, Receipt]], row: Row, receipt: Receipt) -> None:
+    def _keep(self, kept: dict[Key, tuple[ReceiptRow, Receipt]], row: ReceiptRow, receipt: Receipt) -> None:
         other = row.measurer if kept is self._earned else row.provider
         kept[row.run, other, row.kind] = row, receipt
         self._is_changed = True
@@ -286,7 +286,7 @@ class Receipts:
         measured = self._signer.sign(MEASURED_PURPOSE, encode(body))
         try:
             answer = await self._call(provider, OfferReceipt(measured))
-            if isinstance(answer, Accepted):
+            if isinstance(answer, AcceptedReceipt):
                 receipt = Receipt(measured, answer.accepted)
                 self._keep(self._issued, check_receipt(self._signer, receipt), receipt)
                 total.signed_bytes = size_bytes
@@ -325,7 +325,7 @@ class Receipts:
     def _answer(self, peer: PeerId, question: Question) -> Answer:
         if isinstance(question, ShowReceipts):
             rows = sorted(self._earned.values(), key=lambda pair: -pair[0].worth(ORDER_FLOPS_PER_BYTE))
-            return Shown(tuple(receipt for _, receipt in rows[:ROWS_MAX]))
+            return ShownReceipts(tuple(receipt for _, receipt in rows[:ROWS_MAX]))
         row = check_measured(self._signer, question.measured)
         if row.measurer != peer or row.provider != self._signer.peer:
             raise RemoteProtocolError("a receipt of others")
@@ -333,13 +333,13 @@ class Receipts:
         known = None if found is None else found[0]
         is_known = self._knows_work(row, known) if row.kind == "compute" else self._knows_bytes(row, known)
         if not is_known:
-            return Nothing()
+            return NoReceipt()
         accepted = self._signer.sign(ACCEPTED_PURPOSE, question.measured.body)
         if known is None or row.flops + row.size_bytes > known.flops + known.size_bytes:
             self._keep(self._earned, row, Receipt(question.measured, accepted))
-        return Accepted(accepted)
+        return AcceptedReceipt(accepted)
 
-    def _knows_work(self, row: Row, known: Row | None) -> bool:
+    def _knows_work(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
         """Return whether this node had a part in a run. The claimed work since the last receipt counts up to
         the capacity of its slot."""
         begun = self._begun.get(row.run)
@@ -354,7 +354,7 @@ class Receipts:
             self._credits.worked_for(wall, row.measurer, min(row.flops - before, most))
         return True
 
-    def _knows_bytes(self, row: Row, known: Row | None) -> bool:
+    def _knows_bytes(self, row: ReceiptRow, known: ReceiptRow | None) -> bool:
         """Return whether this node sent that much since the last receipt; this one uses it up."""
         more = row.size_bytes - (0 if known is None else known.size_bytes)
         left = self._served.get(row.measurer, 0)
@@ -389,7 +389,7 @@ class Receipts:
             with contain("reading of receipts"):
                 try:
                     answer = await self._call(peer, ShowReceipts())
-                    if not isinstance(answer, Shown):
+                    if not isinstance(answer, ShownReceipts):
                         raise RemoteProtocolError("no receipts in answer to a question for them")
                     check = [partial(check_receipt, self._signer, receipt) for receipt in answer.receipts]
                     rows = await self._seams.executor.run(lambda: [each() for each in check])
@@ -449,11 +449,11 @@ class Receipts:
         }
 
 
-def _is_of(row: Row, run: str) -> bool:
+def _is_of(row: ReceiptRow, run: str) -> bool:
     return run in ("", run_text(row.run))
 
 
-def _document(row: Row) -> dict[str, Any]:
+def _document(row: ReceiptRow) -> dict[str, Any]:
     return {
         "run": run_text(row.run),
         "requester": peer_text(row.requester),

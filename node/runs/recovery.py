@@ -28,7 +28,7 @@ def forget_files(seams: Seams, run: str) -> None:
         seams.storage.delete(name)
 
 
-class Service(Protocol):
+class RecoveryService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
@@ -38,7 +38,7 @@ class Service(Protocol):
     def accept(self, run: Run) -> RunMember: ...
 
 
-async def recover(runs: Service) -> None:
+async def recover(runs: RecoveryService) -> None:
     """Rejoin the runs whose files are here."""
     storage = runs.seams.storage
     for name in storage.sizes(RUNS_FOLDER):

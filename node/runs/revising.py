@@ -29,7 +29,7 @@ from node.protocols.runs import Describe, Described, Reply, Revise
 from node.runs.member import RunMember
 from node.runs.steering import revision_name
 from node.runs.stopping import STOP_SECONDS, Stopping
-from node.runs.stopping import Service as StoppingService
+from node.runs.stopping import StoppingService as StoppingService
 from partition.run.asks import Declined, Done
 from partition.run.messages import REASON_LENGTH_MAX
 
@@ -42,7 +42,7 @@ _FACT_BYTES_MAX = 512
 NO_GOAL = GoalTable()
 
 
-class Service(StoppingService, Protocol):
+class RevisingService(StoppingService, Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     stopping: Stopping
@@ -51,7 +51,7 @@ class Service(StoppingService, Protocol):
 class Revising:
     """One node's."""
 
-    def __init__(self, runs: Service) -> None:
+    def __init__(self, runs: RevisingService) -> None:
         self._runs = runs
 
     async def revise(self, text: str, changes: dict[str, Any]) -> dict[str, object]:

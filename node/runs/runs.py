@@ -38,7 +38,7 @@ from node.placement.admission import Machine
 from node.placement.contest import CONTEST_MEMBERS_MIN, enter_queues
 from node.placement.deadline import least_seconds, plan_warnings
 from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
-from node.placement.slots import Slots
+from node.placement.slots import LeaseSlots
 from node.placement.waiting import QueuePlaces, place_in_time
 from node.protocols import calls
 from node.protocols import runs as wire
@@ -47,9 +47,9 @@ from node.protocols.uploads import Body
 from node.runs.announcements import run_accepted, run_ended, run_planned, stage_leased
 from node.runs.archive import ArchiveShell
 from node.runs.audits import Audits
-from node.runs.chain import Entered, chain_name, history_name
+from node.runs.chain import RunEntry, chain_name, history_name
 from node.runs.checkpointing import newest_name
-from node.runs.context import Membership
+from node.runs.context import RunMembership
 from node.runs.inbox import PipelineInbox
 from node.runs.kept import note_guests
 from node.runs.local_mode import LocalMode
@@ -63,7 +63,7 @@ from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
-from node.runs.server import Requests
+from node.runs.server import RunServer
 from node.runs.steering import Steering
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
@@ -73,7 +73,7 @@ from partition.plan.history import History, first_history
 from partition.plan.plan import Plan, plan_hash
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
-from partition.run.reliability import Losses
+from partition.run.reliability import RunLosses
 
 PROCESS_ENDED = "its process has ended"
 
@@ -123,9 +123,9 @@ class Runs:
         self.averaging.averaged = self._averaged
         self.hosted_beside: Callable[[], Mapping[bytes, bytes]] = dict
         """The other holders of this node's slots (services), each with its graph."""
-        self.slots = Slots(seams, host.slots, self._hosted)
+        self.slots = LeaseSlots(seams, host.slots, self._hosted)
         self.queue = Queue(self, host.slots)
-        self.losses = Losses()
+        self.losses = RunLosses()
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, self.refuse)
         self.audits = Audits(self)
@@ -149,7 +149,7 @@ class Runs:
         )
         self.readiness = Readiness(self, self.members.values, self.limits.spares)
         self._decliners = Decliners()
-        self._requests = Requests(self)
+        self._requests = RunServer(self)
         self.links = Links(
             seams.network,
             wire.PIPELINE_PROTOCOL,
@@ -352,7 +352,7 @@ class Runs:
         # A member that returns by a new plan starts afresh: its earlier promises belong to another chain.
         self.seams.storage.delete(chain_name(member.run.text))
         self.seams.storage.write(run_name(member.run.text), encode(member.run.fact))
-        entered = Entered(history, plan.height, plan_hash(plan))
+        entered = RunEntry(history, plan.height, plan_hash(plan))
         self.seams.storage.write(history_name(member.run.text), encode(entered))
         member.begin(plan, entered)
 
@@ -509,7 +509,7 @@ class Runs:
         member = self.inbox.dispatch.plans.get(plan)
         return member if member is not None and member.plan_hash == plan else None
 
-    def follow(self, plan: bytes, member: Membership) -> None:
+    def follow(self, plan: bytes, member: RunMembership) -> None:
         """Hand messages of this plan to `member`, and no longer those of the plan before."""
         self.inbox.dispatch.forget(member)
         known = self.members.get(member.run.id)
@@ -529,7 +529,7 @@ class Runs:
             self.publish(run_accepted(self.seams.clock.wall(), run))
         return member
 
-    def forgotten(self, member: Membership) -> None:
+    def forgotten(self, member: RunMembership) -> None:
         """End this node's membership in a run; it may be asked into it again, so it keeps the newest
         checkpoint, which it may have to propose to go on from. It is still told of the end."""
         known = self.members.pop(member.run.id, None)
@@ -540,13 +540,13 @@ class Runs:
         self.inbox.dispatch.forget(member)
         self.readiness.over()
 
-    def released(self, member: Membership) -> None:
+    def released(self, member: RunMembership) -> None:
         """Leave a run, as the plan that was to bring this node in was not decided."""
         self.forgotten(member)
         self.publish(RunReleased(at=self.seams.clock.wall(), run=member.run.text))
 
     async def ended(
-        self, membership: Membership, outcome: str, detail: str, weights: str, *, is_here: bool
+        self, membership: RunMembership, outcome: str, detail: str, weights: str, *, is_here: bool
     ) -> None:
         """End a run here: remember how it ended and whether its result `is_here`, forget its plans, announce
         it."""

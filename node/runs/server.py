@@ -21,7 +21,7 @@ from node.content.graphs import Models
 from node.errors import StageFailed, StreamClosed, Unreachable
 from node.placement.admission import Machine, check_plan
 from node.placement.lease_checks import LeaseChecks
-from node.placement.slots import Slots
+from node.placement.slots import LeaseSlots
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, check_run
 from node.protocols.permits import Permits
@@ -63,14 +63,14 @@ Upload = wire.FetchWeights | wire.ExportStage | wire.FetchModel | wire.FetchRang
 """Requests that are answered by a blob."""
 
 
-class Service(Protocol):
+class ServerService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
     settings: RunSettings
     signer: Signer
     models: Models
-    slots: Slots
+    slots: LeaseSlots
     queue: Queue
     readiness: Readiness
 
@@ -95,10 +95,10 @@ class Service(Protocol):
     def containing(self, run: Run, place: str) -> AbstractContextManager[None]: ...
 
 
-class Requests:
+class RunServer:
     """The server of one node's runs."""
 
-    def __init__(self, runs: Service) -> None:
+    def __init__(self, runs: ServerService) -> None:
         self._runs = runs
         self._replaying = trio.Lock()
         self._checks = LeaseChecks(
@@ -164,7 +164,7 @@ class Requests:
                 return self._on_queue(peer, request)
             case wire.Join():
                 return await self._runs.local.join(peer, request)
-            case wire.Prepare():
+            case wire.PrepareStage():
                 return await self._on_prepare(peer, request)
             case wire.Renew():
                 return self._on_renew(peer, request)
@@ -293,7 +293,7 @@ class Requests:
         return Done()
 
     async def _check_plan(
-        self, peer: PeerId, request: wire.LeaseRequest | wire.Prepare | wire.Start
+        self, peer: PeerId, request: wire.LeaseRequest | wire.PrepareStage | wire.Start
     ) -> tuple[Run, Plan]:
         """Check a request's plan as `check_plan` does; its history is replayed off the event loop, one at a
         time."""
@@ -312,7 +312,7 @@ class Requests:
         async with self._replaying:
             return await runs.seams.executor.run(check)
 
-    async def _on_prepare(self, peer: PeerId, request: wire.Prepare) -> wire.Reply:
+    async def _on_prepare(self, peer: PeerId, request: wire.PrepareStage) -> wire.Reply:
         runs = self._runs
         run, plan = await self._check_plan(peer, request)
         answer = self._provider.on_open(runs.slots.now, peer, plan, self._known(run))

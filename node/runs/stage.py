@@ -18,20 +18,20 @@ from node.pipeline.replica import ReplicaShell, Restore, Save
 from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from node.protocols.runs import FetchState
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.seams import Stage
 from partition.plan.plan import FIRST_VALUES, Plan, plan_hash
 from partition.run import hosting as core
 from partition.steps.frames import OpenedFrame
 
 
-class Hosting:
+class StageHosting:
     """The host of at most one stage process. `failed` is called with the reason why this node cannot hold its
     stage, `abandoned` when the plan it was opened for was not decided."""
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
         hosting: core.Hosting,
         *,

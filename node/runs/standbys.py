@@ -13,7 +13,7 @@ from node.errors import Unreachable
 from node.events import RunCovered
 from node.placement.leases import Offer
 from node.protocols.manifest import Run
-from node.runs.context import Service
+from node.runs.context import RunService
 from partition.model.graph import Graph
 from partition.plan.change import Change, Joining
 from partition.plan.cost import MOMENTS
@@ -38,7 +38,7 @@ class Standbys:
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
         recut: Callable[[Plan, Change], None],
         idle: Callable[[], Sequence[Offer]],

@@ -17,7 +17,7 @@ from node.events import RunChanged, RunRevised
 from node.protocols.manifest import Run
 from node.protocols.revision import RevisionBody, check_revision, rate_of, steps_of
 from node.protocols.runs import Revised
-from node.runs.context import Service
+from node.runs.context import RunService
 from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run.states import State
@@ -32,7 +32,7 @@ def revision_name(run: str) -> str:
     return f"runs/{run}/{REVISION_FILE}"
 
 
-class Committer(Protocol):
+class SteeredCommitter(Protocol):
     """The part of `node.pipeline.committer.CommitterShell` that this file uses."""
 
     @property
@@ -47,7 +47,7 @@ class Steering:
     """The steering of one run at one member. `paused` is called when no step is open any more, with the
     number of steps."""
 
-    def __init__(self, service: Service, run: Run, paused: Callable[[int], None]) -> None:
+    def __init__(self, service: RunService, run: Run, paused: Callable[[int], None]) -> None:
         self._service = service
         self._run = run
         self._paused = paused
@@ -98,7 +98,7 @@ class Steering:
         return self.body is None or body.number > self.body.number
 
     def take(
-        self, fact: Fact, state: State, committer: Committer | None, plan: Plan | None, me: PeerId
+        self, fact: Fact, state: State, committer: SteeredCommitter | None, plan: Plan | None, me: PeerId
     ) -> bool:
         """Accept the requester's revision, if it is newer than the known one; return whether it is.
 
@@ -130,7 +130,7 @@ class Steering:
             self.tell(plan, me)
         return True
 
-    def begin(self, committer: Committer, plan: Plan, me: PeerId) -> None:
+    def begin(self, committer: SteeredCommitter, plan: Plan, me: PeerId) -> None:
         """Apply the known revision to a plan in force in which this node commits."""
         if self.body is not None:
             self._apply(committer, was_paused=False)
@@ -144,7 +144,7 @@ class Steering:
                 if peer != me:
                     self._service.send(PeerId(peer), message)
 
-    def _apply(self, committer: Committer, *, was_paused: bool) -> None:
+    def _apply(self, committer: SteeredCommitter, *, was_paused: bool) -> None:
         committer.revise(self.steps, rate_of(self._run, self.body))
         if self.is_paused:
             committer.pause()
@@ -154,7 +154,7 @@ class Steering:
     def steer(
         self,
         event: events.PauseWanted | events.SaveWanted | events.StepsWanted,
-        committer: Committer | None,
+        committer: SteeredCommitter | None,
     ) -> None:
         """Have a committer carry out its member's decision between two steps."""
         match event:

@@ -24,7 +24,7 @@ from node.runs.archive import RUNS_FOLDER, ArchiveShell
 from node.runs.local_mode import LocalMode
 from node.runs.member import RunMember
 from node.runs.outside import RunsOutside
-from node.runs.progress import Shown
+from node.runs.progress import ShownSteps
 from node.seams import Seams
 from partition.plan.plan import Hash
 from partition.run.asks import Declined, Done
@@ -70,7 +70,7 @@ class Delivery:
     over: trio.Event = field(default_factory=trio.Event)
 
 
-class Service(Protocol):
+class StoppingService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     seams: Seams
@@ -88,7 +88,7 @@ class Service(Protocol):
 class Stopping:
     """The stops and drops of one node."""
 
-    def __init__(self, runs: Service) -> None:
+    def __init__(self, runs: StoppingService) -> None:
         self._runs = runs
 
     def asked(self, run: Run) -> None:
@@ -139,7 +139,7 @@ class Stopping:
                 f"run {text[:8]} is this node's own", f"stop it for all: `peerloom runs stop {text[:8]}`"
             )
         # Before anything else: a restart must not bring it back.
-        await self._runs.archive.note(run, Shown(), "stopped", DROPPED, "", is_here=False)
+        await self._runs.archive.note(run, ShownSteps(), "stopped", DROPPED, "", is_here=False)
         member = self._runs.members.get(run.id)
         if member is not None:
             await member.drop(DROPPED)
@@ -179,7 +179,7 @@ class Stopping:
             await runs.local.stop(run.id, fact, STOPPED)
         else:
             await runs.archive.note(
-                run, Shown(), "stopped", STOPPED, "", is_here=False, stop=fact, for_all=True
+                run, ShownSteps(), "stopped", STOPPED, "", is_here=False, stop=fact, for_all=True
             )
         self.over(run.text)
         return delivery

@@ -35,7 +35,7 @@ ANSWER_BYTES_MAX = 1 << 20
 _WHOLE = 10**9
 
 
-class Ask(msgspec.Struct, frozen=True, tag=True):
+class SpanRequest(msgspec.Struct, frozen=True, tag="Ask"):
     """A request for spans of these steps of a run, without the first `skip`; with `count` 0 only for the
     time."""
 
@@ -70,7 +70,9 @@ class Traces:
         try:
             for _ in range(REQUESTS_MAX):
                 with trio.move_on_after(REQUEST_SECONDS_MAX) as waiting:
-                    request: Ask = decode(await stream.receive(), Ask, bytes_max=REQUEST_BYTES_MAX)
+                    request: SpanRequest = decode(
+                        await stream.receive(), SpanRequest, bytes_max=REQUEST_BYTES_MAX
+                    )
                 if waiting.cancelled_caught:
                     return
                 received = self._now()
@@ -82,7 +84,7 @@ class Traces:
         except StreamClosed:
             return
 
-    def _answer(self, peer: PeerId, request: Ask) -> tuple[Span, ...]:
+    def _answer(self, peer: PeerId, request: SpanRequest) -> tuple[Span, ...]:
         if not request.count or not self._spans.may_ask(request.run, peer):
             return ()
         last = min(request.last, request.first + STEPS_ASKED_MAX)
@@ -123,7 +125,7 @@ class Traces:
             trip, offset = min(timed)
             spans = []
             while len(spans) < SPANS_ANSWERED_MAX * (REQUESTS_MAX - ROUND_TRIPS - 1):
-                ask = Ask(run, first, last, len(spans), SPANS_ANSWERED_MAX)
+                ask = SpanRequest(run, first, last, len(spans), SPANS_ANSWERED_MAX)
                 told = await self._call(stream, ask)
                 spans += told.spans
                 if len(told.spans) < SPANS_ANSWERED_MAX:
@@ -137,12 +139,12 @@ class Traces:
     async def _time(self, stream: Stream, run: bytes) -> tuple[int, int]:
         """Return (round trip, offset of the other clock), in nanoseconds."""
         asked = self._now()
-        told = await self._call(stream, Ask(run, 0, 0))
+        told = await self._call(stream, SpanRequest(run, 0, 0))
         answered = self._now()
         trip = max(0, (answered - asked) - (told.sent - told.received))
         return trip, ((told.received - asked) + (told.sent - answered)) // 2
 
-    async def _call(self, stream: Stream, request: Ask) -> Told:
+    async def _call(self, stream: Stream, request: SpanRequest) -> Told:
         await stream.send(encode(request))
         return decode(await stream.receive(), Told, bytes_max=ANSWER_BYTES_MAX)
 

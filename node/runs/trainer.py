@@ -14,7 +14,7 @@ from node.errors import PeerloomError, Unreachable
 from node.pipeline.committer import CommitterShell
 from node.pipeline.feeder import FeederShell
 from node.protocols.manifest import Run
-from node.runs.context import Service
+from node.runs.context import RunService
 from node.runs.manifest_builder import fits, make_batches
 from partition.plan.assignment import lanes_of
 from partition.plan.plan import Plan
@@ -24,12 +24,12 @@ SAMPLES_SHOWN_MAX = 16
 """A reason names only a few samples."""
 
 
-class Training:
+class TrainingLoop:
     """A trainer under one plan; `committer` where it is the first of them."""
 
     def __init__(
         self,
-        service: Service,
+        service: RunService,
         run: Run,
         plan: Plan,
         holders: Sequence[PeerId],
@@ -108,7 +108,7 @@ class Training:
             self._feeder.reconnected(peer)
 
 
-async def keep_data(service: Service, run: Run, holders: Sequence[PeerId]) -> None:
+async def keep_data(service: RunService, run: Run, holders: Sequence[PeerId]) -> None:
     """Fetch the run's data before it is needed: its present holders may be gone then."""
     with suppress(Unreachable, PeerloomError):
         await service.load_data(run, holders)

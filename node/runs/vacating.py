@@ -15,7 +15,7 @@ from node.runs.member import RunMember
 MADE_ROOM = "another run has a stage in its place"
 
 
-class Service(Protocol):
+class VacatingService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
     members: dict[bytes, RunMember]
@@ -23,7 +23,7 @@ class Service(Protocol):
     def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
 
 
-async def vacate(runs: Service, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
+async def vacate(runs: VacatingService, reason: str, which: Callable[[RunMember], bool]) -> dict[str, bool]:
     """Hand over the stages of these runs; return by run id whether that succeeded in time."""
     found: dict[str, bool] = {}
     holding = [member for member in runs.members.values() if member.hosts]
@@ -45,7 +45,7 @@ def is_standby(member: RunMember, me: PeerId) -> bool:
     return member.plan is not None and me in member.plan.standbys
 
 
-async def make_room(runs: Service, me: PeerId, run: bytes, free: int) -> None:
+async def make_room(runs: VacatingService, me: PeerId, run: bytes, free: int) -> None:
     """Stop following stages of other runs where they use the last of `free` slots: another run is to have a
     stage of its own here. Returns once they are closed."""
     following = [

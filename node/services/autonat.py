@@ -4,7 +4,7 @@ A peer that is asked over a stream dials the asker at the ports it names, only a
 itself comes from: so it can be used against nobody else. It says what became of each, and where it saw the
 asker. Datagrams under the same name are sent back as they came, so that a path can be measured.
 
-`Reach` asks and answers; whom to ask and what follows is decided in `reachability`.
+`ReachService` asks and answers; whom to ask and what follows is decided in `reachability`.
 """
 
 from collections import Counter, OrderedDict
@@ -25,9 +25,9 @@ from node.seams import Clock, Network, Stream
 from node.services.autonat_core import (
     ADDRESSES_MAX,
     FAMILY_OTHERS,
+    DialReport,
     FamilyVerdicts,
     Reachability,
-    Report,
     count_networks,
 )
 from node.transport.address_policy import is_global
@@ -82,7 +82,9 @@ class Echo(msgspec.Struct, frozen=True, array_like=True):
     filling: Annotated[bytes, msgspec.Meta(max_length=ECHO_BYTES_MAX)] = b""
 
 
-async def ask_dial_back(network: Network, clock: Clock, peer: PeerId, at: Address | None = None) -> Report:
+async def ask_dial_back(
+    network: Network, clock: Clock, peer: PeerId, at: Address | None = None
+) -> DialReport:
     """Have `peer` dial this node back, asked at its address `at` if that is given: by the family of that.
 
     Raises:
@@ -96,7 +98,7 @@ async def ask_dial_back(network: Network, clock: Clock, peer: PeerId, at: Addres
         there = stream.source
     if any(each.port not in ports for each in dialled.outcomes):
         raise RemoteProtocolError("it dialled a port that it was not asked to")
-    return Report(clock.monotonic(), there, _outcomes(dialled))
+    return DialReport(clock.monotonic(), there, _outcomes(dialled))
 
 
 def _outcomes(dialled: Dialled) -> tuple[tuple[Address, str], ...]:
@@ -120,7 +122,7 @@ def family_of(address: Address) -> int | None:
     return 6 if address.kind == "ip6" and is_global(address.host) else None
 
 
-class Reach:
+class ReachService:
     """The service. It dials others back from the start; `run` also finds out about this node, `echo` sends
     datagrams back."""
 
@@ -179,7 +181,7 @@ class Reach:
             report = await self._report(peer, families[family])
         if report is None:
             # Its firewall may keep it from being asked by one family; that says nothing of the other.
-            report = await self._report(peer) or Report(self._clock.monotonic(), None, ())
+            report = await self._report(peer) or DialReport(self._clock.monotonic(), None, ())
         self.families.note(report.at, peer, report)
         if report.outcomes:
             core.answered(report.at, peer, report)
@@ -189,7 +191,7 @@ class Reach:
             core.failed(report.at, peer)
         return bool(report.outcomes)
 
-    async def _report(self, peer: PeerId, at: Address | None = None) -> Report | None:
+    async def _report(self, peer: PeerId, at: Address | None = None) -> DialReport | None:
         """Return what a peer says, without outcomes where it says nothing of use; None for one that cannot be
         reached."""
         try:
@@ -197,7 +199,7 @@ class Reach:
         except Unreachable:
             return None
         except (StreamClosed, RemoteProtocolError):
-            return Report(self._clock.monotonic(), None, ())
+            return DialReport(self._clock.monotonic(), None, ())
 
     def _may_hurry(self, now: float, others: Collection[PeerId]) -> bool:
         """Return whether a family has no verdict yet, somebody can be asked by it, and that was not tried

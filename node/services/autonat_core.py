@@ -43,7 +43,7 @@ ADDRESSES_MAX = 4
 
 
 @dataclass(frozen=True)
-class Report:
+class DialReport:
     """One peer, seen from here at `there`, dialled this node: each address with the reason why it did not
     answer, empty where it did. No outcomes: it would not try."""
 
@@ -61,7 +61,7 @@ class Reachability:
 
     def __init__(self, rng: Random, now: float) -> None:
         self._rng = rng
-        self._reports: OrderedDict[PeerId, Report] = OrderedDict()
+        self._reports: OrderedDict[PeerId, DialReport] = OrderedDict()
         self._unasked: OrderedDict[PeerId, float] = OrderedDict()
         self._pause = SOON_SECONDS
         self._networks = OTHERS
@@ -115,7 +115,7 @@ class Reachability:
         old = [peer for peer in self._reports if peer in willing]
         return old[0] if old and self.asked >= min(OTHERS, len(willing)) and self._is_stale(now) else None
 
-    def answered(self, now: float, peer: PeerId, report: Report) -> None:
+    def answered(self, now: float, peer: PeerId, report: DialReport) -> None:
         """`peer` has said what it found."""
         self._pause = SOON_SECONDS
         self._reports.pop(peer, None)
@@ -141,10 +141,10 @@ class Reachability:
             self._unasked.popitem(last=False)
 
     @property
-    def _newest(self) -> list[Report]:
+    def _newest(self) -> list[DialReport]:
         """The newest reports: of each network one, and more of these only where there are no others."""
-        latest: dict[object, Report] = {}
-        others: list[Report] = []
+        latest: dict[object, DialReport] = {}
+        others: list[DialReport] = []
         for peer, report in reversed(self._reports.items()):
             if report.outcomes and latest.setdefault(_network(peer, report), report) is not report:
                 others.append(report)
@@ -177,7 +177,7 @@ class FamilyVerdicts:
         """A peer is asked by this family, whatever comes of it."""
         self._tried_at[family] = now
 
-    def note(self, now: float, peer: PeerId, report: Report) -> None:
+    def note(self, now: float, peer: PeerId, report: DialReport) -> None:
         """A peer has said what came of it, or not tried."""
         for family, kind in ((4, "ip4"), (6, "ip6")):
             tried = [reason for address, reason in report.outcomes if address.kind == kind]
@@ -235,7 +235,7 @@ def count_networks(hosts: Iterable[str | None]) -> int:
     return len({network for host in hosts if host and (network := _network_of_host(host))})
 
 
-def _network(peer: PeerId, report: Report) -> object:
+def _network(peer: PeerId, report: DialReport) -> object:
     """Return the network of a report, or its peer where nobody knows that."""
     return (network_of(report.there) if report.there is not None else "") or peer
 

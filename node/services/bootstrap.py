@@ -30,7 +30,7 @@ BEACON, MEMORY = "beacon", "memory"
 """How an address was found that nobody gave: see `node.events.JoinTried`."""
 
 
-class Joining:
+class Bootstrap:
     """Tries `addresses` until somebody answered; `found` is told of every peer that did. Addresses that stand
     together are those of one peer, of which the first that answers will do."""
 

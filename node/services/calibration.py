@@ -30,7 +30,7 @@ from node.forks import keep_from_children
 from node.services.arithmetic import arithmetic_settings
 from node.services.capacity import Capacity
 from node.services.energy import EnergyMeter
-from partition.plan.rates import Calibration, Pace, decode_calibration, encode_calibration
+from partition.plan.rates import Calibration, OperatorPace, decode_calibration, encode_calibration
 
 CALIBRATION_PURPOSE = "calibration"
 """The purpose of the signed record in the DHT."""
@@ -121,7 +121,7 @@ class MeasuringTurn:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CalibrationWish:
     """What is to be known, and what makes an earlier answer good."""
 
     device: str
@@ -155,7 +155,7 @@ def _processor() -> str:
 
 
 def calibrate(
-    wanted: Wanted,
+    wanted: CalibrationWish,
     folder: Path,
     meter: EnergyMeter | None = None,
     turn: MeasuringTurn | None = None,
@@ -185,7 +185,7 @@ class _Work:
     """What is found out for one calibration, part after part; a part that was broken off begins again."""
 
     def __init__(
-        self, wanted: Wanted, folder: Path, meter: EnergyMeter, processes: "MeasuringProcesses"
+        self, wanted: CalibrationWish, folder: Path, meter: EnergyMeter, processes: "MeasuringProcesses"
     ) -> None:
         self._wanted = wanted
         self._file = folder / wanted.key
@@ -269,7 +269,7 @@ class MeasuringProcesses:
         self.now: Callable[[], float] = time.monotonic
         self.sleep: Callable[[float], None] = time.sleep
 
-    def measure_now(self, wanted: Wanted, seconds: float, turn: MeasuringTurn) -> Calibration | None:
+    def measure_now(self, wanted: CalibrationWish, seconds: float, turn: MeasuringTurn) -> Calibration | None:
         """Measure in a process, without `seconds` only the share; None where that fails. The other slots are
         as busy meanwhile: each measures too, for longer, and is not asked for what it found. Raises
         SteppedAside."""
@@ -296,9 +296,11 @@ class MeasuringProcesses:
             return calibration
         finally:
             _end(process)
-        return msgspec.structs.replace(calibration, node=Pace(microbatch, 0, mebibyte), node_step=step)
+        return msgspec.structs.replace(
+            calibration, node=OperatorPace(microbatch, 0, mebibyte), node_step=step
+        )
 
-    def begin(self, wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
+    def begin(self, wanted: CalibrationWish, seconds: float) -> "subprocess.Popen[bytes]":
         """Begin to measure what is wanted, without `seconds` only the share."""
         arguments = [wanted.device, wanted.dtype, str(wanted.threads), str(seconds)]
         return self.spawn(["partition.calibrate", *arguments], wanted.threads)

@@ -10,13 +10,13 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, Signer
 from crypto.identity import PeerId
-from dht.capabilities import Advert, Offer, Query
+from dht.capabilities import Advert, CapabilityOffer, Query
 from dht.events import CapabilitiesFound, Event, NodesFound, PeerHeard, RecordsFound, RecordStored
 from dht.kademlia import Kademlia, Sends
 from dht.keys import Key, record_key
 from dht.messages import MESSAGE_BYTES_MAX, PROTOCOL, Message, readable_addresses
 from dht.records import Record, make_immutable, sign_record
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.tokens import SECRET_BYTES, WriteTokens
 from gossip.clocks import is_plausible
 from node import events
@@ -54,7 +54,7 @@ class Discovery:
         observe: Callable[[Event], None],
         make: Callable[..., Kademlia] = Kademlia,
         seams: Seams | None = None,
-        settings: Settings | None = None,
+        settings: KademliaSettings | None = None,
         work_bits: int = 0,
         publish: Callable[[events.Event], None] = lambda _event: None,
     ) -> None:
@@ -67,7 +67,7 @@ class Discovery:
         self._observe = observe
         self._publish = publish
         self._seams = seams
-        self._core = make(signer, settings or Settings(work_bits=work_bits), rng, network.addresses)
+        self._core = make(signer, settings or KademliaSettings(work_bits=work_bits), rng, network.addresses)
         self.follow_clock()
         self._core.origins.host_of = network.host_of
         if seams is not None:
@@ -319,7 +319,7 @@ class Discovery:
         own = bool(self._core.records.get(self._clock.wall(), key))
         return (found.records, found.holders + own) if isinstance(found, RecordsFound) else ((), int(own))
 
-    async def hunt(self, query: Query) -> tuple[Offer, ...]:
+    async def hunt(self, query: Query) -> tuple[CapabilityOffer, ...]:
         """Nodes with what is asked for, the nearest first."""
         found = await self._ask(lambda now: self._core.hunt(now, query))
         return found.offers if isinstance(found, CapabilitiesFound) else ()

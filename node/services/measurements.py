@@ -13,11 +13,17 @@ import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.member import Member
+from gossip.member import SwarmMember
 from node.containment import contain
 from node.planning.peers import measurements_document
 from node.seams import Clock
-from node.services.calibration import CALIBRATION_PURPOSE, LOOK_SECONDS, MeasuringTurn, Wanted, calibrate
+from node.services.calibration import (
+    CALIBRATION_PURPOSE,
+    LOOK_SECONDS,
+    CalibrationWish,
+    MeasuringTurn,
+    calibrate,
+)
 from node.services.discovery import Discovery
 from node.services.links import LinkMeasuring
 from node.services.metadata import read_metadata
@@ -65,7 +71,7 @@ class Measurements:
         discovery: Discovery,
         links: LinkMeasuring,
         *,
-        members: Callable[[], Iterable[Member]],
+        members: Callable[[], Iterable[SwarmMember]],
         frames: Callable[[], Iterable[tuple[PeerId, float, bool]]],
         refuse: Callable[[PeerId, RemoteProtocolError], None],
     ) -> None:
@@ -89,7 +95,11 @@ class Measurements:
         self._told = Observed()
 
     async def measure(
-        self, wanted: Wanted, folder: Path, calibrated: Callable[[Calibration], None], met: trio.Event
+        self,
+        wanted: CalibrationWish,
+        folder: Path,
+        calibrated: Callable[[Calibration], None],
+        met: trio.Event,
     ) -> None:
         """Find out what a stage's process does here, in a thread and while this node does not compute, say so
         by `calibrated`, and go on as `run` does once this node has `met` others. Returns where it cannot be
@@ -228,12 +238,12 @@ class Measurements:
         return None
 
 
-def is_hidden(member: Member) -> bool:
+def is_hidden(member: SwarmMember) -> bool:
     """Return whether others reach a member through relays."""
     return any(each.relay is not None for each in member.addresses)
 
 
-def _is_measured(member: Member) -> bool:
+def _is_measured(member: SwarmMember) -> bool:
     claim = read_metadata(member.metadata)
     return claim is not None and claim.standing is not None and CALIBRATED in claim.standing.capabilities
 

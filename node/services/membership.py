@@ -148,7 +148,7 @@ class Membership:
         return Listed(self._swim, _GONE)
 
     @property
-    def members(self) -> tuple[core.Member, ...]:
+    def members(self) -> tuple[core.SwarmMember, ...]:
         """Everyone listed, the dead too."""
         return self._swim.members
 

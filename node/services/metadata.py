@@ -53,7 +53,7 @@ Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 
 
-class Standing(msgspec.Struct, frozen=True, array_like=True):
+class AdvertisedStanding(msgspec.Struct, frozen=True, array_like=True):
     """How a node is now, in steps."""
 
     capabilities: Annotated[tuple[Word, ...], msgspec.Meta(max_length=CAPABILITIES_MAX)] = ()
@@ -76,10 +76,12 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
     memory_total_bytes: Size
     flops_per_second: Annotated[float, msgspec.Meta(ge=0, le=FLOPS_PER_SECOND_MAX)]
     location: Text
-    standing: Standing | None = None
+    standing: AdvertisedStanding | None = None
 
 
-def encode_metadata(capacity: Capacity, *, accepts_runs: bool, standing: Standing | None = None) -> bytes:
+def encode_metadata(
+    capacity: Capacity, *, accepts_runs: bool, standing: AdvertisedStanding | None = None
+) -> bytes:
     """The metadata of a node with this capacity."""
     while True:
         metadata = Metadata(
@@ -155,20 +157,20 @@ def machine_now(device: str, cores: int) -> tuple[float, int, int]:
 
 
 def standing_now(
-    told: Standing | None,
+    told: AdvertisedStanding | None,
     capabilities: Sequence[str],
     load_percent: float,
     memory_bytes: tuple[int, int],
     slots_free: int,
     stages: Sequence[tuple[str, int]],
-) -> Standing:
+) -> AdvertisedStanding:
     """Return how a node is, in steps; where nothing has moved by a whole step from what it `told`, that.
 
     `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal.
     """
     free, total = memory_bytes
-    before = Standing() if told is None else told
-    return Standing(
+    before = AdvertisedStanding() if told is None else told
+    return AdvertisedStanding(
         tuple(capabilities)[:CAPABILITIES_MAX],
         min(_stepped(before.load_percent, load_percent, LOAD_STEP_PERCENT), LOAD_PERCENT_MAX),
         _stepped(before.memory_available_bytes, free, max(1, total // MEMORY_STEPS)),

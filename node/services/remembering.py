@@ -10,7 +10,7 @@ import trio
 
 from crypto.contact import Address
 from crypto.identity import PeerId
-from node.config import Join
+from node.config import JoinSettings
 from node.seams import Seams
 from node.storage.known_peers import REMEMBERED_MAX, read_remembered, write_remembered
 
@@ -27,7 +27,7 @@ class RememberedPeers:
     def __init__(
         self,
         seams: Seams,
-        join: Join,
+        join: JoinSettings,
         live: Callable[[], Mapping[PeerId, Sequence[Address]]],
         is_met: trio.Event,
     ) -> None:

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import trio
 
-from crypto.token_buckets import Bucket
+from crypto.token_buckets import TokenBucket
 from gossip.settings import PRESETS
 from node.seams import Clock
 from node.services.capacity import Capacity
 from node.services.metadata import (
     CHANGES_KEPT,
     LOOK_SECONDS,
-    Standing,
+    AdvertisedStanding,
     change_seconds,
     machine_now,
     standing_now,
@@ -27,8 +27,8 @@ class StandingKeeper:
         clock: Clock,
         preset: str,
         *,
-        first: Standing,
-        look: Callable[[Standing], Standing],
+        first: AdvertisedStanding,
+        look: Callable[[AdvertisedStanding], AdvertisedStanding],
         tell: Callable[[], None],
         live: Callable[[], int],
     ) -> None:
@@ -38,7 +38,7 @@ class StandingKeeper:
         self._look = look
         self._tell = tell
         self._live = live
-        self._changes = Bucket(1.0, CHANGES_KEPT, CHANGES_KEPT, clock.monotonic())
+        self._changes = TokenBucket(1.0, CHANGES_KEPT, CHANGES_KEPT, clock.monotonic())
 
     async def run(self) -> None:
         """Look again and again, until cancelled."""
@@ -68,14 +68,14 @@ class StandingKeeper:
 
 
 def look_at(
-    told: Standing | None,
+    told: AdvertisedStanding | None,
     capacity: Capacity,
     words: Mapping[str, bool],
     slots_free: int,
     stages: Sequence[tuple[str, int]],
     *,
     is_measured: bool,
-) -> Standing:
+) -> AdvertisedStanding:
     """Return how a node of this capacity is; where it is not to be measured, as if it were idle.
 
     `words` are capabilities and whether it has them, `stages` (run, stage) of those that it holds.

@@ -15,7 +15,7 @@ from crypto.identity import PeerId
 from node.containment import keep_running
 from node.events import DatagramsBlocked, Event, ReachabilityFound
 from node.seams import Clock, Network
-from node.services.autonat import Reach
+from node.services.autonat import ReachService
 from node.services.autonat_core import OTHERS
 from node.services.discovery import Discovery
 from node.transport.network import RealNetwork, Translation
@@ -37,7 +37,7 @@ class Whereabouts:
         self,
         network: Network,
         clock: Clock,
-        reach: Reach,
+        reach: ReachService,
         discovery: Discovery,
         *,
         publish: Callable[[Event], None],

@@ -52,7 +52,7 @@ class CacheUse:
 
 
 class MemberAsking(Protocol):
-    """The part of `node.serving.hosting.Hosting` that this file uses."""
+    """The part of `node.serving.hosting.ServiceHost` that this file uses."""
 
     recruiter: StageRecruiter
 

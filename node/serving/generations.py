@@ -27,13 +27,13 @@ from partition.serve.door import (
     Door,
     Embedded,
     GenerationOver,
+    GenerationWish,
     HiddenRead,
     Misbehaved,
     RouteTaken,
     RouteWanted,
     Sampled,
     Shape,
-    Wish,
 )
 from partition.serve.messages import Sends
 
@@ -144,7 +144,9 @@ class Generations:
         """Told of each service's name, and the seconds between two tokens of an answer."""
 
     @asynccontextmanager
-    async def generating(self, service: Service, wish: Wish, width: int = 0) -> AsyncIterator[Generation]:
+    async def generating(
+        self, service: Service, wish: GenerationWish, width: int = 0
+    ) -> AsyncIterator[Generation]:
         """A generation that lasts as long as the context; every stage forgets it at the end. `width` is that
         of hidden states, where they are wished for. Raises RunFailed: too many at once."""
         owner, clock = self._owner, self._owner.seams.clock

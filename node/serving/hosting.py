@@ -26,7 +26,7 @@ from node.errors import StageFailed, Unreachable
 from node.events import Event
 from node.placement.admission import Machine
 from node.placement.leases import Offer
-from node.placement.slots import Slots
+from node.placement.slots import LeaseSlots
 from node.protocols.services import (
     ALL_PURPOSE,
     NAMED_PURPOSE,
@@ -45,7 +45,7 @@ from node.text import seconds_text
 from partition.plan.observed import Knowledge
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.serve.backoff import StageBackoff
-from partition.serve.messages import CloseCode, Roll, Row, Sends
+from partition.serve.messages import CloseCode, Roll, Sends, ServiceRow
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.provider import SessionProvider
 from partition.serve.routes import StagePace
@@ -70,7 +70,7 @@ class HostingOwner(Protocol):
     signer: Signer
     models: Models
     discovery: Discovery
-    slots: Slots
+    slots: LeaseSlots
     provider: SessionProvider
     texts: Texts
 
@@ -93,7 +93,7 @@ class HostingOwner(Protocol):
     def act(self) -> None: ...
 
 
-class Membership:
+class ServiceMembership:
     """One stage of a service that this node holds. `beside` is another one whose slot it shares."""
 
     def __init__(
@@ -101,11 +101,11 @@ class Membership:
         owner: HostingOwner,
         service: Service,
         number: int,
-        rows: Sequence[Row],
+        rows: Sequence[ServiceRow],
         *,
         slot: bytes,
         machine: Machine,
-        beside: "Membership | None" = None,
+        beside: "ServiceMembership | None" = None,
         is_stopgap: bool = False,
     ) -> None:
         self.service = service
@@ -134,24 +134,24 @@ class Membership:
         )  # fmt: skip
 
 
-class Hosting:
+class ServiceHost:
     """All of one node."""
 
     def __init__(self, owner: HostingOwner) -> None:
         self._owner = owner
-        self.members: dict[tuple[bytes, int], Membership] = {}
+        self.members: dict[tuple[bytes, int], ServiceMembership] = {}
         """By the service and the number of the stage."""
         self._backoff: StageBackoff[tuple[bytes, int]] = StageBackoff(BACKOFF_COUNT_MAX)
         self.recruiter = StageRecruiter(owner, self.take)
 
-    def of(self, service: bytes) -> list[Membership]:
+    def of(self, service: bytes) -> list[ServiceMembership]:
         """Return the stages of a service that are here, the one that is held for good first."""
         found = [member for member in self.members.values() if member.service.id == service]
         return sorted(found, key=lambda member: member.upkeep.is_stopgap)
 
     # Taking a stage on
 
-    def take(self, service: Service, number: int, rows: Sequence[Row], asker: PeerId) -> str | None:
+    def take(self, service: Service, number: int, rows: Sequence[ServiceRow], asker: PeerId) -> str | None:
         """Begin to load a stage, as `asker` wants; return why not, None where it is begun."""
         owner = self._owner
         if number >= service.manifest.stages:
@@ -172,7 +172,7 @@ class Hosting:
         if member is None:
             if not owner.slots.is_free_for(service.id):
                 return "no free slot"
-            member = Membership(owner, service, number, rows, slot=service.id, machine=owner.machine)
+            member = ServiceMembership(owner, service, number, rows, slot=service.id, machine=owner.machine)
         self.members[service.id, number] = member
         owner.receipts.begun(service.id)
         owner.expect_stage()  # its process loads while the graph travels
@@ -193,13 +193,15 @@ class Hosting:
         return None
 
     def _further(
-        self, service: Service, number: int, rows: Sequence[Row], here: Sequence[Membership]
-    ) -> Membership | str:
+        self, service: Service, number: int, rows: Sequence[ServiceRow], here: Sequence[ServiceMembership]
+    ) -> ServiceMembership | str:
         """Return what is to hold a stage beside others of the same service, or why it has no place."""
         owner = self._owner
         own = blake3(service.id + number.to_bytes(2)).digest()
         if owner.slots.is_free_for(own):
-            return Membership(owner, service, number, rows, slot=own, machine=owner.machine, is_stopgap=True)
+            return ServiceMembership(
+                owner, service, number, rows, slot=own, machine=owner.machine, is_stopgap=True
+            )
         beside = here[0]
         sharers = [each for each in here if each.slot == beside.slot]
         if any(each.stage is None for each in sharers):
@@ -207,12 +209,12 @@ class Hosting:
         needed = sum(each.stage.needed_bytes for each in sharers if each.stage is not None)
         if (left := owner.machine.memory_bytes - needed) <= 0:
             return "no memory is left beside the stage that is here"
-        return Membership(
+        return ServiceMembership(
             owner, service, number, rows, slot=beside.slot, beside=beside, is_stopgap=True,
             machine=replace(owner.machine, memory_bytes=left),
         )  # fmt: skip
 
-    async def _hold(self, member: Membership) -> None:
+    async def _hold(self, member: ServiceMembership) -> None:
         """Load a stage and answer by it, until it is let go or its process ends."""
         owner, service = self._owner, member.service
         with member.scope:
@@ -247,7 +249,7 @@ class Hosting:
         owner.start_task(self._watch, member)
         await self._advertise(service, encode(service.fact), None)
 
-    async def _watch(self, member: Membership) -> None:
+    async def _watch(self, member: ServiceMembership) -> None:
         """Let go of a stage whose process ends while nobody asks it anything."""
         try:
             while (stage := member.stage) is not None and self._has(member):
@@ -257,16 +259,16 @@ class Hosting:
         except StageFailed as error:
             await self.let_go(member, "failed", str(error)[:REASON_LENGTH_MAX])
 
-    def _has(self, member: Membership) -> bool:
+    def _has(self, member: ServiceMembership) -> bool:
         """Return whether a stage has not been let go."""
         return self.members.get((member.service.id, member.number)) is member
 
-    async def _keep_text(self, member: Membership) -> None:
+    async def _keep_text(self, member: ServiceMembership) -> None:
         """Hold the service's tokenizer too: doors get it from members when the publisher is gone."""
         with suppress(Unreachable):
             await self._owner.texts.bring(member.service, self.holders(member))
 
-    def holders(self, member: Membership) -> list[PeerId]:
+    def holders(self, member: ServiceMembership) -> list[PeerId]:
         """Return who may have what a stage is made of: its members, those of the same stage first, and the
         publisher."""
         rows = sorted(member.upkeep.rows(), key=lambda row: row.stage != member.number)
@@ -281,7 +283,7 @@ class Hosting:
             await discovery.publish_for(NAMED_PURPOSE, service.manifest.name.encode(), value, seconds)
             await discovery.publish_for(ALL_PURPOSE, service.id[:0], value, seconds)
 
-    async def let_go(self, member: Membership, code: CloseCode, reason: str) -> None:
+    async def let_go(self, member: ServiceMembership, code: CloseCode, reason: str) -> None:
         """Serve a stage no more; doors and members are told."""
         owner, service = self._owner, member.service
         if not self._has(member):
@@ -318,7 +320,7 @@ class Hosting:
             for member in list(self.members.values()):
                 nursery.start_soon(self._hand_over, member)
 
-    async def _hand_over(self, member: Membership) -> None:
+    async def _hand_over(self, member: ServiceMembership) -> None:
         """Let go of a stage, after another node answers for it where sessions would have to wait for that."""
         owner, service, number = self._owner, member.service, member.number
         if owner.provider.sessions_of(service.id) and not self._has_other(member):
@@ -329,14 +331,14 @@ class Hosting:
                     members = others(rows, owner.signer.peer)
                     peer = await self.recruiter.double_up(service, number, rows, members)
                 if peer is not None:
-                    row = Row(peer, number, False)
+                    row = ServiceRow(peer, number, False)
                     member.upkeep.introduce(owner.seams.clock.monotonic(), (row,))
                     owner.act()
                 while peer is not None and not self._has_other(member):  # noqa: ASYNC110 - told once a second
                     await trio.sleep(LOOK_SECONDS)
         await self.let_go(member, "leaving", "the node leaves")
 
-    def _has_other(self, member: Membership) -> bool:
+    def _has_other(self, member: ServiceMembership) -> bool:
         """Return whether another member answers for the same stage."""
         return has_other(member.roster, member.number, self._owner.signer.peer)
 
@@ -391,7 +393,7 @@ class Hosting:
                             )
                         )
 
-    async def _recruit(self, member: Membership, wanted: Recruit) -> None:
+    async def _recruit(self, member: ServiceMembership, wanted: Recruit) -> None:
         found: PeerId | None = None
         try:
             member.offering = self._offering()
@@ -416,7 +418,7 @@ class Hosting:
         members = self.of(service)
         return members[0].roster if members else ()
 
-    def listing(self, member: Membership) -> Listing:
+    def listing(self, member: ServiceMembership) -> Listing:
         """Return what this node says of a service that it is a member of."""
         provider, name = self._owner.provider, member.service.id
         room = member.stage.tokens_max if member.stage is not None else 0

@@ -20,7 +20,7 @@ INVITED = "invited"
 """In the place of a peer's name: all that this node's owner lists."""
 
 
-class Parts(Protocol):
+class ServingNode(Protocol):
     """The part of `node.runtime.Node` that this file uses."""
 
     peer: PeerId
@@ -38,7 +38,7 @@ class Parts(Protocol):
     def publish(self, event: Event) -> None: ...
 
 
-def named_peers(node: Parts, texts: Sequence[str]) -> list[PeerId]:
+def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
     """Return the members that are called so, or whose ids end so; `invited` are those that the owner lists.
     Raises UsageError."""
     found: list[PeerId] = []
@@ -63,7 +63,7 @@ def named_peers(node: Parts, texts: Sequence[str]) -> list[PeerId]:
     return found
 
 
-def peer_bounds(node: Parts, peer: PeerId) -> PeerBounds:
+def peer_bounds(node: ServingNode, peer: PeerId) -> PeerBounds:
     """Return what a peer may have of the services here; this node's own owner may have all."""
     if peer == node.peer:
         return NO_BOUNDS
@@ -71,7 +71,7 @@ def peer_bounds(node: Parts, peer: PeerId) -> PeerBounds:
     return PeerBounds(rules.peer_sessions, rules.peer_tokens_per_minute, rules.peer_cache_percent / 100)
 
 
-def make_serving(node: Parts) -> Serving:
+def make_serving(node: ServingNode) -> Serving:
     """Make it, and count its stages among those that have a slot of this node."""
     runs = node.runs
     serving = Serving(

@@ -14,9 +14,9 @@ from node.protocols import services as wire
 from node.protocols.services import Service, ServiceManifest
 from node.seams import Seams
 from node.serving.finding import Finder, Routes
-from node.serving.hosting import Hosting
+from node.serving.hosting import ServiceHost
 from node.serving.recruiting import MachineKind
-from partition.serve.messages import Row
+from partition.serve.messages import ServiceRow
 
 LOAD_SECONDS_MAX = 180.0
 """For all stages to be loaded, from other peers too."""
@@ -32,7 +32,7 @@ class PublisherOwner(Protocol):
 
     seams: Seams
     signer: Signer
-    hosting: Hosting
+    hosting: ServiceHost
     finder: Finder
 
     async def routes(self, service: Service) -> Routes: ...
@@ -52,7 +52,7 @@ class PublishedServices:
         """Publish a service and have its stages held, the first replicas at these peers if they take them; it
         answers a little later (`await_ready`). Raises RunFailed: nobody takes one of its stages."""
         service = wire.make_service(self._owner.signer, manifest)
-        rows: list[Row] = []
+        rows: list[ServiceRow] = []
         recruiter = self._owner.hosting.recruiter
         for replica in range(manifest.replicas):
             for number in range(manifest.stages):
@@ -60,7 +60,7 @@ class PublishedServices:
                 first = peers[number] if number < len(peers) and not replica else None
                 peer, reason = await recruiter.place(service, number, rows, taken, first)
                 if peer is not None:
-                    rows.append(Row(peer, number, False))
+                    rows.append(ServiceRow(peer, number, False))
                 elif not replica:
                     await self._stop_at(service, [PeerId(row.peer) for row in rows])
                     raise RunFailed(
@@ -127,14 +127,14 @@ class PublishedServices:
                 continue
             asked_at = clock.monotonic()
             await self._owner.routes(service)
-            me, rows = self._owner.signer.peer, list[Row]()
+            me, rows = self._owner.signer.peer, list[ServiceRow]()
             if any(peer != me for peer in self._owner.finder.members(service.id)):
                 continue  # this node was one itself, and is no more
             for number in range(service.manifest.stages):
                 taken = {row.peer for row in rows}
                 peer, _ = await recruiter.place(service, number, rows, taken, kind=kind)
                 if peer is not None:
-                    rows.append(Row(peer, number, False))
+                    rows.append(ServiceRow(peer, number, False))
             for row in rows:
                 await recruiter.ask_to_host(PeerId(row.peer), service, row.stage, rows)
             if rows:

@@ -13,7 +13,7 @@ from node.content.fenced_text import FencedText
 from node.content.text_questions import TextFacts
 from node.errors import UsageError
 from node.protocols.services import ServiceManifest
-from partition.serve.door import Wish
+from partition.serve.door import GenerationWish
 from partition.serve.sampling import SEED_MAX, Sampling
 from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
 
@@ -51,7 +51,7 @@ class DoorWish:
     """A question as the door takes it. `forgotten` of a chat's oldest messages did not fit, and were left
     out."""
 
-    wish: Wish
+    wish: GenerationWish
     forgotten: int = 0
 
 
@@ -85,7 +85,9 @@ async def make_door_wish(
             f"prompt: a token that {manifest.name} does not have; it has {manifest.vocabulary:,}"
         )
     sampling = make_sampling(question, text.facts if text is not None else None, entropy)
-    wish = Wish(prompt.tokens, question.tokens_max, sampling, frozenset(manifest.stops), question.exact)
+    wish = GenerationWish(
+        prompt.tokens, question.tokens_max, sampling, frozenset(manifest.stops), question.exact
+    )
     return DoorWish(wish, prompt.forgotten)
 
 

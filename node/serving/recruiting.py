@@ -26,7 +26,7 @@ from node.protocols.services import (
 )
 from node.seams import Seams
 from partition.plan.observed import Knowledge
-from partition.serve.messages import Row
+from partition.serve.messages import ServiceRow
 
 ASK_SECONDS_MAX = 5.0
 """For a node to say whether it takes a stage: it has nothing to fetch before."""
@@ -49,7 +49,7 @@ class RecruiterOwner(Protocol):
     def link_seconds(self, peers: Collection[PeerId]) -> Mapping[tuple[PeerId, PeerId], float]: ...
 
 
-Take = Callable[[Service, int, Sequence[Row], PeerId], str | None]
+Take = Callable[[Service, int, Sequence[ServiceRow], PeerId], str | None]
 """Has this node itself hold a stage, as `Hosting.take` does."""
 
 
@@ -64,7 +64,7 @@ class StageRecruiter:
         self,
         service: Service,
         number: int,
-        rows: Sequence[Row],
+        rows: Sequence[ServiceRow],
         taken: Collection[bytes],
         first: PeerId | None = None,
         kind: MachineKind | None = None,
@@ -108,7 +108,7 @@ class StageRecruiter:
             reasons.append(reason)
         return None, "; ".join(dict.fromkeys(reasons)) or "no node offers a free slot"
 
-    def usual_kind(self, rows: Sequence[Row]) -> MachineKind | None:
+    def usual_kind(self, rows: Sequence[ServiceRow]) -> MachineKind | None:
         """Return the kind of machine that most have who hold a stage; None where that is not known."""
         return usual_kind(rows, -1, self._kinds())
 
@@ -118,7 +118,7 @@ class StageRecruiter:
         return {peer: kind for peer, kind in found if kind is not None}
 
     async def ask_to_host(
-        self, peer: PeerId, service: Service, number: int, rows: Sequence[Row]
+        self, peer: PeerId, service: Service, number: int, rows: Sequence[ServiceRow]
     ) -> str | None:
         """Ask one node, which may be this one; return why it does not."""
         if peer == self._owner.signer.peer:
@@ -148,7 +148,7 @@ class StageRecruiter:
         return reply
 
     async def double_up(
-        self, service: Service, number: int, rows: Sequence[Row], members: Iterable[PeerId]
+        self, service: Service, number: int, rows: Sequence[ServiceRow], members: Iterable[PeerId]
     ) -> PeerId | None:
         """Have one of these members hold a stage beside its own; return which does, None where none can."""
         free = {each.peer for each in self._owner.offers() if each.has_slot}
@@ -164,7 +164,9 @@ def kind_of(knowledge: Knowledge, peer: PeerId) -> MachineKind | None:
     return None if row is None else (row.hardware, row.torch)
 
 
-def usual_kind(rows: Sequence[Row], number: int, kinds: Mapping[PeerId, MachineKind]) -> MachineKind | None:
+def usual_kind(
+    rows: Sequence[ServiceRow], number: int, kinds: Mapping[PeerId, MachineKind]
+) -> MachineKind | None:
     """Return the kind of machine that most have who hold a stage; where none of these is known, most of the
     service's members; None where that is not known either."""
     for among in ([row for row in rows if row.stage == number], rows):

@@ -27,7 +27,7 @@ from node.events import Event
 from node.pipeline.links import FormerVersion, Links
 from node.placement.admission import Machine
 from node.placement.leases import Offer
-from node.placement.slots import Slots
+from node.placement.slots import LeaseSlots
 from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols import services as wire
 from node.protocols.services import Service
@@ -36,17 +36,17 @@ from node.seams import Seams, Stream, StreamLimits
 from node.services.discovery import Discovery
 from node.serving.finding import Finder, Routes
 from node.serving.generations import Generation, Generations
-from node.serving.hosting import Hosting, Membership, declined
+from node.serving.hosting import ServiceHost, ServiceMembership, declined
 from node.serving.publishing import PublishedServices
 from node.serving.sources import ServedFiles
-from node.serving.stage import HeldStage, Refusal
+from node.serving.stage import BatchRefused, HeldStage
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
 from node.waker import Waker
 from partition.plan.observed import Knowledge
 from partition.serve.bounds import PeerBounds
-from partition.serve.door import Wish
+from partition.serve.door import GenerationWish
 from partition.serve.messages import (
     MESSAGE_BYTES_MAX,
     REASON_LENGTH_MAX,
@@ -63,7 +63,7 @@ from partition.serve.messages import (
     Sends,
     SessionClosed,
     SessionOpened,
-    Work,
+    UnitWork,
     in_former_version,
 )
 from partition.serve.provider import (
@@ -105,7 +105,7 @@ class Serving:
         models: Models,
         blobs: Blobs,
         discovery: Discovery,
-        slots: Slots,
+        slots: LeaseSlots,
         machine: Callable[[], Machine],
         offers: Callable[[], Sequence[Offer]],
         accepts: Callable[[Service], str | None],
@@ -143,7 +143,7 @@ class Serving:
         self.provider = SessionProvider(
             source_of=self._source_of, weight_of=receipts.weight, bounds_of=bounds_of
         )
-        self.hosting = Hosting(self)
+        self.hosting = ServiceHost(self)
         self.generations = Generations(self, signer.peer)
         self._serving: Counter[PeerId] = Counter()
         self._links = Links(
@@ -291,7 +291,7 @@ class Serving:
         """Take one message; one that is none costs its sender."""
         try:
             message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
-            if payload and not isinstance(message, Work | Answer):
+            if payload and not isinstance(message, UnitWork | Answer):
                 raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
             self._receive(self.seams.clock.monotonic(), sender, message, payload)
         except RemoteProtocolError as error:
@@ -301,7 +301,7 @@ class Serving:
     def _receive(self, now: float, sender: PeerId, message: Message, payload: memoryview) -> None:
         door, sends = self.generations.door, list[Any]()
         match message:
-            case Work():
+            case UnitWork():
                 sends = self._take_unit(now, sender, message, payload)
             case Answer():
                 arrays = read_tensors(message.tensors, payload)
@@ -317,7 +317,7 @@ class Serving:
         self.send(sends)
         self.act()
 
-    def _take_unit(self, now: float, sender: PeerId, work: Work, payload: memoryview) -> Sends:
+    def _take_unit(self, now: float, sender: PeerId, work: UnitWork, payload: memoryview) -> Sends:
         if not self.provider.knows_session(work.session):
             return []
         key = self.provider.stage_of(work)
@@ -367,7 +367,7 @@ class Serving:
     def _next_deadline(self) -> float:
         return min(self.provider.deadline, self.generations.door.deadline, self.hosting.deadline)
 
-    async def _work(self, member: Membership) -> None:
+    async def _work(self, member: ServiceMembership) -> None:
         """Have a stage do what is asked, one after the other, until nothing is left."""
         try:
             while member.asked and member.stage is not None:
@@ -377,7 +377,7 @@ class Serving:
         finally:
             member.is_working = False
 
-    async def _do(self, member: Membership, stage: HeldStage, asked: ProviderEvent) -> None:
+    async def _do(self, member: ServiceMembership, stage: HeldStage, asked: ProviderEvent) -> None:
         """Raises StageFailed: its process is gone."""
         match asked:
             case ComputeBatch():
@@ -388,13 +388,13 @@ class Serving:
             case ForkSession():
                 await stage.fork(asked.session, asked.base, asked.tokens)
 
-    async def _compute(self, member: Membership, stage: HeldStage, asked: ComputeBatch) -> None:
+    async def _compute(self, member: ServiceMembership, stage: HeldStage, asked: ComputeBatch) -> None:
         clock = self.seams.clock
         began = clock.monotonic()
         try:
             outcome = await stage.compute(asked, self.seams.executor)
             member.pace.note([unit.work.tokens for unit in asked.units], clock.monotonic() - began)
-        except Refusal as error:
+        except BatchRefused as error:
             now = clock.monotonic()
             sends = self.provider.failed(
                 now, asked.service, asked.batch, error.code, _short(error), error.session
@@ -460,7 +460,9 @@ class Serving:
         """Return the stages that a member was loading when members were asked last."""
         return self.finder.loading(service.id)
 
-    def answer(self, service: Service, wish: Wish, width: int = 0) -> AbstractAsyncContextManager[Generation]:
+    def answer(
+        self, service: Service, wish: GenerationWish, width: int = 0
+    ) -> AbstractAsyncContextManager[Generation]:
         """An answer of a service; see `Generations.generating`."""
         return self.generations.generating(service, wish, width)
 

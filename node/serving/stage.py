@@ -19,10 +19,10 @@ from node.serving import tensors
 from partition import stage as api
 from partition.codecs.codec import Payload, Typed, pack, unpack
 from partition.model.cut import cut_layers
-from partition.model.graph import ITEM_BYTES, SERVE, Graph, Size, StageGraph, Stored, TensorType
+from partition.model.graph import ITEM_BYTES, SERVE, Graph, Size, StageGraph, StoredValues, TensorType
 from partition.model.head import head_input
 from partition.model.serving import ROWS_MAX, attention_layers
-from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, Work
+from partition.serve.messages import SESSION_BYTES, Answer, CloseCode, UnitWork
 from partition.serve.provider import ComputeBatch
 from partition.serve.session_places import SESSIONS_MAX
 from partition.serve.turns import BATCH_TOKENS_MAX
@@ -46,7 +46,7 @@ SHORT_BYTES = 64 << 10
 Outcome = list[tuple[Answer | None, tuple[Typed, ...]]]
 
 
-class Refusal(Exception):
+class BatchRefused(Exception):
     """The stage did not compute a batch, and goes on. `session` is whose unit it was, where that is known."""
 
     def __init__(self, code: CloseCode, reason: str, session: bytes = b"") -> None:
@@ -169,7 +169,7 @@ class HeldStage:
         packed them: a replica hands them to the next one. None: they are another stage's."""
         for slot in parameter_layout(self.specification):
             source = slot.parameter.source
-            if isinstance(source, Stored) and source.offset <= offset < source.offset + source.length:
+            if isinstance(source, StoredValues) and source.offset <= offset < source.offset + source.length:
                 begin = offset - source.offset
                 if offset + length > source.offset + source.length:
                     return None
@@ -197,7 +197,7 @@ class HeldStage:
             return None
         return found.data
 
-    def check(self, work: Work, arrays: Sequence[Typed]) -> None:
+    def check(self, work: UnitWork, arrays: Sequence[Typed]) -> None:
         """Raise RemoteProtocolError where a unit is none of this stage's: one that its process would refuse
         costs those of all doors that are computed with it."""
         if work.is_hidden and not self._has_hidden:
@@ -233,10 +233,10 @@ class HeldStage:
             served = await self._stage.call(api.Serve(units, payload, is_hidden=is_hidden))
         except SessionRefused as error:
             code: CloseCode = "busy" if error.has_no_room else "position"
-            raise Refusal(code, str(error), error.session) from None
+            raise BatchRefused(code, str(error), error.session) from None
         except StageFailed as error:
             await self.try_process()
-            raise Refusal("failed", str(error)) from None
+            raise BatchRefused("failed", str(error)) from None
         if not isinstance(served, api.Served):
             raise StageFailed("the stage's process answered what it was not asked")
         works = [unit.work for unit in asked.units]
@@ -293,7 +293,7 @@ def _join(units: Sequence[Sequence[Typed]], form: Sequence[tensors.BoundaryForm]
 
 def _split(
     served: api.Served,
-    works: Sequence[Work],
+    works: Sequence[UnitWork],
     bytes_max: int,
     form: Sequence[tensors.BoundaryForm],
     *,

@@ -12,7 +12,7 @@ from crypto.errors import RemoteProtocolError
 from partition.codecs.base import ON_WIRE, Array
 from partition.codecs.codec import TensorHeader, Typed, check_length
 from partition.model.graph import DataType
-from partition.serve.messages import Answer, Work
+from partition.serve.messages import Answer, UnitWork
 from partition.serve.sampling import log_sum
 from partition.serve.selection import best_logits
 
@@ -44,7 +44,7 @@ def read_tensors(headers: Sequence[TensorHeader], data: memoryview) -> tuple[Typ
     return tuple(found)
 
 
-def check_ids(work: Work, arrays: Sequence[Typed], vocabulary: int) -> None:
+def check_ids(work: UnitWork, arrays: Sequence[Typed], vocabulary: int) -> None:
     """Raise RemoteProtocolError where a unit of a first stage is not so many tokens of the model."""
     if len(arrays) != 1 or arrays[0][0] != "int64" or arrays[0][1].shape != (work.tokens,):
         raise RemoteProtocolError("a unit without its token ids")
@@ -66,7 +66,7 @@ class BoundaryForm:
         return tuple(tokens if axis == self.axis else side for axis, side in enumerate(self.sides))
 
 
-def check_boundary(work: Work, arrays: Sequence[Typed], form: Sequence[BoundaryForm]) -> None:
+def check_boundary(work: UnitWork, arrays: Sequence[Typed], form: Sequence[BoundaryForm]) -> None:
     """Raise RemoteProtocolError where a unit is not what crosses a boundary."""
     wanted = [(each.dtype, each.shape(work.tokens)) for each in form]
     if [(dtype, array.shape) for dtype, array in arrays] != wanted:
@@ -104,7 +104,7 @@ def split(
     return found
 
 
-def answer(work: Work, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
+def answer(work: UnitWork, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
     """Return the answer to a unit of the last stage: of each row the best logits, or all of them, or its
     hidden state where that is wanted."""
     if logits is None or not work.wanted:

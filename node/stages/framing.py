@@ -30,7 +30,7 @@ from partition.stage import (
     Refused,
     Reply,
     Request,
-    Run,
+    RunEntryPoint,
     Serve,
     Served,
 )
@@ -41,7 +41,7 @@ HEADER_BYTES = _HEADER.size
 _PAYLOADS: dict[type, tuple[str, ...]] = {
     Forward: ("input", "labels"),
     Backward: ("gradient",),
-    Run: ("input",),
+    RunEntryPoint: ("input",),
     Serve: ("input",),
     Forwarded: ("output", "gradient"),
     BackwardDone: ("gradient",),
@@ -72,7 +72,7 @@ class Header(NamedTuple):
         return _HEADER.pack(*self)
 
 
-class Parts(NamedTuple):
+class FramedMessage(NamedTuple):
     """A message split for sending."""
 
     message: bytes
@@ -89,22 +89,22 @@ def read_header(data: bytes) -> Header:
     return Header(*_HEADER.unpack(data))
 
 
-def split(message: object) -> Parts:
+def split(message: object) -> FramedMessage:
     """Split a request or reply."""
     if isinstance(message, Import | Exported):
-        return Parts(encode(msgspec.structs.replace(message, data=b"")), message.data)
+        return FramedMessage(encode(msgspec.structs.replace(message, data=b"")), message.data)
     found: dict[str, Payload] = {}
     for name in _PAYLOADS.get(type(message), ()):
         payload = getattr(message, name)
         if payload is not None:
             found[name] = payload
     if not found:
-        return Parts(encode(message))
+        return FramedMessage(encode(message))
     emptied = {
         name: msgspec.structs.replace(payload, data=memoryview(b"")) for name, payload in found.items()
     }
     bare = msgspec.structs.replace(message, **emptied)  # type: ignore[type-var]  # a struct, by the table
-    return Parts(encode(bare), payloads=tuple(payload.data for payload in found.values()))
+    return FramedMessage(encode(bare), payloads=tuple(payload.data for payload in found.values()))
 
 
 def largest_payload(request: object) -> PayloadPart | None:

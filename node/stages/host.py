@@ -30,15 +30,15 @@ from node.errors import PayloadRefused, StageFailed
 from node.locks import acquire
 from node.stages.framing import (
     HEADER_BYTES,
+    FramedMessage,
     Header,
-    Parts,
     joined,
     largest_payload,
     read_header,
     refusal,
     split,
 )
-from node.stages.limits import STALLED_SECONDS, WATCH_SECONDS, Allowance, Watch, allowance_of
+from node.stages.limits import STALLED_SECONDS, WATCH_SECONDS, Allowance, ProcessWatch, allowance_of
 from node.stages.process import SPECIFICATION_BYTES_MAX
 from node.stages.program import Spare, StageProgram, shared_file
 from node.stages.scratch import remove_forgotten
@@ -107,7 +107,7 @@ class StageHost:
                 descriptors.append(descriptor)
                 self._mappings[name] = mmap.mmap(descriptor, max(1, size))
             program.begin(allowance.own_bytes, descriptors, allow_unfenced=allowance.allow_unfenced)
-            self._watch = Watch(
+            self._watch = ProcessWatch(
                 self._process.pid, allowance.watched_bytes, stalled_seconds, self._scratch.count
             )
         except BaseException:
@@ -256,7 +256,7 @@ class StageHost:
             self._stderr = -1
 
     async def _start_up(self, specification: bytes, seconds: float) -> Admitted:
-        reply = await self._exchange(Parts(specification), seconds, what="was not ready")
+        reply = await self._exchange(FramedMessage(specification), seconds, what="was not ready")
         if isinstance(reply, Refused):
             raise StageFailed(reply.reason)
         if not isinstance(reply, Admitted):
@@ -273,7 +273,9 @@ class StageHost:
             return f"{header.payloads} bytes of tensors, at most {self._allowance.payload_bytes_max} allowed"
         return None
 
-    async def _exchange(self, parts: Parts, seconds: float, *, what: str = "has not answered") -> Reply:
+    async def _exchange(
+        self, parts: FramedMessage, seconds: float, *, what: str = "has not answered"
+    ) -> Reply:
         """Send one message and wait for the answer; without an answer the process is ended."""
         self._watch.begin(seconds, what)
         try:

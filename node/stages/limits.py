@@ -109,7 +109,7 @@ def allowance_of(specification: StageSpecification, encoded_bytes: int) -> Allow
     )
 
 
-class Watch:
+class ProcessWatch:
     """Looks at a process that owes an answer at intervals, and decides when to stop waiting."""
 
     def __init__(

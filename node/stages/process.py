@@ -31,7 +31,7 @@ from crypto.encoding import decode
 from crypto.errors import RemoteProtocolError
 from crypto.noise import Data
 from node.stages import sandbox
-from node.stages.framing import HEADER_BYTES, Parts, joined, read_header, split
+from node.stages.framing import HEADER_BYTES, FramedMessage, joined, read_header, split
 from node.stages.parent import die_with
 from node.stages.program import SETTINGS
 from node.stages.threads import ThreadChooser, adaptive, candidates
@@ -74,7 +74,7 @@ def main(arguments: list[str]) -> None:
     prepare_process(int(threads))  # it starts threads, which inherit the fences
     while _compute_stage(link, descriptors, fenced, int(threads), device):
         _let_go(device)
-        link.send(Parts(b""), 0)
+        link.send(FramedMessage(b""), 0)
         if (found := link.settings()) is None:
             return
         _, _, descriptors = found  # the node has set its limit; the fences are up
@@ -156,7 +156,7 @@ class _Link:
         self.bytes_max = SPECIFICATION_BYTES_MAX
         self._requests = self._answers = memoryview(b"")
 
-    def receive(self) -> Parts | None:
+    def receive(self) -> FramedMessage | None:
         """Receive one message, or None when the other side has closed."""
         found = self._exactly(HEADER_BYTES)
         if found is None:
@@ -169,9 +169,11 @@ class _Link:
         if message is None or behind is None:
             return None
         first, end = header.first, header.payloads
-        return Parts(message, behind, (bytes(self._requests[:first]), bytes(self._requests[first:end])))
+        return FramedMessage(
+            message, behind, (bytes(self._requests[:first]), bytes(self._requests[first:end]))
+        )
 
-    def send(self, parts: Parts, busy_nanoseconds: int) -> None:
+    def send(self, parts: FramedMessage, busy_nanoseconds: int) -> None:
         """Send all but the payloads, which `give` has already placed."""
         self._socket.sendall(parts.header(busy_nanoseconds).encode() + parts.message)
         self._socket.sendall(parts.behind)
@@ -208,7 +210,7 @@ def _serve(link: _Link, handle: Callable[[Request], Reply], clock: Callable[[], 
     return False
 
 
-def _answer(handle: Callable[[Request], Reply], received: Parts, bytes_max: int) -> Reply:
+def _answer(handle: Callable[[Request], Reply], received: FramedMessage, bytes_max: int) -> Reply:
     try:
         decoded: Request = decode(received.message, Request, bytes_max=bytes_max)
         request = joined(decoded, received.behind, received.payloads)

@@ -118,7 +118,7 @@ _X32 = 0x40000000
 
 
 @dataclass(frozen=True)
-class Condition:
+class ArgumentCondition:
     """Whether half of an argument (the lower one, unless `upper`), masked, is among `values`, as `wanted`."""
 
     argument: int
@@ -159,26 +159,32 @@ def compile_filter(machine: str, pid: int, *, files_fenced: bool, accelerator: b
 
 def _tested(
     pid: int, *, files_fenced: bool, accelerator: bool
-) -> Iterator[tuple[Numbers, tuple[Condition, ...]]]:
+) -> Iterator[tuple[Numbers, tuple[ArgumentCondition, ...]]]:
     """Yield the calls whose arguments decide."""
-    yield (56, 220), (Condition(0, (_THREAD,), _THREAD | _NAMESPACES),)  # clone: threads, not processes
+    yield (
+        (56, 220),
+        (ArgumentCondition(0, (_THREAD,), _THREAD | _NAMESPACES),),
+    )  # clone: threads, not processes
     # mmap: no limit counts shared memory without a file.
-    shared = Condition(3, (_SHARED_ANONYMOUS,), _SHARED_ANONYMOUS, wanted=False)
+    shared = ArgumentCondition(3, (_SHARED_ANONYMOUS,), _SHARED_ANONYMOUS, wanted=False)
     yield (9, 222), () if accelerator else (shared,)
-    yield (234, 131), (Condition(0, (pid,)),)  # tgkill: abort() signals itself
+    yield (234, 131), (ArgumentCondition(0, (pid,)),)  # tgkill: abort() signals itself
     # prlimit64: read its own limits, set none. A privileged process could raise them.
-    yield (302, 261), (Condition(0, (0, pid)), Condition(2, (0,)), Condition(2, (0,), upper=True))
+    yield (
+        (302, 261),
+        (ArgumentCondition(0, (0, pid)), ArgumentCondition(2, (0,)), ArgumentCondition(2, (0,), upper=True)),
+    )
     # sendto: on a connected socket, without an address.
-    yield (44, 206), (Condition(4, (0,)), Condition(4, (0,), upper=True))
-    yield (157, 167), (Condition(0, _PRCTLS),)
-    yield (72, 25), (Condition(1, _FCNTLS_REFUSED, wanted=False),)
-    yield (16, 29), () if accelerator else (Condition(1, _IOCTLS),)
+    yield (44, 206), (ArgumentCondition(4, (0,)), ArgumentCondition(4, (0,), upper=True))
+    yield (157, 167), (ArgumentCondition(0, _PRCTLS),)
+    yield (72, 25), (ArgumentCondition(1, _FCNTLS_REFUSED, wanted=False),)
+    yield (16, 29), () if accelerator else (ArgumentCondition(1, _IOCTLS),)
     reading = not files_fenced and not accelerator
-    yield (257, 56), (Condition(2, (0,), _WRITING),) if reading else ()  # openat
-    yield (2, None), (Condition(1, (0,), _WRITING),) if reading else ()  # open
+    yield (257, 56), (ArgumentCondition(2, (0,), _WRITING),) if reading else ()  # openat
+    yield (2, None), (ArgumentCondition(1, (0,), _WRITING),) if reading else ()  # open
 
 
-def _block(conditions: Sequence[Condition]) -> Iterator[tuple[int, int, int, int]]:
+def _block(conditions: Sequence[ArgumentCondition]) -> Iterator[tuple[int, int, int, int]]:
     """Yield instructions that allow if every condition holds, else EPERM. Every path ends in a return."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     for condition in conditions:

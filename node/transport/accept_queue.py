@@ -4,7 +4,7 @@ and none of them has a task.
 One task takes connections from the kernel, reads what they say, and closes those who say something else,
 hang up, or have stood there for too long; in crowds it does so for many at once, for a turn of the event loop
 costs more than all else of a stranger. Whose first flight is whole, and in a private swarm shows a key of it,
-is handed on to shake hands as soon as `Admission` lets it; it keeps its place at the door until then.
+is handed on to shake hands as soon as `HandshakeGate` lets it; it keeps its place at the door until then.
 
 In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
 connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.
@@ -23,12 +23,12 @@ import trio
 from crypto.errors import RemoteProtocolError
 from crypto.noise import PeerHandshake
 from crypto.noise.negotiation import HEAD_BYTES, check_head
-from crypto.token_buckets import Bucket, prefix_of
+from crypto.token_buckets import TokenBucket, prefix_of
 from node.containment import contain, note
 from node.forks import keep_from_children
 from node.transport.half_open import HalfOpenQueue
 from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Credentials
-from node.transport.handshake_limits import Admission
+from node.transport.handshake_limits import HandshakeGate
 
 TAKEN_AT_ONCE_MAX = 64
 """Connections from one listening socket before others get their turn: some milliseconds of refusing."""
@@ -139,8 +139,8 @@ class PendingConnections:
         # Those of them whose first flight is whole.
         self._ready: dict[PendingConnection, None] = {}
         now = trio.current_time()
-        self._admission = Admission(now)
-        self._turns = Bucket(TURNS_RATE, TURNS_BURST, TURNS_BURST, now)
+        self._admission = HandshakeGate(now)
+        self._turns = TokenBucket(TURNS_RATE, TURNS_BURST, TURNS_BURST, now)
 
     async def run(self, listening: Iterable[socket.socket]) -> None:
         """Take connections until cancelled; who stands in the doorway without a task is sent away then."""

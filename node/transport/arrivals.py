@@ -13,7 +13,7 @@ from typing import Protocol
 import trio
 
 from crypto.errors import RemoteProtocolError
-from crypto.noise import Session
+from crypto.noise import HandshakeResult
 from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.errors import StreamClosed
@@ -44,7 +44,7 @@ class ArrivalHost(Protocol):
         """Where tasks run; None before the start, and once the node is leaving."""
 
     def make(
-        self, transport: trio.SocketStream, session: Session, path: MultiplexedPath | None = None
+        self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
         """Keep a connection in the table of all, until it ends."""
 

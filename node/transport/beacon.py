@@ -30,7 +30,7 @@ from crypto.contact import ADDRESSES_MAX, PLACE_LENGTH_MAX, Address, make_addres
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
-from crypto.token_buckets import Bucket, Buckets
+from crypto.token_buckets import Buckets, TokenBucket
 
 HERE = "fe80::"
 """The host of an address that is of one link only: where the packet comes from. To name it would help nobody
@@ -142,8 +142,8 @@ class Beacons:
         self._told: set[str] = set()
         self._heard: OrderedDict[PeerId, _Neighbour] = OrderedDict()
         self._sources = Buckets[str](SOURCE_PER_SECOND_MAX, SOURCE_BURST_MAX, SOURCES_MAX)
-        self._total = Bucket(TOTAL_PER_SECOND_MAX, TOTAL_BURST_MAX, TOTAL_BURST_MAX, now)
-        self._news = Bucket(NEWS_PER_MINUTE_MAX / 60, NEWS_PER_MINUTE_MAX, NEWS_PER_MINUTE_MAX, now)
+        self._total = TokenBucket(TOTAL_PER_SECOND_MAX, TOTAL_BURST_MAX, TOTAL_BURST_MAX, now)
+        self._news = TokenBucket(NEWS_PER_MINUTE_MAX / 60, NEWS_PER_MINUTE_MAX, NEWS_PER_MINUTE_MAX, now)
         self._questions = [now + seconds for seconds in ASKING_SECONDS]
         self._due = inf
         self._answer_due = inf

@@ -9,7 +9,7 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
-from crypto.noise import PeerHandshake, Session
+from crypto.noise import HandshakeResult, PeerHandshake
 from node.errors import StreamClosed, Unreachable
 from node.transport.handshake import Credentials, answer_flight, shake_hands
 from node.transport.relay_messages import (
@@ -60,7 +60,7 @@ class CircuitEnd:
             raise Unreachable("refused", f"{short_peer(peer)} came through a relay with {error}") from None
         return cls(credentials, peer, handshake, request, is_first=False)
 
-    async def connect(self, stream: SecureStream) -> tuple[trio.SocketStream, Session]:
+    async def connect(self, stream: SecureStream) -> tuple[trio.SocketStream, HandshakeResult]:
         """Wait for the relay at the other end of a bare stream, on which the request was sent, to connect the
         two, and end the handshake. Raises Unreachable."""
         relay = short_peer(stream.peer)

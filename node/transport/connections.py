@@ -15,7 +15,7 @@ import trio
 
 from crypto.contact import Address
 from crypto.identity import PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import HandshakeResult
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL
@@ -436,7 +436,7 @@ class Connections:
         return protocol
 
     def make(
-        self, transport: trio.SocketStream, session: Session, path: MultiplexedPath | None = None
+        self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
         """Keep a connection in the table of all, until it ends."""
         connection = Connection(

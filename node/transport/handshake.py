@@ -1,4 +1,4 @@
-"""The handshake of a stream: connect and shake hands, or answer who did. Ends in a `Session`.
+"""The handshake of a stream: connect and shake hands, or answer who did. Ends in a `HandshakeResult`.
 
 What is said, and what of it is refused, is `crypto.noise.peer_handshake`; here are the socket and the
 deadline. Who has connected and not yet begun as a peer does is in `strangers`; what follows on the connection
@@ -19,11 +19,11 @@ from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import (
+    HandshakeResult,
     NoCommonSuite,
     PeerHandshake,
     PrivateKey,
     ReplayCache,
-    Session,
     Suite,
     WrongIdentity,
     identity_payload,
@@ -97,7 +97,7 @@ class SecuredTransport:
     address: Address
     """Where the peer is; of a circuit, the circuit."""
     transport: trio.SocketStream
-    session: Session
+    session: HandshakeResult
 
 
 def default_suites() -> tuple[Suite, ...]:
@@ -115,7 +115,7 @@ def _has_aes() -> bool:
     return re.search(r"\baes\b", text) is not None
 
 
-async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, Session]:
+async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, HandshakeResult]:
     """Connect and shake hands; `address.peer`, if set, must be who answers.
 
     Raises:
@@ -134,7 +134,7 @@ async def shake_hands(
     is_first: bool = True,
     came: bytes = b"",
     begun: PeerHandshake | None = None,
-) -> Session:
+) -> HandshakeResult:
     """Shake hands on a connection that stands, or close it. `where` is what a person calls the other end;
     `is_first` is true on one side; what `came` has been read already. A handshake that has `begun` has said
     what it had to say by other means.
@@ -183,7 +183,7 @@ def answer_flight(handshake: PeerHandshake, flight: bytes) -> bytes:
     return answer
 
 
-async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> Session:
+async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> HandshakeResult:
     """The other side of `dial`, for a `handshake` that has opened, and what came behind its first flight; to
     be cancelled when its time is over.
 
@@ -201,7 +201,7 @@ def _about_key(credentials: Credentials) -> str:
 
 async def _shake_hands(
     transport: trio.SocketStream, handshake: PeerHandshake, outgoing: bytes, came: bytes = b""
-) -> Session:
+) -> HandshakeResult:
     while handshake.session is None:
         if outgoing:
             await transport.send_all(outgoing)

@@ -9,7 +9,7 @@ peer has proved itself share a limit of their own, which no stranger can use up.
 from collections import OrderedDict
 from collections.abc import Iterable
 
-from crypto.token_buckets import Bucket, Buckets
+from crypto.token_buckets import Buckets, TokenBucket
 
 STRANGERS_RATE = 100.0
 """Handshakes a second for all sources that nobody is known at, at about 1 ms until the answer is sent and
@@ -27,12 +27,12 @@ SOURCES_MAX = 4_096
 """Sources whose rate is remembered, and known ones: the latest of each."""
 
 
-class Admission:
+class HandshakeGate:
     """Decides over handshakes; `now` is any clock that does not go back, in seconds."""
 
     def __init__(self, now: float) -> None:
-        self._strangers = Bucket(STRANGERS_RATE, STRANGERS_BURST, STRANGERS_BURST, now)
-        self._known = Bucket(KNOWN_RATE, KNOWN_BURST, KNOWN_BURST, now)
+        self._strangers = TokenBucket(STRANGERS_RATE, STRANGERS_BURST, STRANGERS_BURST, now)
+        self._known = TokenBucket(KNOWN_RATE, KNOWN_BURST, KNOWN_BURST, now)
         self._sources = Buckets[bytes](SOURCE_RATE, SOURCE_BURST, SOURCES_MAX)
         self._proved: OrderedDict[bytes, None] = OrderedDict()
 

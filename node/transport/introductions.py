@@ -25,8 +25,8 @@ from node.transport.punch_messages import (
     TOKEN_BYTES,
     Introduced,
     Meet,
-    Offer,
     Passed,
+    PunchOffer,
 )
 from node.transport.punching import IntroductionBudget
 
@@ -62,7 +62,7 @@ class Introductions:
         clock: Clock,
         counters: Counter[str],
         may_answer: Callable[..., bool],
-        meet: Callable[[Stream, Offer, PeerId], Awaitable[None]],
+        meet: Callable[[Stream, PunchOffer, PeerId], Awaitable[None]],
     ) -> None:
         self._network = network
         self._clock = clock
@@ -100,7 +100,9 @@ class Introductions:
                 try:
                     await stream.send(encode(Meet(token)))
                     with trio.fail_after(TOGETHER_SECONDS):
-                        offer: Offer = decode(await stream.receive(), Offer, bytes_max=MESSAGE_BYTES_MAX)
+                        offer: PunchOffer = decode(
+                            await stream.receive(), PunchOffer, bytes_max=MESSAGE_BYTES_MAX
+                        )
                     await self._meet(stream, offer, peer)
                 finally:
                     stream.close()

@@ -28,7 +28,7 @@ _NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
 
 
 @dataclass(frozen=True)
-class Bound:
+class BoundSockets:
     """Both sockets of one place; another port than the `wanted` one where others held that."""
 
     tcp: socket.socket
@@ -42,7 +42,7 @@ class Bound:
         self.udp.close()
 
 
-async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[Bound, ...]:
+async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[BoundSockets, ...]:
     """Listen on every place, on all or on none. Unless they `may_move`, at these ports alone; places that
     want one port move together, so that a node has one number for both families.
 
@@ -62,7 +62,7 @@ async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[B
     for index, (_, port) in enumerate(places):
         # Of 0 each takes its own.
         by_port.setdefault(port or (0, index), []).append(index)
-    bound: dict[int, Bound] = {}
+    bound: dict[int, BoundSockets] = {}
     try:
         for indices in by_port.values():
             port = places[indices[0]][1]
@@ -98,7 +98,7 @@ class _Wanted:
 
 def _bind_group(
     wanted: Sequence[_Wanted], port: int, *, both_families: bool, attempts: int
-) -> "list[Bound | None]":
+) -> "list[BoundSockets | None]":
     """Listen on all of these places at one port, `port` or one of the next; None for a place whose family
     this machine does not have."""
     for each in wanted:
@@ -121,9 +121,9 @@ def _bind_group(
 
 def _bind_at(
     wanted: Sequence[_Wanted], number: int, port: int, *, both_families: bool
-) -> "list[Bound | None] | None":
+) -> "list[BoundSockets | None] | None":
     """All of these at port `number`, in place of `port`; None where it is taken at one of them."""
-    made: list[Bound | None] = []
+    made: list[BoundSockets | None] = []
     for each in wanted:
         try:
             tcp, udp = _bind_pair(each.family, each.literal, number, both_families=both_families)
@@ -137,7 +137,7 @@ def _bind_at(
             if error.errno not in (errno.EADDRINUSE, errno.EACCES):
                 raise UsageError(f"cannot listen on {each.host}:{number}: {error.strerror}") from None
             return None
-        made.append(Bound(tcp, udp, each.literal, tcp.getsockname()[1], port))
+        made.append(BoundSockets(tcp, udp, each.literal, tcp.getsockname()[1], port))
     return made
 
 

@@ -16,7 +16,7 @@ import trio
 from crypto.contact import Address
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
-from crypto.noise import TAG_BYTES, Data, Session
+from crypto.noise import TAG_BYTES, Data, HandshakeResult
 from crypto.noise.ciphers import CipherState
 from crypto.noise.suites import SUITES
 from node.containment import contain
@@ -71,9 +71,9 @@ class SealedBelow(CipherState):
         memoryview(buffer)[:] = memoryview(ciphertext)[:-TAG_BYTES]
 
 
-def channel_session(peer: PeerId) -> Session:
+def channel_session(peer: PeerId) -> HandshakeResult:
     """Return what stands for a handshake on a channel: the path has shaken hands."""
-    return Session(peer, SUITES[0], SealedBelow(), SealedBelow(), b"")
+    return HandshakeResult(peer, SUITES[0], SealedBelow(), SealedBelow(), b"")
 
 
 @dataclass(eq=False)

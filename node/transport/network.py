@@ -30,7 +30,7 @@ from node.transport.datagram_paths import DatagramPaths
 from node.transport.handshake import Credentials, default_suites
 from node.transport.inbox import QueueInbox
 from node.transport.interfaces import read_interfaces
-from node.transport.listen import Bound, bind_all
+from node.transport.listen import BoundSockets, bind_all
 from node.transport.multicast import Multicast
 from node.transport.pace import Paces
 from node.transport.paths import Paths
@@ -111,7 +111,7 @@ class RealNetwork:
             self._credentials, self._book, self._router, self._counters, self.paces
         )
         self._addresses: tuple[Address, ...] = ()
-        self._bound: tuple[Bound, ...] = ()
+        self._bound: tuple[BoundSockets, ...] = ()
         self._confirmed: tuple[Address, ...] = ()
         self._circuits: tuple[Address, ...] = ()
         self._mapped: Address | None = None

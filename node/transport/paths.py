@@ -17,7 +17,7 @@ import trio
 
 from crypto.contact import Address
 from crypto.identity import PeerId, short_peer
-from crypto.noise import Session
+from crypto.noise import HandshakeResult
 from node.containment import contain
 from node.errors import Unreachable
 from node.transport.circuits import CircuitEnd
@@ -73,7 +73,7 @@ class PathHost(Protocol):
         """Where tasks run; None before the start, and once the node is leaving."""
 
     def make(
-        self, transport: trio.SocketStream, session: Session, path: MultiplexedPath | None = None
+        self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
     ) -> Connection:
         """Keep a connection in the table of all, until it ends."""
 

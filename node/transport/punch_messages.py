@@ -33,7 +33,7 @@ Token = Annotated[bytes, msgspec.Meta(min_length=TOKEN_BYTES, max_length=TOKEN_B
 Place = Annotated[str, msgspec.Meta(max_length=ADDRESS_LENGTH_MAX)]
 
 
-class Offer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
+class PunchOffer(msgspec.Struct, frozen=True, array_like=True, tag="offer"):
     """I am to be found here, by TCP and by UDP."""
 
     tcp: Candidates
@@ -72,13 +72,13 @@ class Observe(msgspec.Struct, frozen=True, array_like=True, tag="observe"):
     """Where do you see me?"""
 
 
-class Observed(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
+class ObservedAddresses(msgspec.Struct, frozen=True, array_like=True, tag="observed"):
     """There this stream comes from, and there your datagrams do, if any came lately."""
 
     tcp: Place
     udp: Place
 
 
-Passed = Offer | RoundTrip | Begin
+Passed = PunchOffer | RoundTrip | Begin
 """What two that meet by a third say to each other."""
-Message = Offer | RoundTrip | Begin | Introduce | Introduced | Meet | Observe | Observed
+Message = PunchOffer | RoundTrip | Begin | Introduce | Introduced | Meet | Observe | ObservedAddresses

@@ -37,8 +37,8 @@ from node.transport.punch_messages import (
     Meet,
     Message,
     Observe,
-    Observed,
-    Offer,
+    ObservedAddresses,
+    PunchOffer,
     RoundTrip,
 )
 from node.transport.punching import (
@@ -222,7 +222,7 @@ class Puncher:
                 stream = self._asked[observer]
                 await stream.send(encode(Observe()))
                 observed = _read(await stream.receive())
-            if not isinstance(observed, Observed):
+            if not isinstance(observed, ObservedAddresses):
                 raise RemoteProtocolError("no answer to what was asked")
             self._note(peer, observed, b"" if place is None else network_of(prefix_of(place.host)))
             if place is not None:
@@ -252,7 +252,7 @@ class Puncher:
             if stream is not None:
                 stream.connection.end("it is not asked any more where this node is seen")
 
-    def _note(self, peer: PeerId, observed: Observed, network: bytes) -> None:
+    def _note(self, peer: PeerId, observed: ObservedAddresses, network: bytes) -> None:
         """RemoteProtocolError for what is no place."""
         transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
         for transport, text in transports:
@@ -308,7 +308,7 @@ class Puncher:
         self.budget.ended(peer, worked=worked)
         self._counters["introductions_worked"] += worked
 
-    async def _meet(self, stream: Stream, offer: Offer, peer: PeerId) -> None:
+    async def _meet(self, stream: Stream, offer: PunchOffer, peer: PeerId) -> None:
         """A peer makes an offer, by a path to it or by another node."""
         await self._look_outside()
         await self._follow(stream, offer, peer)
@@ -330,7 +330,7 @@ class Puncher:
             with trio.fail_after(ANSWER_SECONDS):
                 await stream.send(encode(self._own_offer()))
                 offer = _read(await stream.receive())
-                if not isinstance(offer, Offer):
+                if not isinstance(offer, PunchOffer):
                     raise RemoteProtocolError("no offer")
                 began = trio.current_time()
                 await stream.send(encode(RoundTrip()))
@@ -351,7 +351,7 @@ class Puncher:
             await self._introductions.introduce(stream, PeerId(first.peer))
         elif isinstance(first, Meet):
             await self._introductions.meet(stream, first.token)
-        elif not isinstance(first, Offer):
+        elif not isinstance(first, PunchOffer):
             raise RemoteProtocolError("neither an offer nor a question")
         elif self._may_answer(stream.peer):
             await self._meet(stream, first, stream.peer)
@@ -368,7 +368,7 @@ class Puncher:
                 if not isinstance(again, Observe):
                     raise RemoteProtocolError("a message out of turn")
 
-    async def _follow(self, stream: Stream, offer: Offer, peer: PeerId) -> None:
+    async def _follow(self, stream: Stream, offer: PunchOffer, peer: PeerId) -> None:
         round_trip_seconds = None
         with trio.move_on_after(ANSWER_SECONDS):
             await stream.send(encode(self._own_offer()))
@@ -382,13 +382,15 @@ class Puncher:
         if round_trip_seconds is not None:
             await self._dial(peer, stream.peer, offer, round_trip_seconds, is_first=False)
 
-    def _observed(self, stream: Stream) -> Observed:
+    def _observed(self, stream: Stream) -> ObservedAddresses:
         now, peer, source = self._clock.monotonic(), stream.peer, stream.source
         heard = self._network.seen_at(peer)
         is_fresh = heard is not None and now - self._network.heard_at(peer) <= OBSERVED_FRESH_SECONDS
-        return Observed("" if source is None else str(source.of(None)), str(heard) if is_fresh else "")
+        return ObservedAddresses(
+            "" if source is None else str(source.of(None)), str(heard) if is_fresh else ""
+        )
 
-    def _own_offer(self) -> Offer:
+    def _own_offer(self) -> PunchOffer:
         """Where this node is, by its own interfaces and by what others see."""
         now = self._clock.monotonic()
         own = [
@@ -402,11 +404,11 @@ class Puncher:
                 outside = None  # it listens there, and was seen at another port
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
-        offer = Offer(places["tcp"], places["udp"])
-        return Offer(offer.tcp, offer.udp, bytes(max(0, OFFER_BYTES_MIN - len(encode(offer)))))
+        offer = PunchOffer(places["tcp"], places["udp"])
+        return PunchOffer(offer.tcp, offer.udp, bytes(max(0, OFFER_BYTES_MIN - len(encode(offer)))))
 
     async def _dial(
-        self, peer: PeerId, teller: PeerId, offer: Offer, round_trip_seconds: float, *, is_first: bool
+        self, peer: PeerId, teller: PeerId, offer: PunchOffer, round_trip_seconds: float, *, is_first: bool
     ) -> bool:
         """Dial as both do now; whether a path came about. It counts against the share of the `teller`, from
         whom the offer came: it may have invented the peer."""

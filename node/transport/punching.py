@@ -15,7 +15,7 @@ from typing import Literal
 
 from crypto.contact import Address, parse_address
 from crypto.identity import PeerId
-from crypto.token_buckets import Bucket, Buckets
+from crypto.token_buckets import Buckets, TokenBucket
 from node.transport.punch_messages import CANDIDATES_MAX
 
 Transport = Literal["tcp", "udp"]
@@ -69,7 +69,7 @@ class PunchBudget:
         self._tries: OrderedDict[PeerId, _Tries] = OrderedDict()
         self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_MAX)
         self._shares = Buckets[PeerId](PEER_TRIES_PER_SECOND, PEER_TRIES_BURST, PEERS_MAX)
-        self._all = Bucket(ALL_TRIES_PER_SECOND, ALL_TRIES_BURST, ALL_TRIES_BURST, -inf)
+        self._all = TokenBucket(ALL_TRIES_PER_SECOND, ALL_TRIES_BURST, ALL_TRIES_BURST, -inf)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -149,7 +149,7 @@ class IntroductionBudget:
     def __init__(self) -> None:
         self._askers = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
         self._targets = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
-        self._all = Bucket(ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST, ALL_INTRODUCED_BURST, -inf)
+        self._all = TokenBucket(ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST, ALL_INTRODUCED_BURST, -inf)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:

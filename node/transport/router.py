@@ -54,7 +54,7 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     work_bits: WorkBits = 0
 
 
-class Answer(msgspec.Struct, frozen=True, array_like=True):
+class HelloAnswer(msgspec.Struct, frozen=True, array_like=True):
     """`chosen` is the number of the name in the hello. `work_bits` is the proof of work that the answering
     side wants of ids."""
 
@@ -84,7 +84,7 @@ async def greet(
     if not isinstance(received, tuple):
         raise connection.end("a mark instead of an answer")
     try:
-        answer: Answer = decode(received[0], Answer, bytes_max=HELLO_BYTES_MAX)
+        answer: HelloAnswer = decode(received[0], HelloAnswer, bytes_max=HELLO_BYTES_MAX)
     except RemoteProtocolError as error:
         raise connection.offended(error) from None
     wrong = _work_fault(me, hello.work_bits, connection.peer, answer.work_bits)
@@ -170,7 +170,7 @@ class Router:
         hello: Hello = decode(received[0], Hello, bytes_max=HELLO_BYTES_MAX)
         if hello.work_bits != self._work_bits or not has_work(connection.peer, self._work_bits):
             self._counters["streams_refused_work"] += 1
-            await connection.send(encode(Answer(WITHOUT_WORK, 0, self._work_bits)))
+            await connection.send(encode(HelloAnswer(WITHOUT_WORK, 0, self._work_bits)))
             return None
         chosen = self._choose(hello)
         name = hello.protocols[chosen] if chosen is not None and hello.protocols else ""
@@ -183,7 +183,7 @@ class Router:
             connection.limit(self._handlers.message_bytes_max(name))
         if code != ACCEPTED:
             self._counters["streams_refused_busy" if busy else "streams_refused_protocol"] += 1
-        await connection.send(encode(Answer(code, chosen or 0, self._work_bits)))
+        await connection.send(encode(HelloAnswer(code, chosen or 0, self._work_bits)))
         return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:

@@ -18,7 +18,7 @@ import trio
 
 from crypto.contact import Address
 from crypto.errors import RemoteProtocolError
-from crypto.noise import Data, Session
+from crypto.noise import Data, HandshakeResult
 from crypto.registers import Silence
 from node.errors import StreamClosed
 from node.forks import keep_from_children
@@ -102,7 +102,7 @@ class Connection:
     def __init__(
         self,
         transport: trio.SocketStream,
-        session: Session,
+        session: HandshakeResult,
         assembly: ReassemblyBudget,
         pool: Pool,
         counters: Counter[str],

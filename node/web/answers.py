@@ -41,7 +41,7 @@ from node.web.forms.asking import (
     TokenSaid,
     TokenUsage,
 )
-from partition.serve.door import Wish
+from partition.serve.door import GenerationWish
 from partition.serve.sampling import SEED_MAX, Sampling
 
 RETRY_SECONDS = 2.0
@@ -302,7 +302,7 @@ class _Choice:
         self,
         serving: Serving,
         asking: Asking,
-        wish: Wish,
+        wish: GenerationWish,
         task_status: trio.TaskStatus[FormProblem | None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Send the events of this answer; report a problem at the start through `task_status`."""
@@ -454,7 +454,7 @@ def _wish(
     choice: int,
     entropy: Callable[[int], bytes],
     owner: str = "",
-) -> Wish:
+) -> GenerationWish:
     """Return what a door is asked for one choice. Raises FormProblem."""
     manifest = service.manifest
     seed = int.from_bytes(entropy(8)) if request.seed is None else request.seed
@@ -478,4 +478,4 @@ def _wish(
     except ValueError as error:
         raise FormProblem(f"sampling: {error}") from None
     tokens_max = min(request.tokens_max or manifest.context, manifest.context - len(prompt))
-    return Wish(prompt, tokens_max, sampling, frozenset(manifest.stops), owner=owner)
+    return GenerationWish(prompt, tokens_max, sampling, frozenset(manifest.stops), owner=owner)

@@ -25,7 +25,7 @@ from node.seams import Clock
 from node.serving.asking import AnswerStream, Asking
 from node.serving.questions import Question
 from node.serving.serving import Serving
-from node.web.door import Request, Response, Send, Streaming
+from node.web.door import HttpRequest, Response, Send, Streaming
 from node.web.forms.asking import BEAT, event
 from node.web.views import peer_key
 
@@ -86,14 +86,14 @@ class PageChat:
                 row["peer"] = row["peer"][-len(found["publisher"]) :]
         return found
 
-    async def text(self, request: Request) -> Response:
+    async def text(self, request: HttpRequest) -> Response:
         """Return how a service takes text: its files are fetched for that."""
         try:
             return _json(await self._asking.text_document(request.query.get("service", "")))
         except PeerloomError as error:
             return _refused(error)
 
-    async def answer(self, request: Request) -> Response | Streaming:
+    async def answer(self, request: HttpRequest) -> Response | Streaming:
         """Begin an answer; it ends in every stage when the window does."""
         try:
             asked = msgspec.json.decode(request.body, type=PageQuestion)

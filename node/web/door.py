@@ -24,7 +24,7 @@ from crypto.registers import Register, Silence
 from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.forks import keep_from_children
-from node.web.guard import HEADERS, Refusal, refuse_stranger
+from node.web.guard import HEADERS, RequestRefusal, refuse_stranger
 from node.web.settings import WebSettings
 
 _OWNER, _HERE = b"owner", prefix_of("127.0.0.1")
@@ -49,7 +49,7 @@ Send = Callable[[bytes], Awaitable[None]]
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """One request. `headers` have names in lower case; `path` is decoded; of a query's repeated name the last
     counts. What `held` holds is let go once the answer is sent, or the client has hung up."""
 
@@ -81,8 +81,8 @@ class Streaming:
     headers: tuple[tuple[str, str], ...] = field(default=(("cache-control", "no-store"),))
 
 
-Handler = Callable[[Request], Awaitable[Response | Streaming]]
-Admit = Callable[[Request], int | Response]
+Handler = Callable[[HttpRequest], Awaitable[Response | Streaming]]
+Admit = Callable[[HttpRequest], int | Response]
 """By a request without its body: how long that may be, or why it is not read."""
 
 
@@ -91,11 +91,11 @@ def problem(status: HTTPStatus, reason: str) -> Response:
     return Response(msgspec.json.encode({"error": reason}), status, headers=(("cache-control", "no-store"),))
 
 
-def _admit_short(_request: Request) -> int:
+def _admit_short(_request: HttpRequest) -> int:
     return BODY_BYTES_MAX
 
 
-def _explain(_path: str, refusal: Refusal) -> Response:
+def _explain(_path: str, refusal: RequestRefusal) -> Response:
     return problem(refusal.status, refusal.reason)
 
 
@@ -104,16 +104,16 @@ class DoorRules:
     """The rules of a door besides answering: `guard` is over method, path and headers; `explain` writes down
     a refusal for a path; with `tls` it speaks HTTPS alone."""
 
-    is_owner: Callable[[Request], bool]
+    is_owner: Callable[[HttpRequest], bool]
     new_id: Callable[[], str]
     admit: Admit = _admit_short
-    guard: Callable[[str, str, dict[str, str]], Refusal | None] = refuse_stranger
-    explain: Callable[[str, Refusal], Response] = _explain
+    guard: Callable[[str, str, dict[str, str]], RequestRefusal | None] = refuse_stranger
+    explain: Callable[[str, RequestRefusal], Response] = _explain
     tls: ssl.SSLContext | None = None
     settings: WebSettings = field(default_factory=WebSettings)
 
 
-class Door:
+class HttpServer:
     """Serves `handler` on `host`, at `port` or, if it `may_move`, at any free one where others hold that."""
 
     def __init__(
@@ -182,14 +182,14 @@ class Door:
         self._doorway.add(connection)
         return gone
 
-    def note(self, connection: "_Connection", request: Request) -> None:
+    def note(self, connection: "_Connection", request: HttpRequest) -> None:
         """Let the owner's connections stay before those of strangers."""
         if not connection.is_owner and self.rules.is_owner(request):
             connection.is_owner = True
             self._places.rename(connection, _OWNER)
             self._places.credit(connection)
 
-    async def answer(self, request: Request) -> Response | Streaming:
+    async def answer(self, request: HttpRequest) -> Response | Streaming:
         """Have a request answered."""
         return await self._handler(request)
 
@@ -201,7 +201,7 @@ class _Gone(Exception):
 class _Connection:
     """One client: requests one after another."""
 
-    def __init__(self, stream: trio.SocketStream, door: Door) -> None:
+    def __init__(self, stream: trio.SocketStream, door: HttpServer) -> None:
         self.scope = trio.CancelScope()
         self.is_owner = False
         """Whether it has shown the token, or a key."""
@@ -235,7 +235,7 @@ class _Connection:
         body = bytearray()
         try:
             request = await self._read_in_time(body)
-            if isinstance(request, Refusal):
+            if isinstance(request, RequestRefusal):
                 await self._refuse(request)
             elif isinstance(request, Response):
                 await self._end_with(request)
@@ -245,7 +245,7 @@ class _Connection:
             self._count(-len(body))
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
-    async def _read_in_time(self, body: bytearray) -> Request | Response | Refusal | None:
+    async def _read_in_time(self, body: bytearray) -> HttpRequest | Response | RequestRefusal | None:
         """Return the next request, why it is not served, or None where there is none."""
         try:
             with trio.fail_after(self._rules.settings.idle_seconds_max):
@@ -254,13 +254,13 @@ class _Connection:
                 return await self._read_request(body, scope)
         except h11.RemoteProtocolError as error:
             status = HTTPStatus(error.error_status_hint)
-            return Refusal(status, "this is no HTTP/1.1 request that this node understands")
+            return RequestRefusal(status, "this is no HTTP/1.1 request that this node understands")
         except trio.TooSlowError:
             if self._http.their_state is h11.IDLE and not self._http.trailing_data[0]:
                 return None  # between two requests: an idle connection just ends
-            return Refusal(HTTPStatus.REQUEST_TIMEOUT, "the request took too long")
+            return RequestRefusal(HTTPStatus.REQUEST_TIMEOUT, "the request took too long")
 
-    async def _reply(self, request: Request) -> None:
+    async def _reply(self, request: HttpRequest) -> None:
         """Answer a request while its client is there. Raises _Gone: it has hung up."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_for_end, nursery.cancel_scope)
@@ -270,9 +270,9 @@ class _Connection:
         if self._http.our_state not in (h11.DONE, h11.MUST_CLOSE):
             raise _Gone
 
-    async def _answer(self, request: Request) -> Response | Streaming:
+    async def _answer(self, request: HttpRequest) -> Response | Streaming:
         answer: Response | Streaming
-        failure = Refusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
+        failure = RequestRefusal(HTTPStatus.INTERNAL_SERVER_ERROR, "the node failed at this; see errors.log")
         answer = self._rules.explain(request.path, failure)
         with contain("page"):
             answer = await self._door.answer(request)
@@ -290,14 +290,14 @@ class _Connection:
 
     async def _read_request(
         self, body: bytearray, scope: trio.CancelScope
-    ) -> Request | Response | Refusal | None:
+    ) -> HttpRequest | Response | RequestRefusal | None:
         head = await self._event()
         if not isinstance(head, h11.Request):
             return None
         self._wants_body = head.method != b"HEAD"
         headers = {name.decode("ascii"): value.decode("latin-1") for name, value in head.headers}
         request = _request(head, headers, self._id)
-        if isinstance(request, Refusal):
+        if isinstance(request, RequestRefusal):
             return request
         self._path = request.path
         if (stranger := self._rules.guard(request.method, request.path, headers)) is not None:
@@ -318,9 +318,11 @@ class _Connection:
             body += event.data
             self._count(len(event.data))
             if len(body) > allowed:
-                return Refusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"want at most {allowed} bytes")
+                return RequestRefusal(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, f"want at most {allowed} bytes")
             if len(body) > BODY_BYTES_MAX and self._door.bodies_bytes > BODIES_BYTES_MAX:
-                return Refusal(HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests at once; ask again")
+                return RequestRefusal(
+                    HTTPStatus.SERVICE_UNAVAILABLE, "too many long requests at once; ask again"
+                )
         return replace(request, body=bytes(body))
 
     def _count(self, size: int) -> None:
@@ -353,7 +355,7 @@ class _Connection:
             data += self._http.send(h11.Data(data=answer.body)) or b""
         await self._send(data + (self._http.send(h11.EndOfMessage()) or b""))
 
-    async def _refuse(self, refusal: Refusal) -> None:
+    async def _refuse(self, refusal: RequestRefusal) -> None:
         await self._end_with(self._rules.explain(self._path, refusal))
 
     async def _end_with(self, answer: Response) -> None:
@@ -391,11 +393,11 @@ class _Connection:
         return [*given, ("x-request-id", self._id), *HEADERS]
 
 
-def _request(head: h11.Request, headers: dict[str, str], number: str) -> Request | Refusal:
+def _request(head: h11.Request, headers: dict[str, str], number: str) -> HttpRequest | RequestRefusal:
     try:
         target = urlsplit(head.target.decode("ascii"))
         fields = parse_qsl(target.query, keep_blank_values=True, max_num_fields=QUERY_FIELDS_MAX)
         path = unquote(target.path, errors="strict")
     except (ValueError, UnicodeDecodeError):
-        return Refusal(HTTPStatus.BAD_REQUEST, "this is no path that this node understands")
-    return Request(head.method.decode("ascii"), path, dict(fields), headers, id=number)
+        return RequestRefusal(HTTPStatus.BAD_REQUEST, "this is no path that this node understands")
+    return HttpRequest(head.method.decode("ascii"), path, dict(fields), headers, id=number)

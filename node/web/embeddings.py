@@ -15,7 +15,7 @@ from node.web.answers import RETRY_SECONDS
 from node.web.forms.asking import FormProblem
 from node.web.forms.embeddings import TOKENS_TOTAL_MAX, EmbeddingsRequest, Texts, embeddings_document
 from partition.codecs.base import Array
-from partition.serve.door import Wish
+from partition.serve.door import GenerationWish
 from partition.serve.sampling import Sampling
 
 AT_ONCE_MAX = 16
@@ -109,7 +109,7 @@ class ServiceVectors:
         return [found[number] for number in range(len(prompts))]
 
     async def _vector(self, service: Service, prompt: tuple[int, ...]) -> Array:
-        wish = Wish(prompt, 1, Sampling(), is_vector=True)
+        wish = GenerationWish(prompt, 1, Sampling(), is_vector=True)
         try:
             async with self._serving.answer(service, wish) as generation:
                 async for _ in generation:

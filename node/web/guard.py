@@ -31,53 +31,55 @@ HEADERS = (
 
 
 @dataclass(frozen=True)
-class Refusal:
+class RequestRefusal:
     """Why a request is not served."""
 
     status: HTTPStatus
     reason: str
 
 
-def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> Refusal | None:
+def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
     """Return None for a request of this machine's own programs and pages. `headers` have names in lower case.
 
     A link from elsewhere may open the page, and nothing that the node computes for it.
     """
     host = headers.get("host", "")
     if _name(host) not in LOCAL_HOSTS:
-        return Refusal(HTTPStatus.MISDIRECTED_REQUEST, "this node answers to 127.0.0.1 and localhost only")
+        return RequestRefusal(
+            HTTPStatus.MISDIRECTED_REQUEST, "this node answers to 127.0.0.1 and localhost only"
+        )
     origin = headers.get("origin")
     if origin is not None and origin != f"http://{host}":
-        return Refusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
+        return RequestRefusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
     site = headers.get("sec-fetch-site", "none")
     is_link = method == "GET" and headers.get("sec-fetch-mode") == "navigate" and not path.startswith("/api/")
     if site not in ("same-origin", "none") and not is_link:
-        return Refusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
+        return RequestRefusal(HTTPStatus.FORBIDDEN, "pages of other origins are not served")
     return None
 
 
-def refuse_elsewhere(_method: str, _path: str, headers: Mapping[str, str]) -> Refusal | None:
+def refuse_elsewhere(_method: str, _path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
     """Return None for a request of a program that a door beyond this machine serves, by a key in a header
     that no page of a stranger can set. A page of any origin is refused, and so is what a browser loads for
     one."""
     if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
-        return Refusal(HTTPStatus.FORBIDDEN, "programs are served, and no pages")
+        return RequestRefusal(HTTPStatus.FORBIDDEN, "programs are served, and no pages")
     return None
 
 
-def refuse_action(headers: Mapping[str, str], token: str) -> Refusal | None:
+def refuse_action(headers: Mapping[str, str], token: str) -> RequestRefusal | None:
     """None for an action with the token. A form cannot set either header, so no form is an action."""
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
-        return Refusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
+        return RequestRefusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
     return refuse_reader(headers, {}, token)
 
 
-def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: str) -> Refusal | None:
+def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: str) -> RequestRefusal | None:
     """None for a request with the token in its header, or in its query: a live stream and a download of a
     browser have no headers of ours. It is in no address that a person sees, and sent to nobody else."""
     given = headers.get(TOKEN_HEADER) or query.get("token", "")
     if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
-        return Refusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")
+        return RequestRefusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")
     return None
 
 

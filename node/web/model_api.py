@@ -27,7 +27,7 @@ import trio
 from node.invocation import program_from_anywhere, shown
 from node.seams import Seams
 from node.web.answers import Event, RunningAnswers
-from node.web.door import Request, Response, Send, Streaming
+from node.web.door import HttpRequest, Response, Send, Streaming
 from node.web.forms import openapi
 from node.web.forms.asking import (
     BEAT,
@@ -51,7 +51,7 @@ from node.web.forms.completions import (
 from node.web.forms.embeddings import EmbeddingsRequest, Texts, read_embeddings
 from node.web.forms.messages import MessagesRequest, MessagesWriter, message_error
 from node.web.forms.responses import ResponsesRequest, ResponsesWriter
-from node.web.guard import Refusal
+from node.web.guard import RequestRefusal
 from node.web.keys import ApiKey, KeyRing
 from node.web.quotas import QueueFull, RequestQueue, RequestTurn
 from node.web.settings import WebSettings
@@ -122,7 +122,7 @@ class ModelApi:
         """Return whether a path is one of these, or was meant for one."""
         return path.startswith("/v1/") or path in OPEN_PATHS
 
-    def admit(self, request: Request) -> int | Response:
+    def admit(self, request: HttpRequest) -> int | Response:
         """Return how long a request's body may be; without a key it is not read."""
         if request.path in OPEN_PATHS:
             return 0
@@ -130,20 +130,20 @@ class ModelApi:
             return self.explain_problem(request.path, self._no_key(request))
         return self._body_bytes_max
 
-    def _no_key(self, request: Request) -> FormProblem:
+    def _no_key(self, request: HttpRequest) -> FormProblem:
         given = "authorization" in request.headers or "x-api-key" in request.headers
         what = "this key is not known here" if given else "want a key: Authorization: Bearer KEY"
         how = shown("`peerloom keys new` makes one", program_from_anywhere)
         return FormProblem(f"{what}; at this node, {how}", kind="key")
 
-    async def answer(self, request: Request) -> Response | Streaming:
+    async def answer(self, request: HttpRequest) -> Response | Streaming:
         """Answer one request that was admitted."""
         try:
             return await self._answer(request)
         except FormProblem as problem:
             return self.explain_problem(request.path, problem)
 
-    async def _answer(self, request: Request) -> Response | Streaming:
+    async def _answer(self, request: HttpRequest) -> Response | Streaming:
         path, is_post = request.path, request.method == "POST"
         if not is_post and request.method not in ("GET", "HEAD"):
             raise FormProblem("want GET or POST")
@@ -180,7 +180,7 @@ class ModelApi:
 
     # Answers
 
-    async def _ask(self, request: Request, key: ApiKey) -> Response | Streaming:
+    async def _ask(self, request: HttpRequest, key: ApiKey) -> Response | Streaming:
         if request.path == COUNT_PATH:
             _, asked = await self._read(request.body, CountRequest)
             await self._take_turn(request.held, key, asked.model)
@@ -201,7 +201,7 @@ class ModelApi:
 
         return Streaming(write, "text/event-stream", (NO_STORE, ("x-accel-buffering", "no")))
 
-    async def _embed(self, request: Request, key: ApiKey) -> Response:
+    async def _embed(self, request: HttpRequest, key: ApiKey) -> Response:
         read = partial(read_embeddings, request.body)
         is_short = len(request.body) <= READ_HERE_BYTES_MAX
         asked, texts = read() if is_short else await self._seams.executor.run(read)
@@ -252,7 +252,7 @@ class ModelApi:
 
     # Problems
 
-    def explain(self, path: str, refusal: Refusal) -> Response:
+    def explain(self, path: str, refusal: RequestRefusal) -> Response:
         """Return a refusal of the HTTP server in the form that a path's clients read."""
         is_ours = refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR
         problem = FormProblem(refusal.reason, kind="failed" if is_ours else "invalid")

@@ -51,9 +51,18 @@ from node.web import limits, metrics, views, whatif
 from node.web.answers import ServiceAnswers
 from node.web.assets import Assets
 from node.web.chat import CHAT_BYTES_MAX, PageChat
-from node.web.door import BODY_BYTES_MAX, Door, DoorRules, Request, Response, Send, Streaming, problem
+from node.web.door import (
+    BODY_BYTES_MAX,
+    DoorRules,
+    HttpRequest,
+    HttpServer,
+    Response,
+    Send,
+    Streaming,
+    problem,
+)
 from node.web.embeddings import ServiceVectors
-from node.web.guard import Refusal, refuse_action, refuse_elsewhere, refuse_reader
+from node.web.guard import RequestRefusal, refuse_action, refuse_elsewhere, refuse_reader
 from node.web.live import Live
 from node.web.model_api import ModelApi
 from node.web.prediction import Predictor
@@ -76,7 +85,7 @@ ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", 
 """A person's actions on the page, by the command that carries them out; beside these `start` and `limits`."""
 
 
-class LocalNode(Protocol):
+class PageNode(Protocol):
     """The part of `node.runtime.Node` that the page uses."""
 
     config: Config
@@ -102,7 +111,7 @@ class LocalNode(Protocol):
 class Page:
     """Serves one node's page until cancelled. `token` is what its views and actions ask for."""
 
-    def __init__(self, node: LocalNode, settings: WebSettings | None = None) -> None:
+    def __init__(self, node: PageNode, settings: WebSettings | None = None) -> None:
         self._node = node
         self._settings = settings = settings or WebSettings()
         self.token = _kept_token(node.seams)
@@ -129,7 +138,7 @@ class Page:
         self._tls = _tls_of(node.config.web)
         self._streams = 0
         self._address = ""
-        self._door: Door | None = None
+        self._door: HttpServer | None = None
         self._version = _version()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -142,7 +151,7 @@ class Page:
                 found = await self._open_shared(nursery, host, port)
                 models = _url("http" if self._tls is None else "https", host, found)
                 host, port = PAGE_HOST, port + 1 if port else 0
-            self._door = door = Door(self.answer, host, port, self._rules())
+            self._door = door = HttpServer(self.answer, host, port, self._rules())
             await nursery.start(door.run)
             self._address = _url("http", host, door.port)
             self._node.publish(
@@ -178,22 +187,22 @@ class Page:
             tls=self._tls,
             settings=self._settings,
         )
-        door = Door(self.models.answer, host, port, rules)
+        door = HttpServer(self.models.answer, host, port, rules)
         await nursery.start(door.run)
         return door.port
 
-    def _admit(self, request: Request) -> int | Response:
+    def _admit(self, request: HttpRequest) -> int | Response:
         if ModelApi.serves(request.path):
             return self.models.admit(request)
         is_chat = request.path == CHAT_PATH and refuse_action(request.headers, self.token) is None
         return CHAT_BYTES_MAX if is_chat else BODY_BYTES_MAX
 
-    def _explain(self, path: str, refusal: Refusal) -> Response:
+    def _explain(self, path: str, refusal: RequestRefusal) -> Response:
         if ModelApi.serves(path):
             return self.models.explain(path, refusal)
         return problem(refusal.status, refusal.reason)
 
-    def _has_key(self, request: Request) -> bool:
+    def _has_key(self, request: HttpRequest) -> bool:
         return self.models.keys.find(request.headers) is not None
 
     def _links(self) -> dict[str, float]:
@@ -230,14 +239,14 @@ class Page:
         """The address with the token, for this user's browser alone: what follows # never leaves it."""
         return f"{self._address}/#token={self.token}"
 
-    def _is_owner(self, request: Request) -> bool:
+    def _is_owner(self, request: HttpRequest) -> bool:
         """Return whether a request has the token, or a key."""
         return refuse_reader(request.headers, request.query, self.token) is None or self._has_key(request)
 
     def _new_id(self) -> str:
         return self._node.seams.entropy(8).hex()
 
-    async def answer(self, request: Request) -> Response | Streaming:
+    async def answer(self, request: HttpRequest) -> Response | Streaming:
         """Answer one request that the guard has let through."""
         path = request.path
         if ModelApi.serves(path):
@@ -258,7 +267,7 @@ class Page:
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
         return await self._look(path, request)
 
-    async def _look(self, path: str, request: Request) -> Response | Streaming:
+    async def _look(self, path: str, request: HttpRequest) -> Response | Streaming:
         """Answer what has to be found out first."""
         if path == "/api/whatif":
             return await self._what_if(request)
@@ -270,7 +279,7 @@ class Page:
             return await self.chat.text(request)
         return self._read(path, request)
 
-    def _read(self, path: str, request: Request) -> Response | Streaming:
+    def _read(self, path: str, request: HttpRequest) -> Response | Streaming:
         if path == "/api/view":
             self.live.tick()
             return _json(self.live.snapshot())
@@ -282,7 +291,7 @@ class Page:
             return self._events(request)
         return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
 
-    async def _what_if(self, request: Request) -> Response:
+    async def _what_if(self, request: HttpRequest) -> Response:
         """A run without some peers: from its last step, and by the planner where this node has its graph."""
         run = request.query.get("run", "")
         view = self._node.state.runs.get(run)
@@ -296,7 +305,7 @@ class Page:
 
     # Live
 
-    def _stream(self, request: Request) -> Response | Streaming:
+    def _stream(self, request: HttpRequest) -> Response | Streaming:
         if self._streams >= STREAMS_MAX:
             return problem(HTTPStatus.SERVICE_UNAVAILABLE, f"{STREAMS_MAX} pages are open already")
         after = self._resumed(request.headers.get("last-event-id") or request.query.get("after", ""))
@@ -345,7 +354,7 @@ class Page:
         }
         return _json(msgspec.json.encode(document))
 
-    def _events(self, request: Request) -> Response:
+    def _events(self, request: HttpRequest) -> Response:
         """Events by filter: `after` (a number), `kind`, `text` (in the event's JSON), `count`."""
         after, count = request.query.get("after", "0"), request.query.get("count", "500")
         if not all(text.isascii() and text.isdigit() and len(text) <= 15 for text in (after, count)):
@@ -361,7 +370,7 @@ class Page:
         }
         return _json(msgspec.json.encode(document))
 
-    def _export(self, request: Request) -> Streaming:
+    def _export(self, request: HttpRequest) -> Streaming:
         """All events by filter that are still here, a line each."""
         rows = [row for _, row in self._found(request, 0)]
 
@@ -372,7 +381,7 @@ class Page:
         name = ("content-disposition", 'attachment; filename="events.jsonl"')
         return Streaming(write, "application/jsonl", (name, ("cache-control", "no-store")))
 
-    def _found(self, request: Request, after: int) -> Iterator[tuple[int, bytes]]:
+    def _found(self, request: HttpRequest, after: int) -> Iterator[tuple[int, bytes]]:
         """(number, JSON) of the events that a request's `kind` and `text` let through."""
         kind, text = request.query.get("kind", ""), request.query.get("text", "").lower().encode()
         for number, event in self._node.history.after(after):
@@ -396,7 +405,7 @@ class Page:
 
     # Acting
 
-    async def _post(self, request: Request) -> Response | Streaming:
+    async def _post(self, request: HttpRequest) -> Response | Streaming:
         name = request.path.removeprefix("/api/actions/")
         if name == request.path != CHAT_PATH:
             return problem(HTTPStatus.METHOD_NOT_ALLOWED, "only actions are posted")
@@ -405,7 +414,7 @@ class Page:
             return problem(refusal.status, shown(refusal.reason, program_from_anywhere))
         return await (self.chat.answer(request) if name == CHAT_PATH else self._act(request, name))
 
-    async def _act(self, request: Request, name: str) -> Response:
+    async def _act(self, request: HttpRequest, name: str) -> Response:
         handler = self._action(name)
         if handler is None:
             return problem(HTTPStatus.NOT_FOUND, "there is no such action")

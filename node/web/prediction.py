@@ -14,7 +14,7 @@ from node.errors import Unreachable, UsageError
 from node.placement.leases import constraints_of
 from node.planning.peers import Peers, live_peers
 from node.planning.planner import plan_model
-from node.planning.report import Wanted, plan_document
+from node.planning.report import PlanWish, plan_document
 from node.protocols.manifest import Manifest
 from node.runs.runs import Runs
 from node.seams import Seams
@@ -78,10 +78,10 @@ class Predictor:
             return self._last[1]
 
 
-def wanted_of(manifest: Manifest) -> Wanted:
+def wanted_of(manifest: Manifest) -> PlanWish:
     """Return what a run's manifest asks of a plan."""
     settings = manifest.optimizer
-    return Wanted(
+    return PlanWish(
         batch=manifest.microbatch * manifest.microbatches,
         microbatch=manifest.microbatch,
         recompute=manifest.recompute,
@@ -103,7 +103,7 @@ def _alive(state: State, without: Set[str], measured: dict[str, Any]) -> Peers:
     return live_peers(status, {"peers": rows[:PEERS_MAX]}, measured)
 
 
-def _compare(graph: Graph, peers: Peers, left: Peers, wanted: Wanted) -> dict[str, Any]:
+def _compare(graph: Graph, peers: Peers, left: Peers, wanted: PlanWish) -> dict[str, Any]:
     now, then = _plan(graph, peers, wanted), _plan(graph, left, wanted)
     share = None
     if now["is_feasible"] and then["is_feasible"]:
@@ -111,7 +111,7 @@ def _compare(graph: Graph, peers: Peers, left: Peers, wanted: Wanted) -> dict[st
     return {"now": now, "then": then, "rate_share": share}
 
 
-def _plan(graph: Graph, peers: Peers, wanted: Wanted) -> dict[str, Any]:
+def _plan(graph: Graph, peers: Peers, wanted: PlanWish) -> dict[str, Any]:
     try:
         document = plan_document(plan_model(graph, peers, wanted))
     except (Infeasible, UsageError) as error:

@@ -6,10 +6,10 @@ from itertools import combinations
 import numpy as np
 
 from partition.plan.operations import Amount
-from partition.plan.rates import MEBI_BITS, MEGA, Pace
+from partition.plan.rates import MEBI_BITS, MEGA, OperatorPace
 
 
-def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
+def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> OperatorPace:
     """Return the prices of a call, a million FLOPs and a MiB that minimise the largest relative error."""
     rows = np.array(
         [[row.calls, row.flops / MEGA, row.touched_bytes / (1 << MEBI_BITS)] for row in amounts], dtype=float
@@ -28,4 +28,4 @@ def fit(amounts: Sequence[Amount], seconds: Sequence[float]) -> Pace:
                 best, prices = error, np.zeros(3)
                 prices[list(columns)] = found
     call, megaflop, mebibyte = (min(2**53, round(float(price) * 1e12)) for price in prices)
-    return Pace(call, megaflop, mebibyte)
+    return OperatorPace(call, megaflop, mebibyte)

@@ -23,7 +23,7 @@ from partition.calibrate.samples import Sample, Samples
 from partition.execute.optimize import parts
 from partition.execute.process import keep_freed_memory, load_operators, prepare_process
 from partition.plan.operations import Amount, Kind
-from partition.plan.rates import Calibration, KindPace, Pace
+from partition.plan.rates import Calibration, KindPace, OperatorPace
 
 REPETITIONS_MIN, REPETITIONS_MAX = 3, 200
 HELD_BYTES_MAX = 48 << 20
@@ -131,8 +131,8 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
         threads=threads,
         kinds=(),
         baseline_bytes=baseline,
-        frame=Pace(0, 0, 0),
-        step=Pace(0, 0, 0),
+        frame=OperatorPace(0, 0, 0),
+        step=OperatorPace(0, 0, 0),
         share_permille=_share() if device == "cpu" else 1000,
     )
     if not seconds:
@@ -152,7 +152,9 @@ def calibrate(device: str, dtype: str, threads: int, seconds: float) -> Calibrat
         for kind, rows in found.items()
     ]
     kinds = _as_in_a_model(kinds, samples, clock, 8 * each, engine)
-    kinds.append(KindPace("accumulate", Pace(0, 0, 0), _accumulate(where, DTYPES[dtype], clock, each)))
+    kinds.append(
+        KindPace("accumulate", OperatorPace(0, 0, 0), _accumulate(where, DTYPES[dtype], clock, each))
+    )
     return msgspec.structs.replace(
         here, kinds=tuple(kinds), frame=_frames(clock, each), step=_steps(where, clock, each)
     )
@@ -221,16 +223,16 @@ def _groups(samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         yield group
 
 
-def _beside(pace: Pace, amounts: Sequence[Amount], seconds: float, factor: float) -> Pace:
+def _beside(pace: OperatorPace, amounts: Sequence[Amount], seconds: float, factor: float) -> OperatorPace:
     """Return the pace at which these amounts together take `seconds`: a call `factor` times as long as alone,
     and the rest of the time by their work."""
     call = min(2**53, round(pace.call * factor))
     rest = sum(pace.picoseconds(amount) - pace.call * amount.calls for amount in amounts)
     if rest <= 0:
-        return Pace(call, pace.megaflop, pace.mebibyte)
+        return OperatorPace(call, pace.megaflop, pace.mebibyte)
     slower = max(1.0, (seconds * 1e12 - sum(call * amount.calls for amount in amounts)) / rest)
     megaflop, mebibyte = (min(2**53, round(value * slower)) for value in (pace.megaflop, pace.mebibyte))
-    return Pace(call, megaflop, mebibyte)
+    return OperatorPace(call, megaflop, mebibyte)
 
 
 def _repeated(run: Callable[[], object], clock: _Clock, seconds: float) -> float:
@@ -244,7 +246,7 @@ def _repeated(run: Callable[[], object], clock: _Clock, seconds: float) -> float
     return max(1e-9, _typical(times))
 
 
-def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds: float) -> Pace:
+def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds: float) -> OperatorPace:
     """Time adding a parameter's gradient to its sum."""
     amounts: list[Amount] = []
     times: list[float] = []
@@ -255,7 +257,7 @@ def _accumulate(device: torch.device, dtype: torch.dtype, clock: _Clock, seconds
     return fit(amounts, times)
 
 
-def _frames(clock: _Clock, seconds: float) -> Pace:
+def _frames(clock: _Clock, seconds: float) -> OperatorPace:
     """Time a bundle on its way in or out: a copy, and a check that all of it is finite."""
     amounts: list[Amount] = []
     times: list[float] = []
@@ -270,7 +272,7 @@ def _frames(clock: _Clock, seconds: float) -> Pace:
     return fit(amounts, times)
 
 
-def _steps(device: torch.device, clock: _Clock, seconds: float) -> Pace:
+def _steps(device: torch.device, clock: _Clock, seconds: float) -> OperatorPace:
     """Time the work of applying a step to a parameter, as `StageExecutor` does it, by its bytes: the total is
     checked and divided, the optimizer steps, sums are zeroed, and the result is hashed."""
     amounts: list[Amount] = []

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from crypto.errors import RemoteProtocolError
 from partition.capture.clean import Cleaned, clean
 from partition.capture.errors import CaptureRefused, SizesRefused
-from partition.capture.export import Exported, export
+from partition.capture.export import ExportedGraph, export
 from partition.capture.lower import Groups, lower
 from partition.capture.reduction import Reduction
 from partition.capture.state_dict import contents_of
 from partition.capture.steps import data_type
 from partition.capture.trees import Inputs, Labels, form_of
-from partition.capture.wrapper_module import BATCH, BATCH_MAX, Dynamic, Example, Request
+from partition.capture.wrapper_module import BATCH, BATCH_MAX, Dynamic, Example, ModelExport
 from partition.model.check import check_graph
 from partition.model.graph import (
     EVALUATE,
@@ -174,8 +174,8 @@ def capture(
 
 
 def _part(
-    model: nn.Module, request: Request, *, may_fix: bool = False, unproved: bool = False
-) -> tuple[Exported, Cleaned]:
+    model: nn.Module, request: ModelExport, *, may_fix: bool = False, unproved: bool = False
+) -> tuple[ExportedGraph, Cleaned]:
     """Capture one entry point, with the sizes that the model takes where the caller gave none."""
     try:
         exported = export(model, request)
@@ -188,7 +188,7 @@ def _part(
     return exported, clean(exported)
 
 
-def _with_sizes_found(model: nn.Module, request: Request, refusal: SizesRefused) -> Exported:
+def _with_sizes_found(model: nn.Module, request: ModelExport, refusal: SizesRefused) -> ExportedGraph:
     """Export with bounds of the batch that torch chooses, else with the batch of the examples."""
     batch = next(each for each in request.dynamics if each.name == BATCH)
     ports = (*request.inputs, *request.labels)
@@ -208,7 +208,7 @@ def _draws_always(cleaned: Cleaned) -> bool:
     return any(row.random and not row.evaluate for row in rows)
 
 
-def _within(request: Request, limits: Mapping[str, Dynamic]) -> Request:
+def _within(request: ModelExport, limits: Mapping[str, Dynamic]) -> ModelExport:
     """Narrow sizes that the first entry point narrowed."""
     found = []
     for each in request.dynamics:
@@ -267,9 +267,9 @@ class _Ports:
         *,
         train: bool,
         reduction: Reduction = "auto",
-    ) -> Request:
+    ) -> ModelExport:
         dynamics = tuple(self._dynamic(key, bound) for key, bound in bounds.items())
-        return Request(
+        return ModelExport(
             name, call, self.inputs, self.labels, self.form, dynamics, loss, metrics, train, reduction
         )
 
@@ -302,7 +302,7 @@ def _example(name: str, value: Tensor) -> Example:
     return Example(name, tuple(value.shape), value.dtype)
 
 
-def _symbols(requests: Sequence[Request]) -> tuple[Symbol, ...]:
+def _symbols(requests: Sequence[ModelExport]) -> tuple[Symbol, ...]:
     """Return the symbols, the batch first. Raises CaptureRefused: one name with two bounds."""
     symbols: dict[str, Symbol] = {}
     for request in requests:

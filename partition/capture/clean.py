@@ -16,7 +16,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from partition.capture.errors import CaptureRefused
-from partition.capture.export import Exported
+from partition.capture.export import ExportedGraph
 from partition.capture.fx_pass import Walk
 from partition.capture.origin import named
 from partition.capture.reduction import as_sum
@@ -50,7 +50,7 @@ class Cleaned:
     outputs: tuple[int, ...] = ()
 
 
-def clean(exported: Exported) -> Cleaned:
+def clean(exported: ExportedGraph) -> Cleaned:
     """Return the steps of one entry point, dead ones left out.
 
     Raises:

@@ -29,7 +29,7 @@ from partition.capture.errors import CaptureRefused, SizesRefused
 from partition.capture.module_state import changed, generator_states, restored
 from partition.capture.origin import frames, named, owner, place_now, place_of
 from partition.capture.steps import Kind
-from partition.capture.wrapper_module import Layout, Request, Whole, strip
+from partition.capture.wrapper_module import ModelExport, ResultLayout, Whole, strip
 
 # Autograd functions of torch itself that leave gradients as they are.
 _HARMLESS = {"_NoopSaveInputs"}
@@ -38,7 +38,7 @@ _SAID_LENGTH_MAX = 300
 
 
 @dataclass(frozen=True)
-class Exported:
+class ExportedGraph:
     """torch's graph of one entry point.
 
     `leaves` describes each placeholder: ("input", number), ("parameter", path), ("buffer", path) or
@@ -48,25 +48,25 @@ class Exported:
     sizes to ours. `functions` are the autograd functions whose backward passes it lacks.
     """
 
-    request: Request
+    request: ModelExport
     program: torch.export.ExportedProgram
     leaves: Mapping[str, tuple[Kind, int | str]]
     constants: Mapping[str, Tensor]
     results: tuple[str, ...]
     assigned: Mapping[str, str]
-    layout: Layout
+    layout: ResultLayout
     symbols: Mapping[Any, str] = field(default_factory=dict)
     functions: tuple[str, ...] = ()
 
 
-def export(model: nn.Module, request: Request) -> Exported:
+def export(model: nn.Module, request: ModelExport) -> ExportedGraph:
     """Trace the model once.
 
     Raises:
         CaptureRefused: a model that chooses its way by the data, fixes a size that should vary, has a
             backward of its own, or that torch cannot trace.
     """
-    layout = Layout()
+    layout = ResultLayout()
     whole = Whole(model, request, layout)
     functions: list[str] = []
     refused: list[str] = []
@@ -118,7 +118,7 @@ def _traced(
     whole: Whole,
     examples: tuple[Tensor, ...],
     shapes: Sequence[dict[int, Any]],
-    request: Request,
+    request: ModelExport,
     found: tuple[Sequence[str], Sequence[str]],
 ) -> torch.export.ExportedProgram:
     generators = generator_states()
@@ -172,7 +172,7 @@ def _check_hooks(model: nn.Module) -> None:
             )
 
 
-def _example_sizes(request: Request) -> list[list[int]]:
+def _example_sizes(request: ModelExport) -> list[list[int]]:
     """Return shapes to trace with: sizes that vary are at least 2 and differ from each other, else torch
     takes them for fixed or for one."""
     shapes = [list(example.shape) for example in (*request.inputs, *request.labels)]
@@ -358,8 +358,11 @@ def _first_paths(model: nn.Module) -> dict[str, str]:
 
 
 def _read(
-    program: torch.export.ExportedProgram, request: Request, layout: Layout, first: Mapping[str, str]
-) -> Exported:
+    program: torch.export.ExportedProgram,
+    request: ModelExport,
+    layout: ResultLayout,
+    first: Mapping[str, str],
+) -> ExportedGraph:
     leaves: dict[str, tuple[Kind, int | str]] = {}
     constants: dict[str, Tensor] = {}
     inputs: list[str] = []
@@ -391,7 +394,7 @@ def _read(
             raise CaptureRefused(f"'{output.target}' is changed by the model: {output.kind.name}")
         results.append(output.arg.name)
     count = len(results) - len(layout.assigned)
-    return Exported(
+    return ExportedGraph(
         request,
         program,
         leaves,
@@ -403,7 +406,7 @@ def _read(
     )
 
 
-def _narrowed(program: torch.export.ExportedProgram, request: Request) -> Request:
+def _narrowed(program: torch.export.ExportedProgram, request: ModelExport) -> ModelExport:
     """Return the request with the bounds that torch found for open sizes.
 
     Raises:
@@ -431,7 +434,7 @@ def _narrowed(program: torch.export.ExportedProgram, request: Request) -> Reques
 
 
 def _symbols(
-    program: torch.export.ExportedProgram, request: Request, inputs: Sequence[str]
+    program: torch.export.ExportedProgram, request: ModelExport, inputs: Sequence[str]
 ) -> dict[Any, str]:
     """Return the caller's names of torch's symbols. Raises CaptureRefused: a size that torch has fixed."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}

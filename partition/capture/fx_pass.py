@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from partition.capture.advice import SIZED_BY_DATA, remedy_for
 from partition.capture.errors import CaptureRefused
-from partition.capture.export import Exported
+from partition.capture.export import ExportedGraph
 from partition.capture.inplace import write
 from partition.capture.means import MEANS
 from partition.capture.origin import place_of_node
@@ -22,7 +22,7 @@ from partition.capture.steps import (
     Handle,
     Leaf,
     Step,
-    Storage,
+    TraceStorage,
     bound,
     handles_in,
     made,
@@ -53,7 +53,7 @@ class _Typed:
 class Walk:
     """One pass over torch's graph."""
 
-    exported: Exported
+    exported: ExportedGraph
     mode: FakeTensorMode
     steps: list[Step] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
@@ -118,7 +118,7 @@ class Walk:
     def alias(self, handle: Handle, *, copy: bool = False) -> Handle:
         """Return another handle for the same value: of the same memory, or of a copy of it."""
         self.check_fresh(handle, "alias")
-        storage = Storage("step") if copy else handle.storage
+        storage = TraceStorage("step") if copy else handle.storage
         view = None if copy else ("aten.alias.default", ())
         base = None if copy else handle
         return Handle(handle.reference, handle.fake, handle.needs_gradient, storage, base, view)
@@ -206,7 +206,7 @@ class Walk:
         leaf = Leaf(kind, key)
         if leaf not in self.leaves:
             needs = kind == "parameter" and fake.requires_grad
-            self.leaves[leaf] = Handle(leaf, fake, needs, Storage(kind, key))
+            self.leaves[leaf] = Handle(leaf, fake, needs, TraceStorage(kind, key))
         return self.leaves[leaf]
 
     def _value(self, value: Any, values: Mapping[fx.Node, Any]) -> Any:

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from partition.model.graph import RECIPE_STEPS_MAX, Fill
+from partition.model.graph import RECIPE_STEPS_MAX, FillStep
 
 Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
-Maker = Callable[[Any, Arguments, Keywords], Fill | None]
+Maker = Callable[[Any, Arguments, Keywords], FillStep | None]
 
 _aten = torch.ops.aten
 _LARGEST = sys.float_info.max
@@ -25,20 +25,20 @@ _LARGEST = sys.float_info.max
 
 
 @dataclass
-class Record:
+class StorageHistory:
     """The history of one storage so far. `reason` is why it has no recipe; None if it has one."""
 
     shape: tuple[int, ...]
-    steps: tuple[Fill, ...] = ()
+    steps: tuple[FillStep, ...] = ()
     reason: str | None = "it was never initialised"
     parameters: list[nn.Parameter] = field(default_factory=list)
     """The meta parameters that stand for this storage."""
 
-    def fill(self, step: Fill) -> None:
+    def fill(self, step: FillStep) -> None:
         """Replace the history by a fill."""
         self.steps, self.reason = (step,), None
 
-    def change(self, *steps: Fill) -> None:
+    def change(self, *steps: FillStep) -> None:
         if self.reason is None:
             self.steps = (*self.steps, *steps)
         if len(self.steps) > RECIPE_STEPS_MAX:
@@ -48,9 +48,9 @@ class Record:
         """Mark the storage as having no recipe until the next fill."""
         self.steps, self.reason = (), reason
 
-    def copied(self, shape: tuple[int, ...]) -> "Record":
+    def copied(self, shape: tuple[int, ...]) -> "StorageHistory":
         """Return the same history for another storage."""
-        return Record(shape, self.steps, self.reason)
+        return StorageHistory(shape, self.steps, self.reason)
 
     @property
     def constant(self) -> float | None:
@@ -110,7 +110,7 @@ def row_of(tensor: torch.Tensor, shape: tuple[int, ...]) -> int | None:
     return row if rest == 0 else None
 
 
-def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[Fill, ...] | None:
+def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[FillStep, ...] | None:
     """Return the recipe steps that an operator makes on its first argument; None if it makes none.
 
     The caller knows whether it is in place.
@@ -123,24 +123,24 @@ def changes(func: Any, args: Arguments, kwargs: Keywords) -> tuple[Fill, ...] | 
         low, high = (given if given is None else number(given) for given in bounds)
         if any(side is None and given is not None for side, given in zip((low, high), bounds, strict=True)):
             return None
-        return (Fill("clamp", -_LARGEST if low is None else low, _LARGEST if high is None else high),)
+        return (FillStep("clamp", -_LARGEST if low is None else low, _LARGEST if high is None else high),)
     operand = 0.0 if len(args) < 2 else number(args[1])
     alpha = number(kwargs.get("alpha", 1))
     if operand is None or alpha is None:
         return None
     match kind:
         case "multiply":
-            return (Fill("multiply", operand),)
+            return (FillStep("multiply", operand),)
         case "divide":
-            return (Fill("multiply", 1 / operand),) if operand else None
+            return (FillStep("multiply", 1 / operand),) if operand else None
         case "add":
-            return (Fill("add", operand * alpha),)
+            return (FillStep("add", operand * alpha),)
         case "subtract":
-            return (Fill("add", -operand * alpha),)
+            return (FillStep("add", -operand * alpha),)
         case "negate":
-            return (Fill("multiply", -1.0),)
+            return (FillStep("multiply", -1.0),)
         case _:
-            return (Fill("erfinv"),)
+            return (FillStep("erfinv"),)
 
 
 def _argument(func: Any, args: Arguments, kwargs: Keywords, name: str) -> Any:
@@ -153,21 +153,21 @@ def _argument(func: Any, args: Arguments, kwargs: Keywords, name: str) -> Any:
 
 def _step(kind: Any, *numbers: float) -> Maker:
     """Return a maker of always the same step."""
-    return lambda func, args, kwargs: Fill(kind, *numbers)  # noqa: ARG005 - the form of all makers
+    return lambda func, args, kwargs: FillStep(kind, *numbers)  # noqa: ARG005 - the form of all makers
 
 
 def _given(kind: Any, *names: str) -> Maker:
     """Return a maker of a step whose numbers are arguments of the operator."""
 
-    def make(func: Any, args: Arguments, kwargs: Keywords) -> Fill | None:
+    def make(func: Any, args: Arguments, kwargs: Keywords) -> FillStep | None:
         found = [number(_argument(func, args, kwargs, name)) for name in names]
         known = [each for each in found if each is not None]
-        return Fill(kind, *known) if len(known) == len(found) else None
+        return FillStep(kind, *known) if len(known) == len(found) else None
 
     return make
 
 
-def _nothing(func: Any, args: Arguments, kwargs: Keywords) -> Fill | None:  # noqa: ARG001
+def _nothing(func: Any, args: Arguments, kwargs: Keywords) -> FillStep | None:  # noqa: ARG001
     return None
 
 

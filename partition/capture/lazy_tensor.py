@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 from partition.capture.errors import CaptureRefused
 from partition.capture.skeleton import recipe_of
 from partition.execute.values import drawn_chunks
-from partition.model.graph import Fill, Recipe
+from partition.model.graph import FillStep, Recipe
 
 TILE = 1_048_573
 """Elements: the largest prime below 2**20."""
@@ -204,9 +204,9 @@ class Tiles:
         """Return a tile, and the factor and summand for it: most recipes are one of two tiles."""
         steps = tuple(step for step in recipe.steps if step.kind != "zero_row")
         match steps:
-            case (Fill("uniform", low, high),):
+            case (FillStep("uniform", low, high),):
                 return self._tile(_UNIFORM, dtype), high - low, low
-            case (Fill("normal", mean, deviation),):
+            case (FillStep("normal", mean, deviation),):
                 return self._tile(_NORMAL, dtype), deviation, mean
             case _:
                 _, sample = next(drawn_chunks(Recipe(steps), "sample", self._seed, 2, 1))
@@ -224,8 +224,8 @@ class Tiles:
         return self._tiles[key]
 
 
-_UNIFORM = Recipe((Fill("uniform", 0.0, 1.0),))
-_NORMAL = Recipe((Fill("normal", 0.0, 1.0),))
+_UNIFORM = Recipe((FillStep("uniform", 0.0, 1.0),))
+_NORMAL = Recipe((FillStep("normal", 0.0, 1.0),))
 
 
 def noisy(values: torch.Tensor, seed: int) -> torch.Tensor:

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from partition.capture.clean import Cleaned
 from partition.capture.errors import CaptureRefused
-from partition.capture.export import Exported
+from partition.capture.export import ExportedGraph
 from partition.capture.origin import named
 from partition.capture.skeleton import recipe_of
-from partition.capture.state_dict import Contents, Store, bytes_of, check_parameter
+from partition.capture.state_dict import Contents, StateDictStore, bytes_of, check_parameter
 from partition.capture.steps import DATA_TYPES, Leaf, Made, Reference, Step, Symbolic, data_type
 from partition.capture.wrapper_module import COUNTER, Example
 from partition.model.graph import (
@@ -25,15 +25,15 @@ from partition.model.graph import (
     Entry,
     Expression,
     Graph,
+    GraphNode,
+    GraphState,
     Item,
     Items,
     Metric,
-    Node,
     Parameter,
     ParameterValue,
     Port,
     Size,
-    State,
     StateValue,
     Symbol,
     TensorType,
@@ -51,7 +51,7 @@ _FACTORS_MAX = 8
 
 
 @dataclass
-class Tables:
+class GraphTables:
     """The rows of a graph while its entry points are being lowered."""
 
     contents: Contents
@@ -59,14 +59,14 @@ class Tables:
     groups: Groups | None
     statistics: frozenset[str]
     is_trained: bool = True
-    store: Store = field(default_factory=Store)
+    store: StateDictStore = field(default_factory=StateDictStore)
     expressions: dict[Expression, int] = field(default_factory=dict)
     types: dict[TensorType, int] = field(default_factory=dict)
     operators: dict[str, int] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
     parameters: dict[Any, tuple[int, Parameter]] = field(default_factory=dict)
     constants: dict[Any, tuple[int, Constant]] = field(default_factory=dict)
-    states: dict[Any, tuple[int, State]] = field(default_factory=dict)
+    states: dict[Any, tuple[int, GraphState]] = field(default_factory=dict)
     constant_bytes: int = 0
 
     def __post_init__(self) -> None:
@@ -186,7 +186,7 @@ class Tables:
                     f"the buffer '{path}' is changed by an entry point and does not begin at zero"
                 )
             kind = TensorType(data_type(tensor.dtype), tuple(tensor.shape))
-            self.states[key] = len(self.states), State(self.contents.names_of(path)[0], kind)
+            self.states[key] = len(self.states), GraphState(self.contents.names_of(path)[0], kind)
         return StateValue(self.states[key][0])
 
 
@@ -211,8 +211,8 @@ def _row(table: dict[T, int], key: T) -> int:
 class _Lowering:
     """One entry point being lowered."""
 
-    tables: Tables
-    exported: Exported
+    tables: GraphTables
+    exported: ExportedGraph
     cleaned: Cleaned
     numbers: dict[Reference, int] = field(default_factory=dict)
     types: list[int] = field(default_factory=list)
@@ -261,7 +261,7 @@ class _Lowering:
         self.types.append(row)
         return Port(example.name, row)
 
-    def _node(self, index: int, step: Step) -> Node:
+    def _node(self, index: int, step: Step) -> GraphNode:
         try:
             arguments = tuple(self._argument(value) for value in step.arguments)
             keywords = tuple((name, self._argument(value)) for name, value in step.keywords)
@@ -273,7 +273,7 @@ class _Lowering:
                 self.types.append(_row(self.tables.types, kind))
         except CaptureRefused as refusal:
             raise CaptureRefused(f"{named(step.owner)}, {step.operator}: {refusal}") from refusal
-        return Node(
+        return GraphNode(
             index,
             _row(self.tables.operators, step.operator),
             arguments,
@@ -312,7 +312,7 @@ class _Lowering:
 
 def lower(
     name: str,
-    parts: Sequence[tuple[Exported, Cleaned]],
+    parts: Sequence[tuple[ExportedGraph, Cleaned]],
     contents: Contents,
     symbols: tuple[Symbol, ...],
     groups: Groups | None,
@@ -325,7 +325,7 @@ def lower(
     """
     statistics = frozenset(path for _, cleaned in parts for path in cleaned.statistics)
     is_trained = any(exported.request.train for exported, _ in parts)
-    tables = Tables(contents, symbols, groups, statistics, is_trained)
+    tables = GraphTables(contents, symbols, groups, statistics, is_trained)
     entries = tuple(_Lowering(tables, exported, cleaned).entry() for exported, cleaned in parts)
     tables.keep_unused()
     counters: dict[str, None] = {}

@@ -15,7 +15,7 @@ import torch
 
 from partition.capture.errors import CaptureRefused
 from partition.capture.fx_pass import Walk
-from partition.capture.steps import Handle, Leaf, Made, Reference, Step, Storage, Symbolic
+from partition.capture.steps import Handle, Leaf, Made, Reference, Step, Symbolic, TraceStorage
 
 Reduction = Literal["auto", "sum", "microbatch"]
 """How a step adds a loss up. `auto`: sums as they are, and means as `as_sum` reads them. `sum`: as it is.
@@ -52,7 +52,7 @@ _BOUNDED = {"clamp", "clamp_min", "maximum", "add", "to", "_to_copy", "alias", "
 
 
 @dataclass(frozen=True)
-class Mean:
+class SampleMean:
     """A mean over samples, or over `count` items."""
 
     count: Reference | None = None
@@ -66,8 +66,8 @@ def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[
     walk.owner = "loss"
     if reduction == "sum":
         return loss, None
-    found = Mean() if reduction == "microbatch" else _kind(walk, loss.reference, batch)
-    if not isinstance(found, Mean):
+    found = SampleMean() if reduction == "microbatch" else _kind(walk, loss.reference, batch)
+    if not isinstance(found, SampleMean):
         return loss, None
     if found.count is None:
         return walk.emit(_aten.mul.Scalar, loss, batch, fakes=loss.fake), None
@@ -80,7 +80,7 @@ def as_sum(walk: Walk, loss: Handle, batch: Any, reduction: Reduction) -> tuple[
     return walk.emit(_aten.mul.Tensor, loss, count), count
 
 
-def _kind(walk: Walk, reference: Any, batch: Any) -> Mean | Literal["sum"] | None:
+def _kind(walk: Walk, reference: Any, batch: Any) -> SampleMean | Literal["sum"] | None:
     """Return the kind of a scalar: a mean, a sum, or neither as far as can be read."""
     if not isinstance(reference, Made):
         return None
@@ -95,9 +95,9 @@ def _kind(walk: Walk, reference: Any, batch: Any) -> Mean | Literal["sum"] | Non
                 "the loss is a mean weighted by class, so micro-batches cannot be added up: return the sum "
                 "and the number of labels, or say reduction='microbatch'"
             )
-        return Mean() if how == _MEAN else "sum" if how == _SUM else None
+        return SampleMean() if how == _MEAN else "sum" if how == _SUM else None
     if short == "mean":
-        return Mean() if _varies(arguments[0], batch) else None
+        return SampleMean() if _varies(arguments[0], batch) else None
     if short == "sum":
         return "sum" if _varies(arguments[0], batch) else _kind(walk, arguments[0], batch)
     if short in _SAME:
@@ -107,23 +107,25 @@ def _kind(walk: Walk, reference: Any, batch: Any) -> Mean | Literal["sum"] | Non
     return None
 
 
-def _combined(walk: Walk, short: str, arguments: Sequence[Any], batch: Any) -> Mean | Literal["sum"] | None:
+def _combined(
+    walk: Walk, short: str, arguments: Sequence[Any], batch: Any
+) -> SampleMean | Literal["sum"] | None:
     left, right = arguments[:2]
     first = _kind(walk, left, batch)
     if not isinstance(right, Made | Leaf):
         if isinstance(right, Symbolic) and short == "div":
-            return Mean() if first == "sum" else first
+            return SampleMean() if first == "sum" else first
         return first
     if short == "div":
         count = _divisor(walk, right)
-        return Mean(count) if first == "sum" and count is not None else None
+        return SampleMean(count) if first == "sum" and count is not None else None
     second = _kind(walk, right, batch)
     if first is None or second is None:
         # Terms that do not come from the data, such as a penalty on weights, count as often as the rest.
         return first or second
-    if isinstance(first, Mean) and isinstance(second, Mean):
+    if isinstance(first, SampleMean) and isinstance(second, SampleMean):
         counts = {mean.count for mean in (first, second)} - {None}
-        return Mean(counts.pop() if counts else None) if len(counts) < 2 else None
+        return SampleMean(counts.pop() if counts else None) if len(counts) < 2 else None
     return first if first == second else None
 
 
@@ -174,4 +176,4 @@ def _short(step: Step) -> str:
 def _handle(reference: Any, *, needs_gradient: bool = False) -> Handle:
     assert isinstance(reference, Made)
     fake = reference.step.results[reference.index]
-    return Handle(reference, fake, needs_gradient, Storage("step"))
+    return Handle(reference, fake, needs_gradient, TraceStorage("step"))

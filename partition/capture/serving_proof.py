@@ -32,7 +32,7 @@ from partition.model.graph import (
     EVALUATE,
     SERVE,
     Graph,
-    Node,
+    GraphNode,
     Size,
     StageEntry,
     StageGraph,
@@ -412,10 +412,10 @@ def _mixing(whole: _Whole, vocabulary: int) -> str:
     return ""
 
 
-def _makers(entry: StageEntry, value: int, known: Mapping[int, object]) -> list[Node]:
+def _makers(entry: StageEntry, value: int, known: Mapping[int, object]) -> list[GraphNode]:
     """Return the nodes between a value and the known ones, in order."""
     makers = {each: node for node in entry.nodes for each in node.outputs}
-    found: dict[int, Node] = {}
+    found: dict[int, GraphNode] = {}
     waiting = [value]
     while waiting:
         node = makers.get(waiting.pop())

@@ -35,7 +35,7 @@ from partition.capture.initialisers import (
     MAKERS,
     Arguments,
     Keywords,
-    Record,
+    StorageHistory,
     changes,
     covers,
     mutated,
@@ -43,7 +43,7 @@ from partition.capture.initialisers import (
     row_of,
     truncated_normal,
 )
-from partition.model.graph import Fill, Recipe
+from partition.model.graph import FillStep, Recipe
 
 _RECORD = "_first_values"
 """The attribute of a parameter that holds its record."""
@@ -65,7 +65,7 @@ def recipe_of(parameter: torch.Tensor) -> Recipe | None:
 
     Ask the parameter itself: a deep copy made after the skeleton no longer knows.
     """
-    record: Record | None = getattr(parameter, _RECORD, None)
+    record: StorageHistory | None = getattr(parameter, _RECORD, None)
     return Recipe(record.steps) if record is not None and record.reason is None else None
 
 
@@ -73,7 +73,7 @@ def unrecorded(model: nn.Module) -> tuple[tuple[str, str], ...]:
     """(name, reason) of each parameter on meta whose first values are not known by a recipe."""
     found = []
     for name, parameter in model.named_parameters():
-        record: Record | None = getattr(parameter, _RECORD, None)
+        record: StorageHistory | None = getattr(parameter, _RECORD, None)
         if parameter.is_meta and record is None:
             found.append((name, "it was put on meta outside of skeleton()"))
         elif parameter.is_meta and record is not None and record.reason is not None:
@@ -179,7 +179,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own
         # Weak references keep an address from being used again while it stands here.
-        self._records: dict[int, tuple[StorageWeakRef, Record]] = {}
+        self._records: dict[int, tuple[StorageWeakRef, StorageHistory]] = {}
         self._parameters: list[nn.Parameter] = []
 
     def __torch_dispatch__(
@@ -242,20 +242,22 @@ class _Recorder(TorchDispatchMode):
         if record is not None:
             setattr(parameter, _RECORD, record)
 
-    def _unknown(self, tensor: torch.Tensor) -> Record:
+    def _unknown(self, tensor: torch.Tensor) -> StorageHistory:
         """Return the record of real values of unknown origin: a constant, if they are all equal."""
-        record = Record(tuple(tensor.shape), (), "its values were made by other means than an initialiser")
+        record = StorageHistory(
+            tuple(tensor.shape), (), "its values were made by other means than an initialiser"
+        )
         values = tensor.detach()
         if 0 < values.numel() <= _UNIFORM_ELEMENTS_MAX and bool((values == values.flatten()[0]).all()):
-            record.fill(Fill("constant", float(values.flatten()[0])))
+            record.fill(FillStep("constant", float(values.flatten()[0])))
         self._keep(tensor, record)
         return record
 
-    def _record(self, tensor: torch.Tensor) -> Record | None:
+    def _record(self, tensor: torch.Tensor) -> StorageHistory | None:
         entry = self._records.get(tensor.untyped_storage()._cdata)
         return entry[1] if entry else None
 
-    def _keep(self, tensor: torch.Tensor, record: Record) -> None:
+    def _keep(self, tensor: torch.Tensor, record: StorageHistory) -> None:
         storage = tensor.untyped_storage()
         self._records[storage._cdata] = (StorageWeakRef(storage), record)  # type: ignore[no-untyped-call]  # torch's
 
@@ -266,7 +268,7 @@ class _Recorder(TorchDispatchMode):
             return  # a view, of the same storage
         maker = MAKERS.get(func.overloadpacket)
         if maker is not None:
-            record = Record(tuple(result.shape))
+            record = StorageHistory(tuple(result.shape))
             step = maker(func, args, kwargs)
             if step is not None:
                 record.fill(step)
@@ -287,7 +289,7 @@ class _Recorder(TorchDispatchMode):
                 continue
             record = self._record(tensor)
             if record is None and name == "self" and func.overloadpacket in FILLS and covers(tensor):
-                record = Record(tuple(tensor.shape))
+                record = StorageHistory(tuple(tensor.shape))
                 self._keep(tensor, record)
             if record is not None:
                 if name == "self" and args and args[0] is tensor:
@@ -295,19 +297,19 @@ class _Recorder(TorchDispatchMode):
                 else:
                     record.spoil(f"{func.overloadpacket.__name__} cannot be recorded")
 
-    def _write(self, record: Record, func: Any, args: Arguments, kwargs: Keywords) -> None:
+    def _write(self, record: StorageHistory, func: Any, args: Arguments, kwargs: Keywords) -> None:
         target, what = args[0], func.overloadpacket.__name__
         maker = FILLS.get(func.overloadpacket)
         step = maker(func, args, kwargs) if maker else None
         if what == "copy_":
             value = self._constant(args[1])
-            step = None if value is None else Fill("constant", value)
+            step = None if value is None else FillStep("constant", value)
         if not covers(target):
             row = row_of(target, record.shape)
-            if row is None or step != Fill("constant", 0.0):
+            if row is None or step != FillStep("constant", 0.0):
                 record.spoil(f"{what} writes a part of it")
             else:
-                record.change(Fill("zero_row", float(row)))
+                record.change(FillStep("zero_row", float(row)))
         elif step is not None:
             record.fill(step)
         elif what == "copy_":

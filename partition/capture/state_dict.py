@@ -10,7 +10,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from partition.capture.errors import CaptureRefused
 from partition.capture.skeleton import recipe_of
-from partition.model.graph import Fill, Recipe, Stored
+from partition.model.graph import FillStep, Recipe, StoredValues
 
 Key = tuple[int, ...]
 
@@ -78,14 +78,14 @@ def check_parameter(path: str, tensor: Tensor, *, is_trained: bool = True) -> No
     )
 
 
-class Store:
+class StateDictStore:
     """Assigns places in the data section of the file beside the graph, in order and without gaps."""
 
     def __init__(self) -> None:
         self.tensors: list[tuple[str, Tensor]] = []
         self._offset = 0
 
-    def source(self, name: str, tensor: Tensor) -> Recipe | Stored:
+    def source(self, name: str, tensor: Tensor) -> Recipe | StoredValues:
         """Return the source of one parameter's first values.
 
         Raises:
@@ -101,9 +101,9 @@ class Store:
         # Running means begin at 0 and variances at 1, and so do many biases.
         flat = tensor.detach().reshape(-1)
         if tensor.dim() == 1 and bool((flat == flat[0]).all()):
-            return Recipe((Fill("constant", float(flat[0])),))
+            return Recipe((FillStep("constant", float(flat[0])),))
         length = prod(tensor.shape) * tensor.element_size()
-        stored = Stored(self._offset, length, blake3(bytes_of(tensor)).digest())
+        stored = StoredValues(self._offset, length, blake3(bytes_of(tensor)).digest())
         self.tensors.append((name, tensor.detach()))
         self._offset += length
         return stored

@@ -72,7 +72,7 @@ Reference = Leaf | Made
 
 
 @dataclass
-class Storage:
+class TraceStorage:
     """Memory that several handles may look at. `writers` are the modules that changed it."""
 
     kind: Kind
@@ -92,7 +92,7 @@ class Handle:
     reference: Reference
     fake: Tensor
     needs_gradient: bool
-    storage: Storage
+    storage: TraceStorage
     base: "Handle | None" = None
     view: tuple[str, tuple[Any, ...]] | None = None
     stale: str | None = None
@@ -156,7 +156,7 @@ def made(step: Step, index: int, needs_gradient: bool, base: Handle | None = Non
     """Return the handle of one result: of memory of its own, or of its base's."""
     fake = step.results[index]
     floats = fake.is_floating_point() or fake.is_complex()
-    storage = base.storage if base is not None else Storage("step")
+    storage = base.storage if base is not None else TraceStorage("step")
     return Handle(Made(step, index), fake, needs_gradient and floats, storage, base)
 
 

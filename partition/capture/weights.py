@@ -13,13 +13,13 @@ import torch
 
 from crypto.errors import RemoteProtocolError
 from partition.capture.errors import CaptureRefused
-from partition.model.graph import Graph, Stored
+from partition.model.graph import Graph, StoredValues
 from partition.model.safetensors_layout import check_file, check_range, file_header, stored_parameters
 
 _CHUNK_BYTES = 1 << 24
 
 
-class Values(Protocol):
+class StoredWeights(Protocol):
     """A graph, and (name, tensor) of its stored values, in their order: a result of `capture`."""
 
     @property
@@ -29,7 +29,7 @@ class Values(Protocol):
     def stored(self) -> tuple[tuple[str, torch.Tensor], ...]: ...
 
 
-def write_weights(path: str | PathLike[str], captured: Values) -> int:
+def write_weights(path: str | PathLike[str], captured: StoredWeights) -> int:
     """Write the safetensors file of a captured model; return its length in bytes.
 
     It appears under its name only when it is whole.
@@ -50,7 +50,7 @@ def write_weights(path: str | PathLike[str], captured: Values) -> int:
             for row, (name, tensor) in zip(rows, captured.stored, strict=True):
                 data = _bytes(tensor)
                 try:
-                    assert isinstance(row.source, Stored)
+                    assert isinstance(row.source, StoredValues)
                     check_range(row.source, data)
                 except RemoteProtocolError as error:
                     raise CaptureRefused(f"'{name}' has changed since it was captured") from error
@@ -83,7 +83,7 @@ class StoredFile:
             self._file.close()
             raise
 
-    def read(self, stored: Stored) -> bytes:
+    def read(self, stored: StoredValues) -> bytes:
         """Return the bytes of one parameter. Raises RemoteProtocolError: not those that the graph says."""
         self._file.seek(self._begin + stored.offset)
         data = self._file.read(stored.length)
@@ -93,7 +93,7 @@ class StoredFile:
     def all(self) -> Iterator[tuple[str, bytes]]:
         """Yield (first name, bytes) of every stored parameter, one at a time."""
         for row in stored_parameters(self._graph):
-            assert isinstance(row.source, Stored)
+            assert isinstance(row.source, StoredValues)
             yield row.names[0], self.read(row.source)
 
     def close(self) -> None:

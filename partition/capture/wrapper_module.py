@@ -45,7 +45,7 @@ class Dynamic:
 
 
 @dataclass(frozen=True)
-class Request:
+class ModelExport:
     """A request to export: `call` takes the model and its inputs, which lie in the arguments as `form`
     says."""
 
@@ -62,7 +62,7 @@ class Request:
 
 
 @dataclass
-class Layout:
+class ResultLayout:
     """The exported results, in their order: outputs, loss, count, metrics, buffers assigned anew.
 
     `counters` are batch norms' counters among these, `attributes` tensors that are no buffers. `states` are
@@ -98,7 +98,7 @@ class _Part(nn.Module):
 class Whole(nn.Module):
     """The model with its loss and metrics: takes inputs and labels flat, gives a flat tuple of tensors."""
 
-    def __init__(self, model: nn.Module, request: Request, layout: Layout) -> None:
+    def __init__(self, model: nn.Module, request: ModelExport, layout: ResultLayout) -> None:
         super().__init__()
         self.model = model
         self.loss = _Part(request.loss) if request.loss else None

@@ -37,7 +37,7 @@ from partition.codecs.base import Array as Array
 from partition.codecs.base import Rounding as Rounding
 from partition.codecs.block_quantization import Int4, Int8
 from partition.codecs.error_feedback import Feedback
-from partition.codecs.floats import Bfloat16, Float16
+from partition.codecs.floats import Bfloat16Frames, Float16Frames
 from partition.codecs.lossless import restore, shrink
 from partition.model.graph import FLOATING, ITEM_BYTES, TENSORS_MAX, DataType, RealType
 
@@ -68,8 +68,8 @@ CODED_ITEMS_MIN = 64
 """A shorter tensor is sent exactly: a codec gains nothing."""
 
 _CODERS: dict[str, Coder] = {
-    "float16": Float16(),
-    "bfloat16": Bfloat16(),
+    "float16": Float16Frames(),
+    "bfloat16": Bfloat16Frames(),
     "int8": Int8(),
     "int4": Int4(),
 }

@@ -18,7 +18,7 @@ _FLOAT16_CODE_MAX = 0x7800
 """2^15: the most that the largest number of a tile may be rounded up to."""
 
 
-class Bfloat16:
+class Bfloat16Frames:
     """Two bytes an item, rounded to the nearest, ties to even."""
 
     granule = 1
@@ -37,7 +37,7 @@ class Bfloat16:
         widen_bfloat16(coded[: 2 * count].view("<u2")[start : start + len(target)], target)
 
 
-class Float16:
+class Float16Frames:
     """Two bytes an item, rounded to the nearest, ties to even; then two for each tile, its power of two."""
 
     granule = 1

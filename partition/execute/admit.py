@@ -25,7 +25,7 @@ from partition.execute.device_limits import check_type
 from partition.execute.interpret import DTYPES, FORMATS
 from partition.execute.memory_meter import Meter, shown_bytes
 from partition.execute.schema import Signature, check_node
-from partition.execute.shape_tensors import Storage, ghost
+from partition.execute.shape_tensors import GhostStorage, ghost
 from partition.model.graph import (
     FLOATING,
     ITEM_BYTES,
@@ -34,8 +34,8 @@ from partition.model.graph import (
     Argument,
     ConstantValue,
     FormatName,
+    GraphNode,
     Items,
-    Node,
     ParameterValue,
     Size,
     StageEntry,
@@ -190,7 +190,7 @@ class _DryRun:
             saved = sum(self._bytes_of(self._types[number]) for number in self._entry.inputs)
         return _Figures(meter.flops, saved, meter.peak_bytes)
 
-    def _place(self, node: Node) -> str:
+    def _place(self, node: GraphNode) -> str:
         names = self._graph.operators
         return f"node {node.id} ({names[node.operator] if node.operator < len(names) else 'no operator'})"
 
@@ -200,7 +200,7 @@ class _DryRun:
         """Return a tensor that the stage keeps: it is counted among the arenas, not here."""
         shape = shape_of(kind, self._sizes)
         check_type(self._device.type, DTYPES[kind.dtype])
-        return ghost(shape, DTYPES[kind.dtype], self._device, Storage(0, None))
+        return ghost(shape, DTYPES[kind.dtype], self._device, GhostStorage(0, None))
 
     def _bytes_of(self, kind: TensorType) -> int:
         return prod(shape_of(kind, self._sizes)) * ITEM_BYTES[kind.dtype]
@@ -237,7 +237,7 @@ class _DryRun:
 
     # Nodes
 
-    def _step(self, node: Node) -> None:
+    def _step(self, node: GraphNode) -> None:
         names = self._graph.operators
         if node.operator >= len(names):
             raise RemoteProtocolError("no such operator")
@@ -350,7 +350,7 @@ def _last_uses(entry: StageEntry) -> dict[int, list[int]]:
     return uses
 
 
-def _taken(node: Node) -> list[int]:
+def _taken(node: GraphNode) -> list[int]:
     found = []
     for argument in (*node.arguments, *(value for _, value in node.keywords)):
         for item in argument.items if isinstance(argument, Items) else (argument,):

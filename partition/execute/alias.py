@@ -8,7 +8,7 @@ that may return a view of an argument, so everything they make of the old cache 
 
 from collections.abc import Mapping, Sequence
 
-from partition.model.graph import Node, StageEntry, StateValue, Value, arguments_of
+from partition.model.graph import GraphNode, StageEntry, StateValue, Value, arguments_of
 from partition.model.operators import OPERATORS
 
 Key = tuple[type, int]
@@ -52,7 +52,7 @@ def _roots(entry: StageEntry, operators: Sequence[str]) -> dict[int, int]:
     return roots
 
 
-def _chain(number: int, makers: Mapping[int, Node]) -> list[Node]:
+def _chain(number: int, makers: Mapping[int, GraphNode]) -> list[GraphNode]:
     """Return the nodes that lead from the old state to its next value, the last one first."""
     chain = [makers[number]]
     while isinstance(earlier := chain[-1].arguments[0], Value):
@@ -60,7 +60,7 @@ def _chain(number: int, makers: Mapping[int, Node]) -> list[Node]:
     return chain
 
 
-def _keys(node: Node) -> list[Key]:
+def _keys(node: GraphNode) -> list[Key]:
     return [
         (Value, argument.id) if isinstance(argument, Value) else (StateValue, argument.row)
         for argument in arguments_of(node)
@@ -92,7 +92,7 @@ class _Memory:
         ends += [metric.value for metric in entry.metrics]
         self._kept = {self._group((Value, number)) for number in ends}
 
-    def is_free_after(self, writer: Node) -> bool:
+    def is_free_after(self, writer: GraphNode) -> bool:
         """Return whether nothing reads the memory that `writer` overwrites, its first argument, after it or
         beside it."""
         first, *beside = _keys(writer)

@@ -36,7 +36,7 @@ from typing import Any
 
 import torch
 
-from partition.execute.pages import PAGE_TOKENS, Pages, Span
+from partition.execute.pages import PAGE_TOKENS, Pages, UnitSpan
 from partition.model.operators import WHOLE_WINDOW
 
 ROWS = 4
@@ -92,7 +92,7 @@ class Batch:
     """The units of one run, as `attend` needs them."""
 
     pages: Pages
-    spans: tuple[Span, ...]
+    spans: tuple[UnitSpan, ...]
     _written: tuple[torch.Tensor, torch.Tensor] | list[_Stretch] | None = None
     _groups: dict[tuple[int, int, int], list[_Group]] = field(default_factory=dict)
 
@@ -102,7 +102,7 @@ class Batch:
         return last.first + last.tokens
 
     @cached_property
-    def single(self) -> Span | None:
+    def single(self) -> UnitSpan | None:
         """Return the only token of the batch, if it has no more and the pages of its session follow one
         another."""
         span = self.spans[0]
@@ -148,7 +148,7 @@ class _Part:
 
 
 def _places(
-    spans: Sequence[Span], device: torch.device
+    spans: Sequence[UnitSpan], device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor] | list[_Stretch]:
     """Return where the tokens lie: a few stretches of them, or by token the page and the slot in it."""
     stretches = []
@@ -179,7 +179,9 @@ def serving(batch: Batch) -> Iterator[None]:
         _batch.pop()
 
 
-def _parts(spans: Sequence[Span], window: int, block_bytes: int, row_bytes: int) -> Iterator[Sequence[_Part]]:
+def _parts(
+    spans: Sequence[UnitSpan], window: int, block_bytes: int, row_bytes: int
+) -> Iterator[Sequence[_Part]]:
     """Return parts that are computed at once: single tokens together, longer spans a few rows at a time."""
     singles: list[_Part] = []
     size = 0
@@ -204,7 +206,7 @@ def _parts(spans: Sequence[Span], window: int, block_bytes: int, row_bytes: int)
             begin += count
 
 
-def _part(span: Span, begin: int, count: int, window: int) -> _Part:
+def _part(span: UnitSpan, begin: int, count: int, window: int) -> _Part:
     position = span.position + begin
     first = max(0, position - window + 1) // PAGE_TOKENS if window > 0 else 0
     end = span.position + span.tokens
@@ -296,7 +298,7 @@ def _room(q: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _single(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, span: Span
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, span: UnitSpan
 ) -> torch.Tensor:
     """Compute one token of one session: the result of `_fold`, to the bit, by fewer calls."""
     heads, width, key_heads = q.shape[1], q.shape[3], keys.shape[1]

@@ -29,14 +29,14 @@ from partition.codecs.codec import Payload, Rounding
 from partition.execute.attention import ROWS, padded
 from partition.execute.bit_class import bit_class
 from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
-from partition.execute.open_step import Held, OpenStep
+from partition.execute.open_step import Flight, OpenStep
 from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.pages import UnitRefused
 from partition.execute.products import Products
 from partition.execute.seeds import seed_of
 from partition.execute.served_weights import ServedWeights
 from partition.execute.serving import ServedStage
-from partition.execute.sessions import Sessions
+from partition.execute.sessions import StageSessions
 from partition.execute.step_arithmetic import (
     add_statistics,
     check_moments,
@@ -46,7 +46,7 @@ from partition.execute.step_arithmetic import (
 )
 from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
 from partition.execute.values import first_values
-from partition.execute.vector import Values, Vector
+from partition.execute.vector import ParameterVector, Vector
 from partition.execute.weights import export_file, import_file
 from partition.model.graph import EVALUATE, SERVE, TRAIN, Recipe, StageEntry, TensorType
 from partition.stage import (
@@ -60,7 +60,6 @@ from partition.stage import (
     BitsFound,
     CopySession,
     Discard,
-    Done,
     EndSession,
     Export,
     Exported,
@@ -79,9 +78,10 @@ from partition.stage import (
     Reply,
     Request,
     Restore,
-    Run,
+    RunEntryPoint,
     Serve,
     Served,
+    StageDone,
     StageSpecification,
     ValuesRead,
 )
@@ -118,7 +118,7 @@ class StageExecutor:
         dtype = DTYPES[specification.dtype]
         self._arenas = {name: arenas[name] for name in ARENAS}
         self._slots = parameter_layout(specification)
-        self._values = Values(arenas["parameters"], self._slots, self._device)
+        self._values = ParameterVector(arenas["parameters"], self._slots, self._device)
         self._vectors = {name: Vector(arenas[name], dtype, self._device) for name in ARENAS[1:]}
         self._parameters, self._statistics = self._make_parameters()
         self._constants = {
@@ -134,7 +134,7 @@ class StageExecutor:
         )
         names = {entry.name for entry in graph.entries}
         self._evaluated = EVALUATE if EVALUATE in names else TRAIN
-        self._sessions = Sessions(specification, self._device)
+        self._sessions = StageSessions(specification, self._device)
         least = ROWS * specification.threads
         products = Products(least, padded(specification.sizes_max[0], least), room_bytes)
         self._weights = ServedWeights(graph, self._slots, self._values, products)
@@ -164,7 +164,7 @@ class StageExecutor:
                 return Normed(squared_norm(self._vectors["totals"], self._slots, self._graph.borrowed))
             case Apply():
                 return self._apply(request)
-            case Run():
+            case RunEntryPoint():
                 return self._run(request)
             case Serve():
                 return self._serve(request)
@@ -180,7 +180,7 @@ class StageExecutor:
                 arena = self._arenas["parameters"]
                 return Exported(export_file(arena, self._slots, self._graph.constants))
         self._obey(request)
-        return Done()
+        return StageDone()
 
     def _obey(self, request: Forget | Discard | EndSession | Import | Reload | Restore) -> None:
         match request:
@@ -227,7 +227,7 @@ class StageExecutor:
             kinds = self._kinds(entry, entry.outputs)
             output, rounding = self._boundary.give(results.outputs, kinds, sizes, request.codec)
         if request.train and entry.backward_outputs:
-            self._open.hold(request, Held(request.sign, sizes, inputs, None if is_repeated else results))
+            self._open.hold(request, Flight(request.sign, sizes, inputs, None if is_repeated else results))
         elif request.train:
             # No gradient comes back here, so this is all there is.
             self._count(program, results, request)
@@ -356,7 +356,7 @@ class StageExecutor:
 
     # Entry points without gradients
 
-    def _run(self, request: Run) -> Ran:
+    def _run(self, request: RunEntryPoint) -> Ran:
         program = self._program(request.entry, False)
         entry = self._graph.entry(request.entry)
         if entry.labels:
@@ -393,9 +393,9 @@ class StageExecutor:
         self._weights.products.forget()
         return served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
 
-    def _fork(self, request: CopySession) -> Done:
+    def _fork(self, request: CopySession) -> StageDone:
         self._serving().pages.fork(request.session, request.base, request.tokens)
-        return Done()
+        return StageDone()
 
     # The step
 

@@ -42,9 +42,9 @@ from partition.model.graph import (
     ConstantValue,
     DataType,
     FormatName,
+    GraphNode,
     Item,
     Items,
-    Node,
     ParameterValue,
     Size,
     StageEntry,
@@ -79,7 +79,7 @@ _INSTANCE_NORM = "aten.instance_norm.default"
 
 
 @dataclass(frozen=True)
-class Norm:
+class CountedNorm:
     """A batch norm that counts the statistics of what it sees: rows of mean and variance, and its turn.
 
     `ordinal` is its place among the `uses` of these statistics in one micro-batch.
@@ -114,7 +114,7 @@ class Program:
 
     def __init__(self, compiler: "_Compiler") -> None:
         entry = compiler.entry
-        self.norms: tuple[Norm, ...] = tuple(compiler.norms)
+        self.norms: tuple[CountedNorm, ...] = tuple(compiler.norms)
         self.in_place: tuple[int, ...] = compiler.in_place
         """Rows of states that `run` changes in place; they are not among the updates."""
         self.uses_states: bool = (
@@ -248,7 +248,7 @@ class _Compiler:
         self.sized: list[tuple[int, int]] = []
         self.sized_lists: list[tuple[int, list[Any]]] = []
         self.names: list[str] = []
-        self.norms: list[Norm] = []
+        self.norms: list[CountedNorm] = []
         self.in_place: tuple[int, ...] = ()
         self.ports = [self._place(Value, number) for number in (*entry.inputs, *entry.labels)]
         self._steps: list[tuple[Step, Sequence[int], Sequence[int]]] = []
@@ -355,7 +355,7 @@ class _Compiler:
             steps.append((step, dead))
         return steps[::-1]
 
-    def _node(self, node: Node, operator: Operator, in_place: bool) -> None:
+    def _node(self, node: GraphNode, operator: Operator, in_place: bool) -> None:
         name = f"{operator.name} of {self.graph.owners[node.owner] or 'the model'}"
         arguments = list(node.arguments)
         counts = False
@@ -397,7 +397,7 @@ class _Compiler:
             product = self._products.product(name, CALLS[name], arguments)
         return product or CALLS[name]
 
-    def _counts(self, node: Node, name: str) -> bool:
+    def _counts(self, node: GraphNode, name: str) -> bool:
         """Return whether this batch norm finds statistics that a step will commit, and note them if so."""
         if not self._train or node.arguments[5] is not True or node.arguments[3] is None:
             return False
@@ -409,7 +409,7 @@ class _Compiler:
             or not ordinal < uses
         ):
             raise RemoteProtocolError(f"{name} has no statistics of its own")
-        self.norms.append(Norm(mean.row, variance.row, float(momentum), ordinal, uses))
+        self.norms.append(CountedNorm(mean.row, variance.row, float(momentum), ordinal, uses))
         return True
 
 

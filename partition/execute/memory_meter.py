@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 from crypto.errors import RemoteProtocolError
 from partition.execute.attention import ATTEND, attend_bytes, attend_flops
 from partition.execute.device_limits import check_operator, check_type
-from partition.execute.shape_tensors import ShapeInference, ShapeTensor, Storage, ghost
+from partition.execute.shape_tensors import GhostStorage, ShapeInference, ShapeTensor, ghost
 from partition.model.graph import DIMENSIONS_MAX
 
 CALLS_MAX = 200_000
@@ -71,7 +71,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
         self._check_shape(shape)
         check_type(self._device_kind, dtype)
         size = prod(shape) * dtype.itemsize
-        return ghost(shape, dtype, device, Storage(size, self.hold(size)))
+        return ghost(shape, dtype, device, GhostStorage(size, self.hold(size)))
 
     def __torch_dispatch__(
         self,

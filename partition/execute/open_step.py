@@ -10,7 +10,7 @@ from partition.stage import IN_FLIGHT_MAX, MICROBATCHES_MAX, Backward, Forward, 
 
 
 @dataclass(frozen=True)
-class Held:
+class Flight:
     """A micro-batch between its two passes; without results it is computed again."""
 
     sign: Sign
@@ -28,7 +28,7 @@ class OpenStep:
     """The step of what is counted or in flight."""
     counted: set[int] = field(default_factory=set)
     """The micro-batches in the sums."""
-    _in_flight: dict[int, Held] = field(default_factory=dict)
+    _in_flight: dict[int, Flight] = field(default_factory=dict)
 
     def admit(self, request: Forward) -> None:
         """Raise RemoteProtocolError for a forward pass that no correct peer asks for now."""
@@ -59,12 +59,12 @@ class OpenStep:
         if self.step not in (None, step):
             raise RemoteProtocolError(f"step {step} applied while the sums hold step {self.step}")
 
-    def hold(self, request: Forward, held: Held) -> None:
+    def hold(self, request: Forward, held: Flight) -> None:
         """Keep a micro-batch for its backward pass."""
         self.step = request.step
         self._in_flight[request.microbatch] = held
 
-    def held(self, request: Backward) -> Held:
+    def held(self, request: Backward) -> Flight:
         """Return the micro-batch to go back through. Raises RemoteProtocolError: there is none."""
         held = self._in_flight.get(request.microbatch) if request.step == self.step else None
         if held is None or held.sign != request.sign:

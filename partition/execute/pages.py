@@ -58,7 +58,7 @@ class _Session:
 
 
 @dataclass(frozen=True)
-class Span:
+class UnitSpan:
     """One unit in a batch: its tokens begin at `first` in the flat batch, and at `position` in its session,
     whose `pages` hold all of it."""
 
@@ -107,7 +107,7 @@ class Pages:
             memory = mmap.mmap(-1, prod(sides) * self._dtype.itemsize, flags=private)
             return torch.frombuffer(memory, dtype=self._dtype).view(sides)
 
-    def begin(self, units: Sequence[Unit], context: int) -> tuple[Span, ...]:
+    def begin(self, units: Sequence[Unit], context: int) -> tuple[UnitSpan, ...]:
         """Take the pages that the units need. The sessions grow only by `commit`.
 
         Raises:
@@ -201,7 +201,7 @@ class Pages:
         places = range(unit.position // PAGE_TOKENS, last)
         return [place for place in places if session.pages[place] in self._shared]
 
-    def _spans(self, units: Sequence[Unit]) -> tuple[Span, ...]:
+    def _spans(self, units: Sequence[Unit]) -> tuple[UnitSpan, ...]:
         spans, first = [], 0
         for unit in units:
             session = self._sessions.setdefault(unit.session, _Session())
@@ -213,7 +213,7 @@ class Pages:
                 self._free.remove(page)
                 session.pages.append(page)
                 self._clear(page, 0)
-            spans.append(Span(first, unit.position, unit.tokens, tuple(session.pages[:count])))
+            spans.append(UnitSpan(first, unit.position, unit.tokens, tuple(session.pages[:count])))
             first += unit.tokens
         return tuple(spans)
 

@@ -29,9 +29,9 @@ from partition.model.graph import (
     Argument,
     ConstantValue,
     FormatName,
+    GraphNode,
     Item,
     Items,
-    Node,
     ParameterValue,
     Size,
     StateValue,
@@ -238,7 +238,7 @@ def _rule(operator: str, argument: Any) -> Rule:
     )
 
 
-def check_node(node: Node, name: str, sizes: Sequence[int]) -> Signature:
+def check_node(node: GraphNode, name: str, sizes: Sequence[int]) -> Signature:
     """Return the signature of a node whose arguments have the right kinds, within bounds.
 
     `sizes` is the evaluated table of expressions. Raises RemoteProtocolError with the argument's name.
@@ -267,7 +267,7 @@ def check_node(node: Node, name: str, sizes: Sequence[int]) -> Signature:
     return wanted
 
 
-def _check_flips(node: Node, wanted: Signature) -> None:
+def _check_flips(node: GraphNode, wanted: Signature) -> None:
     """Check that arguments that evaluation replaces have a place."""
     for index, _ in OPERATORS[wanted.name].evaluate:
         missing = wanted.positional[len(node.arguments) : index]

@@ -13,7 +13,7 @@ import torch
 
 from crypto.errors import RemoteProtocolError
 from partition.execute.products import Products
-from partition.execute.vector import Values
+from partition.execute.vector import ParameterVector
 from partition.model.graph import ParameterValue, StageGraph, arguments_of
 from partition.stage import ReadValues
 from partition.stage_layout import Slot
@@ -22,7 +22,9 @@ from partition.stage_layout import Slot
 class ServedWeights:
     """The weights of a served stage. `released` are the rows whose values are no longer in the arena."""
 
-    def __init__(self, graph: StageGraph, slots: Sequence[Slot], values: Values, products: Products) -> None:
+    def __init__(
+        self, graph: StageGraph, slots: Sequence[Slot], values: ParameterVector, products: Products
+    ) -> None:
         self.products = products
         self.released: tuple[int, ...] = ()
         self._slots = {slot.row: slot for slot in slots}

@@ -16,7 +16,7 @@ from partition.stage import SESSIONS_MAX, StageSpecification
 from partition.stage_layout import arena_bytes
 
 
-class Sessions:
+class StageSessions:
     """The states of one stage, by session and row. A stage without states has no sessions to keep."""
 
     def __init__(self, specification: StageSpecification, device: torch.device) -> None:

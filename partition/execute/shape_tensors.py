@@ -19,7 +19,7 @@ from crypto.errors import RemoteProtocolError
 Key = tuple[Any, ...]
 
 
-class Storage:
+class GhostStorage:
     """Bytes that some ghosts share; `release` is called when the last of them goes."""
 
     __slots__ = ("_release", "size_bytes")
@@ -36,7 +36,7 @@ class Storage:
 class ShapeTensor(torch.Tensor):
     """A tensor without memory. Only a mode (`partition.execute.memory_meter`) can compute with it."""
 
-    storage_held: Storage
+    storage_held: GhostStorage
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # torch's own way
 
@@ -47,7 +47,9 @@ class ShapeTensor(torch.Tensor):
         raise RemoteProtocolError(f"{func} outside of a dry run")
 
 
-def ghost(shape: Sequence[int], dtype: torch.dtype, device: torch.device, storage: Storage) -> ShapeTensor:
+def ghost(
+    shape: Sequence[int], dtype: torch.dtype, device: torch.device, storage: GhostStorage
+) -> ShapeTensor:
     """Return a ghost in C order over `storage`."""
     made = torch.Tensor._make_wrapper_subclass(ShapeTensor, shape, dtype=dtype, device=device)
     assert isinstance(made, ShapeTensor)
@@ -79,9 +81,9 @@ class ShapeInference:
                 return tensors[answer.same]
             if answer.alias is not None:
                 base = tensors[answer.alias]
-                storage = base.storage_held if isinstance(base, ShapeTensor) else Storage(0, None)
+                storage = base.storage_held if isinstance(base, ShapeTensor) else GhostStorage(0, None)
             else:
-                storage = Storage(answer.size_bytes, self._hold(answer.size_bytes))
+                storage = GhostStorage(answer.size_bytes, self._hold(answer.size_bytes))
             made = torch.Tensor._make_wrapper_subclass(
                 ShapeTensor,
                 answer.shape,

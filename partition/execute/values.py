@@ -15,7 +15,7 @@ from blake3 import blake3
 
 from crypto.encoding import encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
-from partition.model.graph import Fill, Parameter, Recipe, Size
+from partition.model.graph import FillStep, Parameter, Recipe, Size
 
 CHUNK = 1 << 20
 """Elements drawn by one generator. It is part of a seed's meaning: another size gives other values."""
@@ -71,7 +71,7 @@ def seed_of_chunk(seed: int, name: str, chunk: int) -> int:
     return int.from_bytes(digest, "big", signed=True)
 
 
-def _check(step: Fill, name: str, size: int, row_size: int) -> None:
+def _check(step: FillStep, name: str, size: int, row_size: int) -> None:
     """Refuse steps that torch would refuse with an error of its own, or would accept without meaning."""
     first, second = step.first, step.second
     wrong = step.kind != "clamp" and not (isfinite(first) and isfinite(second))
@@ -90,7 +90,7 @@ def _check(step: Fill, name: str, size: int, row_size: int) -> None:
         raise RemoteProtocolError(f"{name}: the recipe's step {step.kind}({first}, {second}) means nothing")
 
 
-def _apply(step: Fill, values: torch.Tensor, generator: torch.Generator) -> None:
+def _apply(step: FillStep, values: torch.Tensor, generator: torch.Generator) -> None:
     match step.kind:
         case "uniform":
             values.uniform_(step.first, step.second, generator=generator)

@@ -42,7 +42,7 @@ class Vector:
         return self.tensor[offset : offset + slot.size].view(slot.shape)
 
 
-class Values(Vector):
+class ParameterVector(Vector):
     """The arena `parameters`, whose values may each have a type of their own."""
 
     def __init__(self, arena: memoryview, slots: Sequence[Slot], device: torch.device) -> None:

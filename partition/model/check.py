@@ -31,7 +31,7 @@ from partition.model.graph import (
     Entry,
     Expression,
     Graph,
-    Node,
+    GraphNode,
     Parameter,
     ParameterValue,
     Recipe,
@@ -339,7 +339,7 @@ def _check_nodes(graph: Graph, entry: Entry, where: str) -> None:
             made += 1
 
 
-def _check_arguments(graph: Graph, node: Node, made: int, told: bytearray, place: str) -> bool:
+def _check_arguments(graph: Graph, node: GraphNode, made: int, told: bytearray, place: str) -> bool:
     """Return whether one of a node's arguments depends on a label."""
     name = graph.operators[node.operator]
     _unique(f"keywords of {place}", (key for key, _ in node.keywords))
@@ -385,7 +385,7 @@ def _is_statistic(graph: Graph, argument: object) -> bool:
     )
 
 
-def _check_norm(graph: Graph, node: Node, place: str) -> None:
+def _check_norm(graph: Graph, node: GraphNode, place: str) -> None:
     """Check that running statistics come in pairs of rows, and that only batch norm moves them.
 
     Both norms would change them in place: the interpreter never lets them, but it must be able to tell which

@@ -17,8 +17,8 @@ from crypto.errors import RemoteProtocolError
 from partition.model.dataflow import Flow, flow_of, places
 from partition.model.graph import TENSORS_MAX, Graph, StageGraph
 from partition.model.min_cut import Chooser
-from partition.model.stages import Part, assemble
-from partition.model.work import Work
+from partition.model.stages import EntryPart, assemble
+from partition.model.work import EntryWork
 
 REFERENCE_BATCH = 8
 REFERENCE_SIZE = 512
@@ -110,7 +110,7 @@ class _Cutter:
         if sizes is None:
             sizes = reference_sizes(graph)
         try:
-            self.work = tuple(Work(graph, entry, sizes) for entry in graph.entries)
+            self.work = tuple(EntryWork(graph, entry, sizes) for entry in graph.entries)
         except RemoteProtocolError as error:
             raise ValueError(f"a graph that has no shapes at its sizes: {error}") from None
         self.legal = self._legal()
@@ -195,7 +195,7 @@ class _Cutter:
         parts = [self._parts(number, positions) for number in range(len(self.flows))]
         return assemble(self.graph, name, self.flows, self.places, positions, parts)
 
-    def _parts(self, number: int, positions: tuple[int, ...]) -> list[Part]:
+    def _parts(self, number: int, positions: tuple[int, ...]) -> list[EntryPart]:
         """Return the parts of one entry point, from the last stage to the first: the values each needs, its
         nodes, and gradients."""
         flow = self.flows[number]
@@ -207,7 +207,7 @@ class _Cutter:
         for node in flow.rooted:
             rooted[stage_of[node]].append(node)
         outputs = flow.final
-        parts: list[Part] = []
+        parts: list[EntryPart] = []
         for stage in range(last, -1, -1):
             roots = [*outputs, *updated[stage]]
             nodes, wanted = _needed(flow, stage_of, stage, rooted[stage], roots)
@@ -219,7 +219,7 @@ class _Cutter:
                     raise ValueError(f"{len(sent)} tensors would cross a cut, at most {TENSORS_MAX} can")
             if stage == last:
                 outputs = () if flow.trains else flow.entry.outputs
-            parts.append(Part(sent, outputs, tuple(sorted((*nodes, *repeated)))))
+            parts.append(EntryPart(sent, outputs, tuple(sorted((*nodes, *repeated)))))
             outputs = sent
         parts.reverse()
         if flow.trains:
@@ -288,7 +288,7 @@ def _needed(
     return sorted(nodes), tuple(sorted(wanted))
 
 
-def _mark_gradients(flow: Flow, parts: list[Part]) -> None:
+def _mark_gradients(flow: Flow, parts: list[EntryPart]) -> None:
     """Mark, from the last stage back, the inputs through which the loss depends on earlier parameters."""
     arriving: tuple[int, ...] = ()
     leads = {value for value in (flow.entry.loss,) if value is not None and flow.has_gradient[value]}

@@ -17,7 +17,7 @@ from partition.model.graph import (
     PAIRS,
     Entry,
     Graph,
-    Node,
+    GraphNode,
     ParameterValue,
     StateValue,
     Value,
@@ -102,7 +102,7 @@ def flow_of(graph: Graph, entry: Entry) -> Flow:
     )
 
 
-def _keys(node: Node) -> tuple[Key, ...]:
+def _keys(node: GraphNode) -> tuple[Key, ...]:
     found: dict[Key, None] = {}
     for argument in arguments_of(node):
         if isinstance(argument, ParameterValue):
@@ -112,7 +112,7 @@ def _keys(node: Node) -> tuple[Key, ...]:
     return tuple(found)
 
 
-def _moves_statistics(graph: Graph, entry: Entry, node: Node) -> bool:
+def _moves_statistics(graph: Graph, entry: Entry, node: GraphNode) -> bool:
     """Return whether it is a batch norm whose running statistics a training step moves."""
     if entry.loss is None or graph.operators[node.operator] != BATCH_NORM:
         return False
@@ -142,7 +142,7 @@ def _dependence(
     return tuple(constant), tuple(floats), tuple(needs_label)
 
 
-def _is_shareable(graph: Graph, node: Node) -> bool:
+def _is_shareable(graph: Graph, node: GraphNode) -> bool:
     """Return whether, by itself, any number of stages can run it with the same result."""
     operator = OPERATORS.get(graph.operators[node.operator])
     if operator is None or operator.random:
@@ -180,7 +180,7 @@ def _live(
     return tuple(live)
 
 
-def passes_gradient(graph: Graph, node: Node) -> bool:
+def passes_gradient(graph: Graph, node: GraphNode) -> bool:
     """Return whether a gradient by its floating results can become one by its floating arguments."""
     return graph.operators[node.operator].split(".")[1] not in _STOPS
 
@@ -204,7 +204,7 @@ def _brings_gradient(graph: Graph, argument: object, found: list[bool]) -> bool:
 
 
 @dataclass(frozen=True)
-class Places:
+class NodePlaces:
     """The places of nodes and states, in node numbers of the first entry point; the very end is `end`.
 
     `nodes[e][i]` is the place of node i of entry point e; -1 is the very beginning. `homes` has that of each
@@ -218,7 +218,7 @@ class Places:
     torn: tuple[tuple[int, int], ...]
 
 
-def places(graph: Graph, flows: tuple[Flow, ...]) -> Places:
+def places(graph: Graph, flows: tuple[Flow, ...]) -> NodePlaces:
     """Return the place of every node and state."""
     end = len(graph.entries[0].nodes)
     found: dict[Key, int] = {}
@@ -242,4 +242,4 @@ def places(graph: Graph, flows: tuple[Flow, ...]) -> Places:
         nodes.append(tuple(row))
         for state, _ in flow.entry.updates:
             found.setdefault(("s", state), -1)
-    return Places(end, tuple(nodes), found, tuple(torn))
+    return NodePlaces(end, tuple(nodes), found, tuple(torn))

@@ -194,7 +194,7 @@ class TensorType(msgspec.Struct, frozen=True, array_like=True):
     ]
 
 
-class Fill(msgspec.Struct, frozen=True, array_like=True):
+class FillStep(msgspec.Struct, frozen=True, array_like=True):
     """One step of a recipe, over the whole parameter: an operation of `torch.nn.init`, as data.
 
     `uniform` (low, high) and `normal` (mean, deviation) draw; `constant` sets; `multiply`, `add`, `clamp`
@@ -209,10 +209,10 @@ class Fill(msgspec.Struct, frozen=True, array_like=True):
 class Recipe(msgspec.Struct, frozen=True, array_like=True, tag="recipe"):
     """First values drawn where they are needed, from a seed per parameter *name*."""
 
-    steps: Annotated[tuple[Fill, ...], msgspec.Meta(max_length=RECIPE_STEPS_MAX)]
+    steps: Annotated[tuple[FillStep, ...], msgspec.Meta(max_length=RECIPE_STEPS_MAX)]
 
 
-class Stored(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
+class StoredValues(msgspec.Struct, frozen=True, array_like=True, tag="stored"):
     """First values that stand in the safetensors file beside the graph: `length` bytes at `offset` in its
     data.
 
@@ -237,7 +237,7 @@ class Parameter(msgspec.Struct, frozen=True, array_like=True):
     names: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=NAMES_MAX)]
     type: TensorType
     kind: Literal["parameter", "frozen", "statistic"]
-    source: Recipe | Stored
+    source: Recipe | StoredValues
     group: Annotated[int, msgspec.Meta(ge=0, lt=64)] = 0
     storage: Literal["plain"] = "plain"
 
@@ -261,7 +261,7 @@ class Constant(msgspec.Struct, frozen=True, array_like=True):
     data: bytes
 
 
-class State(msgspec.Struct, frozen=True, array_like=True):
+class GraphState(msgspec.Struct, frozen=True, array_like=True):
     """A tensor kept per session and changed by entry points, zero at first: a KV cache."""
 
     name: Name
@@ -275,7 +275,7 @@ class Port(msgspec.Struct, frozen=True, array_like=True):
     type: Index
 
 
-class Node(msgspec.Struct, frozen=True, array_like=True):
+class GraphNode(msgspec.Struct, frozen=True, array_like=True):
     """One application of an operator.
 
     `id` is its place in the entry point before any cut, which seeds a random operator. `arguments` are in the
@@ -310,7 +310,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     name: Name
     inputs: Annotated[tuple[Port, ...], msgspec.Meta(min_length=1, max_length=PORTS_MAX)]
     labels: Annotated[tuple[Port, ...], msgspec.Meta(max_length=PORTS_MAX)]
-    nodes: Annotated[tuple[Node, ...], msgspec.Meta(min_length=1, max_length=NODES_MAX)]
+    nodes: Annotated[tuple[GraphNode, ...], msgspec.Meta(min_length=1, max_length=NODES_MAX)]
     types: Annotated[tuple[Index, ...], msgspec.Meta(max_length=4 * NODES_MAX)]
     outputs: Annotated[tuple[Index, ...], msgspec.Meta(max_length=PORTS_MAX)]
     loss: Index | None
@@ -335,7 +335,7 @@ class Graph(msgspec.Struct, frozen=True, array_like=True):
     owners: Annotated[tuple[Name, ...], msgspec.Meta(max_length=TABLE_MAX)]
     parameters: Annotated[tuple[Parameter, ...], msgspec.Meta(max_length=PARAMETERS_MAX)]
     constants: Annotated[tuple[Constant, ...], msgspec.Meta(max_length=TABLE_MAX)]
-    states: Annotated[tuple[State, ...], msgspec.Meta(max_length=TABLE_MAX)]
+    states: Annotated[tuple[GraphState, ...], msgspec.Meta(max_length=TABLE_MAX)]
     entries: Annotated[tuple[Entry, ...], msgspec.Meta(min_length=1, max_length=ENTRIES_MAX)]
     layers: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=LAYERS_MAX + 1)]
     counters: Annotated[tuple[Name, ...], msgspec.Meta(max_length=PARAMETERS_MAX)] = ()
@@ -363,7 +363,7 @@ class StageEntry(msgspec.Struct, frozen=True, array_like=True):
     name: Name
     inputs: tuple[Index, ...]
     labels: tuple[Index, ...]
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     outputs: tuple[Index, ...]
     backward_inputs: tuple[Index, ...]
     backward_outputs: tuple[Index, ...]
@@ -399,7 +399,7 @@ class StageGraph(msgspec.Struct, frozen=True, array_like=True):
     constant_rows: tuple[Index, ...]
     constants: tuple[Constant, ...]
     state_rows: tuple[Index, ...]
-    states: tuple[State, ...]
+    states: tuple[GraphState, ...]
     entries: tuple[StageEntry, ...]
 
     @property
@@ -483,7 +483,7 @@ def graph_hash(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def arguments_of(node: Node) -> Iterator[Item]:
+def arguments_of(node: GraphNode) -> Iterator[Item]:
     """Yield every argument of a node, the elements of lists one by one."""
     for argument in (*node.arguments, *(value for _, value in node.keywords)):
         if isinstance(argument, Items):
@@ -492,7 +492,7 @@ def arguments_of(node: Node) -> Iterator[Item]:
             yield argument
 
 
-def values_of(node: Node) -> Iterator[int]:
+def values_of(node: GraphNode) -> Iterator[int]:
     """Yield the ids of the values a node takes, as often as it takes them."""
     for argument in arguments_of(node):
         if isinstance(argument, Value):

@@ -21,9 +21,9 @@ import msgspec
 
 from partition.model.cut import crossing_bytes, follow, legal_positions, reference_sizes
 from partition.model.dataflow import Flow, flow_of
-from partition.model.graph import LAYERS_MAX, Entry, Graph, Name, Node, ParameterValue, arguments_of
+from partition.model.graph import LAYERS_MAX, Entry, Graph, GraphNode, Name, ParameterValue, arguments_of
 from partition.model.min_cut import FLOP_COST, TOUCHED_BYTE_COST
-from partition.model.work import Work
+from partition.model.work import EntryWork
 
 LAYERS_WANTED_MAX = 128
 HILL_SHARE = 6
@@ -150,7 +150,7 @@ def _chosen(graph: Graph, entry: Entry, legal: Sequence[int], layers_max: int) -
 
 def _costs(graph: Graph, flow: Flow, sizes: Sequence[int]) -> list[int]:
     """Return, by node, its share of the time and, where it is the first to use them, of the parameters."""
-    work = Work(graph, flow.entry, sizes)
+    work = EntryWork(graph, flow.entry, sizes)
     times, parameters = [], []
     seen: set[int] = set()
     for node, is_live, keys in zip(flow.entry.nodes, flow.is_live, flow.keys, strict=True):
@@ -185,7 +185,7 @@ def _border(graph: Graph, entry: Entry, position: int) -> int:
     return _common(before, after)
 
 
-def _path(graph: Graph, node: Node) -> list[str]:
+def _path(graph: Graph, node: GraphNode) -> list[str]:
     owner = graph.owners[node.owner]
     return owner.split(".") if owner else []
 
@@ -253,7 +253,7 @@ def _name(graph: Graph, entry: Entry, first: int) -> str:
     return ".".join(path[:length])
 
 
-def _parameter_path(graph: Graph, nodes: Sequence[Node]) -> list[str]:
+def _parameter_path(graph: Graph, nodes: Sequence[GraphNode]) -> list[str]:
     """Return the module of the first parameter in these nodes; without an owner, the path in its name."""
     for node in nodes:
         for argument in arguments_of(node):

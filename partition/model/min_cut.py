@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from partition.model.dataflow import Flow
 from partition.model.graph import Graph
 from partition.model.operators import OPERATORS
-from partition.model.work import Work
+from partition.model.work import EntryWork
 
 FLOP_COST = 1
 """One unit is 20 picoseconds."""
@@ -40,7 +40,7 @@ _AGAIN = ("free", "elementwise", "reduction")
 class Chooser:
     """The chooser for one entry point, at one value of every symbol."""
 
-    def __init__(self, graph: Graph, flow: Flow, work: Work) -> None:
+    def __init__(self, graph: Graph, flow: Flow, work: EntryWork) -> None:
         self._graph = graph
         self._flow = flow
         self._work = work

@@ -8,7 +8,7 @@ no bound here; the stage that cannot use it reports that (`partition.execute.int
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from partition.model.graph import Entry, Graph, Node, ParameterValue, Size, TensorType, Value
+from partition.model.graph import Entry, Graph, GraphNode, ParameterValue, Size, TensorType, Value
 from partition.model.sizes import evaluate
 
 INTEGERS = frozenset({"int64", "int32", "int16", "int8", "uint8"})
@@ -72,7 +72,7 @@ def bounds(graph: Graph, entry: Entry, sizes: Sequence[int]) -> Mapping[int, Bou
 
 
 def _asked(
-    graph: Graph, entry: Entry, node: Node, operator: str, rows: Sequence[int]
+    graph: Graph, entry: Entry, node: GraphNode, operator: str, rows: Sequence[int]
 ) -> tuple[int, int, int | None] | None:
     """Return (value id, count, ignored value) of an operator that indexes by a value."""
     arguments = node.arguments

@@ -1,6 +1,6 @@
 """The safetensors file beside a graph, as a function of the graph alone: the place of each parameter's bytes.
 
-A graph says which bytes the file has (`Stored`), so the file's header follows from it, byte for byte. A
+A graph says which bytes the file has (`StoredValues`), so the file's header follows from it, byte for byte. A
 reader compares the beginning of the file with the header it must have; nothing of it is parsed. Not here:
 reading and writing. `partition.capture.weights` writes, and a node sends and keeps ranges.
 """
@@ -11,7 +11,7 @@ from typing import Any
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
-from partition.model.graph import DataType, Graph, Parameter, Size, Stored
+from partition.model.graph import DataType, Graph, Parameter, Size, StoredValues
 
 SAFETENSORS_TYPES: dict[DataType, str] = {
     "float64": "F64",
@@ -37,7 +37,7 @@ def stored_parameters(graph: Graph) -> tuple[Parameter, ...]:
     Raises:
         RemoteProtocolError: ranges that overlap or leave gaps.
     """
-    found = [row for row in graph.parameters if isinstance(row.source, Stored)]
+    found = [row for row in graph.parameters if isinstance(row.source, StoredValues)]
     found.sort(key=_offset)
     end = 0
     for row in found:
@@ -67,7 +67,7 @@ def file_bytes(graph: Graph) -> int:
     return len(file_header(graph)) + sum(_range(row).length for row in stored_parameters(graph))
 
 
-def check_range(stored: Stored, data: bytes | memoryview) -> None:
+def check_range(stored: StoredValues, data: bytes | memoryview) -> None:
     """Check a range. Raises RemoteProtocolError: these are not the bytes that the graph says."""
     if len(data) != stored.length:
         raise RemoteProtocolError(f"{len(data)} bytes of stored values where {stored.length} belong")
@@ -88,8 +88,8 @@ def check_file(graph: Graph, beginning: bytes, length: int) -> None:
         raise RemoteProtocolError("the safetensors header is not the one of this graph")
 
 
-def _range(row: Parameter) -> Stored:
-    if not isinstance(row.source, Stored):
+def _range(row: Parameter) -> StoredValues:
+    if not isinstance(row.source, StoredValues):
         raise RemoteProtocolError(f"the values of {row.names[0]} are not stored")
     return row.source
 

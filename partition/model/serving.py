@@ -28,9 +28,9 @@ from partition.model.graph import (
     Entry,
     Expression,
     Graph,
+    GraphNode,
     Item,
     Items,
-    Node,
     Parameter,
     ParameterValue,
     Port,
@@ -100,7 +100,7 @@ class Sizes:
             self.rows.append(row)
         return Size(self._places[row])
 
-    def node(self, node: Node) -> Node:
+    def node(self, node: GraphNode) -> GraphNode:
         """Return the same node over the new table."""
         return msgspec.structs.replace(
             node,
@@ -135,7 +135,7 @@ class _Rewriter:
     context: int
     types: list[TensorType] = field(default_factory=list)
     operators: list[str] = field(default_factory=list)
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     value_types: list[int] = field(default_factory=list)
     values: dict[int, int] = field(default_factory=dict)
     layers: int = 0
@@ -232,10 +232,12 @@ class _Rewriter:
     ) -> tuple[int, ...]:
         outputs = tuple(range(len(self.value_types), len(self.value_types) + len(kinds)))
         self.value_types += [self._type(kind) for kind in kinds]
-        self.nodes.append(Node(len(self.nodes), self._operator(name), arguments, keywords, outputs, owner))
+        self.nodes.append(
+            GraphNode(len(self.nodes), self._operator(name), arguments, keywords, outputs, owner)
+        )
         return outputs
 
-    def _node(self, entry: Entry, node: Node, *, is_tail: bool) -> None:
+    def _node(self, entry: Entry, node: GraphNode, *, is_tail: bool) -> None:
         name = self.graph.operators[node.operator]
         if name == _ATTENTION:
             self.values[node.outputs[0]] = self._attend(entry, node)
@@ -262,7 +264,7 @@ class _Rewriter:
         )
         self.values.update(zip(node.outputs, made, strict=True))
 
-    def _choose_rows(self, node: Node) -> None:
+    def _choose_rows(self, node: GraphNode) -> None:
         """Give the wanted rows to the first node after the last one that takes all rows."""
         given = node.arguments[0]
         assert isinstance(given, Value)
@@ -293,13 +295,13 @@ class _Rewriter:
             return Items(tuple(cast(Item, self._given(item)) for item in argument.items))
         return argument
 
-    def _counts_places(self, name: str, node: Node) -> bool:
+    def _counts_places(self, name: str, node: GraphNode) -> bool:
         """Return whether it makes the numbers from 0 to the length of a sequence."""
         if name == "aten.arange.default":
             return node.arguments[:1] == (self.length,)
         return name == "aten.arange.start" and node.arguments[:2] == (0, self.length)
 
-    def _sliced(self, name: str, node: Node) -> int | None:
+    def _sliced(self, name: str, node: GraphNode) -> int | None:
         """Return the dimension in which it takes the first places of a tensor that all sequences share."""
         if name != "aten.slice.Tensor" or len(node.arguments) != 4 or isinstance(node.arguments[0], Value):
             return None
@@ -307,7 +309,7 @@ class _Rewriter:
         is_first = start in (None, 0) and end == self.length
         return dimension if is_first and isinstance(dimension, int) else None
 
-    def _attend(self, entry: Entry, node: Node) -> int:
+    def _attend(self, entry: Entry, node: GraphNode) -> int:
         given = (*node.arguments, *(None, 0.0, False)[len(node.arguments) - 3 :])
         query, key, value, mask, _, is_causal = given[:6]
         options = dict(node.keywords)

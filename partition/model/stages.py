@@ -9,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from partition.model.dataflow import MOMENTUM, RUNNING_MEAN, Flow, Places
+from partition.model.dataflow import MOMENTUM, RUNNING_MEAN, Flow, NodePlaces
 from partition.model.graph import (
     ConstantValue,
     Graph,
@@ -22,7 +22,7 @@ from partition.model.graph import (
 
 
 @dataclass
-class Part:
+class EntryPart:
     """One entry point in one stage: value ids, and nodes by number, ascending."""
 
     inputs: tuple[int, ...]
@@ -36,9 +36,9 @@ def assemble(
     graph: Graph,
     name: bytes,
     flows: Sequence[Flow],
-    places: Places,
+    places: NodePlaces,
     positions: Sequence[int],
-    parts: Sequence[Sequence[Part]],
+    parts: Sequence[Sequence[EntryPart]],
 ) -> tuple[StageGraph, ...]:
     """Return the stages; `parts` are by entry point and stage."""
     stages = range(len(positions) + 1)
@@ -85,9 +85,9 @@ def assemble(
 def _parameter_rows(
     graph: Graph,
     flows: Sequence[Flow],
-    places: Places,
+    places: NodePlaces,
     positions: Sequence[int],
-    parts: Sequence[Sequence[Part]],
+    parts: Sequence[Sequence[EntryPart]],
 ) -> list[tuple[int, ...]]:
     held: list[set[int]] = [set() for _ in range(len(positions) + 1)]
     for flow, own in zip(flows, parts, strict=True):
@@ -102,7 +102,7 @@ def _parameter_rows(
 
 
 def _constant_rows(
-    graph: Graph, flows: Sequence[Flow], parts: Sequence[Sequence[Part]]
+    graph: Graph, flows: Sequence[Flow], parts: Sequence[Sequence[EntryPart]]
 ) -> list[tuple[int, ...]]:
     held: list[set[int]] = [set() for _ in parts[0]]
     for flow, own in zip(flows, parts, strict=True):
@@ -134,7 +134,7 @@ def _statistics(flow: Flow) -> dict[int, tuple[Index, Index, Index]]:
 
 def _stage_entry(
     flow: Flow,
-    part: Part,
+    part: EntryPart,
     statistics: dict[int, tuple[Index, Index, Index]],
     moves: dict[int, tuple[Index, float, Index]],
     rows: Sequence[int],

@@ -16,8 +16,8 @@ from partition.model.graph import (
     ConstantValue,
     Entry,
     Graph,
+    GraphNode,
     Items,
-    Node,
     ParameterValue,
     StateValue,
     TensorType,
@@ -57,7 +57,7 @@ _TRANSPOSED = 6
 """The place of `transposed` among the arguments of `convolution`."""
 
 
-class Work:
+class EntryWork:
     """The work of one entry point at one value of every symbol.
 
     Raises RemoteProtocolError where the sizes do not fit the table of expressions, or a shape gets negative.
@@ -83,7 +83,7 @@ class Work:
     def type_bytes(self, kind: TensorType) -> int:
         return prod(shape_of(kind, self._numbers)) * ITEM_BYTES[kind.dtype]
 
-    def touched_bytes(self, node: Node) -> int:
+    def touched_bytes(self, node: GraphNode) -> int:
         """Return the bytes read and written."""
         read = 0
         for argument in arguments_of(node):
@@ -93,7 +93,7 @@ class Work:
                 read += self.type_bytes(kind)
         return read + sum(self.value_bytes(value) for value in node.outputs)
 
-    def flops(self, node: Node) -> int:
+    def flops(self, node: GraphNode) -> int:
         """Return the forward FLOPs."""
         cost, _ = _class(self._graph, node)
         made = sum(prod(self._shapes[value]) for value in node.outputs)
@@ -107,7 +107,7 @@ class Work:
             case _:
                 return made
 
-    def product_flops(self, node: Node) -> int:
+    def product_flops(self, node: GraphNode) -> int:
         """Return the forward FLOPs of matrix products and convolutions only, as `torch.utils.flop_counter`
         counts."""
         cost, name = _class(self._graph, node)
@@ -126,7 +126,7 @@ class Work:
             case _:
                 return 0
 
-    def _matmul_flops(self, node: Node, name: str, made: int) -> int:
+    def _matmul_flops(self, node: GraphNode, name: str, made: int) -> int:
         if name == "einsum":
             return self._einsum_flops(node)
         if name == "bilinear":
@@ -136,7 +136,7 @@ class Work:
             return 2 * made * factor[0] * factor[2]
         return 2 * made * (factor[-1] if factor else 1)
 
-    def _einsum_flops(self, node: Node) -> int:
+    def _einsum_flops(self, node: GraphNode) -> int:
         """Return the FLOPs as if all factors were joined at once; exact for two."""
         sides: dict[str, int] = {}
         equation = node.arguments[0] if node.arguments else ""
@@ -155,7 +155,7 @@ class Work:
                 sides[letter] = max(side, sides.get(letter, 1))
         return 2 * max(1, len(factors) - 1) * prod(sides.values())
 
-    def saved(self, node: Node) -> tuple[tuple[int, ...], int]:
+    def saved(self, node: GraphNode) -> tuple[tuple[int, ...], int]:
         """Return the values that autograd keeps of this node, and the bytes of tensors that only it knows."""
         cost, name = _class(self._graph, node)
         read = tuple(dict.fromkeys(item.id for item in arguments_of(node) if isinstance(item, Value)))
@@ -186,7 +186,7 @@ class Work:
             return made, 0
         return (*read, *made), 0
 
-    def _attention_bytes(self, node: Node) -> int:
+    def _attention_bytes(self, node: GraphNode) -> int:
         query, key = self._side(node, 0), self._side(node, 1)
         if min(len(query), len(key)) < 2:
             return 0
@@ -197,7 +197,7 @@ class Work:
             return _ATTENTION_WEIGHTS_KEPT * rows * key[-2] * item
         return rows * max(4, item)
 
-    def _statistics_bytes(self, node: Node, name: str) -> int:
+    def _statistics_bytes(self, node: GraphNode, name: str) -> int:
         shape = self._side(node, 0)
         if name == "batch_norm":
             return 8 * (shape[1] if len(shape) > 1 else 1)
@@ -208,7 +208,7 @@ class Work:
     def _is_index(self, value: int) -> bool:
         return self._types[value] in ("int64", "int32", "bool", "uint8")
 
-    def _side(self, node: Node, place: int) -> Sides:
+    def _side(self, node: GraphNode, place: int) -> Sides:
         """Return the shape of an argument; () where there is none."""
         return self._side_of(node.arguments[place]) if place < len(node.arguments) else ()
 
@@ -218,7 +218,7 @@ class Work:
         kind = self._kind(argument)
         return () if kind is None else shape_of(kind, self._numbers)
 
-    def _bytes_of(self, node: Node, place: int) -> int:
+    def _bytes_of(self, node: GraphNode, place: int) -> int:
         argument = node.arguments[place] if place < len(node.arguments) else None
         if isinstance(argument, Value):
             return self.value_bytes(argument.id)
@@ -239,13 +239,13 @@ def _items(argument: Argument) -> tuple[object, ...]:
     return argument.items if isinstance(argument, Items) else (argument,)
 
 
-def _is_transposed(node: Node, name: str) -> bool:
+def _is_transposed(node: GraphNode, name: str) -> bool:
     if name.startswith("conv_transpose"):
         return True
     return name == "convolution" and len(node.arguments) > _TRANSPOSED and node.arguments[_TRANSPOSED] is True
 
 
-def _class(graph: Graph, node: Node) -> tuple[Cost, str]:
+def _class(graph: Graph, node: GraphNode) -> tuple[Cost, str]:
     """Return the cost class, and the operator's name without namespace and overload."""
     full = graph.operators[node.operator]
     operator = OPERATORS.get(full)

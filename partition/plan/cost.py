@@ -39,7 +39,7 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Resources:
+class PeerResources:
     """The offer of one peer: floating-point operations per second, and memory in bytes."""
 
     flops_per_second: int

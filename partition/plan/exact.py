@@ -23,7 +23,7 @@ PRECISION = 10_000
 _BYTE = 256
 
 
-class Exact:
+class ExactSearch:
     """All groupings of one problem."""
 
     def __init__(self, tables: Tables) -> None:

@@ -16,7 +16,7 @@ from partition.model.cut import crossings
 from partition.model.dataflow import Flow, flow_of
 from partition.model.graph import ITEM_BYTES, Graph, Value
 from partition.model.operators import OPERATORS
-from partition.model.work import Work
+from partition.model.work import EntryWork
 from partition.plan.cost import LayerCost
 
 _MAY_COPY = ("aten.reshape.default", "aten.contiguous.default", "aten.flatten.using_ints")
@@ -37,7 +37,7 @@ def layer_costs(
     """
     entry = graph.entries[0]
     try:
-        work = Work(graph, entry, sizes)
+        work = EntryWork(graph, entry, sizes)
     except RemoteProtocolError as error:
         raise ValueError(f"sizes {tuple(sizes)} do not fit the graph: {error}") from None
     flow = flow_of(graph, entry)
@@ -83,7 +83,7 @@ def _roots(graph: Graph, flow: Flow) -> list[int]:
     return roots
 
 
-def _saved_bytes(flow: Flow, work: Work, roots: Sequence[int], nodes: Sequence[int]) -> int:
+def _saved_bytes(flow: Flow, work: EntryWork, roots: Sequence[int], nodes: Sequence[int]) -> int:
     kept: set[int] = set()
     alone = 0
     for number in nodes:

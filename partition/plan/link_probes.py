@@ -13,7 +13,7 @@ from math import inf
 from random import Random
 
 from crypto.identity import PeerId
-from crypto.token_buckets import Bucket, Buckets
+from crypto.token_buckets import Buckets, TokenBucket
 from partition.plan.observed import BYTES_PER_SECOND_MAX, LINKS_MAX, NANOSECONDS_MAX, LinkRow
 
 PROBE_BYTES = (1 << 17, 1 << 20)
@@ -160,7 +160,7 @@ class ProbeLimits:
 
     def __init__(self, now: float) -> None:
         self._peers: Buckets[PeerId] = Buckets(PEER_PROBES_PER_SECOND, PEER_PROBES_MAX, SOURCES_MAX)
-        self._all = Bucket(PROBES_PER_SECOND, PROBES_MAX, PROBES_MAX, now)
+        self._all = TokenBucket(PROBES_PER_SECOND, PROBES_MAX, PROBES_MAX, now)
         self.is_serving = False
 
     def refusal_seconds(self, now: float, peer: PeerId, *, is_busy: bool) -> float:

@@ -11,9 +11,9 @@ from itertools import pairwise
 from typing import Literal
 
 from partition.model.dataflow import Flow, flow_of
-from partition.model.graph import Graph, Items, Node, ParameterValue, Value, arguments_of
+from partition.model.graph import Graph, GraphNode, Items, ParameterValue, Value, arguments_of
 from partition.model.operators import OPERATORS
-from partition.model.work import Work
+from partition.model.work import EntryWork
 
 Kind = Literal[
     "matmul",
@@ -101,7 +101,7 @@ class Operations:
 def layer_operations(graph: Graph, sizes: Sequence[int]) -> list[Operations]:
     """Return one row per layer; raises RemoteProtocolError where the sizes do not fit the graph."""
     entry = graph.entries[0]
-    work, flow = Work(graph, entry, sizes), flow_of(graph, entry)
+    work, flow = EntryWork(graph, entry, sizes), flow_of(graph, entry)
     bounds = (0, *entry.boundaries, len(entry.nodes))
     return [
         _of_nodes(graph, work, flow, [number for number in range(first, end) if flow.is_live[number]])
@@ -109,7 +109,7 @@ def layer_operations(graph: Graph, sizes: Sequence[int]) -> list[Operations]:
     ]
 
 
-def _of_nodes(graph: Graph, work: Work, flow: Flow, numbers: Sequence[int]) -> Operations:
+def _of_nodes(graph: Graph, work: EntryWork, flow: Flow, numbers: Sequence[int]) -> Operations:
     forward: dict[Kind, Amount] = {}
     backward: dict[Kind, Amount] = {}
     rows: dict[int, None] = {}
@@ -133,7 +133,7 @@ def _sorted(amounts: dict[Kind, Amount]) -> tuple[tuple[Kind, Amount], ...]:
     return tuple((kind, amounts[kind]) for kind in KINDS if kind in amounts)
 
 
-def kind_of(graph: Graph, node: Node) -> Kind:
+def kind_of(graph: Graph, node: GraphNode) -> Kind:
     """Return the class by which a device runs a node."""
     full = graph.operators[node.operator]
     operator = OPERATORS.get(full)
@@ -158,12 +158,14 @@ def kind_of(graph: Graph, node: Node) -> Kind:
     return "transcendental" if name in _SLOW else ("reduction" if cost == "reduction" else "elementwise")
 
 
-def _is_one(node: Node) -> bool:
+def _is_one(node: GraphNode) -> bool:
     wanted = node.arguments[1] if len(node.arguments) > 1 else None
     return isinstance(wanted, Items) and all(side == 1 for side in wanted.items)
 
 
-def _backward(graph: Graph, work: Work, flow: Flow, node: Node, kind: Kind, amount: Amount) -> Amount:
+def _backward(
+    graph: Graph, work: EntryWork, flow: Flow, node: GraphNode, kind: Kind, amount: Amount
+) -> Amount:
     """Return the work of the backward pass: for a product as much as forward for each factor with a gradient,
     else as much as forward."""
     factors = [argument for argument in arguments_of(node) if _is_matrix(graph, work, argument)]
@@ -178,7 +180,7 @@ def _backward(graph: Graph, work: Work, flow: Flow, node: Node, kind: Kind, amou
     return amount
 
 
-def _is_matrix(graph: Graph, work: Work, argument: object) -> bool:
+def _is_matrix(graph: Graph, work: EntryWork, argument: object) -> bool:
     if isinstance(argument, Value):
         return len(work.shape(argument.id)) > 1
     if isinstance(argument, ParameterValue):

@@ -32,7 +32,7 @@ Milliwatts = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Word = Annotated[str, msgspec.Meta(max_length=64)]
 
 
-class Pace(msgspec.Struct, frozen=True, array_like=True):
+class OperatorPace(msgspec.Struct, frozen=True, array_like=True):
     """Picoseconds for one call, a million FLOPs and a MiB touched."""
 
     call: Picoseconds
@@ -52,8 +52,8 @@ class KindPace(msgspec.Struct, frozen=True, array_like=True):
     """One class of operators."""
 
     kind: Word
-    forward: Pace
-    backward: Pace
+    forward: OperatorPace
+    backward: OperatorPace
 
 
 class Calibration(msgspec.Struct, frozen=True, array_like=True):
@@ -76,10 +76,10 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     threads: Annotated[int, msgspec.Meta(ge=1, le=1_024)]
     kinds: Annotated[tuple[KindPace, ...], msgspec.Meta(max_length=KINDS_MAX)]
     baseline_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**50)]
-    frame: Pace
-    step: Pace
+    frame: OperatorPace
+    step: OperatorPace
     share_permille: Annotated[int, msgspec.Meta(ge=1, le=1_000)] = 1_000
-    node: Pace = Pace(0, 0, 0)
+    node: OperatorPace = OperatorPace(0, 0, 0)
     busy_milliwatts: Milliwatts = 0
     idle_milliwatts: Milliwatts = 0
     node_step: Picoseconds = 0
@@ -130,12 +130,12 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     def scaled(self, permille: int) -> "Calibration":
         """Return the same device at this many thousandths of its speed."""
 
-        def slower(pace: Pace) -> Pace:
+        def slower(pace: OperatorPace) -> OperatorPace:
             call, megaflop, mebibyte = (
                 min(2**53, value * 1000 // max(1, permille))
                 for value in (pace.call, pace.megaflop, pace.mebibyte)
             )
-            return Pace(call, megaflop, mebibyte)
+            return OperatorPace(call, megaflop, mebibyte)
 
         return msgspec.structs.replace(
             self,
@@ -149,7 +149,7 @@ class Calibration(msgspec.Struct, frozen=True, array_like=True):
     def as_requester(self) -> "Calibration":
         """Return the same device where its node feeds and commits the run as well."""
         call = min(2**53, self.node.call * REQUESTER_PERMILLE // 1000)
-        return msgspec.structs.replace(self, node=Pace(call, self.node.megaflop, self.node.mebibyte))
+        return msgspec.structs.replace(self, node=OperatorPace(call, self.node.megaflop, self.node.mebibyte))
 
     @property
     def flops_per_second(self) -> int:
@@ -191,8 +191,8 @@ def decode_calibration(data: bytes) -> Calibration:
     return found
 
 
-def _pace(call_microseconds: float, gigaflops: float, gigabytes: float) -> Pace:
-    return Pace(
+def _pace(call_microseconds: float, gigaflops: float, gigabytes: float) -> OperatorPace:
+    return OperatorPace(
         round(call_microseconds * 1e6),
         round(1e9 / gigaflops) if gigaflops else 0,
         round((1 << MEBI_BITS) * 1e3 / gigabytes) if gigabytes else 0,

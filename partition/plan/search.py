@@ -47,7 +47,7 @@ def has_replicas(rules: Constraints, group: tuple[int, ...]) -> bool:
     return len(group) == rules.replicas if rules.replicas else len(group) >= rules.replicas_min
 
 
-class Best:
+class BestCuts:
     """The best cut for each number of stages."""
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Best:
 def exhaustive(tables: Tables) -> list[Cut]:
     """Return the best cut of every ordered grouping, for each number of stages; the best first."""
     rules = tables.problem.constraints
-    best = Best()
+    best = BestCuts()
     for groups in _groupings(tuple(range(len(tables.problem.peers)))):
         if allows(rules, groups, tables.count):
             found = best_cut(tables, groups)
@@ -96,7 +96,7 @@ def search(tables: Tables, effort: int = EFFORT) -> list[Cut]:
         if found is not None:
             starts.append(found)
     starts.sort(key=lambda cut: cut.order)
-    best = Best()
+    best = BestCuts()
     tops = []
     for number, start in enumerate(starts[:STARTS_KEPT]):
         best.note(start)
@@ -162,7 +162,7 @@ def _rate(tables: Tables, group: list[int]) -> int:
     return sum(tables.weights[place] for place in group)
 
 
-def _climb(tables: Tables, start: Cut, effort: int, draws: _Draws, noted: Best) -> Cut:
+def _climb(tables: Tables, start: Cut, effort: int, draws: _Draws, noted: BestCuts) -> Cut:
     here = best = start
     rules = tables.problem.constraints
     count = len(tables.problem.peers)

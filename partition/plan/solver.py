@@ -7,7 +7,7 @@ nothing but the problem: no clock, no hash seed, no order of peers.
 """
 
 from partition.plan.cuts import Cut, as_split, balanced
-from partition.plan.exact import LAYERS_MAX, PEERS_MAX, Exact
+from partition.plan.exact import LAYERS_MAX, PEERS_MAX, ExactSearch
 from partition.plan.forecast import forecast
 from partition.plan.problem import Infeasible, Problem, Split
 from partition.plan.search import EFFORT, EXHAUSTIVE_MAX, exhaustive, search
@@ -53,7 +53,7 @@ def _candidates(tables: Tables) -> tuple[list[Cut], bool]:
     if filled is not None:
         found = sorted([filled, *found], key=lambda cut: cut.order)
     if not found and count <= PEERS_MAX and tables.count <= LAYERS_MAX:
-        sure = Exact(tables).split(IMPOSSIBLE - 1)
+        sure = ExactSearch(tables).split(IMPOSSIBLE - 1)
         found = [] if sure is None else [sure]
     return found, False
 

@@ -30,7 +30,7 @@ STAGES_MAX = 64
 
 
 @dataclass(frozen=True)
-class Span:
+class LayerSpan:
     """A peer, by its place in the problem, and the layers that it holds, half open."""
 
     peer: int
@@ -42,7 +42,7 @@ class Span:
 class Spread:
     """Spans, their combined rate, and the bound of any spans: micro-batches in 2**56 ns."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[LayerSpan, ...]
     rate: int
     bound: int
 
@@ -57,7 +57,7 @@ def spread(tables: Tables) -> Spread:
     lengths = _lengths(tables)
     prefixes = {place: tables.prefix(place) for place in order if lengths[place]}
     rates = np.zeros(tables.count, dtype=np.int64)
-    spans: dict[int, Span] = {}
+    spans: dict[int, LayerSpan] = {}
     for place in order:
         if lengths[place]:
             spans[place] = _join(place, lengths[place], prefixes[place], rates)
@@ -92,23 +92,25 @@ def _lengths(tables: Tables) -> list[int]:
     return found
 
 
-def _join(place: int, length: int, prefix: Any, rates: Any) -> Span:
+def _join(place: int, length: int, prefix: Any, rates: Any) -> LayerSpan:
     """Give a peer the span that holds the weakest layer and the weakest ones beside it; add its rate."""
     weakest = int(rates.argmin())
     low, high = max(0, weakest - length + 1), min(weakest, len(rates) - length)
     sums = np.concatenate(([0], np.cumsum(rates >> 8)))
     totals = sums[low + length : high + length + 1] - sums[low : high + 1]
     first = low + int(totals.argmin())
-    span = Span(place, first, first + length)
+    span = LayerSpan(place, first, first + length)
     rates[span.first : span.last] += _rate(span, prefix)
     return span
 
 
-def _rate(span: Span, prefix: Any) -> int:
+def _rate(span: LayerSpan, prefix: Any) -> int:
     return (1 << RATE_BITS) // max(1, int(prefix[span.last] - prefix[span.first]))
 
 
-def _improve(spans: dict[int, Span], lengths: Sequence[int], prefixes: Mapping[int, Any], rates: Any) -> bool:
+def _improve(
+    spans: dict[int, LayerSpan], lengths: Sequence[int], prefixes: Mapping[int, Any], rates: Any
+) -> bool:
     """Move a span from where the model is strong to its weakest layer; return whether that helped."""
     weakest, least = int(rates.argmin()), int(rates.min())
     strong = sorted(
@@ -135,7 +137,9 @@ class Hop:
     last: int
 
 
-def route(tables: Tables, spans: Sequence[Span], queues: Mapping[int, int] | None = None) -> tuple[Hop, ...]:
+def route(
+    tables: Tables, spans: Sequence[LayerSpan], queues: Mapping[int, int] | None = None
+) -> tuple[Hop, ...]:
     """Return the route by which one micro-batch is through soonest. A span may be used in part.
 
     `queues` are nanoseconds of work that wait at each peer.
@@ -144,12 +148,12 @@ def route(tables: Tables, spans: Sequence[Span], queues: Mapping[int, int] | Non
         Infeasible: some layer is held by nobody.
     """
     waiting = dict(queues or {})
-    by_layer: list[list[Span]] = [[] for _ in range(tables.count)]
+    by_layer: list[list[LayerSpan]] = [[] for _ in range(tables.count)]
     for span in spans:
         by_layer[span.first].append(span)
     # At each layer: nanoseconds until it is reached, by the peer that has the activations.
     best: dict[tuple[int, int], tuple[int, tuple[Hop, ...]]] = {(0, -1): (0, ())}
-    active: list[Span] = []
+    active: list[LayerSpan] = []
     for layer in range(tables.count):
         active = [span for span in active if span.last > layer] + by_layer[layer]
         arrivals = sorted(

@@ -35,8 +35,8 @@ from partition.run.tickets import (
     Chain,
     Hash,
     Revocations,
-    Standing,
     Ticket,
+    TicketStanding,
     check_chain,
     fact_name,
     make_revocation,
@@ -94,7 +94,7 @@ Sends = list[tuple[PeerId, Message]]
 
 
 @dataclass(frozen=True)
-class Admitted:
+class PeerAdmitted:
     """This peer is a member of the run."""
 
     run: bytes
@@ -110,7 +110,7 @@ class Expelled:
     reason: str
 
 
-Event = Admitted | Expelled
+Event = PeerAdmitted | Expelled
 
 
 class Joins:
@@ -138,7 +138,7 @@ class Joins:
             raise RemoteProtocolError("a request to join by a ticket of somebody else")
         if abs(ticket.at_milliseconds / 1000 - wall) > FRESH_SECONDS:
             raise RemoteProtocolError("a request to join by a ticket that is not fresh")
-        if Standing(tuple(tickets)).until <= wall:
+        if TicketStanding(tuple(tickets)).until <= wall:
             raise RemoteProtocolError("a request to join by a ticket that has expired")
         self._used = {name: until for name, until in self._used.items() if until > wall}
         name = fact_name(chain[-1])
@@ -171,7 +171,7 @@ class Admission:
         member knew in an earlier life."""
         self.run = run
         self.chain = tuple(chain)
-        self.admitted: dict[PeerId, Standing] = {}
+        self.admitted: dict[PeerId, TicketStanding] = {}
         self.events: list[Event] = []
         self.ended = ""
         """Why this node is no longer a member."""
@@ -181,15 +181,15 @@ class Admission:
         self.chain_max = chain_max
         self._wall = wall
         self._expires_at = inf
-        self._own = Standing()
+        self._own = TicketStanding()
         self._verified: dict[bytes, None] = {}
         self._shown: dict[PeerId, tuple[int, float]] = {}
         self._reminded_at = -inf
         self._use(chain)
         # Those by whose tickets this member is one are members.
         for number, (author, _) in enumerate(self._own.tickets):
-            self._admit(author, Standing(self._own.tickets[:number]))
-        self._admit(requester, Standing())
+            self._admit(author, TicketStanding(self._own.tickets[:number]))
+        self._admit(requester, TicketStanding())
         self.revocations.learn(revocations)
         self._expel_invalid()
 
@@ -269,7 +269,7 @@ class Admission:
                 return self._presented(sender, chain, asks=asks)
 
     def _presented(self, sender: PeerId, chain: Sequence[Fact], *, asks: bool) -> Sends:
-        standing = Standing()
+        standing = TicketStanding()
         if sender != self._requester or chain:
             standing = self._check(chain, sender)
         revoked = self.revocations.against(standing)
@@ -302,12 +302,12 @@ class Admission:
         found: list[tuple[PeerId, Ticket]] = [
             (PeerId(fact.author), decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)) for fact in chain
         ]
-        self._own = Standing(tuple(found))
+        self._own = TicketStanding(tuple(found))
         self._expires_at = min(self._expires_at, self._own.until)
         for fact in chain:
             self._verified[fact_name(fact)] = None
 
-    def _check(self, chain: Sequence[Fact], member: PeerId) -> Standing:
+    def _check(self, chain: Sequence[Fact], member: PeerId) -> TicketStanding:
         if len(chain) > self.chain_max:
             raise RemoteProtocolError("a chain of more tickets than this run takes")
         tickets = check_chain(self._signer, self.run, self._requester, chain, member, self._verified)
@@ -315,9 +315,9 @@ class Admission:
             self._verified[fact_name(fact)] = None
         while len(self._verified) > VERIFIED_MAX:
             del self._verified[next(iter(self._verified))]
-        return Standing(tuple(tickets))
+        return TicketStanding(tuple(tickets))
 
-    def _admit(self, peer: PeerId, standing: Standing) -> bool:
+    def _admit(self, peer: PeerId, standing: TicketStanding) -> bool:
         """Admit a peer; return whether it was not known to be a member before."""
         if peer == self._signer.peer:
             return False
@@ -328,10 +328,10 @@ class Admission:
             self.admitted[peer] = standing
             self._expires_at = min(self._expires_at, standing.until)
         if known is None:
-            self.events.append(Admitted(self.run, peer))
+            self.events.append(PeerAdmitted(self.run, peer))
         return known is None
 
-    def _fault_of(self, standing: Standing) -> str:
+    def _fault_of(self, standing: TicketStanding) -> str:
         if self.revocations.against(standing) is not None:
             return REVOKED
         return EXPIRED if standing.until <= self._wall else ""

@@ -13,7 +13,7 @@ from crypto.identity import PeerId, short_peer
 from partition.plan.paxos import ForkBehind, ForkFound, LeftBehind, PaxosChain
 from partition.plan.plan import NO_HASH, Plan
 from partition.run.branch_pace import BranchPace
-from partition.run.progress import Progress
+from partition.run.progress import RunProgress
 from partition.run.settings import RunSettings
 
 TOLD_MAX = 64
@@ -35,7 +35,7 @@ class Branches:
     committed, None where it does not commit, or does not know yet because its replicas are not synced."""
 
     def __init__(
-        self, me: PeerId, chain: PaxosChain, progress: Progress, settings: RunSettings, *, may_fork: bool
+        self, me: PeerId, chain: PaxosChain, progress: RunProgress, settings: RunSettings, *, may_fork: bool
     ) -> None:
         self._me = me
         self._chain = chain

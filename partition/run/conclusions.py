@@ -21,7 +21,7 @@ Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEE
 Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-class Evaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
+class ModelEvaluated(msgspec.Struct, frozen=True, array_like=True, tag="evaluated"):
     """The held-out loss of the sender's model at a step, and the series up to there."""
 
     run: Hash
@@ -55,14 +55,14 @@ class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
     commits: bool = False
 
 
-class Refused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
+class ConclusionRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
     """The sender rejects this conclusion: its result is invalid, or not handed over, or too few accept it."""
 
     run: Hash
     conclusion: Conclusion
 
 
-Told = Evaluated | Said | Refused
+Told = ModelEvaluated | Said | ConclusionRefused
 Message = Told | admissions.Message
 Sends = list[tuple[PeerId, Told]]
 AllSends = list[tuple[PeerId, Message]]
@@ -73,7 +73,7 @@ class EvaluationHeard:
     """Another member has evaluated."""
 
     run: bytes
-    evaluated: Evaluated
+    evaluated: ModelEvaluated
 
 
 @dataclass(frozen=True)

@@ -42,12 +42,12 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.run.conclusions import (
     Conclusion,
+    ConclusionRefused,
     Differs,
-    Evaluated,
     EvaluationHeard,
     Event,
+    ModelEvaluated,
     Preferred,
-    Refused,
     Said,
     Sends,
     Settled,
@@ -57,7 +57,7 @@ from partition.run.conclusions import (
     says_committed,
     says_held,
 )
-from partition.run.convergence import Progress, advance, has_converged
+from partition.run.convergence import SeriesProgress, advance, has_converged
 from partition.run.local_settings import LocalSettings
 from partition.run.turns import Turns
 from partition.run.votes import Electorate, liars_max
@@ -123,7 +123,7 @@ class Ending:
     ) -> None:
         """`steps` are those of the run: nobody has made more."""
         self.run = run
-        self.progress = Progress()
+        self.progress = SeriesProgress()
         self.is_settled = False
         self.is_decided = False
         """Whether the preferred conclusion is to be accepted without trying it."""
@@ -232,7 +232,9 @@ class Ending:
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:
         """Add this member's own evaluation to the series, and tell all."""
         self.progress = advance(self.progress, step, loss, self._settings.improvement)
-        message = Evaluated(self.run, step, samples, loss, metrics, self.progress.best, self.progress.since)
+        message = ModelEvaluated(
+            self.run, step, samples, loss, metrics, self.progress.best, self.progress.since
+        )
         return [(peer, message) for peer in self._peers]
 
     def propose(self, now: float, conclusion: Conclusion) -> Sends:
@@ -281,11 +283,11 @@ class Ending:
     def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
         """Take one message. Raises RemoteProtocolError for invalid numbers."""
         match message:
-            case Evaluated():
+            case ModelEvaluated():
                 return self._take_evaluation(now, sender, message)
             case Said():
                 return self._take_conclusion(now, sender, message)
-            case Refused():
+            case ConclusionRefused():
                 return self._take_refusal(now, sender, message.conclusion)
             case _:
                 assert_never(message)
@@ -302,7 +304,7 @@ class Ending:
         self._say_at = now + SAY_SECONDS
         return [(peer, own) for peer in self._awaited(now)] + self._advance(now)
 
-    def _take_evaluation(self, now: float, sender: PeerId, message: Evaluated) -> Sends:
+    def _take_evaluation(self, now: float, sender: PeerId, message: ModelEvaluated) -> Sends:
         if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
             raise RemoteProtocolError("an evaluation that is not finite")
         if message.step > self._steps:
@@ -316,7 +318,7 @@ class Ending:
         ):
             return []
         if self.progress.step < 0:  # whoever came late goes on with the series as it is told
-            self.progress = Progress(message.step, min(message.best, message.loss), message.since)
+            self.progress = SeriesProgress(message.step, min(message.best, message.loss), message.since)
         else:
             self.progress = advance(self.progress, message.step, message.loss, self._settings.improvement)
         self.events.append(EvaluationHeard(self.run, message))
@@ -346,7 +348,7 @@ class Ending:
         self._decide(now)
         self._choose(now)
         is_refused = new in self._refused and new != self.best and not message.is_settled
-        return [(sender, Refused(self.run, new))] * is_refused + self._advance(now)
+        return [(sender, ConclusionRefused(self.run, new))] * is_refused + self._advance(now)
 
     def _take_refusal(self, now: float, sender: PeerId, conclusion: Conclusion) -> Sends:
         if sender not in self._known or self.is_settled:
@@ -432,7 +434,7 @@ class Ending:
     def _refuse(self, now: float) -> Sends:
         """Go on without the preferred conclusion, for good."""
         assert self.best is not None, "there is a conclusion"
-        refused = Refused(self.run, self.best)
+        refused = ConclusionRefused(self.run, self.best)
         self._refused[self.best] = None
         for old in list(self._refused)[:-REFUSED_MAX]:
             del self._refused[old]

@@ -54,7 +54,7 @@ class StateChanged:
 
 
 @dataclass(frozen=True)
-class Left:
+class RunLeft:
     """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
     branch of the run for another; steps after `kept_step` were that branch's alone."""
 
@@ -116,7 +116,7 @@ Event = (
     | RolesGiven
     | StageAbandoned
     | StateChanged
-    | Left
+    | RunLeft
     | PromisesMade
     | MessageRefused
     | PauseWanted

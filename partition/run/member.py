@@ -25,12 +25,12 @@ from partition.run.branches import Verdict
 from partition.run.completion import Completion, answer_end
 from partition.run.events import (
     Event,
-    Left,
     MessageRefused,
     PlanEntered,
     PlanFollowed,
     PromisesMade,
     RolesGiven,
+    RunLeft,
     RunOver,
     StageAbandoned,
 )
@@ -48,7 +48,7 @@ from partition.run.messages import (
 )
 from partition.run.parts import MemberLife, Parts
 from partition.run.pauses import votes_missing
-from partition.run.progress import Progress
+from partition.run.progress import RunProgress
 from partition.run.proposals import Surroundings
 from partition.run.roles import Roles
 from partition.run.settings import RunSettings
@@ -85,7 +85,7 @@ class Member:
         """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
         self.plan: Plan | None = None
         self.is_dropped = self.is_over = False
-        self.progress = Progress(samples_per_step)
+        self.progress = RunProgress(samples_per_step)
         self.failures = Failures()
         self.asks = Asks()
         self._settings = settings or RunSettings()
@@ -294,7 +294,7 @@ class Member:
         self.is_over = True
         kept = self._life.branches.kept_step if is_branch and self._life is not None else None
         self._standing.leave(reason)
-        self.events.append(Left(is_branch, kept))
+        self.events.append(RunLeft(is_branch, kept))
 
     # Members that the next plan must do without
 

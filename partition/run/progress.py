@@ -8,7 +8,7 @@ from partition.plan.paxos_messages import ChainHead
 from partition.plan.plan import Plan
 
 
-class Progress:
+class RunProgress:
     """`step` steps are committed, `furthest` is the most that ever were."""
 
     def __init__(self, samples_per_step: int) -> None:

@@ -90,7 +90,7 @@ class Receipt(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Row:
+class ReceiptRow:
     """A checked receipt."""
 
     run: bytes
@@ -108,13 +108,13 @@ class Row:
         return self.flops + self.size_bytes * flops_per_byte
 
 
-def check_measured(signer: Signer, fact: Fact) -> Row:
+def check_measured(signer: Signer, fact: Fact) -> ReceiptRow:
     """Return a peer's measurement. Raises RemoteProtocolError: of itself, or for nobody else."""
     signer.check(MEASURED_PURPOSE, fact)
     return read_measured(fact)
 
 
-def read_measured(fact: Fact) -> Row:
+def read_measured(fact: Fact) -> ReceiptRow:
     """Return the measurement of a fact whose signature was checked before. Raises RemoteProtocolError."""
     body: ReceiptBody = decode(fact.body, ReceiptBody, bytes_max=RECEIPT_BYTES_MAX)
     measurer = PeerId(fact.author)
@@ -123,7 +123,7 @@ def read_measured(fact: Fact) -> Row:
     is_computed = body.kind == "compute"
     if is_computed != bool(body.flops and body.microbatches) or is_computed == bool(body.size_bytes):
         raise RemoteProtocolError("a receipt for nothing, or for something of another kind")
-    return Row(
+    return ReceiptRow(
         run=body.run,
         requester=PeerId(body.requester),
         provider=PeerId(body.provider),
@@ -136,7 +136,7 @@ def read_measured(fact: Fact) -> Row:
     )
 
 
-def check_receipt(signer: Signer, receipt: Receipt) -> Row:
+def check_receipt(signer: Signer, receipt: Receipt) -> ReceiptRow:
     """Return the measurement of a receipt. Raises RemoteProtocolError: it lacks one of its two signatures."""
     row = check_measured(signer, receipt.measured)
     if signer.check(ACCEPTED_PURPOSE, receipt.accepted) != row.provider:
@@ -187,7 +187,9 @@ class Credits:
         if measurer != self._me:
             _add(self.worked, now, measurer, flops)
 
-    def learn(self, now: float, peer: PeerId, rows: Iterable[Row], flops_per_byte: float = 0.0) -> None:
+    def learn(
+        self, now: float, peer: PeerId, rows: Iterable[ReceiptRow], flops_per_byte: float = 0.0
+    ) -> None:
         """Replace the known receipts of `peer`; its statements about others' measurements are skipped."""
         self._forget(peer)
         shown: dict[tuple[PeerId, bytes, Kind], float] = {}

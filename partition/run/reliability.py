@@ -14,7 +14,7 @@ AVAILABLE = 0.9
 """The chance that a member without a loss is there when another of its stage dies: assumed, not measured."""
 
 
-class Losses:
+class RunLosses:
     """One node's record of all its runs, since it started."""
 
     def __init__(self) -> None:

@@ -55,7 +55,7 @@ class Revocation(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True)
-class Standing:
+class TicketStanding:
     """The tickets by which a peer is a member, each with its author; none for the requester."""
 
     tickets: tuple[tuple[PeerId, Ticket], ...] = ()
@@ -148,7 +148,7 @@ class Revocations:
             del self._facts[next(iter(self._facts))]
         return new
 
-    def against(self, standing: Standing) -> Fact | None:
+    def against(self, standing: TicketStanding) -> Fact | None:
         """Return the revocation that makes these tickets invalid."""
         known: Mapping[PeerId, tuple[Revocation, Fact]] = self._facts
         for author, ticket in standing.tickets:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from partition.codecs.codec import Typed
-from partition.serve.messages import Work
+from partition.serve.messages import UnitWork
 
 
 @dataclass(frozen=True)
@@ -11,7 +11,7 @@ class BatchUnit:
     """A unit as the stage is to compute it."""
 
     session: bytes
-    work: Work
+    work: UnitWork
     arrays: tuple[Typed, ...]
 
 

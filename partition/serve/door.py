@@ -32,13 +32,13 @@ from partition.serve.events import Embedded as Embedded
 from partition.serve.events import Event as Event
 from partition.serve.events import FinishReason as FinishReason
 from partition.serve.events import GenerationOver as GenerationOver
+from partition.serve.events import GenerationWish as GenerationWish
 from partition.serve.events import HiddenRead as HiddenRead
 from partition.serve.events import Misbehaved as Misbehaved
 from partition.serve.events import RouteTaken as RouteTaken
 from partition.serve.events import RouteWanted as RouteWanted
 from partition.serve.events import Sampled as Sampled
 from partition.serve.events import Shape as Shape
-from partition.serve.events import Wish as Wish
 from partition.serve.generation import (
     OpenGeneration,
     OwnerShares,
@@ -118,7 +118,7 @@ class Door:
         """Return whether a peer answers a generation now."""
         return bool(self._using(peer))
 
-    def begin(self, now: float, shape: Shape, wish: Wish) -> tuple[int, Sends]:
+    def begin(self, now: float, shape: Shape, wish: GenerationWish) -> tuple[int, Sends]:
         """Begin a generation; its number. A prompt has a token at least, and leaves room for one more."""
         self._note(now)
         self._numbers += 1

@@ -22,7 +22,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationWish:
     """The request for a generation. `stops` are the tokens that end it, which are not part of the text."""
 
     prompt: tuple[int, ...]

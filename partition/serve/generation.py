@@ -12,7 +12,7 @@ import numpy as np
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.codecs.base import Array
-from partition.serve.events import Shape, Wish
+from partition.serve.events import GenerationWish, Shape
 from partition.serve.messages import (
     Answer,
     Carried,
@@ -20,7 +20,7 @@ from partition.serve.messages import (
     OpenSession,
     Sends,
     SessionBase,
-    Work,
+    UnitWork,
 )
 from partition.serve.prefixes import KeptPrefix, PrefixKey, common_length
 from partition.serve.sampling import LogitRow, read_hidden, read_row
@@ -52,7 +52,7 @@ class RouteAttempt:
     units: int = 0
     computed: int = 0
     """Tokens of units that were answered."""
-    flying: deque[Work] = field(default_factory=deque)
+    flying: deque[UnitWork] = field(default_factory=deque)
     moved_at: float = inf
     """When the oldest unit in flight became that."""
     row: LogitRow | None = None
@@ -76,7 +76,7 @@ class OpenGeneration:
 
     number: int
     shape: Shape
-    wish: Wish
+    wish: GenerationWish
     tokens: list[int]
     waits_since: float
     attempt: RouteAttempt | None = None
@@ -126,7 +126,7 @@ def cut_units(generation: OpenGeneration, attempt: RouteAttempt) -> list[Carried
         wanted = int(attempt.sent == len(tokens))
         if wish.is_hidden:
             wanted = attempt.sent - begin
-        work = Work(
+        work = UnitWork(
             attempt.session,
             attempt.units,
             begin,

@@ -110,7 +110,7 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
     reason: Reason = ""
 
 
-class Work(msgspec.Struct, frozen=True, array_like=True, tag="work"):
+class UnitWork(msgspec.Struct, frozen=True, array_like=True, tag="work"):
     """A unit for one stage; the version before names none, for it sends to peers that hold one. It keeps
     `position` tokens of the session, rolling back to that if it has more. The last stage answers the `wanted`
     last rows, of each the `best` logits (0: all), or with `is_hidden` its hidden state, of which the head
@@ -157,7 +157,7 @@ class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
     """My node runs. It says nothing of what is being computed, which may take as long as it takes."""
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+class ServiceRow(msgspec.Struct, frozen=True, array_like=True):
     """A member of a service: its stage, and whether that answers. A peer that holds several has a row for
     each; `is_stopgap` as in Roll."""
 
@@ -175,7 +175,7 @@ class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
     stage: StageNumber
     is_ready: bool
     is_leaving: bool = False
-    rows: Annotated[tuple[Row, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
+    rows: Annotated[tuple[ServiceRow, ...], msgspec.Meta(max_length=ROLL_ROWS_MAX)] = ()
     is_stopgap: bool = False
 
 
@@ -183,7 +183,7 @@ class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
 class Carried:
     """A Work or an Answer with its tensors, as cores hand them on: `tensors` of the message is the wire's."""
 
-    message: Work | Answer
+    message: UnitWork | Answer
     arrays: tuple[Typed, ...] = ()
 
     @property
@@ -193,7 +193,15 @@ class Carried:
 
 
 Message = (
-    OpenSession | SessionOpened | SessionClosed | Work | Answer | LeaveSession | RestSession | Alive | Roll
+    OpenSession
+    | SessionOpened
+    | SessionClosed
+    | UnitWork
+    | Answer
+    | LeaveSession
+    | RestSession
+    | Alive
+    | Roll
 )
 Sends = list[tuple[PeerId, Message | Carried]]
 """Messages that a core has its driver send, and to whom."""

@@ -46,7 +46,7 @@ from partition.serve.messages import (
     Sends,
     SessionClosed,
     SessionOpened,
-    Work,
+    UnitWork,
 )
 from partition.serve.served_session import ServedSession, SessionPart, has_room_to_wait, tokens_together
 from partition.serve.session_places import SessionPlaces
@@ -133,7 +133,7 @@ class SessionProvider:
         """Return whether a session is open here."""
         return session in self._sessions
 
-    def stage_of(self, work: Work) -> StageKey | None:
+    def stage_of(self, work: UnitWork) -> StageKey | None:
         """Return the service and the number of the stage that a unit is for; None: its session is not served
         here by that stage."""
         found = self._sessions.get(work.session)
@@ -190,7 +190,7 @@ class SessionProvider:
         match message:
             case OpenSession():
                 return self._open(now, sender, message)
-            case Carried(message=Work()):
+            case Carried(message=UnitWork()):
                 return self._take(sender, message)
             case LeaveSession() | RestSession():
                 session = self._sessions.get(message.session)
@@ -307,7 +307,7 @@ class SessionProvider:
 
     def _take(self, sender: PeerId, carried: Carried) -> Sends:
         work = carried.message
-        assert isinstance(work, Work)
+        assert isinstance(work, UnitWork)
         session = self._sessions.get(work.session)
         if session is None:
             return []  # it ended here; its door knows, or learns it by its own silence
@@ -383,7 +383,7 @@ class SessionProvider:
     def _put_back(self, part: SessionPart, unit: Carried) -> None:
         """Have a unit wait again that was refused with another, and counts once it is chosen anew."""
         part.waiting.appendleft(unit)
-        assert isinstance(unit.message, Work)
+        assert isinstance(unit.message, UnitWork)
         self._turns.give_back(part, unit.message.tokens)
         self._spend(part, -unit.message.tokens)
 
@@ -409,7 +409,7 @@ class SessionProvider:
                 self.events.append(ForgetSession(service, part.stage, session.id))
                 continue
             work = unit.message
-            assert isinstance(work, Work)
+            assert isinstance(work, UnitWork)
             self._places.credit(session)
             if session.rests:
                 continue

@@ -18,7 +18,7 @@ from blake3 import blake3
 from crypto.errors import RemoteProtocolError
 from partition.codecs.base import Array
 from partition.codecs.codec import Typed
-from partition.serve.messages import BEST_MAX, Answer, Work
+from partition.serve.messages import BEST_MAX, Answer, UnitWork
 from partition.serve.selection import best_logits, find_drawn
 
 SEED_MAX = 2**63 - 1
@@ -193,7 +193,7 @@ def draw(seed: int, position: int) -> float:
     return (int.from_bytes(digest) >> (64 - _DRAW_BITS)) / (1 << _DRAW_BITS)
 
 
-def read_hidden(work: Work, answer: Answer, tensors: Sequence[Typed], width: int) -> Array:
+def read_hidden(work: UnitWork, answer: Answer, tensors: Sequence[Typed], width: int) -> Array:
     """Return the hidden states of a unit, a row for each of its tokens. Raises RemoteProtocolError: they are
     not what was wanted."""
     arrays = [array for _, array in tensors]
@@ -204,7 +204,7 @@ def read_hidden(work: Work, answer: Answer, tensors: Sequence[Typed], width: int
     return arrays[0]
 
 
-def read_row(work: Work, answer: Answer, tensors: Sequence[Typed], vocabulary: int) -> LogitRow | None:
+def read_row(work: UnitWork, answer: Answer, tensors: Sequence[Typed], vocabulary: int) -> LogitRow | None:
     """Return the one row that a unit wants; None where it wants none. Raises RemoteProtocolError: it is not
     what was wanted."""
     arrays = [array for _, array in tensors]

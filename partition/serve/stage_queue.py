@@ -8,7 +8,7 @@ from math import inf
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.serve.computing import BatchUnit, ComputeBatch
-from partition.serve.messages import Carried, OpenSession, Work
+from partition.serve.messages import Carried, OpenSession, UnitWork
 from partition.serve.served_session import SessionPart
 
 
@@ -58,7 +58,7 @@ class StageQueue:
         rows = tuple(
             BatchUnit(part.session.id, unit.message, unit.arrays)
             for part, unit in zip(chosen, units, strict=True)
-            if isinstance(unit.message, Work)
+            if isinstance(unit.message, UnitWork)
         )
         return ComputeBatch(self.service, self.number, batch, rows)
 

@@ -8,7 +8,7 @@ this node has itself heard of nobody else who holds it: its slots are not the as
 from collections.abc import Sequence
 
 from crypto.identity import PeerId
-from partition.serve.messages import Row
+from partition.serve.messages import ServiceRow
 from partition.serve.upkeep import STAGES_PER_PEER_MAX, Recruit, ServiceUpkeep
 
 
@@ -51,6 +51,6 @@ def has_other(roster: Sequence[Sequence[PeerId]], stage: int, me: PeerId) -> boo
     return bool(roster) and any(peer != me for peer in roster[stage])
 
 
-def others(rows: Sequence[Row], me: PeerId) -> list[PeerId]:
+def others(rows: Sequence[ServiceRow], me: PeerId) -> list[PeerId]:
     """Return the other members, in their order."""
     return [PeerId(row.peer) for row in rows if row.peer != me]

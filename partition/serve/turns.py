@@ -17,7 +17,7 @@ from math import inf
 
 from crypto.identity import PeerId
 from partition.model.serving import ROWS_MAX
-from partition.serve.messages import UNIT_TOKENS_MAX, Work
+from partition.serve.messages import UNIT_TOKENS_MAX, UnitWork
 from partition.serve.served_session import ServedSession, SessionPart
 
 BATCH_TOKENS_MAX = 1_024
@@ -94,7 +94,7 @@ class StageTurns:
             share = min(ready[door], key=lambda number: (self._shares[door, number], number))
             session = ready[door][share].popleft()
             work = session.waiting[0].message
-            assert isinstance(work, Work)
+            assert isinstance(work, UnitWork)
             if chosen and (work.tokens > left or work.wanted > rows_left):
                 break  # it is the next to have its turn
             left -= work.tokens

@@ -26,7 +26,7 @@ from blake3 import blake3
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.serve.backoff import StageBackoff
-from partition.serve.messages import ROLL_ROWS_MAX, Roll, Row
+from partition.serve.messages import ROLL_ROWS_MAX, Roll, ServiceRow
 
 TELL_SECONDS = 1.0
 FORGET_SECONDS = 5.0
@@ -103,7 +103,7 @@ class ServiceUpkeep:
         stages: int,
         wished: int,
         stage: int,
-        known: Collection[Row],
+        known: Collection[ServiceRow],
         *,
         is_stopgap: bool = False,
     ) -> None:
@@ -135,14 +135,14 @@ class ServiceUpkeep:
         """The stage that this member holds."""
         return self._stage
 
-    def rows(self) -> tuple[Row, ...]:
+    def rows(self) -> tuple[ServiceRow, ...]:
         """All members, this one first."""
         others = [
-            Row(peer, stage, each.is_ready, each.is_stopgap)
+            ServiceRow(peer, stage, each.is_ready, each.is_stopgap)
             for (peer, stage), each in self._members.items()
             if not each.is_hearsay
         ]
-        return (Row(self._me, self._stage, self.is_ready, self.is_stopgap), *others)[:ROLL_ROWS_MAX]
+        return (ServiceRow(self._me, self._stage, self.is_ready, self.is_stopgap), *others)[:ROLL_ROWS_MAX]
 
     def ready(self, now: float) -> Sends:
         """This member's stage answers now. What nobody took is offered again at once: while it was loading,
@@ -181,7 +181,7 @@ class ServiceUpkeep:
         self._look(now)
         return []
 
-    def introduce(self, now: float, rows: Collection[Row]) -> None:
+    def introduce(self, now: float, rows: Collection[ServiceRow]) -> None:
         """These are members, as the publisher says, or another member."""
         self._learn(now, rows)
         self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
@@ -256,7 +256,7 @@ class ServiceUpkeep:
     def _stages_of(self, peer: PeerId) -> list[int]:
         return [stage for who, stage in self._members if who == peer]
 
-    def _learn(self, now: float, rows: Collection[Row]) -> None:
+    def _learn(self, now: float, rows: Collection[ServiceRow]) -> None:
         for row in rows:
             peer = PeerId(row.peer)
             if peer == self._me or (peer, row.stage) in self._members or row.stage >= self._stages:

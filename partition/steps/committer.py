@@ -55,7 +55,7 @@ from partition.steps.resume import Lacking, can_resume, check_synced, is_begun, 
 from partition.steps.routes import attempts, step_numbers
 from partition.steps.save_timer import SaveTimer
 from partition.steps.stall_detector import STUCK, StallDetector
-from partition.steps.throughput import Pace
+from partition.steps.throughput import StepPace
 from partition.steps.validation import Series, ValidationSettings
 
 __all__ = ["Committer", "MicrobatchesMoved", "ReplicaFailed", "ReplicaRebuilt", "Resumed", "StepApplied"]
@@ -101,7 +101,7 @@ class Committer:
         self._places = places_of(plan)
         self._everybody = list(dict.fromkeys([*self._places, *(PeerId(peer) for peer in plan.trainers)]))
         self._last = len(plan.stages) - 1
-        self.pace = Pace()
+        self.pace = StepPace()
         self._ledger = Ledger(plan, range(0), train=True)
         self._synced: dict[PeerId, Synced] = {}
         self._digests: dict[PeerId, bytes] = {}

@@ -255,7 +255,7 @@ class Diverged(StepMessage, frozen=True, kw_only=True, tag="diverged"):
     reason: Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
-class Ask(StepMessage, frozen=True, kw_only=True, tag="ask"):
+class StallQuestion(StepMessage, frozen=True, kw_only=True, tag="ask"):
     """Committer to a replica that has not reported: nothing has happened for long; what do you wait for?"""
 
     step: StepNumber
@@ -283,7 +283,7 @@ class Failed(StepMessage, frozen=True, kw_only=True, tag="failed"):
     step: Count | None = None
 
 
-CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save | Ask
+CommitterMessage = Sync | Apply | StepCommit | Open | Fill | Save | StallQuestion
 ReplicaMessage = (
     Synced | Progress | Counted | Evaluated | Reduced | Applied | Waiting | BadFrame | Diverged | Failed
 )

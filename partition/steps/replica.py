@@ -26,7 +26,6 @@ from partition.steps.messages import (
     REASON_LENGTH_MAX,
     Applied,
     Apply,
-    Ask,
     Counted,
     Failed,
     Fill,
@@ -34,6 +33,7 @@ from partition.steps.messages import (
     Reduced,
     Save,
     Sends,
+    StallQuestion,
     StepCommit,
     StepMessage,
     Sync,
@@ -62,7 +62,7 @@ from partition.steps.reports import SentReports, diverged, evaluated, progress, 
 from partition.steps.routes import Routes, attempts, check_commit, check_frame
 from partition.steps.schedule import EvaluationBatches, Microbatch, Schedule, StepSchedule
 from partition.steps.sent_frames import KeptFrames, Key
-from partition.steps.throughput import Pace
+from partition.steps.throughput import StepPace
 
 __all__ = ["ApplyReady", "BackwardReady", "FillReady", "FillVoided", "ForgetReady", "ForwardReady"]
 __all__ += ["ReduceAsked", "ReduceReady", "ReduceVoided", "Replica", "SaveReady", "SubtractReady"]
@@ -110,7 +110,7 @@ class Replica:
         self._digest = NO_HASH
         self._reduced: int | None = None
         self._held_out, self._kept = EvaluationBatches(), KeptFrames()
-        self._reports, self._pace = SentReports(), Pace()
+        self._reports, self._pace = SentReports(), StepPace()
         self._discard = self._sync_asked = False
         self._routes: Routes | None = None
         self._commit: StepCommit | None = None
@@ -166,7 +166,7 @@ class Replica:
                 return self._take_apply(message)
             case Fill():
                 return self._take_fill(message)
-            case Ask():
+            case StallQuestion():
                 return self._answer(message)
             case Save():
                 if message.step == self.step and self._saved != message.step and self._apply is None:
@@ -483,7 +483,7 @@ class Replica:
         self._apply = message
         return []
 
-    def _answer(self, message: Ask) -> Sends:
+    def _answer(self, message: StallQuestion) -> Sends:
         """Say what this replica still waits for. Its shell knows the peers that a reduction waits for."""
         asked = ReduceAsked(self.plan_hash, message.step, message.attempt)
         if self.step is None or message.step > self.step:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from math import inf
 
 from crypto.identity import PeerId
-from partition.steps.messages import Ask, Waiting
+from partition.steps.messages import StallQuestion, Waiting
 
 STUCK = "it is stuck"
 PATIENCE_SECONDS_MIN = 30.0
@@ -69,9 +69,9 @@ class StallDetector:
         """Note a report."""
         self._go_on(now)
 
-    def ask(self, plan: bytes) -> Ask:
+    def ask(self, plan: bytes) -> StallQuestion:
         """Return the question to replicas that have not reported."""
-        return Ask(plan=plan, step=self._asked[0], attempt=self._asked[1])
+        return StallQuestion(plan=plan, step=self._asked[0], attempt=self._asked[1])
 
     def answered(self, now: float, peer: PeerId, message: Waiting) -> None:
         """Note a replica's answer."""

@@ -20,7 +20,7 @@ _SCALE = 10**9
 _DIGITS = 2
 
 
-class Pace:
+class StepPace:
     """Seconds per micro-batch of each replica, by an exponentially weighted moving average."""
 
     def __init__(self) -> None:

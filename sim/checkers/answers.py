@@ -2,7 +2,7 @@
 
 from sim.checkers.checker import Checker
 from sim.events import AnswerEnded
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 
 class AnswersAreRight(Checker):
@@ -14,7 +14,7 @@ class AnswersAreRight(Checker):
         super().__init__()
         self.handlers = {AnswerEnded: self._see}
 
-    def _see(self, observed: Observed, world: World) -> None:
+    def _see(self, observed: Observation, world: World) -> None:
         if not observed.event.is_right:
             assert observed.peer is not None
             raise self.broken(

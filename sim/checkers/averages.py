@@ -3,7 +3,7 @@
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
 from sim.events import Averaged, PeerStarted
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 
 class AveragesAgree(Checker):
@@ -18,11 +18,11 @@ class AveragesAgree(Checker):
         self._ran: dict[PeerId, None] = {}
         self.handlers = {Averaged: self._see_averaged, PeerStarted: self._see_started}
 
-    def _see_started(self, observed: Observed, _world: World) -> None:
+    def _see_started(self, observed: Observation, _world: World) -> None:
         if observed.peer is not None:
             self._ran[observed.peer] = None
 
-    def _see_averaged(self, observed: Observed, world: World) -> None:
+    def _see_averaged(self, observed: Observation, world: World) -> None:
         event, peer = observed.event, observed.peer
         if peer is None:
             return

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sim.observers import Broken, Observed, World
+from sim.observers import Broken, Observation, World
 
-Handler = Callable[[Observed, World], None]
+Handler = Callable[[Observation, World], None]
 
 
 class Checker:
@@ -17,7 +17,7 @@ class Checker:
         self.handlers: Mapping[type[Any], Handler] = {}
         """Do nothing; checkers that look at intervals override it."""
 
-    def see(self, observed: Observed, world: World) -> None:
+    def see(self, observed: Observation, world: World) -> None:
         handler = self.handlers.get(type(observed.event))
         if handler is not None:
             handler(observed, world)

@@ -6,7 +6,7 @@ from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberUp, Status
 from sim.checkers.checker import Checker
 from sim.checkers.quiet_period import QuietPeriods, detection_seconds, refutation_seconds
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 from sim.scenario import Scenario
 
 _LIVE = (Status.ALIVE, Status.SUSPECT)
@@ -78,7 +78,7 @@ class NoFalseDeaths(Checker):
         self._calm = QuietPeriods(scenario)
         self.handlers = {**self._calm.handlers, MemberDown: self._see_down}
 
-    def _see_down(self, observed: Observed, world: World) -> None:
+    def _see_down(self, observed: Observation, world: World) -> None:
         viewer, subject = observed.peer, observed.event.peer
         if viewer is None or not (world.is_up(subject) and _connected(world, viewer, subject)):
             return
@@ -105,13 +105,13 @@ class DeathsAreRefuted(Checker):
         self._queue: deque[tuple[float, PeerId, PeerId]] = deque()
         self.handlers = {**self._calm.handlers, MemberDown: self._see_down, MemberUp: self._see_up}
 
-    def _see_down(self, observed: Observed, world: World) -> None:
+    def _see_down(self, observed: Observation, world: World) -> None:
         viewer, subject = observed.peer, observed.event.peer
         if viewer is not None and world.is_up(subject):
             self._held[viewer, subject] = observed.time
             self._queue.append((observed.time, viewer, subject))
 
-    def _see_up(self, observed: Observed, _world: World) -> None:
+    def _see_up(self, observed: Observation, _world: World) -> None:
         if self._held and observed.peer is not None:
             self._held.pop((observed.peer, observed.event.peer), None)
 

@@ -4,7 +4,7 @@ from crypto.identity import PeerId
 from partition.plan.plan import NO_HASH
 from sim.checkers.checker import Checker
 from sim.events import BranchLeft, PlanAdopted
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 
 class OnePlanAHeight(Checker):
@@ -18,7 +18,7 @@ class OnePlanAHeight(Checker):
         self._plans: dict[tuple[bytes, int], tuple[bytes, PeerId | None]] = {}
         self.handlers = {PlanAdopted: self._see_adopted}
 
-    def _see_adopted(self, observed: Observed, world: World) -> None:
+    def _see_adopted(self, observed: Observation, world: World) -> None:
         event = observed.event
         plan, first = self._plans.setdefault((event.run, event.height), (event.plan, observed.peer))
         if plan != event.plan:
@@ -38,7 +38,7 @@ class PlansFollow(Checker):
         self._heights: dict[tuple[bytes, bytes], tuple[int, bytes]] = {}
         self.handlers = {PlanAdopted: self._see_adopted}
 
-    def _see_adopted(self, observed: Observed, world: World) -> None:
+    def _see_adopted(self, observed: Observation, world: World) -> None:
         event = observed.event
         known = self._heights.setdefault((event.run, event.plan), (event.height, event.parent))
         what = f"plan {event.plan.hex()[:8]} of height {event.height} at {_name(world, observed.peer)}"
@@ -65,10 +65,10 @@ class SomeBranchGoesOn(Checker):
         self._followers: dict[bytes, set[PeerId | None]] = {}
         self.handlers = {PlanAdopted: self._see_adopted, BranchLeft: self._see_left}
 
-    def _see_adopted(self, observed: Observed, _world: World) -> None:
+    def _see_adopted(self, observed: Observation, _world: World) -> None:
         self._followers.setdefault(observed.event.run, set()).add(observed.peer)
 
-    def _see_left(self, observed: Observed, world: World) -> None:
+    def _see_left(self, observed: Observation, world: World) -> None:
         left = self._followers.setdefault(observed.event.run, set())
         left.discard(observed.peer)
         if not left:

@@ -13,7 +13,7 @@ from gossip.member import MemberLeft
 from gossip.settings import PRESETS
 from sim.checkers.checker import Handler
 from sim.events import PeerFrozen, PeerStarted, PeerStopped
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 from sim.scenario import Scenario
 
 _DISTURBING = ("partition", "one-way", "no-datagrams", "freeze", "loss")
@@ -54,15 +54,15 @@ class QuietPeriods:
         """Return since when nothing at all disturbs the link between two peers."""
         return max(self.since(one), self.since(other), self.network_since(world.now))
 
-    def _see_change(self, observed: Observed, _world: World) -> None:
+    def _see_change(self, observed: Observation, _world: World) -> None:
         if observed.peer is not None:
             self._changed[observed.peer] = observed.time
 
-    def _see_frozen(self, observed: Observed, _world: World) -> None:
+    def _see_frozen(self, observed: Observation, _world: World) -> None:
         if observed.peer is not None:
             self._changed[observed.peer] = observed.time + observed.event.seconds
 
-    def _see_left(self, observed: Observed, world: World) -> None:
+    def _see_left(self, observed: Observation, world: World) -> None:
         # Others hear a goodbye a moment before the peer has stopped. Only the peer itself can send one.
         if world.is_up(observed.event.peer):
             self._changed[observed.event.peer] = observed.time

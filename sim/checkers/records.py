@@ -4,7 +4,7 @@ from crypto.identity import PeerId
 from dht.events import RecordsFound
 from sim.checkers.checker import Checker
 from sim.events import RecordGot, RecordPublished
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 from sim.scenario import Scenario
 
 _MISSES_OF = 200
@@ -24,11 +24,11 @@ class RecordsAreGenuine(Checker):
         self._published: dict[bytes, dict[tuple[PeerId | None, int], bytes]] = {}
         self.handlers = {RecordPublished: self._see_published, RecordsFound: self._see_found}
 
-    def _see_published(self, observed: Observed, _world: World) -> None:
+    def _see_published(self, observed: Observation, _world: World) -> None:
         event = observed.event
         self._published.setdefault(event.key, {})[observed.peer, event.sequence] = event.value
 
-    def _see_found(self, observed: Observed, world: World) -> None:
+    def _see_found(self, observed: Observation, world: World) -> None:
         published = self._published.get(observed.event.key)
         if published is None:
             return
@@ -58,7 +58,7 @@ class RecordsAreFound(Checker):
         self._missed = 0
         self.handlers = {RecordGot: self._see_got}
 
-    def _see_got(self, observed: Observed, _world: World) -> None:
+    def _see_got(self, observed: Observation, _world: World) -> None:
         event = observed.event
         if event.storing or not event.expected or observed.time < self._from_seconds:
             return

@@ -12,7 +12,7 @@ from sim.checkers.membership import DeathsAreRefuted, NoFalseDeaths, ViewsConver
 from sim.checkers.plans import OnePlanAHeight, PlansFollow, SomeBranchGoesOn
 from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
 from sim.checkers.steps import GoodbyesLoseNothing, SamplesOnce, SumsAgree
-from sim.observers import Observed, Watcher, World
+from sim.observers import Observation, Watcher, World
 from sim.scenario import Scenario
 
 
@@ -27,7 +27,7 @@ class Checkers:
             for kind, handler in checker.handlers.items():
                 self._handlers.setdefault(kind, []).append(handler)
 
-    def see(self, observed: Observed, world: World) -> None:
+    def see(self, observed: Observation, world: World) -> None:
         for handler in self._handlers.get(type(observed.event), ()):
             handler(observed, world)
 

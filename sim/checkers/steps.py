@@ -6,7 +6,7 @@ from typing import TypeVar
 from crypto.identity import PeerId
 from sim.checkers.checker import Checker
 from sim.events import PeerStarted, PlanAdopted, SamplesCounted, StepCommitted
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 _Key = TypeVar("_Key")
 _Value = TypeVar("_Value")
@@ -29,10 +29,10 @@ class SamplesOnce(Checker):
         self._owners: dict[bytes, dict[int, int]] = {}
         self.handlers = {PlanAdopted: self._see_adopted, StepCommitted: self._see_committed}
 
-    def _see_adopted(self, observed: Observed, _world: World) -> None:
+    def _see_adopted(self, observed: Observation, _world: World) -> None:
         self._parents[observed.event.plan] = observed.event.parent
 
-    def _see_committed(self, observed: Observed, world: World) -> None:
+    def _see_committed(self, observed: Observation, world: World) -> None:
         step, counted = observed.event.step, observed.event.counted
         counts = [self._of_stage(world, step, stage, rows) for stage, rows in enumerate(counted)]
         for stage, counts_here in enumerate(counts[1:], start=2):
@@ -86,7 +86,7 @@ class GoodbyesLoseNothing(Checker):
         self._committed: dict[bytes, int] = {}
         self.handlers = {StepCommitted: self._see_committed}
 
-    def _see_committed(self, observed: Observed, world: World) -> None:
+    def _see_committed(self, observed: Observation, world: World) -> None:
         run, step = observed.event.run, observed.event.step
         newest = self._committed.get(run, -1)
         if step <= newest:
@@ -114,11 +114,11 @@ class SumsAgree(Checker):
             SamplesCounted: self._see_counted,
         }
 
-    def _see_started(self, observed: Observed, _world: World) -> None:
+    def _see_started(self, observed: Observation, _world: World) -> None:
         if observed.peer is not None:
             self._when.pop(observed.peer, None)
 
-    def _see_committed(self, observed: Observed, world: World) -> None:
+    def _see_committed(self, observed: Observation, world: World) -> None:
         event = observed.event
         rows = {
             (stage, peer): tuple(sorted(numbers))
@@ -129,7 +129,7 @@ class SumsAgree(Checker):
         for place, numbers in self._applied.get((event.plan, event.step), {}).items():
             self._compare(world, event.step, place, numbers, rows)
 
-    def _see_counted(self, observed: Observed, world: World) -> None:
+    def _see_counted(self, observed: Observation, world: World) -> None:
         event, peer = observed.event, observed.peer
         if peer is None:
             return

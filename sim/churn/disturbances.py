@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from sim.churn.model import Churn, Event
+from sim.churn.model import Churn, ChurnEvent
 from sim.network.instants import nearest_instant
 from sim.seeds import draw, draw_share
 
@@ -24,7 +24,7 @@ _STOPPING = ("crash", "leave", "restart")
 
 @dataclass(frozen=True)
 class Disturbance:
-    """One event, for the peers `numbers` (ascending). `kind` as in `Event`.
+    """One event, for the peers `numbers` (ascending). `kind` as in `ChurnEvent`.
 
     It lasts from `begins` to `ends` (inf for never); then peers start again, reach each other, or compute as
     usual. join: `numbers` start at `starts`, one instant each. restart: `ends` is `begins`, and the peers
@@ -47,7 +47,7 @@ def late_numbers(nodes: int, late_share: float, permanent: int) -> range:
 
 
 def disturbances(
-    events: Sequence[Event],
+    events: Sequence[ChurnEvent],
     *,
     nodes: int,
     seconds: float,
@@ -99,7 +99,7 @@ class _Crowd:
         self._region_of = region_of
         self._versions: dict[int, str] = {}
 
-    def resolve(self, event: Event, at: float, index: int, repetition: int) -> Disturbance:
+    def resolve(self, event: ChurnEvent, at: float, index: int, repetition: int) -> Disturbance:
         candidates = [number for number in self._candidates(event) if self._fits(event, number)]
         ranks = {number: draw(self._seed, "event", index, repetition, number) for number in candidates}
         count = round(event.share * len(candidates)) or (1 if event.share > 0 else 0)
@@ -127,17 +127,17 @@ class _Crowd:
             version=event.version,
         )
 
-    def _start(self, event: Event, at: float, index: int, repetition: int, number: int) -> float:
+    def _start(self, event: ChurnEvent, at: float, index: int, repetition: int, number: int) -> float:
         share = draw_share(self._seed, "start", index, repetition, number)
         return nearest_instant(at + event.lasts_seconds * share)
 
-    def _candidates(self, event: Event) -> list[int]:
+    def _candidates(self, event: ChurnEvent) -> list[int]:
         if event.kind == "join":
             return list(self._waiting)
         first = self._churn.permanent if event.kind in _STOPPING else 0
         return [number for number in range(first, self._nodes) if number not in self._waiting]
 
-    def _fits(self, event: Event, number: int) -> bool:
+    def _fits(self, event: ChurnEvent, number: int) -> bool:
         if event.regions and self._region_of(number) not in event.regions:
             return False
         if not event.versions and not (event.kind == "restart" and event.version):

@@ -50,7 +50,7 @@ class Churn(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: tuple[Version, ...] = ()
 
 
-class Event(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChurnEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Something that happens at one instant, to `share` of the peers, or of those in `regions` and of
     `versions` where these are given, chosen by the seed.
 

@@ -8,7 +8,7 @@ At time 0 the swarm is in its steady state: a peer is up with the probability me
 mean absence), and its session or absence is already under way (`rest_seconds`). Where a session or an absence
 is forever there is no steady state: all peers begin a session. A wave takes effect within a session's length.
 
-Not here: how a swarm starts up (`sim.scenario.Start`) and its events (`sim.churn.disturbances`).
+Not here: how a swarm starts up (`sim.scenario.SwarmStart`) and its events (`sim.churn.disturbances`).
 """
 
 import heapq
@@ -31,7 +31,7 @@ it."""
 ABSENT = "absent"
 
 
-class Change(NamedTuple):
+class PopulationChange(NamedTuple):
     """An arrival or a departure of the peer `number` at `time` (virtual seconds, whole microseconds).
 
     `why` is crash (without a word) or leave (with a goodbye) for a departure; return for an arrival; absent,
@@ -46,7 +46,7 @@ class Change(NamedTuple):
     remembers: bool
 
 
-def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[Change]:
+def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[PopulationChange]:
     """Yield all changes among `nodes` peers before the instant `seconds`, by time, then by number.
 
     Raises:
@@ -78,7 +78,9 @@ Life = Iterator[tuple[float, bool]]
 """(when, whether up): the state at 0 or before it comes first, then each change. In a profile's own time."""
 
 
-def _explained(churn: Churn, number: int, seed: int, seconds: float, life: Life) -> Iterator[Change]:
+def _explained(
+    churn: Churn, number: int, seed: int, seconds: float, life: Life
+) -> Iterator[PopulationChange]:
     """Yield the changes of one peer, in the experiment's time."""
     up = True
     last = 0.0
@@ -87,14 +89,14 @@ def _explained(churn: Churn, number: int, seed: int, seconds: float, life: Life)
             up = goes_up
             continue
         if last == 0.0 and not up:
-            yield Change(0.0, number, False, ABSENT, churn.remembers)
+            yield PopulationChange(0.0, number, False, ABSENT, churn.remembers)
         last = max(nearest_instant(moment / churn.speedup), nearest_instant(last + STAY_SECONDS_MIN))
         if last >= seconds:
             return
         up = goes_up
-        yield Change(last, number, up, _why(churn, number, seed, index, up), churn.remembers)
+        yield PopulationChange(last, number, up, _why(churn, number, seed, index, up), churn.remembers)
     if last == 0.0 and not up:
-        yield Change(0.0, number, False, ABSENT, churn.remembers)
+        yield PopulationChange(0.0, number, False, ABSENT, churn.remembers)
 
 
 def _why(churn: Churn, number: int, seed: int, index: int, up: bool) -> str:

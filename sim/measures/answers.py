@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from sim.events import AnswerEnded
 from sim.measures.rows import Row, known, quantile
-from sim.observers import Observed
+from sim.observers import Observation
 
 
 @dataclass
@@ -46,7 +46,7 @@ class AnswerFigures:
             "tokens_per_second": known(service.tokens / service.seconds) if service.seconds else None,
         }
 
-    def _ended(self, observed: Observed) -> None:
+    def _ended(self, observed: Observation) -> None:
         event = observed.event
         service = self._services.setdefault(event.service, _Service())
         service.outcomes[event.outcome] = service.outcomes.get(event.outcome, 0) + 1

@@ -13,7 +13,7 @@ from sim.events import PeerStarted, PeerStopped
 from sim.measures.rows import Row, quantiles
 from sim.measures.swarm import Swarm
 from sim.measures.views import Views
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 SAME_DEATH_SECONDS = 30.0
 """Verdicts on one peer that lie no further apart are one mistake of several observers."""
@@ -88,7 +88,7 @@ class Detection:
     def _excused(self, what: str) -> int:
         return sum(count for (kind, why), count in self._false.items() if kind == what and why)
 
-    def _stopped(self, observed: Observed) -> None:
+    def _stopped(self, observed: Observation) -> None:
         assert observed.peer is not None
         assert self._views is not None
         subject = self._swarm.numbers[observed.peer]
@@ -98,20 +98,20 @@ class Detection:
         if listing:
             self._open[subject] = _Crash(observed.time, listing)
 
-    def _started(self, observed: Observed) -> None:
+    def _started(self, observed: Observation) -> None:
         assert observed.peer is not None
         # The peer returned before all had noticed: what is not seen by now is never timed.
         number = self._swarm.numbers[observed.peer]
         self._open.pop(number, None)
         self._back_at[number] = observed.time
 
-    def _suspected(self, observed: Observed) -> None:
+    def _suspected(self, observed: Observation) -> None:
         self._accused(observed, "suspicion")
 
-    def _down(self, observed: Observed) -> None:
+    def _down(self, observed: Observation) -> None:
         self._accused(observed, "death")
 
-    def _accused(self, observed: Observed, what: str) -> None:
+    def _accused(self, observed: Observation, what: str) -> None:
         event = observed.event
         subject = self._swarm.numbers.get(event.peer)
         if subject is None:
@@ -127,7 +127,7 @@ class Detection:
         elif self._swarm.up[subject] and observed.peer == event.accuser:
             self._mistaken(observed, subject, what, self._excuse(observed, subject))
 
-    def _mistaken(self, observed: Observed, subject: int, what: str, why: str) -> None:
+    def _mistaken(self, observed: Observation, subject: int, what: str, why: str) -> None:
         if what == "death":
             before = self._died_at.get((subject, why), -SAME_DEATH_SECONDS)
             self._died_at[subject, why] = observed.time
@@ -136,7 +136,7 @@ class Detection:
         self._false[what, why] += 1
         self._rows.append(Row(observed.time, f"false_{what}", why, 1))
 
-    def _excuse(self, observed: Observed, subject: int) -> str:
+    def _excuse(self, observed: Observation, subject: int) -> str:
         accuser, accused = observed.event.accuser, observed.event.peer
         world = self._world
         if not (world.reaches(accuser, accused) and world.reaches(accused, accuser)):

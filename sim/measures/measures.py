@@ -11,7 +11,7 @@ from sim.measures.swarm import Swarm
 from sim.measures.traffic import Traffic
 from sim.measures.training import Training
 from sim.measures.views import Views
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 from sim.scenario import Scenario
 
 POINTS_MAX = 1_000
@@ -22,7 +22,7 @@ WINDOWS_MAX = 60
 WINDOW_SECONDS_MIN = 10.0
 """Counts by windows (traffic, lookups, steps) need several events in each window."""
 
-Handler = Callable[[Observed], None]
+Handler = Callable[[Observation], None]
 
 
 class Measures:
@@ -38,7 +38,7 @@ class Measures:
         self._parts: _Parts | None = None
         self._now = 0.0
 
-    def see(self, observed: Observed, world: World) -> None:
+    def see(self, observed: Observation, world: World) -> None:
         parts = self._parts or self._begin(world)
         for handler in parts.handlers.get(type(observed.event), ()):
             handler(observed)

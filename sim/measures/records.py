@@ -3,7 +3,7 @@ rounds."""
 
 from sim.events import RecordGot, RecordWanted
 from sim.measures.rows import Row, known, mean, quantile, quantiles
-from sim.observers import Observed
+from sim.observers import Observation
 
 
 class Records:
@@ -51,11 +51,11 @@ class Records:
             "stores_without_end": self._stores_begun - len(self._stores),
         }
 
-    def _began(self, observed: Observed) -> None:
+    def _began(self, observed: Observation) -> None:
         self._stores_begun += observed.event.storing
         self._lookups_begun += not observed.event.storing
 
-    def _got(self, observed: Observed) -> None:
+    def _got(self, observed: Observation) -> None:
         (self._stores if observed.event.storing else self._lookups).append(observed.event)
 
 

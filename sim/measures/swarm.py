@@ -11,7 +11,7 @@ import numpy as np
 from crypto.identity import PeerId
 from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
 from sim.measures.rows import Row, known
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 
 class Swarm:
@@ -67,7 +67,7 @@ class Swarm:
             "leaves": self.leaves,
         }
 
-    def _started(self, observed: Observed) -> None:
+    def _started(self, observed: Observation) -> None:
         number = self._number(observed)
         self.starts += 1
         self.restarts += bool(self._known[number])
@@ -76,7 +76,7 @@ class Swarm:
             self._count(observed.time, number, observed.event.region, 1)
         self._most = max(self._most, self.count)
 
-    def _stopped(self, observed: Observed) -> None:
+    def _stopped(self, observed: Observation) -> None:
         number = self._number(observed)
         if observed.event.why == "leave":
             self.leaves += 1
@@ -93,15 +93,15 @@ class Swarm:
         self._regions[number] = region
         self._by_region[region] = self._by_region.get(region, 0) + change
 
-    def _frozen(self, observed: Observed) -> None:
+    def _frozen(self, observed: Observation) -> None:
         self.frozen_until[self._number(observed)] = observed.time + observed.event.seconds
 
-    def _sided(self, observed: Observed) -> None:
+    def _sided(self, observed: Observation) -> None:
         self.sides[:] = 0
         sides = observed.event.sides if isinstance(observed.event, NetworkSplit) else ()
         for side, peers in enumerate(sides, start=1):
             self.sides[[self.numbers[peer] for peer in peers]] = side
 
-    def _number(self, observed: Observed) -> int:
+    def _number(self, observed: Observation) -> int:
         assert observed.peer is not None, "what happens to a peer is published under it"
         return self.numbers[observed.peer]

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from sim.events import PlanAdopted, RunEnded, StepCommitted
 from sim.measures.rows import Row, known, quantile
-from sim.observers import Observed
+from sim.observers import Observation
 
 _STALL_FACTOR = 5.0
 """A step that takes so many times the usual time is a stall, not a slow step."""
@@ -73,7 +73,7 @@ class Training:
             self._window[name] = 0
         return self._runs[name]
 
-    def _committed(self, observed: Observed) -> None:
+    def _committed(self, observed: Observation) -> None:
         event = observed.event
         run = self._run(event.run)
         if (event.plan, event.step) in run.committed:
@@ -88,7 +88,7 @@ class Training:
         self._rows.append(Row(observed.time, "step_committed", label, event.step))
         self._rows.append(Row(observed.time, "step_loss", label, event.loss))
 
-    def _adopted(self, observed: Observed) -> None:
+    def _adopted(self, observed: Observation) -> None:
         event = observed.event
         run = self._run(event.run)
         if event.plan not in run.plans:
@@ -96,7 +96,7 @@ class Training:
             run.height = max(run.height, event.height)
             self._rows.append(Row(observed.time, "plan_height", run_name(event.run), event.height))
 
-    def _ended(self, observed: Observed) -> None:
+    def _ended(self, observed: Observation) -> None:
         outcomes = self._run(observed.event.run).outcomes
         outcomes[observed.event.outcome] = outcomes.get(observed.event.outcome, 0) + 1
 

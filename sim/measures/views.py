@@ -18,7 +18,7 @@ from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberUp, Sta
 from sim.events import PeerStarted, PeerStopped
 from sim.measures.rows import Row, known, mean
 from sim.measures.swarm import Swarm
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 
 ROWS_MAX = 4_096
 """Beyond this, a row for each peer would cost more memory than the peers themselves."""
@@ -123,13 +123,13 @@ class Views:
         reached: Mask = sides[observers][:, np.newaxis] == sides[np.newaxis, :]
         return reached & self._swarm.up
 
-    def _joined(self, observed: Observed) -> None:
+    def _joined(self, observed: Observation) -> None:
         self._set(observed, 1)
 
-    def _gone(self, observed: Observed) -> None:
+    def _gone(self, observed: Observation) -> None:
         self._set(observed, 0)
 
-    def _set(self, observed: Observed, value: int) -> None:
+    def _set(self, observed: Observation, value: int) -> None:
         assert observed.peer is not None, "a member list is somebody's"
         row = self._rows.get(observed.peer)
         subject = self._swarm.numbers.get(observed.event.peer)
@@ -148,13 +148,13 @@ class Views:
     def _in_scope(self, row: int, subject: int) -> bool:
         return self._scope is None or bool(self._scope[row, subject])
 
-    def _started(self, observed: Observed) -> None:
+    def _started(self, observed: Observation) -> None:
         row = self._rows.get(observed.peer) if observed.peer is not None else None
         if row is not None:
             self._forget(observed.time, row)
             self._fresh[row] = None
 
-    def _stopped(self, observed: Observed) -> None:
+    def _stopped(self, observed: Observation) -> None:
         row = self._rows.get(observed.peer) if observed.peer is not None else None
         if row is not None:
             self._forget(observed.time, row)

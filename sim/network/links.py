@@ -48,7 +48,7 @@ class Ways(Protocol):
         two public addresses."""
 
 
-class Links:
+class SimLinks:
     """Under one model and seed. `counters` says what became of messages on the way: lost (by chance), cut (a
     split or a block lay between), duplicated (copies that were made), filtered (by a translator)."""
 
@@ -317,7 +317,7 @@ class Sender:
 
     __slots__ = ("_counts", "_first", "_links", "_name", "_protocol", "_tick", "place")
 
-    def __init__(self, links: Links, place: Place, protocol: str, seed: int) -> None:
+    def __init__(self, links: SimLinks, place: Place, protocol: str, seed: int) -> None:
         self.place = place
         self._links = links
         self._protocol = protocol

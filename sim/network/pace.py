@@ -12,7 +12,7 @@ def handling_ticks(factor: float) -> int:
     return ticks(factor * HANDLING_SECONDS) if factor > 1 else 0
 
 
-class Pace:
+class PeerPace:
     """The pace of one peer. It stands still until `still_until`; what it computes takes `factor` times as
     long; `stood_seconds` is how long it has stood still, or will have by then."""
 

@@ -20,11 +20,11 @@ def envelope_bytes(protocol: str) -> int:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class SentTraffic:
     """What was sent, whether it arrived or not; bytes with envelopes, 0 where nobody counts them."""
 
     messages: int = 0
     sent_bytes: int = 0
 
-    def __add__(self, other: "Traffic") -> "Traffic":
-        return Traffic(self.messages + other.messages, self.sent_bytes + other.sent_bytes)
+    def __add__(self, other: "SentTraffic") -> "SentTraffic":
+        return SentTraffic(self.messages + other.messages, self.sent_bytes + other.sent_bytes)

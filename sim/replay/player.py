@@ -51,11 +51,11 @@ TELLING = {
 """The event for people that reports each event of membership."""
 
 
-class Diverged(Exception):
+class ReplayDiverged(Exception):
     """A core did not do what was recorded."""
 
 
-class Broken(Exception):
+class RecordingBroken(Exception):
     """The file is not the output of a recorder."""
 
 
@@ -101,14 +101,14 @@ def _items(data: bytes) -> Iterator[Any]:
         while at < len(block):
             length = int.from_bytes(block[at : at + 4], "little")
             if length > min(ITEM_BYTES_MAX, len(block) - at - 4):
-                raise Broken("an item is longer than its block")
+                raise RecordingBroken("an item is longer than its block")
             try:
                 item = values.decode(block[at + 4 : at + 4 + length])
             except ValueError as error:
-                raise Broken(f"an item that is no MessagePack: {error}") from None
+                raise RecordingBroken(f"an item that is no MessagePack: {error}") from None
             at += 4 + length
             if not (isinstance(item, list) and item):
-                raise Broken("a malformed item")
+                raise RecordingBroken("a malformed item")
             yield item
 
 
@@ -132,10 +132,12 @@ class _Player:
                 if item is None:
                     break
                 self._do(item)
-        except Diverged as error:
+        except ReplayDiverged as error:
             played.diverged = f"turn {played.turns.total()}, {self._turn}: {error}"
-        except (Broken, Unrecordable, IndexError, KeyError, TypeError, ValueError) as error:
-            text = f"{type(error).__name__}: {error}" if not isinstance(error, Broken) else str(error)
+        except (RecordingBroken, Unrecordable, IndexError, KeyError, TypeError, ValueError) as error:
+            text = (
+                f"{type(error).__name__}: {error}" if not isinstance(error, RecordingBroken) else str(error)
+            )
             played.damage = (
                 f"after turn {played.turns.total()} ({self._turn or 'the beginning'}): {text[:300]}"
             )
@@ -144,7 +146,7 @@ class _Player:
     def _do(self, item: Any) -> None:
         played = self._played
         if isinstance(item, Damage):
-            raise Broken(item.text)
+            raise RecordingBroken(item.text)
         match item:
             case ["node", dict() as about]:
                 played.about = about
@@ -163,16 +165,16 @@ class _Player:
             case ["over", str() as reason]:
                 played.over = reason
             case ["answer", int(), str() as name, _]:
-                raise Diverged(f"it does not ask for {name or 'what it asked for'} any more")
+                raise ReplayDiverged(f"it does not ask for {name or 'what it asked for'} any more")
             case _:
-                raise Broken(f"an item of the unknown kind {str(item[0])[:40]!r}")
+                raise RecordingBroken(f"an item of the unknown kind {str(item[0])[:40]!r}")
 
     # Turns
 
     def _make(self, number: int, name: str, given: Any, named: Any) -> None:
         kind = CORES.get(name)
         if kind is None:
-            raise Broken(f"this version replays no {name[:80]}")
+            raise RecordingBroken(f"this version replays no {name[:80]}")
         self._begin(kind.__name__, "made", given)
         arguments, by_name = self._read(given), self._read(named)
         core = self._cores[number] = kind(*arguments, **by_name)
@@ -188,10 +190,10 @@ class _Player:
             returned = method(*arguments, **by_name)
         except ProtocolError as error:
             returned = ["raised", type(error).__name__, str(error)]
-        except (Diverged, Broken):
+        except (ReplayDiverged, RecordingBroken):
             raise
         except Exception as error:
-            raise Diverged(f"it fails: {type(error).__name__}: {error}") from error
+            raise ReplayDiverged(f"it fails: {type(error).__name__}: {error}") from error
         self._end(whole, returned)
         self._handed.note(returned)
 
@@ -210,13 +212,13 @@ class _Player:
             self._do(item)
             item = next(self._items, None)
         if item is None:
-            raise Broken("the record ends within a turn")
+            raise RecordingBroken("the record ends within a turn")
         if isinstance(item, Damage):
-            raise Broken(item.text)
+            raise RecordingBroken(item.text)
         _, events, sent, digest = item
         now_events, now_sent, now_digest = outcome(core, {}, returned, self._refer)
         if now_digest != digest or now_events != events:
-            raise Diverged(_difference((events, sent), (now_events, now_sent)))
+            raise ReplayDiverged(_difference((events, sent), (now_events, now_sent)))
         self._played.learnt += len(now_events)
         for event in getattr(core, "events", ()):
             told = TELLING.get(type(event))
@@ -244,7 +246,7 @@ class _Player:
                 self._to_tell[what] -= 1
                 played.derived += 1
             elif kind != "RunChanged" or not self._may_say(str(document.get("run")), what[1]):
-                raise Diverged(f"the node told of {kind} {what[1]}, which no core has learnt")
+                raise ReplayDiverged(f"the node told of {kind} {what[1]}, which no core has learnt")
         played.events.append(document)
         if self._on_event is not None:
             self._on_event(document)
@@ -271,7 +273,7 @@ class _Player:
         core: Any = self._cores[number]
         part, dot, name = path.rpartition(".")
         if name.startswith("_") or (dot and part not in PARTS):
-            raise Broken(f"nothing of a core that may be called or changed: {path[:80]}")
+            raise RecordingBroken(f"nothing of a core that may be called or changed: {path[:80]}")
         return (getattr(core, part) if dot else core), name
 
     def _read(self, value: Any) -> Any:
@@ -301,14 +303,14 @@ class _Player:
             item = next(self._items, None)
             if item is None or isinstance(item, Damage) or item[0] == "end":
                 if isinstance(item, Damage):
-                    raise Broken(item.text)
-                raise Diverged(f"it asks for {name or 'something'}, and did not")
+                    raise RecordingBroken(item.text)
+                raise ReplayDiverged(f"it asks for {name or 'something'}, and did not")
             if item[0] == "answer":
                 break
             self._do(item)
         _, asked, found_name, found = item
         if (asked, found_name) != (number, name):
-            raise Diverged(
+            raise ReplayDiverged(
                 f"it asks for {name or 'something'}, and asked for {found_name or 'something else'}"
             )
         if isinstance(found, list) and found[:1] == ["raised"]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sim.churn.model import Event
+from sim.churn.model import ChurnEvent
 
 INK = "#333333"
 GREY = "#8a8a8a"
@@ -28,7 +28,7 @@ _BANDS_MAX = 60
 _UNITS = ((3 * 3600.0, 3600.0, "hours"), (1200.0, 60.0, "minutes"), (0.0, 1.0, "seconds"))
 
 
-class Page:
+class CanvasPage:
     """Panels of one width, one below another; with `seconds` their x axis is the time of the experiment."""
 
     def __init__(
@@ -121,7 +121,7 @@ class Page:
                 columnspacing=1.4,
             )
 
-    def bands(self, events: Sequence[Event], seconds: float) -> None:
+    def bands(self, events: Sequence[ChurnEvent], seconds: float) -> None:
         """Shade in grey when a disturbance lasted, with its name at its first occurrence."""
         named = set()
         for event in events:
@@ -155,7 +155,7 @@ def _unit(seconds: float) -> tuple[float, str]:
     return next((divisor, unit) for least, divisor, unit in _UNITS if seconds >= least)
 
 
-def _beginnings(event: Event, seconds: float) -> list[float]:
+def _beginnings(event: ChurnEvent, seconds: float) -> list[float]:
     if not event.every_seconds:
         return [event.at_seconds]
     count = int(max(0.0, seconds - event.at_seconds) / event.every_seconds) + 1

@@ -10,7 +10,7 @@ import msgspec
 
 from crypto.contact import Address
 from crypto.identity import PeerId
-from sim.observers import Observed
+from sim.observers import Observation
 
 Name = Callable[[PeerId], str]
 _BYTES_SHOWN_MAX = 32
@@ -22,7 +22,7 @@ _HEX_SHOWN_MAX = 12
 _LINE_LENGTH_MAX = 160
 
 
-class Names:
+class ShortNames:
     """Short names of all peers, each looked up once; hexadecimal for bytes that are not a peer."""
 
     def __init__(self, name: Name, peers: Mapping[PeerId, int]) -> None:
@@ -38,7 +38,7 @@ class Names:
         return self._known[data]
 
 
-def event_document(observed: Observed, names: Names) -> dict[str, Any]:
+def event_document(observed: Observation, names: ShortNames) -> dict[str, Any]:
     """`time_seconds`, `peer` (None: the whole world), `kind`, and the event's own fields. A field with one of
     these three names gets the kind's name in front."""
     event = observed.event
@@ -52,7 +52,7 @@ def event_document(observed: Observed, names: Names) -> dict[str, Any]:
     return document
 
 
-def event_line(observed: Observed, names: Names) -> str:
+def event_line(observed: Observation, names: ShortNames) -> str:
     """`  412.310 s  n17     MemberDown n4  accuser n9  reason no ack for 1.1 s`."""
     event = observed.event
     peer = names.text(observed.peer) if observed.peer is not None else "all"
@@ -77,7 +77,7 @@ def _field_names(kind: type) -> tuple[str, ...]:
     return names
 
 
-def _plain(value: Any, names: Names) -> Any:
+def _plain(value: Any, names: ShortNames) -> Any:
     # The commonest types come first: this runs for every field of every event.
     if type(value) in (int, str, bool, type(None)):
         return value
@@ -106,7 +106,7 @@ def _address_text(address: Address) -> str:
     return str(address.of(None))  # the peer stands beside it
 
 
-def _short(value: Any, names: Names) -> str:
+def _short(value: Any, names: ShortNames) -> str:
     match _plain(value, names):
         case dict() | [dict(), *_] as many:
             return f"{len(many)} of them"

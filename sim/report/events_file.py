@@ -12,8 +12,8 @@ import msgspec
 
 from dht.events import NodesFound, PeerHeard
 from gossip.member import MemberChanged, MemberUp
-from sim.observers import Observed, World
-from sim.report.documents import Names, event_document
+from sim.observers import Observation, World
+from sim.report.documents import ShortNames, event_document
 
 SCHEMA = "peerloom.sim.events/1"
 EVENTS_MAX = 200_000
@@ -30,10 +30,10 @@ class EventsFile:
         self._encode = msgspec.json.Encoder().encode
         self._left = events_max
         self._plenty_left = events_max // 2
-        self._names: Names | None = None
+        self._names: ShortNames | None = None
         self._write({"schema": SCHEMA, "scenario": scenario, "seed": seed})
 
-    def see(self, observed: Observed, world: World) -> None:
+    def see(self, observed: Observation, world: World) -> None:
         plenty = isinstance(observed.event, _PLENTY)
         if not self._left or (plenty and not self._plenty_left):
             self.left_out[type(observed.event).__name__] += 1
@@ -52,7 +52,7 @@ class EventsFile:
     def close(self) -> None:
         self._file.close()
 
-    def _named(self, world: World) -> Names:
+    def _named(self, world: World) -> ShortNames:
         if self._names is None:
             self._names = names_of(world)
         return self._names
@@ -61,6 +61,6 @@ class EventsFile:
         self._file.write(self._encode(document) + b"\n")
 
 
-def names_of(world: World) -> Names:
+def names_of(world: World) -> ShortNames:
     """The names that a world gives its peers."""
-    return Names(world.name, {peer: number for number, peer in enumerate(world.peers)})
+    return ShortNames(world.name, {peer: number for number, peer in enumerate(world.peers)})

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from sim.measures.rows import Row, quantile
 from sim.measures.traffic import KINDS
-from sim.report.canvas import AMBER, BLUE, GREEN, GREY, PALE, RED, SERIES, Page
+from sim.report.canvas import AMBER, BLUE, GREEN, GREY, PALE, RED, SERIES, CanvasPage
 from sim.scenario import Scenario
 
 Points = list[tuple[float, float]]
@@ -20,7 +20,7 @@ _BINS_MAX = 150
 """The most points of a curve that the eye distinguishes."""
 
 
-class Shown(Protocol):
+class PlottedResult(Protocol):
     """The part of an experiment's result that the pictures show."""
 
     @property
@@ -37,7 +37,7 @@ class Shown(Protocol):
         """Return (time, value) of one metric."""
 
 
-def draw_all(folder: Path, result: Shown) -> list[str]:
+def draw_all(folder: Path, result: PlottedResult) -> list[str]:
     """Draw all pictures with data into `folder`; return the names of the files."""
     drawn = []
     for name, picture in PICTURES.items():
@@ -49,7 +49,7 @@ def draw_all(folder: Path, result: Shown) -> list[str]:
     return drawn
 
 
-def population(result: Shown) -> Page | None:
+def population(result: PlottedResult) -> CanvasPage | None:
     total = result.values("population_peers")
     if not total:
         return None
@@ -65,7 +65,7 @@ def population(result: Shown) -> Page | None:
     return page
 
 
-def views(result: Shown) -> Page | None:
+def views(result: PlottedResult) -> CanvasPage | None:
     entries = _percent(result.values("entries_right_share"))
     if not entries:
         return None
@@ -87,7 +87,7 @@ def views(result: Shown) -> Page | None:
     return page
 
 
-def detection(result: Shown) -> Page | None:
+def detection(result: PlottedResult) -> CanvasPage | None:
     curves = (
         ("crash_suspected_seconds", "first suspected", PALE),
         ("crash_dead_seconds", "first declared dead", BLUE),
@@ -95,7 +95,7 @@ def detection(result: Shown) -> Page | None:
     )
     crashes = result.summary["population"]["crashes"]
     about = f"{_about(result)}; {crashes} crash{'es' if crashes != 1 else ''}"
-    page = Page("How soon a crash is noticed", about)
+    page = CanvasPage("How soon a crash is noticed", about)
     longest = 0.0
     for metric, label, colour in curves:
         seconds = sorted(row.value for row in result.metrics if row.metric == metric)
@@ -123,7 +123,7 @@ def detection(result: Shown) -> Page | None:
     return page
 
 
-def lookups(result: Shown) -> Page | None:
+def lookups(result: PlottedResult) -> CanvasPage | None:
     if not result.values("lookups"):
         return None
     page = _page(result, "Does the DHT find what is there?", (1, 1, 1))
@@ -144,7 +144,7 @@ def lookups(result: Shown) -> Page | None:
     return page
 
 
-def traffic(result: Shown) -> Page | None:
+def traffic(result: PlottedResult) -> CanvasPage | None:
     for kind in KINDS:
         metric = f"sent_{kind}_per_node_second"
         protocols = sorted(_labels(result, metric), key=lambda name: -_sum(result.values(metric, name)))
@@ -171,7 +171,7 @@ def traffic(result: Shown) -> Page | None:
     return page
 
 
-def training(result: Shown) -> Page | None:
+def training(result: PlottedResult) -> CanvasPage | None:
     runs = _labels(result, "step_committed")
     if not runs:
         return None
@@ -208,7 +208,7 @@ def training(result: Shown) -> Page | None:
 
 _PLANS_NAMED_MAX = 8
 
-PICTURES: dict[str, Callable[[Shown], Page | None]] = {
+PICTURES: dict[str, Callable[[PlottedResult], CanvasPage | None]] = {
     "population.png": population,
     "views.png": views,
     "detection.png": detection,
@@ -218,18 +218,18 @@ PICTURES: dict[str, Callable[[Shown], Page | None]] = {
 }
 
 
-def _page(result: Shown, title: str, panels: Sequence[float] = (1.4,)) -> Page:
-    page = Page(title, _about(result), panels, seconds=result.scenario.seconds)
+def _page(result: PlottedResult, title: str, panels: Sequence[float] = (1.4,)) -> CanvasPage:
+    page = CanvasPage(title, _about(result), panels, seconds=result.scenario.seconds)
     page.bands(result.scenario.events, result.scenario.seconds)
     return page
 
 
-def _about(result: Shown) -> str:
+def _about(result: PlottedResult) -> str:
     about = f"scenario {result.scenario.name}, {result.scenario.nodes} nodes, seed {result.seed}"
     return about + ("" if not result.stopped else ", stopped before its end")
 
 
-def _labels(result: Shown, metric: str) -> list[str]:
+def _labels(result: PlottedResult, metric: str) -> list[str]:
     """Return all labels but the empty one, in the order of their first rows."""
     return list(dict.fromkeys(row.label for row in result.metrics if row.metric == metric and row.label))
 
@@ -238,7 +238,7 @@ def _percent(points: Points) -> Points:
     return [(time, 100 * value) for time, value in points]
 
 
-def _binned(result: Shown, points: Points) -> tuple[Points, Points]:
+def _binned(result: PlottedResult, points: Points) -> tuple[Points, Points]:
     """Return the least and the mean of each of up to `_BINS_MAX` equal stretches of time."""
     width = result.scenario.seconds / _BINS_MAX
     bins: dict[int, Points] = {}
@@ -248,7 +248,7 @@ def _binned(result: Shown, points: Points) -> tuple[Points, Points]:
     return least, [(bin_[-1][0], _sum(bin_) / len(bin_)) for bin_ in bins.values()]
 
 
-def _settled(result: Shown, metric: str) -> list[float]:
+def _settled(result: PlottedResult, metric: str) -> list[float]:
     """Return the values after the start, where all peers still look for each other, without single peaks."""
     begin = result.scenario.start.spread_seconds
     values = sorted(value for time, value in result.values(metric) if time >= begin)
@@ -262,7 +262,7 @@ def _floor(points: Points) -> float:
     return next(floor for floor in (90.0, 50.0, 0.0) if least >= floor)
 
 
-def _on_windows(result: Shown, metric: str, label: str, scale: float) -> Points:
+def _on_windows(result: PlottedResult, metric: str, label: str, scale: float) -> Points:
     """Return a value for every window of the metric, 0 where a protocol was silent."""
     times = dict.fromkeys(row.time_seconds for row in result.metrics if row.metric == metric)
     values = dict(result.values(metric, label))

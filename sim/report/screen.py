@@ -5,7 +5,7 @@ import time
 from typing import Any, TextIO
 
 from node.cli.render import seconds_text, show
-from sim.progress import Progress
+from sim.progress import ExperimentProgress
 
 LIVE_SECONDS = 0.2
 PLAIN_SECONDS = 10.0
@@ -28,7 +28,7 @@ class ProgressScreen:
             self._live = Live(console=console, auto_refresh=False, transient=True)
             self._live.start()
 
-    def update(self, progress: Progress) -> None:
+    def update(self, progress: ExperimentProgress) -> None:
         now = time.monotonic()
         if now - self._drawn_at < (LIVE_SECONDS if self._live is not None else PLAIN_SECONDS):
             return
@@ -47,7 +47,7 @@ class ProgressScreen:
             self._live = None
 
 
-def progress_line(title: str, progress: Progress) -> str:
+def progress_line(title: str, progress: ExperimentProgress) -> str:
     """`churn  120 of 600 s  197 up  84x real time  6 s left`."""
     parts = [
         title,
@@ -60,6 +60,6 @@ def progress_line(title: str, progress: Progress) -> str:
     return "  ".join(parts)
 
 
-def progress_bar(progress: Progress) -> str:
+def progress_bar(progress: ExperimentProgress) -> str:
     filled = round(_BAR_WIDTH * min(1.0, progress.virtual_seconds / progress.scenario_seconds))
     return "#" * filled + "." * (_BAR_WIDTH - filled)

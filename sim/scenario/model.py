@@ -5,14 +5,14 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from sim.churn.model import Churn, Event
+from sim.churn.model import Churn, ChurnEvent
 from sim.network.model import NetworkModel, Seconds, Share
 
 NODES_MAX = 100_000
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SwarmStart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The start of the swarm: peers start within `spread_seconds`, each through one that already runs. A
     share `late_share` is kept back for an event of kind `join`. `acquainted`: nobody joins; the first peers
     already know each other, so that the birth of a large swarm need not be played."""
@@ -22,14 +22,14 @@ class Start(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     acquainted: bool = False
 
 
-class Membership(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class MembershipScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """SWIM. `scope`: all, or the neighbourhood of the peer's id as in a public swarm."""
 
     preset: Literal["local", "host", "lan", "wan"] = "lan"
     scope: Literal["all", "neighbourhood"] = "all"
 
 
-class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class RecordsScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The load on the DHT: records stored and looked up per second in the whole swarm."""
 
     enabled: bool = True
@@ -39,7 +39,7 @@ class Records(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     lifetime_seconds: Seconds = 7200.0
 
 
-class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TrainingScenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One run: its members and its shape. The members are `members` peers, the permanent ones first.
 
     In a world of cores a stage sums integers, so that every sample can be traced; in a stack it is the named
@@ -128,13 +128,13 @@ class Scenario(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     encoded: bool = False
     """Whether messages of cores are really encoded, which costs a third of the speed."""
     sample_seconds: Annotated[float, msgspec.Meta(gt=0)] = 1.0
-    start: Start = Start()
+    start: SwarmStart = SwarmStart()
     network: NetworkModel = NetworkModel()
     churn: Churn = Churn()
-    events: tuple[Event, ...] = ()
-    membership: Membership = Membership()
-    records: Records = Records()
-    runs: tuple[Training, ...] = ()
+    events: tuple[ChurnEvent, ...] = ()
+    membership: MembershipScenario = MembershipScenario()
+    records: RecordsScenario = RecordsScenario()
+    runs: tuple[TrainingScenario, ...] = ()
     services: tuple[ServedModel, ...] = ()
     local_runs: tuple[LocalTraining, ...] = ()
     checks: Checks = Checks()

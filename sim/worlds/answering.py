@@ -9,8 +9,8 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
 from partition.run.member import Member
 from partition.run.provider import OVER, KnownRun, StageProvider
-from sim.worlds.hosting import Hosting
-from sim.worlds.keeping import Keeping
+from sim.worlds.hosting import SimStageHost
+from sim.worlds.keeping import SimCheckpointKeeper
 from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, KeepCopy, Question
 from sim.worlds.streams import Answer
 
@@ -22,8 +22,8 @@ class Answering(Protocol):
     outcome: str
     provider: StageProvider
     requester: PeerId
-    keeping: Keeping
-    hosting: Hosting
+    keeping: SimCheckpointKeeper
+    hosting: SimStageHost
     core: Member
 
     @property

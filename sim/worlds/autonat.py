@@ -11,7 +11,7 @@ from typing import Any
 from crypto.identity import PeerId
 from dht.messages import PROTOCOL as KADEMLIA
 from node.services.autonat import DIAL_SECONDS
-from node.services.autonat_core import Reachability, Report
+from node.services.autonat_core import DialReport, Reachability
 from node.services.driver import Sends
 from node.transport.handshake import CONNECT_SECONDS
 from sim.events import PeerStarted, ReachabilityJudged
@@ -85,7 +85,7 @@ class Reaching:
             return
         outside = outer_address(life.number, life.peer)
         # The other's address does not matter: here a peer is reached by its id.
-        judge.answered(ground.now, other, Report(ground.now, None, ((outside, reason),)))
+        judge.answered(ground.now, other, DialReport(ground.now, None, ((outside, reason),)))
         is_client = judge.verdict is False
 
         def appear(core: Any, now: float) -> Sends:

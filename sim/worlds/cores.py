@@ -44,19 +44,19 @@ from sim.events import (
     RouterRebooted,
 )
 from sim.network.instants import after
-from sim.network.links import Links
-from sim.observers import Observed
+from sim.network.links import SimLinks
+from sim.observers import Observation
 from sim.scenario import Scenario
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng
 from sim.worlds.autonat import Reaching
 from sim.worlds.factories import Cores
-from sim.worlds.joining import Joining, remembered
+from sim.worlds.joining import WorldBootstrap, remembered
 from sim.worlds.life import Life
 from sim.worlds.local_runs import LocalModeRuns
-from sim.worlds.neighbours import Neighbours
+from sim.worlds.neighbours import WorldNeighbours
 from sim.worlds.records import RecordsWork
-from sim.worlds.roster import Roster
+from sim.worlds.roster import WorldRoster
 from sim.worlds.routed import RoutedPeers
 from sim.worlds.script import Direction
 from sim.worlds.served import ServedModels
@@ -79,13 +79,13 @@ class CoresWorld:
     """Plays `scenario` from `seed`; publishes every event with `publish`. A `sim.observers.World`."""
 
     def __init__(
-        self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
+        self, scenario: Scenario, seed: int, publish: Callable[[Observation], None], *, cores: Cores = OURS
     ) -> None:
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
-        self.links = Links(scenario.network, seed)
-        self.roster = Roster(scenario, seed, self._region_of)
+        self.links = SimLinks(scenario.network, seed)
+        self.roster = WorldRoster(scenario, seed, self._region_of)
         for number, peer in enumerate(self.peers):
             self.links.place(peer, number)
         wires = WIRES if scenario.encoded else None
@@ -96,13 +96,13 @@ class CoresWorld:
         self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
         self._running: list[Life] = []
         self._met_before: dict[int, tuple[PeerId, ...]] = {}
-        self._joining = Joining(self)
+        self._joining = WorldBootstrap(self)
         self._direction = Direction(self, scenario, seed, self._region_of)
         self._slowness: dict[int, float] = {}
         self._serials = array("L", bytes(array("L").itemsize * scenario.nodes))
         self._membership = PRESETS[scenario.membership.preset]
         republish_seconds = scenario.records.republish_seconds or math.inf
-        self._discovery = dht.settings.Settings(republish_seconds=republish_seconds)
+        self._discovery = dht.settings.KademliaSettings(republish_seconds=republish_seconds)
         for found in (MemberUp, MemberChanged):
             self.on(found, self._met)
         for lost in (MemberDown, MemberLeft):
@@ -111,7 +111,7 @@ class CoresWorld:
         self.on(Joined, self._joined)
         self._place = node_number if scenario.membership.scope == "neighbourhood" else None
         if self._place is not None:
-            Neighbours(self)
+            WorldNeighbours(self)
         self._routed = RoutedPeers(self) if scenario.network.has_routers else None
         if self._routed is not None or self.links.has_translators:
             Reaching(self)
@@ -208,7 +208,7 @@ class CoresWorld:
         self._handlers.setdefault(kind, []).append(handler)
 
     def tell(self, life: Life | None, event: Any) -> None:
-        self._publish(Observed(self.engine.now, None if life is None else life.peer, event))
+        self._publish(Observation(self.engine.now, None if life is None else life.peer, event))
         if life is not None:
             for handler in self._handlers.get(type(event), ()):
                 handler(life, event)
@@ -344,7 +344,7 @@ class CoresWorld:
     # Events of cores.
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
-        self._publish(Observed(now, peer, event))
+        self._publish(Observation(now, peer, event))
         handlers = self._handlers.get(type(event))
         if handlers is not None:
             life = self.lives[peer]

@@ -7,7 +7,7 @@ from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
 from partition.run.completion import COLLECT_SECONDS_MAX
 from sim.observers import Broken
-from sim.worlds.integer_stage import State, units_of
+from sim.worlds.integer_stage import IntegerState, units_of
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import ExportStage, Question
 from sim.worlds.streams import Answer
@@ -27,7 +27,7 @@ class Committing(Protocol):
 
 def collect(setting: Setting, member: Committing, plan: Plan) -> None:
     """As the committer: have each stage's state, and end the run. Raises Broken where one is not exact."""
-    found: dict[int, State] = {}
+    found: dict[int, IntegerState] = {}
     until = member.now + COLLECT_SECONDS_MAX
 
     def next_stage() -> None:
@@ -42,7 +42,7 @@ def collect(setting: Setting, member: Committing, plan: Plan) -> None:
 
     def fetch(stage: int, left: list[PeerId]) -> None:
         def take(state: Any) -> None:
-            if isinstance(state, State):
+            if isinstance(state, IntegerState):
                 found[stage] = state
                 next_stage()
             else:
@@ -60,7 +60,7 @@ def collect(setting: Setting, member: Committing, plan: Plan) -> None:
     next_stage()
 
 
-def _check(setting: Setting, plan: Plan, found: dict[int, State]) -> None:
+def _check(setting: Setting, plan: Plan, found: dict[int, IntegerState]) -> None:
     for stage, state in sorted(found.items()):
         units = units_of(plan, stage, setting.training.stages)
         if state != setting.truth.state(setting.training.steps, units):

@@ -70,7 +70,7 @@ class MakeMembership(Protocol):
         self,
         signer: Signer,
         profile: Profile,
-        settings: gossip.Settings,
+        settings: gossip.SwimSettings,
         rng: Random,
         incarnation: int,
         now: float,
@@ -79,7 +79,7 @@ class MakeMembership(Protocol):
     ) -> MembershipCore: ...
 
 
-MakeDiscovery = Callable[[Signer, dht.Settings, Random, tuple[Address, ...]], DiscoveryCore]
+MakeDiscovery = Callable[[Signer, dht.KademliaSettings, Random, tuple[Address, ...]], DiscoveryCore]
 
 
 @dataclass(frozen=True)

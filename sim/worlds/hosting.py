@@ -17,7 +17,7 @@ OPEN_SECONDS = 0.5
 """Until the process of a stage is there, with the model in it."""
 
 
-class Hosting:
+class SimStageHost:
     """At most one stage. `make(plan, step)` is what opens."""
 
     def __init__(

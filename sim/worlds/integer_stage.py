@@ -64,7 +64,7 @@ def vector_bytes(vector: Vector) -> bytes:
 
 
 @dataclass(frozen=True)
-class State:
+class IntegerState:
     """The state of a stage after a number of steps: all that is copied, fetched and restored."""
 
     step: int
@@ -76,16 +76,18 @@ class State:
         return hashed(vector_bytes(self.parameters))
 
 
-def joined(states: Sequence[State]) -> State:
+def joined(states: Sequence[IntegerState]) -> IntegerState:
     """Return the state of a stage that is joined from several, all after the same step."""
     (step,) = {state.step for state in states}
-    return State(step, tuple(number for state in states for number in state.parameters))
+    return IntegerState(step, tuple(number for state in states for number in state.parameters))
 
 
-def parted(state: State) -> list[State]:
+def parted(state: IntegerState) -> list[IntegerState]:
     """Return the states of which one is joined."""
     numbers = state.parameters
-    return [State(state.step, numbers[place : place + WIDTH]) for place in range(0, len(numbers), WIDTH)]
+    return [
+        IntegerState(state.step, numbers[place : place + WIDTH]) for place in range(0, len(numbers), WIDTH)
+    ]
 
 
 def units_of(plan: Plan, stage: int, units: int) -> range:
@@ -106,7 +108,7 @@ class SummingStage:
 
     index: int
     stages: int
-    state: State
+    state: IntegerState
     sums: list[int] = field(default_factory=lambda: [0] * WIDTH)
     counted: list[int] = field(default_factory=list)
     in_flight: dict[int, bytes] = field(default_factory=dict)
@@ -160,7 +162,7 @@ class SummingStage:
         self.in_flight.clear()
         self.total = None
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: IntegerState) -> None:
         """Take another replica's state, or a saved one."""
         self.discard()
         self.state, self._digest = state, state.digest
@@ -200,7 +202,7 @@ class SummingSpan:
         self._parts = [SummingStage(unit, units, first_state(run, unit)) for unit in self.units]
 
     @property
-    def state(self) -> State:
+    def state(self) -> IntegerState:
         return joined([part.state for part in self._parts])
 
     @property
@@ -252,7 +254,7 @@ class SummingSpan:
         for part in self._parts:
             part.discard()
 
-    def restore(self, state: State) -> None:
+    def restore(self, state: IntegerState) -> None:
         """See `SummingStage`."""
         for part, mine in zip(self._parts, parted(state), strict=True):
             part.restore(mine)
@@ -270,13 +272,13 @@ class SummingSpan:
         return self.state.digest
 
 
-def stepped(state: State, total: Vector, samples: int, squared_norm: float | None) -> State:
+def stepped(state: IntegerState, total: Vector, samples: int, squared_norm: float | None) -> IntegerState:
     """Return the state after one step of the optimizer."""
     turn = samples + int((squared_norm or 0.0) * 16)
     numbers = tuple(
         (3 * mine + more + turn) & _MASK for mine, more in zip(state.parameters, total, strict=True)
     )
-    return State(state.step + 1, numbers)
+    return IntegerState(state.step + 1, numbers)
 
 
 class Truth:
@@ -290,7 +292,7 @@ class Truth:
         self._states = [[stage.state for stage in self._stages]]
         self._losses: list[float] = []
 
-    def state(self, step: int, units: Sequence[int]) -> State:
+    def state(self, step: int, units: Sequence[int]) -> IntegerState:
         """Return the state of a stage of these units after this step."""
         self._reach(step)
         return joined([self._states[step][unit] for unit in units])
@@ -325,6 +327,6 @@ class Truth:
         self._losses.append(loss / samples)
 
 
-def first_state(run: bytes, stage: int) -> State:
+def first_state(run: bytes, stage: int) -> IntegerState:
     """Return the state at the beginning of a run."""
-    return State(0, vector_of(hashed(b"first", run, bytes([stage]))))
+    return IntegerState(0, vector_of(hashed(b"first", run, bytes([stage]))))

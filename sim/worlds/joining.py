@@ -17,10 +17,10 @@ from node.services.bootstrap import ATTEMPTS_MAX, RETRY_SECONDS_MAX, RETRY_SECON
 from node.storage.known_peers import REMEMBERED_MAX
 from node.transport.handshake import CONNECT_SECONDS
 from sim.network.instants import after, ticks
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.peer_network import HANDSHAKE_TRIPS
 from sim.seeds import seeded_rng
-from sim.worlds.life import Ground, Life
+from sim.worlds.life import Life, WorldEnvironment
 
 _LIVE = (Status.ALIVE, Status.SUSPECT)
 _DRAWS_MAX = 8
@@ -29,13 +29,13 @@ _DRAWS_MAX = 8
 Answer = Literal["ok", "refused", "timeout"]
 
 
-class DialGround(Ground, Protocol):
+class DialGround(WorldEnvironment, Protocol):
     """A world where peers dial each other."""
 
-    links: Links
+    links: SimLinks
 
 
-class Joining:
+class WorldBootstrap:
     """The bootstrap of all peers of a world."""
 
     def __init__(self, ground: DialGround) -> None:

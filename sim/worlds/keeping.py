@@ -20,7 +20,7 @@ from partition.run.checkpoint_rounds import (
     SpreadWanted,
 )
 from partition.run.messages import Checkpointed
-from sim.worlds.integer_stage import State, joined, parted, units_of
+from sim.worlds.integer_stage import IntegerState, joined, parted, units_of
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, FetchCopy, KeepCopy, Saved, checkpoint_name
 
@@ -31,7 +31,7 @@ FETCH_SECONDS_MAX = 30.0
 Ask = Callable[[PeerId, Any, float, Callable[[Any], None]], None]
 
 
-class Keeping:
+class SimCheckpointKeeper:
     """One member's part. `live` are those that could hand something over; `learned` is told that a newer
     checkpoint is whole."""
 
@@ -79,13 +79,13 @@ class Keeping:
 
     # A replica's side
 
-    def save(self, plan: Plan, stage: int, state: State) -> None:
+    def save(self, plan: Plan, stage: int, state: IntegerState) -> None:
         """Put a copy away, if that is for this replica to do."""
         if self._rounds.saves(plan, stage):
             self.put(units_of(plan, stage, self._units), state)
             self._send(plan.committer, Saved(plan_hash(plan), state.step, stage))
 
-    def put(self, units: Sequence[int], state: State) -> None:
+    def put(self, units: Sequence[int], state: IntegerState) -> None:
         """On this disk, each of the stages that it is made of; the oldest go."""
         copies = self._disk.copies
         for unit, part in zip(units, parted(state), strict=True):
@@ -94,12 +94,12 @@ class Keeping:
         for key in [key for key in copies if key[0] in steps[:-KEPT_MAX]]:
             del copies[key]
 
-    def copy(self, step: int, unit: int) -> State | None:
+    def copy(self, step: int, unit: int) -> IntegerState | None:
         """Return what is here of one."""
         found = self._disk.copies.get((step, unit))
-        return found if isinstance(found, State) else None
+        return found if isinstance(found, IntegerState) else None
 
-    def _held(self, step: int, units: Sequence[int]) -> State | None:
+    def _held(self, step: int, units: Sequence[int]) -> IntegerState | None:
         """Return the state of a stage that is made of these; None where one is not here."""
         found = [self.copy(step, unit) for unit in units]
         states = [state for state in found if state is not None]
@@ -113,7 +113,7 @@ class Keeping:
             return
 
         def take(state: Any) -> None:
-            if isinstance(state, State):
+            if isinstance(state, IntegerState):
                 self.put(missing[:1], state)
                 self.keep(wanted, answer)
             else:
@@ -122,7 +122,7 @@ class Keeping:
         self._ask(wanted.holder, FetchCopy(wanted.step, missing[0]), FETCH_SECONDS_MAX, take)
 
     def restore(
-        self, name: bytes, units: Sequence[int], step: int, then: Callable[[State | None], None]
+        self, name: bytes, units: Sequence[int], step: int, then: Callable[[IntegerState | None], None]
     ) -> None:
         """Bring a copy of a stage that is made of these here; while nobody has one, whoever has may come
         back."""
@@ -132,7 +132,7 @@ class Keeping:
             return
         missing = next(unit for unit in units if self.copy(step, unit) is None)
 
-        def take(state: State | None) -> None:
+        def take(state: IntegerState | None) -> None:
             if state is not None and len(units) == 1:
                 then(state)
             elif state is not None:
@@ -200,13 +200,13 @@ def fetch_from(
     later: Callable[[float, Callable[[], None]], None],
     sources: Sequence[PeerId],
     question: Any,
-    then: Callable[[State | None], None],
+    then: Callable[[IntegerState | None], None],
 ) -> None:
     """Ask one after another for a state, and another beside each that says nothing for long; None where
     nobody hands it over."""
     left = deque(sources)
     silent: set[PeerId] = set()
-    found: list[State | None] = []
+    found: list[IntegerState | None] = []
 
     def ask_next() -> None:
         if found:
@@ -223,7 +223,7 @@ def fetch_from(
 
     def take(peer: PeerId, state: Any) -> None:
         silent.discard(peer)
-        if found or not isinstance(state, State):
+        if found or not isinstance(state, IntegerState):
             ask_next()
             return
         found.append(state)

@@ -39,7 +39,7 @@ class Life:
         self.kademlia: DiscoveryCore
 
 
-class Ground(Protocol):
+class WorldEnvironment(Protocol):
     """A world of cores as seen by its parts. All times are virtual seconds of the world."""
 
     scenario: Scenario

@@ -19,7 +19,7 @@ from gossip.member import MemberDown, MemberLeft
 from gossip.roster import PROTOCOL as ROSTER
 from gossip.rosters import Rosters
 from node.seams import own_rng
-from partition.run.admission import Admission, Admitted
+from partition.run.admission import Admission, PeerAdmitted
 from partition.run.conclusions import PROTOCOL as LOCAL
 from partition.run.conclusions import Conclusion, EvaluationHeard, Preferred, Settled
 from partition.run.ending import Ending
@@ -64,7 +64,7 @@ class LocalModeRuns:
             ground.on(PeerStopped, self._stopped)
             for lost in (MemberDown, MemberLeft):
                 ground.on(lost, self._lost)
-            for kind in (Preferred, Settled, EvaluationHeard, Admitted):
+            for kind in (Preferred, Settled, EvaluationHeard, PeerAdmitted):
                 ground.on(kind, self._learnt)
 
     def network_changed(self) -> None:
@@ -294,7 +294,7 @@ class LocalRun:
                 self._ground.at(self.now, self._end, member, event.conclusion)
             case EvaluationHeard():
                 member.evaluation_heard()
-            case Admitted():
+            case PeerAdmitted():
                 self._ground.at(self.now, member.admitted, event.peer)
 
     def _end(self, member: SimulatedMember, found: Conclusion) -> None:

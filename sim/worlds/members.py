@@ -3,7 +3,7 @@
 As a node does it under trio, here in virtual time on one agenda: it keeps the promises of the chain of plans
 and gives the peer the roles that the plan in force has for it. An entry is one turn: a core is called, what
 it says is sent, its events are acted on; then whatever has come due since. So nobody dies in the middle of
-one. A peer that restarts begins with a new `Member` and its old `Disk`.
+one. A peer that restarts begins with a new `SimMember` and its old `Disk`.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,22 +30,22 @@ from sim.events import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
 from sim.worlds.ending import collect
-from sim.worlds.hosting import Hosting
-from sim.worlds.integer_stage import State
-from sim.worlds.keeping import Keeping, fetch_from
+from sim.worlds.hosting import SimStageHost
+from sim.worlds.integer_stage import IntegerState
+from sim.worlds.keeping import SimCheckpointKeeper, fetch_from
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, FetchState, Noted, Question, Saved
 from sim.worlds.sim_stage import Hosted
 from sim.worlds.streams import Answer
 from sim.worlds.trainer import Trainer
-from sim.worlds.turns import Turns
+from sim.worlds.turns import LifeTurns
 
 INF = float("inf")
 RATE = 1_000
 """The rate of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
 
 
-class Member(Turns):
+class SimMember(LifeTurns):
     """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run.
 
     Long because it is the driver of one core: each of its events and roles is one short method here.
@@ -70,8 +70,8 @@ class Member(Turns):
         self._rng = rng
         self._has_forgotten = has_forgotten
         self._is_busy = is_busy
-        self._dispatch: Dispatch[Member, Any] = Dispatch()
-        self.keeping = Keeping(
+        self._dispatch: Dispatch[SimMember, Any] = Dispatch()
+        self.keeping = SimCheckpointKeeper(
             setting,
             me,
             disk,
@@ -81,7 +81,7 @@ class Member(Turns):
             later=self.later,
             learned=self._checkpointed,
         )
-        self.hosting = Hosting(lambda: self.core, self._make_hosted, self.later, lambda: self.now)
+        self.hosting = SimStageHost(lambda: self.core, self._make_hosted, self.later, lambda: self.now)
         self.requester = setting.requester
         self._armed_at = INF
         self.core = self._make_core()
@@ -222,7 +222,7 @@ class Member(Turns):
                 self._stop_training()
             case events.RolesGiven():
                 self._take_roles(event)
-            case events.Left():
+            case events.RunLeft():
                 if event.is_branch:
                     self._setting.publish(self.me, BranchLeft(self._setting.run))
                 self._forget()
@@ -453,7 +453,7 @@ class Member(Turns):
         )
 
     def _fetch_state(
-        self, sources: Sequence[PeerId], plan: bytes, step: int, then: Callable[[State | None], None]
+        self, sources: Sequence[PeerId], plan: bytes, step: int, then: Callable[[IntegerState | None], None]
     ) -> None:
         fetch_from(self.ask, self.later, sources, FetchState(plan, step), then)
 

@@ -9,13 +9,13 @@ from gossip.member import NeighbourhoodLookupWanted
 from gossip.swim import PROTOCOL as SWIM
 from node.services.driver import Sends
 from sim.events import PeerStopped
-from sim.worlds.life import Ground, Life
+from sim.worlds.life import Life, WorldEnvironment
 
 
-class Neighbours:
+class WorldNeighbours:
     """The part of a world that looks up neighbours."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: WorldEnvironment) -> None:
         self._ground = ground
         self._sought: dict[Life, dict[int, None]] = {}
         ground.on(NeighbourhoodLookupWanted, self._wanted)

@@ -14,7 +14,7 @@ from dht.records import sign_record
 from node.services.driver import Sends
 from sim.events import PeerStopped, RecordGot, RecordPublished, RecordWanted
 from sim.seeds import seeded_rng
-from sim.worlds.life import Ground, Life
+from sim.worlds.life import Life, WorldEnvironment
 
 PURPOSE = "sim"
 VALUE_BYTES = 64
@@ -51,7 +51,7 @@ class _Request:
 class RecordsWork:
     """The part of a world that stores and looks up."""
 
-    def __init__(self, ground: Ground) -> None:
+    def __init__(self, ground: WorldEnvironment) -> None:
         self._ground = ground
         self._settings = ground.scenario.records
         self._entries: list[_Entry] = []

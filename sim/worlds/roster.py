@@ -27,7 +27,7 @@ def capacity(region: str) -> Capacity:
     return Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, region)
 
 
-class Roster:
+class WorldRoster:
     """The `scenario.nodes` peers. `region_of` returns the region of a number."""
 
     def __init__(self, scenario: Scenario, seed: int, region_of: Callable[[int], str]) -> None:

@@ -10,11 +10,11 @@ from partition.plan.plan import Plan
 from partition.run.provider import StageProvider
 from partition.run.settings import RunSettings
 from sim.observers import Broken
-from sim.scenario import Training
+from sim.scenario import TrainingScenario
 from sim.worlds.factories import Cores
 from sim.worlds.integer_stage import Truth
 from sim.worlds.run_messages import Question
-from sim.worlds.streams import Answer, Ground, Streams
+from sim.worlds.streams import Answer, StreamEnvironment, Streams
 
 
 @dataclass(frozen=True)
@@ -24,12 +24,12 @@ class Setting:
 
     number: int
     run: bytes
-    training: Training
+    training: TrainingScenario
     seed: int
     pool: tuple[PeerId, ...]
     cores: Cores
     truth: Truth
-    ground: Ground
+    ground: StreamEnvironment
     streams: Streams
     publish: Callable[[PeerId, Any], None]
     name: Callable[[PeerId], str]

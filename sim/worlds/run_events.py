@@ -15,7 +15,7 @@ from partition.plan.plan import Plan, plan_hash
 from partition.stage import StageSpecification
 from partition.steps.messages import Reduced, StepCommit
 from sim.events import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
-from sim.scenario import Training
+from sim.scenario import TrainingScenario
 from sim.worlds.node_life import NodeLife
 
 
@@ -23,7 +23,7 @@ from sim.worlds.node_life import NodeLife
 class Trained:
     """The known facts of a run. `weights` is the hash of its result, at first empty."""
 
-    training: Training
+    training: TrainingScenario
     run: Run
     accuracy: float | None = None
     outcome: str = ""
@@ -49,7 +49,7 @@ class RunWords:
     # By peer and run: the last step summed up, and its plan.
     _summed: dict[tuple[PeerId, bytes], tuple[int, Plan]] = field(default_factory=dict)
 
-    def made(self, training: Training, run: Run) -> None:
+    def made(self, training: TrainingScenario, run: Run) -> None:
         """Record a run that a peer requests."""
         self.runs[run.text] = Trained(training, run)
 

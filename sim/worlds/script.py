@@ -6,7 +6,7 @@ from math import prod
 from typing import Any, Protocol
 
 from sim.churn.disturbances import Disturbance, disturbances, late_numbers
-from sim.churn.schedule import Change, changes
+from sim.churn.schedule import PopulationChange, changes
 from sim.scenario import Scenario
 from sim.seeds import draw_share
 
@@ -59,7 +59,7 @@ class Direction:
         self._arrived = bytearray(nodes)
         self._present = bytearray(b"\1" * nodes)
         self._held = array("H", bytes(2 * nodes))
-        self._changes: Iterator[Change] = changes(churn, nodes, scenario.seconds, seed)
+        self._changes: Iterator[PopulationChange] = changes(churn, nodes, scenario.seconds, seed)
         self._disturbances = disturbances(
             scenario.events,
             nodes=nodes,
@@ -100,7 +100,7 @@ class Direction:
                 return
             self._present[change.number] = change.up
 
-    def _change(self, change: Change) -> None:
+    def _change(self, change: PopulationChange) -> None:
         self._plan_change()
         self._present[change.number] = change.up
         self._settle(change.number, change.why)

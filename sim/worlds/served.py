@@ -23,8 +23,8 @@ from blake3 import blake3
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.member import Status
-from partition.serve.door import Door, GenerationOver, RouteTaken, RouteWanted, Sampled, Shape, Wish
-from partition.serve.messages import SERVE_PROTOCOL, Alive, Carried, Roll, Row, Work
+from partition.serve.door import Door, GenerationOver, GenerationWish, RouteTaken, RouteWanted, Sampled, Shape
+from partition.serve.messages import SERVE_PROTOCOL, Alive, Carried, Roll, ServiceRow, UnitWork
 from partition.serve.messages import LeaveSession as Leave
 from partition.serve.messages import OpenSession as Open
 from partition.serve.messages import RestSession as Rest
@@ -109,7 +109,7 @@ class StreamLines:
 class _Asked:
     """An answer that a peer requests."""
 
-    wish: Wish
+    wish: GenerationWish
     began: float
     tokens: list[int] = field(default_factory=list)
     newest: float = 0.0
@@ -164,7 +164,9 @@ class _Service:
         if len(up) < wanted:
             return False
         # The last of the pool: the first are those that never go.
-        rows = [Row(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])]
+        rows = [
+            ServiceRow(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])
+        ]
         for row in rows:
             self.nodes[PeerId(row.peer)].stages.take(PeerId(row.peer), row.stage, rows)
         return True
@@ -297,7 +299,7 @@ class _Node:
         now, provider = self._ground.now, self.provider
         sends: list[tuple[PeerId, Any]] = []
         match message:
-            case Carried(message=Work()):
+            case Carried(message=UnitWork()):
                 sends = provider.receive(now, sender, message)
             case Open() | Leave() | Rest():
                 try:
@@ -321,7 +323,7 @@ class _Node:
     # Its stages
 
     def ask_to_host(
-        self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[bool], None]
+        self, peer: PeerId, stage: int, rows: Sequence[ServiceRow], answer: Callable[[bool], None]
     ) -> None:
         """Ask a peer, which may be this one, to hold a stage."""
         if peer == self.peer:
@@ -332,7 +334,9 @@ class _Node:
             self.peer, peer, MESSAGE_BYTES, ASK_SECONDS, put, lambda reply: answer(bool(reply))
         )
 
-    def _put_host(self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[Any], None]) -> None:
+    def _put_host(
+        self, peer: PeerId, stage: int, rows: Sequence[ServiceRow], answer: Callable[[Any], None]
+    ) -> None:
         node = self._service.nodes.get(peer)
         answer(None if node is None else node.stages.take(self.peer, stage, rows))
 
@@ -345,7 +349,7 @@ class _Node:
     def _begin(self, prompt: tuple[int, ...]) -> None:
         service, now = self._service.service, self._ground.now
         shape = Shape(self._service.id, service.stages, VOCABULARY, 4 * service.prompt + service.tokens)
-        wish = Wish(prompt, service.tokens, Sampling())
+        wish = GenerationWish(prompt, service.tokens, Sampling())
         number, sends = self._door.begin(now, shape, wish)
         self._asked[number] = _Asked(wish, now, newest=now)
         self.turn(sends)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from crypto.identity import PeerId
-from partition.serve.messages import Answer, Roll, Row
+from partition.serve.messages import Answer, Roll, ServiceRow
 from partition.serve.provider import ComputeBatch, ForgetSession, ForkSession, SessionProvider
 from partition.serve.provider import Event as ProviderEvent
 from partition.serve.taking import further_refusal, has_other, is_member, others, stopgaps
@@ -52,7 +52,7 @@ class StageOwner(Protocol):
     def alive(self) -> list[PeerId]: ...
 
     def ask_to_host(
-        self, peer: PeerId, stage: int, rows: Sequence[Row], answer: Callable[[bool], None]
+        self, peer: PeerId, stage: int, rows: Sequence[ServiceRow], answer: Callable[[bool], None]
     ) -> None:
         """Ask a peer, which may be this one, to hold a stage."""
 
@@ -126,7 +126,7 @@ class PlayedStages:
 
     # Taking a stage on, and letting it go
 
-    def take(self, asker: PeerId, stage: int, rows: Sequence[Row]) -> bool:
+    def take(self, asker: PeerId, stage: int, rows: Sequence[ServiceRow]) -> bool:
         """Begin to load a stage, as `asker` wants; return whether it does, or had it."""
         now, here = self._owner.now, self.held
         cores = [each.upkeep for each in here]
@@ -193,7 +193,7 @@ class PlayedStages:
 
         def found(peer: PeerId | None) -> None:
             if peer is not None:
-                held.upkeep.introduce(owner.now, (Row(peer, held.number, False),))
+                held.upkeep.introduce(owner.now, (ServiceRow(peer, held.number, False),))
                 owner.turn([])
             look(peer)
 
@@ -214,7 +214,7 @@ class PlayedStages:
     def _recruit(self, held: LoadedStage, wanted: Recruit) -> None:
         """Ask those that live and hold no stage, one after another, then the members where nobody has it."""
         rows = held.upkeep.rows()
-        free = self._free((*rows, *(Row(peer, 0, False) for peer in wanted.members)))
+        free = self._free((*rows, *(ServiceRow(peer, 0, False) for peer in wanted.members)))
         asked = [peer for peer in free if peer not in wanted.failed] + stopgaps(wanted, self._owner.peer)
 
         def found(peer: PeerId | None) -> None:
@@ -223,12 +223,16 @@ class PlayedStages:
 
         self._place(wanted.stage, rows, asked, found)
 
-    def _free(self, rows: Iterable[Row]) -> list[PeerId]:
+    def _free(self, rows: Iterable[ServiceRow]) -> list[PeerId]:
         taken = {self._owner.peer, *(row.peer for row in rows)}
         return [peer for peer in self._owner.alive() if peer not in taken]
 
     def _place(
-        self, stage: int, rows: Sequence[Row], peers: list[PeerId], found: Callable[[PeerId | None], None]
+        self,
+        stage: int,
+        rows: Sequence[ServiceRow],
+        peers: list[PeerId],
+        found: Callable[[PeerId | None], None],
     ) -> None:
         def go_on(peer: PeerId | None = None, takes: bool = False) -> None:
             if self._owner.is_over:

@@ -22,7 +22,7 @@ from partition.steps.messages import Sends, Work
 from sim.events import SamplesCounted
 from sim.observers import Broken
 from sim.worlds.integer_stage import (
-    State,
+    IntegerState,
     SummingSpan,
     first_state,
     hashed,
@@ -40,11 +40,11 @@ FRAME_BYTES = 16 * 1024
 _TENSORS = (TensorHeader("uint8", (32,)),)
 _NO_DIGEST = bytes(HASH_BYTES)
 
-Then = Callable[[State | None], None]
+Then = Callable[[IntegerState | None], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Draft:
+class SimFrameDraft:
     """A frame without the part signed for a plan, so that it can be sent again under another plan."""
 
     step: int
@@ -85,7 +85,7 @@ class Hosted:
         step: int | None,
         later: Callable[[float, Callable[[], None]], None],
         send: Callable[[PeerId, Any], None],
-        save: Callable[[Plan, int, State], None],
+        save: Callable[[Plan, int, IntegerState], None],
         fetch: Callable[[Sequence[PeerId], bytes, int, Then], None],
         restore: Callable[[bytes, Sequence[int], int, Then], None],
         failed: Callable[["Hosted"], None],
@@ -135,7 +135,7 @@ class Hosted:
             if receiver == peer:
                 self._send(receiver, part)
 
-    def state(self, step: int) -> State | None:
+    def state(self, step: int) -> IntegerState | None:
         """Return the state that others may copy; None where it is not that of this step."""
         return self.stage.state if self.core.step == step == self.stage.state.step else None
 
@@ -153,7 +153,7 @@ class Hosted:
                     sends = [*sends, *self.core.waits(waiting)]
         for peer, message in sends:
             if isinstance(message, Outgoing):
-                assert isinstance(message.frame, Draft)
+                assert isinstance(message.frame, SimFrameDraft)
                 message = message.frame.opened(self._me, message.plan, message.attempt)
             self._send(peer, message)
         self.go_on()
@@ -243,10 +243,10 @@ class Hosted:
         direction: Direction,
         *,
         train: bool = True,
-    ) -> Draft | None:
+    ) -> SimFrameDraft | None:
         if data is None:
             return None
-        return Draft(work.step, work.microbatch, self.core.stage + towards, direction, train, data)
+        return SimFrameDraft(work.step, work.microbatch, self.core.stage + towards, direction, train, data)
 
     def _apply(self, work: core.ApplyReady) -> Sends:
         setting, stage = self._setting, self.stage
@@ -307,7 +307,7 @@ class Hosted:
     # State from elsewhere
 
     def _fill(self, work: core.FillReady) -> None:
-        def take(state: State | None) -> None:
+        def take(state: IntegerState | None) -> None:
             if self._work is not work:
                 return  # a new plan names other sources, or another checkpoint
             if state is None:

@@ -44,20 +44,20 @@ from sim.events import (
     ReachabilityJudged,
 )
 from sim.network.instants import nearest_instant
-from sim.network.links import Links
-from sim.observers import Broken, Observed
+from sim.network.links import SimLinks
+from sim.observers import Broken, Observation
 from sim.scenario import Scenario
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_rng
 from sim.storage import MemoryStorage
-from sim.wakeup import Alarm
+from sim.wakeup import SimAlarm
 from sim.worlds.factories import Cores
 from sim.worlds.joining import first_to_dial
 from sim.worlds.life import Life
 from sim.worlds.machines import machine, new_disk, takes_stages
 from sim.worlds.node_life import NodeLife
 from sim.worlds.records import RecordsWork
-from sim.worlds.roster import SWARM, Roster, capacity
+from sim.worlds.roster import SWARM, WorldRoster, capacity
 from sim.worlds.run_events import RunWords, Trained
 from sim.worlds.scheduling import run_repeatably
 from sim.worlds.script import Direction
@@ -80,17 +80,17 @@ class StackWorld:
     """
 
     def __init__(
-        self, scenario: Scenario, seed: int, publish: Callable[[Observed], None], *, cores: Cores = OURS
+        self, scenario: Scenario, seed: int, publish: Callable[[Observation], None], *, cores: Cores = OURS
     ) -> None:
         if dataclasses.replace(cores, swim=OURS.swim, kademlia=OURS.kademlia) != OURS:
             raise UsageError("whole nodes take other cores for membership (swim) and records (kademlia) only")
         self.scenario = scenario
         self.seed = seed
         self.cores = cores
-        self.links = Links(scenario.network, seed)
+        self.links = SimLinks(scenario.network, seed)
         # Whole nodes sign for themselves, so only with real keys.
         signed = msgspec.structs.replace(scenario, signatures="ed25519")
-        self.roster = Roster(signed, seed, self._region)
+        self.roster = WorldRoster(signed, seed, self._region)
         self.lives: dict[PeerId, NodeLife] = {}
         self.medium = SimNetworkFabric(self.links, stall_seconds=STALL_SECONDS)
         for number, peer in enumerate(self.peers):
@@ -99,7 +99,7 @@ class StackWorld:
         self._publish = publish
         self._words = RunWords()
         self._agenda = Agenda()
-        self._alarm = Alarm()
+        self._alarm = SimAlarm()
         self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
         self._running: list[Life] = []
         self._serials = [0] * scenario.nodes
@@ -236,7 +236,7 @@ class StackWorld:
             total.update(life.node.counters)
         return total
 
-    # For the world's parts (`sim.worlds.life.Ground`).
+    # For the world's parts (`sim.worlds.life.WorldEnvironment`).
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
@@ -249,7 +249,7 @@ class StackWorld:
         self._guarded(partial(self._tell, life, event))
 
     def _tell(self, life: Life | None, event: Any) -> None:
-        self._publish(Observed(self.now, None if life is None else life.peer, event))
+        self._publish(Observation(self.now, None if life is None else life.peer, event))
         if life is not None:
             for handler in self._handlers.get(type(event), ()):
                 handler(life, event)
@@ -358,7 +358,7 @@ class StackWorld:
         return Node(
             config.Config(
                 name=self.name(life.peer),
-                swarm=config.Swarm(
+                swarm=config.SwarmSettings(
                     name=SWARM,
                     preset=self.scenario.membership.preset,
                     scope=self.scenario.membership.scope,
@@ -465,5 +465,5 @@ def _alone(group: BaseExceptionGroup[Any]) -> BaseException:
     return error
 
 
-def _ignore(observed: Observed) -> None:
+def _ignore(observed: Observation) -> None:
     del observed

@@ -20,7 +20,7 @@ from partition import stage as api
 from partition.plan.cost import BACKWARD_FLOPS_RATIO
 from partition.stage_layout import gradient_bytes
 from sim.executor import SimExecutor, SimStage
-from sim.network.pace import Pace
+from sim.network.pace import PeerPace
 
 BYTES_PER_FLOP = 2.0
 """Bytes that a core moves through memory in the time of one operation: 10 GB/s at 5 GFLOP/s."""
@@ -45,7 +45,7 @@ class NodeExecutor(SimExecutor):
         flops_per_second: float,
         speed: float,
         pass_seconds: Callable[[bytes], float],
-        pace: Pace,
+        pace: PeerPace,
         applied: Applied,
     ) -> None:
         """`pass_seconds` is called with a specification's `run`."""

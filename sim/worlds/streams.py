@@ -27,7 +27,7 @@ Answer = Callable[[Any], None]
 """Takes the answer; None if there is none."""
 
 
-class Ground(Protocol):
+class StreamEnvironment(Protocol):
     """The environment of streams: the world and its network."""
 
     @property
@@ -72,7 +72,11 @@ class Streams:
     receiver)` is called for streams that are open again."""
 
     def __init__(
-        self, ground: Ground, seed: int, deliver: Deliver, reconnected: Callable[[PeerId, PeerId], None]
+        self,
+        ground: StreamEnvironment,
+        seed: int,
+        deliver: Deliver,
+        reconnected: Callable[[PeerId, PeerId], None],
     ) -> None:
         self._ground = ground
         self._seed = seed

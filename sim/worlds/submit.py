@@ -19,7 +19,7 @@ from node.protocols.manifest import Run, make_run
 from node.protocols.run_file import PlanTable, RunFile, TrainTable, check_run_file
 from node.runs.manifest_builder import make_manifest, window_of
 from node.runtime import Node
-from sim.scenario import Training
+from sim.scenario import TrainingScenario
 
 MICROBATCH = 32
 """Samples in a micro-batch."""
@@ -30,7 +30,7 @@ KNOWN_MODELS_MAX = 8
 
 
 @dataclass(frozen=True)
-class Captured:
+class SubmittedModel:
     """A captured model as `node.content.graphs` takes it: a graph, and initial values if it has any."""
 
     graph: bytes
@@ -47,7 +47,7 @@ class Captured:
         return graph, values
 
 
-def run_file_of(training: Training, seed: int) -> RunFile:
+def run_file_of(training: TrainingScenario, seed: int) -> RunFile:
     """Return the run file that a person would write. Raises UsageError."""
     train = TrainTable(
         steps=training.steps,
@@ -69,23 +69,23 @@ def run_file_of(training: Training, seed: int) -> RunFile:
     return run_file
 
 
-def capture(training: Training) -> Captured:
+def capture(training: TrainingScenario) -> SubmittedModel:
     """Capture its model. Raises UsageError: there is none of this name, or it cannot be captured."""
     return _capture(training.model, training.data)
 
 
 @lru_cache(maxsize=KNOWN_MODELS_MAX)
-def _capture(model: str, data: str) -> Captured:
-    run_file = run_file_of(Training(model=model, data=data), 0)
+def _capture(model: str, data: str) -> SubmittedModel:
+    run_file = run_file_of(TrainingScenario(model=model, data=data), 0)
     with TemporaryDirectory(prefix="peerloom-sim-") as folder:
         graph = Path(folder) / "captured.peerloom"
         capture_to(graph, run_file, Path("runs"), "runs")
         values = graph.with_suffix(".safetensors")
-        return Captured(graph.read_bytes(), values.read_bytes() if values.is_file() else None)
+        return SubmittedModel(graph.read_bytes(), values.read_bytes() if values.is_file() else None)
 
 
 async def submit(
-    node: Node, training: Training, captured: Captured, seed: int, made: Callable[[Run], None]
+    node: Node, training: TrainingScenario, captured: SubmittedModel, seed: int, made: Callable[[Run], None]
 ) -> None:
     """Have `node` request the run, again where no plan comes about. `made` is called with each manifest.
 

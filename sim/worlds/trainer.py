@@ -19,7 +19,7 @@ from partition.steps.routes import attempts
 from sim.events import StepCommitted
 from sim.worlds.integer_stage import input_of, labels_of
 from sim.worlds.run_context import Setting
-from sim.worlds.sim_stage import Draft
+from sim.worlds.sim_stage import SimFrameDraft
 
 EVALUATIONS = 4
 """Held-out micro-batches at the end of a run."""
@@ -154,10 +154,12 @@ class Trainer:
                 continue
             number, train = event.microbatch, event.train
             if event.input_to is not None:
-                draft = Draft(event.step, number, 0, "input", train, input_of(run, number, train))
+                draft = SimFrameDraft(event.step, number, 0, "input", train, input_of(run, number, train))
                 self._shell.send(event.input_to, draft.opened(self._me, feeder.plan_hash, event.attempt))
             if event.labels_to is not None:
-                draft = Draft(event.step, number, last, "labels", train, labels_of(run, number, train))
+                draft = SimFrameDraft(
+                    event.step, number, last, "labels", train, labels_of(run, number, train)
+                )
                 self._shell.send(event.labels_to, draft.opened(self._me, feeder.plan_hash, event.attempt))
 
     # What the committer says

@@ -25,11 +25,11 @@ from partition.run.settings import RunSettings
 from partition.run.slots import Slots
 from sim.events import PeerFrozen, PeerSlowed, PeerStarted, PeerStopped
 from sim.network.instants import instant
-from sim.scenario import Training
+from sim.scenario import TrainingScenario
 from sim.seeds import draw, seeded_rng
 from sim.worlds.integer_stage import Truth
-from sim.worlds.life import Ground, Life
-from sim.worlds.members import RATE, Member
+from sim.worlds.life import Life, WorldEnvironment
+from sim.worlds.members import RATE, SimMember
 from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, Question
 from sim.worlds.streams import Answer, Streams
@@ -42,7 +42,7 @@ AGAIN_SECONDS = 1.0
 """The pause before a run is tried again that cannot be placed because too few of its members are up."""
 
 
-class RunsGround(Ground, Protocol):
+class RunsGround(WorldEnvironment, Protocol):
     """A world of cores as its runs see it."""
 
     @property
@@ -62,7 +62,7 @@ class RunsGround(Ground, Protocol):
 
 class TrainingRuns:
     """All runs of a scenario in one world. The world calls `network_changed`; all else arrives as events. It
-    is also the environment of the streams (`sim.worlds.streams.Ground`)."""
+    is also the environment of the streams (`sim.worlds.streams.StreamEnvironment`)."""
 
     def __init__(self, ground: RunsGround) -> None:
         self.counters: Counter[str] = Counter()
@@ -233,13 +233,13 @@ class _Run:
         self,
         runs: TrainingRuns,
         ground: RunsGround,
-        training: Training,
+        training: TrainingScenario,
         number: int,
         pool: tuple[PeerId, ...],
     ) -> None:
         self._runs = runs
         self._seed = seed = ground.seed
-        self._members: dict[PeerId, Member] = {}
+        self._members: dict[PeerId, SimMember] = {}
         self._disks: dict[PeerId, Disk] = {}
         self._lives: Counter[PeerId] = Counter()
         self._forgetful: set[PeerId] = set()
@@ -289,12 +289,12 @@ class _Run:
             else:
                 self._runs.carry(plan.committer, peer, 0, _landing(self._runs, begin))
 
-    def _make(self, peer: PeerId, *, has_forgotten: bool) -> Member:
+    def _make(self, peer: PeerId, *, has_forgotten: bool) -> SimMember:
         self._lives[peer] += 1
         setting = self._setting
         rng = seeded_rng(self._seed, "agreement", setting.number, peer, self._lives[peer])
         disk = self._disks.setdefault(peer, Disk())
-        member = self._members[peer] = Member(
+        member = self._members[peer] = SimMember(
             setting, peer, disk, rng, has_forgotten=has_forgotten, is_busy=self._runs.is_busy
         )
         return member
@@ -329,7 +329,7 @@ class _Run:
         if member is not None and about in self._setting.pool:
             member.turn(lambda: member.suspected(about))
 
-    def member(self, peer: PeerId) -> Member | None:
+    def member(self, peer: PeerId) -> SimMember | None:
         return self._members.get(peer)
 
     def planner_lost(self, peer: PeerId, lost: PeerId) -> None:
@@ -371,7 +371,9 @@ class _Run:
             member.answer(asker, question, answer)
 
 
-def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[PeerId]) -> Plan | None:
+def first_plan(
+    run: bytes, training: TrainingScenario, requester: PeerId, up: Sequence[PeerId]
+) -> Plan | None:
     """Return the plan of height 0 of the live peers; None while they are too few.
 
     The requester commits. Stages are dealt to the others in turn, and to the requester where they are too
@@ -398,7 +400,7 @@ def first_plan(run: bytes, training: Training, requester: PeerId, up: Sequence[P
     )
 
 
-def _beginning(member: Member, plan: Plan) -> Callable[[], None]:
+def _beginning(member: SimMember, plan: Plan) -> Callable[[], None]:
     def begin() -> None:
         if plan.committer == member.me:
             member.place()
@@ -411,7 +413,7 @@ def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float]
     return lambda due: runs.at(due, action)
 
 
-def standing_of(member: Member) -> str:
+def standing_of(member: SimMember) -> str:
     """Describe what a member does: commit, or hold a stage."""
     plan, trainer, hosted = member.plan, member.trainer, member.hosting.hosted
     if plan is None:

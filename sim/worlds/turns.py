@@ -13,7 +13,7 @@ from sim.worlds.sim_stage import FRAME_BYTES
 from sim.worlds.streams import Answer
 
 
-class Turns:
+class LifeTurns:
     """The turns of one life of a peer. After each action `settle` does all that follows from it."""
 
     def __init__(self, setting: Setting, me: PeerId) -> None:

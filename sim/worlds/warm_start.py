@@ -20,15 +20,15 @@ from dht import messages as dht
 from dht.keys import KEY_BITS, node_number
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.routing import WAITING_MAX
-from dht.settings import Settings as Discovery
+from dht.settings import KademliaSettings as Discovery
 from gossip import messages as swim
-from gossip.settings import Settings as Membership
+from gossip.settings import SwimSettings as Membership
 from gossip.swim import PROTOCOL as SWIM
 from node.services.driver import Sends
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.seeds import seeded_rng
-from sim.worlds.life import Ground, Life
-from sim.worlds.roster import Roster
+from sim.worlds.life import Life, WorldEnvironment
+from sim.worlds.roster import WorldRoster
 
 
 class Acquaintance:
@@ -36,9 +36,9 @@ class Acquaintance:
 
     def __init__(
         self,
-        ground: Ground,
-        links: Links,
-        roster: Roster,
+        ground: WorldEnvironment,
+        links: SimLinks,
+        roster: WorldRoster,
         membership: Membership,
         discovery: Discovery,
         *,

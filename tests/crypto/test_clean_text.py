@@ -12,7 +12,7 @@ import pytest
 from crypto.encoding import clean_text, decode, encode
 from crypto.errors import RemoteProtocolError
 from gossip.averaging.messages import Chunk
-from node.content.shards import Column, DataManifest
+from node.content.shards import DataManifest, SampleColumn
 from node.protocols.manifest import Manifest, PlaceWish
 from tests.hostile.wire import everything
 
@@ -33,7 +33,7 @@ class Other(msgspec.Struct, tag="other"):
     """The other one."""
 
 
-KINDS: frozenset[type] = (everything() | {Column, PlaceWish}) - CHECKED
+KINDS: frozenset[type] = (everything() | {SampleColumn, PlaceWish}) - CHECKED
 
 
 def fields(kind: types.StructType, depth: int) -> Any:

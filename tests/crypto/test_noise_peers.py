@@ -13,10 +13,10 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import Identity
 from crypto.noise import (
     SUITES,
+    HandshakeResult,
     NoCommonSuite,
     PeerHandshake,
     ReplayCache,
-    Session,
     Suite,
     WrongIdentity,
     identity_payload,
@@ -71,7 +71,7 @@ class Talk:
         """(sender, bytes) as they were before the wire."""
         self._came = [b"", b""]
 
-    def run(self) -> tuple[Session, Session]:
+    def run(self) -> tuple[HandshakeResult, HandshakeResult]:
         for number, each in enumerate(self.sides):
             self._sent(number, each.start())
         while any(self._step(number) for number in (1, 0)):
@@ -99,7 +99,9 @@ def unchanged(_: int, flight: bytes) -> bytes:
     return flight
 
 
-def shake(alice: PeerHandshake, bob: PeerHandshake, wire: Wire = unchanged) -> tuple[Session, Session]:
+def shake(
+    alice: PeerHandshake, bob: PeerHandshake, wire: Wire = unchanged
+) -> tuple[HandshakeResult, HandshakeResult]:
     return Talk(alice, bob, wire).run()
 
 
@@ -119,7 +121,7 @@ def begun(each: PeerHandshake) -> PeerHandshake:
     return each
 
 
-def check_sessions(alice: Session, bob: Session, suite: Suite) -> None:
+def check_sessions(alice: HandshakeResult, bob: HandshakeResult, suite: Suite) -> None:
     assert (alice.peer, bob.peer) == (BOB.peer, ALICE.peer)
     assert alice.suite == bob.suite == suite
     assert alice.hash == bob.hash

@@ -21,8 +21,8 @@ from crypto.sessions.packets import (
     RESPONSE,
     RESPONSE_BYTES,
     DatagramRefused,
-    Offer,
-    Request,
+    InitiationOffer,
+    SessionRequest,
     payload_bytes_max,
     read_offer,
     write_offer,
@@ -215,7 +215,7 @@ def initiation(sender: Identity, claimed: PeerId, receiver: PeerId, payload: byt
         psk=SWARM.secrets[0],
         remote_static=agreement_public(receiver),
     )
-    offer = write_offer(Offer(claimed, 1, True, None)) if payload is None else payload
+    offer = write_offer(InitiationOffer(claimed, 1, True, None)) if payload is None else payload
     body = INITIATION_HEAD.pack(INITIATION, 7) + handshake.write(offer)
     body += mac(mac_key(SWARM.secrets[0], receiver), body)
     return body + bytes(16)
@@ -250,8 +250,8 @@ def test_garbage_with_a_right_mac_is_only_refused(kind: int, ephemeral: bytes, r
 
 def test_a_member_with_a_malformed_payload_is_refused() -> None:
     alice, bob = Identity(b"a" * 32), Node(2)
-    good = write_offer(Offer(alice.peer, 1, True, Request(b"/x", b"y", stamp=1)))
-    later = write_offer(Offer(alice.peer, 1, True, Request(b"/x", b"y", stamp=2)))
+    good = write_offer(InitiationOffer(alice.peer, 1, True, SessionRequest(b"/x", b"y", stamp=1)))
+    later = write_offer(InitiationOffer(alice.peer, 1, True, SessionRequest(b"/x", b"y", stamp=2)))
     for payload in (later, good[:-1] + b"x", good.replace(b"/x", b"xx")):
         assert refused(bob, initiation(alice, alice.peer, bob.peer, payload)) == "malformed"
 
@@ -264,7 +264,9 @@ def test_a_member_with_a_malformed_payload_is_refused() -> None:
 )
 def test_an_offer_is_read_as_it_was_written(name: bytes, payload: bytes, stamp: int, anew: bool) -> None:
     peer = Node(1).peer
-    offer = read_offer(write_offer(Offer(peer, stamp, anew, Request(name, payload, stamp=stamp))))
+    offer = read_offer(
+        write_offer(InitiationOffer(peer, stamp, anew, SessionRequest(name, payload, stamp=stamp)))
+    )
     assert (offer.peer, offer.stamp, offer.anew) == (peer, stamp, anew)
     assert offer.request is not None
     assert (offer.request.name, offer.request.payload) == (name, payload)

@@ -12,7 +12,7 @@ from crypto.sessions.macs import COOKIE_SECONDS, Cookies, Source, mac, open_cook
 from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, DatagramRefused
 from crypto.sessions.state import AMPLIFICATION_MAX, HOLD_SECONDS, PeerState
 from crypto.sessions.table import SessionLimits
-from crypto.token_buckets import Bucket, prefix_of
+from crypto.token_buckets import TokenBucket, prefix_of
 from tests.crypto.meeting import PING, SWARM, WALL, Node, acquainted, carry, wake
 
 VICTIM: Source = ("203.0.113.7", 7)
@@ -400,7 +400,7 @@ def test_messages_waiting_for_all_peers_are_bounded() -> None:
 
 
 def test_a_bucket_gives_its_burst_and_then_its_rate() -> None:
-    bucket = Bucket(rate=2.0, burst=3.0, tokens=3.0, at=0.0)
+    bucket = TokenBucket(rate=2.0, burst=3.0, tokens=3.0, at=0.0)
     assert [bucket.take(0.0) for _ in range(4)] == [True, True, True, False]
     assert [bucket.take(0.5), bucket.take(0.5), bucket.take(0.4)] == [True, False, False]
     assert sum(bucket.take(100.0) for _ in range(10)) == 3

@@ -7,7 +7,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from node.content.sources import SampleParts, Wish, read
+from node.content.sources import SampleParts, SourceWish, read
 from node.content.tokens import Language
 from node.errors import UsageError
 from node.main import run
@@ -28,7 +28,7 @@ def read_for(source: Path, kind: str = "Qwen2ForCausalLM", *, window: Any = 0, *
     folder = write_folder(Path("m"), kind, **more.pop("config", {}))
     table = msgspec.convert({"source": str(source), **more}, DataTable)
     language = Language(str(folder / "tokenizer.json"), str(folder), window)
-    return read(Wish(str(source), Path(), table, language=language, test=more.get("test", "")))
+    return read(SourceWish(str(source), Path(), table, language=language, test=more.get("test", "")))
 
 
 def learnt(samples: SampleParts) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from node.content.sources import SampleParts, Wish, read
+from node.content.sources import SampleParts, SourceWish, read
 from node.errors import UsageError
 from node.protocols.data_table import DataTable
 from tests.data.layouts import LAYOUTS, Layout
@@ -16,7 +16,7 @@ from tests.data.layouts import LAYOUTS, Layout
 def read_here(source: Path, **keys: Any) -> SampleParts:
     """A source as it is read by these keys of [data], in this process."""
     table = msgspec.convert({"source": str(source), **keys}, DataTable)
-    return read(Wish(str(source), source.parent, table))
+    return read(SourceWish(str(source), source.parent, table))
 
 
 def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | float]]:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from node.content.fenced_reading import read_fenced
-from node.content.sources import Wish
+from node.content.sources import SourceWish
 from node.errors import UsageError
 from node.main import run
 from node.protocols.data_table import DataTable
@@ -24,7 +24,7 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fenced(name: str, folder: Path) -> Any:
-    return read_fenced(Wish(name, folder, DataTable(name)), folder)
+    return read_fenced(SourceWish(name, folder, DataTable(name)), folder)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_name(capsys: Capture) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from node.content.sources import SampleParts, Wish, read
+from node.content.sources import SampleParts, SourceWish, read
 from node.content.tokens import Language
 from node.errors import UsageError
 from node.main import run
@@ -27,7 +27,7 @@ def windows(text: str, *, window: int = 8, **tokenizer: Any) -> SampleParts:
     Path("t.txt").write_text(text)
     write_tokenizer(Path("t.json"), **tokenizer)
     language = Language("t.json", "", window)
-    return read(Wish("t.txt", Path(), DataTable("t.txt"), language=language))
+    return read(SourceWish("t.txt", Path(), DataTable("t.txt"), language=language))
 
 
 def test_ids_beyond_the_count_of_tokens_are_kept() -> None:
@@ -44,7 +44,7 @@ def test_a_text_that_is_no_utf_8_is_refused() -> None:
     write_tokenizer(Path("t.json"))
     Path("t.txt").write_bytes("café ".encode("cp1252") * 40)
     with pytest.raises(UsageError, match=r"t\.txt: not UTF-8"):
-        read(Wish("t.txt", Path(), DataTable("t.txt"), language=Language("t.json", "", 8)))
+        read(SourceWish("t.txt", Path(), DataTable("t.txt"), language=Language("t.json", "", 8)))
 
 
 def test_the_folders_own_tokenizer_makes_the_tokens(capsys: Capture) -> None:

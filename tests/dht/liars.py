@@ -16,7 +16,7 @@ from dht.kademlia import Kademlia, Sends
 from dht.keys import Key, node_number
 from dht.messages import FindNode, FindValue, Hint, Message, Nodes, Store, Stored, Values
 from dht.records import BODY_BYTES_MAX, RecordBody, sign_record
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 
 NAMED = 8
 """Liars named in an answer: as many as honest nodes have room for."""
@@ -94,7 +94,9 @@ KINDS = (FalseNeighbours, FalseValues, Silent)
 def liar_of(kinds: Sequence[type[FalseNeighbours]] = KINDS) -> Callable[..., Kademlia]:
     """Return what makes a liar, each of the kinds in turn by its id."""
 
-    def make(signer: Signer, settings: Settings, rng: Random, addresses: tuple[Address, ...]) -> Kademlia:
+    def make(
+        signer: Signer, settings: KademliaSettings, rng: Random, addresses: tuple[Address, ...]
+    ) -> Kademlia:
         kind = kinds[node_number(signer.peer) % len(kinds)]
         return kind(signer, settings, rng, addresses)
 

@@ -16,7 +16,7 @@ from dht.kademlia import Kademlia, Sends
 from dht.keys import Key
 from dht.messages import MESSAGE_BYTES_MAX, Message, Ping, Pong
 from dht.records import sign_record
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 
 WALL = 1_700_000_000.0
 """Unix seconds at virtual time zero."""
@@ -47,14 +47,14 @@ class Swarm:
         seed: int,
         *,
         loss: float = 0.0,
-        settings: Settings | None = None,
+        settings: KademliaSettings | None = None,
         signer_of: Callable[[int], Signer] = signer,
     ) -> None:
         """`signer_of` may make cheaper signatures, for tests of many records."""
         self.rng = Random(seed)
         self.now = 0.0
         self.loss = loss
-        self.settings = settings or Settings()
+        self.settings = settings or KademliaSettings()
         self.signer_of = signer_of
         self.nodes: dict[PeerId, Kademlia] = {}
         self.events: dict[PeerId, list[Event]] = {}

@@ -25,9 +25,9 @@ from dht.keys import Key, node_number, record_key
 from dht.messages import PROTOCOL
 from dht.records import sign_record
 from dht.routing import Contact
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from sim.engine import Engine
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import HashSigner, draw, seeded_peer, seeded_rng
@@ -104,7 +104,7 @@ class TableWorld:
         seed: int,
         *,
         median_seconds: float = math.inf,
-        settings: Settings | None = None,
+        settings: KademliaSettings | None = None,
         loss: float = 0.02,
         latency_seconds: float = 0.05,
         core_of: Callable[[int], MakeCore] = lambda _number: Kademlia,
@@ -114,8 +114,8 @@ class TableWorld:
     ) -> None:
         model = NetworkModel(nearest_seconds=latency_seconds, farthest_seconds=latency_seconds, loss=loss)
         self.seed = seed
-        self.settings = settings or Settings()
-        self.links = Links(model, seed)
+        self.settings = settings or KademliaSettings()
+        self.links = SimLinks(model, seed)
         self.engine = Engine(self.links, publish=self._learnt)
         self.figures = Figures()
         self.lives: dict[PeerId, Life] = {}

@@ -22,7 +22,7 @@ from dht.kademlia import Kademlia
 from dht.keys import node_key, record_key
 from dht.records import check_record
 from dht.routing import Contact
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from sim.seeds import HashSigner, seeded_peer
 from tests.dht.swarm import Swarm, lone, record, signer
 
@@ -35,7 +35,7 @@ def advert(
     return Advert(ADVERT_VERSION, device, memory_bytes, 1e9, has_slot, region)
 
 
-def many(seed: int, settings: Settings) -> Swarm:
+def many(seed: int, settings: KademliaSettings) -> Swarm:
     """A swarm with signatures that cost nothing: it checks hundreds of adverts."""
     return Swarm(
         seed, settings=settings, signer_of=lambda number: HashSigner(seeded_peer(seed, number), "test", seed)
@@ -93,7 +93,7 @@ def test_a_record_that_is_no_advert_is_none() -> None:
 
 
 def test_a_search_finds_what_fits_and_nothing_else() -> None:
-    swarm = many(41, Settings(k=8, find_width=4))
+    swarm = many(41, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(30)
     for number, node in enumerate(nodes):
         cuda = number % 3 == 0
@@ -120,7 +120,7 @@ def test_a_search_finds_what_fits_and_nothing_else() -> None:
 
 
 def test_the_dead_are_not_found_and_other_ones_take_their_places() -> None:
-    swarm = many(42, Settings(k=8, find_width=4))
+    swarm = many(42, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(24)
     for node in nodes:
         offering(swarm, node, advert())
@@ -134,7 +134,7 @@ def test_the_dead_are_not_found_and_other_ones_take_their_places() -> None:
 
 
 def test_shards_grow_with_their_class_and_shrink_with_it() -> None:
-    swarm = many(43, Settings(k=8, find_width=4, advert_renew_seconds=60, advert_seconds=150))
+    swarm = many(43, KademliaSettings(k=8, find_width=4, advert_renew_seconds=60, advert_seconds=150))
     nodes = swarm.grow(40)
     for node in nodes:
         offering(swarm, node, advert())
@@ -154,7 +154,7 @@ def test_shards_grow_with_their_class_and_shrink_with_it() -> None:
 
 
 def test_those_with_near_coordinates_are_asked_first() -> None:
-    swarm = many(44, Settings(k=8, find_width=4))
+    swarm = many(44, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(20)
     for number, node in enumerate(nodes):
         offering(swarm, node, Advert(ADVERT_VERSION, "cpu", GB, 1e9, True, "", (), (float(number),)))
@@ -168,7 +168,7 @@ def test_those_with_near_coordinates_are_asked_first() -> None:
 def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
     """Five nodes of one region are near and nine far; one of the far claims to be the nearest, and its
     latency gives it away."""
-    swarm = many(46, Settings(k=8, find_width=4))
+    swarm = many(46, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(16)
     near, liar, elsewhere = nodes[1:6], nodes[15], nodes[6]
     for number, node in enumerate(nodes):

@@ -5,7 +5,7 @@ import pytest
 from dht.capabilities import Query
 from dht.kademlia import Kademlia
 from dht.keys import node_number, record_key
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.liars import FalseNeighbours, liar_of
 from tests.dht.table_world import GIGABYTE, TableWorld, grind, some_advert
 
@@ -13,7 +13,7 @@ KEY = record_key("table", b"sought")
 
 
 def test_records_outlive_the_sessions_of_those_that_stored_them() -> None:
-    settings = Settings(republish_seconds=150, refresh_seconds=150)
+    settings = KademliaSettings(republish_seconds=150, refresh_seconds=150)
     world = TableWorld(45, 1, median_seconds=300, settings=settings)
     for number in range(10):
         world.at(1.0 + number, world.store)
@@ -70,7 +70,7 @@ def test_ids_ground_in_five_networks_do_not_hide_a_record() -> None:
 
 
 def test_a_healed_split_has_the_newest_sequence_within_one_republish() -> None:
-    world = TableWorld(40, 4, settings=Settings(republish_seconds=300))
+    world = TableWorld(40, 4, settings=KademliaSettings(republish_seconds=300))
     peers = list(world.lives)
     for number in range(5):
         world.at(1.0 + number, world.store)

@@ -10,7 +10,7 @@ from dht.kademlia import Kademlia
 from dht.keys import distance, node_key, record_key
 from dht.messages import CLIENT_ADDRESSES, MESSAGE_BYTES_MAX, FindNode, Message, Nodes, Ping, Pong
 from dht.routing import Contact
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.swarm import Swarm, address, lone, met, signer
 
 KEY = record_key("test", b"name")
@@ -65,7 +65,7 @@ def test_pings_to_strangers_are_bounded() -> None:
 
 
 def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> None:
-    swarm = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1))
+    swarm = Swarm(18, settings=KademliaSettings(k=2, alpha=1, find_width=1))
     node = swarm.start(0)
     far = [signer(n).peer for n in range(1, 40) if distance(node_key(signer(n).peer), node.key) >> 159]
     for peer in far[:2]:
@@ -93,7 +93,7 @@ def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
 
 def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]]:
     """A node that met so many of the other half of the key space and of its own, and k = 2."""
-    node = Swarm(18, settings=Settings(k=2, alpha=1, find_width=1)).start(0)
+    node = Swarm(18, settings=KademliaSettings(k=2, alpha=1, find_width=1)).start(0)
     peers = [signer(number).peer for number in range(1, 40)]
     distant = [peer for peer in peers if distance(node_key(peer), node.key) >> 159][:far]
     close = [peer for peer in peers if not distance(node_key(peer), node.key) >> 159][:near]
@@ -103,7 +103,7 @@ def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]
     return node, distant, close
 
 
-JUST_AFTER = 1.02 * Settings().refresh_seconds
+JUST_AFTER = 1.02 * KademliaSettings().refresh_seconds
 
 
 def test_a_full_bucket_is_pinged_instead_of_refreshed() -> None:

@@ -18,7 +18,7 @@ from dht.keys import Key, distance, node_key, record_key
 from dht.messages import Hint, Message, Nodes, Ping, Pong, Store, Stored, Values
 from dht.records import Refusal
 from dht.routing import BUCKET_GROUP_MAX, Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
@@ -140,7 +140,7 @@ def test_invented_publishers_of_one_network_leave_room_under_a_key() -> None:
 
 
 def small_node() -> Kademlia:
-    small = Settings(records_max=100, records_per_source_max=40, records_per_publisher_max=10)
+    small = KademliaSettings(records_max=100, records_per_source_max=40, records_per_publisher_max=10)
     return Swarm(17, settings=small).start(0)
 
 
@@ -287,7 +287,7 @@ def test_local_peers_have_no_group_unless_that_is_set() -> None:
         "8.8.8.8:1",
     )
     for groups_local, count in ((False, 1), (True, 5)):
-        node = Swarm(1, settings=Settings(groups_local=groups_local)).start(0)
+        node = Swarm(1, settings=KademliaSettings(groups_local=groups_local)).start(0)
         groups = [node.origins.group(signer(1).peer, (text,)) for text in texts]
         assert sum(group is not None for group in groups) == count
     place = met(lone(), signer(1).peer, ("8.8.8.8:1",)).table.get(signer(1).peer)

@@ -29,7 +29,7 @@ from dht.messages import (
     Values,
 )
 from dht.records import CLOCK_SLACK_SECONDS, VALUE_BYTES_MAX, Refusal, check_record
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
@@ -205,7 +205,7 @@ def test_after_an_outage_of_all_others_a_node_finds_back() -> None:
 
 
 def test_the_dead_leave_the_table_and_newcomers_hold_what_is_stored_again() -> None:
-    swarm = Swarm(14, settings=Settings(republish_seconds=300, refresh_seconds=200))
+    swarm = Swarm(14, settings=KademliaSettings(republish_seconds=300, refresh_seconds=200))
     nodes = swarm.grow(30)
     store(swarm, nodes[0], record(0, KEY))
     for peer in [peer for peer in nearest(swarm, KEY, 20) if peer != nodes[0].peer]:
@@ -221,7 +221,7 @@ def test_the_dead_leave_the_table_and_newcomers_hold_what_is_stored_again() -> N
 
 
 def test_a_forgotten_record_is_not_stored_again() -> None:
-    swarm = Swarm(15, settings=Settings(republish_seconds=50))
+    swarm = Swarm(15, settings=KademliaSettings(republish_seconds=50))
     nodes = swarm.grow(3)
     store(swarm, nodes[0], record(0, KEY))
     nodes[0].forget(KEY)
@@ -379,14 +379,14 @@ def test_random_messages_from_anybody_never_break_a_node() -> None:
 
 def test_settings_out_of_bounds_are_named() -> None:
     with pytest.raises(ValueError, match="alpha, find_width"):
-        Settings(k=2)
+        KademliaSettings(k=2)
     with pytest.raises(ValueError, match="payload_bytes_max"):
-        Settings(payload_bytes_max=100)
+        KademliaSettings(payload_bytes_max=100)
 
 
 def test_an_address_too_long_for_a_hint_is_not_told() -> None:
     long = Address("dns", "a" * 63 + ".example", 1)
-    node = Kademlia(signer(0), Settings(), Random(1), (long,))
+    node = Kademlia(signer(0), KademliaSettings(), Random(1), (long,))
     ((_, ping),) = node.add(0.0, signer(1).peer, [])
     assert ping.addresses == ()
 

@@ -10,13 +10,13 @@ from dht.keys import Key, distance, node_key, record_key
 from dht.lookup import Lookup
 from dht.records import check_record
 from dht.routing import Contact
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.swarm import record, signer
 
 KEY = record_key("test", b"sought")
 OWN = PeerId(bytes(32))
 PEERS = [PeerId(number.to_bytes(32, "big")) for number in range(1, 61)]
-SMALL = Settings(k=4, find_width=2, lookup_requests_max=24)
+SMALL = KademliaSettings(k=4, find_width=2, lookup_requests_max=24)
 
 
 def nearest(peers: list[PeerId], key: Key = KEY) -> list[PeerId]:
@@ -27,7 +27,7 @@ def contacts(peers: list[PeerId]) -> list[Contact]:
     return [Contact(peer) for peer in peers]
 
 
-def begin(seeds: list[PeerId], settings: Settings = SMALL, *, values: bool = False) -> Lookup:
+def begin(seeds: list[PeerId], settings: KademliaSettings = SMALL, *, values: bool = False) -> Lookup:
     return Lookup(KEY, OWN, contacts(seeds), settings, values=values)
 
 
@@ -107,7 +107,7 @@ def test_a_slow_peer_holds_nobody_up_and_its_late_answer_is_taken() -> None:
 
 def test_a_lookup_without_progress_widens_to_all_the_nearest() -> None:
     order = nearest(PEERS)
-    lookup = begin(order[:10], Settings(k=10, find_width=8))
+    lookup = begin(order[:10], KademliaSettings(k=10, find_width=8))
     for contact in lookup.next():
         answer(lookup, contact, order[:10])
     assert len(lookup.next()) == 7
@@ -116,7 +116,7 @@ def test_a_lookup_without_progress_widens_to_all_the_nearest() -> None:
 def test_a_peer_that_names_ghosts_loses_only_its_own_hints() -> None:
     order = nearest(PEERS)
     liar, honest = order[40], order[41]
-    settings = Settings(k=20)
+    settings = KademliaSettings(k=20)
     lookup = begin([liar, honest], settings)
     first, second = sorted(lookup.next(), key=lambda contact: contact.peer != liar)
     answer(lookup, first, order[:20])
@@ -154,7 +154,7 @@ def test_a_find_ends_earlier_once_it_holds_a_record() -> None:
 
 
 def test_the_highest_sequence_of_each_publisher_is_kept_and_publishers_are_bounded() -> None:
-    lookup = begin([], Settings(found_max=2), values=True)
+    lookup = begin([], KademliaSettings(found_max=2), values=True)
     for author, sequence in ((1, 1), (2, 5), (1, 3), (1, 2), (3, 9)):
         lookup.learn(check_record(signer(0), record(author, KEY, sequence=sequence)))
     kept = [(kept.publisher, kept.sequence) for kept in lookup.records.values()]

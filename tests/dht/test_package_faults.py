@@ -37,7 +37,7 @@ from dht.keys import KEY_BITS, Key, distance, record_key
 from dht.messages import FindValue, Nodes, Ping, Store, Stored, Values
 from dht.records import RecordStore, check_record
 from dht.routing import Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from node.storage.folder import FolderStorage
 from node.storage.records_file import NAME, RecordsFile
 from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
@@ -197,7 +197,7 @@ def test_a_peer_that_waits_for_a_place_is_handed_records_once() -> None:
         return len(made.stored)
 
     assert run(package()) == 10
-    swarm = Swarm(3, settings=Settings(k=2, alpha=1, find_width=1, republish_seconds=10_000))
+    swarm = Swarm(3, settings=KademliaSettings(k=2, alpha=1, find_width=1, republish_seconds=10_000))
     nodes = swarm.grow(6)
     swarm.ask(nodes[0], lambda now: nodes[0].store(now, record(0, KEY)), RecordStored)
     newcomer = swarm.start(77)
@@ -277,7 +277,9 @@ def test_records_of_others_are_limited() -> None:
     for number in range(3_000):
         storage[number.to_bytes(20, "big")] = "value"
     assert len(list(storage)) == 3_000
-    store = RecordStore(Settings(records_max=100, records_per_key_max=10, records_per_publisher_max=10))
+    store = RecordStore(
+        KademliaSettings(records_max=100, records_per_key_max=10, records_per_publisher_max=10)
+    )
     for number in range(3_000):
         key = record_key("test", number.to_bytes(4, "big"))
         store.put(

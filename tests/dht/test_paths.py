@@ -14,16 +14,16 @@ from dht.events import RecordsFound, RecordStored
 from dht.keys import distance, node_key, record_key
 from dht.messages import Hint, Message, Nodes, Ping, Pong, Store, Values
 from dht.paths import DisjointLookup
-from dht.requests import Patience
+from dht.requests import AnswerPatience
 from dht.routing import BUCKET_GROUP_MAX, Contact, Table
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.work import WORK_BITS_MAX, find_seed, has_work, work_of
 from tests.dht.swarm import WALL, Swarm, lone, met, record, signer
 
 KEY = record_key("test", b"sought")
 OWN = PeerId(bytes(32))
 PEERS = [PeerId(number.to_bytes(32, "big")) for number in range(1, 61)]
-SMALL = Settings(k=4, find_width=2, lookup_requests_max=24)
+SMALL = KademliaSettings(k=4, find_width=2, lookup_requests_max=24)
 
 
 def contacts(peers: list[PeerId]) -> list[Contact]:
@@ -59,7 +59,7 @@ def test_no_peer_is_asked_on_two_paths_and_all_paths_end(
 
 
 def test_a_path_without_liars_finds_what_the_others_do_not() -> None:
-    swarm = Swarm(21, settings=Settings(k=8, find_width=4))
+    swarm = Swarm(21, settings=KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(40)
     by_distance = sorted(nodes, key=lambda node: distance(node.key, KEY))
     publisher = by_distance[-1]
@@ -95,7 +95,7 @@ def record_of(peer: PeerId, value: bytes = b"v") -> Fact:
 
 def test_a_far_peer_gets_more_time_than_a_near_one() -> None:
     patience, near, far, unknown = (
-        Patience(Settings()),
+        AnswerPatience(KademliaSettings()),
         Contact(PEERS[0]),
         Contact(PEERS[1]),
         Contact(PEERS[2]),
@@ -104,8 +104,8 @@ def test_a_far_peer_gets_more_time_than_a_near_one() -> None:
         patience.learn(near, 0.04)
         patience.learn(far, 0.8)
     assert patience.silence_seconds(near) < 0.2
-    assert 1.6 < patience.silence_seconds(far) <= Settings().request_seconds_max
-    assert patience.silence_seconds(unknown) <= Settings().request_seconds
+    assert 1.6 < patience.silence_seconds(far) <= KademliaSettings().request_seconds_max
+    assert patience.silence_seconds(unknown) <= KademliaSettings().request_seconds
 
 
 def test_an_answer_that_came_too_late_makes_the_next_one_awaited_longer() -> None:
@@ -173,11 +173,11 @@ def test_an_id_is_found_with_the_work_that_is_asked_for() -> None:
     assert 0.4 < sum(each >= 1 for each in works) / 4_000 < 0.6
     assert sum(each >= 6 for each in works) < 130
     with pytest.raises(ValueError, match="work_bits"):
-        Settings(work_bits=WORK_BITS_MAX + 1)
+        KademliaSettings(work_bits=WORK_BITS_MAX + 1)
 
 
 def test_a_peer_without_work_is_neither_answered_nor_met_nor_asked() -> None:
-    settings = Settings(work_bits=8)
+    settings = KademliaSettings(work_bits=8)
     node = Swarm(30, settings=settings).start(0)
     lazy = next(peer for peer in PEERS if not has_work(peer, 8))
     with pytest.raises(RemoteProtocolError):
@@ -194,7 +194,7 @@ def test_a_peer_without_work_is_neither_answered_nor_met_nor_asked() -> None:
 
 
 def test_a_store_without_work_is_refused_before_signature_checks() -> None:
-    node = Swarm(31, settings=Settings(work_bits=12)).start(0)
+    node = Swarm(31, settings=KademliaSettings(work_bits=12)).start(0)
     lazy = next(number for number in range(1, 50) if not has_work(signer(number).peer, 12))
     with pytest.raises(RemoteProtocolError):
         node.receive(0.0, signer(lazy).peer, Store(1, (), record(lazy, KEY), b"12345678"))

@@ -20,12 +20,12 @@ from dht.records import (
     check_record,
     sign_record,
 )
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from tests.dht.swarm import WALL, record, signer
 
 KEY = record_key("test", b"name")
 OTHER = record_key("test", b"other")
-SMALL = Settings(records_max=6, records_per_key_max=3, records_per_publisher_max=2)
+SMALL = KademliaSettings(records_max=6, records_per_key_max=3, records_per_publisher_max=2)
 
 
 def checked(author: int, **what: object) -> Record:
@@ -87,7 +87,7 @@ def test_the_largest_record_fits_one_message_of_its_announced_size() -> None:
 
 
 def test_a_lower_sequence_is_refused_and_a_higher_replaces() -> None:
-    store = RecordStore(Settings())
+    store = RecordStore(KademliaSettings())
     assert store.put(WALL, checked(1, sequence=2)) is None
     assert store.put(WALL, checked(1, sequence=1)) is Refusal.OLD
     assert store.put(WALL, checked(1, sequence=2)) is None
@@ -98,14 +98,14 @@ def test_a_lower_sequence_is_refused_and_a_higher_replaces() -> None:
 
 @given(st.permutations([(1, b"a", 60), (2, b"a", 60), (2, b"a", 90), (2, b"b", 90)]))
 def test_any_order_of_arrival_ends_in_the_same_record(order: list[tuple[int, bytes, int]]) -> None:
-    store = RecordStore(Settings())
+    store = RecordStore(KademliaSettings())
     for sequence, value, seconds in order:
         store.put(WALL, checked(1, sequence=sequence, value=value, expires=WALL + seconds))
     assert [(held.sequence, held.value) for held in store.get(WALL, KEY)] == [(2, b"b")]
 
 
 def test_an_expired_record_is_gone_after_ten_minutes_of_slack() -> None:
-    store = RecordStore(Settings())
+    store = RecordStore(KademliaSettings())
     assert store.put(WALL, checked(1, expires=WALL + 100)) is None
     edge = WALL + 100 + CLOCK_SLACK_SECONDS
     assert len(store.get(edge, KEY)) == 1
@@ -117,7 +117,7 @@ def test_an_expired_record_is_gone_after_ten_minutes_of_slack() -> None:
 
 
 def test_an_expiry_more_than_two_days_ahead_is_refused() -> None:
-    store = RecordStore(Settings())
+    store = RecordStore(KademliaSettings())
     edge = WALL + LIFETIME_SECONDS_MAX + CLOCK_SLACK_SECONDS
     assert store.put(WALL, checked(1, expires=edge)) is None
     assert store.put(WALL, checked(2, expires=edge + 1)) is Refusal.FAR
@@ -154,7 +154,7 @@ def test_room_comes_back_when_records_expire() -> None:
 
 
 def test_records_under_a_key_come_in_the_order_of_their_publishers() -> None:
-    store = RecordStore(Settings())
+    store = RecordStore(KademliaSettings())
     for author in range(9):
         store.put(WALL, checked(author))
     publishers = [held.publisher for held in store.get(WALL, KEY)]

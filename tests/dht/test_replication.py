@@ -23,13 +23,13 @@ from dht.messages import (
     Values,
 )
 from dht.records import NOBODY, Refusal, check_record, make_immutable
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from dht.tokens import PERIOD_SECONDS, TOKEN_SECONDS, WriteTokens
 from tests.dht.swarm import WALL, Swarm, address, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
 VALUE = b"immutable"
-NEVER = Settings(republish_seconds=inf)
+NEVER = KademliaSettings(republish_seconds=inf)
 
 
 def stored(swarm: Swarm, node: Kademlia, fact: Fact) -> RecordStored:
@@ -107,7 +107,7 @@ def test_two_nodes_give_different_tokens() -> None:
 
 
 def test_holders_keep_a_record_alive_whose_publisher_is_gone() -> None:
-    swarm = Swarm(2, settings=Settings(k=8, find_width=4, republish_seconds=200, refresh_seconds=150))
+    swarm = Swarm(2, settings=KademliaSettings(k=8, find_width=4, republish_seconds=200, refresh_seconds=150))
     nodes = swarm.grow(14)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
     del swarm.nodes[nodes[0].peer]
@@ -123,7 +123,7 @@ def test_holders_keep_a_record_alive_whose_publisher_is_gone() -> None:
 
 
 def test_one_holder_republishes_for_all() -> None:
-    swarm = Swarm(3, settings=Settings(republish_seconds=300))
+    swarm = Swarm(3, settings=KademliaSettings(republish_seconds=300))
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
     del swarm.nodes[nodes[0].peer]
@@ -136,7 +136,7 @@ def test_one_holder_republishes_for_all() -> None:
 
 
 def test_an_expired_record_is_not_stored_again_by_anybody() -> None:
-    swarm = Swarm(4, settings=Settings(republish_seconds=100, refresh_seconds=10_000))
+    swarm = Swarm(4, settings=KademliaSettings(republish_seconds=100, refresh_seconds=10_000))
     nodes = swarm.grow(5)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + swarm.now + 90))
     swarm.run(120)
@@ -168,7 +168,7 @@ def test_a_newcomer_is_handed_once_what_it_is_to_hold() -> None:
 
 
 def test_a_newcomer_far_from_the_key_is_handed_nothing() -> None:
-    swarm = Swarm(6, settings=Settings(k=4, find_width=2, republish_seconds=inf))
+    swarm = Swarm(6, settings=KademliaSettings(k=4, find_width=2, republish_seconds=inf))
     nodes = swarm.grow(40)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
     last = distance(order_of(swarm)[8].key, KEY)
@@ -195,7 +195,7 @@ def test_a_find_gives_the_newest_to_a_holder_of_an_old_one() -> None:
 
 
 def test_a_node_far_from_the_key_keeps_a_copy_briefly() -> None:
-    swarm = Swarm(8, settings=Settings(k=4, find_width=2, republish_seconds=inf, cache_seconds=100))
+    swarm = Swarm(8, settings=KademliaSettings(k=4, find_width=2, republish_seconds=inf, cache_seconds=100))
     swarm.grow(60)
     far = next(node for node in reversed(order_of(swarm)) if len(node.table) >= 10)
     given = token(far, signer(99).peer, swarm.now)
@@ -259,7 +259,7 @@ def test_a_client_that_reaches_nobody_is_told_that_it_failed() -> None:
 
 
 def test_two_halves_that_were_split_meet_again_and_agree_on_the_newest() -> None:
-    settings = Settings(republish_seconds=600, refresh_seconds=200, lost_retry_seconds=30)
+    settings = KademliaSettings(republish_seconds=600, refresh_seconds=200, lost_retry_seconds=30)
     swarm = Swarm(11, settings=settings)
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, b"old", sequence=1, expires=WALL + 20_000))
@@ -337,7 +337,7 @@ def test_a_store_among_known_nodes_is_one_request_to_each_holder() -> None:
 
 
 def test_a_store_goes_on_to_a_nearer_node_that_holders_name() -> None:
-    swarm = Swarm(22, settings=Settings(k=4, find_width=3))
+    swarm = Swarm(22, settings=KademliaSettings(k=4, find_width=3))
     nodes = swarm.grow(10)
     others = order_of(swarm)
     newcomer = next(
@@ -367,7 +367,7 @@ def test_a_token_that_no_longer_holds_costs_one_more_round_trip() -> None:
 
 
 def test_tokens_of_minutes_ago_are_not_relied_on() -> None:
-    swarm = Swarm(24, settings=Settings(refresh_seconds=10_000))
+    swarm = Swarm(24, settings=KademliaSettings(refresh_seconds=10_000))
     nodes = swarm.grow(8)
     swarm.run(TOKEN_SECONDS + 60)
     since = len(swarm.trace)

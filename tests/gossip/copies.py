@@ -19,7 +19,7 @@ from crypto.identity import PeerId
 from crypto.sessions.state import HOLD_SECONDS, SILENCE_SECONDS
 from gossip.member import Event, MemberDown, OtherLifeHeard, Profile, RivalFound, RivalOutlived, Status
 from gossip.messages import ByStream, Message, life_of
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Sends, Swim
 from node.services.lives import LOOK_PAUSES_SECONDS
 from node.services.membership import LEAVE_SECONDS
@@ -66,7 +66,7 @@ class Machine:
 class Swarm:
     """Members "1", "2" and so on, and processes of KEY by any names. All runs from one seed."""
 
-    def __init__(self, seed: int, settings: Settings, *, others: int = 2) -> None:
+    def __init__(self, seed: int, settings: SwimSettings, *, others: int = 2) -> None:
         self.rng = Random(seed)
         self.settings = settings
         self.now = 0.0

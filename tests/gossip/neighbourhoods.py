@@ -6,12 +6,12 @@ from collections import Counter
 from dht.keys import distance, node_key, node_number
 from gossip.member import NeighbourhoodLookupWanted, Status
 from gossip.messages import ScopedSync
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Sends
 from tests.gossip.swarm import Swarm, peer_of
 
 NEAREST = 8
-SMALL = Settings(scope_members_min=8, scope_members_max=24, sync_interval_seconds=10.0)
+SMALL = SwimSettings(scope_members_min=8, scope_members_max=24, sync_interval_seconds=10.0)
 """Neighbourhoods so small that a few hundred peers make many."""
 
 
@@ -20,7 +20,7 @@ class Neighbourhoods(Swarm):
 
     place = staticmethod(node_number)
 
-    def __init__(self, count: int, settings: Settings = SMALL, seed: int = 1, loss: float = 0.0) -> None:
+    def __init__(self, count: int, settings: SwimSettings = SMALL, seed: int = 1, loss: float = 0.0) -> None:
         self.messages: Counter[int] = Counter()
         self.depths: dict[int, list[int]] = {}
         self.told: Counter[int] = Counter()

@@ -14,9 +14,9 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
-from gossip.member import Event, Member, Profile, Status
+from gossip.member import Event, Profile, Status, SwarmMember
 from gossip.messages import MESSAGE_BYTES_MAX, ByStream, Message
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Sends, Swim
 from gossip.view import Place
 
@@ -60,7 +60,7 @@ class Swarm:
 
     place: Place | None = None
 
-    def __init__(self, count: int, settings: Settings, seed: int = 1, loss: float = 0.0) -> None:
+    def __init__(self, count: int, settings: SwimSettings, seed: int = 1, loss: float = 0.0) -> None:
         self.rng = Random(seed)
         self.settings = settings
         self.loss = loss
@@ -155,7 +155,7 @@ class Swarm:
             self.run(0.02)
         return self.now - begun
 
-    def view(self, number: int) -> dict[int, Member]:
+    def view(self, number: int) -> dict[int, SwarmMember]:
         return {self.numbers[member.peer]: member for member in self.cores[number].members}
 
     def all_see(self, target: int, status: Status) -> bool:

@@ -35,7 +35,7 @@ from gossip.messages import (
     sign_body,
 )
 from gossip.refutations import REFUTATION_INTERVALS, REFUTATIONS_MAX
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.suspicion import ACCUSERS_MAX, LEAK_INTERVALS, REFUTED_MAX, Credit
 from gossip.swim import Sends, Swim
 
@@ -55,7 +55,7 @@ class Peer:
 
     def __init__(self, **settings: Any) -> None:
         signer = IdentitySigner(ME, "test")
-        self.core = Swim(signer, Profile("me", ()), Settings(**settings), Random(1), 5, 0.0)
+        self.core = Swim(signer, Profile("me", ()), SwimSettings(**settings), Random(1), 5, 0.0)
         self.now = 1.0
         self.answering: Collection[PeerId] = ()
         self.pinged: list[PeerId] = []
@@ -207,7 +207,7 @@ def test_an_accusation_is_passed_on_only_once_an_own_probe_has_failed() -> None:
 def test_a_suspect_has_time_to_refute_whatever_a_member_says() -> None:
     peer = Peer()
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1_100)), say(BOB, DeadBody(ANN.peer, 5, 2_300)))
-    settings = Settings()
+    settings = SwimSettings()
     shortest, _ = settings.suspicion_bounds_seconds(3)
     peer.wait(shortest - settings.probe_interval_seconds - 0.1)
     assert peer.status(ANN) is Status.SUSPECT

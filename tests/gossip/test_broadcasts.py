@@ -11,11 +11,11 @@ from crypto.facts import Fact
 from gossip.broadcasts import BROADCAST_INTERVALS, BROADCASTS_MAX, TOPICS_MAX, Broadcasts
 from gossip.member import BroadcastHeard, Status
 from gossip.messages import BROADCAST_BYTES_MAX, TOPIC_BYTES_MAX, BroadcastBody, Gossip, sign_body
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Swim
 from tests.gossip.swarm import HashSigner, Swarm, peer_of, profile_of
 
-LAN = Settings.lan()
+LAN = SwimSettings.lan()
 
 
 def tell(swarm: Swarm, number: int, topic: bytes, data: bytes) -> None:

@@ -15,7 +15,7 @@ from gossip.candidates import PROBED_AT_ONCE_MAX, PROBED_MAX, TRIES_MAX, Candida
 from gossip.intake import CHECK_COST, JOBS_MAX, SLICE_COST_MAX
 from gossip.member import CandidateFound, FactsRefused, MemberUp, Profile, Status
 from gossip.messages import Ack, AliveBody, Gossip, LeftBody, Ping, Sync, announced, sign_body
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Sends, Swim
 from tests.gossip.swarm import HashSigner, Swarm, peer_of, profile_of
 
@@ -43,9 +43,9 @@ class Peer:
     """A core that lists a liar and an honest member. `pinged` are those whom it asked, in order; of these
     `there` answer. `most` is the largest number of signatures that one call of the core checked."""
 
-    def __init__(self, there: tuple[int, ...] = (LIAR, HONEST), settings: Settings | None = None) -> None:
+    def __init__(self, there: tuple[int, ...] = (LIAR, HONEST), settings: SwimSettings | None = None) -> None:
         self.signer = CountingSigner(peer_of(ME))
-        self.core = Swim(self.signer, profile_of(ME), settings or Settings(), Random(1), 1, 0.0)
+        self.core = Swim(self.signer, profile_of(ME), settings or SwimSettings(), Random(1), 1, 0.0)
         self.there = {peer_of(number) for number in there}
         self.pinged: list[PeerId] = []
         self.most = 0
@@ -85,7 +85,7 @@ class Peer:
 
 
 def test_invented_members_are_verified_in_slices_and_never_listed() -> None:
-    peer = Peer(settings=Settings.local())
+    peer = Peer(settings=SwimSettings.local())
     peer.hear(LIAR, Sync(False, tuple(alive(number) for number in INVENTED)))
     peer.run(60.0)
     assert peer.signer.checked >= len(INVENTED)
@@ -135,7 +135,7 @@ def test_a_candidate_hears_who_asks_it() -> None:
     peer = Peer()
     [(_, ping)] = peer.core.receive(0.0, peer_of(HONEST), Gossip((alive(10),)))
     assert isinstance(ping, Ping)
-    other = Swim(HashSigner(peer_of(10)), profile_of(10), Settings(), Random(2), 1, 0.0)
+    other = Swim(HashSigner(peer_of(10)), profile_of(10), SwimSettings(), Random(2), 1, 0.0)
     sends = other.receive(0.0, peer_of(ME), ping)
     assert [type(sent) for _, sent in sends] == [Ack]
     assert other.status(peer_of(ME)) is Status.ALIVE
@@ -172,7 +172,7 @@ def test_large_lists_on_their_way_in_are_bounded_and_one_a_sender() -> None:
 
 def test_one_source_gets_only_its_share_of_a_filling_list() -> None:
     told = range(10, 400)
-    peer = Peer(there=(LIAR, HONEST, *told), settings=Settings(members_max=300))
+    peer = Peer(there=(LIAR, HONEST, *told), settings=SwimSettings(members_max=300))
     for first in range(10, 400, 30):
         peer.hear(LIAR, Sync(False, tuple(alive(number) for number in range(first, first + 30))))
         peer.run(1.0)
@@ -184,7 +184,7 @@ def test_one_source_gets_only_its_share_of_a_filling_list() -> None:
 
 
 def test_a_swarm_lists_a_newcomer_that_only_a_few_can_reach_directly() -> None:
-    swarm = Swarm(8, Settings.local())
+    swarm = Swarm(8, SwimSettings.local())
     swarm.run_until(swarm.converged, at_most=4)
     swarm.blocked = lambda a, b: {a, b} == {3, 8}
     swarm.start(8, join=0)

@@ -5,13 +5,13 @@ import pytest
 from crypto.encoding import encode
 from gossip.clocks import PLACE_WEIGHT_MAX
 from gossip.messages import Ack, AliveBody, Gossip, Ping, sign_body
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Sends
 from tests.gossip.swarm import HashSigner, Swarm, peer_of
 
 TODAY = 1_800_000_000.0
 YEAR = 31_557_600.0
-LAN = Settings.lan()
+LAN = SwimSettings.lan()
 TELLER = 1
 FIRST_LIAR = 1_000
 

@@ -32,12 +32,12 @@ from gossip.messages import (
     sign_body,
 )
 from gossip.probes import RELAYS_MAX
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Swim
 from tests.gossip.swarm import HashSigner, peer_of, profile_of
 
 PEERS = [peer_of(number) for number in range(12)]
-SMALL = Settings(members_max=6)
+SMALL = SwimSettings(members_max=6)
 
 peers = st.sampled_from(PEERS)
 incarnations = st.integers(0, 4)
@@ -126,7 +126,7 @@ def test_no_sequence_of_messages_breaks_a_core(
 
 
 def test_relayed_pings_and_answered_strangers_are_bounded() -> None:
-    core = Swim(HashSigner(PEERS[0]), profile_of(0), Settings(), Random(1), 1, 0.0)
+    core = Swim(HashSigner(PEERS[0]), profile_of(0), SwimSettings(), Random(1), 1, 0.0)
     for peer in PEERS[1:3]:
         core.receive(0.0, peer, Gossip((sign_body(HashSigner(peer), AliveBody(1, "x", (), b"")),)))
     sent = [core.receive(0.0, PEERS[1], PingRequest(number, PEERS[2])) for number in range(RELAYS_MAX + 50)]
@@ -138,7 +138,7 @@ def test_relayed_pings_and_answered_strangers_are_bounded() -> None:
 
 
 def test_a_core_woken_without_reason_stays_well() -> None:
-    core = Swim(HashSigner(PEERS[0]), profile_of(0), Settings(), Random(1), 1, 5.0)
+    core = Swim(HashSigner(PEERS[0]), profile_of(0), SwimSettings(), Random(1), 1, 5.0)
     assert core.wake(5.0) == []
     assert core.wake(1000.0) == []
     assert core.deadline > 1000.0

@@ -9,11 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from gossip.member import Status
 from gossip.messages import Gossip
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from tests.gossip.swarm import Swarm, peer_of
 
 MEMBERS = 5
-LAN = Settings.lan()
+LAN = SwimSettings.lan()
 numbers = st.integers(0, MEMBERS - 1)
 
 

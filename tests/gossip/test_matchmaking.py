@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from dht.settings import Settings as DhtSettings
+from dht.settings import KademliaSettings as DhtSettings
 from gossip import matchmaking, matchmaking_messages
 from gossip.averaging.attendance import Attendance
-from gossip.averaging.group import Group, Member, Terms
-from gossip.matchmaking import Declined, Formed, Matchmaking, NotFormed, Wish
+from gossip.averaging.group import Group, GroupMember, Terms
+from gossip.matchmaking import Formed, GroupDeclined, GroupWish, Matchmaking, NotFormed
 from gossip.matchmaking_messages import Closed, Propose, Ready
 from sim.engine import Engine, Wire
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 
 KEY, TENSORS = blake3(b"key").digest(), blake3(b"tensors").digest()
@@ -28,11 +28,11 @@ def peer_of(number: int) -> PeerId:
     return PeerId(blake3(number.to_bytes(8, "big")).digest())
 
 
-def member_of(number: int, nonce: int = 0) -> Member:
-    return Member(peer_of(number), bytes([nonce]) * 16, 1_000)
+def member_of(number: int, nonce: int = 0) -> GroupMember:
+    return GroupMember(peer_of(number), bytes([nonce]) * 16, 1_000)
 
 
-def make_group(members: tuple[Member, ...], signature: bytes = TENSORS) -> Group:
+def make_group(members: tuple[GroupMember, ...], signature: bytes = TENSORS) -> Group:
     return Group(b"run", 3, 0, Terms("butterfly", "float32", signature, 10, "float32"), members)
 
 
@@ -47,7 +47,7 @@ class World:
     def __init__(self, count: int, *, loss: float = 0.0, seed: int = 1) -> None:
         self.events: dict[PeerId, list[tuple[float, object]]] = {peer_of(n): [] for n in range(count)}
         self.engine = Engine(
-            Links(NetworkModel(loss=loss), seed),
+            SimLinks(NetworkModel(loss=loss), seed),
             publish=lambda now, peer, event: self.events[peer].append((now, event)),
             wires={"": Wire(matchmaking_messages.Message, matchmaking.MESSAGE_BYTES_MAX)},
         )
@@ -61,7 +61,7 @@ class World:
         given_options = {"window_seconds": 2.0, "patience_seconds": 20.0, **options}
 
         def begin(core: Matchmaking, now: float) -> matchmaking.Sends:
-            wish = Wish(member_of(number), KEY, others, make_group, now, **given_options)  # type: ignore[arg-type]  # of several types
+            wish = GroupWish(member_of(number), KEY, others, make_group, now, **given_options)  # type: ignore[arg-type]  # of several types
             return core.begin(now, wish)
 
         self.engine.call(at, peer_of(number), begin)
@@ -211,12 +211,14 @@ def test_members_of_a_group_all_hold_it_or_decline_it(
         assert peer in group.peers
         for other in group.peers:
             held = groups.get(other)
-            declined = any(isinstance(event, Declined) for _, event in world.events[peer])
+            declined = any(isinstance(event, GroupDeclined) for _, event in world.events[peer])
             assert held == group or declined or loss > 0
 
 
-def make_wish(now: float = 0.0) -> Wish:
-    return Wish(member_of(0), KEY, [peer_of(1)], make_group, now, window_seconds=5.0, patience_seconds=9.0)
+def make_wish(now: float = 0.0) -> GroupWish:
+    return GroupWish(
+        member_of(0), KEY, [peer_of(1)], make_group, now, window_seconds=5.0, patience_seconds=9.0
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_wishes_are_bounded() -> None:
     core = Matchmaking(peer_of(0))
     for number in range(matchmaking.WISHES_MAX):
         key = blake3(number.to_bytes(2, "big")).digest()
-        wish = Wish(member_of(0), key, [], make_group, 0.0, window_seconds=1.0, patience_seconds=2.0)
+        wish = GroupWish(member_of(0), key, [], make_group, 0.0, window_seconds=1.0, patience_seconds=2.0)
         core.begin(0.0, wish)
     with pytest.raises(ValueError, match="at most"):
         core.begin(0.0, make_wish())
@@ -288,7 +290,7 @@ def test_peers_that_are_introduced_later_hear_of_a_wish_and_are_bounded() -> Non
     }
     assert len(groups) == 1
     core = Matchmaking(peer_of(0))
-    wish = Wish(member_of(0), KEY, (), make_group, 0.0, window_seconds=1.0, patience_seconds=9.0)
+    wish = GroupWish(member_of(0), KEY, (), make_group, 0.0, window_seconds=1.0, patience_seconds=9.0)
     core.begin(0.0, wish)
     many = [peer_of(number) for number in range(1, matchmaking.OTHERS_MAX + 100)]
     assert len(core.introduce(KEY, many)) == matchmaking.OTHERS_MAX
@@ -314,7 +316,7 @@ def test_peers_whose_declarations_found_no_room_still_come_into_groups() -> None
 
 def test_one_peer_that_calls_a_round_closed_ends_no_wish() -> None:
     others = [peer_of(1), peer_of(2)]
-    wish = Wish(member_of(0), KEY, others, make_group, 0.0, window_seconds=5.0, patience_seconds=9.0)
+    wish = GroupWish(member_of(0), KEY, others, make_group, 0.0, window_seconds=5.0, patience_seconds=9.0)
     for _ in range(3):
         wish.receive(0.0, peer_of(1), Closed(KEY))
         wish.receive(0.0, peer_of(9), Closed(KEY))
@@ -331,8 +333,8 @@ def test_forty_silent_peers_that_are_ready_delay_no_round_after_the_first() -> N
     for number in range(20):
         key = blake3(number.to_bytes(2, "big")).digest()
         wishes = {
-            peer: Wish(
-                Member(peer, bytes(16), 1),
+            peer: GroupWish(
+                GroupMember(peer, bytes(16), 1),
                 key,
                 (),
                 make_group,
@@ -358,7 +360,7 @@ def rank_of(attendance: Attendance, me: PeerId, other: PeerId) -> int:
     return 2 * attendance.is_passed_over(other) + (other != me and not attendance.has_completed(other))
 
 
-def form(wishes: dict[PeerId, Wish], silent: list[PeerId], key: bytes) -> float:
+def form(wishes: dict[PeerId, GroupWish], silent: list[PeerId], key: bytes) -> float:
     """Deliver all messages at once until each wish has a group; return the time that it took."""
     now = 0.0
     while any(wish.group is None for wish in wishes.values()):
@@ -377,7 +379,7 @@ def form(wishes: dict[PeerId, Wish], silent: list[PeerId], key: bytes) -> float:
 
 
 def test_a_message_of_one_peer_does_not_hash_all_that_are_ready() -> None:
-    wish = Wish(
+    wish = GroupWish(
         member_of(0), KEY, [], make_group, 0.0, window_seconds=0.0, patience_seconds=9.0, size_min=2_000
     )
     for number in range(1, 660):

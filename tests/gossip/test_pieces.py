@@ -10,7 +10,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES, PeerId
 from crypto.registers import STRANGER_PATIENCE_SECONDS
 from gossip.pieces.choice import Choice
-from gossip.pieces.messages import Ask, Cancel, Got, Have, Piece, Refused, Unknown
+from gossip.pieces.messages import Cancel, Got, Piece, PieceRefused, PieceRequest, PiecesHeld, Unknown
 from gossip.pieces.swarm import (
     MISSES_MAX,
     PEERS_MAX,
@@ -37,7 +37,9 @@ def fetching(count: int = 20, *sources: PeerId, has: Callable[[int], range] = ra
     core.want(0.0, range(count))
     core.meet(0.0, sources)
     for source in sources:
-        core.receive(0.0, source, Have(DATA, bits(count, *has(count)), is_question=False, is_complete=True))
+        core.receive(
+            0.0, source, PiecesHeld(DATA, bits(count, *has(count)), is_question=False, is_complete=True)
+        )
     return core
 
 
@@ -50,9 +52,9 @@ def test_the_rarest_piece_is_asked_for_first() -> None:
     core.want(0.0, range(20))
     core.meet(0.0, [A, B, C])
     for peer, numbers in ((B, range(19)), (C, range(18))):
-        core.receive(0.0, peer, Have(DATA, bits(20, *numbers), is_question=False))
-    sends = core.receive(0.0, A, Have(DATA, bits(20, *range(20)), is_question=False))
-    asked = [message.numbers for peer, message in sends if isinstance(message, Ask) and peer == A]
+        core.receive(0.0, peer, PiecesHeld(DATA, bits(20, *numbers), is_question=False))
+    sends = core.receive(0.0, A, PiecesHeld(DATA, bits(20, *range(20)), is_question=False))
+    asked = [message.numbers for peer, message in sends if isinstance(message, PieceRequest) and peer == A]
     assert asked[0][0] == 19
 
 
@@ -99,7 +101,7 @@ def test_a_silent_peer_is_passed_over() -> None:
     assert asked_of(core, A)
     core.wake(STALL_SECONDS + 1)
     assert not asked_of(core, A)
-    core.receive(STALL_SECONDS + 1, B, Have(DATA, bits(4, *range(4)), is_question=False))
+    core.receive(STALL_SECONDS + 1, B, PiecesHeld(DATA, bits(4, *range(4)), is_question=False))
     assert asked_of(core, B)
 
 
@@ -107,7 +109,7 @@ def test_a_peer_without_what_it_claims_is_dropped() -> None:
     core = fetching(MISSES_MAX + 8, A)
     for _ in range(MISSES_MAX):
         number = asked_of(core, A)[0]
-        core.receive(1.0, A, Refused(DATA, number, "absent"))
+        core.receive(1.0, A, PieceRefused(DATA, number, "absent"))
         if A not in core.peers:
             break
     assert A not in core.peers
@@ -116,36 +118,36 @@ def test_a_peer_without_what_it_claims_is_dropped() -> None:
 def test_a_source_sends_each_piece_once_before_any_twice() -> None:
     core = PieceSwarm(ME, DATA, 3, range(3), Random(1))
     for peer in (A, B):
-        core.receive(0.0, peer, Have(DATA, bits(3), is_question=True))
-    core.receive(0.0, A, Ask(DATA, (0,)))
-    assert (B, Refused(DATA, 0, "elsewhere")) in core.receive(0.0, B, Ask(DATA, (0,)))
-    core.receive(0.0, A, Ask(DATA, (1,)))
-    core.receive(0.0, B, Ask(DATA, (2,)))
+        core.receive(0.0, peer, PiecesHeld(DATA, bits(3), is_question=True))
+    core.receive(0.0, A, PieceRequest(DATA, (0,)))
+    assert (B, PieceRefused(DATA, 0, "elsewhere")) in core.receive(0.0, B, PieceRequest(DATA, (0,)))
+    core.receive(0.0, A, PieceRequest(DATA, (1,)))
+    core.receive(0.0, B, PieceRequest(DATA, (2,)))
     core.events.clear()
     for number in (0, 2):
         core.uploaded(0.5, A if number == 0 else B, number, was_sent=True)
-    assert core.receive(1.0, B, Ask(DATA, (0,))) == []  # all are out now
+    assert core.receive(1.0, B, PieceRequest(DATA, (0,))) == []  # all are out now
     assert UploadDue(B, 0) in core.events
 
 
 def test_a_dead_peers_piece_may_go_to_another() -> None:
     core = PieceSwarm(ME, DATA, 3, range(3), Random(1))
     for peer in (A, B):
-        core.receive(0.0, peer, Have(DATA, bits(3), is_question=True))
-    core.receive(0.0, A, Ask(DATA, (0,)))
+        core.receive(0.0, peer, PiecesHeld(DATA, bits(3), is_question=True))
+    core.receive(0.0, A, PieceRequest(DATA, (0,)))
     core.lost(1.0, A)
-    assert core.receive(1.0, B, Ask(DATA, (0,))) == []
+    assert core.receive(1.0, B, PieceRequest(DATA, (0,))) == []
 
 
 @pytest.mark.parametrize(
     "message",
     [
-        Have(DATA, b"", is_question=False),
-        Have(DATA, b"\xff\xff\xff", is_question=False),
+        PiecesHeld(DATA, b"", is_question=False),
+        PiecesHeld(DATA, b"\xff\xff\xff", is_question=False),
         Got(DATA, (20,)),
-        Ask(DATA, (20,)),
+        PieceRequest(DATA, (20,)),
         Cancel(DATA, (20,)),
-        Refused(DATA, 20, "busy"),
+        PieceRefused(DATA, 20, "busy"),
         Piece(DATA, 20, b""),
         Piece(DATA, 19, b"unasked"),
     ],
@@ -183,22 +185,22 @@ def test_peers_that_say_nothing_make_room_in_a_full_exchange() -> None:
     core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
     crowd = [PeerId(bytes([100 + number]) * PEER_ID_BYTES) for number in range(PEERS_MAX)]
     for peer in crowd:
-        core.receive(0.0, peer, Have(DATA, bits(4), True, False))
-    late = Have(DATA, bits(4), True, False)
+        core.receive(0.0, peer, PiecesHeld(DATA, bits(4), True, False))
+    late = PiecesHeld(DATA, bits(4), True, False)
     assert core.receive(0.1, A, late) == [(A, Unknown(DATA))]
     sends = core.receive(STRANGER_PATIENCE_SECONDS, A, late)
     assert (crowd[0], Unknown(DATA)) in sends
     assert A in core.peers
     assert len(core.peers) == PEERS_MAX
-    assert any(to == A and isinstance(message, Have) for to, message in sends)
+    assert any(to == A and isinstance(message, PiecesHeld) for to, message in sends)
 
 
 def test_a_peer_that_was_sent_a_piece_stays_in_a_full_exchange() -> None:
     core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
-    core.receive(0.0, A, Have(DATA, bits(4), True, False))
-    core.receive(0.0, A, Ask(DATA, (0,)))
+    core.receive(0.0, A, PiecesHeld(DATA, bits(4), True, False))
+    core.receive(0.0, A, PieceRequest(DATA, (0,)))
     core.uploaded(0.0, A, 0, was_sent=True)
     for number in range(3 * PEERS_MAX):
         stranger = PeerId(bytes([100 + number]) * PEER_ID_BYTES)
-        core.receive(2.0 * number, stranger, Have(DATA, bits(4), True, False))
+        core.receive(2.0 * number, stranger, PiecesHeld(DATA, bits(4), True, False))
         assert A in core.peers, "strangers go first"

@@ -6,13 +6,13 @@ from hypothesis import strategies as st
 
 from gossip.member import Condition, MemberDegraded, MemberDown, MemberRecovered, MemberSuspected, Status
 from gossip.messages import Ack, ByStream
-from gossip.punctuality import LATE_MIN, RECENT, RELAYED_MIN, Answer, Punctuality
+from gossip.punctuality import LATE_MIN, RECENT, RELAYED_MIN, ProbeAnswer, Punctuality
 from gossip.round_trips import STALL_TIMES, RoundTrips
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Sends
 from tests.gossip.swarm import Swarm, peer_of
 
-LAN = Settings.lan()
+LAN = SwimSettings.lan()
 
 
 class SlowAnswers(Swarm):
@@ -69,7 +69,7 @@ def test_a_member_far_away_is_probed_with_patience_and_suspected_no_more(delay: 
 
 
 def test_presets_of_one_machine_stretch_nothing_and_forget_nobody() -> None:
-    for settings in (Settings.local(), Settings.host()):
+    for settings in (SwimSettings.local(), SwimSettings.host()):
         trips = RoundTrips(settings)
         trips.learn(0.0, peer_of(1), 5.0)
         assert trips.stretch(peer_of(1)) == 1.0
@@ -127,8 +127,8 @@ def test_loss_alone_marks_nobody_and_a_dead_member_has_no_mark() -> None:
     assert len(swarm.cores[0].punctuality) == 0
 
 
-@given(st.lists(st.sampled_from(Answer)))
-def test_marks_follow_from_the_latest_answers_and_leave_nothing_behind(answers: list[Answer]) -> None:
+@given(st.lists(st.sampled_from(ProbeAnswer)))
+def test_marks_follow_from_the_latest_answers_and_leave_nothing_behind(answers: list[ProbeAnswer]) -> None:
     punctuality, told = Punctuality(), False
     for count, answer in enumerate(answers, 1):
         event = punctuality.note(peer_of(1), answer, 0.5)
@@ -137,12 +137,12 @@ def test_marks_follow_from_the_latest_answers_and_leave_nothing_behind(answers: 
             # Every event changes something, and a path is lost only after so many in a row.
             assert isinstance(event, MemberDegraded) or told
             if isinstance(event, MemberDegraded) and event.condition is Condition.NO_PATH:
-                assert last[-RELAYED_MIN:] == [Answer.RELAYED] * RELAYED_MIN
+                assert last[-RELAYED_MIN:] == [ProbeAnswer.RELAYED] * RELAYED_MIN
             told = isinstance(event, MemberDegraded)
         assert told == (peer_of(1) in punctuality.marks)
-        if last.count(Answer.LATE) >= LATE_MIN and last[-1] is not Answer.RELAYED:
+        if last.count(ProbeAnswer.LATE) >= LATE_MIN and last[-1] is not ProbeAnswer.RELAYED:
             assert told
     for _ in range(RECENT):
-        punctuality.note(peer_of(1), Answer.IN_TIME, 0.1)
+        punctuality.note(peer_of(1), ProbeAnswer.IN_TIME, 0.1)
     assert len(punctuality) == 0
     assert punctuality.marks == {}

@@ -15,7 +15,7 @@ from gossip.claims import COUNT_MAX
 from gossip.roster import Entered, Leave, Left, Names, Report, Roster
 from gossip.rosters import Rosters
 from sim.engine import Engine, Wire
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 
 RUN, TENSORS, LINEAGE = (blake3(name).digest() for name in (b"run", b"tensors", b"lineage"))
@@ -34,7 +34,7 @@ class World:
         self.kept = kept
         self.events: list[tuple[float, PeerId, object]] = []
         self.engine = Engine(
-            Links(NetworkModel(loss=loss), seed),
+            SimLinks(NetworkModel(loss=loss), seed),
             publish=lambda now, peer, event: self.events.append((now, peer, event)),
             wires={"": Wire(roster.Message, roster.MESSAGE_BYTES_MAX)},
         )

@@ -28,7 +28,7 @@ from gossip.messages import (
 )
 from gossip.push_pull import SEARCH_SYNCS_MAX
 from gossip.refutations import OUTSIDERS_REFUTED_MAX
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import Swim
 from gossip.view import DEPTH_MAX, KEY_BITS, Scope
 from tests.gossip.neighbourhoods import SMALL, Neighbourhoods
@@ -203,7 +203,7 @@ def _bits(key: bytes) -> str:
 # Strangers and liars.
 
 
-def core_of(number: int, depth: int | None = None, limits: Settings = SMALL) -> Swim:
+def core_of(number: int, depth: int | None = None, limits: SwimSettings = SMALL) -> Swim:
     core = Swim(HashSigner(peer_of(number)), profile_of(number), limits, Random(1), 1, 0.0, place=node_number)
     core.scope.depth = depth or 0
     return core
@@ -286,7 +286,7 @@ messages: st.SearchStrategy[Message] = st.one_of(
 def test_only_the_neighbourhood_is_ever_listed(
     arrivals: list[tuple[PeerId, Message]], depth: int, joining: bool
 ) -> None:
-    core = core_of(0, depth, Settings(scope_members_min=2, scope_members_max=6, members_max=6))
+    core = core_of(0, depth, SwimSettings(scope_members_min=2, scope_members_max=6, members_max=6))
     if joining:
         core.join(0.0, [peer_of(1)])
     for count, (sender, message) in enumerate(arrivals):

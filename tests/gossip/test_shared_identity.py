@@ -7,7 +7,7 @@ import pytest
 from gossip.member import Status
 from gossip.messages import Ack, Compare, Ping
 from gossip.other_lives import LIVES_MAX
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from tests.gossip.copies import KEY, STARTED, Swarm
 
 SECONDS_MAX = 60.0
@@ -18,9 +18,9 @@ EARLIER, LATER = STARTED - 60_000, STARTED + 60_000
 SEEDS = range(50)
 
 
-def start_original(seed: int = 1, *, others: int = 2, settings: Settings | None = None) -> Swarm:
+def start_original(seed: int = 1, *, others: int = 2, settings: SwimSettings | None = None) -> Swarm:
     """A swarm in which the original has run for a while."""
-    swarm = Swarm(seed, settings or Settings.lan(), others=others)
+    swarm = Swarm(seed, settings or SwimSettings.lan(), others=others)
     swarm.run(3.0)
     swarm.start("original", KEY, "1")
     swarm.run(swarm.rng.uniform(3.0, 20.0))
@@ -53,7 +53,7 @@ def run_until_stopped(swarm: Swarm, name: str) -> float:
 def test_the_younger_of_two_processes_with_one_key_stops(
     first: tuple[int, bytes], second: tuple[int, bytes], goes: str
 ) -> None:
-    swarm = Swarm(1, Settings.lan())
+    swarm = Swarm(1, SwimSettings.lan())
     swarm.start("original", KEY, "1", started=first[0], instance=first[1])
     swarm.run(5.0)
     swarm.start("copy", KEY, "1", started=second[0], instance=second[1])
@@ -94,7 +94,7 @@ def test_more_copies_than_are_remembered_stop_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("again", [LATER, EARLIER - 1], ids=["later", "clock-set-back"])
 def test_an_earlier_life_of_a_node_is_no_other_node(again: int) -> None:
-    swarm = Swarm(1, Settings.lan())
+    swarm = Swarm(1, SwimSettings.lan())
     swarm.start("before", KEY, "1", started=EARLIER)
     swarm.run(5.0)
     swarm.stop("before")

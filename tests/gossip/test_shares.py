@@ -5,7 +5,7 @@ from crypto.identity import PeerId
 from gossip.member import Profile
 from gossip.messages import AliveBody, AliveFact, announced, sign_body
 from gossip.shares import SHARE_MIN, Shares
-from gossip.table import Row
+from gossip.table import MemberRow
 from tests.gossip.swarm import HashSigner, peer_of
 
 MOST = 200
@@ -18,8 +18,8 @@ def said(number: int, claimed: str) -> AliveFact:
     return announced(sign_body(HashSigner(peer), body), Profile("x", (address,)), body)
 
 
-def rows(claimed: str) -> list[Row]:
-    return [Row(said(number, claimed), 0.0, peer_of(number)) for number in range(MOST // 2)]
+def rows(claimed: str) -> list[MemberRow]:
+    return [MemberRow(said(number, claimed), 0.0, peer_of(number)) for number in range(MOST // 2)]
 
 
 def test_a_claimed_address_fills_no_other_networks_share() -> None:
@@ -38,7 +38,9 @@ def test_members_whose_host_nobody_knows_share_one_part() -> None:
         return None
 
     shares.host_of = unknown
-    listed = [Row(said(number, f"198.51.{number}.7"), 0.0, peer_of(number)) for number in range(MOST // 2)]
+    listed = [
+        MemberRow(said(number, f"198.51.{number}.7"), 0.0, peer_of(number)) for number in range(MOST // 2)
+    ]
     newcomer = said(900, "192.0.2.1")
     assert not shares.allow(listed, len(listed), newcomer, newcomer.peer)
     assert shares.allow(listed[: SHARE_MIN - 1] + rows("192.0.2.1")[:0], len(listed), newcomer, newcomer.peer)

@@ -31,14 +31,14 @@ from gossip.messages import (
     Sync,
     sign_body,
 )
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.stream_answers import BURST
 from tests.gossip.swarm import HashSigner, Swarm, peer_of, profile_of
 
-LOCAL = Settings.local()
+LOCAL = SwimSettings.local()
 
 
-def settled(count: int, settings: Settings = LOCAL, seed: int = 1, loss: float = 0.0) -> Swarm:
+def settled(count: int, settings: SwimSettings = LOCAL, seed: int = 1, loss: float = 0.0) -> Swarm:
     swarm = Swarm(count, settings, seed, loss)
     swarm.run_until(swarm.converged, at_most=20 * settings.probe_interval_seconds)
     return swarm
@@ -63,8 +63,10 @@ def test_a_member_is_listed_with_its_introducer() -> None:
     assert view[0].found_through in {peer_of(number) for number in range(4)}
 
 
-@pytest.mark.parametrize("settings", [LOCAL, Settings.lan()], ids=["local", "lan"])
-def test_a_probe_without_datagrams_is_answered_by_stream_and_nobody_is_suspected(settings: Settings) -> None:
+@pytest.mark.parametrize("settings", [LOCAL, SwimSettings.lan()], ids=["local", "lan"])
+def test_a_probe_without_datagrams_is_answered_by_stream_and_nobody_is_suspected(
+    settings: SwimSettings,
+) -> None:
     swarm = settled(4, settings)
     swarm.without_datagrams = lambda one, other: {one, other} == {0, 1}
     swarm.run(300 * settings.probe_interval_seconds)
@@ -118,9 +120,9 @@ def test_a_killed_member_is_found_by_all_within_one_to_two_seconds(count: int) -
 
 
 def test_a_killed_member_of_a_lan_is_found_within_the_longest_suspicion() -> None:
-    swarm = settled(10, Settings.lan())
+    swarm = settled(10, SwimSettings.lan())
     swarm.kill(9)
-    shortest, longest = Settings.lan().suspicion_bounds_seconds(10)
+    shortest, longest = SwimSettings.lan().suspicion_bounds_seconds(10)
     assert shortest < swarm.run_until(lambda: swarm.all_see(9, Status.DEAD), at_most=longest)
 
 
@@ -255,7 +257,7 @@ def test_a_new_profile_reaches_all() -> None:
 
 def test_ten_percent_loss_kills_nobody_in_twenty_seeds() -> None:
     for seed in range(20):
-        swarm = Swarm(8, Settings.lan(), seed, loss=0.1)
+        swarm = Swarm(8, SwimSettings.lan(), seed, loss=0.1)
         swarm.run(120)
         downs = [
             event for events in swarm.events.values() for event in events if isinstance(event, MemberDown)
@@ -377,7 +379,7 @@ def test_the_dead_are_listed_for_ten_minutes_and_then_forgotten() -> None:
 
 
 def test_an_idle_member_sends_less_than_two_kilobytes_a_second() -> None:
-    swarm = settled(30, Settings.lan())
+    swarm = settled(30, SwimSettings.lan())
     swarm.run(30)
     before = swarm.sent_bytes
     swarm.run(60)
@@ -415,7 +417,7 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_hash_seed() -> None:
 
 
 def test_an_answer_from_the_dead_revives_a_healed_partition_quickly() -> None:
-    swarm = settled(30, Settings.lan())
+    swarm = settled(30, SwimSettings.lan())
     swarm.blocked = lambda a, b: (a < 15) != (b < 15)
     swarm.run(60)
     assert all(swarm.view(0)[number].status is Status.DEAD for number in range(15, 30))
@@ -424,7 +426,7 @@ def test_an_answer_from_the_dead_revives_a_healed_partition_quickly() -> None:
 
 
 def test_constant_changes_of_one_member_are_passed_on_rarely() -> None:
-    swarm = settled(40, Settings.lan())
+    swarm = settled(40, SwimSettings.lan())
     swarm.run(30)
     before = swarm.sent_bytes
     for number in range(300):
@@ -435,7 +437,7 @@ def test_constant_changes_of_one_member_are_passed_on_rarely() -> None:
 
 
 def test_members_measure_their_round_trips_by_probes() -> None:
-    swarm = settled(8, Settings.lan())
+    swarm = settled(8, SwimSettings.lan())
     swarm.run(120)
     for core in swarm.cores.values():
         others = [core.coordinates.round_trip_seconds_to(peer_of(number)) for number in swarm.cores]

@@ -16,7 +16,7 @@ from gossip.dissemination import (
     Dissemination,
 )
 from gossip.messages import FACTS_MAX, DeadBody, SuspectBody, fact_bytes, sign_body
-from gossip.settings import PRESETS, Settings
+from gossip.settings import PRESETS, SwimSettings
 from gossip.suspicion import LocalHealth, Suspicion
 from tests.gossip.swarm import HashSigner, peer_of
 
@@ -88,7 +88,7 @@ def test_presets_are_sound(name: str) -> None:
 )
 def test_settings_that_contradict_each_other_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="SWIM settings"):
-        Settings(**wrong)
+        SwimSettings(**wrong)
 
 
 def suspect(subject: int, accuser: int) -> Fact:

@@ -13,8 +13,8 @@ import trio
 from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
-from node.averaging.snapshot import Snapshot, Table, make_snapshot
-from node.averaging.transfer import Ask, Fetch, Nothing, Offer, Question, Sent
+from node.averaging.snapshot import Snapshot, SnapshotTable, make_snapshot
+from node.averaging.transfer import Fetch, NoState, Question, Sent, StateOffer, StateRequest
 from node.seams import Stream
 
 STEPS_AHEAD = (0, 1, 2, 4, 100, 2**20, 2**52)
@@ -39,7 +39,7 @@ class LyingDonor:
         """Handle one stream, until a lie ends it."""
         while True:
             question: Question = decode(await stream.receive(), Question, bytes_max=1_024)
-            if isinstance(question, Ask):
+            if isinstance(question, StateRequest):
                 await self._offer(stream)
             else:
                 await self._send(stream, question)
@@ -50,14 +50,14 @@ class LyingDonor:
         kind = self._lie(*kinds, *["honest"] * len(kinds))
         table = self._table(kind)
         if kind == "nothing":
-            await stream.send(encode(Nothing("no state yet")))
+            await stream.send(encode(NoState("no state yet")))
         elif kind == "nonsense":
             await stream.send(self._rng.randbytes(40))
         else:
             await self._pause(kind, stream)
-            await stream.send(encode(Offer(table)))
+            await stream.send(encode(StateOffer(table)))
 
-    def _table(self, kind: str) -> Table:
+    def _table(self, kind: str) -> SnapshotTable:
         """Return the table of its own state, or one much like the honest one."""
         honest = self._honest.table
         if kind == "state":
@@ -76,7 +76,7 @@ class LyingDonor:
             source = self._honest if kind == "right" else self._state
             data: Any = bytes(source.chunk(number % max(1, len(source.table.chunks))))
             if kind == "nothing":
-                await stream.send(encode(Nothing("this state is no longer kept")))
+                await stream.send(encode(NoState("this state is no longer kept")))
                 return
             await self._pause(kind, stream)
             said = Sent(number + 1 if kind == "number" else number)

@@ -16,7 +16,7 @@ from crypto.identity import Identity
 from node.seams import MESSAGE_BYTES_USUAL
 from node.transport.buffer_pool import Pool
 from node.transport.records import Mark, RecordReader, RecordWriter
-from node.transport.router import ACCEPTED, Answer, Hello
+from node.transport.router import ACCEPTED, Hello, HelloAnswer
 from tests.hostile.attack import Attack, Target
 from tests.hostile.visitors import REFUSALS, handshake, read
 
@@ -74,7 +74,7 @@ class Guest:
             if not length:
                 raise EOFError
             self._reader.filled(length)
-        if not isinstance(answer, tuple) or answer[0] != encode(Answer(ACCEPTED)):
+        if not isinstance(answer, tuple) or answer[0] != encode(HelloAnswer(ACCEPTED)):
             raise EOFError
 
     def close(self) -> None:

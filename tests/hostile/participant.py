@@ -7,12 +7,12 @@ import torch
 from crypto.encoding import decode, encode
 from crypto.identity import PeerId
 from node.averaging.signature import signatures_of
-from node.averaging.transfer import PROTOCOL, TABLE_BYTES_MAX, Answer, Ask
+from node.averaging.transfer import PROTOCOL, TABLE_BYTES_MAX, Answer, StateRequest
 from node.library.sync import SyncNode
 from node.optimizer.differences import classes_of, kind_of
 from node.optimizer.layout import Layout
 from node.optimizer.open import choose_rule
-from node.optimizer.session import Session
+from node.optimizer.session import TrainingSession
 from node.optimizer.settings import Settings, names_of
 from node.optimizer.state import copy_state
 from node.protocols.calls import conversation
@@ -37,7 +37,7 @@ class LyingParticipant:
         )
         averaging = portal.subject.averaging
         self.run = portal.call_sync(averaging.open, run_id, signature, None, rule)
-        self._session = Session(portal, self.run)
+        self._session = TrainingSession(portal, self.run)
 
     def claim(self, step: int, *, samples: int = 0, rounds: int = 0, lineage: bytes = bytes(32)) -> None:
         """Tell these numbers, and offer the garbage as the state of that step."""
@@ -51,7 +51,7 @@ class LyingParticipant:
             network = self._portal.subject.network
             talk = conversation(network, peer, PROTOCOL, seconds=60, message_bytes_max=TABLE_BYTES_MAX)
             async with talk as stream:
-                await stream.send(encode(Ask(self.run.key, self.run.roster.signature, step)))
+                await stream.send(encode(StateRequest(self.run.key, self.run.roster.signature, step)))
                 answer: Answer = decode(await stream.receive(), Answer, bytes_max=TABLE_BYTES_MAX)
                 return answer
 

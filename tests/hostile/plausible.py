@@ -12,10 +12,10 @@ import numpy as np
 import torch
 import trio
 
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.library.sync import SyncNode
 from node.optimizer.state import copy_state
-from node.portal import Call
+from node.portal import LoopCall
 from tests.hostile.participant import LyingParticipant
 
 TALK_SECONDS = 0.05
@@ -41,7 +41,7 @@ class PlausibleLiar(LyingParticipant):
         """Rounds that it began, and those that it completed."""
         self._rng = rng
         self._is_batch = "target_batch_size" in options
-        self._calls: list[Call[None]] = [self._portal.begin(each) for each in (self._tell, self._average)]
+        self._calls: list[LoopCall[None]] = [self._portal.begin(each) for each in (self._tell, self._average)]
 
     async def _tell(self) -> None:
         while True:
@@ -62,7 +62,7 @@ class PlausibleLiar(LyingParticipant):
         while True:
             numbers_sent = numbers.standard_normal(self._layout.items) * self._lie("vector", FACTORS)
             vector = numbers_sent.astype(self._layout.dtype)
-            wanted = Wanted(round=self._step if self._is_batch else None, patience_seconds=1.0)
+            wanted = RoundWish(round=self._step if self._is_batch else None, patience_seconds=1.0)
             self.entered += 1
             with trio.move_on_after(self._lie("silence", SILENT_AFTER_SECONDS)):
                 found = await self.run.average(vector, self._lie("weight", WEIGHTS), wanted)

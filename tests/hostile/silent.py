@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import trio
 
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.library.sync import SyncNode
-from node.portal import Call
+from node.portal import LoopCall
 from tests.hostile.participant import LyingParticipant
 
 FOLLOW_SECONDS = 0.02
@@ -38,7 +38,7 @@ class SilentParticipant(LyingParticipant):
         self._silence, self._samples = silence, samples
         self._is_batch = "target_batch_size" in options
         self._vector = np.zeros(self._layout.items, self._layout.dtype)
-        self._call: Call[None] = self._portal.begin(self._follow)
+        self._call: LoopCall[None] = self._portal.begin(self._follow)
 
     async def _follow(self) -> None:
         while True:
@@ -46,7 +46,7 @@ class SilentParticipant(LyingParticipant):
             self.run.tell(step=step, samples=self._samples, rounds=step, lineage=LINEAGE, has_state=True)
             await trio.sleep(FOLLOW_SECONDS)
             if self._silence == "ready":
-                wanted = Wanted(round=step if self._is_batch else None, patience_seconds=WISH_SECONDS)
+                wanted = RoundWish(round=step if self._is_batch else None, patience_seconds=WISH_SECONDS)
                 with trio.move_on_after(WISH_SECONDS):
                     await self.run._find_group(self._vector, wanted, 0, None)
 

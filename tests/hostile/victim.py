@@ -45,7 +45,10 @@ async def _be_victim(connection: Connection, folder: Path, beacon_port: int) -> 
         beacon_port=beacon_port,
     )
     settings = config.Config(
-        name="victim", data_dir=folder, swarm=config.Swarm(name=SWARM), join=config.Join(lan=True)
+        name="victim",
+        data_dir=folder,
+        swarm=config.SwarmSettings(name=SWARM),
+        join=config.JoinSettings(lan=True),
     )
     capacity = Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, "")
     async with Node(settings, network=network, storage=storage, capacity=capacity) as node:

@@ -59,13 +59,13 @@ async def hostile_in(
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))
     values = Values(
-        seeded_rng(seed, "hostile values"), Known(), IdentitySigner(identity, config.Swarm().name)
+        seeded_rng(seed, "hostile values"), Known(), IdentitySigner(identity, config.SwarmSettings().name)
     )
     network = group.medium.attach(identity.peer)
     node = Node(
         config.Config(
             name=NAME,
-            swarm=config.Swarm(preset="local"),
+            swarm=config.SwarmSettings(preset="local"),
             data_dir=Path("/simulated"),
             resources=config.Resources(accept_runs="swarm" if takes_stages else "never"),
         ),

@@ -44,9 +44,9 @@ def settings(name: str, folder: Path, **resources: Any) -> config.Config:
     return config.Config(
         name=name,
         data_dir=folder,
-        swarm=config.Swarm(name=SWARM, preset="local"),
+        swarm=config.SwarmSettings(name=SWARM, preset="local"),
         listen=config.Listen(addresses=(config.read_listen(f"{HOST}:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(**resources),
     )
 

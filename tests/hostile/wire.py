@@ -99,7 +99,7 @@ PROTOCOLS = (
     ),
     Protocol(services.SERVICES_PROTOCOL, services.Request, services.Reply),
     Protocol(transfer.PROTOCOL, transfer.Question, transfer.Answer, limits=transfer.STREAMS),
-    Protocol(traces.TRACES_PROTOCOL, traces.Ask, traces.Told),
+    Protocol(traces.TRACES_PROTOCOL, traces.SpanRequest, traces.Told),
     Protocol(shown.FRAMES_PROTOCOL, shown.Question, shown.Answer, payloads=True, limits=audits.STREAMS),
     Protocol(given.RECEIPTS_PROTOCOL, given.Question, given.Answer, limits=receipts.STREAMS),
     Protocol(autonat.PROTOCOL, autonat.DialBack, autonat.Dialled, datagrams=autonat.Echo),
@@ -156,7 +156,15 @@ FACTS: Mapping[str, tuple[type, ...]] = {
 
 INSIDE: Mapping[str, tuple[type, ...]] = {
     "plan": (Plan,),
-    "value": (Change, replication.Offer, Calibration, Advert, Observed, directory.SubkeyRow, RelayRecord),
+    "value": (
+        Change,
+        replication.CheckpointOffer,
+        Calibration,
+        Advert,
+        Observed,
+        directory.SubkeyRow,
+        RelayRecord,
+    ),
     "links": (Change,),
     "metadata": (metadata.Metadata,),
     "data": (checkpoint.StatePart,),

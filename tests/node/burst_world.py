@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from node.placement.turn_rows import PRIORITY, Wish
-from node.placement.turns import CONTEST_SECONDS, PRIORITY_MAX, SENIOR_SECONDS, Turns
+from node.placement.turn_rows import PRIORITY, SlotWish
+from node.placement.turns import CONTEST_SECONDS, PRIORITY_MAX, SENIOR_SECONDS, FairQueue
 from node.placement.waiting import AGAIN_SECONDS_MAX, AGAIN_SHARE, GOSSIP_GRACE_SECONDS
 
 GREEDY = "greedy"
@@ -43,7 +43,7 @@ class Burst:
 @dataclass
 class _Run:
     owner: str
-    wish: Wish
+    wish: SlotWish
     since: float
     asked_all: float = -ALL_ASKED_SECONDS
     place: int = -1
@@ -67,7 +67,7 @@ class BurstWorld:
         self._rng = Random(burst.seed)
         self._numbers = count()
         self._providers = [
-            Turns(
+            FairQueue(
                 1,
                 bytes([number, burst.seed]),
                 contest_seconds=burst.contest_seconds,
@@ -139,7 +139,7 @@ class BurstWorld:
         number = next(self._numbers)
         key = self._key(owner, number)
         is_greedy = owner == GREEDY and not self.burst.is_polite
-        wish = Wish(
+        wish = SlotWish(
             number.to_bytes(32, "big"),
             key,
             PRIORITY_MAX if is_greedy else PRIORITY,

@@ -13,13 +13,13 @@ from node.transport.handshake_limits import (
     SOURCES_MAX,
     STRANGERS_BURST,
     STRANGERS_RATE,
-    Admission,
+    HandshakeGate,
 )
 
 SOURCES = [bytes((number,)) for number in range(6)]
 
 
-def all_of(admission: Admission, waiting: list[bytes], now: float) -> Counter[bytes]:
+def all_of(admission: HandshakeGate, waiting: list[bytes], now: float) -> Counter[bytes]:
     """How often each gets a handshake of all that are to be had now."""
     taken: Counter[bytes] = Counter()
     while (source := admission.choose(waiting, now)) is not None:
@@ -36,7 +36,7 @@ def all_of(admission: Admission, waiting: list[bytes], now: float) -> Counter[by
 def test_no_traffic_exceeds_the_rates_of_computing(
     steps: list[tuple[float, list[bytes]]], known: set[bytes]
 ) -> None:
-    admission, now, taken = Admission(0.0), 0.0, Counter[bytes]()
+    admission, now, taken = HandshakeGate(0.0), 0.0, Counter[bytes]()
     for source in known:
         admission.proved(source, 0.0)
     for pause_seconds, waiting in steps:
@@ -51,27 +51,27 @@ def test_no_traffic_exceeds_the_rates_of_computing(
 
 
 def test_a_newcomer_goes_before_a_crowd_from_elsewhere() -> None:
-    admission, crowd = Admission(0.0), SOURCES[:4]
+    admission, crowd = HandshakeGate(0.0), SOURCES[:4]
     all_of(admission, crowd, 0.0)
     # A token at a time from now on, which all of them want.
     assert admission.choose([*crowd, SOURCES[5]], 1.5 / STRANGERS_RATE) == SOURCES[5]
 
 
 def test_sources_that_have_asked_for_as_much_take_turns() -> None:
-    admission, crowd = Admission(0.0), SOURCES[:4]
+    admission, crowd = HandshakeGate(0.0), SOURCES[:4]
     taken = all_of(admission, crowd, 0.0)
     assert set(taken.values()) == {STRANGERS_BURST / 4}
 
 
 def test_strangers_cannot_use_up_what_known_sources_have() -> None:
-    admission = Admission(0.0)
+    admission = HandshakeGate(0.0)
     admission.proved(SOURCES[0], 0.0)
     all_of(admission, SOURCES[1:], 0.0)
     assert admission.choose(SOURCES, 0.0) == SOURCES[0]
 
 
 def test_handshakes_that_yield_a_peer_do_not_count_against_sources() -> None:
-    admission = Admission(0.0)
+    admission = HandshakeGate(0.0)
     for number in range(int(2 * SOURCE_BURST)):
         now = number / KNOWN_RATE
         assert admission.choose(SOURCES[:1], now) == SOURCES[0]
@@ -80,7 +80,7 @@ def test_handshakes_that_yield_a_peer_do_not_count_against_sources() -> None:
 
 
 def test_only_so_many_sources_are_remembered() -> None:
-    admission = Admission(0.0)
+    admission = HandshakeGate(0.0)
     for number in range(SOURCES_MAX + 10):
         source = number.to_bytes(4, "big")
         assert admission.choose([source], float(number)) == source

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from node.cli.autostart_units import Service, launchd_plist, service_name, systemd_unit
+from node.cli.autostart_units import AutostartService, launchd_plist, service_name, systemd_unit
 from node.main import run
 from node.services.notify_socket import NotifySocket
 from tests.source import ROOT
@@ -33,8 +33,8 @@ esac
 """
 
 
-def service(folder: Path, *words: str) -> Service:
-    return Service(
+def service(folder: Path, *words: str) -> AutostartService:
+    return AutostartService(
         "peerloom", folder, [sys.executable, "-m", "node", *words], folder, {"PEERLOOM_JOIN": "a b"}
     )
 

@@ -28,7 +28,7 @@ from node.transport.beacon import (
     NeighbourHeard,
 )
 from node.transport.multicast import Multicast, interfaces_of
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
 from tests.node.nets import free_port, make_network, running
@@ -246,10 +246,10 @@ async def test_a_network_has_a_local_one_only_where_it_is_told_to() -> None:
 
 
 def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> None:
-    medium = SimNetworkFabric(Links(NetworkModel(), 1), has_local=True)
+    medium = SimNetworkFabric(SimLinks(NetworkModel(), 1), has_local=True)
 
     async def scenario() -> None:
-        away = {"swarm": config.Swarm(name="other")}
+        away = {"swarm": config.SwarmSettings(name="other")}
         async with (
             simulated_node(medium, 0) as first,
             simulated_node(medium, 1) as second,
@@ -259,7 +259,7 @@ def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> No
             assert set(first.membership.live) == {first.peer, second.peer}
             assert list(other.membership.live) == [other.peer]
             assert [join.found_by for join in first.state.joins] == ["beacon"]
-            async with simulated_node(medium, 3, settings={"join": config.Join(lan=False)}) as shy:
+            async with simulated_node(medium, 3, settings={"join": config.JoinSettings(lan=False)}) as shy:
                 await trio.sleep(60)
                 assert list(shy.membership.live) == [shy.peer]
 

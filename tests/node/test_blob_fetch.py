@@ -19,7 +19,7 @@ from crypto.identity import PeerId
 from node.content import blobs as protocol
 from node.content.blobs import (
     BLOBS_PROTOCOL,
-    Absent,
+    BlobAbsent,
     BlobServer,
     BlobSink,
     BlobsMissing,
@@ -33,7 +33,7 @@ from node.executor import RealExecutor
 from node.seams import Handler, RealClock, Seams, Stream
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, hash_of
 from node.storage.folder import FolderStorage
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric, simulated_seams
 from sim.storage import MemoryStorage
@@ -111,7 +111,7 @@ class Group:
 @asynccontextmanager
 async def peers(model: NetworkModel | None = None) -> AsyncIterator[Group]:
     async with trio.open_nursery() as nursery:
-        yield Group(nursery, SimNetworkFabric(Links(model or NetworkModel(), 1)))
+        yield Group(nursery, SimNetworkFabric(SimLinks(model or NetworkModel(), 1)))
         nursery.cancel_scope.cancel()
 
 
@@ -202,7 +202,7 @@ def test_a_peer_that_has_nothing_of_it_is_not_asked_for_everything() -> None:
             while True:
                 await asked(stream)
                 questions += 1
-                await stream.send(encode(Absent()))
+                await stream.send(encode(BlobAbsent()))
 
         wanted = sizes_of(some_blobs(2 * protocol.MISSES_MAX, 10))
         one, other = await group.add(), await group.add(empty)
@@ -366,7 +366,7 @@ def test_a_fetch_asks_few_holders_at_once_and_keeps_the_rest() -> None:
             try:
                 while True:
                     await asked(stream)
-                    await stream.send(encode(Absent()))
+                    await stream.send(encode(BlobAbsent()))
             finally:
                 open_now -= 1
 
@@ -411,7 +411,7 @@ def test_a_damaged_blob_is_not_here_and_a_stream_goes_on() -> None:
         for each in (name, bytes(32), other):
             await stream.send(encode(Want(each)))
         replies = [await stream.receive() for _ in range(4)]
-        assert replies == [encode(Absent()), encode(Absent()), encode(Found(7)), b"another"]
+        assert replies == [encode(BlobAbsent()), encode(BlobAbsent()), encode(Found(7)), b"another"]
 
     scenario(test)
 

@@ -13,7 +13,7 @@ import trio
 from node import config
 from node.cli.client import ask
 from node.doctor.local_checks import Scene, look_here
-from node.doctor.steps import Step, Steps
+from node.doctor.steps import CheckStep, Steps
 from node.errors import NoNode
 from node.transport.datagram_paths import KNOCK_SECONDS
 from tests.node.namespaces import Machine, two_machines
@@ -86,9 +86,9 @@ def datagrams(data: Path) -> tuple[int, int]:
     return len(found["blocked"]), found["of"]
 
 
-def doctor(data: Path) -> list[Step]:
+def doctor(data: Path) -> list[CheckStep]:
     steps = Steps(lambda _: None)
-    trio.run(look_here, steps, Scene(config.Config(data_dir=data, join=config.Join(lan=False))))
+    trio.run(look_here, steps, Scene(config.Config(data_dir=data, join=config.JoinSettings(lan=False))))
     return steps.all
 
 

@@ -22,9 +22,9 @@ from node.paths import cache_folder
 from node.placement.provider import Provider
 from node.services.calibration import (
     CalibrationSettings,
+    CalibrationWish,
     MeasuringProcesses,
     MeasuringTurn,
-    Wanted,
     calibrate,
     corrected,
 )
@@ -35,7 +35,7 @@ from partition.plan.rates import (
     REFERENCE,
     Calibration,
     KindPace,
-    Pace,
+    OperatorPace,
     decode_calibration,
     encode_calibration,
 )
@@ -43,7 +43,7 @@ from sim.seams import SimClock
 from tests.node.test_energy import zone
 from tests.slowdown import slowdown
 
-HERE = Wanted("cpu", "float32", 1)
+HERE = CalibrationWish("cpu", "float32", 1)
 WAITING_SECONDS = 60
 HURRIED = MeasuringProcesses(
     CalibrationSettings(measure_seconds=0.005, share_seconds=0.005, process_seconds_max=0.01)
@@ -112,7 +112,7 @@ def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) 
 )
 def test_several_slots_are_measured_busy_and_stored_separately(alone: Calibration, cache: Path) -> None:
     with on_one_core() as processes:
-        beside = calibrate(Wanted("cpu", "float32", 1, slots=2), cache, processes=processes)
+        beside = calibrate(CalibrationWish("cpu", "float32", 1, slots=2), cache, processes=processes)
     assert beside is not None
     assert slowdown(alone, beside) > 1.2
     assert len({path.name for path in cache.iterdir()}) == 3, "two, and the lock"
@@ -160,7 +160,7 @@ def test_power_is_measured_if_the_hardware_counts_energy(
     again = calibrate(HERE, tmp_path / "cache", EnergyMeter(tmp_path), processes=known)
     assert again == found
     without = EnergyMeter(tmp_path / "none")
-    other = calibrate(Wanted("cpu", "float32", 2), tmp_path / "cache", without, processes=known)
+    other = calibrate(CalibrationWish("cpu", "float32", 2), tmp_path / "cache", without, processes=known)
     assert other == REFERENCE
 
 
@@ -179,7 +179,7 @@ def test_a_node_that_ends_leaves_no_process_that_measures(
     started: list[subprocess.Popen[bytes]] = []
 
     class GivenUp(MeasuringProcesses):
-        def begin(self, wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
+        def begin(self, wanted: CalibrationWish, seconds: float) -> "subprocess.Popen[bytes]":
             started.append(super().begin(wanted, seconds))
             turn.give_up()
             return started[-1]
@@ -211,7 +211,7 @@ def test_a_measurement_is_repeated_after_its_node_has_computed(
     words = [f"import time; time.sleep({WAITING_SECONDS})", f"print('{encode_calibration(REFERENCE).hex()}')"]
 
     class Slow(MeasuringProcesses):
-        def begin(self, wanted: Wanted, seconds: float) -> "subprocess.Popen[bytes]":
+        def begin(self, wanted: CalibrationWish, seconds: float) -> "subprocess.Popen[bytes]":
             process = subprocess.Popen([sys.executable, "-c", words[len(started)]], stdout=subprocess.PIPE)
             started.append(process)
             return process
@@ -271,7 +271,9 @@ def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
 
 
 def test_other_threads_and_devices_are_other_calibrations() -> None:
-    keys = {Wanted(device, "float32", threads).key for device in ("cpu", "cuda:0") for threads in (1, 2)}
+    keys = {
+        CalibrationWish(device, "float32", threads).key for device in ("cpu", "cuda:0") for threads in (1, 2)
+    }
     assert len(keys) == 4
 
 
@@ -291,7 +293,7 @@ def capacity() -> Capacity:
 
 def paced(picoseconds: int, share_permille: int = 1000) -> Calibration:
     """A device whose operators take so long a call, and nothing else."""
-    rows = tuple(KindPace(row.kind, Pace(picoseconds, 0, 0), row.backward) for row in REFERENCE.kinds)
+    rows = tuple(KindPace(row.kind, OperatorPace(picoseconds, 0, 0), row.backward) for row in REFERENCE.kinds)
     return msgspec.structs.replace(REFERENCE, kinds=rows, share_permille=share_permille)
 
 

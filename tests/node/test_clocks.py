@@ -37,7 +37,7 @@ from node.runtime import Node
 from node.seams import RealClock
 from node.services.swarm_clock import SKEW_SECONDS, SwarmClock
 from sim.network.clocks import LocalClock
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimClock, SimNetworkFabric
 from tests.node.simulated import simulated_node
@@ -62,9 +62,9 @@ def settings(folder: Path, name: str, join: str = "") -> config.Config:
     return config.Config(
         name=name,
         data_dir=folder / name,
-        swarm=config.Swarm(name="clocks", preset="local"),
+        swarm=config.SwarmSettings(name="clocks", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=seeds),
+        join=config.JoinSettings(lan=False, seeds=seeds),
         resources=config.Resources(calibrate=False, accept_runs="never"),
     )
 
@@ -127,7 +127,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_pat
 
 
 def test_two_nodes_report_differing_clocks_and_still_find_records() -> None:
-    medium = SimNetworkFabric(Links(NetworkModel(), 1))
+    medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
 
     async def scenario() -> None:
         async with AsyncExitStack() as stack:

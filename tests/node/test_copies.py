@@ -21,11 +21,11 @@ from crypto.identity import PeerId
 from node.checkpoints import replication as protocol
 from node.checkpoints.replication import (
     COPIES_PROTOCOL,
+    CheckpointOffer,
     CheckpointReplicator,
     Conclude,
     Here,
     Keep,
-    Offer,
     Which,
     ask,
 )
@@ -193,10 +193,10 @@ def test_a_run_outlives_its_requester_and_all_its_replicas(tmp_path: Path) -> No
             group.kill(gone)
         await trio.sleep(60)
         holders = await e.copies.holders(of.run.text)
-        assert holders[d.peer] == Offer(4, name)
+        assert holders[d.peer] == CheckpointOffer(4, name)
         kept = await e.copies.fetch(of.run.text, None, list(holders))
         assert kept.is_whole
-        assert await e.copies.holders(of.run.text) == {**holders, e.peer: Offer(4, name)}
+        assert await e.copies.holders(of.run.text) == {**holders, e.peer: CheckpointOffer(4, name)}
         for stage, state in enumerate(kept.checkpoint.stages):
             arenas = bytearray(state.parameters_bytes), bytearray(state.moments_bytes)
             await e.checkpoints.restore(state, memoryview(arenas[0]), memoryview(arenas[1]), [])
@@ -454,7 +454,7 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
         # And when nobody else has named anything.
         with pytest.raises(Unreachable, match=r"not a valid message|could not be had"):
             await e.copies.fetch(of.run.text, 5, [b.peer])
-        await c.copies.announce(of.run.text, Offer(7, bytes(32)))
+        await c.copies.announce(of.run.text, CheckpointOffer(7, bytes(32)))
         await group.nodes["b"].discovery.publish(
             protocol.CHECKPOINT_PURPOSE, bytes.fromhex(of.run.text), b"\xff"
         )

@@ -20,11 +20,11 @@ from node import config
 from node.doctor import local_checks as doctor
 from node.doctor.local_checks import Scene, _paths, look_here
 from node.doctor.remote_checks import look_there
-from node.doctor.steps import Step, Steps
+from node.doctor.steps import CheckStep, Steps
 from node.errors import CheckFailed
 from node.main import run
 from node.seams import RealClock
-from node.services.autonat import Reach
+from node.services.autonat import ReachService
 from node.stages.sandbox import Fenced
 from node.transport.network import RealNetwork
 from tests.node.nets import make_network, running, unused_address
@@ -45,7 +45,7 @@ def scene(
     settings = config.Config(
         data_dir=tmp_path / "data",
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=announce),
-        swarm=config.Swarm(name=swarm),
+        swarm=config.SwarmSettings(name=swarm),
         resources=config.Resources(allow_unfenced=True),  # a kernel without fences is not what is tested here
     )
     return Scene(settings, beacon_port=free_port(), echo_seconds=echo_seconds)
@@ -57,24 +57,24 @@ async def somebody(*, echoes: bool = True) -> AsyncIterator[RealNetwork]:
     network = make_network("s")
     async with running(network), trio.open_nursery() as nursery:
         if echoes:
-            nursery.start_soon(Reach(network, RealClock(), counters=Counter()).echo)
+            nursery.start_soon(ReachService(network, RealClock(), counters=Counter()).echo)
         yield network
         nursery.cancel_scope.cancel()
 
 
-async def here(scene: Scene) -> dict[str, Step]:
+async def here(scene: Scene) -> dict[str, CheckStep]:
     steps = Steps(lambda _: None)
     await look_here(steps, scene)
     return {step.name: step for step in steps.all}
 
 
-async def there(scene: Scene, address: Address) -> dict[str, Step]:
+async def there(scene: Scene, address: Address) -> dict[str, CheckStep]:
     steps = Steps(lambda _: None)
     await look_there(steps, scene, address)
     return {step.name: step for step in steps.all}
 
 
-def outcomes(steps: dict[str, Step]) -> dict[str, str]:
+def outcomes(steps: dict[str, CheckStep]) -> dict[str, str]:
     return {name: step.outcome for name, step in steps.items()}
 
 
@@ -122,7 +122,7 @@ async def test_keys_that_others_may_read_are_found(tmp_path: Path) -> None:
     secret.write_text(os.urandom(32).hex())
     secret.chmod(0o644)
     looked = scene(tmp_path)
-    keyed = config.Swarm(name=SWARM, key_file=secret)
+    keyed = config.SwarmSettings(name=SWARM, key_file=secret)
     looked.config = config.Config(data_dir=folder, listen=looked.config.listen, swarm=keyed)
     found = await here(looked)
     assert found["identity"].outcome == "ok"
@@ -248,7 +248,7 @@ async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
 ) -> None:
     closed = unused_address()
     async with somebody(echoes=False) as node:
-        Reach(node, RealClock(), counters=Counter())
+        ReachService(node, RealClock(), counters=Counter())
         node.inbox("/peerloom/reach/1")  # takes them, and sends nothing back
         found = await there(scene(tmp_path, announce=(closed,), echo_seconds=0.1), node.addresses[0])
     assert found["datagram"].outcome == "failed"

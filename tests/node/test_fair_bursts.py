@@ -14,8 +14,8 @@ import trio
 
 from crypto.identity import PeerId
 from node.placement.leases import make_plan
-from node.placement.turn_rows import Wish
-from node.placement.turns import CONTEST_SECONDS, SENIOR_SECONDS, Turns
+from node.placement.turn_rows import SlotWish
+from node.placement.turns import CONTEST_SECONDS, SENIOR_SECONDS, FairQueue
 from node.protocols.runs import Leased, LeaseRequest
 from node.runtime import Node
 from partition.plan.plan import encode_plan
@@ -88,12 +88,12 @@ def test_a_greedy_requester_of_a_hundred_runs_gets_its_share(changes: dict[str, 
     assert due <= SHARE_MAX + 2 * LOTS_OFF / SEEDS**0.5, figures
 
 
-def wish(run: int, requester: bytes) -> Wish:
-    return Wish(bytes([run]) * 32, requester)
+def wish(run: int, requester: bytes) -> SlotWish:
+    return SlotWish(bytes([run]) * 32, requester)
 
 
-def contested() -> Turns:
-    return Turns(1, contest_seconds=CONTEST_SECONDS, has_seniors=True)
+def contested() -> FairQueue:
+    return FairQueue(1, contest_seconds=CONTEST_SECONDS, has_seniors=True)
 
 
 def test_a_free_slot_goes_to_the_senior_that_asks_within_the_contest() -> None:

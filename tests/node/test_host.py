@@ -45,7 +45,6 @@ from partition.stage import (
     Backward,
     BackwardDone,
     Discard,
-    Done,
     Export,
     Exported,
     Forward,
@@ -55,7 +54,8 @@ from partition.stage import (
     Ran,
     Reply,
     Request,
-    Run,
+    RunEntryPoint,
+    StageDone,
     StageSpecification,
     timed,
 )
@@ -155,7 +155,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         exported = await host.call(Export())
         assert exported == local.handle(Export())
         assert isinstance(exported, Exported)
-        assert isinstance(await host.call(Import(exported.data)), Done)
+        assert isinstance(await host.call(Import(exported.data)), StageDone)
 
         # Calls of several tasks are served in the order they were made.
         answers: list[object] = []
@@ -167,7 +167,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
             for request in (Discard(), FORWARD, Export()):
                 nursery.start_soon(ask, request)
                 await trio.testing.wait_all_tasks_blocked()
-        assert answers == [Done, Forwarded, Exported]
+        assert answers == [StageDone, Forwarded, Exported]
     finally:
         await host.aclose()
     await host.aclose()
@@ -267,7 +267,7 @@ async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytes
             nursery.start_soon(notice)
             assert isinstance(await other.call(FORWARD), Forwarded)
         await frozen.aclose()
-        assert isinstance(await other.call(Discard()), Done)
+        assert isinstance(await other.call(Discard()), StageDone)
 
 
 def holds_nothing_of_the_nodes(pid: int) -> None:
@@ -371,9 +371,9 @@ GARBAGE = {
     "no message": answered(b"\xc1 garbage"),
     "a message without an end": Header(2**62).encode(),
     "half a message": Header(100).encode() + bytes(50),
-    "an answer to nothing": answered(Done()),
-    "an answer with something behind it": answered(Done(), behind=3),
-    "tensors that are nobody's": answered(Done(), first=3),
+    "an answer to nothing": answered(StageDone()),
+    "an answer with something behind it": answered(StageDone(), behind=3),
+    "tensors that are nobody's": answered(StageDone(), first=3),
     "one bundle too many": answered(Ran(BUNDLE), first=1, second=1),
     "tensors in two places": answered(Ran(FORWARD.input), first=1),
     "tensors without an end": answered(Ran(BUNDLE), first=2**40),
@@ -407,7 +407,7 @@ def test_a_message_taken_apart_and_joined_is_itself(first: bytes, second: bytes)
         Forwarded(None, bundles[1], 1.0, 2),
         Forwarded(None, None, 1.0, 2),
         BackwardDone(bundles[0]),
-        Run(b"session", "decode", bundles[1]),
+        RunEntryPoint(b"session", "decode", bundles[1]),
         Ran(bundles[0]),
         Import(first),
         Exported(second),

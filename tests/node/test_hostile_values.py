@@ -21,7 +21,7 @@ from msgspec.structs import replace
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity
-from node.checkpoints.replication import Offer
+from node.checkpoints.replication import CheckpointOffer
 from node.cli.screen import EventScreen
 from node.content import datasets as datasets
 from node.errors import UsageError
@@ -29,7 +29,7 @@ from node.events import RunEnded, StepCommitted
 from node.pipeline.committer import _rounding
 from node.placement.leases import rounded
 from node.protocols.notices import Notice, RunEvent, event_of, news_of
-from node.runs.checkpointing import Keeping, newest_name
+from node.runs.checkpointing import CheckpointKeeper, newest_name
 from node.runtime import Node
 from node.state_documents import event_document
 from node.storage.folder import FolderStorage
@@ -224,12 +224,12 @@ async def test_forty_checkpoints_at_once_are_written_one_after_the_other(tmp_pat
             def start_task(self, task: Callable[..., Any], *arguments: object, of: object) -> None:
                 nursery.start_soon(task, *arguments)
 
-        keeping = Keeping(cast(Any, Service()), cast(Any, TheRun()), list)
+        keeping = CheckpointKeeper(cast(Any, Service()), cast(Any, TheRun()), list)
         for step in range(1, 41):
             keeping.learn(step, bytes([step]) * 32)
     found = storage.read(newest_name(TheRun.text))
     assert found is not None
-    assert decode(found, Offer, bytes_max=64) == Offer(40, bytes([40]) * 32)
+    assert decode(found, CheckpointOffer, bytes_max=64) == CheckpointOffer(40, bytes([40]) * 32)
     assert keeping.restorable == (bytes([40]) * 32, 40)
 
 

@@ -19,7 +19,7 @@ from node.transport.punch_messages import (
     Introduced,
     Meet,
     Observe,
-    Offer,
+    PunchOffer,
     RoundTrip,
 )
 from node.transport.puncher import Puncher
@@ -28,7 +28,7 @@ from node.transport.streams import SecureStream
 from tests.node.nets import acquaint, make_network, running, until
 from tests.node.test_transport_parts import peer_ids
 
-OFFER = Offer(("/ip4/45.1.0.2/tcp/30000",), ())
+OFFER = PunchOffer(("/ip4/45.1.0.2/tcp/30000",), ())
 
 
 async def open_with(network: RealNetwork, common: PeerId, *messages: object) -> SecureStream:
@@ -59,7 +59,7 @@ async def test_two_that_know_a_third_say_what_punching_needs_and_no_more(is_hone
             with pytest.raises(StreamClosed):
                 await stranger.receive()
             far = await open_with(target, common.peer, Meet(told.token))
-            came: Offer = decode(await far.receive(), Offer, bytes_max=MESSAGE_BYTES_MAX)
+            came: PunchOffer = decode(await far.receive(), PunchOffer, bytes_max=MESSAGE_BYTES_MAX)
             assert came == OFFER
             if is_honest:
                 for source, other, message in (

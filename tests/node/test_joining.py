@@ -9,7 +9,7 @@ from crypto.contact import make_address
 from crypto.identity import PeerId
 from node.events import JoinTried
 from node.seams import RealClock
-from node.services.bootstrap import Joining
+from node.services.bootstrap import Bootstrap
 from tests.node.nets import make_network, running
 
 
@@ -31,7 +31,7 @@ async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> Non
 
     async with running(alice, bob), trio.open_nursery() as nursery:
         addresses = [make_address("127.0.0.1", silent.getsockname()[1]), *bob.addresses]
-        joining = Joining(
+        joining = Bootstrap(
             alice,
             RealClock(),
             [(address,) for address in addresses],

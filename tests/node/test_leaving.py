@@ -9,7 +9,7 @@ from trio.testing import MockClock
 from node.errors import EXIT_UNEXPECTED
 from node.events import JoinTried, NodeStopped, StepCommitted
 from node.process import END_SECONDS_MAX
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
 from tests.node.simulated import simulated_node
@@ -17,7 +17,7 @@ from tests.stack import manifest, prepare, simulate, swarm
 
 
 def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
-    medium = SimNetworkFabric(Links(NetworkModel(), 1))
+    medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     events: list[object] = []
 
     async def scenario() -> None:

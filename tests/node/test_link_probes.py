@@ -27,7 +27,7 @@ from node.services.links import (
     measure_link,
 )
 from partition.plan.link_probes import PEER_PROBES_MAX, PROBE_BYTES
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_identity
@@ -55,7 +55,7 @@ def near(*access: Access) -> NetworkModel:
 
 def simulated(scenario: Callable[..., Awaitable[None]], *access: Access) -> None:
     async def play() -> None:
-        medium = SimNetworkFabric(Links(near(*access), 1))
+        medium = SimNetworkFabric(SimLinks(near(*access), 1))
         alice, bob = (medium.attach(seeded_identity(1, number).peer) for number in range(2))
         async with trio.open_nursery() as nursery:
             for network in (alice, bob):

@@ -8,7 +8,7 @@ from trio.testing import MockClock
 from node.runs.runs import TRAINING_SECONDS
 from partition.plan.problem import LINK_BYTES_PER_SECOND
 from partition.plan.rates import REFERENCE
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel
 from sim.seams import SimNetworkFabric
 from tests.node.simulated import simulated_node
@@ -23,7 +23,7 @@ def slow_medium() -> SimNetworkFabric:
     """Every node has MBIT each way."""
     access = Access(share=1.0, up_mbit_per_second=MBIT, down_mbit_per_second=MBIT)
     model = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.001, jitter_seconds=0.0, access=(access,))
-    return SimNetworkFabric(Links(model, 1))
+    return SimNetworkFabric(SimLinks(model, 1))
 
 
 def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:

@@ -11,7 +11,7 @@ from crypto.contact import Address
 from crypto.encoding import encode
 from crypto.identity import Identity, PeerId
 from gossip.member import CandidateFound, FactsRefused, MemberUp, Status
-from gossip.table import MemberTable, Row
+from gossip.table import MemberRow, MemberTable
 from node.seams import RealClock
 from node.services.driver import BATCH_BYTES_MAX, Driver
 from node.transport.network import RealNetwork
@@ -21,9 +21,9 @@ from tests.stack import simulate, swarm
 
 def test_no_event_makes_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[str] = []
-    snapshot = Row.snapshot
+    snapshot = MemberRow.snapshot
 
-    def counted_snapshot(row: Row) -> object:
+    def counted_snapshot(row: MemberRow) -> object:
         made.append("member")
         return snapshot(row)
 
@@ -34,7 +34,7 @@ def test_no_event_makes_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             node, other = group.nodes["a"], group.nodes["b"]
-            monkeypatch.setattr(Row, "snapshot", counted_snapshot)
+            monkeypatch.setattr(MemberRow, "snapshot", counted_snapshot)
             monkeypatch.setattr(MemberTable, "snapshot", counted_list)
             for number in range(100):
                 event = MemberUp(peer_of(number), "x", (), b"", 1, other.peer)

@@ -30,7 +30,7 @@ from node.runs.manifest_builder import WINDOW, bind_data, make_manifest, window_
 from node.runs.settings import RunServiceSettings
 from node.runtime import Node
 from node.service_settings import ServiceSettings
-from partition.model.graph import DataType, Graph, Stored, decode_graph, encode_graph, graph_hash
+from partition.model.graph import DataType, Graph, StoredValues, decode_graph, encode_graph, graph_hash
 from partition.run.asks import Declined
 from partition.stage import GROUPS_MAX, GroupSettings, StageSpecification
 from tests.partition.graphs import GraphBuilder
@@ -218,7 +218,7 @@ def with_values() -> Model:
     values = np.arange(24, dtype="<f4")
     row = graph.parameters[0]
     digest = graph_hash(values.tobytes())
-    stored = msgspec.structs.replace(row, source=Stored(0, values.nbytes, digest))
+    stored = msgspec.structs.replace(row, source=StoredValues(0, values.nbytes, digest))
     graph = msgspec.structs.replace(graph, parameters=(stored, *graph.parameters[1:]))
     made = model_of(graph)
     return Model(graph, made.data, made.hash, file_header(graph) + values.tobytes())

@@ -1,22 +1,22 @@
 """Real nodes that list only the neighbourhood of their key: wired to the DHT as a public swarm needs it."""
 
 from gossip.member import NeighbourhoodLookupWanted
-from sim.observers import Observed
-from sim.scenario import Checks, Membership, Records, Scenario, Start
+from sim.observers import Observation
+from sim.scenario import Checks, MembershipScenario, RecordsScenario, Scenario, SwarmStart
 from sim.worlds.stack import StackWorld
 
 
 def test_nodes_of_a_swarm_of_neighbourhoods_find_each_other_through_the_dht() -> None:
-    seen: list[Observed] = []
+    seen: list[Observation] = []
     scenario = Scenario(
         name="neighbourhoods",
         about="whole nodes, each listing those near its key",
         fidelity="stack",
         nodes=6,
         seconds=60.0,
-        start=Start(spread_seconds=5.0),
-        membership=Membership(preset="lan", scope="neighbourhood"),
-        records=Records(enabled=False),
+        start=SwarmStart(spread_seconds=5.0),
+        membership=MembershipScenario(preset="lan", scope="neighbourhood"),
+        records=RecordsScenario(enabled=False),
         checks=Checks(),
     )
     world = StackWorld(scenario, 3, seen.append)

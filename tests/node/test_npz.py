@@ -23,8 +23,8 @@ from node.content.npz import (
     RATIO_FREE_BYTES,
     RATIO_MAX,
     Array,
+    ArrayHeader,
     BadArchive,
-    Layout,
     Layouts,
     check_layouts,
     read_layouts,
@@ -145,7 +145,7 @@ def test_two_arrays_of_one_name_are_refused() -> None:
 
 def test_numbers_may_take_so_many_times_their_file_and_no_more() -> None:
     sides = RATIO_FREE_BYTES // 8
-    layouts = Layouts({"x": Layout("<f8", (4, sides), False), "y": Layout("<i8", (4,), False)})
+    layouts = Layouts({"x": ArrayHeader("<f8", (4, sides), False), "y": ArrayHeader("<i8", (4,), False)})
     needed = -(-layouts.unpacked_bytes // RATIO_MAX)
     check_layouts(layouts, needed)
     with pytest.raises(BadArchive, match="MiB of numbers"):

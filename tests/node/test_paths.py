@@ -15,7 +15,7 @@ from node.errors import Unreachable
 from node.seams import Clock, Network
 from node.services.links import MeasurementRefused
 from node.services.paths import AGAIN_SECONDS, LOOK_SECONDS, RETRY_SECONDS, PathComparison
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.peer_network import SimNetwork
 from sim.seams import SimClock, SimNetworkFabric
@@ -55,7 +55,7 @@ def compare(
 
     async def main() -> None:
         nonlocal network
-        medium = SimNetworkFabric(Links(NetworkModel(), 1))
+        medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         peer, other = seeded_peer(1, 1), seeded_peer(1, 2)
         home = medium.attach(peer)._home
         network = SeveralNetworks(medium, peer, home)

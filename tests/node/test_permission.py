@@ -15,7 +15,7 @@ from node.errors import UsageError
 from node.events import OfferChanged, StepCommitted
 from node.offering import Hours, Offering, read_hours
 from node.placement.machine_state import MachineState
-from node.placement.permission import CALM_SECONDS, Permit, Reading, refusal
+from node.placement.permission import CALM_SECONDS, MachinePermission, Reading, refusal
 from tests.stack import Swarm, assert_equal, manifest, prepare, reference, simulate, swarm, weights
 
 CALM = Reading(minute=600, idle_seconds=3_600.0, load_percent=1.0, on_mains=True)
@@ -52,7 +52,7 @@ def test_a_machine_without_rules_serves_whatever_it_reads(reading: Reading) -> N
 
 @given(st.lists(st.tuples(st.floats(0.1, 50), readings), min_size=1, max_size=40))
 def test_it_serves_only_while_all_rules_hold_and_calmly_after(course: list[tuple[float, Reading]]) -> None:
-    permit, now, fine_since, was_refused = Permit(), 0.0, None, False
+    permit, now, fine_since, was_refused = MachinePermission(), 0.0, None, False
     for seconds, reading in course:
         now += seconds
         found = permit.look(now, ALL, reading)
@@ -67,7 +67,7 @@ def test_it_serves_only_while_all_rules_hold_and_calmly_after(course: list[tuple
 
 
 def test_unmeasurable_rules_are_reported_and_block_nothing() -> None:
-    found = Permit().look(0.0, ALL, Reading(minute=600))
+    found = MachinePermission().look(0.0, ALL, Reading(minute=600))
     assert found.may_serve
     assert found.unread == ("idle", "load", "mains_only")
 

@@ -42,7 +42,7 @@ from node.services.capacity import Capacity
 from node.services.metadata import FLOPS_PER_SECOND_MAX, Metadata, encode_metadata, read_metadata
 from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
 from partition.plan.plan import decode_plan, plan_hash
-from partition.plan.rates import Pace, assumed
+from partition.plan.rates import OperatorPace, assumed
 from partition.run.asks import Declined, Done
 from partition.run.decliners import DECLINERS_MAX, Decliners
 from partition.run.settings import RunSettings
@@ -267,7 +267,10 @@ def test_a_requester_is_planned_to_feed_and_commit_beside_its_stage() -> None:
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=1, replicas=2))
     offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in (run.requester, PEERS[1])]
     device = msgspec.structs.replace(
-        assumed(10**10), node=Pace(2_000_000, 0, 3_000), node_step=5_000_000, frame=Pace(0, 0, 0)
+        assumed(10**10),
+        node=OperatorPace(2_000_000, 0, 3_000),
+        node_step=5_000_000,
+        frame=OperatorPace(0, 0, 0),
     )
     known = Knowledge(PEERS[9], {offer.peer: device for offer in offers}, {})
     problem = problem_of(run, simple_cnn().graph, offers, known)

@@ -24,7 +24,7 @@ from node.planning.peers import (
 )
 from node.planning.picture import plan_svg
 from node.planning.planner import plan_model
-from node.planning.report import PlanReport, Wanted, plan_document
+from node.planning.report import PlanReport, PlanWish, plan_document
 from node.planning.request import graph_of, wishes
 from node.planning.screen import plan_lines
 from node.protocols.runs import RUNS_WORD
@@ -34,7 +34,7 @@ from partition.model.layers import with_layers
 from partition.plan.cost import STAGE_BASELINE_BYTES
 from partition.plan.observed import Knowledge, LinkRow, Observed, StageRow
 from partition.plan.problem import BUSY_MILLIWATTS, IDLE_MILLIWATTS, Infeasible, Link
-from partition.plan.rates import Pace, assumed
+from partition.plan.rates import OperatorPace, assumed
 from tests.partition.test_layers import transformer
 from tests.source import ROOT
 from tests.stack import simple_cnn, simulate, swarm
@@ -79,7 +79,7 @@ def peers(tmp_path: Path) -> Peers:
 
 
 def planned(graph: Graph, peers: Peers, **wanted: object) -> PlanReport:
-    return plan_model(graph, peers, Wanted(**({"batch": 16} | wanted)), name="toy")  # type: ignore[arg-type]  # of any field
+    return plan_model(graph, peers, PlanWish(**({"batch": 16} | wanted)), name="toy")  # type: ignore[arg-type]  # of any field
 
 
 def test_a_plan_says_who_is_left_out_and_why(graph: Graph, peers: Peers) -> None:
@@ -500,7 +500,7 @@ def test_measurements_replace_assumptions_about_live_peers() -> None:
     observed = Observed(
         (LinkRow(peers["b"], 2_500_000, 5_000_000, 10_000_000),), (StageRow(peers["c"], 6 * 10**9),)
     )
-    working = replace(own, node=Pace(2_000, 0, 0))
+    working = replace(own, node=OperatorPace(2_000, 0, 0))
     known = Knowledge(peers["a"], {peers["a"]: working, peers["b"]: working}, {peers["a"]: observed})
     document = json.loads(json.dumps(measurements_document(known, list(peers.values()))))
     found = live_peers(row("a"), {"peers": [row("b"), row("c")]}, document)

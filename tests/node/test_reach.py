@@ -28,7 +28,7 @@ from node.services.autonat import (
     Dialled,
     Echo,
     Outcome,
-    Reach,
+    ReachService,
     ask_dial_back,
     family_of,
 )
@@ -39,13 +39,13 @@ from node.services.autonat_core import (
     LATER_SECONDS,
     OTHERS,
     SOON_SECONDS,
+    DialReport,
     FamilyVerdicts,
     Reachability,
-    Report,
 )
 from node.transport.network import RealNetwork
 from sim.network.instants import nearest_instant
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, Nat, NetworkModel
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_identity
@@ -63,8 +63,8 @@ def there(number: int) -> Address:
     return make_address(f"10.{number}.0.1", 9747)
 
 
-def report(at: float, number: int, reason: str = "", address: Address = OWN) -> Report:
-    return Report(at, there(number), ((address, reason),))
+def report(at: float, number: int, reason: str = "", address: Address = OWN) -> DialReport:
+    return DialReport(at, there(number), ((address, reason),))
 
 
 # --- the judgement -----------------------------------------------------------------------------------
@@ -84,7 +84,7 @@ def test_one_success_or_three_failures_decide_reachability() -> None:
 def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
     core = Reachability(Random(1), 0.0)
     for number in range(9):
-        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+        core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
         assert core.verdict is None
         assert core.deadline <= number + SOON_SECONDS, "it goes on asking"
     for number in (10, 11):
@@ -92,7 +92,7 @@ def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
         core.answered(number, peer(number), report(number, number, "timeout"))
     assert (core.verdict, core.asked) == (False, 3)
     for number in range(12, 20):
-        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+        core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
     assert core.verdict is False
 
 
@@ -101,7 +101,7 @@ def test_three_reports_decide_in_a_swarm_of_one_network() -> None:
     core.next(0.0, [peer(number) for number in range(3)], networks=1)
     for number in range(3):
         assert core.verdict is None
-        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+        core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
     assert core.verdict is False
 
 
@@ -109,7 +109,7 @@ def test_a_report_of_success_outlives_failures_of_one_network() -> None:
     core = Reachability(Random(1), 0.0)
     core.answered(0, peer(0), report(0, 2))
     for number in range(1, 9):
-        core.answered(number, peer(number), Report(number, there(1), ((OWN, "timeout"),)))
+        core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
     assert core.verdict is True
 
 
@@ -190,7 +190,7 @@ def test_an_address_counts_once_three_different_networks_have_dialled_it() -> No
     outside = make_address("203.0.113.9", 9747)
     core = Reachability(Random(1), 0.0)
     for number in range(3):  # three identities of one network
-        core.answered(0, peer(number), Report(0, make_address(f"10.0.0.{number}", 1), ((outside, ""),)))
+        core.answered(0, peer(number), DialReport(0, make_address(f"10.0.0.{number}", 1), ((outside, ""),)))
     assert not core.addresses
     for number in range(3):
         core.answered(1, peer(10 + number), report(1, number, "", outside))
@@ -218,10 +218,12 @@ def test_reports_of_others_take_bounded_memory(said: list[tuple[int, str, bool]]
 
 
 @asynccontextmanager
-async def reaching(*letters: str) -> AsyncIterator[tuple[list[RealNetwork], list[Reach], Counter[str]]]:
+async def reaching(
+    *letters: str,
+) -> AsyncIterator[tuple[list[RealNetwork], list[ReachService], Counter[str]]]:
     networks = [make_network(letter) for letter in letters]
     counters: Counter[str] = Counter()
-    services = [Reach(network, RealClock(), counters=counters) for network in networks]
+    services = [ReachService(network, RealClock(), counters=counters) for network in networks]
     async with running(*networks):
         acquaint(*networks)
         yield networks, services, counters
@@ -344,12 +346,12 @@ def test_an_imprecise_clock_does_not_busy_a_node() -> None:
             return super().monotonic()
 
     async def scenario() -> None:
-        clock, medium = Counted(), SimNetworkFabric(Links(NetworkModel(), 1))
+        clock, medium = Counted(), SimNetworkFabric(SimLinks(NetworkModel(), 1))
         # Five seconds later is no whole microsecond as a float, and the nearest one is before it.
         await trio.sleep(
             next(t for t in (number / 1e6 for number in count(1)) if nearest_instant(t + 5.0) < t + 5.0)
         )
-        reach = Reach(medium.attach(peer(1)), clock, counters=Counter())
+        reach = ReachService(medium.attach(peer(1)), clock, counters=Counter())
         with trio.move_on_after(60):
             await reach.run(Random(1), lambda: (), lambda *_: None)
 
@@ -361,7 +363,9 @@ def test_an_imprecise_clock_does_not_busy_a_node() -> None:
 
 @pytest.mark.parametrize(("nat", "reachable"), [("full-cone", True), ("restricted", False)])
 def test_a_node_behind_a_translator_learns_it_and_leaves_tables(nat: Nat, reachable: bool) -> None:
-    medium = SimNetworkFabric(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
+    medium = SimNetworkFabric(
+        SimLinks(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1)
+    )
     translated = [medium.links.at(seeded_identity(SEED, number).peer).nat is not None for number in range(40)]
     inside = translated.index(True)
     outside = [number for number in range(40) if not translated[number]][:4]
@@ -391,9 +395,9 @@ def test_a_node_behind_a_translator_learns_it_and_leaves_tables(nat: Nat, reacha
 # --- by family ----------------------------------------------------------------------------------------
 
 
-def family_report(at: float, kind: str, reason: str) -> Report:
+def family_report(at: float, kind: str, reason: str) -> DialReport:
     host = "45.1.0.2" if kind == "ip4" else "2a0f:1::2"
-    return Report(at, None, ((make_address(host, 9747), reason),))
+    return DialReport(at, None, ((make_address(host, 9747), reason),))
 
 
 def test_each_family_is_judged_by_itself() -> None:
@@ -443,24 +447,24 @@ class TwoFamilies:
 
 def asked_by_family(
     monkeypatch: pytest.MonkeyPatch, theirs: Collection[int], working: Collection[int]
-) -> tuple[Counter[int | None], Reach, list[Any]]:
+) -> tuple[Counter[int | None], ReachService, list[Any]]:
     """Have a node ask thirty others for two hours; return how often it asked by which family, and its last
     report. A peer asked by a broken family cannot be reached."""
     asked: Counter[int | None] = Counter()
     told: list[Any] = []
     network = TwoFamilies(theirs)
 
-    async def ask(_: object, clock: SimClock, other: PeerId, at: Address | None = None) -> Report:
+    async def ask(_: object, clock: SimClock, other: PeerId, at: Address | None = None) -> DialReport:
         await trio.sleep(0.1)
         asked[None if at is None else family_of(at)] += 1
         family = (4 if 4 in working else 6) if at is None else family_of(at)
         if family not in working:
             raise Unreachable("timeout", "a test")
         there = next(each for each in network.known_addresses(other) if family_of(each) == family)
-        return Report(clock.monotonic(), there, ((network.addresses[0 if family == 4 else 1], ""),))
+        return DialReport(clock.monotonic(), there, ((network.addresses[0 if family == 4 else 1], ""),))
 
-    async def scenario() -> Reach:
-        reach = Reach(cast("Network", network), SimClock(), counters=Counter())
+    async def scenario() -> ReachService:
+        reach = ReachService(cast("Network", network), SimClock(), counters=Counter())
         with trio.move_on_after(7_200):
             others = [peer(number) for number in range(1, 31)]
             await reach.run(Random(1), lambda: others, lambda *found: told.append(found))

@@ -23,9 +23,9 @@ from partition.capture.models.gpt import gpt
 from partition.capture.state_dict import bytes_of
 from partition.codecs.codec import Typed, pack, unpack
 from partition.model.cut import cut
-from partition.model.graph import Stored
+from partition.model.graph import StoredValues
 from partition.model.serving import serving_graph
-from partition.serve.messages import Work
+from partition.serve.messages import UnitWork
 from partition.stage import (
     BitsFound,
     EndSession,
@@ -79,7 +79,7 @@ async def test_packed_weights_leave_the_arena_and_are_read_out_to_the_bit() -> N
         held._packed = frozenset(found.packed)
         packed = next(slot for slot in parameter_layout(specification) if slot.row in found.packed)
         source = packed.parameter.source
-        assert isinstance(source, Stored)
+        assert isinstance(source, StoredValues)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(held.read_stored, source.offset, 64, RealExecutor())
             await trio.testing.wait_all_tasks_blocked()
@@ -153,7 +153,7 @@ def test_a_stage_without_a_head_refuses_units_that_want_hidden_states() -> None:
         stage: Any = None
         held = HeldStage(service, 0, specification, stage, RealClock())
         arrays: tuple[Typed, ...] = (("int64", np.zeros(3, np.int64)),)
-        work = Work(session(0), 0, 0, 3, 3, 1)
+        work = UnitWork(session(0), 0, 0, 3, 3, 1)
         held.check(work, arrays)
         with nullcontext() if has_head else pytest.raises(RemoteProtocolError, match="hidden states"):
             held.check(replace(work, is_hidden=True), arrays)

@@ -12,7 +12,7 @@ import pytest
 from crypto.contact import parse_address
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
-from gossip.member import Member, Status
+from gossip.member import Status, SwarmMember
 from node import config
 from node.placement.leases import LACKS, Offer, PlacementFailed, lacks_text, make_plan
 from node.placement.offers import offers_of, own_offer
@@ -21,7 +21,14 @@ from node.protocols.manifest import make_run
 from node.protocols.runs import RUNS_WORD
 from node.runtime import Node
 from node.services.capacity import Capacity
-from node.services.metadata import FENCED, OBSERVER, STAGES, UNREACHABLE_WORD, Standing, encode_metadata
+from node.services.metadata import (
+    FENCED,
+    OBSERVER,
+    STAGES,
+    UNREACHABLE_WORD,
+    AdvertisedStanding,
+    encode_metadata,
+)
 from tests.source import ROOT
 from tests.stack import Model, manifest, prepare, simple_cnn
 
@@ -31,11 +38,11 @@ USUAL = (RUNS_WORD, STAGES, FENCED)
 
 
 def offer_of(words: tuple[str, ...] | None, *, accepts_runs: bool = False, rate: float = 1e9) -> Offer:
-    standing = None if words is None else Standing(words)
+    standing = None if words is None else AdvertisedStanding(words)
     capacity = Capacity("cpu", 2, 2**33, 2**34, rate, "")
     metadata = encode_metadata(capacity, accepts_runs=accepts_runs, standing=standing)
     peer = PeerId(b"x" * 32)
-    member = Member(peer, "x", (), metadata, Status.ALIVE, 1, 0.0, "", None, None)
+    member = SwarmMember(peer, "x", (), metadata, Status.ALIVE, 1, 0.0, "", None, None)
     (found,) = (
         each for each in offers_of(own_offer(ME, CAPACITY, has_slot=True), [member]) if each.peer == peer
     )
@@ -119,9 +126,9 @@ async def test_a_run_that_no_member_serves_ends_with_their_reasons(
 ) -> None:
     settings = config.Config(
         data_dir=tmp_path / "requester",
-        swarm=config.Swarm(preset="local"),
+        swarm=config.SwarmSettings(preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=tuple(parse_address(address) for address in members)),
+        join=config.JoinSettings(lan=False, seeds=tuple(parse_address(address) for address in members)),
         resources=config.Resources(calibrate=False, accept_runs="never"),
     )
     async with Node(settings) as node:

@@ -9,7 +9,7 @@ from crypto.identity import Identity, PeerId
 from node.offering import Offering
 from node.placement.admission import Machine
 from node.placement.leases import PlacementFailed
-from node.placement.slots import Slots, share
+from node.placement.slots import LeaseSlots, share
 from node.protocols.manifest import Run
 from node.protocols.runs import WithdrawRun
 from node.runtime import Node
@@ -33,7 +33,7 @@ def run_id(number: int) -> bytes:
     return bytes([number]) * 32
 
 
-def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage | None = None) -> Slots:
+def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage | None = None) -> LeaseSlots:
     seams = Seams.__new__(Seams)  # of which slots need three
     for name, seam in (
         ("clock", _Clock()),
@@ -41,7 +41,7 @@ def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage 
         ("storage", storage or MemoryStorage()),
     ):
         object.__setattr__(seams, name, seam)
-    return Slots(seams, count, lambda: hosted)
+    return LeaseSlots(seams, count, lambda: hosted)
 
 
 class _Clock:

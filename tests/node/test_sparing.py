@@ -20,7 +20,7 @@ from node.config import resolve
 from node.offering import SENDS_LESS, Offering
 from node.placement.machine_state import MachineState
 from node.placement.offers import SENDS_LESS_SHARE
-from node.placement.permission import Permit, Reading, refusal, why_less
+from node.placement.permission import MachinePermission, Reading, refusal, why_less
 from node.state_documents import peers_document, status_document
 from partition.run.local.round_schedule import RoundSchedule
 from partition.run.local_settings import LocalSettings
@@ -55,13 +55,17 @@ def test_owners_rules_decide_about_low_battery_and_metered_links(
 ) -> None:
     assert refusal(offer, reading)[1] == refuses
     assert bool(why_less(offer, reading)) == less
-    found = Permit().look(0.0, offer, reading)
+    found = MachinePermission().look(0.0, offer, reading)
     assert (found.may_serve, bool(found.sends_less)) == (not refuses, less)
 
 
 def test_a_machine_without_a_battery_says_that_it_cannot_keep_the_rule() -> None:
-    assert Permit().look(0.0, rules(battery_min_percent=30), Reading(600)).unread == ("battery_min",)
-    assert Permit().look(0.0, rules(battery_min_percent=30), Reading(600, on_mains=True)).unread == ()
+    assert MachinePermission().look(0.0, rules(battery_min_percent=30), Reading(600)).unread == (
+        "battery_min",
+    )
+    assert (
+        MachinePermission().look(0.0, rules(battery_min_percent=30), Reading(600, on_mains=True)).unread == ()
+    )
 
 
 def supply(root: Path, name: str, **files: str) -> None:

@@ -67,7 +67,7 @@ def test_threads_change_between_steps_alone() -> None:
     def handle(request: api.Request) -> api.Reply:
         now[0] += 10**9 if isinstance(request, api.Backward) else 0
         seen.append((type(request).__name__, chooser.threads))
-        return api.Done()
+        return api.StageDone()
 
     handled = adaptive(handle, chooser, set_threads=said.append, clock=lambda: now[0])
     for step in range(4):

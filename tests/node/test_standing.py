@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crypto.encoding import clean_text
 from crypto.identity import PeerId
 from gossip.dissemination import CHANGE_INTERVALS
-from gossip.member import METADATA_BYTES_MAX, Member, Status
+from gossip.member import METADATA_BYTES_MAX, Status, SwarmMember
 from node.placement.offers import offers_of, own_offer
 from node.protocols.runs import RUNS_WORD
 from node.services.capacity import Capacity
@@ -18,8 +18,8 @@ from node.services.metadata import (
     CHANGES_KEPT,
     LOAD_STEP_PERCENT,
     STAGES_TOLD_MAX,
+    AdvertisedStanding,
     Metadata,
-    Standing,
     change_seconds,
     claimed_standing,
     encode_metadata,
@@ -49,10 +49,10 @@ def test_every_member_reads_how_another_is_and_which_stages_it_holds() -> None:
 
 
 def test_members_of_another_runs_version_offer_no_slot() -> None:
-    def member(number: int, *words: str) -> Member:
-        metadata = encode_metadata(CAPACITY, accepts_runs=True, standing=Standing(words))
+    def member(number: int, *words: str) -> SwarmMember:
+        metadata = encode_metadata(CAPACITY, accepts_runs=True, standing=AdvertisedStanding(words))
         peer = PeerId(bytes([number]) * 32)
-        return Member(peer, "", (), metadata, Status.ALIVE, 1, 0.0, "", None, None)
+        return SwarmMember(peer, "", (), metadata, Status.ALIVE, 1, 0.0, "", None, None)
 
     own = own_offer(PeerId(bytes(32)), CAPACITY, has_slot=True)
     offers = offers_of(own, [member(1, "stages", RUNS_WORD), member(2, "stages", "runs/1")])
@@ -61,7 +61,7 @@ def test_members_of_another_runs_version_offer_no_slot() -> None:
 
 def test_only_a_change_by_a_whole_step_is_a_change() -> None:
     told = standing_now(None, ("stages",), 60.0, (10 * GIB, 16 * GIB), 1, ())
-    assert told == Standing(("stages",), 50, 10 * GIB, 1, ())
+    assert told == AdvertisedStanding(("stages",), 50, 10 * GIB, 1, ())
     assert standing_now(told, ("stages",), 74.0, (11 * GIB, 16 * GIB), 1, ()) == told
     for changed in (
         standing_now(told, ("stages",), 76.0, (10 * GIB, 16 * GIB), 1, ()),
@@ -75,7 +75,7 @@ def test_only_a_change_by_a_whole_step_is_a_change() -> None:
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
 def test_an_announced_load_is_within_a_step_of_the_truth(loads: list[float]) -> None:
-    told: Standing | None = None
+    told: AdvertisedStanding | None = None
     for load in loads:
         told = standing_now(told, (), load, (0, 0), 0, ())
         assert told.load_percent % LOAD_STEP_PERCENT == 0
@@ -83,7 +83,7 @@ def test_an_announced_load_is_within_a_step_of_the_truth(loads: list[float]) -> 
 
 
 standings = st.builds(
-    Standing,
+    AdvertisedStanding,
     st.lists(st.text(max_size=4), max_size=8).map(tuple),
     st.integers(0, 10_000),
     st.integers(0, 2**62),
@@ -93,7 +93,9 @@ standings = st.builds(
 
 
 @given(standings, st.text(max_size=60))
-def test_metadata_fit_their_bound_and_lose_stages_before_the_capacity(standing: Standing, place: str) -> None:
+def test_metadata_fit_their_bound_and_lose_stages_before_the_capacity(
+    standing: AdvertisedStanding, place: str
+) -> None:
     capacity = Capacity("cuda:0", 8, 2**34, 2**35, 1e12, place)
     data = encode_metadata(capacity, accepts_runs=True, standing=standing)
     read = read_metadata(data)
@@ -111,7 +113,7 @@ def test_a_reader_takes_metadata_of_either_version() -> None:
     assert read.standing is None
     assert claimed_standing(old) is None
     new = encode_metadata(
-        CAPACITY, accepts_runs=True, standing=Standing(("stages",), 25, GIB, 1, (("ab", 0),))
+        CAPACITY, accepts_runs=True, standing=AdvertisedStanding(("stages",), 25, GIB, 1, (("ab", 0),))
     )
     assert isinstance(read_metadata(new), Metadata)
     assert claimed_standing(new) is not None
@@ -133,13 +135,13 @@ class Virtual:
 def test_a_swinging_load_is_announced_within_the_gossip_rate() -> None:
     clock, told, rng = Virtual(), [0], Random(1)
 
-    def look(_told: Standing) -> Standing:
-        return Standing((), 25 * rng.randrange(40), 0, 1, ())
+    def look(_told: AdvertisedStanding) -> AdvertisedStanding:
+        return AdvertisedStanding((), 25 * rng.randrange(40), 0, 1, ())
 
     def tell() -> None:
         told[0] += 1
 
-    keeper = StandingKeeper(clock, "lan", first=Standing(), look=look, tell=tell, live=lambda: 10)
+    keeper = StandingKeeper(clock, "lan", first=AdvertisedStanding(), look=look, tell=tell, live=lambda: 10)
     for _ in range(1_000):
         clock.now += 5.0
         keeper.look()

@@ -13,7 +13,7 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
 from gossip.member import CandidateFound, MemberUp, Profile
 from gossip.messages import MESSAGE_BYTES_MAX, Message, Ping, StreamPing, alive_body, sign_body
-from gossip.settings import Settings
+from gossip.settings import SwimSettings
 from gossip.swim import PROTOCOL, Swim
 from node.seams import RealClock
 from node.services.driver import Driver
@@ -54,7 +54,7 @@ async def test_a_stream_ping_by_datagram_opens_no_stream_to_a_claimed_address() 
         await nursery.start(victim.run)
         profile = Profile("a", node.addresses)
         clock = RealClock()
-        swim = Swim(signers["a"], profile, Settings.lan(), Random(1), milliseconds, clock.monotonic())
+        swim = Swim(signers["a"], profile, SwimSettings.lan(), Random(1), milliseconds, clock.monotonic())
 
         def publish(event: object) -> None:
             if isinstance(event, MemberUp | CandidateFound):

@@ -18,7 +18,7 @@ from node.commands import Commands
 from node.errors import UsageError
 from node.events import RunPlanned
 from node.pipeline.spans import SPANS_KEPT_MAX, Span, Spans, trace_id
-from node.runs.traces import ANSWER_BYTES_MAX, TRACES_PROTOCOL, Ask, Told, trace_document
+from node.runs.traces import ANSWER_BYTES_MAX, TRACES_PROTOCOL, SpanRequest, Told, trace_document
 from partition.plan.plan import NO_HASH, Plan, StagePlan
 from sim.worlds.scheduling import run_virtually
 from tests.stack import manifest, swarm, train
@@ -127,7 +127,7 @@ def test_encoded_spans_decode_to_the_same(span: Span) -> None:
 
 @given(st.binary(max_size=300))
 def test_no_bytes_make_more_than_a_refusal(data: bytes) -> None:
-    for kind in (Ask, Told):
+    for kind in (SpanRequest, Told):
         try:
             decode(data, kind, bytes_max=ANSWER_BYTES_MAX)
         except RemoteProtocolError:

@@ -34,7 +34,7 @@ from node.transport.records import (
     RecordReader,
     RecordWriter,
 )
-from node.transport.router import HELLO_BYTES_MAX, Answer, Hello, Router
+from node.transport.router import HELLO_BYTES_MAX, Hello, HelloAnswer, Router
 from node.transport.tcp import ReassemblyBudget
 from tests.node.nets import PING, echo
 
@@ -386,7 +386,7 @@ def test_authentic_records_that_break_the_framing_are_refused(records: list[byte
 
 @given(st.binary(max_size=HELLO_BYTES_MAX + 10))
 def test_random_bytes_as_a_hello_are_refused_or_are_one(data: bytes) -> None:
-    for kind in (Hello, Answer):
+    for kind in (Hello, HelloAnswer):
         try:
             message: Any = decode(data, kind, bytes_max=HELLO_BYTES_MAX)
         except RemoteProtocolError:

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from node.placement.turn_rows import PRIORITY, Wish
-from node.placement.turns import AGE_SECONDS, FORGET_SECONDS, QUANTUM_SECONDS, Preempt, Turns, Wait
+from node.placement.turn_rows import PRIORITY, SlotWish
+from node.placement.turns import AGE_SECONDS, FORGET_SECONDS, QUANTUM_SECONDS, FairQueue, Preempt, Wait
 
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
 """`make soak` takes 50."""
@@ -31,7 +31,7 @@ def run_id(number: int) -> bytes:
 
 def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) -> dict[bytes, float]:
     """Return each requester's slot-seconds at a provider that all always want more of."""
-    turns, rng, now, number = Turns(slots), Random(7), 0.0, 0
+    turns, rng, now, number = FairQueue(slots), Random(7), 0.0, 0
     for requester, weight in weights.items():
         turns.weigh(requester, weight)
     serving: list[tuple[float, bytes, bytes]] = []
@@ -42,7 +42,7 @@ def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) 
         while serving and serving[0][0] <= now:
             turns.end(now, heapq.heappop(serving)[1])
         for requester in rng.sample(list(weights), len(weights)):
-            wish = Wish(wanting[requester], requester)
+            wish = SlotWish(wanting[requester], requester)
             if turns.ask(now, wish) is None:
                 seconds = rng.choice([300.0, 600.0, 1_200.0])
                 turns.begin(now, wish)
@@ -62,8 +62,12 @@ def test_requesters_that_always_want_more_get_shares_by_their_weights(weights: t
 
 
 def test_a_requesters_higher_priority_preempts_its_own_run() -> None:
-    turns = Turns(1)
-    low, other, urgent = Wish(run_id(1), A, priority=3), Wish(run_id(2), B), Wish(run_id(3), A, priority=7)
+    turns = FairQueue(1)
+    low, other, urgent = (
+        SlotWish(run_id(1), A, priority=3),
+        SlotWish(run_id(2), B),
+        SlotWish(run_id(3), A, priority=7),
+    )
     assert turns.ask(0.0, low) is None
     turns.begin(0.0, low)
     assert isinstance(turns.ask(1.0, other), Wait)
@@ -85,9 +89,9 @@ def test_a_requesters_higher_priority_preempts_its_own_run() -> None:
 
 
 def test_no_priority_or_deadline_puts_a_run_before_another_requesters() -> None:
-    turns = Turns(1)
-    turns.begin(0.0, Wish(run_id(1), C, priority=0))
-    first, second = Wish(run_id(2), A, priority=0), Wish(run_id(3), B, priority=9, deadline=1.0)
+    turns = FairQueue(1)
+    turns.begin(0.0, SlotWish(run_id(1), C, priority=0))
+    first, second = SlotWish(run_id(2), A, priority=0), SlotWish(run_id(3), B, priority=9, deadline=1.0)
     for now in (1.0, 10.0):
         turns.ask(now, first)
         turns.ask(now, second)
@@ -98,24 +102,24 @@ def test_no_priority_or_deadline_puts_a_run_before_another_requesters() -> None:
 
 
 def test_waiting_times_come_from_progress_or_shares() -> None:
-    turns = Turns(2)
+    turns = FairQueue(2)
     for number, left in ((1, 40.0), (2, 90.0)):
-        turns.begin(0.0, Wish(run_id(number), A))
+        turns.begin(0.0, SlotWish(run_id(number), A))
         turns.progress(run_id(number), left)
-    assert turns.ask(0.0, Wish(run_id(3), B)) == Wait(0, 40.0)
-    assert turns.ask(1.0, Wish(run_id(4), C)) == Wait(1, 90.0)
-    assert turns.ask(1.0, Wish(run_id(5), C)) == Wait(2, 3 * QUANTUM_SECONDS - 1)
+    assert turns.ask(0.0, SlotWish(run_id(3), B)) == Wait(0, 40.0)
+    assert turns.ask(1.0, SlotWish(run_id(4), C)) == Wait(1, 90.0)
+    assert turns.ask(1.0, SlotWish(run_id(5), C)) == Wait(2, 3 * QUANTUM_SECONDS - 1)
     turns.progress(run_id(1), None)
-    assert turns.ask(1.0, Wish(run_id(3), B)) == Wait(0, QUANTUM_SECONDS - 1)
-    alone = Turns(1)
-    alone.begin(0.0, Wish(run_id(1), A))
-    assert alone.ask(0.0, Wish(run_id(2), A)) == Wait(0, None), "its own run says nothing of when it ends"
+    assert turns.ask(1.0, SlotWish(run_id(3), B)) == Wait(0, QUANTUM_SECONDS - 1)
+    alone = FairQueue(1)
+    alone.begin(0.0, SlotWish(run_id(1), A))
+    assert alone.ask(0.0, SlotWish(run_id(2), A)) == Wait(0, None), "its own run says nothing of when it ends"
 
 
 def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
-    turns = Turns(1)
-    turns.begin(0.0, Wish(run_id(1), A))
-    first, second = Wish(run_id(2), B), Wish(run_id(3), C)
+    turns = FairQueue(1)
+    turns.begin(0.0, SlotWish(run_id(1), A))
+    first, second = SlotWish(run_id(2), B), SlotWish(run_id(3), C)
     turns.ask(1.0, first)
     turns.ask(2.0, second)
     turns.end(3.0, run_id(1))
@@ -126,9 +130,9 @@ def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
 
 
 def test_a_requesters_earlier_deadline_goes_first() -> None:
-    turns = Turns(1)
-    turns.begin(0.0, Wish(run_id(1), A))
-    later, sooner = Wish(run_id(2), B, deadline=900.0), Wish(run_id(3), B, deadline=800.0)
+    turns = FairQueue(1)
+    turns.begin(0.0, SlotWish(run_id(1), A))
+    later, sooner = SlotWish(run_id(2), B, deadline=900.0), SlotWish(run_id(3), B, deadline=800.0)
     for now in (1.0, 2.0):
         turns.ask(now, later)
         assert turns.ask(now, sooner) == Wait(0, QUANTUM_SECONDS - now)
@@ -138,14 +142,14 @@ def test_a_requesters_earlier_deadline_goes_first() -> None:
 
 
 def test_a_run_that_waits_rises_above_later_ones_of_its_requester() -> None:
-    turns, now, humble = Turns(1), 0.0, Wish(run_id(0), B, priority=0)
-    turns.begin(now, Wish(run_id(1), B, priority=9))
+    turns, now, humble = FairQueue(1), 0.0, SlotWish(run_id(0), B, priority=0)
+    turns.begin(now, SlotWish(run_id(1), B, priority=9))
     for number in range(2, 10_000):
         now += 30.0
         if turns.ask(now, humble) is None:
             break
         turns.end(now, run_id(number - 1))
-        urgent = Wish(run_id(number), B, priority=9)
+        urgent = SlotWish(run_id(number), B, priority=9)
         turns.ask(now, urgent)
         if turns.ask(now + 0.1, humble) is None:
             break
@@ -154,8 +158,8 @@ def test_a_run_that_waits_rises_above_later_ones_of_its_requester() -> None:
 
 
 def test_a_run_that_waited_long_is_not_made_to_make_room_again() -> None:
-    turns, humble = Turns(1), Wish(run_id(0), B, priority=0)
-    turns.begin(0.0, Wish(run_id(1), B, priority=9))
+    turns, humble = FairQueue(1), SlotWish(run_id(0), B, priority=0)
+    turns.begin(0.0, SlotWish(run_id(1), B, priority=9))
     for hour in range(11):
         for seconds in range(0, 3600, 60):
             turns.ask(hour * AGE_SECONDS + seconds, humble)
@@ -163,20 +167,20 @@ def test_a_run_that_waited_long_is_not_made_to_make_room_again() -> None:
     turns.end(now, run_id(1))
     assert turns.ask(now, humble) is None
     turns.begin(now, humble)
-    assert isinstance(turns.ask(now + 1, Wish(run_id(2), B, priority=9)), Wait)
+    assert isinstance(turns.ask(now + 1, SlotWish(run_id(2), B, priority=9)), Wait)
     assert turns.events == []
 
 
 def test_an_estimate_counts_those_before_it_by_what_runs_took_here() -> None:
-    turns = Turns(1)
+    turns = FairQueue(1)
     for number in range(3):
-        turns.begin(100.0 * number, Wish(run_id(number), A))
+        turns.begin(100.0 * number, SlotWish(run_id(number), A))
         turns.end(100.0 * number + 60, run_id(number))
-    turns.begin(300.0, Wish(run_id(3), A))
-    assert turns.ask(310.0, Wish(run_id(4), B)) == Wait(0, 50.0)
+    turns.begin(300.0, SlotWish(run_id(3), A))
+    assert turns.ask(310.0, SlotWish(run_id(4), B)) == Wait(0, 50.0)
     turns.progress(run_id(3), 20.0)
-    assert turns.ask(310.0, Wish(run_id(4), B)) == Wait(0, 20.0)
-    assert turns.ask(311.0, Wish(run_id(5), C)) == Wait(1, 80.0)
+    assert turns.ask(310.0, SlotWish(run_id(4), B)) == Wait(0, 20.0)
+    assert turns.ask(311.0, SlotWish(run_id(5), C)) == Wait(1, 80.0)
 
 
 @given(
@@ -193,7 +197,7 @@ def test_later_urgent_runs_starve_no_run(
     arrivals: list[tuple[int, int, int, int]], slots: int, weights: tuple[float, ...]
 ) -> None:
     """Rounds of ten minutes; a preempted run asks again for what it has left, as the run's committer does."""
-    turns, pending, served = Turns(slots), dict[int, tuple[Wish, int]](), dict[int, int]()
+    turns, pending, served = FairQueue(slots), dict[int, tuple[SlotWish, int]](), dict[int, int]()
     for number, weight in enumerate(weights):
         turns.weigh(bytes([number]) * 32, weight)
     arrivals = sorted(arrivals)
@@ -203,7 +207,7 @@ def test_later_urgent_runs_starve_no_run(
         now = 600.0 * round_
         for number, (at, priority, requester, rounds) in enumerate(arrivals):
             if at == round_:
-                pending[number] = Wish(run_id(number), bytes([requester]) * 32, priority), rounds
+                pending[number] = SlotWish(run_id(number), bytes([requester]) * 32, priority), rounds
         for number in list(served):
             served[number] -= 1
             if not served[number]:
@@ -231,10 +235,10 @@ def test_later_urgent_runs_starve_no_run(
 )
 @settings(max_examples=60, deadline=None)
 def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[float, str, int]]) -> None:
-    turns, now, serving = Turns(slots), 0.0, set[int]()
+    turns, now, serving = FairQueue(slots), 0.0, set[int]()
     for seconds, call, number in calls:
         now += seconds
-        wish = Wish(run_id(number), bytes([number % 3]) * 32, priority=number)
+        wish = SlotWish(run_id(number), bytes([number % 3]) * 32, priority=number)
         if call == "ask":
             if turns.ask(now, wish) is None and number not in serving:
                 turns.begin(now, wish)
@@ -247,7 +251,7 @@ def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[flo
         assert len(serving) <= slots
     now += 1_000
     if len(serving) < slots:
-        assert turns.ask(now, Wish(run_id(99), A)) is None, "nobody else has asked for long"
+        assert turns.ask(now, SlotWish(run_id(99), A)) is None, "nobody else has asked for long"
 
 
 # Many requesters and providers
@@ -260,16 +264,16 @@ class World:
 
     rng: Random
     providers: int
-    turns: list[Turns] = field(default_factory=list)
+    turns: list[FairQueue] = field(default_factory=list)
     leased: list[dict[bytes, float]] = field(default_factory=list)
     waited: dict[bytes, float] = field(default_factory=dict)
     got: Counter[bytes] = field(default_factory=Counter)
     calendar: list[tuple[float, int, bytes]] = field(default_factory=list)
-    served: list[tuple[Wish, float, float, bool]] = field(default_factory=list)
+    served: list[tuple[SlotWish, float, float, bool]] = field(default_factory=list)
     all_want_until: float = inf
 
     def __post_init__(self) -> None:
-        self.turns = [Turns(1 + number % 2, bytes([number])) for number in range(self.providers)]
+        self.turns = [FairQueue(1 + number % 2, bytes([number])) for number in range(self.providers)]
         self.leased = [{} for _ in self.turns]
 
     def play(self, submissions: int, requesters: int) -> float:
@@ -277,7 +281,7 @@ class World:
         wishes = {}
         for number in range(submissions):
             run, requester = run_id(number), bytes([number % requesters]) * 32
-            wishes[run] = Wish(run, requester)
+            wishes[run] = SlotWish(run, requester)
             heapq.heappush(self.calendar, (self.rng.random(), number, run))
         running: dict[bytes, list[int]] = {}
         count, now = submissions, 0.0
@@ -335,13 +339,13 @@ class World:
 
     def _submit(
         self, weights: Mapping[bytes, float], submissions: int, priorities: Sequence[int]
-    ) -> dict[bytes, Wish]:
-        whole, wishes = sum(weights.values()), dict[bytes, Wish]()
+    ) -> dict[bytes, SlotWish]:
+        whole, wishes = sum(weights.values()), dict[bytes, SlotWish]()
         for requester, weight in weights.items():
             for number in range(round(submissions * weight / whole)):
                 run = run_id(len(wishes))
                 priority = priorities[number % len(priorities)]
-                wishes[run] = Wish(run, requester, priority, asker=requester)
+                wishes[run] = SlotWish(run, requester, priority, asker=requester)
                 heapq.heappush(self.calendar, (self.rng.random(), len(wishes), run))
         return wishes
 
@@ -358,11 +362,11 @@ class World:
         total = sum(got.values())
         return {r: (got[r], total * weight / whole) for r, weight in weights.items()}
 
-    def _over(self, now: float, wish: Wish, place: int, _: int, begun: float, *, is_whole: bool) -> None:
+    def _over(self, now: float, wish: SlotWish, place: int, _: int, begun: float, *, is_whole: bool) -> None:
         self.turns[place].end(now, wish.run)
         self.served.append((wish, begun, now, is_whole))
 
-    def _one(self, now: float, wish: Wish) -> int | None:
+    def _one(self, now: float, wish: SlotWish) -> int | None:
         """Ask all in some order until one serves the run."""
         for place in self.rng.sample(range(self.providers), self.providers):
             if self.turns[place].ask(now, wish) is None:
@@ -372,7 +376,7 @@ class World:
                 return place
         return None
 
-    def _try(self, now: float, wish: Wish) -> list[int] | None:
+    def _try(self, now: float, wish: SlotWish) -> list[int] | None:
         need = self.rng.choice([1, 1, 2])
         taken: list[int] = []
         for place in self.rng.sample(range(self.providers), self.providers):

@@ -18,7 +18,7 @@ from node.events import Event, RunChanged, RunPlanned
 from node.runtime import Node
 from node.services.autonat_core import OTHERS
 from node.services.metadata import UNREACHABLE_WORD
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, Nat, NetworkModel
 from sim.seams import SimNetworkFabric
 from sim.seeds import seeded_identity
@@ -35,10 +35,10 @@ def settings(
     return config.Config(
         name=name,
         data_dir=folder / name,
-        swarm=config.Swarm(name="unreachable", preset="local"),
+        swarm=config.SwarmSettings(name="unreachable", preset="local"),
         listen=listen,
         relay=config.Relaying(enabled=has_relays),
-        join=config.Join(lan=False, seeds=tuple(map(parse_address, join))),
+        join=config.JoinSettings(lan=False, seeds=tuple(map(parse_address, join))),
         resources=config.Resources(calibrate=False, allow_unfenced=True),
     )
 
@@ -124,7 +124,9 @@ async def test_an_undialable_node_offers_its_slot_through_a_relay(
 @asynccontextmanager
 async def behind(nat: Nat, *, observer: bool = False) -> AsyncIterator[tuple[Node, list[Node]]]:
     """A node behind a translator that has been judged, and four with addresses of their own."""
-    medium = SimNetworkFabric(Links(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1))
+    medium = SimNetworkFabric(
+        SimLinks(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1)
+    )
     translated = [medium.links.at(seeded_identity(SEED, number).peer).nat is not None for number in range(40)]
     inside = translated.index(True)
     outside = [number for number in range(40) if not translated[number]][:4]

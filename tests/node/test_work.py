@@ -18,7 +18,7 @@ from node.runtime import Node
 from node.storage.budget import ScratchBudget
 from node.storage.folder import locked_folder
 from node.storage.keys import keys_of
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
 from sim.seeds import seeded_identity
@@ -50,7 +50,7 @@ def test_the_setting_is_bounded_in_file_flag_and_environment(tmp_path: Path) -> 
 
 
 def test_an_id_without_work_is_listed_by_nobody_whoever_tells_of_it() -> None:
-    medium = SimNetworkFabric(Links(NetworkModel(), 1))
+    medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     peers = [seeded_identity(SEED, number).peer for number in range(12)]
     able = [number for number in range(12) if has_work(peers[number], 1)]
     assert 2 < len(able) < 12
@@ -60,7 +60,7 @@ def test_an_id_without_work_is_listed_by_nobody_whoever_tells_of_it() -> None:
         async with AsyncExitStack() as stack:
 
             async def begin(number: int, bits: int) -> Node:
-                swarm = config.Swarm(preset="local", work_bits=bits)
+                swarm = config.SwarmSettings(preset="local", work_bits=bits)
                 join = [first.network.addresses[0].short] if number != able[0] else []
                 made = simulated_node(medium, number, *join, settings={"swarm": swarm})
                 return await stack.enter_async_context(made)

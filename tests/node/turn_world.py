@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 
-from node.placement.turn_rows import PRIORITY, Wish
-from node.placement.turns import Turns
+from node.placement.turn_rows import PRIORITY, SlotWish
+from node.placement.turns import FairQueue
 
 TICK_SECONDS = 30.0
 
@@ -35,7 +35,7 @@ class Requester:
 
 @dataclass
 class _Run:
-    wish: Wish
+    wish: SlotWish
     owner: Requester
     left: float
     since: float
@@ -59,7 +59,7 @@ class World:
     def play(self, seconds: float) -> "World":
         """Play so long, or until a requester has nothing left to submit."""
         rng = Random(self.seed)
-        providers = [Turns(slots, bytes([number])) for number, slots in enumerate(self.slots)]
+        providers = [FairQueue(slots, bytes([number])) for number, slots in enumerate(self.slots)]
         keys = {each.name: each.keys() for each in self.requesters}
         left = {each.name: each.runs for each in self.requesters}
         runs: list[_Run] = []
@@ -81,7 +81,7 @@ class World:
             self._make_room(now, runs, providers)
         return self
 
-    def _compute(self, now: float, runs: list[_Run], providers: list[Turns]) -> None:
+    def _compute(self, now: float, runs: list[_Run], providers: list[FairQueue]) -> None:
         for run in runs:
             if run.place is not None:
                 run.left -= TICK_SECONDS
@@ -91,13 +91,13 @@ class World:
                     providers[run.place].end(now, run.wish.run)
 
     @staticmethod
-    def _submit(now: float, each: Requester, key: bytes, providers: list[Turns], rng: Random) -> _Run:
+    def _submit(now: float, each: Requester, key: bytes, providers: list[FairQueue], rng: Random) -> _Run:
         for turns in providers:
             turns.weigh(key, each.weight)
-        wish = Wish(rng.randbytes(32), key, each.priority, asker=key)
+        wish = SlotWish(rng.randbytes(32), key, each.priority, asker=key)
         return _Run(wish, each, each.run_seconds * rng.uniform(0.9, 1.1), now)
 
-    def _make_room(self, now: float, runs: list[_Run], providers: list[Turns]) -> None:
+    def _make_room(self, now: float, runs: list[_Run], providers: list[FairQueue]) -> None:
         for place, turns in enumerate(providers):
             for event in turns.events:
                 for run in runs:
@@ -107,7 +107,7 @@ class World:
                         run.place, run.since = None, now
             turns.events.clear()
 
-    def _ask(self, now: float, run: _Run, providers: list[Turns], rng: Random) -> None:
+    def _ask(self, now: float, run: _Run, providers: list[FairQueue], rng: Random) -> None:
         name = run.owner.name
         self.waits[name] = max(self.waits.get(name, 0.0), now - run.since)
         for place in rng.sample(range(len(providers)), len(providers)):

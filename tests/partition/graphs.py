@@ -28,12 +28,13 @@ from partition.model.graph import (
     DataType,
     Entry,
     Expression,
-    Fill,
+    FillStep,
     FormatName,
     Graph,
+    GraphNode,
+    GraphState,
     Items,
     Metric,
-    Node,
     Parameter,
     ParameterValue,
     Port,
@@ -41,9 +42,8 @@ from partition.model.graph import (
     Size,
     StageEntry,
     StageGraph,
-    State,
     StateValue,
-    Stored,
+    StoredValues,
     Symbol,
     TensorType,
     TypeName,
@@ -55,9 +55,9 @@ from partition.model.graph import (
 from partition.model.operators import OPERATORS
 
 PRIMES = (10_007, 10_009, 10_037, 10_039, 10_061, 10_067, 10_069, 10_079)
-UNIFORM = Recipe((Fill("uniform", -0.5, 0.5),))
-ONES = Recipe((Fill("constant", 1.0),))
-ZEROS = Recipe((Fill("constant", 0.0),))
+UNIFORM = Recipe((FillStep("uniform", -0.5, 0.5),))
+ONES = Recipe((FillStep("constant", 1.0),))
+ZEROS = Recipe((FillStep("constant", 0.0),))
 Side = int | Size
 
 
@@ -75,13 +75,13 @@ class GraphBuilder:
         self.owners: list[str] = [""]
         self.parameters: list[Parameter] = []
         self.constants: list[Constant] = []
-        self.states: list[State] = []
+        self.states: list[GraphState] = []
         self.entries: list[Entry] = []
         self.layers: list[str] = ["model"]
         self._begin = ""
         self._inputs: list[Port] = []
         self._labels: list[Port] = []
-        self._nodes: list[Node] = []
+        self._nodes: list[GraphNode] = []
         self._metas: list[torch.Tensor] = []
         self._value_types: list[int] = []
 
@@ -119,7 +119,7 @@ class GraphBuilder:
         names: str | tuple[str, ...],
         *shape: int,
         kind: Any = "parameter",
-        source: Recipe | Stored = UNIFORM,
+        source: Recipe | StoredValues = UNIFORM,
         group: int = 0,
     ) -> ParameterValue:
         names = (names,) if isinstance(names, str) else names
@@ -132,7 +132,7 @@ class GraphBuilder:
         return ConstantValue(len(self.constants) - 1)
 
     def state(self, name: str, dtype: DataType, *shape: Side) -> StateValue:
-        self.states.append(State(name, TensorType(dtype, shape)))
+        self.states.append(GraphState(name, TensorType(dtype, shape)))
         return StateValue(len(self.states) - 1)
 
     # Entry points
@@ -165,7 +165,7 @@ class GraphBuilder:
         results = [made] if isinstance(made, torch.Tensor) else list(made)
         ids = tuple(range(len(self._metas), len(self._metas) + len(results)))
         self._nodes.append(
-            Node(
+            GraphNode(
                 len(self._nodes),
                 _row(self.operators, full),
                 tuple(_argument(argument) for argument in arguments),

@@ -6,7 +6,7 @@ from partition.model.graph import (
     SERVE,
     DataType,
     Graph,
-    Node,
+    GraphNode,
     Parameter,
     TensorType,
     TypeName,
@@ -25,7 +25,7 @@ def half_graph(dtype: DataType = "bfloat16") -> Graph:
     types = [_narrow(kind, dtype) for kind in graph.types]
     (output,) = entry.outputs
     types.append(TensorType("float32", graph.types[entry.types[output]].shape))
-    widened = Node(
+    widened = GraphNode(
         len(entry.nodes), len(graph.operators), (Value(output), TypeName("float32")), (), (len(entry.types),)
     )
     parameters = tuple(narrowed(row, dtype) for row in graph.parameters)

@@ -19,8 +19,8 @@ from partition.model.graph import (
     Expression,
     FormatName,
     Graph,
+    GraphNode,
     Items,
-    Node,
     Parameter,
     ParameterValue,
     Size,
@@ -119,7 +119,7 @@ class _Maker:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
         self.operators: list[str] = []
-        self.nodes: list[Node] = []
+        self.nodes: list[GraphNode] = []
         self.values: list[TensorType | None] = []
         """The type where it is known."""
         for _ in range(3):
@@ -206,7 +206,7 @@ class _Maker:
         first = len(self.values)
         self.values += [None] * results
         self.nodes.append(
-            Node(
+            GraphNode(
                 len(self.nodes),
                 self.operators.index(name),
                 tuple(arguments),

@@ -25,7 +25,7 @@ from partition.model.check import check_graph
 from partition.model.cut import cut
 from partition.model.graph import ITEM_BYTES, StageGraph, TensorType, decode_graph, graph_hash
 from partition.model.sizes import evaluate, shape_of
-from partition.stage import Apply, Discard, Forward, Refused, Run, StageSpecification
+from partition.stage import Apply, Discard, Forward, Refused, RunEntryPoint, StageSpecification
 from partition.stage_layout import arena_bytes
 
 MEMORY_BYTES_MAX = 128_000_000
@@ -116,7 +116,7 @@ def _ask(specification: StageSpecification, stage: StageExecutor, rng: Any, size
         inputs = _payload([types[number] for number in entry.inputs], graph, rng, sizes)
         labels = _payload([types[number] for number in entry.labels], graph, rng, sizes)
         if entry.name != "train":
-            yield stage.handle(Run(b"of %d" % sizes[0], entry.name, inputs))
+            yield stage.handle(RunEntryPoint(b"of %d" % sizes[0], entry.name, inputs))
             continue
         for train in (False, True):
             reply = stage.handle(Forward(0, int(train), train, inputs, labels if entry.labels else None))

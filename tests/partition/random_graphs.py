@@ -19,17 +19,17 @@ from partition.model.graph import (
     ConstantValue,
     Entry,
     Expression,
-    Fill,
+    FillStep,
     Graph,
+    GraphNode,
+    GraphState,
     Items,
     Metric,
-    Node,
     Parameter,
     ParameterValue,
     Port,
     Recipe,
     Size,
-    State,
     StateValue,
     Symbol,
     TensorType,
@@ -82,14 +82,14 @@ class _Writer:
     draw: st.DrawFn
     inputs: int
     labels: int
-    nodes: list[Node] = field(default_factory=list)
+    nodes: list[GraphNode] = field(default_factory=list)
     types: list[int] = field(default_factory=list)
 
     def node(self, operator: int, arguments: Sequence[Argument], kinds: Sequence[int]) -> int:
         first = len(self.types)
         outputs = tuple(range(first, first + len(kinds)))
         self.types.extend(kinds)
-        self.nodes.append(Node(len(self.nodes), operator, tuple(arguments), (), outputs))
+        self.nodes.append(GraphNode(len(self.nodes), operator, tuple(arguments), (), outputs))
         return first
 
     def value(self, allowed: Sequence[int]) -> Value:
@@ -146,7 +146,7 @@ def graphs(draw: st.DrawFn, nodes_max: int = 16) -> Graph:
     entries = [_training(draw, nodes_max)]
     if draw(st.booleans()):
         entries.append(_serving(draw, nodes_max))
-    sources = Recipe((Fill("constant", 1.0),))
+    sources = Recipe((FillStep("constant", 1.0),))
     return Graph(
         GRAPH_VERSION,
         "random",
@@ -160,7 +160,7 @@ def graphs(draw: st.DrawFn, nodes_max: int = 16) -> Graph:
             for row, kind in enumerate(KINDS)
         ),
         (Constant(("mask",), TensorType("uint8", (4,)), b"abcd"),),
-        (State("cache.0", TYPES[0]), State("cache.1", TYPES[0])),
+        (GraphState("cache.0", TYPES[0]), GraphState("cache.1", TYPES[0])),
         tuple(entries),
         ("model",),
     )
@@ -223,7 +223,7 @@ def _mixed(*parts: object) -> int:
     return int.from_bytes(blake3(repr(parts).encode()).digest(8), "little")
 
 
-def run(graph: Graph, nodes: Sequence[Node], given: Mapping[int, int]) -> dict[int, int]:
+def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> dict[int, int]:
     """Every value: those of `given`, and what the nodes make of them. Raises KeyError: one is missing."""
     values = dict(given)
     for node in nodes:
@@ -239,7 +239,7 @@ def run(graph: Graph, nodes: Sequence[Node], given: Mapping[int, int]) -> dict[i
 
 
 def derive(
-    graph: Graph, entry: Entry, nodes: Sequence[Node], gradients: Mapping[int, int]
+    graph: Graph, entry: Entry, nodes: Sequence[GraphNode], gradients: Mapping[int, int]
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Back through the nodes: gradients by values, and by rows of parameters."""
     by_value = dict(gradients)

@@ -13,12 +13,12 @@ from partition.model.cut import cut_layers
 from partition.model.graph import Graph
 from partition.stage import (
     CopySession,
-    Done,
     EndSession,
     Refused,
     Reload,
     Serve,
     Served,
+    StageDone,
     StageSpecification,
     Unit,
 )
@@ -60,7 +60,7 @@ class Chain:
             for slot in parameter_layout(specification):
                 name = next(name for name in slot.parameter.names if name in values)
                 arenas["parameters"][slot.begin_bytes : slot.end_bytes] = bytes_of(values[name])
-            assert isinstance(stage.handle(Reload()), Done)
+            assert isinstance(stage.handle(Reload()), StageDone)
             self.stages.append(stage)
 
     def ask(
@@ -83,11 +83,11 @@ class Chain:
 
     def end(self, name: bytes) -> None:
         for stage in self.stages:
-            assert isinstance(stage.handle(EndSession(name)), Done)
+            assert isinstance(stage.handle(EndSession(name)), StageDone)
 
     def fork(self, name: bytes, base: bytes, tokens: int) -> None:
         for stage in self.stages:
-            assert isinstance(stage.handle(CopySession(name, base, tokens)), Done)
+            assert isinstance(stage.handle(CopySession(name, base, tokens)), StageDone)
 
     def logits(self, units: Sequence[Unit], tokens: Sequence[int]) -> torch.Tensor:
         found = self.ask(units, tokens)

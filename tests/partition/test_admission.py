@@ -14,8 +14,8 @@ from partition.run.admission import (
     FRESH_SECONDS,
     PRESENTS_MAX,
     Admission,
-    Admitted,
     Joins,
+    PeerAdmitted,
     Present,
     Vouch,
 )
@@ -44,7 +44,7 @@ def test_a_member_is_admitted_by_a_chain_that_begins_with_the_requester() -> Non
     assert receiver == SIGNERS[4].peer
     answers = own.receive(SIGNERS[3].peer, shown)
     assert own.admits(SIGNERS[3].peer)
-    assert own.events[-1] == Admitted(RUN, SIGNERS[3].peer)
+    assert own.events[-1] == PeerAdmitted(RUN, SIGNERS[3].peer)
     assert [type(message) for _, message in answers] == [Present, Vouch]
     assert other.admits(SIGNERS[1].peer), "a member of its own chain"
 

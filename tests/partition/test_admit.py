@@ -19,8 +19,8 @@ from partition.model.cut import cut, legal_positions
 from partition.model.graph import (
     Expression,
     Graph,
+    GraphNode,
     Items,
-    Node,
     Size,
     StageGraph,
     TensorType,
@@ -259,10 +259,10 @@ def test_forty_cats_that_double() -> None:
         expressions.append(Expression("mul", row, 2))
         kinds.append(TensorType("float32", (Size(len(expressions) - 1),)))
         nodes.append(
-            Node(number, len(operators) - 1, (Items((Value(number), Value(number))),), (), (number + 1,))
+            GraphNode(number, len(operators) - 1, (Items((Value(number), Value(number))),), (), (number + 1,))
         )
         types.append(len(kinds) - 1)
-    nodes.append(Node(41, graph.operators.index("aten.sum.default"), (Value(41),), (), (42,)))
+    nodes.append(GraphNode(41, graph.operators.index("aten.sum.default"), (Value(41),), (), (42,)))
     types.append(entry.types[2])
     entry = msgspec.structs.replace(entry, nodes=tuple(nodes), types=tuple(types), loss=42)
     bomb = msgspec.structs.replace(

@@ -22,7 +22,7 @@ from partition.capture.models.resnet18 import ResNet18
 from partition.capture.proof import prove
 from partition.capture.task import capture_task, load_factory, prove_task, task_of
 from partition.capture.weights import StoredFile, write_weights
-from partition.model.graph import Parameter, Recipe, Stored
+from partition.model.graph import Parameter, Recipe, StoredValues
 from partition.model.safetensors_layout import check_range, file_bytes, file_header, stored_parameters
 from partition.model.sizes import shape_of
 
@@ -268,8 +268,8 @@ def test_ranges_are_read_one_by_one_and_checked(tmp_path: Path) -> None:
         assert found[name] == value.numpy().tobytes()
 
 
-def source(row: Parameter) -> Stored:
-    assert isinstance(row.source, Stored)
+def source(row: Parameter) -> StoredValues:
+    assert isinstance(row.source, StoredValues)
     return row.source
 
 

@@ -15,10 +15,10 @@ from torch.nn import functional
 from torch.utils._sympy.functions import FloorDiv, Max, Min, Mod
 
 from partition.capture import Captured, capture, skeleton
-from partition.capture.lower import Tables
+from partition.capture.lower import GraphTables
 from partition.capture.state_dict import contents_of
 from partition.capture.trees import tensors_of
-from partition.model.graph import Size, Stored, Symbol, decode_graph
+from partition.model.graph import Size, StoredValues, Symbol, decode_graph
 from partition.model.sizes import evaluate
 from tests.partition.captured_models import (
     SAMPLES,
@@ -249,7 +249,7 @@ def test_parameters_are_stored_in_the_order_of_their_first_use_without_gaps() ->
     assert [row.group for row in rows] == [0, 0, 0, 1]
     offset = 0
     for row, (name, tensor) in zip(rows, graph.stored, strict=True):
-        assert isinstance(row.source, Stored)
+        assert isinstance(row.source, StoredValues)
         assert (row.names[0], row.source.offset) == (name, offset)
         assert tensor.data_ptr() == model.get_parameter(name).data_ptr()
         offset += row.source.length
@@ -447,7 +447,7 @@ def expressions(symbols: list[Any]) -> st.SearchStrategy[Any]:
 def test_rows_of_sizes_compute_what_torch_means(data: st.DataObject, batch: int, sequence: int) -> None:
     symbols = [sympy.Symbol(name, positive=True, integer=True) for name in ("s1", "s2")]
     expression = data.draw(expressions(symbols))
-    tables = Tables(
+    tables = GraphTables(
         contents_of(nn.Identity()),
         (Symbol("batch", 1, 99), Symbol("sequence", 1, 99)),
         None,

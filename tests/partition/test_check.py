@@ -19,18 +19,18 @@ from partition.model.graph import (
     ConstantValue,
     Entry,
     Expression,
-    Fill,
+    FillStep,
     Graph,
+    GraphNode,
+    GraphState,
     Items,
     Metric,
-    Node,
     Parameter,
     ParameterValue,
     Recipe,
     Size,
-    State,
     StateValue,
-    Stored,
+    StoredValues,
     Symbol,
     TensorType,
     Value,
@@ -115,13 +115,13 @@ def typed(*kinds: TensorType) -> Graph:
     return replace(GOOD, types=(*GOOD.types, *kinds))
 
 
-def recipe(*steps: Fill) -> Graph:
+def recipe(*steps: FillStep) -> Graph:
     return parameter(0, source=Recipe(steps))
 
 
 NAN, INF = float("nan"), float("inf")
 VARYING = TensorType("float32", (Size(0),))
-STORED = Stored(0, 48, b"\0" * 32)
+STORED = StoredValues(0, 48, b"\0" * 32)
 NORM = GOOD.entries[0].nodes[1]
 
 WRONG: dict[str, tuple[Graph, str]] = {
@@ -163,21 +163,21 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "a nameless parameter": (parameter(0, names=("",)), "no name"),
     "a constant with a parameter's name": (constant(0, names=("a.bias",)), "called 'a.bias'"),
     "a counter with a parameter's name": (replace(GOOD, counters=("a.bias",)), "called 'a.bias'"),
-    "a recipe that is not finite": (recipe(Fill("constant", NAN)), "senseless"),
-    "an infinite bound": (recipe(Fill("uniform", -INF, 1.0)), "senseless"),
-    "a range that is not finite": (recipe(Fill("uniform", -1e308, 1e308)), "senseless"),
-    "a range upside down": (recipe(Fill("uniform", 1.0, 0.0)), "senseless"),
-    "a negative deviation": (recipe(Fill("normal", 0.0, -1.0)), "senseless"),
-    "a clamp by no number": (recipe(Fill("normal", 0.0, 1.0), Fill("clamp", NAN, 1.0)), "senseless"),
-    "a row that does not exist": (recipe(Fill("constant", 0.0), Fill("zero_row", 3.0)), "senseless"),
-    "half a row": (recipe(Fill("constant", 0.0), Fill("zero_row", 0.5)), "senseless"),
-    "another stored length": (parameter(0, source=Stored(0, 47, b"\0" * 32)), "are stored"),
+    "a recipe that is not finite": (recipe(FillStep("constant", NAN)), "senseless"),
+    "an infinite bound": (recipe(FillStep("uniform", -INF, 1.0)), "senseless"),
+    "a range that is not finite": (recipe(FillStep("uniform", -1e308, 1e308)), "senseless"),
+    "a range upside down": (recipe(FillStep("uniform", 1.0, 0.0)), "senseless"),
+    "a negative deviation": (recipe(FillStep("normal", 0.0, -1.0)), "senseless"),
+    "a clamp by no number": (recipe(FillStep("normal", 0.0, 1.0), FillStep("clamp", NAN, 1.0)), "senseless"),
+    "a row that does not exist": (recipe(FillStep("constant", 0.0), FillStep("zero_row", 3.0)), "senseless"),
+    "half a row": (recipe(FillStep("constant", 0.0), FillStep("zero_row", 0.5)), "senseless"),
+    "another stored length": (parameter(0, source=StoredValues(0, 47, b"\0" * 32)), "are stored"),
     "stored one over the other": (
         replace(
             GOOD,
             parameters=(
                 replace(GOOD.parameters[0], source=STORED),
-                replace(GOOD.parameters[1], source=Stored(47, 12, b"\0" * 32)),
+                replace(GOOD.parameters[1], source=StoredValues(47, 12, b"\0" * 32)),
                 *GOOD.parameters[2:],
             ),
         ),
@@ -187,7 +187,7 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "a constant of varying shape": (constant(0, type=VARYING), "varies"),
     "a bool of two": (constant(1, data=b"\0\1\2"), "other bytes"),
     "a state of no size": (
-        replace(GOOD, states=(State("s", TensorType("bool", (Size(9),))),)),
+        replace(GOOD, states=(GraphState("s", TensorType("bool", (Size(9),))),)),
         "no size",
     ),
     "two entry points of one name": (decode(name="train"), "called 'train'"),
@@ -218,7 +218,7 @@ WRONG: dict[str, tuple[Graph, str]] = {
     "an operator of no row": (node(2, operator=99), "not in the table"),
     "an owner of no row": (node(2, owner=99), "not in the table"),
     "a node that makes nothing": (
-        train(nodes=(*GOOD.entries[0].nodes, Node(8, 0, (), (), ()))),
+        train(nodes=(*GOOD.entries[0].nodes, GraphNode(8, 0, (), (), ()))),
         "makes nothing",
     ),
     "a value made twice": (node(2, outputs=(2,)), "makes value 2"),
@@ -363,7 +363,7 @@ def test_constants_may_be_what_makes_a_graph_large() -> None:
 
 def _chain(length: int) -> Graph:
     first = GOOD.entries[0]
-    nodes = tuple(Node(number, 0, (Value(number), 2.0), (), (number + 1,)) for number in range(length))
+    nodes = tuple(GraphNode(number, 0, (Value(number), 2.0), (), (number + 1,)) for number in range(length))
     entry = Entry("forward", first.inputs, (), nodes, (0,) * (length + 1), (length,), None, None, (), (), ())
     return replace(GOOD, operators=("aten.mul.Tensor",), entries=(entry,), layers=("a",), states=())
 

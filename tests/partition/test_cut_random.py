@@ -19,11 +19,11 @@ from partition.model.graph import (
     ConstantValue,
     Entry,
     Expression,
-    Fill,
+    FillStep,
     FormatName,
     Graph,
+    GraphNode,
     Items,
-    Node,
     Parameter,
     ParameterValue,
     Port,
@@ -177,21 +177,21 @@ def test_random_operators_run_in_one_stage_only(graph: Graph) -> None:
 
 def large_graph(blocks: int) -> Graph:
     """Blocks of eighteen nodes with a residual stream; built directly, as the builder takes its time."""
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     stream = 0
     for block in range(blocks):
         last = stream
         for _ in range(16):
-            nodes.append(Node(len(nodes), 0, (Value(last),), (), (len(nodes) + 1,)))
+            nodes.append(GraphNode(len(nodes), 0, (Value(last),), (), (len(nodes) + 1,)))
             last = len(nodes)
-        nodes.append(Node(len(nodes), 1, (Value(last), ParameterValue(block)), (), (len(nodes) + 1,)))
-        nodes.append(Node(len(nodes), 2, (Value(stream), Value(len(nodes))), (), (len(nodes) + 1,)))
+        nodes.append(GraphNode(len(nodes), 1, (Value(last), ParameterValue(block)), (), (len(nodes) + 1,)))
+        nodes.append(GraphNode(len(nodes), 2, (Value(stream), Value(len(nodes))), (), (len(nodes) + 1,)))
         stream = len(nodes)
-    nodes.append(Node(len(nodes), 3, (Value(stream),), (), (len(nodes) + 1,)))
+    nodes.append(GraphNode(len(nodes), 3, (Value(stream),), (), (len(nodes) + 1,)))
     types = (TensorType("float32", (Size(0), 64)), TensorType("float32", ()))
     kinds = (0,) * len(nodes) + (1,)
     entry = Entry("train", (Port("x", 0),), (), tuple(nodes), kinds, (stream,), len(nodes), None, (), (), ())
-    ones = Recipe((Fill("constant", 1.0),))
+    ones = Recipe((FillStep("constant", 1.0),))
     weight = TensorType("float32", (64, 64))
     return Graph(
         1,
@@ -222,20 +222,22 @@ def test_a_graph_of_three_thousand_nodes_is_cut_quickly() -> None:
 
 def test_a_graph_made_to_be_tangled_takes_bounded_time() -> None:
     """Ninety layers of 64 nodes, each of which joins all values before it in the layer before."""
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     before = list(range(1, 65))
     for place in before:
-        nodes.append(Node(len(nodes), 1, (Value(0), ParameterValue(0)), (), (place,)))
+        nodes.append(GraphNode(len(nodes), 1, (Value(0), ParameterValue(0)), (), (place,)))
     for _ in range(90):
         now = []
         for place in range(64):
             made = len(nodes) + 1
-            nodes.append(Node(len(nodes), 0, (Items(tuple(map(Value, before[: place + 1]))),), (), (made,)))
+            nodes.append(
+                GraphNode(len(nodes), 0, (Items(tuple(map(Value, before[: place + 1]))),), (), (made,))
+            )
             now.append(made)
         before = now
     made = len(nodes) + 1
-    nodes.append(Node(len(nodes), 0, (Items(tuple(map(Value, before))),), (), (made,)))
-    nodes.append(Node(len(nodes), 2, (Value(made),), (), (made + 1,)))
+    nodes.append(GraphNode(len(nodes), 0, (Items(tuple(map(Value, before))),), (), (made,)))
+    nodes.append(GraphNode(len(nodes), 2, (Value(made),), (), (made + 1,)))
     plain = large_graph(blocks=1)
     entry = plain.entries[0]
     graph = replace(
@@ -277,7 +279,7 @@ def hostile(draw: st.DrawFn) -> Graph:
     types = (*plain.types, TensorType("float32", (Size(1), 0)), TensorType("int8", (Size(1),) * 8))
     rows = st.sampled_from([0, 0, 1, 2, 3, *range(len(types))])
     kinds = [0, draw(rows)]
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     for number in range(draw(st.integers(1, 14))):
         known = st.integers(0, len(kinds) - 1).map(Value)
         one = st.one_of(
@@ -285,11 +287,11 @@ def hostile(draw: st.DrawFn) -> Graph:
         )
         made = tuple(range(len(kinds), len(kinds) + draw(st.integers(1, 3))))
         arguments = (Value(len(kinds) - 1), *draw(st.lists(one, max_size=9)))
-        nodes.append(Node(number, draw(st.integers(0, len(operators) - 1)), arguments, (), made))
+        nodes.append(GraphNode(number, draw(st.integers(0, len(operators) - 1)), arguments, (), made))
         kinds += [draw(rows) for _ in made]
     wanted = sorted(draw(st.sets(st.integers(0, len(kinds) - 1), min_size=1, max_size=5)))
     nodes.append(
-        Node(len(nodes), 0, (Items(tuple(map(Value, (*wanted, len(kinds) - 1)))),), (), (len(kinds),))
+        GraphNode(len(nodes), 0, (Items(tuple(map(Value, (*wanted, len(kinds) - 1)))),), (), (len(kinds),))
     )
     ports = (Port("x", 0), Port("other", kinds[1]))
     entry = Entry(

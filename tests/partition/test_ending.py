@@ -11,8 +11,17 @@ from hypothesis import strategies as st
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.run.conclusions import Conclusion, Evaluated, Preferred, Said, Sends, Settled, Told, Voided
-from partition.run.convergence import Progress, advance, has_converged
+from partition.run.conclusions import (
+    Conclusion,
+    ModelEvaluated,
+    Preferred,
+    Said,
+    Sends,
+    Settled,
+    Told,
+    Voided,
+)
+from partition.run.convergence import SeriesProgress, advance, has_converged
 from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, Ending
 from partition.run.endings import RUNS_MAX, Endings
 from partition.run.local_settings import LocalSettings
@@ -196,7 +205,7 @@ def test_members_in_sight_of_each_other_settle_one_conclusion(
 def test_an_evaluation_that_is_not_finite_is_refused() -> None:
     member = World(2, Random(1)).members[peer(1)]
     with pytest.raises(RemoteProtocolError):
-        member.receive(0.0, peer(2), Evaluated(RUN, 1, 1, inf, (), 1.0, 0))
+        member.receive(0.0, peer(2), ModelEvaluated(RUN, 1, 1, inf, (), 1.0, 0))
     with pytest.raises(RemoteProtocolError):
         member.receive(
             0.0, peer(2), Said(RUN, Conclusion(bytes([1]) * 32, "done", "", 1, "", peer(2)), True, False)
@@ -233,7 +242,7 @@ def test_exactly_one_of_those_in_sight_evaluates() -> None:
 def test_a_series_has_converged_after_evaluations_without_an_improvement(
     losses: list[float], patience: int, improvement: float
 ) -> None:
-    progress, best, since = Progress(), inf, 0
+    progress, best, since = SeriesProgress(), inf, 0
     for step, loss in enumerate(losses):
         progress = advance(progress, step, loss, improvement)
         is_better = best == inf or (loss < best and loss <= best - improvement)
@@ -308,22 +317,22 @@ def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
     first = next((each for each in order if ranks[each] == 0), None)
     last = order[-1]
     member.set_peers(0.0, peers[1:], trainers=peers)
-    member.receive(0.0, last, Evaluated(RUN, 5, 1, -1e9, (), -1e9, 99))
-    assert member.progress == Progress()
+    member.receive(0.0, last, ModelEvaluated(RUN, 5, 1, -1e9, (), -1e9, 99))
+    assert member.progress == SeriesProgress()
     if first is not None:
-        member.receive(0.0, first, Evaluated(RUN, 5, 1, 1.0, (), 1.0, 0))
+        member.receive(0.0, first, ModelEvaluated(RUN, 5, 1, 1.0, (), 1.0, 0))
         assert member.progress.best == 1.0
     member.set_due(100.0, ranks[last] * TURN_SECONDS)
-    member.receive(100.0, last, Evaluated(RUN, 6, 1, 0.5, (), 0.5, 0))
+    member.receive(100.0, last, ModelEvaluated(RUN, 6, 1, 0.5, (), 0.5, 0))
     assert member.progress.best == 0.5, "the others were silent"
 
 
 def test_a_series_is_continued_from_the_loss_that_is_told_alone() -> None:
     member = Ending(peer(1), RUN, LocalSettings(patience=2))
     member.set_peers(0.0, [peer(2)])
-    member.receive(0.0, peer(2), Evaluated(RUN, 1, 1, 2.0, (), 2.0, 0))
-    member.receive(0.0, peer(2), Evaluated(RUN, 2, 1, 1.0, (), 0.0, 50))
-    assert member.progress == Progress(2, 1.0, 0)
+    member.receive(0.0, peer(2), ModelEvaluated(RUN, 1, 1, 2.0, (), 2.0, 0))
+    member.receive(0.0, peer(2), ModelEvaluated(RUN, 2, 1, 1.0, (), 0.0, 50))
+    assert member.progress == SeriesProgress(2, 1.0, 0)
     assert not member.has_converged
 
 
@@ -331,7 +340,7 @@ def test_steps_that_the_run_does_not_have_are_refused() -> None:
     member = Ending(peer(1), RUN, LocalSettings(), steps=10)
     member.set_peers(0.0, [peer(2)])
     for message in (
-        Evaluated(RUN, 11, 1, 1.0, (), 1.0, 0),
+        ModelEvaluated(RUN, 11, 1, 1.0, (), 1.0, 0),
         Said(RUN, conclusion(2, step=11), holds=True, is_settled=True),
     ):
         with pytest.raises(RemoteProtocolError):

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crypto.identity import PeerId
-from partition.run.conclusions import Conclusion, Differs, Preferred, Refused, Said, Sends, Settled, Told
+from partition.run.conclusions import (
+    Conclusion,
+    ConclusionRefused,
+    Differs,
+    Preferred,
+    Said,
+    Sends,
+    Settled,
+    Told,
+)
 from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, STALEMATE_SECONDS, Ending
 from partition.run.local_settings import LocalSettings
 from partition.run.turns import TURN_SECONDS
@@ -151,7 +160,7 @@ def test_a_member_that_refuses_follows_a_quorum_of_the_others() -> None:
 
 @pytest.mark.parametrize("count", [3, 4, 7])
 def test_one_member_that_refuses_all_results_cannot_hold_an_end_up(count: int) -> None:
-    refusal = [(peer(1), Refused(RUN, conclusion(1)))]
+    refusal = [(peer(1), ConclusionRefused(RUN, conclusion(1)))]
     world = World(count, lambda own, found: True, liar=peer(count), lie=lambda _peer, _now: list(refusal))
     world.propose(1)
     world.run(PATIENCE_SECONDS + 5)
@@ -301,7 +310,7 @@ def test_one_liar_among_members_that_judge_alike_makes_no_second_result(
             return []
         found = rng.choice([*lies, *honest])
         if rng.random() < 0.3:
-            return [(to, Refused(RUN, found))]
+            return [(to, ConclusionRefused(RUN, found))]
         return [(to, Said(RUN, found, holds=True, is_settled=rng.random() < 0.3, commits=rng.random() < 0.5))]
 
     world = World(

@@ -18,11 +18,11 @@ from partition.stage import (
     Backward,
     BackwardDone,
     Discard,
-    Done,
     Forward,
     Forwarded,
     OptimizerSettings,
     Schedule,
+    StageDone,
     vector_bytes,
 )
 from tests.partition.graphs import ONES, GraphBuilder, whole
@@ -256,14 +256,14 @@ def test_a_replayed_microbatch_gives_the_same_bytes() -> None:
     once = stage.ask(Forward(4, 7, True, inputs), Forwarded)
     other = stage.ask(Forward(4, 8, True, inputs), Forwarded)
     assert other != once  # another micro-batch draws another mask
-    stage.ask(Discard(), Done)
+    stage.ask(Discard(), StageDone)
     assert stage.ask(Forward(4, 7, True, inputs), Forwarded) == once
     assert once.output is not None
     request = Forward(4, 7, True, once.output, labels)
     closed, sums = end.ask(request, Forwarded), bytes(end.arenas["gradients"])
     end.ask(Forward(4, 8, True, once.output, labels), Forwarded)
     assert bytes(end.arenas["gradients"]) != sums
-    end.ask(Discard(), Done)
+    end.ask(Discard(), StageDone)
     assert not any(end.arenas["gradients"])
     assert end.ask(request, Forwarded) == closed
     assert bytes(end.arenas["gradients"]) == sums
@@ -300,10 +300,10 @@ def test_int4_errors_enter_the_next_gradient_of_the_step() -> None:
         return held.ask(Forward(0, number, True, values, labels, "int4"), Forwarded).gradient
 
     found = [gradient(last, 0), gradient(last, 1)]
-    last.ask(Discard(), Done)
+    last.ask(Discard(), StageDone)
     again = [gradient(last, 1), gradient(last, 0)]
     assert again[0] != found[1], "it owed nothing this time"
-    last.ask(Discard(), Done)
+    last.ask(Discard(), StageDone)
     assert [gradient(last, 0), gradient(last, 1)] == found
 
 
@@ -323,7 +323,7 @@ def test_statistics_count_once_and_only_what_went_back() -> None:
             values = stage.ask(Forward(0, 0, True, values), Forwarded).output
         assert not held.vector("gradients").any()
         for stage in row.chains[0]:
-            stage.ask(Discard(), Done)
+            stage.ask(Discard(), StageDone)
         row.forward(0, 0, inputs, labels, train=True)
         whole_row.forward(0, 0, inputs, labels, train=True)
         row.apply(0, 2)

@@ -15,7 +15,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.execute import StageExecutor
 from partition.model.cut import cut, legal_positions
-from partition.model.graph import Graph, Stored
+from partition.model.graph import Graph, StoredValues
 from partition.stage import (
     IN_FLIGHT_MAX,
     Applied,
@@ -23,7 +23,6 @@ from partition.stage import (
     Backward,
     BackwardDone,
     Discard,
-    Done,
     Export,
     Exported,
     Forward,
@@ -36,7 +35,8 @@ from partition.stage import (
     Reload,
     Reply,
     Request,
-    Run,
+    RunEntryPoint,
+    StageDone,
     StageSpecification,
     vector_bytes,
 )
@@ -115,8 +115,8 @@ GARBAGE: dict[str, Request] = {
     "backward at the last stage": Backward(0, 0, bundle(np.zeros((ROWS, 3)), sizes=(ROWS,))),
     "backward without forward": Backward(0, 7, bundle(sizes=(ROWS,))),
     "apply of another step": Apply(1, ROWS),
-    "to run what wants labels": Run(b"one", "train", GOOD),
-    "to run what is not there": Run(b"one", "decode", GOOD),
+    "to run what wants labels": RunEntryPoint(b"one", "train", GOOD),
+    "to run what is not there": RunEntryPoint(b"one", "decode", GOOD),
 }
 
 
@@ -263,7 +263,7 @@ def test_the_microbatches_in_flight_are_bounded_and_evaluation_holds_none() -> N
         stage.ask(Forward(0, microbatch, True, GOOD), Forwarded)
     assert "in flight" in stage.ask(Forward(0, IN_FLIGHT_MAX, True, GOOD), Refused).reason
     stage.ask(Forward(5, 0, False, GOOD), Forwarded)
-    stage.ask(Discard(), Done)
+    stage.ask(Discard(), StageDone)
     stage.ask(Forward(5, 0, True, GOOD), Forwarded)
 
 
@@ -272,7 +272,7 @@ def test_parameters_and_named_constants_travel_by_name_from_one_replica_to_anoth
     assert bytes(first.arenas["parameters"]) != bytes(other.arenas["parameters"])
     data = first.ask(Export(), Exported).data
     other.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)
-    other.ask(Import(data), Done)
+    other.ask(Import(data), StageDone)
     assert bytes(first.arenas["parameters"]) == bytes(other.arenas["parameters"])
     assert not other.vector("gradients").any()
     assert other.ask(Export(), Exported).data == data
@@ -303,7 +303,7 @@ def test_a_safetensors_file_that_is_not_exactly_the_stage_is_refused() -> None:
     for data in bad:
         stage.ask(Import(data), Refused)
     assert bytes(stage.arenas["parameters"]) == before
-    stage.ask(Import(safetensors.numpy.save(without)), Done)
+    stage.ask(Import(safetensors.numpy.save(without)), StageDone)
 
 
 def test_a_file_of_many_small_parameters_fits_a_message() -> None:
@@ -320,7 +320,7 @@ def test_a_file_of_many_small_parameters_fits_a_message() -> None:
     stage = Held(whole(build.finish()), (ROWS,))
     data = stage.ask(Export(), Exported).data
     assert 1 << 20 < len(data) <= message_bytes_max(stage.specification)
-    stage.ask(Import(data), Done)
+    stage.ask(Import(data), StageDone)
 
 
 def test_a_count_that_is_no_number_of_samples_is_refused() -> None:
@@ -340,13 +340,13 @@ def test_a_count_that_is_no_number_of_samples_is_refused() -> None:
 
 
 def test_stored_parameters_are_zero_until_the_node_has_written_them() -> None:
-    stored = Stored(0, 3 * 6 * 8, bytes(32))
+    stored = StoredValues(0, 3 * 6 * 8, bytes(32))
     stage = Held(whole(model(stored)), (ROWS,))
     assert not stage.named("parameters")["fc2.weight"].any()
     assert stage.named("parameters")["fc1.weight"].any()
     stage.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)
     stage.vector("parameters")[:] = 2.0
-    stage.ask(Reload(), Done)
+    stage.ask(Reload(), StageDone)
     assert not stage.vector("gradients").any()
     assert (stage.vector("parameters") == 2.0).all()
     stage.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)

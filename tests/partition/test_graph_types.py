@@ -25,14 +25,23 @@ from partition.model.graph import (
     Graph,
     Parameter,
     Recipe,
-    Stored,
+    StoredValues,
     TensorType,
     decode_graph,
     encode_graph,
     graph_hash,
     version_for,
 )
-from partition.stage import Done, Export, Exported, Import, Refused, Reload, StageSpecification, vector_bytes
+from partition.stage import (
+    Export,
+    Exported,
+    Import,
+    Refused,
+    Reload,
+    StageDone,
+    StageSpecification,
+    vector_bytes,
+)
 from partition.stage_layout import arena_bytes, parameter_layout
 from tests.partition.half_graphs import half_graph
 from tests.partition.hostile import mutated_case
@@ -56,7 +65,7 @@ def with_rows(table: list[tuple[Any, list[int]]]) -> Graph:
     ]
     offset = 0
     for number, row in enumerate(rows):
-        rows[number] = replace(row, source=Stored(offset, row.stored_bytes, DIGEST))
+        rows[number] = replace(row, source=StoredValues(offset, row.stored_bytes, DIGEST))
         offset += row.stored_bytes
     return replace(HALF, parameters=tuple(rows), version=version_for(rows))
 
@@ -108,11 +117,11 @@ def test_an_exported_stage_of_many_types_is_imported_to_the_bit(
     for slot in parameter_layout(specification(with_rows(table))):
         values = torch.randn(prod(slot.shape), generator=generator).to(DTYPES[slot.dtype])
         arena[slot.begin_bytes : slot.end_bytes] = values.view(torch.uint8).numpy().tobytes()
-    assert isinstance(stage.handle(Reload()), Done)
+    assert isinstance(stage.handle(Reload()), StageDone)
     exported = stage.handle(Export())
     assert isinstance(exported, Exported)
     other, taken = executor(with_rows(table))
-    assert isinstance(other.handle(Import(exported.data)), Done)
+    assert isinstance(other.handle(Import(exported.data)), StageDone)
     assert bytes(taken) == bytes(arena)
 
 
@@ -143,7 +152,7 @@ def changed(**row: Any) -> Graph:
         (replace(GOOD, version=2), "which is version 1 and not 2"),
         (changed(kind="parameter"), "is bfloat16 and trained: what trains is all float32 or all float64"),
         (
-            changed(source=Stored(0, 256, DIGEST), type=TensorType("bfloat16", (16, 4))),
+            changed(source=StoredValues(0, 256, DIGEST), type=TensorType("bfloat16", (16, 4))),
             "takes 128 bytes and 256",
         ),
         (changed(type=TensorType("int8", (16, 8))), "is int8; parameters are of a floating type"),

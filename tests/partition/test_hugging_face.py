@@ -17,7 +17,7 @@ from node.main import run
 from partition.capture.errors import CaptureRefused
 from partition.capture.hugging_face import folder_task, is_folder
 from partition.capture.models.model_spec import capture_folder
-from partition.model.graph import Stored
+from partition.model.graph import StoredValues
 from tests.data.model_folders import write_folder, write_lines
 
 transformers = pytest.importorskip("transformers")
@@ -170,7 +170,7 @@ def test_a_plan_reads_no_weights(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     found = capture_folder(str(tmp_path), options={"values": False})
     assert not found.stored
-    assert not any(isinstance(row.source, Stored) for row in found.graph.parameters)
+    assert not any(isinstance(row.source, StoredValues) for row in found.graph.parameters)
     with pytest.raises(CaptureRefused, match="no weights in safetensors"):
         capture_folder(str(tmp_path))
 

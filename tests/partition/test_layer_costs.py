@@ -13,7 +13,7 @@ from partition.capture.models import BUILTIN
 from partition.capture.task import Task, capture_task
 from partition.model.graph import Graph
 from partition.model.layers import with_layers
-from partition.model.work import Work
+from partition.model.work import EntryWork
 from partition.plan.layer_costs import layer_costs
 from tests.partition.graphs import GraphBuilder
 from tests.partition.test_layers import transformer
@@ -41,7 +41,7 @@ def sizes_of(task: Task, graph: Graph) -> tuple[int, ...]:
 
 def test_flops_are_those_that_torch_counts(model: tuple[Task, Graph]) -> None:
     task, graph = model
-    work = Work(graph, graph.entries[0], sizes_of(task, graph))
+    work = EntryWork(graph, graph.entries[0], sizes_of(task, graph))
     counted = FlopCounterMode(display=False)
     # torch does not count its fused attention on the CPU; spelt out it is two products.
     with counted, sdpa_kernel(SDPBackend.MATH):
@@ -166,7 +166,7 @@ def test_products_of_every_form_are_counted_as_torch_does(
     build.end(outputs=[out])
     graph = build.finish()
     (node,) = graph.entries[0].nodes
-    assert Work(graph, graph.entries[0], (1,)).product_flops(node) == counted.get_total_flops() > 0
+    assert EntryWork(graph, graph.entries[0], (1,)).product_flops(node) == counted.get_total_flops() > 0
 
 
 def test_sizes_that_no_stage_could_have_are_an_error_not_a_crash() -> None:

@@ -8,7 +8,7 @@ from partition.plan.plan import Plan, StagePlan, plan_hash
 from partition.steps.committer import Committer
 from partition.steps.messages import Apply, Open, Sync, Synced, Work
 from partition.steps.replica import ApplyReady, ReduceReady, Replica
-from partition.steps.throughput import Pace
+from partition.steps.throughput import StepPace
 from tests.partition.small_plan import (
     FIRST,
     LAST,
@@ -28,7 +28,7 @@ HERE, THERE = MIDDLES
 
 
 def test_micro_batches_are_dealt_by_what_was_measured() -> None:
-    pace = Pace()
+    pace = StepPace()
     stage = StagePlan(0, 1, (HERE, THERE), (100, 50))
     assert pace.rates(stage)[0] == 2 * pace.rates(stage)[1]
     pace.measured(HERE, Work(2 * 10**9), 2)
@@ -39,14 +39,14 @@ def test_micro_batches_are_dealt_by_what_was_measured() -> None:
 
 
 def test_noise_between_equal_machines_deals_equally() -> None:
-    pace = Pace()
+    pace = StepPace()
     pace.measured(HERE, Work(1_001_000_000), 1)
     pace.measured(THERE, Work(1_003_000_000), 1)
     assert len(set(pace.rates(StagePlan(0, 1, (HERE, THERE), (7, 3))))) == 1
 
 
 def test_one_slow_step_does_not_make_a_slow_machine() -> None:
-    pace = Pace()
+    pace = StepPace()
     stage = StagePlan(0, 1, (HERE,), (1,))
     pace.measured(HERE, Work(10**9), 1)
     before = pace.rates(stage)[0]

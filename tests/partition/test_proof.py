@@ -20,7 +20,17 @@ from partition.capture.errors import CaptureRefused
 from partition.capture.lazy_tensor import NOISE, TILE, LazyTensor, Materialised, Tiles, lazy
 from partition.capture.proof import Proof, prove
 from partition.capture.task import capture_task, correct, cross_entropy, prove_task
-from partition.model.graph import Fill, Graph, Items, Node, Recipe, Size, Value, encode_graph, graph_hash
+from partition.model.graph import (
+    FillStep,
+    Graph,
+    GraphNode,
+    Items,
+    Recipe,
+    Size,
+    Value,
+    encode_graph,
+    graph_hash,
+)
 
 SIDE, CLASSES = 6, 5
 
@@ -88,7 +98,7 @@ def shown(tampered: Graph, **options: Any) -> Proof:
     )
 
 
-def edited(change: Callable[[Node, str], Node | None]) -> Graph:
+def edited(change: Callable[[GraphNode, str], GraphNode | None]) -> Graph:
     """The small model's graph with exactly one node changed: the first that `change` takes."""
     whole = graph()
     entry = whole.entries[0]
@@ -101,8 +111,8 @@ def edited(change: Callable[[Node, str], Node | None]) -> Graph:
     return structs.replace(whole, entries=(structs.replace(entry, nodes=tuple(nodes)),))
 
 
-def with_argument(operator: str, place: int, value: Any) -> Callable[[Node, str], Node | None]:
-    def change(node: Node, name: str) -> Node | None:
+def with_argument(operator: str, place: int, value: Any) -> Callable[[GraphNode, str], GraphNode | None]:
+    def change(node: GraphNode, name: str) -> GraphNode | None:
         if name != f"aten.{operator}.default" or len(node.arguments) <= place:
             return None
         assert node.arguments[place] != value
@@ -112,8 +122,8 @@ def with_argument(operator: str, place: int, value: Any) -> Callable[[Node, str]
     return change
 
 
-def with_keyword(operator: str, key: str, value: Any) -> Callable[[Node, str], Node | None]:
-    def change(node: Node, name: str) -> Node | None:
+def with_keyword(operator: str, key: str, value: Any) -> Callable[[GraphNode, str], GraphNode | None]:
+    def change(node: GraphNode, name: str) -> GraphNode | None:
         if name != f"aten.{operator}.default":
             return None
         assert dict(node.keywords).get(key) != value
@@ -153,7 +163,9 @@ def test_no_more_than_the_parameters_of_one_operator_have_values_at_once() -> No
         (with_argument("max_pool2d", 1, Items((1, 1))), "cannot be computed"),
     ],
 )
-def test_a_changed_argument_is_caught(change: Callable[[Node, str], Node | None], where: str) -> None:
+def test_a_changed_argument_is_caught(
+    change: Callable[[GraphNode, str], GraphNode | None], where: str
+) -> None:
     with pytest.raises(CaptureRefused, match=where):
         shown(edited(change))
 
@@ -168,7 +180,9 @@ def test_every_value_that_a_node_takes_matters() -> None:
         if not taken or other in taken or other.id == taken[0].id:
             continue
 
-        def change(each: Node, _: str, wanted: Node = node, other: Value = other) -> Node | None:
+        def change(
+            each: GraphNode, _: str, wanted: GraphNode = node, other: Value = other
+        ) -> GraphNode | None:
             if each.id != wanted.id:
                 return None
             place = next(i for i, argument in enumerate(each.arguments) if isinstance(argument, Value))
@@ -209,7 +223,7 @@ def test_swapped_running_statistics_are_caught() -> None:
 
 
 def test_a_batch_frozen_into_the_graph_is_caught() -> None:
-    def change(node: Node, _: str) -> Node | None:
+    def change(node: GraphNode, _: str) -> GraphNode | None:
         for place, argument in enumerate(node.arguments):
             if isinstance(argument, Items) and Size(0) in argument.items:
                 items = Items(tuple(3 if item == Size(0) else item for item in argument.items))
@@ -418,15 +432,15 @@ def test_gradients_go_through_lazy_tensors() -> None:
 
 def test_proof_values_follow_the_recipe_and_differ_by_name() -> None:
     tiles = Tiles(0)
-    normal = Recipe((Fill("normal", 1.0, 0.02), Fill("zero_row", 2.0)))
+    normal = Recipe((FillStep("normal", 1.0, 0.02), FillStep("zero_row", 2.0)))
     values = tiles.values(normal, "a", (40, 50), torch.float32, 2000)
     assert torch.equal(values, tiles.values(normal, "a", (40, 50), torch.float32, 2000))
     assert not torch.equal(values, tiles.values(normal, "b", (40, 50), torch.float32, 2000))
     assert not values[2].any()
     assert float(values[3:].std()) == pytest.approx(0.02, rel=0.2)
-    constant = tiles.values(Recipe((Fill("constant", 3.0),)), "a", (1000,), torch.float32, 1000)
+    constant = tiles.values(Recipe((FillStep("constant", 3.0),)), "a", (1000,), torch.float32, 1000)
     assert 3 - NOISE <= float(constant.min()) < float(constant.max()) <= 3 + NOISE
-    long = tiles.values(Recipe((Fill("uniform", -1.0, 1.0),)), "a", (TILE + 5,), torch.float32, TILE + 5)
+    long = tiles.values(Recipe((FillStep("uniform", -1.0, 1.0),)), "a", (TILE + 5,), torch.float32, TILE + 5)
     assert torch.equal(long[:5], long[TILE:])
 
 

@@ -19,7 +19,7 @@ from partition.plan.rates import (
     REFERENCE,
     Calibration,
     KindPace,
-    Pace,
+    OperatorPace,
     assumed,
     decode_calibration,
     encode_calibration,
@@ -28,14 +28,14 @@ from partition.plan.solver import solve
 from tests.partition.test_layers import transformer
 
 pieces = st.integers(0, 10**9)
-paces = st.builds(Pace, pieces, pieces, pieces)
+paces = st.builds(OperatorPace, pieces, pieces, pieces)
 
 
 @given(
     st.lists(st.builds(KindPace, st.sampled_from(KINDS), paces, paces), unique_by=lambda row: row.kind), paces
 )
 @settings(max_examples=50)
-def test_a_calibration_is_read_back_as_it_was_written(kinds: list[KindPace], pace: Pace) -> None:
+def test_a_calibration_is_read_back_as_it_was_written(kinds: list[KindPace], pace: OperatorPace) -> None:
     given = msgspec.structs.replace(REFERENCE, kinds=tuple(kinds), frame=pace)
     assert decode_calibration(encode_calibration(given)) == given
 
@@ -45,13 +45,13 @@ def test_a_class_twice_or_a_negative_price_is_refused() -> None:
     with pytest.raises(RemoteProtocolError):
         decode_calibration(encode(twice))
     with pytest.raises(RemoteProtocolError):
-        decode_calibration(encode(msgspec.structs.replace(REFERENCE, frame=Pace(-1, 0, 0))))
+        decode_calibration(encode(msgspec.structs.replace(REFERENCE, frame=OperatorPace(-1, 0, 0))))
 
 
 @given(st.integers(1, 10**6), st.integers(0, 10**5), st.integers(0, 10**8))
 @settings(max_examples=60)
 def test_a_fit_finds_the_prices_that_made_the_times(call: int, megaflop: int, mebibyte: int) -> None:
-    made = Pace(1000 * call, 1000 * megaflop, mebibyte)
+    made = OperatorPace(1000 * call, 1000 * megaflop, mebibyte)
     amounts = [
         Amount(1, flops, size)
         for flops, size in ((10**3, 10**4), (10**6, 10**5), (10**8, 10**6), (10**9, 10**8), (10**4, 10**7))
@@ -139,15 +139,15 @@ def test_the_own_work_of_nodes_moves_layers_to_the_faster_peer() -> None:
 
 def test_a_calibration_without_own_work_and_power_is_still_read() -> None:
     given = msgspec.structs.replace(
-        REFERENCE, node=Pace(1, 2, 3), busy_milliwatts=40_000, idle_milliwatts=9_000, node_step=4
+        REFERENCE, node=OperatorPace(1, 2, 3), busy_milliwatts=40_000, idle_milliwatts=9_000, node_step=4
     )
     assert decode_calibration(encode_calibration(given)) == given
     fields = msgspec.to_builtins(given)
     assert decode_calibration(msgspec.msgpack.encode(fields[:-1])).node_step == 0
     without_power = decode_calibration(msgspec.msgpack.encode(fields[:-3]))
     assert (without_power.node, without_power.busy_milliwatts) == (given.node, 0)
-    assert decode_calibration(msgspec.msgpack.encode(fields[:-4])).node == Pace(0, 0, 0)
-    own = {"node": Pace(10**9, 0, 10**9), "node_step": 10**9, "frame": Pace(10**8, 0, 10**9)}
+    assert decode_calibration(msgspec.msgpack.encode(fields[:-4])).node == OperatorPace(0, 0, 0)
+    own = {"node": OperatorPace(10**9, 0, 10**9), "node_step": 10**9, "frame": OperatorPace(10**8, 0, 10**9)}
     half = msgspec.structs.replace(given, share_permille=500, **own)
     assert half.node_nanoseconds == (2_800_000, 4_000_000), "with four frames on their way in or out"
     assert half.node_step_nanoseconds == 2 * 10**6

@@ -21,7 +21,7 @@ from partition.run.receipts import (
     Credits,
     Receipt,
     ReceiptBody,
-    Row,
+    ReceiptRow,
     check_measured,
     check_receipt,
 )
@@ -34,8 +34,8 @@ SHARE = 100.0
 
 def row(
     measurer: PeerId, provider: PeerId, flops: float, at: float = 0.0, run: int = 0, requester: Any = None
-) -> Row:
-    return Row(bytes([run]) * 32, requester or measurer, provider, measurer, int(flops), 1, at)
+) -> ReceiptRow:
+    return ReceiptRow(bytes([run]) * 32, requester or measurer, provider, measurer, int(flops), 1, at)
 
 
 def receipt(measurer: int = 1, provider: int = 2, requester: int = 1, signed_by: int = 2) -> Receipt:

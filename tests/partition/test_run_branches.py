@@ -16,7 +16,7 @@ from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
 from partition.run.branch_pace import FASTER_MAX, STEPS_SPARE
 from partition.run.branches import Branches, Verdict
 from partition.run.messages import Absent, Checkpointed, GivenUp, Leaving, Recut, check_sender
-from partition.run.progress import Progress
+from partition.run.progress import RunProgress
 from partition.run.settings import RunSettings
 
 SETTINGS = RunSettings()
@@ -38,8 +38,8 @@ def head(step: int) -> ChainHead:
     return ChainHead(run=bytes(32), parent=bytes([9]) * 32, height=1, step=step, samples=step * SAMPLES)
 
 
-def member(me: PeerId, *, may_fork: bool = True, step: int = 5) -> tuple[PaxosChain, Progress, Branches]:
-    chain, progress = PaxosChain(me, PLAN, Random(1), may_fork=may_fork), Progress(SAMPLES)
+def member(me: PeerId, *, may_fork: bool = True, step: int = 5) -> tuple[PaxosChain, RunProgress, Branches]:
+    chain, progress = PaxosChain(me, PLAN, Random(1), may_fork=may_fork), RunProgress(SAMPLES)
     progress.note(step)
     progress.claim(chain, hosts=True)
     return chain, progress, Branches(me, chain, progress, SETTINGS, may_fork=may_fork)
@@ -112,7 +112,7 @@ def test_the_farewell_counts_the_steps_since_the_fork() -> None:
 def measured(*, step: int = 100) -> tuple[Branches, Plan]:
     """A committer that saw the run make ten steps a second for ten seconds, then lost sight of the third
     member, and went on alone for ten seconds."""
-    chain, progress = PaxosChain(COMMITTER, PLAN, Random(1), may_fork=True), Progress(SAMPLES)
+    chain, progress = PaxosChain(COMMITTER, PLAN, Random(1), may_fork=True), RunProgress(SAMPLES)
     branches = Branches(COMMITTER, chain, progress, SETTINGS, may_fork=True)
     branches.look(0.0, PLAN, PLAN.members)
     progress.note(100)

@@ -32,10 +32,10 @@ from partition.run.asks import (
 from partition.run.completion import DECLINES_MAX
 from partition.run.events import (
     CheckpointFound,
-    Left,
     PauseWanted,
     PlanEntered,
     RolesGiven,
+    RunLeft,
     RunOver,
     StateChanged,
 )
@@ -368,7 +368,7 @@ def test_an_absent_member_tells_those_who_may_have_forgotten_it() -> None:
 def test_a_member_that_is_off_the_roster_leaves_and_says_nothing_more() -> None:
     node = Node(TWO).begin()
     node.decided(Change(lost=(TWO,)))
-    assert node.of(Left) == [Left(is_branch=False)]
+    assert node.of(RunLeft) == [RunLeft(is_branch=False)]
     node.core.sends.clear()
     node.core.receive(1.0, REQUESTER, Absent(plan_hash(PLAN), (ONE,), "late"))
     node.at(1_000.0)

@@ -15,7 +15,7 @@ from torch import nn
 from partition.capture.models.gpt import GPT, GPTConfiguration
 from partition.capture.skeleton import recipe_of, skeleton, unrecorded
 from partition.execute.values import first_values
-from partition.model.graph import RECIPE_STEPS_MAX, Fill, Parameter, Recipe, TensorType
+from partition.model.graph import RECIPE_STEPS_MAX, FillStep, Parameter, Recipe, TensorType
 
 
 def drawn(parameter: nn.Parameter, name: str) -> torch.Tensor:
@@ -65,7 +65,7 @@ def assert_drawn_as_it_initialises(build: Callable[[], nn.Module]) -> None:
             assert float(one.max() - one.min()) > (high - low) * (1 - 20 / count), name
 
 
-def steps(parameter: torch.Tensor) -> tuple[Fill, ...]:
+def steps(parameter: torch.Tensor) -> tuple[FillStep, ...]:
     recipe = recipe_of(parameter)
     assert recipe is not None
     return recipe.steps
@@ -97,7 +97,7 @@ def test_a_linear_layers_bounds_are_torchs_to_the_last_bit() -> None:
     with skeleton():
         layer = nn.Linear(48, 5)
     bound = sqrt(2 / (1 + sqrt(5) ** 2)) / sqrt(48) * sqrt(3)
-    assert steps(layer.weight) == (Fill("uniform", -bound, bound),)
+    assert steps(layer.weight) == (FillStep("uniform", -bound, bound),)
     assert steps(layer.bias)[0].second == pytest.approx(1 / sqrt(48), rel=1e-15)
 
 
@@ -119,9 +119,11 @@ def test_a_gpt_has_gpt2s_initialisation_and_its_tie() -> None:
         model = build()
     assert model.lm_head.weight is model.transformer.wte.weight
     parameters = dict(model.named_parameters())
-    assert steps(parameters["transformer.h.0.attn.c_proj.weight"]) == (Fill("normal", 0.0, 0.02 / sqrt(6)),)
-    assert steps(parameters["transformer.h.0.attn.c_attn.weight"]) == (Fill("normal", 0.0, 0.02),)
-    assert steps(parameters["transformer.h.0.attn.c_attn.bias"]) == (Fill("constant", 0.0),)
+    assert steps(parameters["transformer.h.0.attn.c_proj.weight"]) == (
+        FillStep("normal", 0.0, 0.02 / sqrt(6)),
+    )
+    assert steps(parameters["transformer.h.0.attn.c_attn.weight"]) == (FillStep("normal", 0.0, 0.02),)
+    assert steps(parameters["transformer.h.0.attn.c_attn.bias"]) == (FillStep("constant", 0.0),)
 
 
 SMALL: dict[str, Any] = {
@@ -169,7 +171,7 @@ def test_a_model_that_nobody_can_hold_takes_no_memory() -> None:
         embedding = nn.Embedding(1_000_000, 100_000)
     assert layer.weight.is_meta
     assert layer.weight.numel() == 10**12
-    assert steps(embedding.weight) == (Fill("normal", 0.0, 1.0),)
+    assert steps(embedding.weight) == (FillStep("normal", 0.0, 1.0),)
 
 
 def test_initialisation_is_recorded_before_and_after_registration() -> None:
@@ -188,33 +190,36 @@ def test_initialisation_is_recorded_before_and_after_registration() -> None:
 
     with skeleton():
         model = Both()
-    assert steps(model.early) == (Fill("uniform", -2.0, 3.0),)
-    assert steps(model.late) == (Fill("normal", 1.0, 0.5),)
-    assert steps(model.held) == (Fill("constant", 2.0),)
+    assert steps(model.early) == (FillStep("uniform", -2.0, 3.0),)
+    assert steps(model.late) == (FillStep("normal", 1.0, 0.5),)
+    assert steps(model.held) == (FillStep("constant", 2.0),)
 
 
 @pytest.mark.parametrize(
     ("make", "expected"),
     [
-        (lambda: torch.zeros(3, 2), (Fill("constant", 0.0),)),
-        (lambda: torch.ones(3, 2) * 1e-6, (Fill("constant", 1.0), Fill("multiply", 1e-6))),
-        (lambda: torch.full((3, 2), 7.0), (Fill("constant", 7.0),)),
+        (lambda: torch.zeros(3, 2), (FillStep("constant", 0.0),)),
+        (lambda: torch.ones(3, 2) * 1e-6, (FillStep("constant", 1.0), FillStep("multiply", 1e-6))),
+        (lambda: torch.full((3, 2), 7.0), (FillStep("constant", 7.0),)),
         (
             lambda: torch.randn(3, 2) * 0.5 + 1,
-            (Fill("normal", 0.0, 1.0), Fill("multiply", 0.5), Fill("add", 1.0)),
+            (FillStep("normal", 0.0, 1.0), FillStep("multiply", 0.5), FillStep("add", 1.0)),
         ),
-        (lambda: torch.rand(3, 2) - 0.5, (Fill("uniform", 0.0, 1.0), Fill("add", -0.5))),
+        (lambda: torch.rand(3, 2) - 0.5, (FillStep("uniform", 0.0, 1.0), FillStep("add", -0.5))),
         (
             lambda: -torch.rand(3, 2) / 4,
-            (Fill("uniform", 0.0, 1.0), Fill("multiply", -1.0), Fill("multiply", 0.25)),
+            (FillStep("uniform", 0.0, 1.0), FillStep("multiply", -1.0), FillStep("multiply", 0.25)),
         ),
-        (lambda: torch.normal(2.0, 3.0, (3, 2)), (Fill("normal", 2.0, 3.0),)),
-        (lambda: torch.tensor([[2.5, 2.5]]), (Fill("constant", 2.5),)),
-        (lambda: torch.randn(3, 2).clamp_(-1, 1), (Fill("normal", 0.0, 1.0), Fill("clamp", -1.0, 1.0))),
+        (lambda: torch.normal(2.0, 3.0, (3, 2)), (FillStep("normal", 2.0, 3.0),)),
+        (lambda: torch.tensor([[2.5, 2.5]]), (FillStep("constant", 2.5),)),
+        (
+            lambda: torch.randn(3, 2).clamp_(-1, 1),
+            (FillStep("normal", 0.0, 1.0), FillStep("clamp", -1.0, 1.0)),
+        ),
     ],
 )
 def test_tensors_made_by_factories_are_recorded(
-    make: Callable[[], torch.Tensor], expected: tuple[Fill, ...]
+    make: Callable[[], torch.Tensor], expected: tuple[FillStep, ...]
 ) -> None:
     with skeleton():
         module = nn.Module()
@@ -232,8 +237,8 @@ def test_a_fill_forgets_what_was_before_and_a_zeroed_row_does_not() -> None:
         nn.init.zeros_(other.weight)
     first, *rest = steps(layer.weight)
     assert first.kind == "uniform"
-    assert rest == [Fill("multiply", 2.0), Fill("add", -1.0), Fill("zero_row", 1.0)]
-    assert steps(other.weight) == (Fill("constant", 0.0),)
+    assert rest == [FillStep("multiply", 2.0), FillStep("add", -1.0), FillStep("zero_row", 1.0)]
+    assert steps(other.weight) == (FillStep("constant", 0.0),)
 
 
 def test_a_truncated_normal_is_recorded_though_torch_rejects_by_looking() -> None:
@@ -327,7 +332,7 @@ def test_unknown_initialisation_is_named_and_never_guessed(spoil: Callable[[nn.L
     assert name == "weight"
     assert len(reason) > 10
     # A later fill of all of it makes it known again.
-    assert steps(again.weight) == (Fill("constant", 1.0),)
+    assert steps(again.weight) == (FillStep("constant", 1.0),)
 
 
 def test_ties_stay_ties() -> None:
@@ -350,7 +355,7 @@ def test_recipes_survive_a_change_of_type_inside_and_after() -> None:
     after.double()
     assert after.weight.dtype == torch.float64
     assert steps(after.weight) == steps(inside.weight)
-    assert steps(inside.bias) == (Fill("constant", 1.0),)
+    assert steps(inside.bias) == (FillStep("constant", 1.0),)
 
 
 def test_everything_is_as_before_afterwards_even_if_the_constructor_raises() -> None:

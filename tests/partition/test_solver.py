@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from partition.plan.cost import KEPT_FRAMES_BYTES_MAX, STAGE_BASELINE_BYTES, LayerCost
-from partition.plan.exact import Exact
+from partition.plan.exact import ExactSearch
 from partition.plan.problem import (
     Constraints,
     Infeasible,
@@ -122,7 +122,7 @@ def test_a_path_for_latency_is_the_shortest_of_all(problem: Problem, shuffle: ob
 @given(problems(peers_max=6))
 @settings(max_examples=25, deadline=None)
 def test_a_search_keeps_every_rule_and_finds_a_split_where_one_is(problem: Problem) -> None:
-    exact = Exact(Tables(problem)).split((1 << 56) - 1)
+    exact = ExactSearch(Tables(problem)).split((1 << 56) - 1)
     try:
         split = solve(problem)
     except Infeasible:
@@ -136,7 +136,7 @@ def test_a_search_keeps_every_rule_and_finds_a_split_where_one_is(problem: Probl
 @settings(max_examples=25, deadline=None)
 def test_the_yardstick_is_the_least_bottleneck(problem: Problem) -> None:
     tables = Tables(problem)
-    exact = Exact(tables)
+    exact = ExactSearch(tables)
     found = [bottleneck(problem, ranges, groups) for ranges, groups in splits(problem)]
     cut = exact.split((1 << 56) - 1)
     assert (cut is None) == (not found)
@@ -288,7 +288,7 @@ def test_search_alone_is_within_some_percent_of_the_yardstick() -> None:
     problem = Problem(layers, uniform_peers(layers, offers), 64, links, hides_links=True)
     tables = Tables(problem)
     value = search(tables)[0].value
-    assert value <= 1.05 * Exact(tables).least(value // 2, value)
+    assert value <= 1.05 * ExactSearch(tables).least(value // 2, value)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from crypto.identity import PeerId
 from partition.plan.change import Change, Joining, successor
 from partition.plan.plan import NO_HASH, Plan, StagePlan
 from partition.plan.problem import Link
-from partition.run.reliability import DAY_SECONDS, LOSSES_MAX, PEERS_MAX, Losses
+from partition.run.reliability import DAY_SECONDS, LOSSES_MAX, PEERS_MAX, RunLosses
 from partition.run.standbys import (
     WATCHED_STEPS,
     Following,
@@ -94,7 +94,7 @@ def test_a_standby_is_dealt_nothing_until_its_stage_has_nobody_else() -> None:
 
 
 def test_losses_are_forgotten_after_a_day_and_bounded() -> None:
-    losses = Losses()
+    losses = RunLosses()
     for now in range(LOSSES_MAX + 3):
         losses.note(float(now), A)
     assert losses.count(20.0, A) == LOSSES_MAX

@@ -12,8 +12,8 @@ from partition.capture.models.gpt import GPT, GPTConfiguration
 from partition.execute.alias import writable_in_place
 from partition.execute.interpret import compile_entry
 from partition.model.cut import cut, legal_positions
-from partition.model.graph import Graph, Items, Node, StageEntry, StateValue, Value
-from partition.stage import SESSIONS_MAX, Done, EndSession, Forward, Import, Ran, Refused, Run
+from partition.model.graph import Graph, GraphNode, Items, StageEntry, StateValue, Value
+from partition.stage import SESSIONS_MAX, EndSession, Forward, Import, Ran, Refused, RunEntryPoint, StageDone
 from partition.stage_layout import arena_bytes
 from tests.partition.effort import lines_run
 from tests.partition.graphs import GraphBuilder, whole
@@ -59,9 +59,9 @@ def cache(kind: str = "plain") -> Graph:
     return build.finish()
 
 
-def decode(held: Held, session: bytes, row: float, place: int) -> Run:
+def decode(held: Held, session: bytes, row: float, place: int) -> RunEntryPoint:
     row_14 = np.full((1, 4), row, dtype="float32")
-    return Run(session, "decode", bundle(row_14, np.array([place]), sizes=(1,)))
+    return RunEntryPoint(session, "decode", bundle(row_14, np.array([place]), sizes=(1,)))
 
 
 @pytest.mark.parametrize(
@@ -104,16 +104,16 @@ def test_which_states_are_written_in_place_is_found_in_linear_time(kind: str) ->
     operators = ("aten.masked_fill.Scalar", "aten.broadcast_tensors.default")
 
     def lines(count: int) -> int:
-        nodes: list[Node] = []
+        nodes: list[GraphNode] = []
         for number in range(count):
             state = StateValue(number if kind == "states" else 0)
             old = Value(number) if number and kind == "chain" else state
             if kind == "views":
                 first = number * 8
                 taken = Items(tuple(Value(max(0, first - place)) for place in range(8)))
-                nodes.append(Node(number, 1, (taken,), (), tuple(range(first + 1, first + 9))))
+                nodes.append(GraphNode(number, 1, (taken,), (), tuple(range(first + 1, first + 9))))
             else:
-                nodes.append(Node(number, 0, (old, Value(0), 0.0), (), (number + 1,)))
+                nodes.append(GraphNode(number, 0, (old, Value(0), 0.0), (), (number + 1,)))
         updates = {"chain": [(0, count)], "states": [(row, row + 1) for row in range(count)], "views": []}
         entry = StageEntry(
             "decode", (0,), (), tuple(nodes), (), (), (), (), None, None, (), tuple(updates[kind]), ()
@@ -150,10 +150,10 @@ def test_sessions_are_apart_bounded_and_begin_anew_after_their_end() -> None:
     for number in range(SESSIONS_MAX - 2):
         total(b"%d" % number, 0)
     assert "sessions are open" in held.ask(decode(held, b"more", 1.0, 0), Refused).reason
-    held.ask(EndSession(b"one"), Done)
-    held.ask(EndSession(b"never begun"), Done)
+    held.ask(EndSession(b"one"), StageDone)
+    held.ask(EndSession(b"never begun"), StageDone)
     assert total(b"more", 0) == 4.0
-    held.ask(EndSession(b"two"), Done)
+    held.ask(EndSession(b"two"), StageDone)
     assert total(b"one", 5) == 4.0
 
 
@@ -163,7 +163,7 @@ def test_sessions_take_no_more_memory_than_was_offered() -> None:
     held.ask(decode(held, b"one", 1.0, 0), Ran)
     held.ask(decode(held, b"two", 1.0, 0), Ran)
     assert "memory" in held.ask(decode(held, b"three", 1.0, 0), Refused).reason
-    held.ask(EndSession(b"one"), Done)
+    held.ask(EndSession(b"one"), StageDone)
     held.ask(decode(held, b"three", 1.0, 0), Ran)
 
 
@@ -184,9 +184,9 @@ def test_a_call_that_is_refused_begins_no_session_and_may_end_one() -> None:
 def test_running_an_unknown_entry_point_is_refused() -> None:
     held = Held(whole(cache()), (1,))
     given = bundle(np.zeros((1, 4), "float32"), np.array([0]), sizes=(1,))
-    assert "no entry point" in held.ask(Run(b"one", "encode", given), Refused).reason
+    assert "no entry point" in held.ask(RunEntryPoint(b"one", "encode", given), Refused).reason
     assert "no entry point" in held.ask(Forward(0, 0, True, given), Refused).reason
-    held.ask(Run(b"one", "decode", bundle(np.zeros((1, 4), "float32"), sizes=(1,))), Refused)
+    held.ask(RunEntryPoint(b"one", "decode", bundle(np.zeros((1, 4), "float32"), sizes=(1,))), Refused)
     assert sum(arena_bytes(held.specification).values()) == 0
 
 
@@ -208,7 +208,7 @@ def test_a_gpt_decodes_over_three_stages_as_in_one_process() -> None:
     for held in chain:
         names = [parameter.names[0] for parameter in held.specification.graph.parameters]
         data = safetensors.numpy.save({name: state[name].numpy() for name in names})
-        held.ask(Import(data), Done)
+        held.ask(Import(data), StageDone)
         program = compile_entry(held.specification.graph, "decode", train=False, device=torch.device("cpu"))
         assert program.in_place == held.specification.graph.state_rows
     given, places = torch.tensor([[1, 2, 3, 4], [5, 6, 7, 8]]), torch.zeros(2, dtype=torch.int64)
@@ -217,7 +217,7 @@ def test_a_gpt_decodes_over_three_stages_as_in_one_process() -> None:
             expected = model.decode(given, rows, places)
             payload = bundle(given.numpy(), rows.numpy(), places.numpy(), sizes=(2, given.shape[1]))
             for held in chain:
-                payload = held.ask(Run(b"talk", "decode", payload), Ran).output
+                payload = held.ask(RunEntryPoint(b"talk", "decode", payload), Ran).output
             (logits,) = tensors_of(payload)
             assert (logits - expected).abs().max() <= 1e-9
             places = places + given.shape[1]

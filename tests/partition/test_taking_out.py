@@ -20,7 +20,6 @@ from partition.stage import (
     Backward,
     BackwardDone,
     Discard,
-    Done,
     Forget,
     Forward,
     Forwarded,
@@ -30,6 +29,7 @@ from partition.stage import (
     Request,
     Restore,
     Schedule,
+    StageDone,
 )
 from partition.stage_layout import parameter_layout
 from tests.partition.graphs import GraphBuilder
@@ -101,7 +101,7 @@ class Chain:
         for stage in self.stages:
             rows = [slot.name for slot in parameter_layout(stage.specification)]
             data = {name: tensors[name].detach().clone().contiguous() for name in rows}
-            stage.ask(Import(safetensors.torch.save(data)), Done)
+            stage.ask(Import(safetensors.torch.save(data)), StageDone)
 
     def give(self, number: int, batch: Batch) -> Forwarded:
         inputs: list[Payload] = [batch[0]]
@@ -264,7 +264,7 @@ def test_a_forgotten_micro_batch_was_never_given() -> None:
     once = stage.ask(Forward(0, 0, True, inputs[0]), Forwarded)
     assert once.output is not None
     stage.ask(Forward(0, 1, True, inputs[1]), Forwarded)
-    stage.ask(Forget(0, 0), Done)
+    stage.ask(Forget(0, 0), StageDone)
     for gone in (Forget(0, 0), Forget(1, 1), Forget(0, 7), Backward(0, 0, once.output)):
         stage.ask(gone, Refused)
     assert stage.ask(Forward(0, 0, True, inputs[0]), Forwarded) == once
@@ -273,12 +273,12 @@ def test_a_forgotten_micro_batch_was_never_given() -> None:
     assert "not in flight" in stage.ask(Forget(0, 0), Refused).reason
     # One that is on its way out stays where it was.
     stage.ask(Forward(0, 0, True, inputs[0], sign=-1), Forwarded)
-    stage.ask(Forget(0, 0), Done)
+    stage.ask(Forget(0, 0), StageDone)
     assert np.array_equal(stage.vector("gradients"), counted)
     assert "second time" in stage.ask(Forward(0, 0, True, inputs[0]), Refused).reason
-    stage.ask(Discard(), Done)
+    stage.ask(Discard(), StageDone)
     stage.ask(Forward(4, 1, True, inputs[1]), Forwarded)
-    stage.ask(Forget(4, 1), Done)
+    stage.ask(Forget(4, 1), StageDone)
     stage.ask(Forward(5, 1, True, inputs[1]), Forwarded)  # nothing of step 4 is here
 
 
@@ -355,7 +355,7 @@ def test_a_stage_restored_after_three_steps_goes_on_to_the_bit(
         stage.handle(Forward(0, 0, True, batch_of(name, 0)[0]))
         for arena in ("parameters", "moments"):
             stage.arenas[arena][:] = source.arenas[arena]
-        stage.ask(Restore(3), Done)
+        stage.ask(Restore(3), StageDone)
     for step in (3, 4, 5):
         for each in (old, new):
             train(each, step)
@@ -367,12 +367,12 @@ def test_a_stage_restored_after_three_steps_goes_on_to_the_bit(
 def test_a_restored_stage_takes_only_the_step_at_which_it_stands() -> None:
     stage = Held(stages_of("hand-gpt", 2)[0], (4, 8))
     inputs = batch_of("hand-gpt", 0)[0]
-    stage.ask(Restore(3), Done)
+    stage.ask(Restore(3), StageDone)
     for wrong in (Forward(2, 0, True, inputs), Forward(4, 0, True, inputs), Apply(4, 1)):
         assert "step 3 is the next" in stage.ask(wrong, Refused).reason
     stage.ask(Forward(7, 0, False, inputs), Forwarded)  # an evaluation is of no step
     stage.ask(Forward(3, 0, True, inputs), Forwarded)
-    stage.ask(Discard(), Done)
+    stage.ask(Discard(), StageDone)
     stage.handle(Apply(3, 1))
     assert "step 4 is the next" in stage.ask(Forward(3, 0, True, inputs), Refused).reason
 
@@ -391,5 +391,5 @@ def test_numbers_that_no_training_gives_are_not_restored() -> None:
         assert complaint in stage.ask(Restore(0), Refused).reason
         stage.vector(arena)[place] = before
     stage.ask(Backward(0, 0, output), BackwardDone)  # nothing was forgotten
-    stage.ask(Restore(0), Done)
+    stage.ask(Restore(0), StageDone)
     assert not stage.vector("gradients").any()

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
 from partition.execute.values import CHUNK, drawn_chunks, first_values
-from partition.model.graph import Fill, Parameter, Recipe, Stored, TensorType
+from partition.model.graph import FillStep, Parameter, Recipe, StoredValues, TensorType
 
 PINNED = [0.29208877588525484, 0.8150785600569982, 0.3212939309018721]
-UNIFORM = Recipe((Fill("uniform", -0.25, 0.5),))
+UNIFORM = Recipe((FillStep("uniform", -0.25, 0.5),))
 
 
 def parameter(recipe: Recipe, *shape: int, name: str = "fc.weight") -> Parameter:
@@ -35,7 +35,7 @@ def test_values_depend_only_on_name_and_seed() -> None:
 
 
 def test_values_are_pinned_since_replicas_of_other_versions_must_agree() -> None:
-    values = drawn(parameter(Recipe((Fill("uniform", 0.0, 1.0),)), 3))
+    values = drawn(parameter(Recipe((FillStep("uniform", 0.0, 1.0),)), 3))
     assert values.tolist() == PINNED
 
 
@@ -49,7 +49,7 @@ def test_neither_torchs_seed_nor_its_state_is_used_or_changed() -> None:
 
 
 def test_float32_values_are_the_float64_ones_rounded() -> None:
-    made = parameter(Recipe((Fill("normal", 1.0, 3.0),)), 100)
+    made = parameter(Recipe((FillStep("normal", 1.0, 3.0),)), 100)
     assert torch.equal(drawn(made, dtype=torch.float32), drawn(made).float())
 
 
@@ -84,28 +84,33 @@ def test_uniform_values_fill_their_range_evenly() -> None:
 
 
 def test_normal_values_have_their_mean_and_deviation() -> None:
-    values = drawn(parameter(Recipe((Fill("normal", 2.0, 0.5),)), 40_000))
+    values = drawn(parameter(Recipe((FillStep("normal", 2.0, 0.5),)), 40_000))
     assert abs(values.mean() - 2.0) < 5 * 0.5 / 200
     assert abs(values.std() - 0.5) < 5 * 0.5 / 282
     assert values.max() > 2.0 + 3 * 0.5
 
 
 def test_steps_are_applied_in_their_order() -> None:
-    steps = (Fill("constant", 2.0), Fill("add", 1.0), Fill("multiply", -3.0), Fill("clamp", -8.0, 0.0))
+    steps = (
+        FillStep("constant", 2.0),
+        FillStep("add", 1.0),
+        FillStep("multiply", -3.0),
+        FillStep("clamp", -8.0, 0.0),
+    )
     assert drawn(parameter(Recipe(steps), 3)).tolist() == [-8.0] * 3
     assert drawn(parameter(Recipe(()), 3)).tolist() == [0.0] * 3
     # A row zeroed before an addition is not zero after it.
-    ordered = Recipe((Fill("constant", 2.0), Fill("zero_row", 1.0), Fill("add", 1.0)))
+    ordered = Recipe((FillStep("constant", 2.0), FillStep("zero_row", 1.0), FillStep("add", 1.0)))
     assert drawn(parameter(ordered, 3, 2)).tolist() == [[3.0, 3.0], [1.0, 1.0], [3.0, 3.0]]
 
 
 def test_a_truncated_normal_is_made_by_its_inverse() -> None:
     low, high = erf(-2 / sqrt(2)), erf(2 / sqrt(2))
     steps = (
-        Fill("uniform", low, high),
-        Fill("erfinv"),
-        Fill("multiply", 0.02 * sqrt(2)),
-        Fill("clamp", -0.04, 0.04),
+        FillStep("uniform", low, high),
+        FillStep("erfinv"),
+        FillStep("multiply", 0.02 * sqrt(2)),
+        FillStep("clamp", -0.04, 0.04),
     )
     values = drawn(parameter(Recipe(steps), 40_000))
     assert values.abs().max() <= 0.04
@@ -115,7 +120,7 @@ def test_a_truncated_normal_is_made_by_its_inverse() -> None:
 
 def test_a_row_across_two_chunks_is_zeroed_and_no_other() -> None:
     width = CHUNK // 2 + 3
-    values = drawn(parameter(Recipe((Fill("uniform", 1.0, 2.0), Fill("zero_row", 1.0))), 3, width))
+    values = drawn(parameter(Recipe((FillStep("uniform", 1.0, 2.0), FillStep("zero_row", 1.0))), 3, width))
     assert not values[1].any()
     assert values[0].min() >= 1
     assert values[2].min() >= 1
@@ -124,29 +129,29 @@ def test_a_row_across_two_chunks_is_zeroed_and_no_other() -> None:
 @pytest.mark.parametrize(
     "step",
     [
-        Fill("uniform", 1.0, 0.0),
-        Fill("uniform", -1.7e308, 1.7e308),
-        Fill("uniform", float("nan"), 1.0),
-        Fill("normal", 0.0, -1.0),
-        Fill("constant", float("inf")),
-        Fill("clamp", 1.0, 0.0),
-        Fill("zero_row", 3.0),
-        Fill("zero_row", -1.0),
-        Fill("zero_row", 0.5),
-        Fill("zero_row", float("nan")),
+        FillStep("uniform", 1.0, 0.0),
+        FillStep("uniform", -1.7e308, 1.7e308),
+        FillStep("uniform", float("nan"), 1.0),
+        FillStep("normal", 0.0, -1.0),
+        FillStep("constant", float("inf")),
+        FillStep("clamp", 1.0, 0.0),
+        FillStep("zero_row", 3.0),
+        FillStep("zero_row", -1.0),
+        FillStep("zero_row", 0.5),
+        FillStep("zero_row", float("nan")),
     ],
 )
-def test_a_step_that_means_nothing_is_refused(step: Fill) -> None:
+def test_a_step_that_means_nothing_is_refused(step: FillStep) -> None:
     with pytest.raises(RemoteProtocolError, match=step.kind):
         drawn(parameter(Recipe((step,)), 3, 2))
 
 
 def test_a_clamp_may_be_open_on_one_side() -> None:
-    values = drawn(parameter(Recipe((Fill("normal", 0.0, 1.0), Fill("clamp", 0.0, inf))), 100))
+    values = drawn(parameter(Recipe((FillStep("normal", 0.0, 1.0), FillStep("clamp", 0.0, inf))), 100))
     assert values.min() == 0
     assert values.max() > 1
     with pytest.raises(RemoteProtocolError, match="clamp"):
-        drawn(parameter(Recipe((Fill("clamp", nan, 1.0),)), 4))
+        drawn(parameter(Recipe((FillStep("clamp", nan, 1.0),)), 4))
 
 
 KINDS = ("uniform", "normal", "constant", "multiply", "add", "clamp", "erfinv", "zero_row")
@@ -154,8 +159,8 @@ NUMBERS = st.one_of(st.integers(-5, 5).map(float), st.floats())
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.builds(Fill, st.sampled_from(KINDS), NUMBERS, NUMBERS), max_size=4))
-def test_any_recipe_is_drawn_or_refused(steps: list[Fill]) -> None:
+@given(st.lists(st.builds(FillStep, st.sampled_from(KINDS), NUMBERS, NUMBERS), max_size=4))
+def test_any_recipe_is_drawn_or_refused(steps: list[FillStep]) -> None:
     with suppress(RemoteProtocolError):
         drawn(parameter(Recipe(tuple(steps)), 4, 5))
 
@@ -166,6 +171,6 @@ def test_it_wants_room_of_the_right_size_and_values_that_are_drawn() -> None:
         first_values(made, 0, torch.float32, torch.empty(4))
     with pytest.raises(LocalProtocolError, match="cannot hold"):
         first_values(made, 0, torch.float64, torch.empty(3))
-    stored = Parameter(("w",), TensorType("float32", (3,)), "parameter", Stored(0, 12, bytes(32)))
+    stored = Parameter(("w",), TensorType("float32", (3,)), "parameter", StoredValues(0, 12, bytes(32)))
     with pytest.raises(LocalProtocolError, match="stored"):
         first_values(stored, 0, torch.float32, torch.empty(3))

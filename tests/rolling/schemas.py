@@ -45,7 +45,7 @@ CARRIED: Mapping[str, tuple[type, ...]] = {
         Advert,
         Calibration,
         Observed,
-        replication.Offer,
+        replication.CheckpointOffer,
         directory.SubkeyRow,
         RelayRecord,
     ),
@@ -56,7 +56,7 @@ CARRIED: Mapping[str, tuple[type, ...]] = {
 """Structs that a protocol carries as bytes, which are decoded once more."""
 
 UNNAMED: Mapping[str, tuple[type, ...]] = {
-    "the hello of a connection": (router.Hello, router.Answer),
+    "the hello of a connection": (router.Hello, router.HelloAnswer),
     "the beacon of the local network": (beacon.Beacon,),
 }
 """Messages before any name: no version of them can be chosen, so they may only grow."""
@@ -69,7 +69,38 @@ GOAL_FIELDS = {
     )
 }
 
-FORMER_NAMES: Mapping[str, str] = {}
+FORMER_NAMES: Mapping[str, str] = {
+    "AcceptedReceipt": "Accepted",
+    "AdvertisedStanding": "Standing",
+    "ArrayRow": "Row",
+    "BlobAbsent": "Absent",
+    "CheckpointOffer": "Offer",
+    "ChunkRequest": "Ask",
+    "ColumnRefusal": "Refusal",
+    "ConclusionRefused": "Refused",
+    "FrameRow": "Row",
+    "GroupMember": "Member",
+    "HeldPart": "Held",
+    "HelloAnswer": "Answer",
+    "ModelEvaluated": "Evaluated",
+    "NoReceipt": "Nothing",
+    "NoState": "Nothing",
+    "ObservedAddresses": "Observed",
+    "OperatorPace": "Pace",
+    "PieceRefused": "Refused",
+    "PieceRequest": "Ask",
+    "PiecesHeld": "Have",
+    "PrepareStage": "Prepare",
+    "PunchOffer": "Offer",
+    "ServiceRow": "Row",
+    "ShownReceipts": "Shown",
+    "SnapshotTable": "Table",
+    "SpanRequest": "Ask",
+    "StallQuestion": "Ask",
+    "StateOffer": "Offer",
+    "StateRequest": "Ask",
+    "UnitWork": "Work",
+}
 """By the names of structs now, their names in the version before: names are not on the wire."""
 
 COMPATIBLE: Mapping[str, Mapping[str, str]] = {

@@ -26,7 +26,7 @@ from dht.kademlia import Kademlia
 from dht.keys import record_key
 from dht.messages import PROTOCOL as KADEMLIA
 from dht.records import sign_record
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from gossip.member import Profile
 from gossip.swim import PROTOCOL as SWIM
 from gossip.swim import Swim
@@ -35,7 +35,7 @@ from sim.engine import Engine, Order, Wire
 from sim.inbox import SimInbox
 from sim.network.clocks import SkewedCore, act
 from sim.network.instants import instant
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel, Region
 from sim.seams import EPOCH_SECONDS, SimClock, SimNetworkFabric
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
@@ -82,7 +82,7 @@ class Story:
 
     def __init__(self, seed: int, model: NetworkModel) -> None:
         self.seed = seed
-        self.links = Links(model, seed)
+        self.links = SimLinks(model, seed)
         self.peers = [seeded_peer(seed, index) for index in range(PEERS)]
         self.cores: list[tuple[PeerId, str, Core]] = []
         for index, peer in enumerate(self.peers):
@@ -92,13 +92,13 @@ class Story:
             swim = Swim(
                 signer,
                 Profile(f"n{index}", (address,)),
-                gossip.settings.Settings.local(),
+                gossip.settings.SwimSettings.local(),
                 seeded_rng(seed, SWIM, peer),
                 incarnation=1,
                 now=0.0,
             )
             kademlia = Kademlia(
-                signer, Settings(k=4, find_width=4), seeded_rng(seed, KADEMLIA, peer), (address,)
+                signer, KademliaSettings(k=4, find_width=4), seeded_rng(seed, KADEMLIA, peer), (address,)
             )
             kademlia.wall_offset = EPOCH_SECONDS
             self.cores += [(peer, SWIM, swim), (peer, KADEMLIA, kademlia)]

@@ -6,7 +6,7 @@ from typing import Any
 from crypto.identity import PeerId
 from gossip.member import MemberDown, MemberForgotten, MemberLeft, MemberSuspected, MemberUp, Status
 from sim.events import NetworkHealed, NetworkSplit, PeerStarted, PeerStopped
-from sim.observers import Observed, Watcher
+from sim.observers import Observation, Watcher
 from sim.seeds import seeded_peer
 
 
@@ -29,7 +29,7 @@ class MadeWorld:
         subject = self.peers[peer] if peer is not None else None
         self._do(subject, event)
         for watcher in self.watchers:
-            watcher.see(Observed(at, subject, event), self)
+            watcher.see(Observation(at, subject, event), self)
 
     def sample(self, at: float) -> None:
         self.now = at

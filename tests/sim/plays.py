@@ -19,7 +19,7 @@ from crypto.identity import PeerId
 from node.services.driver import Driver, Sends
 from sim.engine import Engine, Wire
 from sim.network.instants import nearest_instant
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_peer
@@ -54,7 +54,7 @@ class Clockwork:
 class Hands(ABC):
     """The actions of a play."""
 
-    links: Links
+    links: SimLinks
 
     @abstractmethod
     def send(self, one: PeerId, other: PeerId, number: int) -> None: ...
@@ -134,7 +134,7 @@ class Play:
 
 class _Heap(Hands):
     def __init__(self, play: Play) -> None:
-        self.links = Links(play.model, play.seed)
+        self.links = SimLinks(play.model, play.seed)
         self.heard: dict[PeerId, list[tuple[float, str]]] = {peer: [] for peer in PEERS}
         self.engine = Engine(self.links, wires={PROTOCOL: Wire(Message, BYTES_MAX)}, count_bytes=True)
         self._period_seconds = play.period_seconds
@@ -167,7 +167,7 @@ class _Heap(Hands):
 
 class _Trio(Hands):
     def __init__(self, play: Play, nursery: trio.Nursery) -> None:
-        self.links = Links(play.model, play.seed)
+        self.links = SimLinks(play.model, play.seed)
         self.heard: dict[PeerId, list[tuple[float, str]]] = {peer: [] for peer in PEERS}
         self.medium = SimNetworkFabric(self.links)
         self._period_seconds = play.period_seconds

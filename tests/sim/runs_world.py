@@ -8,8 +8,8 @@ from typing import Any
 from crypto.identity import PeerId
 from sim.checkers import checkers_for
 from sim.events import PlanAdopted, RunEnded, SamplesCounted, StepCommitted
-from sim.observers import Observed, Watch, World
-from sim.scenario import Membership, Records, Scenario, Start, Training
+from sim.observers import Observation, Watch, World
+from sim.scenario import MembershipScenario, RecordsScenario, Scenario, SwarmStart, TrainingScenario
 from sim.worlds.cores import CoresWorld
 from sim.worlds.factories import Cores
 
@@ -20,7 +20,7 @@ BEGINS = 10.0
 
 
 def scenario(
-    *runs: Training, nodes: int = 7, seconds: float = 120.0, preset: Any = "lan", **changes: Any
+    *runs: TrainingScenario, nodes: int = 7, seconds: float = 120.0, preset: Any = "lan", **changes: Any
 ) -> Scenario:
     """Peers that find each other fast, and nothing but runs."""
     return Scenario(
@@ -28,18 +28,18 @@ def scenario(
         about="",
         nodes=nodes,
         seconds=seconds,
-        start=Start(spread_seconds=2.0),
-        membership=Membership(preset=preset),
-        records=Records(enabled=False),
+        start=SwarmStart(spread_seconds=2.0),
+        membership=MembershipScenario(preset=preset),
+        records=RecordsScenario(enabled=False),
         runs=runs,
         **changes,
     )
 
 
-def training(**changes: Any) -> Training:
+def training(**changes: Any) -> TrainingScenario:
     """A run of seven."""
     fields: dict[str, Any] = {"members": 7, "steps": 10, "at_seconds": BEGINS, "checkpoint_every": 3}
-    return Training(**(fields | changes))
+    return TrainingScenario(**(fields | changes))
 
 
 class _Over(Exception):
@@ -50,10 +50,10 @@ class _Over(Exception):
 class Story:
     """The published events, and the test's reaction to them."""
 
-    seen: list[Observed] = field(default_factory=list)
-    watchers: list[Callable[[Observed], None]] = field(default_factory=list)
+    seen: list[Observation] = field(default_factory=list)
+    watchers: list[Callable[[Observation], None]] = field(default_factory=list)
 
-    def see(self, observed: Observed, world: World) -> None:
+    def see(self, observed: Observation, world: World) -> None:
         self.seen.append(observed)
         for watcher in list(self.watchers):
             watcher(observed)
@@ -61,7 +61,7 @@ class Story:
     def sample(self, world: World) -> None: ...
     def end(self, world: World) -> None: ...
 
-    def of(self, kind: type, since: float = 0.0) -> list[Observed]:
+    def of(self, kind: type, since: float = 0.0) -> list[Observation]:
         return [row for row in self.seen if isinstance(row.event, kind) and row.time >= since]
 
     @property
@@ -83,7 +83,7 @@ class Troubled:
         self.watch = Watch([self.story, *checkers_for(played)])
         self.world = CoresWorld(played, seed, self._publish, cores=cores or Cores())
 
-    def _publish(self, observed: Observed) -> None:
+    def _publish(self, observed: Observation) -> None:
         self.watch.publish(observed, self.world)
         if isinstance(observed.event, RunEnded):
             self._ended.add(observed.event.run)
@@ -116,10 +116,10 @@ class Troubled:
     def heal(self) -> None:
         self.world.split({})
 
-    def when(self, holds: Callable[[Observed], bool], action: Callable[[], None]) -> None:
+    def when(self, holds: Callable[[Observation], bool], action: Callable[[], None]) -> None:
         """Do something right after the first event that is so."""
 
-        def look(observed: Observed) -> None:
+        def look(observed: Observation) -> None:
             if holds(observed):
                 self.story.watchers.remove(look)
                 self.at(self.world.now, action)

@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from sim.checkers import checkers_for
-from sim.churn.model import Churn, Event
-from sim.observers import Observed, Watch
-from sim.scenario import Scenario, Training
+from sim.churn.model import Churn, ChurnEvent
+from sim.observers import Observation, Watch
+from sim.scenario import Scenario, TrainingScenario
 from sim.worlds.stack import StackWorld
 
 SWARM = Scenario(
@@ -28,14 +28,14 @@ DIGITS = Scenario(
     seconds=130.0,
     churn=Churn(profile="spot", speedup=720.0),
     events=(
-        Event(32.0, "slow", share=0.3, lasts_seconds=30.0),
-        Event(35.0, "freeze", share=0.2, lasts_seconds=2.0),
-        Event(44.0, "partition", share=0.3, lasts_seconds=10.0),
-        Event(62.0, "loss", share=0.5, loss=0.1, lasts_seconds=15.0),
-        Event(75.0, "one-way", share=0.2, lasts_seconds=5.0),
+        ChurnEvent(32.0, "slow", share=0.3, lasts_seconds=30.0),
+        ChurnEvent(35.0, "freeze", share=0.2, lasts_seconds=2.0),
+        ChurnEvent(44.0, "partition", share=0.3, lasts_seconds=10.0),
+        ChurnEvent(62.0, "loss", share=0.5, loss=0.1, lasts_seconds=15.0),
+        ChurnEvent(75.0, "one-way", share=0.2, lasts_seconds=5.0),
     ),
     runs=(
-        Training(
+        TrainingScenario(
             members=7,
             steps=36,
             microbatches=4,
@@ -54,7 +54,7 @@ FULL = Scenario(
     seconds=360.0,
     churn=Churn(profile="spot", speedup=480.0),
     runs=(
-        Training(
+        TrainingScenario(
             members=14,
             stages=3,
             steps=70,
@@ -75,7 +75,7 @@ class Played:
 
     world: StackWorld
     watch: Watch
-    events: list[Observed] = field(default_factory=list)
+    events: list[Observation] = field(default_factory=list)
     kinds: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -88,7 +88,7 @@ def play(scenario: Scenario, seed: int) -> Played:
     """The whole of it, with every invariant watched."""
     watch = Watch(checkers_for(scenario))
 
-    def publish(observed: Observed) -> None:
+    def publish(observed: Observation) -> None:
         played.events.append(observed)
         played.kinds[type(observed.event).__name__] += 1
         watch.publish(observed, world)

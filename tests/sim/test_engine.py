@@ -14,9 +14,9 @@ from crypto.identity import PeerId
 from node.services.driver import Sends
 from sim.engine import Engine, Wire
 from sim.network.clocks import LocalClock
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
-from sim.network.sizes import Traffic, envelope_bytes
+from sim.network.sizes import SentTraffic, envelope_bytes
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 from tests.sim.toys import Message, Ping, Pinger, Ponged
@@ -28,7 +28,7 @@ NAMES = {A: "A", B: "B", C: "C"}
 def ring(seed: int, *, model: NetworkModel | None = None, wires: dict[str, Wire] | None = None) -> Trace:
     """Ten pingers for two seconds."""
     trace = Trace()
-    engine = Engine(Links(model or NetworkModel(loss=0.1), seed), trace=trace, wires=wires)
+    engine = Engine(SimLinks(model or NetworkModel(loss=0.1), seed), trace=trace, wires=wires)
     peers = [seeded_peer(1, index) for index in range(10)]
     for peer in peers:
         others = [other for other in peers if other != peer]
@@ -75,7 +75,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
     digests = []
     for pieces in (1, 40):
         trace = Trace()
-        engine = Engine(Links(NetworkModel(0.01, 0.09), 1), trace=trace)
+        engine = Engine(SimLinks(NetworkModel(0.01, 0.09), 1), trace=trace)
         engine.add(A, pinger([B, C]))
         engine.add(B, pinger([A, C]))
         engine.add(C, pinger([A, B]))
@@ -86,7 +86,7 @@ def test_running_in_small_pieces_gives_the_same_as_running_at_once() -> None:
 
 
 def test_an_instant_delivers_by_sender_then_calls_then_wakes() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     listener = Listener(deadline=0.15)
 
     def called(core: Listener, now: float) -> Sends:
@@ -112,7 +112,7 @@ def test_an_instant_delivers_by_sender_then_calls_then_wakes() -> None:
 
 
 def test_a_killed_peer_says_and_hears_nothing_more() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     one, other = pinger([B]), pinger([A])
     engine.add(A, one)
     engine.add(B, other)
@@ -124,7 +124,7 @@ def test_a_killed_peer_says_and_hears_nothing_more() -> None:
 
 
 def test_a_peer_added_later_begins_later() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     one, late = pinger([B]), pinger([A])
     engine.add(A, one)
     engine.add(B, late, at=1.0)
@@ -136,7 +136,7 @@ def test_a_peer_added_later_begins_later() -> None:
 def test_events_are_published_with_their_time_and_peer() -> None:
     seen: list[tuple[float, PeerId, Any]] = []
     engine = Engine(
-        Links(NetworkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event))
+        SimLinks(NetworkModel(), 1), publish=lambda now, peer, event: seen.append((now, peer, event))
     )
     engine.add(A, pinger([B], period_seconds=1.0))
     engine.add(B, Pinger([], seeded_rng(1), now=0.0, period_seconds=1.0))
@@ -145,7 +145,7 @@ def test_events_are_published_with_their_time_and_peer() -> None:
 
 
 def test_a_deadline_that_moves_later_wakes_only_once() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     listener = Listener(deadline=1.0)
 
     def postpone(core: Listener, now: float) -> Sends:
@@ -164,14 +164,14 @@ def test_a_deadline_that_never_advances_is_reported_as_a_bug() -> None:
         def wake(self, now: float) -> Sends:
             return []
 
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, Stuck(deadline=0.5))
     with pytest.raises(LocalProtocolError, match="does not move on"):
         engine.run(1.0)
 
 
 def test_garbage_is_refused_and_counted() -> None:
-    engine = Engine(Links(NetworkModel(), 1), wires={"": Wire(Message, 1_232)})
+    engine = Engine(SimLinks(NetworkModel(), 1), wires={"": Wire(Message, 1_232)})
     listener = Listener()
     engine.add(A, listener)
     engine.add(B, Listener())
@@ -182,7 +182,7 @@ def test_garbage_is_refused_and_counted() -> None:
 
 
 def test_one_peer_has_one_core_for_a_protocol() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, Listener())
     engine.add(A, Listener(), protocol="other")
     engine.add(A, Listener())
@@ -191,7 +191,7 @@ def test_one_peer_has_one_core_for_a_protocol() -> None:
 
 
 def test_a_killed_peer_begins_again_with_a_new_core() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     one, first, second = pinger([B]), Listener(deadline=0.7), Listener(deadline=1.7)
     engine.add(A, one)
     engine.add(B, first)
@@ -205,7 +205,7 @@ def test_a_killed_peer_begins_again_with_a_new_core() -> None:
 
 
 def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     one, other = pinger([B]), Listener()
     engine.add(A, one)
     engine.add(B, other)
@@ -220,7 +220,7 @@ def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
 
 def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
     trace = Trace(keep=True)
-    engine = Engine(Links(NetworkModel(), 1), trace=trace)
+    engine = Engine(SimLinks(NetworkModel(), 1), trace=trace)
     engine.add(B, pinger([A]))
     engine.add(A, pinger([B]))
     engine.run(1.0)
@@ -242,7 +242,7 @@ def test_a_core_with_a_wrong_clock_wakes_by_its_own_time() -> None:
             return []
 
     seen: list[float] = []
-    engine = Engine(Links(NetworkModel(), 1), publish=lambda now, peer, event: seen.append(now))
+    engine = Engine(SimLinks(NetworkModel(), 1), publish=lambda now, peer, event: seen.append(now))
     sleeper = Sleeper(deadline=clock.local(0.0) + 0.7)
     engine.add(A, sleeper, clock=clock)
     engine.add(B, Listener())
@@ -263,7 +263,7 @@ def test_a_core_with_a_wrong_clock_wakes_by_its_own_time() -> None:
 
 def test_messages_are_counted_by_protocol_and_peer_and_bytes_only_if_asked() -> None:
     def traffic(count_bytes: bool) -> Engine:
-        engine = Engine(Links(NetworkModel(), 1), count_bytes=count_bytes)
+        engine = Engine(SimLinks(NetworkModel(), 1), count_bytes=count_bytes)
         for peer in (A, B):
             engine.add(peer, Listener())
             engine.add(peer, Listener(), protocol="other")
@@ -276,18 +276,18 @@ def test_messages_are_counted_by_protocol_and_peer_and_bytes_only_if_asked() -> 
         return engine
 
     engine = traffic(count_bytes=False)
-    assert engine.traffic() == {"": Traffic(3, 0), "other": Traffic(1, 0)}
+    assert engine.traffic() == {"": SentTraffic(3, 0), "other": SentTraffic(1, 0)}
     engine = traffic(count_bytes=True)
     sizes = [len(encode(Ping(number))) + envelope_bytes("") for number in (1, 1_000)]
     assert engine.traffic(A) == {
-        "": Traffic(2, sum(sizes)),
-        "other": Traffic(1, sizes[0] + len("other")),
+        "": SentTraffic(2, sum(sizes)),
+        "other": SentTraffic(1, sizes[0] + len("other")),
     }
-    assert engine.traffic()[""] == Traffic(3, sum(sizes) + sizes[0])
+    assert engine.traffic()[""] == SentTraffic(3, sum(sizes) + sizes[0])
 
 
 def test_nothing_stays_of_a_thousand_lives() -> None:
-    engine = Engine(Links(NetworkModel(), 1))
+    engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, pinger([B]))
     lives = []
     for life in range(1_000):
@@ -306,7 +306,7 @@ def test_nothing_stays_of_a_thousand_lives() -> None:
 
 
 def test_pairs_of_peers_cost_no_memory() -> None:
-    engine = Engine(Links(NetworkModel(0.01, 0.08, jitter_seconds=0.01, loss=0.1), 1))
+    engine = Engine(SimLinks(NetworkModel(0.01, 0.08, jitter_seconds=0.01, loss=0.1), 1))
     peers = [seeded_peer(1, index) for index in range(60)]
     for peer in peers:
         engine.add(peer, Listener())

@@ -5,7 +5,7 @@ import torch
 
 from crypto.encoding import encode
 from partition.codecs.codec import pack, typed
-from partition.stage import Applied, Apply, Done, Forget, Forward, Forwarded, Request, StageSpecification
+from partition.stage import Applied, Apply, Forget, Forward, Forwarded, Request, StageDone, StageSpecification
 from sim.executor import SimExecutor
 from tests.partition.hand_models import gpt_graph
 from tests.partition.held import spread
@@ -26,7 +26,7 @@ def test_a_reply_of_a_simulated_stage_says_how_long_the_model_takes() -> None:
         forwarded = await stage.call(Forward(0, 0, True, tokens))
         assert isinstance(forwarded, Forwarded)
         assert forwarded.busy_nanoseconds == 250_000_000
-        assert await stage.call(Forget(0, 0)) == Done()
+        assert await stage.call(Forget(0, 0)) == StageDone()
         applied = await stage.call(Apply(0, 1))
         assert isinstance(applied, Applied)
         assert applied.busy_nanoseconds == 1_500_000_000

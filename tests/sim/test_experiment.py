@@ -11,9 +11,9 @@ import pytest
 
 import sim
 from gossip.swim import Swim
-from sim.experiment import Progress, Stopped
+from sim.experiment import ExperimentProgress, Stopped
 from sim.measures.rows import Row
-from sim.observers import RECENT_MAX, Broken, Observed, World
+from sim.observers import RECENT_MAX, Broken, Observation, World
 from sim.scenario import load
 from tests.sim.tiny import deaf, digest, tiny, written
 from tests.source import ROOT
@@ -38,9 +38,9 @@ def test_the_same_seed_gives_the_same_digest_and_another_seed_another(tmp_path: 
 def test_watching_and_writing_change_nothing(tmp_path: Path) -> None:
     class Nosy:
         def __init__(self) -> None:
-            self.seen: list[Observed] = []
+            self.seen: list[Observation] = []
 
-        def see(self, observed: Observed, world: World) -> None:
+        def see(self, observed: Observation, world: World) -> None:
             self.seen.append(observed)
 
         def sample(self, world: World) -> None:
@@ -148,7 +148,7 @@ def test_exceptions_of_a_core_propagate_with_their_time(tmp_path: Path) -> None:
 
 def test_ones_own_checker_may_break_it_and_no_checkers_never_do(tmp_path: Path) -> None:
     class Impatient:
-        def see(self, observed: Observed, world: World) -> None:
+        def see(self, observed: Observation, world: World) -> None:
             if observed.time > 7.0:
                 raise Broken("patience", "it takes too long")
 
@@ -165,9 +165,9 @@ def test_ones_own_checker_may_break_it_and_no_checkers_never_do(tmp_path: Path) 
 
 
 def test_a_progress_callback_may_stop_the_experiment(tmp_path: Path) -> None:
-    told: list[Progress] = []
+    told: list[ExperimentProgress] = []
 
-    def watch(progress: Progress) -> None:
+    def watch(progress: ExperimentProgress) -> None:
         told.append(progress)
         if progress.virtual_seconds >= 10:
             raise Stopped

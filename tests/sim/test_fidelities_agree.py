@@ -14,11 +14,11 @@ from msgspec.structs import replace
 from crypto.identity import PeerId
 from gossip.member import Event as MemberEvent
 from gossip.member import MemberDown, MemberLeft, MemberRefuted, MemberUp, Status
-from sim.churn.model import Churn, Event
+from sim.churn.model import Churn, ChurnEvent
 from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped
 from sim.network.model import NetworkModel, Region
-from sim.observers import Observed
-from sim.scenario import Membership, Records, Scenario, Start
+from sim.observers import Observation
+from sim.scenario import MembershipScenario, RecordsScenario, Scenario, SwarmStart
 from sim.worlds.cores import CoresWorld
 from sim.worlds.stack import StackWorld
 
@@ -29,19 +29,19 @@ SCENARIO = Scenario(
     nodes=6,
     seconds=54.0,
     signatures="ed25519",
-    membership=Membership(preset="local"),
-    records=Records(stores_per_second=0.2, lookups_per_second=0.5),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(stores_per_second=0.2, lookups_per_second=0.5),
     churn=Churn(remembers=False),
-    start=Start(spread_seconds=4.0),
+    start=SwarmStart(spread_seconds=4.0),
     events=(
-        Event(at_seconds=8.1, kind="crash", share=0.2, lasts_seconds=7.0),
-        Event(at_seconds=18.2, kind="leave", share=0.2, lasts_seconds=4.0),
-        Event(at_seconds=25.3, kind="partition", share=0.4, lasts_seconds=5.0),
-        Event(at_seconds=33.4, kind="freeze", share=0.2, lasts_seconds=0.6),
-        Event(at_seconds=36.5, kind="one-way", share=0.2, lasts_seconds=3.0),
-        Event(at_seconds=42.6, kind="restart", share=0.4),
-        Event(at_seconds=45.7, kind="loss", share=0.5, loss=0.4, lasts_seconds=3.0),
-        Event(at_seconds=49.0, kind="no-datagrams", share=0.4, lasts_seconds=4.0),
+        ChurnEvent(at_seconds=8.1, kind="crash", share=0.2, lasts_seconds=7.0),
+        ChurnEvent(at_seconds=18.2, kind="leave", share=0.2, lasts_seconds=4.0),
+        ChurnEvent(at_seconds=25.3, kind="partition", share=0.4, lasts_seconds=5.0),
+        ChurnEvent(at_seconds=33.4, kind="freeze", share=0.2, lasts_seconds=0.6),
+        ChurnEvent(at_seconds=36.5, kind="one-way", share=0.2, lasts_seconds=3.0),
+        ChurnEvent(at_seconds=42.6, kind="restart", share=0.4),
+        ChurnEvent(at_seconds=45.7, kind="loss", share=0.5, loss=0.4, lasts_seconds=3.0),
+        ChurnEvent(at_seconds=49.0, kind="no-datagrams", share=0.4, lasts_seconds=4.0),
     ),
 )
 NETWORKS = {
@@ -61,7 +61,7 @@ class Told:
     end."""
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], seed: int) -> None:
-        self.seen: list[Observed] = []
+        self.seen: list[Observation] = []
         scenario = replace(SCENARIO, network=NETWORKS[seed])
         self.world = world(scenario, seed, self.seen.append)
         self.views: dict[PeerId, dict[PeerId, Status]] = {}

@@ -15,14 +15,14 @@ from sim.events import (
     StepCommitted,
 )
 from sim.measures.measures import Measures
-from sim.scenario import Membership, Scenario
+from sim.scenario import MembershipScenario, Scenario
 from tests.sim.made_world import MadeWorld
 
 RUN = b"r" * 32
 
 
 def scenario(*, nodes: int = 4, seconds: float = 100.0, scope: str = "all") -> Scenario:
-    membership = Membership(scope="neighbourhood" if scope == "neighbourhood" else "all")
+    membership = MembershipScenario(scope="neighbourhood" if scope == "neighbourhood" else "all")
     return Scenario(name="made", about="", nodes=nodes, seconds=seconds, membership=membership)
 
 

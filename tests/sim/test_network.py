@@ -14,7 +14,7 @@ from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from sim.network.clocks import LocalClock
 from sim.network.instants import TICKS_PER_SECOND, after, instant, nearest_instant, ticks
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, Nat, NetworkModel, Region
 from sim.network.nat import MAPPING_SECONDS
 from sim.network.queues import Fifo, LinkQueue, Parcel, Uplink
@@ -53,7 +53,7 @@ def test_a_message_always_arrives_at_a_later_instant(ticks: int, seconds: float)
     assert instant(due) == due
 
 
-def fates(links: Links, count: int, *, one: PeerId = A, other: PeerId = B) -> list[tuple[int, ...]]:
+def fates(links: SimLinks, count: int, *, one: PeerId = A, other: PeerId = B) -> list[tuple[int, ...]]:
     """Return the trips of this many messages, sent a millisecond apart."""
     sender = links.sender(one, "")
     return [sender.trips(number * 1_000, links.at(other)) for number in range(count)]
@@ -61,7 +61,7 @@ def fates(links: Links, count: int, *, one: PeerId = A, other: PeerId = B) -> li
 
 def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
     model = NetworkModel(0.02, 0.2, jitter_seconds=0.05, loss=0.3, duplication=0.2, reordering=0.2)
-    quiet, busy = Links(model, 7), Links(model, 7)
+    quiet, busy = SimLinks(model, 7), SimLinks(model, 7)
     a, b = busy.sender(A, ""), busy.sender(B, "")
     among = []
     for number in range(50):
@@ -73,14 +73,14 @@ def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
 
 
 def test_messages_of_one_instant_have_fates_of_their_own() -> None:
-    links = Links(NetworkModel(jitter_seconds=0.05), 7)
+    links = SimLinks(NetworkModel(jitter_seconds=0.05), 7)
     sender = links.sender(A, "")
     assert len({sender.trips(1_000_000, links.at(B)) for _ in range(100)}) > 90
 
 
 def test_another_seed_gives_other_fates() -> None:
     model = NetworkModel(0.02, 0.2, jitter_seconds=0.05)
-    assert fates(Links(model, 7), 5) != fates(Links(model, 8), 5)
+    assert fates(SimLinks(model, 7), 5) != fates(SimLinks(model, 8), 5)
 
 
 def is_share(count: int, of: int, share: float) -> bool:
@@ -90,17 +90,17 @@ def is_share(count: int, of: int, share: float) -> bool:
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
 def test_as_many_messages_are_lost_doubled_and_held_back_as_asked(share: float) -> None:
-    lost = fates(Links(NetworkModel(loss=share), 3), 4_000)
+    lost = fates(SimLinks(NetworkModel(loss=share), 3), 4_000)
     assert is_share(lost.count(()), 4_000, share)
-    doubled = fates(Links(NetworkModel(duplication=share), 3), 4_000)
+    doubled = fates(SimLinks(NetworkModel(duplication=share), 3), 4_000)
     assert is_share(sum(len(set(trips)) == 2 for trips in doubled), 4_000, share)
-    held = [trip for (trip,) in fates(Links(NetworkModel(reordering=share), 3), 4_000)]
+    held = [trip for (trip,) in fates(SimLinks(NetworkModel(reordering=share), 3), 4_000)]
     assert is_share(sum(trip > 50_000 for trip in held), 4_000, share)
     assert max(held) <= 150_000
 
 
 def test_losses_of_network_accesses_and_disturbances_multiply() -> None:
-    links = Links(NetworkModel(loss=0.1, access=(Access(1.0, loss=0.2),)), 3)
+    links = SimLinks(NetworkModel(loss=0.1, access=(Access(1.0, loss=0.2),)), 3)
     links.disturb(B, 0.5)
     assert is_share(fates(links, 4_000).count(()), 4_000, 1 - 0.9 * 0.8 * 0.8 * 0.5)
     links.disturb(B, 0.0)
@@ -108,7 +108,7 @@ def test_losses_of_network_accesses_and_disturbances_multiply() -> None:
 
 
 def test_latencies_are_uniform_and_the_same_both_ways() -> None:
-    links = Links(NetworkModel(0.02, 0.2), 5)
+    links = SimLinks(NetworkModel(0.02, 0.2), 5)
     peers = [seeded_peer(5, index) for index in range(150)]
     drawn = [links.latency_seconds(one, other) for one in peers for other in peers if one < other]
     tenths = Counter(int((seconds - 0.02) / 0.018) for seconds in drawn)
@@ -119,7 +119,7 @@ def test_latencies_are_uniform_and_the_same_both_ways() -> None:
 
 
 def test_jitter_adds_to_the_latency_and_is_bounded() -> None:
-    trips = [trip for (trip,) in fates(Links(NetworkModel(jitter_seconds=0.01), 5), 200)]
+    trips = [trip for (trip,) in fates(SimLinks(NetworkModel(jitter_seconds=0.01), 5), 200)]
     assert min(trips) >= 50_000
     assert max(trips) <= 60_000
     assert len(set(trips)) > 100
@@ -131,7 +131,7 @@ CONTINENTS = NetworkModel(regions=(EUROPE, ASIA), between_seconds=((0.0, 0.12), 
 
 
 def test_regions_have_their_shares_and_latencies_go_by_direction() -> None:
-    links = Links(CONTINENTS, 1)
+    links = SimLinks(CONTINENTS, 1)
     peers = [seeded_peer(5, index) for index in range(1_000)]
     for number, peer in enumerate(peers):
         links.place(peer, number)
@@ -146,7 +146,7 @@ def test_regions_have_their_shares_and_latencies_go_by_direction() -> None:
 
 
 def test_a_peers_place_depends_on_its_number_alone() -> None:
-    one, other = Links(CONTINENTS, 1), Links(CONTINENTS, 1)
+    one, other = SimLinks(CONTINENTS, 1), SimLinks(CONTINENTS, 1)
     for number in range(50):
         one.place(seeded_peer(1, number), number)
         other.place(seeded_peer(2, number), number)
@@ -157,7 +157,7 @@ def test_a_peers_place_depends_on_its_number_alone() -> None:
 
 
 def test_peers_outside_every_access_share_have_a_plain_access() -> None:
-    links = Links(NetworkModel(access=(Access(0.3, nat="blocked"), Access(0.2, up_mbit_per_second=1))), 1)
+    links = SimLinks(NetworkModel(access=(Access(0.3, nat="blocked"), Access(0.2, up_mbit_per_second=1))), 1)
     places = [links.at(seeded_peer(1, index)) for index in range(1_000)]
     assert is_share(sum(place.nat is not None for place in places), 1_000, 0.3)
     assert is_share(sum(place.up is not None for place in places), 1_000, 0.2)
@@ -168,7 +168,7 @@ def test_peers_outside_every_access_share_have_a_plain_access() -> None:
 
 
 def test_splits_may_overlap_and_end_one_by_one() -> None:
-    links = Links(NetworkModel(), 1)
+    links = SimLinks(NetworkModel(), 1)
     first = links.split([A], [B])
     second = links.split([C])
     assert not any(links.reaches(one, other) for one, other in ((A, B), (B, C), (C, A)))
@@ -187,7 +187,7 @@ def test_splits_may_overlap_and_end_one_by_one() -> None:
 
 
 def test_a_block_cuts_one_direction_and_the_deaf_are_heard() -> None:
-    links = Links(NetworkModel(), 1)
+    links = SimLinks(NetworkModel(), 1)
     links.block(A, B)
     assert (links.reaches(A, B), links.reaches(B, A), links.reaches(A, C)) == (False, True, True)
     links.unblock(A, B)
@@ -202,9 +202,9 @@ def test_a_block_cuts_one_direction_and_the_deaf_are_heard() -> None:
 # Translators.
 
 
-def natted(one: Nat, other: Nat) -> tuple[Links, PeerId, PeerId]:
+def natted(one: Nat, other: Nat) -> tuple[SimLinks, PeerId, PeerId]:
     """Two peers behind such translators."""
-    links = Links(NetworkModel(access=(Access(0.5, nat=one), Access(0.5, nat=other))), 1)
+    links = SimLinks(NetworkModel(access=(Access(0.5, nat=one), Access(0.5, nat=other))), 1)
     peers = [seeded_peer(1, index) for index in range(50)]
     a = next(peer for peer in peers if links.at(peer).access.nat == one)
     b = next(peer for peer in peers if links.at(peer).access.nat == other and peer != a)
@@ -214,7 +214,7 @@ def natted(one: Nat, other: Nat) -> tuple[Links, PeerId, PeerId]:
 STRANGER = seeded_peer(3, 0)
 
 
-def send(links: Links, one: PeerId, other: PeerId, at: float) -> bool:
+def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
     """Whether a datagram gets through, 0.05 s later."""
     links.sender(one, "").trips(ticks(at), links.at(other))
     return links.lets_in(one, other, at + 0.05)
@@ -360,12 +360,12 @@ def test_a_wrong_clocks_deadline_passes_at_its_instant_exactly(
 
 
 def test_clocks_differ_within_the_given_offset_and_drift() -> None:
-    links = Links(NetworkModel(clock_offset_seconds=2.0, clock_drift=0.01), 1)
+    links = SimLinks(NetworkModel(clock_offset_seconds=2.0, clock_drift=0.01), 1)
     clocks = [links.clock(seeded_peer(1, index)) for index in range(200)]
     offsets, drifts = [clock.offset_seconds for clock in clocks], [clock.drift for clock in clocks]
     assert -2 <= min(offsets) < -1.8 < 1.8 < max(offsets) <= 2
     assert -0.01 <= min(drifts) < -0.009 < 0.009 < max(drifts) <= 0.01
-    assert links.clock(A) == Links(links.model, 1).clock(A)
+    assert links.clock(A) == SimLinks(links.model, 1).clock(A)
 
 
 @pytest.mark.parametrize(

@@ -26,10 +26,10 @@ from partition.run.draining import Draining
 from partition.run.parts import Parts
 from partition.steps.replica import Replica, SubtractReady, WorkItem
 from sim.checkers import checkers_for
-from sim.churn.model import Churn, Event
+from sim.churn.model import Churn, ChurnEvent
 from sim.network.model import NetworkModel
-from sim.observers import Broken, Observed, Watch
-from sim.scenario import Checks, Membership, Records, Scenario, Start, Training
+from sim.observers import Broken, Observation, Watch
+from sim.scenario import Checks, MembershipScenario, RecordsScenario, Scenario, SwarmStart, TrainingScenario
 from sim.worlds.cores import CoresWorld
 from sim.worlds.factories import Cores
 from sim.worlds.integer_stage import Truth
@@ -42,7 +42,7 @@ def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
     """The invariant that does not hold; None if all do."""
     watch = Watch(checkers_for(scenario))
 
-    def publish(observed: Observed) -> None:
+    def publish(observed: Observation) -> None:
         watch.publish(observed, world)
 
     world = CoresWorld(scenario, seed, publish, cores=Cores(**cores))
@@ -117,11 +117,11 @@ def test_a_swim_that_forgets_to_refute_is_found_with_the_first_seed() -> None:
         about="a peer is frozen for so long that the others hold it for dead, and lives",
         nodes=12,
         seconds=60.0,
-        start=Start(spread_seconds=1.0),
-        events=(Event(kind="freeze", at_seconds=20.0, lasts_seconds=8.0, share=0.1),),
+        start=SwarmStart(spread_seconds=1.0),
+        events=(ChurnEvent(kind="freeze", at_seconds=20.0, lasts_seconds=8.0, share=0.1),),
         network=NetworkModel(nearest_seconds=0.001, farthest_seconds=0.003),
-        membership=Membership(preset="local"),
-        records=Records(enabled=False),
+        membership=MembershipScenario(preset="local"),
+        records=RecordsScenario(enabled=False),
     )
     assert seeds_until("refutation", frozen, swim=ForgetsToRefute) == 1
 
@@ -133,10 +133,10 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
         about="more peers than keep a copy, so that a record's author is seldom among them",
         nodes=40,
         seconds=40.0,
-        start=Start(spread_seconds=5.0),
-        membership=Membership(preset="wan"),
+        start=SwarmStart(spread_seconds=5.0),
+        membership=MembershipScenario(preset="wan"),
         network=NetworkModel(nearest_seconds=0.01, farthest_seconds=0.03),
-        records=Records(stores_per_second=1.0, lookups_per_second=4.0, republish_seconds=10.0),
+        records=RecordsScenario(stores_per_second=1.0, lookups_per_second=4.0, republish_seconds=10.0),
         checks=Checks(found_share=0.95),
     )
     assert seeds_until("lost-records", storing, kademlia=DropsRecords) == 1
@@ -160,12 +160,12 @@ FORKED_RUN = Scenario(
     about="a split long enough for both sides to go on alone, and time to heal",
     nodes=7,
     seconds=130.0,
-    start=Start(spread_seconds=2.0),
-    membership=Membership(preset="local"),
-    records=Records(enabled=False),
-    events=(Event(at_seconds=15.0, kind="partition", share=0.5, lasts_seconds=90.0),),
+    start=SwarmStart(spread_seconds=2.0),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(enabled=False),
+    events=(ChurnEvent(at_seconds=15.0, kind="partition", share=0.5, lasts_seconds=90.0),),
     runs=(
-        Training(
+        TrainingScenario(
             members=7,
             replicas=3,
             steps=200,
@@ -194,12 +194,12 @@ LEFT_RUN = Scenario(
     about="members say goodbye, each the last of its stage",
     nodes=8,
     seconds=40.0,
-    start=Start(spread_seconds=2.0),
-    membership=Membership(preset="local"),
-    records=Records(enabled=False),
+    start=SwarmStart(spread_seconds=2.0),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(enabled=False),
     churn=Churn(permanent=0),
-    events=(Event(at_seconds=14.0, kind="leave", share=0.25, lasts_seconds=0.0),),
-    runs=(Training(members=8, replicas=1, stages=4, steps=60, at_seconds=10.0, pass_seconds=0.05),),
+    events=(ChurnEvent(at_seconds=14.0, kind="leave", share=0.25, lasts_seconds=0.0),),
+    runs=(TrainingScenario(members=8, replicas=1, stages=4, steps=60, at_seconds=10.0, pass_seconds=0.05),),
 )
 
 
@@ -219,11 +219,15 @@ SPLIT_RUN = Scenario(
     about="two sides of which only one has a majority",
     nodes=7,
     seconds=45.0,
-    start=Start(spread_seconds=2.0),
-    membership=Membership(preset="local"),
-    records=Records(enabled=False),
-    events=(Event(at_seconds=15.0, kind="partition", share=0.5, lasts_seconds=20.0),),
-    runs=(Training(members=7, replicas=3, steps=100, checkpoint_every=5, at_seconds=10.0, pass_seconds=0.1),),
+    start=SwarmStart(spread_seconds=2.0),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(enabled=False),
+    events=(ChurnEvent(at_seconds=15.0, kind="partition", share=0.5, lasts_seconds=20.0),),
+    runs=(
+        TrainingScenario(
+            members=7, replicas=3, steps=100, checkpoint_every=5, at_seconds=10.0, pass_seconds=0.1
+        ),
+    ),
 )
 
 
@@ -236,11 +240,15 @@ LOSSY_RUN = Scenario(
     about="members are suspected that live, so that what they have counted is given to others as well",
     nodes=7,
     seconds=45.0,
-    start=Start(spread_seconds=2.0),
+    start=SwarmStart(spread_seconds=2.0),
     network=NetworkModel(nearest_seconds=0.005, farthest_seconds=0.02, loss=0.2),
-    membership=Membership(preset="local"),
-    records=Records(enabled=False),
-    runs=(Training(members=7, replicas=3, steps=20, microbatches=32, at_seconds=10.0, pass_seconds=0.05),),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(enabled=False),
+    runs=(
+        TrainingScenario(
+            members=7, replicas=3, steps=20, microbatches=32, at_seconds=10.0, pass_seconds=0.05
+        ),
+    ),
 )
 
 

@@ -10,7 +10,7 @@ from gossip.member import MemberDown
 from sim.events import PathOpened, PlaceFound, RouterRebooted
 from sim.network.machines import PORT, Internet, RoutedMachine, carry, connect
 from sim.network.routers import PRESETS, Endpoint, Preset, RouterBehaviour, SimRouter, Transport
-from sim.observers import Observed, World
+from sim.observers import Observation, World
 from sim.scenario import load, with_values
 from sim.scenario.model import Scenario
 from tests.lab import nat as lab
@@ -137,16 +137,16 @@ class Story:
     """Collects events, to be read by kind."""
 
     def __init__(self) -> None:
-        self.rows: list[Observed] = []
+        self.rows: list[Observation] = []
 
-    def see(self, observed: Observed, world: World) -> None:
+    def see(self, observed: Observation, world: World) -> None:
         del world
         self.rows.append(observed)
 
     def sample(self, world: World) -> None: ...
     def end(self, world: World) -> None: ...
 
-    def of(self, kind: type) -> list[Observed]:
+    def of(self, kind: type) -> list[Observation]:
         return [row for row in self.rows if isinstance(row.event, kind)]
 
 

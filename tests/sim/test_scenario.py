@@ -8,15 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from node.errors import UsageError
-from sim.churn.model import Churn, Distribution, Event, Version
+from sim.churn.model import Churn, ChurnEvent, Distribution, Version
 from sim.network.model import Access, NetworkModel, Region
 from sim.scenario import (
     BUILT_IN,
     Checks,
-    Records,
+    RecordsScenario,
     Scenario,
-    Start,
-    Training,
+    SwarmStart,
+    TrainingScenario,
     load,
     text_of,
     to_toml,
@@ -70,7 +70,7 @@ networks = st.builds(
     access=st.tuples(st.builds(Access, share=shares, up_mbit_per_second=positive, nat=st.just("symmetric"))),
 )
 events = st.builds(
-    Event,
+    ChurnEvent,
     at_seconds=seconds,
     kind=st.sampled_from(["crash", "freeze", "slow", "loss"]),
     share=shares,
@@ -85,12 +85,12 @@ scenarios = st.builds(
     nodes=st.integers(9, 100),
     seconds=st.floats(501, 1e6),
     encoded=st.booleans(),
-    start=st.builds(Start, spread_seconds=st.floats(0, 499)),
+    start=st.builds(SwarmStart, spread_seconds=st.floats(0, 499)),
     network=st.just(NetworkModel()) | networks,
     churn=churns,
     events=st.just(()),
-    records=st.builds(Records, lookups_per_second=positive, republish_seconds=st.floats(0, 1)),
-    runs=st.lists(st.builds(Training, learning_rate=st.floats(-1, 1)), max_size=2).map(tuple),
+    records=st.builds(RecordsScenario, lookups_per_second=positive, republish_seconds=st.floats(0, 1)),
+    runs=st.lists(st.builds(TrainingScenario, learning_rate=st.floats(-1, 1)), max_size=2).map(tuple),
     checks=st.builds(Checks, found_share=shares),
 )
 
@@ -98,7 +98,7 @@ scenarios = st.builds(
 @settings(deadline=None)
 @given(scenarios, st.lists(events, max_size=3).map(tuple))
 def test_a_scenario_that_is_written_is_read_back_the_same(
-    tmp_path_factory: pytest.TempPathFactory, scenario: Scenario, some: tuple[Event, ...]
+    tmp_path_factory: pytest.TempPathFactory, scenario: Scenario, some: tuple[ChurnEvent, ...]
 ) -> None:
     if scenario.network.regions:
         scenario = msgspec.structs.replace(scenario, events=some)

@@ -19,7 +19,7 @@ from partition.model.cut import cut_layers
 from partition.model.graph import encode_graph, graph_hash
 from partition.stage import Export, Exported, StageSpecification
 from sim.executor import SimExecutor
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
@@ -46,7 +46,7 @@ def simulate(scenario: Callable[[], Awaitable[Any]]) -> None:
 
 def medium(*, up_bytes_per_second: float = math.inf, loss: float = 0.0) -> SimNetworkFabric:
     access = Access(1.0, up_mbit_per_second=up_bytes_per_second / BYTES_PER_MBIT)
-    return SimNetworkFabric(Links(NetworkModel(loss=loss, access=(access,)), 1))
+    return SimNetworkFabric(SimLinks(NetworkModel(loss=loss, access=(access,)), 1))
 
 
 def attach(shared: SimNetworkFabric, *, acquainted: bool = True) -> tuple[SimNetwork, SimNetwork, SimNetwork]:

@@ -14,7 +14,7 @@ import pytest
 
 from node.main import run as node_command
 from sim.cli import run as sim_command
-from sim.experiment import Progress
+from sim.experiment import ExperimentProgress
 from sim.report.screen import ProgressScreen, progress_line
 from sim.scenario import BUILT_IN
 from tests.sim.tiny import DEAF, digest, written
@@ -162,7 +162,7 @@ def test_a_broken_invariant_exits_with_six_and_its_command_breaks_it_again(tmp_p
 def test_ctrl_c_ends_it_in_order_with_what_there_is(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(_: ProgressScreen, progress: Progress) -> None:
+    def interrupted(_: ProgressScreen, progress: ExperimentProgress) -> None:
         if progress.virtual_seconds == 10.0:
             signal.raise_signal(signal.SIGINT)
 
@@ -174,9 +174,12 @@ def test_ctrl_c_ends_it_in_order_with_what_there_is(
 
 
 def test_progress_says_how_far_it_is_how_fast_and_how_long_still() -> None:
-    progress = Progress(120.0, 600.0, 1.5, 197, 5_000)
+    progress = ExperimentProgress(120.0, 600.0, 1.5, 197, 5_000)
     assert progress_line("churn", progress) == "churn  120 of 600 s  197 up  80x real time  6 s left"
-    assert progress_line("churn", Progress(0.0, 600.0, 0.0, 0, 0)) == "churn  0 of 600 s  0 up  0x real time"
+    assert (
+        progress_line("churn", ExperimentProgress(0.0, 600.0, 0.0, 0, 0))
+        == "churn  0 of 600 s  0 up  0x real time"
+    )
 
 
 def test_without_matplotlib_one_line_says_why_there_are_no_pictures(

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 from gossip.member import MemberUp
 from gossip.swim import Swim
 from node.errors import UsageError
-from sim.churn.model import Event
+from sim.churn.model import ChurnEvent
 from sim.events import PeerStarted, PeerStopped, PlanAdopted, StepCommitted
-from sim.observers import Broken, Observed
-from sim.scenario import Records, Scenario, Training
+from sim.observers import Broken, Observation
+from sim.scenario import RecordsScenario, Scenario, TrainingScenario
 from sim.worlds.factories import Cores
 from sim.worlds.stack import StackWorld
 from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
@@ -82,7 +82,7 @@ def test_digits_on_spot_machines_are_bit_identical_elsewhere(scenario: Scenario,
     assert_whole([seen.event for seen in played.events if isinstance(seen.event, StepCommitted)], training)
 
 
-def assert_whole(commits: Sequence[StepCommitted], training: Training) -> None:
+def assert_whole(commits: Sequence[StepCommitted], training: TrainingScenario) -> None:
     """Each step counts its micro-batches once in every stage; that the sums held these a checker has seen."""
     for commit in commits:
         first = commit.step * training.microbatches
@@ -104,10 +104,10 @@ def test_another_seed_is_another_world_with_ties_in_it() -> None:
 
 
 def test_a_broken_invariant_stops_the_world_and_comes_out_as_it_is() -> None:
-    seen: list[Observed] = []
+    seen: list[Observation] = []
     broken = Broken("planted", "somebody is up")
 
-    def publish(observed: Observed) -> None:
+    def publish(observed: Observation) -> None:
         seen.append(observed)
         if isinstance(observed.event, MemberUp):
             raise broken
@@ -159,10 +159,10 @@ def test_a_peer_comes_back_with_its_disk_or_as_its_new_self(remembers: bool) -> 
     scenario = replace(
         SWARM,
         churn=churn,
-        events=(Event(20.0, "leave", share=0.2, lasts_seconds=5.0),),
-        records=Records(False),
+        events=(ChurnEvent(20.0, "leave", share=0.2, lasts_seconds=5.0),),
+        records=RecordsScenario(False),
     )
-    seen: list[Observed] = []
+    seen: list[Observation] = []
     world = StackWorld(scenario, 1, seen.append)
     world.play(lambda: None)
     (gone,) = {row.peer for row in seen if isinstance(row.event, PeerStopped)}

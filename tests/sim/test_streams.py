@@ -12,7 +12,7 @@ from node.seams import Stream
 from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
 from sim.executor import SimExecutor
 from sim.network.clocks import LocalClock
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, Nat, NetworkModel
 from sim.network.places import BYTES_PER_MBIT
 from sim.network.sizes import STREAM_OVERHEAD
@@ -38,7 +38,7 @@ async def talkers(
     handler: Callable[[Stream], Awaitable[None]] = echo,
 ) -> AsyncIterator[tuple[SimNetworkFabric, SimNetwork, SimNetwork, SimNetwork]]:
     """Three peers that know each other and answer by `handler`."""
-    medium = SimNetworkFabric(Links(model or NetworkModel(), 1), stall_seconds=stall_seconds)
+    medium = SimNetworkFabric(SimLinks(model or NetworkModel(), 1), stall_seconds=stall_seconds)
     networks = medium.attach(A), medium.attach(B), medium.attach(C)
     for network in networks:
         for other in networks:
@@ -268,7 +268,7 @@ def test_a_kill_breaks_streams_and_ends_a_freeze() -> None:
 def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
     async def scenario() -> None:
         model = NetworkModel(access=(Access(0.5, nat=nat),))
-        medium = SimNetworkFabric(Links(model, 1))
+        medium = SimNetworkFabric(SimLinks(model, 1))
         peers = [seeded_peer(2, index) for index in range(20)]
         behind = next(peer for peer in peers if medium.links.at(peer).nat is not None)
         public = next(peer for peer in peers if medium.links.at(peer).nat is None)
@@ -292,7 +292,7 @@ def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
 
 def test_computing_slows_with_a_slow_peer_and_stops_with_a_frozen_one() -> None:
     async def scenario() -> None:
-        medium = SimNetworkFabric(Links(NetworkModel(), 1))
+        medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         executor = simulated_seams(medium, A, 1).executor
         assert isinstance(executor, SimExecutor)
         medium.slow(A, 3.0)
@@ -316,7 +316,7 @@ def test_computing_slows_with_a_slow_peer_and_stops_with_a_frozen_one() -> None:
 
 def test_a_wrong_wall_clock_leaves_timers_right() -> None:
     async def scenario() -> None:
-        medium = SimNetworkFabric(Links(NetworkModel(clock_offset_seconds=30.0, clock_drift=0.01), 1))
+        medium = SimNetworkFabric(SimLinks(NetworkModel(clock_offset_seconds=30.0, clock_drift=0.01), 1))
         wrong = medium.links.clock(A)
         assert wrong != LocalClock()
         clock = simulated_seams(medium, A, 1).clock

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import sim
 from sim.cli import run as sim_command
-from sim.experiment import Progress, Stopped
+from sim.experiment import ExperimentProgress, Stopped
 from sim.scenario import to_toml
-from sim.sweep import Run, folder_name, split_values
+from sim.sweep import SweepRun, folder_name, split_values
 from tests.sim.tiny import DEAF, digest, tiny, written
 
 
@@ -58,7 +58,7 @@ def test_a_sweep_plays_every_combination_once_and_resumes(
 def test_only_a_whole_summary_of_the_same_play_counts_as_done(tmp_path: Path) -> None:
     scenario = tiny(tmp_path, seconds=5)
     sim.run(scenario, seed=3, folder=tmp_path / "run")
-    run = Run((), 3, tmp_path / "run", to_toml(scenario))
+    run = SweepRun((), 3, tmp_path / "run", to_toml(scenario))
     assert run.summary() is not None
     assert replace(run, seed=4).summary() is None
     assert replace(run, text=to_toml(tiny(tmp_path, seconds=6))).summary() is None
@@ -67,7 +67,7 @@ def test_only_a_whole_summary_of_the_same_play_counts_as_done(tmp_path: Path) ->
     assert run.summary() is None, "it was stopped before its end"
 
 
-def stop(_: Progress) -> None:
+def stop(_: ExperimentProgress) -> None:
     raise Stopped
 
 

@@ -19,7 +19,7 @@ from partition.steps.replica import ReduceReady, Replica, WorkItem
 from sim.churn.model import Churn
 from sim.events import NetworkHealed, PeerFrozen, PlanAdopted, RunEnded, SamplesCounted, StepCommitted
 from sim.network.model import Access, NetworkModel
-from sim.observers import Broken, Observed
+from sim.observers import Broken, Observation
 from sim.seeds import seeded_rng
 from sim.worlds.factories import Cores
 from sim.worlds.life import Life
@@ -34,7 +34,7 @@ NOTED = (21, 18)
 SEVEN = range(7)
 
 
-def is_step(number: int) -> Callable[[Observed], bool]:
+def is_step(number: int) -> Callable[[Observation], bool]:
     return lambda seen: isinstance(seen.event, StepCommitted) and seen.event.step == number
 
 

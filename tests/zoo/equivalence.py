@@ -27,7 +27,7 @@ from partition.codecs.codec import Array, Payload, pack, typed
 from partition.execute import StageExecutor
 from partition.execute.seeds import drawn, seed_of
 from partition.model.cut import cut, legal_positions
-from partition.model.graph import Graph, Node, StageGraph
+from partition.model.graph import Graph, GraphNode, StageGraph
 from partition.model.operators import OPERATORS
 from partition.model.sizes import bind
 from partition.stage import (
@@ -35,7 +35,6 @@ from partition.stage import (
     Apply,
     Backward,
     BackwardDone,
-    Done,
     Forward,
     Forwarded,
     Import,
@@ -43,6 +42,7 @@ from partition.stage import (
     Normed,
     OptimizerSettings,
     Refused,
+    StageDone,
     StageSpecification,
 )
 from partition.stage_layout import Slot, arena_bytes, parameter_layout
@@ -141,7 +141,7 @@ def microbatches(case: Case, trial: Trial, step: int) -> list[tuple[Tensors, Ten
 # One process
 
 
-def draws(node: Node, operators: Sequence[str]) -> bool:
+def draws(node: GraphNode, operators: Sequence[str]) -> bool:
     """Whether this node takes random numbers while training."""
     name = operators[node.operator]
     if not OPERATORS[name].random:
@@ -307,7 +307,7 @@ class Chain:
             names = [row.names[0] for row in specification.graph.parameters]
             names += [row.names[0] for row in specification.graph.constants if row.names]
             data = {name: tensors[name].detach().clone().contiguous() for name in names if name in tensors}
-            self.ask(stage, Import(safetensors.torch.save(data)), Done)
+            self.ask(stage, Import(safetensors.torch.save(data)), StageDone)
 
     def vector(self, stage: int, arena: str) -> Array:
         """An arena as numbers; writing to it changes it."""

@@ -16,7 +16,7 @@ from crypto.identity import PeerId
 Vector = NDArray[np.floating[Any]]
 
 
-class Contribution(Protocol):
+class PartContribution(Protocol):
     """One member's contribution to one part."""
 
     @property
@@ -39,11 +39,11 @@ a MiB from four members takes 1.1 ms so, and 3.8 ms as a whole."""
 MEMBERS_AT_ONCE = 8
 """Members whose chunks are decoded at once, a usual group: all of a group of 64 would take 64 MiB."""
 
-Reduction = Callable[[Sequence[Contribution]], Iterator[Vector]]
+Reduction = Callable[[Sequence[PartContribution]], Iterator[Vector]]
 """Takes the contributions in the order of members, yields each reduced chunk."""
 
 
-def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
+def weighted_mean(parts: Sequence[PartContribution]) -> Iterator[Vector]:
     """Yield sum(w x) / sum(w), added up in float64 in the order of members and rounded once.
 
     So the mean of equal vectors is that vector, and all owners would round alike.
@@ -75,7 +75,7 @@ def weighted_mean(parts: Sequence[Contribution]) -> Iterator[Vector]:
 
 
 def _add(
-    sums: Vector, parts: Sequence[Contribution], blocks: list[Vector], term: Vector, *, is_first: bool
+    sums: Vector, parts: Sequence[PartContribution], blocks: list[Vector], term: Vector, *, is_first: bool
 ) -> None:
     """Add weighted blocks of some members to the sums of those before; the first begin them."""
     for number, (part, block) in enumerate(zip(parts, blocks, strict=True)):

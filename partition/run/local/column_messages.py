@@ -44,7 +44,7 @@ class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
     mates: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MATES_MAX)]
 
 
-class Refusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
+class ColumnRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
     """No; `is_diverged`: what was computed is no finite number, and the column goes on. `mates` may hold the
     stage: another head names them, which holds none but the first. `is_older`: a newcomer's state is of an
     earlier step than another holder's, which it takes over now; ask again."""
@@ -64,7 +64,7 @@ class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
 
 
 Question = Attach | Do
-Answer = Attached | Did | Refusal
+Answer = Attached | Did | ColumnRefusal
 Work = api.Forward | api.Backward | api.Norm | api.Apply | api.Discard | api.Export
 """The requests that a head sends to another's stage."""
-Worked = api.Forwarded | api.BackwardDone | api.Normed | api.Applied | api.Done | api.Exported
+Worked = api.Forwarded | api.BackwardDone | api.Normed | api.Applied | api.StageDone | api.Exported

@@ -19,12 +19,12 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from gossip.averaging.attempt import Attempt
-from gossip.averaging.group import Group, Member, Terms
+from gossip.averaging.group import Group, GroupMember, Terms
 from gossip.averaging.messages import MESSAGE_BYTES_MAX, Message
-from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
-from gossip.averaging.pace import Pace
+from gossip.averaging.outcome import Averaged, NotAveraged, Patience, Reason
+from gossip.averaging.pace import AttemptPace
 from gossip.averaging.robust.reduction import Vector
-from gossip.matchmaking import Declined, Wish
+from gossip.matchmaking import GroupDeclined, GroupWish
 from gossip.matchmaking_messages import Message as MatchMessage
 from tests.gossip.swarm import HashSigner, peer_of
 
@@ -34,11 +34,11 @@ SIGNATURE = b"s" * 32
 
 def members_of(
     full: int, send_only: int = 0, without_tensors: int = 0, nonce: int = 0, rates: Sequence[int] = ()
-) -> tuple[Member, ...]:
+) -> tuple[GroupMember, ...]:
     """Members by number: first the full ones, then those that only send, then those that only reduce."""
     count = full + send_only + without_tensors
     return tuple(
-        Member(
+        GroupMember(
             peer_of(number),
             nonce.to_bytes(8, "big") + number.to_bytes(8, "big"),
             0 if full <= number < full + send_only else (rates[number] if rates else 1_000_000),
@@ -49,7 +49,7 @@ def members_of(
 
 
 def group_of(
-    members: tuple[Member, ...],
+    members: tuple[GroupMember, ...],
     items: int,
     *,
     codec: str = "float32",
@@ -64,7 +64,7 @@ def group_of(
 class Core(Protocol):
     """An attempt or a round."""
 
-    result: Averaged | Failed | None
+    result: Averaged | NotAveraged | None
 
     @property
     def deadline(self) -> float: ...
@@ -109,7 +109,7 @@ class Network(Generic[C]):
         self._arrives: dict[tuple[int, int], float] = {}
 
     @property
-    def results(self) -> dict[int, Averaged | Failed | None]:
+    def results(self) -> dict[int, Averaged | NotAveraged | None]:
         return {number: attempt.result for number, attempt in self.attempts.items()}
 
     @property
@@ -247,7 +247,7 @@ class Play:
         nonce: Callable[[int], bytes],
         settings: PlaySettings,
     ) -> None:
-        self.result: Averaged | Failed | None = None
+        self.result: Averaged | NotAveraged | None = None
         self.attempt: Attempt | None = None
         self.attempt_count = 0
         self._old: list[Attempt] = []
@@ -260,10 +260,10 @@ class Play:
         self._expected = [each for each in expected if each != peer]
         self._nonce = nonce
         self._settings = settings
-        self._pace = Pace(1e7, 0.5)
-        self._wish: Wish | None = None
+        self._pace = AttemptPace(1e7, 0.5)
+        self._wish: GroupWish | None = None
         self._lost: set[PeerId] = set()
-        self._met: dict[bytes, Wish] = {}
+        self._met: dict[bytes, GroupWish] = {}
         self._early: dict[bytes, list[tuple[PeerId, Any]]] = {}
 
     @property
@@ -293,12 +293,12 @@ class Play:
 
     def _begin(self, now: float, expected: Sequence[PeerId]) -> Any:
         if not [peer for peer in expected if peer not in self._lost]:
-            self.result = Failed(Reason.ALONE)
+            self.result = NotAveraged(Reason.ALONE)
             return []
         key = blake3(self._name + self._terms.signature + bytes([self.attempt_count])).digest()
-        me = Member(self._peer, self._nonce(16), self._rate, self._vector is not None)
+        me = GroupMember(self._peer, self._nonce(16), self._rate, self._vector is not None)
         number = self.attempt_count
-        self._wish = Wish(
+        self._wish = GroupWish(
             me,
             key,
             [peer for peer in expected if peer not in self._lost],
@@ -359,7 +359,7 @@ class Play:
         if self.result is not None or wish is None:
             return sends
         for event in [event for each in self._met.values() for event in each.events]:
-            if isinstance(event, Declined):
+            if isinstance(event, GroupDeclined):
                 for each in self._attempts:
                     if each.id == event.attempt:
                         sends += each.lost(now, event.peer)
@@ -373,7 +373,7 @@ class Play:
             for sender, message in self._early.pop(self.attempt.id, []):
                 sends += self.attempt.receive(now, sender, message)
         elif self.attempt is None and wish.is_over:
-            self.result = Failed(Reason.ALONE)
+            self.result = NotAveraged(Reason.ALONE)
         if self.attempt is None or self.attempt.result is None:
             return sends
         result = self.attempt.result

@@ -21,7 +21,7 @@ from gossip.averaging.messages import (
     SealBody,
     root_of,
 )
-from gossip.averaging.outcome import Averaged, Failed, Reason
+from gossip.averaging.outcome import Averaged, NotAveraged, Reason
 from tests.gossip.averaging.network import PATIENCE, Averaging, group_of, members_of, vectors_of
 from tests.gossip.swarm import HashSigner, peer_of
 
@@ -72,7 +72,7 @@ def test_nobody_succeeds_with_other_bytes_when_an_owner_seals_twice(seed: int) -
     world.run()
     honest = [world.results[number] for number in range(1, 4)]
     assert len({each.vector.tobytes() for each in honest if isinstance(each, Averaged)}) <= 1
-    assert honest[0] == Failed(Reason.CONTRADICTED, (peer_of(LIAR),))
+    assert honest[0] == NotAveraged(Reason.CONTRADICTED, (peer_of(LIAR),))
     for number in range(1, 4):
         (proof,) = world.attempts[number].equivocations
         assert (proof.author, proof.purpose) == (peer_of(LIAR), SEAL_PURPOSE)
@@ -87,7 +87,7 @@ def test_two_have_sets_of_one_owner_fail_the_attempt_and_prove_it() -> None:
     world.run()
     honest = [world.results[number] for number in range(1, 4)]
     assert len({each.vector.tobytes() for each in honest if isinstance(each, Averaged)}) <= 1
-    assert honest[0] == Failed(Reason.CONTRADICTED, (peer_of(LIAR),))
+    assert honest[0] == NotAveraged(Reason.CONTRADICTED, (peer_of(LIAR),))
     assert [(each.purpose, each.author) for each in world.attempts[1].equivocations] == [
         (HAVE_PURPOSE, peer_of(LIAR))
     ]

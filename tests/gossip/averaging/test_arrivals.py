@@ -5,7 +5,7 @@ from math import inf
 import numpy as np
 
 from gossip.averaging.arrivals import Arrivals, UploadRate
-from gossip.averaging.group import RATE_UNKNOWN, Member, owners_of
+from gossip.averaging.group import RATE_UNKNOWN, GroupMember, owners_of
 from gossip.averaging.messages import Arrived
 from gossip.averaging.outcome import Patience
 from tests.gossip.averaging.network import Averaging, group_of, members_of
@@ -85,7 +85,7 @@ def test_claims_are_rounded_and_within_bounds() -> None:
     for measured in (1.0, 1e6, 1.02e6, 1e30):
         rate = UploadRate()
         rate.measured(measured)
-        Member(peer_of(0), bytes(16), rate.claimed)
+        GroupMember(peer_of(0), bytes(16), rate.claimed)
         assert RATE_UNKNOWN < rate.claimed < inf
     near = []
     for measured in (1e6, 1.02e6):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from gossip.averaging.codecs import CHUNK_ITEMS
 from gossip.averaging.group import owners_of
 from gossip.averaging.messages import Message
-from gossip.averaging.outcome import Averaged, Failed, Patience, Reason
+from gossip.averaging.outcome import Averaged, NotAveraged, Patience, Reason
 from gossip.averaging.robust.reduction import Vector
 from tests.gossip.averaging.network import Averaging, group_of, mean_of, members_of, vectors_of
 from tests.gossip.swarm import peer_of
@@ -121,7 +121,7 @@ def test_two_of_five_fail_and_nobody_lies(
     for number, result in world.results.items():
         if number not in world.gone:
             assert result is not None, f"{number} waits forever"
-            if isinstance(result, Failed):
+            if isinstance(result, NotAveraged):
                 blamed = {*result.suspects, *result.withdrew}
                 assert number in failed or blamed & {peer_of(1), peer_of(3)}
 
@@ -187,7 +187,7 @@ def test_too_few_tensors_are_a_failure_with_a_reason() -> None:
     world.start([0])
     world.run()
     result = world.results[0]
-    assert isinstance(result, Failed)
+    assert isinstance(result, NotAveraged)
     assert result.reason is Reason.TOO_FEW
 
 

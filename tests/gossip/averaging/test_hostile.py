@@ -15,8 +15,8 @@ from gossip.averaging.codecs import view_of
 from gossip.averaging.messages import (
     COMMITMENT_PURPOSE,
     MESSAGE_BYTES_MAX,
-    Ask,
     Chunk,
+    ChunkRequest,
     Commitment,
     CommitmentBody,
     Message,
@@ -95,7 +95,7 @@ def test_questions_are_answered_seldom_and_chunks_relayed_a_bounded_number_of_ti
     facts = chunks = 0
     for number in range(1_000):
         now = 0.5 + number * ANSWER_SECONDS_MIN / 100
-        facts += len(holder.receive(now, peer_of(0), Ask(holder.id, 1, (0,))))
+        facts += len(holder.receive(now, peer_of(0), ChunkRequest(holder.id, 1, (0,))))
         while peer_of(0) in holder.ready:
             chunks += len(holder.pull(now, peer_of(0)))
     assert facts <= 6 * 12

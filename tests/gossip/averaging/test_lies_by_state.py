@@ -22,9 +22,9 @@ from gossip.averaging.messages import (
     HAVE_PURPOSE,
     SEAL_PURPOSE,
     Arrived,
-    Ask,
     AttemptMessage,
     Chunk,
+    ChunkRequest,
     Commitment,
     CommitmentBody,
     Have,
@@ -34,7 +34,7 @@ from gossip.averaging.messages import (
     SealBody,
     Withdraw,
 )
-from gossip.averaging.outcome import Averaged, Failed
+from gossip.averaging.outcome import Averaged, NotAveraged
 from tests.gossip.averaging.network import Averaging, group_of, members_of, vectors_of
 from tests.gossip.swarm import HashSigner, peer_of
 
@@ -140,7 +140,7 @@ STATES: dict[str, tuple[type, Callable[[Any], bool], dict[str, Lie]]] = {
     ),
     "holds": (Holding, lambda _: True, {"another digest": put(digest=bytes(32))}),
     "asks": (
-        Ask,
+        ChunkRequest,
         lambda _: True,
         {"for all": put(chunks=tuple(range(64))), "of another": put(place=1)},
     ),
@@ -258,6 +258,6 @@ def check(world: Averaging) -> None:
     farthest = np.linalg.norm((truth - centre)[:, others], axis=1).max()
     for each in found:
         assert np.linalg.norm((each.vector - centre)[others]) < FAR * farthest
-    failed = [each for each in honest if isinstance(each, Failed)]
+    failed = [each for each in honest if isinstance(each, NotAveraged)]
     suspects = {peer for each in failed for peer in each.suspects}
     assert suspects == ({peer_of(LIAR)} if failed else set()), "no honest member is blamed, and the liar is"

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from crypto.facts import Fact
 from gossip.averaging.evidence import Evidence
-from gossip.averaging.proof_table import ProofTable, Standing
+from gossip.averaging.proof_table import ProofStanding, ProofTable
 from tests.gossip.averaging.network import group_of, members_of
 from tests.gossip.swarm import peer_of
 
@@ -21,11 +21,11 @@ def proof_of(number: int) -> Evidence:
 
 @given(
     added=st.lists(st.integers(0, 20), min_size=1, max_size=40),
-    standings=st.lists(st.sampled_from(Standing), min_size=21, max_size=21),
+    standings=st.lists(st.sampled_from(ProofStanding), min_size=21, max_size=21),
 )
 @settings(max_examples=150, deadline=None)
 def test_no_proof_makes_room_for_one_whose_author_matters_less(
-    added: list[int], standings: list[Standing]
+    added: list[int], standings: list[ProofStanding]
 ) -> None:
     standing_of = dict(zip(map(peer_of, range(21)), standings, strict=True))
     table = ProofTable(lambda _, peer: standing_of[peer], ROOM)
@@ -42,10 +42,10 @@ def test_no_proof_makes_room_for_one_whose_author_matters_less(
 
 
 def test_the_proof_against_a_member_that_completed_rounds_outlives_its_standing() -> None:
-    standing_of = {peer_of(0): Standing.COMPLETED}
-    table = ProofTable(lambda _, peer: standing_of.get(peer, Standing.LISTED), ROOM)
+    standing_of = {peer_of(0): ProofStanding.COMPLETED}
+    table = ProofTable(lambda _, peer: standing_of.get(peer, ProofStanding.LISTED), ROOM)
     table.add(peer_of(0), proof_of(0))
-    again = ProofTable(lambda _, peer: Standing.LISTED, ROOM)
+    again = ProofTable(lambda _, peer: ProofStanding.LISTED, ROOM)
     again.load([(peer_of(0), each) for each in table.kept])
     for number in range(1, 50):
         again.add(peer_of(number), proof_of(number))
@@ -54,8 +54,8 @@ def test_the_proof_against_a_member_that_completed_rounds_outlives_its_standing(
 
 
 def test_those_proofs_come_first_whose_authors_matter_most() -> None:
-    standing_of = {peer_of(0): Standing.COMPLETED, peer_of(1): Standing.LISTED}
-    table = ProofTable(lambda _, peer: standing_of.get(peer, Standing.UNKNOWN), ROOM)
+    standing_of = {peer_of(0): ProofStanding.COMPLETED, peer_of(1): ProofStanding.LISTED}
+    table = ProofTable(lambda _, peer: standing_of.get(peer, ProofStanding.UNKNOWN), ROOM)
     for number in range(4):
         table.add(peer_of(number), proof_of(number))
     assert [liar for liar, _ in table.of_run(RUN)] == [peer_of(number) for number in (0, 1, 3, 2)]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from crypto.identity import PeerId
 from gossip.averaging.grid import Grid
 from gossip.averaging.group import Terms
-from gossip.averaging.outcome import Averaged, Failed, Reason
+from gossip.averaging.outcome import Averaged, NotAveraged, Reason
 from tests.gossip.averaging.network import SIGNATURE, PlaySettings, Rounds, mean_of, vectors_of
 from tests.gossip.swarm import peer_of
 
@@ -43,7 +43,7 @@ def test_a_peer_that_expects_nobody_fails_with_the_reason() -> None:
     world = Rounds(vectors_of(range(1), ITEMS), 1)
     world.start()
     world.run()
-    assert world.results[0] == Failed(Reason.ALONE)
+    assert world.results[0] == NotAveraged(Reason.ALONE)
 
 
 def test_a_peer_whose_partners_never_come_fails_after_a_bounded_wait() -> None:
@@ -54,7 +54,7 @@ def test_a_peer_whose_partners_never_come_fails_after_a_bounded_wait() -> None:
     assert world.results[0] is None
     assert world.attempts[0].awaited == (peer_of(1),)
     world.run()
-    assert world.results[0] == Failed(Reason.ALONE)
+    assert world.results[0] == NotAveraged(Reason.ALONE)
 
 
 def test_peers_with_other_tensors_never_meet_in_a_group() -> None:
@@ -66,7 +66,7 @@ def test_peers_with_other_tensors_never_meet_in_a_group() -> None:
     world.start()
     world.run()
     assert set(world.successes) == {0, 1}
-    assert isinstance(world.results[2], Failed)
+    assert isinstance(world.results[2], NotAveraged)
     check(world)
 
 

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from gossip.averaging.pace import Pace
-from gossip.averaging.tensors import Array, Layout, TensorSpec, layout_of
+from gossip.averaging.pace import AttemptPace
+from gossip.averaging.tensors import Array, TensorLayout, TensorSpec, layout_of
 
 
 def test_tensors_return_as_they_were_and_whole_numbers_stay() -> None:
@@ -26,15 +26,15 @@ def test_tensors_return_as_they_were_and_whole_numbers_stay() -> None:
 
 def test_the_signature_knows_names_shapes_and_types_and_not_their_order() -> None:
     one = [TensorSpec("a", (2,), "float32"), TensorSpec("b", (3,), "float32")]
-    signature = Layout(tuple(one)).signature
-    assert Layout(tuple(reversed(one))).signature == signature
+    signature = TensorLayout(tuple(one)).signature
+    assert TensorLayout(tuple(reversed(one))).signature == signature
     for other in (
         TensorSpec("c", (3,), "float32"),
         TensorSpec("b", (1, 3), "float32"),
         TensorSpec("b", (3,), "float16"),
         TensorSpec("b", (3,), "float32", "moment"),
     ):
-        assert Layout((one[0], other)).signature != signature
+        assert TensorLayout((one[0], other)).signature != signature
 
 
 def test_tensors_that_are_not_as_declared_are_refused() -> None:
@@ -47,7 +47,7 @@ def test_tensors_that_are_not_as_declared_are_refused() -> None:
 
 
 def test_patience_follows_what_was_measured_and_doubles_on_failure() -> None:
-    pace = Pace(1e6)
+    pace = AttemptPace(1e6)
     first = pace.patience(100_000_000).scatter_seconds
     for _ in range(40):
         pace.succeeded(100_000_000, 2.0)

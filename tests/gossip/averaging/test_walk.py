@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from crypto.identity import PeerId
-from gossip.averaging.group import Group, Member, Terms
+from gossip.averaging.group import Group, GroupMember, Terms
 from gossip.averaging.walk import TURNS_AHEAD_MAX, GridWalk, Spot
 from tests.gossip.swarm import peer_of
 
@@ -12,7 +12,7 @@ TERMS = Terms("butterfly", "float32", bytes(32), 1, "float32")
 
 
 def group_of(members: dict[PeerId, int], turn: int) -> Group:
-    rows = tuple(Member(peer, bytes(16), 1, True, at) for peer, at in sorted(members.items()))
+    rows = tuple(GroupMember(peer, bytes(16), 1, True, at) for peer, at in sorted(members.items()))
     return Group(b"run", turn, 0, TERMS, rows)
 
 

@@ -123,7 +123,7 @@ async def test_an_alert_is_an_event_a_post_and_a_command(tmp_path: Path) -> None
     command.chmod(0o700)
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
     port = listener.socket.getsockname()[1]
-    wanted = config.Alerts(webhook=f"http://127.0.0.1:{port}/hook", command=(str(command),))
+    wanted = config.AlertSettings(webhook=f"http://127.0.0.1:{port}/hook", command=(str(command),))
     node = Told(config=Config(name="here", alerts=wanted))
     received: list[bytes] = []
     with trio.fail_after(30):

@@ -14,7 +14,7 @@ import trio
 from crypto.contact import parse_address
 from crypto.identity import peer_text
 from node import config
-from node.averaging.once import Averaged
+from node.averaging.once import AveragingResult
 from node.averaging.service import PURPOSE
 from node.averaging_events import AveragingEnded, AveragingJoined
 from node.errors import UsageError
@@ -26,9 +26,9 @@ def settings(folder: Path, name: str) -> config.Config:
     return config.Config(
         name=name,
         data_dir=folder / name,
-        swarm=config.Swarm(name="averaging", preset="local"),
+        swarm=config.SwarmSettings(name="averaging", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False),
     )
 
@@ -42,15 +42,17 @@ async def nodes(folder: Path, count: int) -> AsyncIterator[list[Node]]:
             own = settings(folder, f"n{number}")
             if found:
                 seeds = (parse_address(found[0].addresses[0]),)
-                own = replace(own, join=config.Join(lan=False, seeds=seeds))
+                own = replace(own, join=config.JoinSettings(lan=False, seeds=seeds))
             found.append(await stack.enter_async_context(Node(own)))
         for node in found:
             await node.wait_for_members(count - 1)
         yield found
 
 
-async def average_all(found: list[Node], tensors: list[dict[str, Any]], **options: Any) -> list[Averaged]:
-    results: list[Averaged | None] = [None] * len(found)
+async def average_all(
+    found: list[Node], tensors: list[dict[str, Any]], **options: Any
+) -> list[AveragingResult]:
+    results: list[AveragingResult | None] = [None] * len(found)
 
     async def average(number: int) -> None:
         weight = options.get("weights", [1.0] * len(found))[number]
@@ -108,7 +110,7 @@ async def test_torch_tensors_come_back_as_tensors_of_their_types(tmp_path: Path)
 
 async def test_other_shapes_never_meet_and_the_reason_says_so(tmp_path: Path) -> None:
     async with nodes(tmp_path, 2) as found:
-        results: list[Averaged] = []
+        results: list[AveragingResult] = []
 
         async def average(number: int) -> None:
             tensors = {"w": np.ones(3 + number, np.float32)}
@@ -144,7 +146,7 @@ async def test_unsupported_tensors_are_refused_by_name(
 async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Path) -> None:
     given = [{"w": np.full(2_000_000, n, np.float32)} for n in range(3)]
     numbers: dict[str, int] = {}
-    results: list[Averaged] = []
+    results: list[AveragingResult] = []
 
     async def average(node: Node, number: int) -> None:
         numbers[node.id] = number
@@ -156,7 +158,7 @@ async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Pat
         # Cancelled, so without a goodbye, once some of its tensor has gone out.
         async with (
             trio.open_nursery() as dying,
-            Node(replace(own, join=config.Join(lan=False, seeds=seeds))) as third,
+            Node(replace(own, join=config.JoinSettings(lan=False, seeds=seeds))) as third,
         ):
             await third.wait_for_members(2)
             nursery.start_soon(average, found[0], 0)

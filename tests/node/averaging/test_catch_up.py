@@ -23,7 +23,7 @@ from node.averaging.snapshot import (
 from node.averaging.transfer import StateServer, fetch_state
 from node.errors import Unreachable
 from sim.executor import SimExecutor
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel
 from sim.seams import SimNetworkFabric
 from sim.worlds.scheduling import run_virtually
@@ -38,7 +38,7 @@ RUN, SIGNATURE = bytes(32), bytes([1]) * 32
 async def seconds_from(donors: int, snapshot: Snapshot) -> float:
     """Virtual seconds until the state is here."""
     model = NetworkModel(access=(Access(share=1.0, up_mbit_per_second=UPLOAD_MBIT),))
-    fabric = SimNetworkFabric(Links(model, 1))
+    fabric = SimNetworkFabric(SimLinks(model, 1))
     networks = [fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(donors + 1)]
 
     async def snap(peer: PeerId, run: bytes, signature: bytes, step: int) -> Snapshot:
@@ -182,7 +182,7 @@ async def _fetched(
 ) -> tuple[int | None, int]:
     """The step that is chosen of those offered, at most 1,000 and likely not above 10, None where none is;
     how many refused. `kept` are those of which chunks are handed out, None for all."""
-    fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+    fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     networks = [
         fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(len(snapshots) + 1)
     ]

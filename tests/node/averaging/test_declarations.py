@@ -6,7 +6,7 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
-from dht.settings import Settings
+from dht.settings import KademliaSettings
 from node import runtime
 from node.averaging.declarations import Declarations
 from node.services.discovery import Discovery
@@ -21,7 +21,7 @@ NAME = bytes(32)
 
 @pytest.fixture(autouse=True)
 def small_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = Settings(records_per_key_max=KEPT)
+    small = KademliaSettings(records_per_key_max=KEPT)
     monkeypatch.setattr(runtime, "Discovery", partial(Discovery, settings=small))
 
 

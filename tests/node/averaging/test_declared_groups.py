@@ -14,7 +14,7 @@ import trio
 from crypto.identity import PeerId
 from node import runtime
 from node.averaging.participation import Participation
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.averaging.service import Averaging
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
@@ -36,7 +36,7 @@ def test_unacquainted_peers_meet_by_their_group_key(
     variances = [float(np.var([value[0] for value in values]))]
     unknown: set[PeerId] = set()
     sizes: list[int] = []
-    wanted = Wanted(window_seconds=2.0, patience_seconds=20.0, size_max=GROUP)
+    wanted = RoundWish(window_seconds=2.0, patience_seconds=20.0, size_max=GROUP)
 
     async def average(runs: list[Participation], place: int) -> None:
         run = runs[place]

@@ -12,7 +12,7 @@ import trio
 
 from gossip.averaging.aggregates import DEFAULT
 from node.averaging.participation import Participation
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
 
@@ -27,7 +27,7 @@ async def play(
 ) -> list[tuple[float, list[int]]]:
     """Rounds of all, and after each the variance over all peers and the sizes of the groups."""
     found = []
-    wanted = Wanted(window_seconds=2.0, patience_seconds=10.0, size_max=size_max)
+    wanted = RoundWish(window_seconds=2.0, patience_seconds=10.0, size_max=size_max)
     sizes: list[int] = []
 
     async def average(place: int) -> None:

@@ -14,7 +14,7 @@ from gossip.claims import SLACK_STEPS, ClaimedCount, newcomer_steps
 from node.averaging.snapshot import CHUNK_BYTES, Snapshot, check_finite, make_snapshot
 from node.averaging.transfer import PROTOCOL, STREAMS, StateServer, fetch_state
 from sim.executor import SimExecutor
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
 from sim.worlds.scheduling import run_virtually
@@ -36,7 +36,7 @@ def honest_state() -> Snapshot:
 async def fetched(seed: int, honest: Snapshot, said: set[str]) -> tuple[Snapshot, float]:
     """Return the state that is taken, and after how many seconds."""
     rng = Random(seed)
-    fabric = SimNetworkFabric(Links(NetworkModel(), seed))
+    fabric = SimNetworkFabric(SimLinks(NetworkModel(), seed))
     me, *others = (
         fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(1 + HONEST + LIARS)
     )

@@ -7,7 +7,7 @@ import pytest
 import trio
 
 from node.averaging.participation import Participation
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
 
@@ -40,7 +40,7 @@ class Trainer:
             while any(report.step.reaches(self.step + 1) for report in self.run.roster.reports.values()):
                 self.step += 1
             self.tell(32)
-            found = await self.run.average(np.ones(8, np.float32), 32.0, Wanted(round=self.step))
+            found = await self.run.average(np.ones(8, np.float32), 32.0, RoundWish(round=self.step))
             if found.vector is not None:
                 self.step += 1
                 self.rounds_at.append(trio.current_time())

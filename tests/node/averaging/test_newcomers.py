@@ -5,19 +5,21 @@ import trio
 
 from node.averaging.expectations import JOINING_SECONDS
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
 
 SIGNATURE = bytes([7]) * 32
-WANTED = Wanted(window_seconds=4.0, patience_seconds=60.0)
+WANTED = RoundWish(window_seconds=4.0, patience_seconds=60.0)
 
 
 def tell_state(run: Participation) -> None:
     run.tell(step=0, samples=0, rounds=0, lineage=bytes(32), has_state=True)
 
 
-async def hold(run: Participation, value: float, wanted: Wanted, found: dict[str, Round], name: str) -> None:
+async def hold(
+    run: Participation, value: float, wanted: RoundWish, found: dict[str, Round], name: str
+) -> None:
     found[name] = await run.average(np.full(8, value), 1.0, wanted)
 
 
@@ -43,7 +45,7 @@ def test_a_wish_reaches_peers_that_become_known_after_it_was_made() -> None:
 
 def test_a_numbered_wish_reaches_a_peer_that_enters_the_run_later() -> None:
     found: dict[str, Round] = {}
-    wanted = Wanted(round=1, window_seconds=2.0, patience_seconds=60.0)
+    wanted = RoundWish(round=1, window_seconds=2.0, patience_seconds=60.0)
 
     async def play() -> None:
         async with swarm("ab", preset="lan") as group:

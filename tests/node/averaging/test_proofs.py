@@ -19,7 +19,7 @@ from gossip.averaging import attempt as attempts
 from gossip.averaging.attempt import Attempt
 from gossip.averaging.codecs import view_of
 from gossip.averaging.evidence import PROTOCOL, Evidence, liar_of
-from gossip.averaging.group import NONCE_BYTES, Member
+from gossip.averaging.group import NONCE_BYTES, GroupMember
 from gossip.averaging.messages import SEAL_PURPOSE, Chunk, Holding, Seal, SealBody, root_of
 from gossip.averaging.proof_table import ProofTable
 from node.averaging_events import LiarProved
@@ -129,7 +129,7 @@ async def tell(teller: Node, peer: PeerId, evidence: Evidence) -> None:
 def sealed_twice(run: bytes, liar: Signer) -> Evidence:
     """Two seals of one invented attempt in the run of this key, which anybody can sign of itself."""
     members = sorted((liar.peer, PeerId(bytes(32))))
-    named = group_of(tuple(Member(peer, bytes(NONCE_BYTES), 1) for peer in members), ITEMS)
+    named = group_of(tuple(GroupMember(peer, bytes(NONCE_BYTES), 1) for peer in members), ITEMS)
     group = msgspec.structs.replace(named, name=run)
     first, second = (encode(SealBody(group.id, bytes(32), bytes([number] * 32))) for number in (1, 2))
     return Evidence(group, "averaging-seal", liar.sign(SEAL_PURPOSE, first), liar.sign(SEAL_PURPOSE, second))

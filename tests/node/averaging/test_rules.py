@@ -9,7 +9,7 @@ import trio
 
 from crypto.identity import peer_text
 from node import config
-from node.averaging.once import Averaged
+from node.averaging.once import AveragingResult
 from node.errors import UsageError
 from node.runtime import Node
 from tests.node.averaging.test_average import nodes, settings
@@ -22,7 +22,7 @@ async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Pat
     draws = np.random.default_rng(1)
     given = [LIE, *(draws.standard_normal(1_000).astype(np.float32) for _ in range(3))]
     honest = np.stack(given[1:])
-    results: dict[tuple[str, int], Averaged] = {}
+    results: dict[tuple[str, int], AveragingResult] = {}
     async with nodes(tmp_path, 4) as found, trio.open_nursery() as nursery:
 
         async def average(group: str, aggregate: str, number: int, peers: int, seconds: float) -> None:
@@ -65,7 +65,7 @@ async def test_auto_is_the_mean_in_a_swarm_with_a_key(tmp_path: Path) -> None:
     key_file = tmp_path / "swarm.key"
     key_file.write_text(bytes(range(32)).hex() + "\n")
     key_file.chmod(0o600)
-    swarm = config.Swarm(name="averaging", preset="local", key_file=key_file)
+    swarm = config.SwarmSettings(name="averaging", preset="local", key_file=key_file)
     async with Node(replace(settings(tmp_path, "n"), swarm=swarm)) as me:
         alone = await me.average({"w": LIE}, "x", timeout_seconds=0.01, aggregate="auto")
     assert (alone.is_averaged, alone.aggregate) == (False, "mean")

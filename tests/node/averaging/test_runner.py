@@ -16,7 +16,7 @@ from node.averaging.runner import Runner
 from node.errors import StreamEnded
 from node.seams import Stream
 from sim.executor import SimExecutor
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimClock, SimNetworkFabric
 from sim.worlds.scheduling import run_virtually
@@ -56,7 +56,7 @@ async def _hear(stream: Stream) -> None:
 
 def test_a_call_that_fails_ends_its_caller_alone() -> None:
     async def play() -> None:
-        fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+        fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         group = group_of(members_of(4), ITEMS)
         own, others = fabric.attach(peer_of(0)), [fabric.attach(peer_of(number)) for number in range(1, 4)]
         for number, other in enumerate(others, 1):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import trio
 
-from gossip.averaging.outcome import Failed, Reason
+from gossip.averaging.outcome import NotAveraged, Reason
 from node.averaging.participation import Participation
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.averaging.runner import Runner
 from sim.executor import SimExecutor
 from sim.worlds.scheduling import run_virtually
@@ -42,7 +42,7 @@ class Members:
         value = np.full(self._items, float(ord(name)), np.float32)
         while True:
             await trio.sleep(ROUND_SECONDS)
-            made = await self.runs[name].average(value, 1.0, Wanted())
+            made = await self.runs[name].average(value, 1.0, RoundWish())
             if made.vector is not None:
                 self.completed_at[name].append(trio.current_time())
 
@@ -138,7 +138,7 @@ def test_a_member_that_enters_groups_and_sends_nothing_is_blamed_alone(
     async def silent(self: Participation, *arguments: Any) -> Any:
         if self.peer in silent_peers:
             await trio.sleep(1.0)
-            return Nothing, Failed(Reason.CANCELLED)
+            return Nothing, NotAveraged(Reason.CANCELLED)
         return await original(self, *arguments)
 
     monkeypatch.setattr(Participation, "_attempt", silent)

@@ -15,7 +15,7 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
-from node.averaging.rounds import Wanted
+from node.averaging.rounds import RoundWish
 from node.runtime import Node
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -48,7 +48,7 @@ class Stress:
         draws = np.random.default_rng(ord(name))
         while True:
             vector = draws.standard_normal(ITEMS).astype(np.float32)
-            wanted = Wanted(window_seconds=1.0, patience_seconds=10.0, size_max=self.group_size)
+            wanted = RoundWish(window_seconds=1.0, patience_seconds=10.0, size_max=self.group_size)
             made = await run.average(vector, 1.0, wanted)
             self.axes_max = max(self.axes_max, len(run.walk.axes))
             if made.vector is not None:

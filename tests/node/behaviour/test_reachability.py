@@ -10,7 +10,7 @@ import trio
 from crypto.contact import Address
 from crypto.encoding import decode, encode
 from node.seams import Network, RealClock
-from node.services.autonat import PROTOCOL, Echo, Reach, ask_dial_back
+from node.services.autonat import PROTOCOL, Echo, ReachService, ask_dial_back
 from node.services.autonat_core import DOUBT_SECONDS, OTHERS, SOON_SECONDS
 from tests.node.behaviour.worlds import TALK, World, arrival, echo, on_both_networks
 
@@ -27,9 +27,9 @@ async def asking(network: Network, others: Sequence[Network]) -> AsyncIterator[l
         for each in (network, *others):
             await nursery.start(each.run)
         for other in others:
-            Reach(other, CLOCK, counters=Counter())
+            ReachService(other, CLOCK, counters=Counter())
             network.learn(other.peer, other.addresses)
-        reach = Reach(network, CLOCK, counters=Counter())
+        reach = ReachService(network, CLOCK, counters=Counter())
         peers = [network.peer, *(other.peer for other in others)]
 
         def changed(verdict: bool | None, asked: int, unknown: tuple[Address, ...]) -> None:
@@ -116,7 +116,7 @@ async def test_a_datagram_is_sent_back_as_it_came(world: World) -> None:
     async with trio.open_nursery() as nursery:
         for network in (hidden, bob):
             await nursery.start(network.run)
-        nursery.start_soon(Reach(bob, CLOCK, counters=Counter()).echo)
+        nursery.start_soon(ReachService(bob, CLOCK, counters=Counter()).echo)
         hidden.learn(bob.peer, bob.addresses)
         hidden.send(bob.peer, PROTOCOL, encode(Echo(True, 7, b"filling")))
         sender, data = await arrival(hidden, PROTOCOL)

@@ -25,7 +25,7 @@ from node.seams import Network, Stream, StreamLimits
 from node.transport.inbox import INBOX_MESSAGES_MAX
 from node.transport.network import RealNetwork
 from sim.inbox import INBOX_MAX
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel
 from sim.network.places import Place
 from sim.peer_network import SimNetwork
@@ -137,7 +137,7 @@ class SimulatedWorld:
 
     def __init__(self) -> None:
         self._model = NetworkModel(access=(Access(0.5), Access(0.5, nat="restricted")))
-        self._medium = SimNetworkFabric(Links(self._model, 1))
+        self._medium = SimNetworkFabric(SimLinks(self._model, 1))
 
     def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
         return self._attach(letter, is_hidden=False, has_local=has_local)

@@ -32,9 +32,9 @@ def settings(folder: Path, name: str) -> config.Config:
     return config.Config(
         name=name,
         data_dir=folder / name,
-        swarm=config.Swarm(name="library", preset="local"),
+        swarm=config.SwarmSettings(name="library", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False),
     )
 
@@ -44,7 +44,7 @@ def open_node(tmp_path: Path) -> Callable[..., SyncNode]:
     def make(name: str, join: tuple[str, ...] = ()) -> SyncNode:
         base = settings(tmp_path, name)
         seeds = tuple(parse_address(text) for text in join)
-        return node.sync(replace(base, join=config.Join(lan=False, seeds=seeds)))
+        return node.sync(replace(base, join=config.JoinSettings(lan=False, seeds=seeds)))
 
     return make
 

@@ -15,7 +15,7 @@ from crypto.identity import Identity
 from gossip.averaging.robust.reduction import Vector
 from node import toml
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.averaging_events import AveragingEnded
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import Unreachable, UsageError
@@ -238,7 +238,7 @@ def test_updates_are_weighted_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
     told: set[float] = set()
     average = Participation.average
 
-    async def listened(self: Participation, offered: Vector, weight: float, wanted: Wanted) -> Round:
+    async def listened(self: Participation, offered: Vector, weight: float, wanted: RoundWish) -> Round:
         told.add(weight)
         return await average(self, offered, weight, wanted)
 

@@ -10,7 +10,7 @@ import trio
 from crypto.identity import PeerId, peer_text
 from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.averaging_events import AveragingEnded
 from node.events import StepCommitted
 from node.local.trainer import LocalTrainer
@@ -42,7 +42,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[_Held]:
     found: list[_Held] = []
     average = Participation.average
 
-    async def listened(self: Participation, offered: Vector, weight: float, wanted: Wanted) -> Round:
+    async def listened(self: Participation, offered: Vector, weight: float, wanted: RoundWish) -> Round:
         made = await average(self, offered, weight, wanted)
         found.append(_Held(self.name, self.peer, offered, made))
         return made

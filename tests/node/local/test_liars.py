@@ -19,7 +19,7 @@ from node.protocols.calls import ask
 from node.protocols.runs import Join
 from partition.run import conclusions as core
 from partition.run.admission import Present
-from partition.run.conclusions import Conclusion, Evaluated, Said, Sends, Told
+from partition.run.conclusions import Conclusion, ModelEvaluated, Said, Sends, Told
 from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
 from partition.run.tickets import make_ticket
@@ -76,7 +76,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
                 for name in "ab":
                     for message in (
                         Present(run.id, chain, asks=True),
-                        Evaluated(run.id, STEPS - 1, 1, -1e9, (), -1e9, 99),
+                        ModelEvaluated(run.id, STEPS - 1, 1, -1e9, (), -1e9, 99),
                         Said(run.id, lied, holds=True, is_settled=True),
                     ):
                         liar.network.send(group.nodes[name].peer, core.PROTOCOL, encode(message))
@@ -102,11 +102,11 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
             nursery.cancel_scope.cancel()
 
     async def average(part: Any, liar: Any) -> None:
-        from node.averaging.rounds import Wanted
+        from node.averaging.rounds import RoundWish
 
         del liar
         while True:
-            await part.average(np.zeros(3_000, np.float32), 1e9, Wanted(patience_seconds=5.0))
+            await part.average(np.zeros(3_000, np.float32), 1e9, RoundWish(patience_seconds=5.0))
 
     run_virtually(play)
 

@@ -9,7 +9,7 @@ import trio
 
 from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.averaging_events import AveragingEnded
 from node.errors import UsageError
 from node.events import Event, RunEvaluated
@@ -36,7 +36,7 @@ def test_a_recruited_liar_ruins_a_run_by_mean_and_no_other(
         async with swarm("abcd", stage_seconds=SLOW) as group:
             liar, average = group.nodes["d"].peer, Participation.average
 
-            async def lie(self: Participation, offered: Vector, weight: float, wanted: Wanted) -> Round:
+            async def lie(self: Participation, offered: Vector, weight: float, wanted: RoundWish) -> Round:
                 if self.peer == liar:
                     offered, weight = np.clip(-10 * np.clip(offered, -1, 1), -10, 10), 1e12
                 return await average(self, offered, weight, wanted)

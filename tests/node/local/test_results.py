@@ -11,7 +11,7 @@ from blake3 import blake3
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity, PeerId
-from node.averaging.door import Door
+from node.averaging.door import TicketGate
 from node.checkpoints.weights import digest_of, weights_name
 from node.local import results as module
 from node.local.member import LocalMember
@@ -48,7 +48,7 @@ def test_a_slow_fetch_of_an_abandoned_conclusion_keeps_the_settled_result(
         ending = Ending(ME.peer, run.id, LocalSettings())
         ending.set_peers(0.0, [OTHER.peer, THIRD.peer])
         admission = Admission(IdentitySigner(ME, "tests"), run.id, run.requester, ())
-        door = Door(admission, SimClock(), lambda _: None)
+        door = TicketGate(admission, SimClock(), lambda _: None)
         member = LocalMember(_service(storage), run, ending, door, is_training=True, holders=[], tell=_tell)
         first, second = (
             Conclusion(run.id, "done", "", step, blake3(data).hexdigest(), author.peer)

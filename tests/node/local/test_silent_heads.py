@@ -17,7 +17,7 @@ from partition import stage as api
 from partition.plan.plan import STEPS_MAX
 from partition.run.local import column_messages as column
 from partition.run.local.seat import BEGINNING_SECONDS, HEAD_PATIENCE_SECONDS, HEAD_SECONDS_MAX, StageSeat
-from sim.network.links import Links
+from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.seams import SimNetworkFabric
 from tests.stack import simulate
@@ -30,7 +30,7 @@ class Idle:
 
     async def call(self, request: object) -> object:
         del request
-        return api.Done()
+        return api.StageDone()
 
 
 def chain() -> tuple[Fact, ...]:
@@ -56,7 +56,7 @@ async def work(stream: Stream, request: object) -> object:
 
 def scenario(test: Callable[[StageServer, Network, Network, Network], Awaitable[None]]) -> None:
     async def main() -> None:
-        fabric = SimNetworkFabric(Links(NetworkModel(), 1))
+        fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         holder, one, other = networks = [fabric.attach(Identity(bytes([n]) * 32).peer) for n in range(1, 4)]
         server = StageServer(
             cast("Stage", Idle()),
@@ -89,7 +89,7 @@ def test_a_silent_head_makes_room_for_one_that_works() -> None:
         _, attached = await ask(one, holder, attach())
         assert isinstance(attached, column.Attached)
         _, refused = await ask(other, holder, attach())
-        assert isinstance(refused, column.Refusal)
+        assert isinstance(refused, column.ColumnRefusal)
         await trio.sleep(BEGINNING_SECONDS)
         stream, attached = await ask(other, holder, attach())
         assert isinstance(attached, column.Attached)
@@ -105,7 +105,7 @@ def test_a_head_with_steps_may_be_silent_for_one_round() -> None:
         assert isinstance(await work(stream, api.Apply(0, 1, 1.0)), column.Did)
         await trio.sleep(HEAD_PATIENCE_SECONDS - 5)
         _, refused = await ask(other, holder, attach())
-        assert isinstance(refused, column.Refusal)
+        assert isinstance(refused, column.ColumnRefusal)
         await trio.sleep(10)
         _, attached = await ask(other, holder, attach())
         assert isinstance(attached, column.Attached)

@@ -4,7 +4,7 @@ from math import inf, nan
 
 import pytest
 
-from node.local.verdict import Losses, fault_of, is_usable
+from node.local.verdict import HeldOutLosses, fault_of, is_usable
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,7 @@ from node.local.verdict import Losses, fault_of, is_usable
 def test_a_result_about_as_good_as_the_own_model_is_kept(
     own: float, result: float, best: float, is_at_end: bool, is_held: bool
 ) -> None:
-    fault = fault_of(Losses(2.3, own, result), best, 0.0, is_at_end=is_at_end)
+    fault = fault_of(HeldOutLosses(2.3, own, result), best, 0.0, is_at_end=is_at_end)
     assert (not fault) == is_held, fault
 
 

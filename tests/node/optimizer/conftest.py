@@ -17,9 +17,11 @@ def open_node(stack: ExitStack, folder: Path, *others: SyncNode) -> SyncNode:
     settings = config.Config(
         name=folder.name,
         data_dir=folder,
-        swarm=config.Swarm(name="scripts", preset="local"),
+        swarm=config.SwarmSettings(name="scripts", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=tuple(parse_address(other.addresses[0]) for other in others)),
+        join=config.JoinSettings(
+            lan=False, seeds=tuple(parse_address(other.addresses[0]) for other in others)
+        ),
         resources=config.Resources(calibrate=False),
     )
     return stack.enter_context(node.sync(settings))

@@ -101,9 +101,9 @@ def _peer(
     settings = config.Config(
         name=f"n{number}",
         data_dir=folder / str(number),
-        swarm=config.Swarm(name="starts", preset="host"),
+        swarm=config.SwarmSettings(name="starts", preset="host"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False, seeds=(parse_address(address),) if address else ()),
+        join=config.JoinSettings(lan=False, seeds=(parse_address(address),) if address else ()),
         resources=config.Resources(calibrate=False),
     )
     with sync(settings) as me:

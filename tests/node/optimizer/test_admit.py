@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from crypto.identity import PeerId, parse_peer
-from node.averaging.door import Door
-from node.averaging.rounds import Wanted
+from node.averaging.door import TicketGate
+from node.averaging.rounds import RoundWish
 from node.averaging.service import Averaging
 from node.averaging.signature import owned_run_key
-from node.averaging.transfer import Nothing
+from node.averaging.transfer import NoState
 from node.errors import UsageError
 from node.library.sync import SyncNode
 from node.optimizer.open import choose_rule
@@ -61,7 +61,7 @@ class Uninvited(LyingParticipant):
     """Knows the run's name, its owner and its tensors, and admits everybody itself."""
 
     def __init__(self, me: SyncNode, run_id: str, owner: PeerId, monkeypatch: pytest.MonkeyPatch) -> None:
-        class Ajar(Door):
+        class Ajar(TicketGate):
             def admits(self, peer: PeerId) -> bool:
                 return True
 
@@ -91,9 +91,12 @@ def test_an_uninvited_peer_takes_part_in_nothing(
     until(lambda: parse_peer(c.id) in run.roster.claims)
     second = begin(b, name, admit=ADMIT, invitation=a.invite(name, b.id))
     until(lambda: second.optimizer.stats.rounds >= 2)
-    assert isinstance(stranger.ask_for_state(parse_peer(a.id), 0), Nothing)
+    assert isinstance(stranger.ask_for_state(parse_peer(a.id), 0), NoState)
     made = stranger._portal.run(
-        stranger.run.average, np.zeros(4, np.float32), 1.0, Wanted(window_seconds=0.2, patience_seconds=0.5)
+        stranger.run.average,
+        np.zeros(4, np.float32),
+        1.0,
+        RoundWish(window_seconds=0.2, patience_seconds=0.5),
     )
     assert not made.is_averaged
     for each in (first, second):

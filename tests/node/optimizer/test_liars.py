@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LRScheduler, Multiplicat
 
 from gossip.claims import SLACK_STEPS
 from node.averaging.snapshot import make_snapshot
-from node.averaging.transfer import Nothing
+from node.averaging.transfer import NoState
 from node.library.sync import SyncNode
 from node.optimizer.layout import Layout
 from node.optimizer.position import YOUNG_ROUNDS
@@ -349,7 +349,7 @@ def test_a_state_of_a_far_step_is_refused_at_once(start: Callable[[Options], Run
     until(lambda: liar.run.view.peers == 1)
     (member,) = liar.run.roster.reports
     begun = time.monotonic()
-    assert liar.ask_for_state(member, FAR) == Nothing("this peer is not so far")
+    assert liar.ask_for_state(member, FAR) == NoState("this peer is not so far")
     assert time.monotonic() - begun < STALL_SECONDS
 
 

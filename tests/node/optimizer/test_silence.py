@@ -16,10 +16,10 @@ import trio
 
 from crypto.identity import PeerId
 from gossip.claims import SLACK_STEPS
-from gossip.matchmaking import Wish
+from gossip.matchmaking import GroupWish
 from node.averaging.expectations import Expectations
 from node.averaging.participation import Participation
-from node.averaging.rounds import Round, Wanted
+from node.averaging.rounds import Round, RoundWish
 from node.library.sync import SyncNode
 from tests.hostile.silent import Silence, SilentParticipant
 from tests.node.optimizer.test_liars import Options, Trainer
@@ -69,12 +69,12 @@ def peer_of(me: SyncNode) -> PeerId:
 
 
 @pytest.fixture
-def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[Wish]]:
+def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[GroupWish]]:
     """The wishes of a node for groups that are over."""
-    made: list[tuple[PeerId, Wish]] = []
+    made: list[tuple[PeerId, GroupWish]] = []
     original = Expectations.ended
 
-    def ended(self: Expectations, wish: Wish, *, is_kept: bool) -> Sequence[bytes]:
+    def ended(self: Expectations, wish: GroupWish, *, is_kept: bool) -> Sequence[bytes]:
         if is_kept:
             made.append((self._me, wish))
         return original(self, wish, is_kept=is_kept)
@@ -83,7 +83,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[Wish]]:
     return lambda me: [wish for peer, wish in made if peer == peer_of(me)]
 
 
-def held_up(wishes: Sequence[Wish], silent: PeerId) -> int:
+def held_up(wishes: Sequence[GroupWish], silent: PeerId) -> int:
     """How many of these waited for the silent member, or went on with it to an exchange."""
     return sum(
         silent in wish.expected or (wish.group is not None and silent in wish.group.peers) for wish in wishes
@@ -95,7 +95,7 @@ def held_up(wishes: Sequence[Wish], silent: PeerId) -> int:
 def test_a_silent_member_holds_up_few_rounds(
     nodes: list[SyncNode],
     start: Start,
-    wishes: Callable[[SyncNode], list[Wish]],
+    wishes: Callable[[SyncNode], list[GroupWish]],
     options: Options,
     silence: Silence,
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_silent_member_holds_up_few_rounds(
 
 
 def test_a_lone_trainer_goes_on_beside_a_silent_member(
-    nodes: list[SyncNode], start: Start, wishes: Callable[[SyncNode], list[Wish]]
+    nodes: list[SyncNode], start: Start, wishes: Callable[[SyncNode], list[GroupWish]]
 ) -> None:
     options: Options = {"target_batch_size": 32, "window_seconds": 0.5}
     name, (trainer,) = start(options, 1)
@@ -139,7 +139,7 @@ def test_a_round_begun_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) ->
 
     async def hold() -> Round:
         with trio.fail_after(30):
-            held: Round = await silent.run.average(np.zeros(4, np.float32), 1.0, Wanted(round=3))
+            held: Round = await silent.run.average(np.zeros(4, np.float32), 1.0, RoundWish(round=3))
             return held
 
     made: Round = silent._portal.run(hold)

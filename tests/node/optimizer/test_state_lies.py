@@ -19,7 +19,7 @@ from crypto.encoding import decode, encode
 from crypto.identity import PeerId
 from gossip.claims import COUNT_MAX, SLACK_STEPS, ClaimedCount, OfferedState, choose_state
 from gossip.roster import MESSAGE_BYTES_MAX, Leave, Message, Names, Report, Roster
-from node.averaging.transfer import Answer, Nothing, Offer, Sent
+from node.averaging.transfer import Answer, NoState, Sent, StateOffer
 from node.optimizer.position import RunPosition
 
 RUN, TENSORS, HONEST, OTHER = (blake3(name).digest() for name in (b"run", b"tensors", b"honest", b"other"))
@@ -115,7 +115,7 @@ def test_every_message_and_field_about_states_has_its_lies() -> None:
     messages = {kind.__name__ for kind in get_args(Message)}
     assert LIES.keys() == fields | messages
     answers = {kind.__name__ for kind in get_args(Answer)} - {Sent.__name__}  # chunks: test_lying_donors
-    assert {name.partition(".")[0] for name in OFFERS} == answers == {Offer.__name__, Nothing.__name__}
+    assert {name.partition(".")[0] for name in OFFERS} == answers == {StateOffer.__name__, NoState.__name__}
 
 
 def heard(position: Position, lie: Lie) -> list[Report]:

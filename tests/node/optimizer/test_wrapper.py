@@ -42,9 +42,9 @@ def open_nodes(stack: ExitStack, folder: Path, count: int) -> list[SyncNode]:
         settings = config.Config(
             name=f"n{number}",
             data_dir=folder / str(number),
-            swarm=config.Swarm(name="optimizer", preset="local"),
+            swarm=config.SwarmSettings(name="optimizer", preset="local"),
             listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-            join=config.Join(lan=False, seeds=seeds),
+            join=config.JoinSettings(lan=False, seeds=seeds),
             resources=config.Resources(calibrate=False),
         )
         found.append(stack.enter_context(node.sync(settings)))
@@ -346,9 +346,9 @@ def test_training_goes_on_when_the_node_has_ended(tmp_path: Path) -> None:
     settings = config.Config(
         name="a",
         data_dir=tmp_path / "a",
-        swarm=config.Swarm(name="optimizer", preset="local"),
+        swarm=config.SwarmSettings(name="optimizer", preset="local"),
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False),
     )
     plain, model = model_of(), model_of()

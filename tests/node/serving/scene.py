@@ -14,8 +14,8 @@ from node.runtime import Node
 from node.serving.stage import Outcome
 from node.serving.tensors import check_ids
 from partition.codecs.codec import Typed
-from partition.serve.door import Wish
-from partition.serve.messages import Work
+from partition.serve.door import GenerationWish
+from partition.serve.messages import UnitWork
 from partition.serve.provider import ComputeBatch, ForkSession
 from sim.network.model import NetworkModel
 from tests.partition.serve.world import CONTEXT, VOCABULARY, StageOfTokens
@@ -58,7 +58,7 @@ class TokensServed:
     async def read_stored(self, _offset: int, _length: int, _executor: object) -> bytes | None:
         return None
 
-    def check(self, work: Work, arrays: Sequence[Typed]) -> None:
+    def check(self, work: UnitWork, arrays: Sequence[Typed]) -> None:
         check_ids(work, arrays, VOCABULARY)
 
     async def compute(self, asked: ComputeBatch, _executor: Any) -> Outcome:
@@ -97,7 +97,7 @@ def manifest(**changes: Any) -> ServiceManifest:
     return ServiceManifest(**(fields | changes))
 
 
-async def ask(node: Node, service: Service, wish: Wish, seen: list[int] | None = None) -> list[int]:
+async def ask(node: Node, service: Service, wish: GenerationWish, seen: list[int] | None = None) -> list[int]:
     """All tokens of an answer; `seen` has them as they come."""
     found: list[int] = [] if seen is None else seen
     async with node.serving.answer(service, wish) as generation:

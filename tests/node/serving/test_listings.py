@@ -8,7 +8,7 @@ from node.protocols.services import (
     REPLY_BYTES_MAX,
     SERVICES_MAX,
     Listing,
-    Row,
+    ServiceRow,
     make_found,
 )
 from partition.serve.messages import ROLL_ROWS_MAX
@@ -19,14 +19,16 @@ PEERS = [Identity(number.to_bytes(32)).peer for number in range(1, ROLL_ROWS_MAX
 def listing(service: int, stage: int) -> Listing:
     """A stage of a service with as many members as there can be; the first is the node asked."""
     fact = Fact(bytes(36), bytes([service]) * MANIFEST_BYTES_MAX, bytes(64))
-    rows = (Row(PEERS[0], stage, True), *(Row(peer, 1, True, False) for peer in PEERS[1:]))
+    rows = (ServiceRow(PEERS[0], stage, True), *(ServiceRow(peer, 1, True, False) for peer in PEERS[1:]))
     return Listing(fact, rows, 1 << 20, 1 << 50, 1 << 50, bytes(16), 1 << 36, 1 << 36)
 
 
 def test_many_stages_of_one_service_fit_the_answer() -> None:
     found = make_found(listing(1, stage) for stage in range(SERVICES_MAX))
     assert len(encode(found)) <= REPLY_BYTES_MAX
-    assert [each.rows[0] for each in found.listings] == [Row(PEERS[0], n, True) for n in range(SERVICES_MAX)]
+    assert [each.rows[0] for each in found.listings] == [
+        ServiceRow(PEERS[0], n, True) for n in range(SERVICES_MAX)
+    ]
     assert found.listings[0].rows == listing(1, 0).rows
 
 

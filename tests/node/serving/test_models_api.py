@@ -10,7 +10,7 @@ import trio
 
 from node.runtime import Node
 from node.web.answers import ServiceAnswers
-from node.web.door import Request, Response, Streaming
+from node.web.door import HttpRequest, Response, Streaming
 from node.web.model_api import ModelApi
 from tests.node.serving.scene import serving, until
 from tests.partition.serve.world import CONTEXT, VOCABULARY
@@ -31,7 +31,7 @@ async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None,
         key = made["key"]
     headers = {"x-api-key": key}
     async with AsyncExitStack() as held:
-        request = Request("POST", "/v1/completions", {}, headers, json.dumps(body).encode(), "1", held)
+        request = HttpRequest("POST", "/v1/completions", {}, headers, json.dumps(body).encode(), "1", held)
         answer = await api.answer(request)
 
         async def send(data: bytes) -> None:

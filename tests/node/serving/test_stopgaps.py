@@ -12,7 +12,7 @@ from node.errors import RunFailed
 from node.offering import Offering
 from node.protocols.services import Service
 from node.serving.asking import Asking
-from node.serving.hosting import Membership
+from node.serving.hosting import ServiceMembership
 from node.serving_events import GenerationMoved, ServiceChanged
 from partition.serve.backoff import REST_SECONDS_MAX
 from partition.serve.upkeep import RELIEF_SECONDS
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("tokens_served")
 TOKENS = 60
 
 
-def held(group: Swarm, service: Service) -> dict[str, list[Membership]]:
+def held(group: Swarm, service: Service) -> dict[str, list[ServiceMembership]]:
     """The stages of a service that each living node holds, the one held for good first."""
     return {
         name: node.serving.hosting.of(service.id)

@@ -13,7 +13,7 @@ from crypto.identity import PeerId
 from node.serving.generations import Token
 from node.serving.questions import Question
 from node.web.settings import WebSettings
-from partition.serve.door import StageReplica, Wish
+from partition.serve.door import GenerationWish, StageReplica
 from tests.node.web.models_world import NAME, SaidGeneration, SaidServing, SaidText
 from tests.node.web.world import Served, Told, joined, peer, served, started
 
@@ -23,7 +23,7 @@ SERVICE = "ab" * 8
 class MovingGeneration(SaidGeneration):
     """An answer that goes over to another route after `moves_after` tokens, and says so to nobody."""
 
-    def __init__(self, world: "ChatServing", wish: Wish) -> None:
+    def __init__(self, world: "ChatServing", wish: GenerationWish) -> None:
         super().__init__(world, wish)
         self.service = world.service
         self.route: tuple[PeerId, ...] = (peer(1), peer(2))
@@ -85,7 +85,7 @@ class ChatServing(SaidServing):
         yield SaidText()
 
     @asynccontextmanager
-    async def answer(self, service: Any, wish: Wish) -> AsyncIterator[SaidGeneration]:
+    async def answer(self, service: Any, wish: GenerationWish) -> AsyncIterator[SaidGeneration]:
         async with super().answer(service, wish):
             yield MovingGeneration(self, wish)
 

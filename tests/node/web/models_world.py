@@ -21,7 +21,7 @@ from node.errors import RunFailed, UsageError
 from node.serving.generations import Token
 from node.serving.texts import TextPieces
 from node.web.settings import WebSettings
-from partition.serve.door import GenerationOver, Wish
+from partition.serve.door import GenerationOver, GenerationWish
 from tests.node.web.world import Served, Told, served
 
 ANSWER = "Grüße, 世界! "
@@ -60,7 +60,7 @@ class SaidText:
 class SaidGeneration:
     """An answer that comes a byte at a time, `seconds` apart."""
 
-    def __init__(self, world: "SaidServing", wish: Wish) -> None:
+    def __init__(self, world: "SaidServing", wish: GenerationWish) -> None:
         self.route: tuple[bytes, ...] = (b"someone",) if world.answers else ()
         self.is_following, self.shared = False, world.shared
         self.finish: GenerationOver | None = None
@@ -127,7 +127,7 @@ class SaidServing:
         self.shared = 0
         """Tokens of prompts that had been read before."""
         self.going = 0
-        self.wishes: list[Wish] = []
+        self.wishes: list[GenerationWish] = []
         self.finder = self
         self.seams = SimpleNamespace(entropy=bytes)
         self.texts = self
@@ -181,7 +181,7 @@ class SaidServing:
         return self.streams
 
     @asynccontextmanager
-    async def answer(self, service: Any, wish: Wish) -> AsyncIterator[SaidGeneration]:
+    async def answer(self, service: Any, wish: GenerationWish) -> AsyncIterator[SaidGeneration]:
         await trio.lowlevel.checkpoint()
         self.going += 1
         self.wishes.append(wish)

@@ -10,7 +10,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.serve.door import ATTEMPTS_MAX, GenerationOver, RouteTaken, StageReplica
 from partition.serve.known_routes import OTHER_CLASS
-from partition.serve.messages import Answer, Carried, SessionClosed, SessionOpened, Work
+from partition.serve.messages import Answer, Carried, SessionClosed, SessionOpened, UnitWork
 from partition.serve.timeouts import ANSWER_SECONDS_MAX, ROUTE_SECONDS_MAX, SILENCE_SECONDS_MAX
 from tests.partition.serve.world import (
     DOORS,
@@ -248,7 +248,7 @@ def test_nobody_but_its_providers_answers_a_generation() -> None:
 def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:
     world, key = begun(prompt=590, tokens=1)
     flying = [each.message for each in world.queues[DOOR, FIRST] if isinstance(each, Carried)]
-    assert [(work.position, work.tokens, work.wanted) for work in flying if isinstance(work, Work)] == [
+    assert [(work.position, work.tokens, work.wanted) for work in flying if isinstance(work, UnitWork)] == [
         (0, 128, 0),
         (128, 128, 0),
         (256, 128, 0),

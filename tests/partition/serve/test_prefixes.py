@@ -9,7 +9,7 @@ from msgspec.structs import replace as replace_fields
 
 from crypto.identity import PeerId
 from partition.serve.bounds import SESSIONS_PER_DOOR_MAX
-from partition.serve.door import Wish
+from partition.serve.door import GenerationWish
 from partition.serve.messages import (
     Alive,
     LeaveSession,
@@ -125,7 +125,7 @@ def test_resting_sessions_end_with_their_provider_and_with_time() -> None:
     assert not prefixes._trees
 
 
-def run(world: World, wanted: Wish, door: PeerId = DOOR) -> tuple[PeerId, int]:
+def run(world: World, wanted: GenerationWish, door: PeerId = DOOR) -> tuple[PeerId, int]:
     key = world.begin(door, wanted)
     world.settle()
     assert world.tokens[key] == reference(wanted)

@@ -19,7 +19,7 @@ from partition.serve.messages import (
     SessionBase,
     SessionClosed,
     SessionOpened,
-    Work,
+    UnitWork,
 )
 from partition.serve.provider import (
     IDLE_FORKS_MAX,
@@ -62,7 +62,7 @@ def opened(core: SessionProvider, door: PeerId, number: int, now: float = 0.0) -
 
 def unit(number: int, tokens: int, position: int = 0, order: int = 0, stage: int = 0) -> Carried:
     ids = np.zeros(tokens, np.int64)
-    return Carried(Work(session(number), order, position, tokens, 0, 0, stage=stage), (("int64", ids),))
+    return Carried(UnitWork(session(number), order, position, tokens, 0, 0, stage=stage), (("int64", ids),))
 
 
 def batches(core: SessionProvider) -> list[ComputeBatch]:
@@ -215,10 +215,10 @@ def test_waiting_units_of_one_door_are_bounded_in_bytes() -> None:
     opened(core, BOB, 2)
     row = np.zeros(WAITING_BYTES_PER_DOOR_MAX // 2, np.uint8)
     for order in range(3):
-        work = Work(session(1), order, order, 1, 0, 0)
+        work = UnitWork(session(1), order, order, 1, 0, 0)
         sends = core.receive(0.0, ALICE, Carried(work, (("uint8", row),)))
     assert not sends, "the first is being computed"
-    sends = core.receive(0.0, ALICE, Carried(Work(session(1), 3, 3, 1, 0, 0), (("uint8", row),)))
+    sends = core.receive(0.0, ALICE, Carried(UnitWork(session(1), 3, 3, 1, 0, 0), (("uint8", row),)))
     assert [message.code for _, message in sends] == ["busy"]  # type: ignore[union-attr]  # by how it was made
     assert core.receive(0.0, BOB, unit(2, 1)) == []
 
@@ -330,7 +330,7 @@ def test_a_session_over_two_stages_of_one_node_has_one_place() -> None:
     (asked,) = batches(core)
     ((to, passed),) = finish(core, asked)
     assert isinstance(passed, Carried)
-    assert isinstance(passed.message, Work)
+    assert isinstance(passed.message, UnitWork)
     assert (to, passed.message.stage) == (ME, 1)
     assert core.receive(0.0, ME, passed) == []
     (asked,) = batches(core)

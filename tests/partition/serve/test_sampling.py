@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from partition.serve.messages import BEST_MAX, Answer, Work
+from partition.serve.messages import BEST_MAX, Answer, UnitWork
 from partition.serve.sampling import LogitRow, Sampling, choose, draw, log_sum, read_row
 from partition.serve.selection import best_logits, find_drawn
 
@@ -123,7 +123,7 @@ def test_the_smallest_temperatures_take_the_likeliest(temperature: float, filter
 
 def test_a_whole_row_is_read_as_it_came() -> None:
     logits = row(0.5, 2.0, -1.0)
-    work = Work(bytes(16), 0, 0, 1, 1, 0)
+    work = UnitWork(bytes(16), 0, 0, 1, 1, 0)
     found = read_row(work, Answer(bytes(16), 0, 0, (2.25,)), [("float32", logits)], 3)
     assert found is not None
     assert found.likeliest(2) == ((1, -0.25), (0, -1.75))

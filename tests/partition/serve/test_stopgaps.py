@@ -2,7 +2,7 @@
 
 from crypto.identity import Identity, PeerId
 from partition.serve.backoff import FORGIVEN_ENDS, REST_SECONDS_MAX, REST_SECONDS_MIN, SOUND_SECONDS
-from partition.serve.messages import Roll, Row
+from partition.serve.messages import Roll, ServiceRow
 from partition.serve.upkeep import (
     FORGET_SECONDS,
     RELIEF_SECONDS,
@@ -25,11 +25,11 @@ class Swarm:
         self.stages, self.room = stages, room
         self.free: list[PeerId] = []
         self.cores: dict[tuple[PeerId, int], ServiceUpkeep] = {}
-        rows = [Row(peer, stage, True) for peer, stage in members.items()]
+        rows = [ServiceRow(peer, stage, True) for peer, stage in members.items()]
         for peer, stage in members.items():
             self.join(peer, stage, rows)
 
-    def join(self, peer: PeerId, stage: int, rows: list[Row] | tuple[Row, ...]) -> None:
+    def join(self, peer: PeerId, stage: int, rows: list[ServiceRow] | tuple[ServiceRow, ...]) -> None:
         is_stopgap = bool(self.held(peer))
         core = ServiceUpkeep(self.now, peer, SERVICE, self.stages, 1, stage, rows, is_stopgap=is_stopgap)
         self.cores[peer, stage] = core
@@ -150,7 +150,7 @@ def test_a_stopgap_is_held_for_good_once_the_first_stage_is_gone() -> None:
 
 
 def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
-    core = ServiceUpkeep(0.0, A, SERVICE, 64, 1, 0, [Row(B, 1, True)])
+    core = ServiceUpkeep(0.0, A, SERVICE, 64, 1, 0, [ServiceRow(B, 1, True)])
     for stage in range(64):
         core.receive(0.0, B, Roll(SERVICE, stage, True))
     assert sum(row.peer == B for row in core.rows()) == STAGES_PER_PEER_MAX
@@ -160,7 +160,7 @@ def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
 
 
 def test_a_peer_that_cannot_load_a_stage_is_asked_ever_less() -> None:
-    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [Row(B, 0, True)])
+    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True)])
     attempts: list[tuple[float, PeerId]] = []
     for now in range(1_000):
         core.receive(now, B, Roll(SERVICE, 0, True))
@@ -182,7 +182,7 @@ def test_a_peer_that_cannot_load_a_stage_is_asked_ever_less() -> None:
 
 def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
     """For each end of B's stage after so long that it answered, how long nobody asks B for the stage."""
-    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [Row(B, 0, True), Row(C, 1, True)])
+    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True), ServiceRow(C, 1, True)])
     now, rests = 10.0, []
     for _ in range(count):
         ended = now + answers_seconds

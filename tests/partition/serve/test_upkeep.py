@@ -7,7 +7,7 @@ import pytest
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import Identity, PeerId
-from partition.serve.messages import Roll, Row
+from partition.serve.messages import Roll, ServiceRow
 from partition.serve.upkeep import (
     FORGET_SECONDS,
     MEMBERS_MAX,
@@ -30,11 +30,11 @@ class Swarm:
         self.spares = spares
         self.members: dict[PeerId, ServiceUpkeep] = {}
         self.recruits = 0
-        rows = [Row(peer, stage, True) for peer, stage in members.items()]
+        rows = [ServiceRow(peer, stage, True) for peer, stage in members.items()]
         for peer, stage in members.items():
             self.join(peer, stage, rows)
 
-    def join(self, peer: PeerId, stage: int, rows: list[Row] | tuple[Row, ...]) -> None:
+    def join(self, peer: PeerId, stage: int, rows: list[ServiceRow] | tuple[ServiceRow, ...]) -> None:
         core = ServiceUpkeep(self.now, peer, SERVICE, self.stages, self.wished, stage, rows)
         self.members[peer] = core
         self.send(peer, core.ready(self.now))
@@ -118,8 +118,8 @@ def test_members_hear_of_each_other_by_others() -> None:
     swarm = Swarm({}, [], stages=1, wished=1)
     swarm.join(PEERS[0], 0, [])
     for before, peer in pairwise(PEERS[:6]):
-        swarm.members[before].introduce(swarm.now, [Row(peer, 0, False)])
-        swarm.join(peer, 0, [Row(before, 0, True)])
+        swarm.members[before].introduce(swarm.now, [ServiceRow(peer, 0, False)])
+        swarm.join(peer, 0, [ServiceRow(before, 0, True)])
     swarm.run(4)
     assert all(len(core.rows()) == 6 for core in swarm.members.values())
 
@@ -127,10 +127,10 @@ def test_members_hear_of_each_other_by_others() -> None:
 def test_a_peer_known_by_hearsay_holds_no_place() -> None:
     rng = Random(1)
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
-    core.introduce(0.0, [Row(peer, 0, True) for peer in PEERS[1:]])
+    core.introduce(0.0, [ServiceRow(peer, 0, True) for peer in PEERS[1:]])
     for peer in PEERS[1:]:
         core.receive(0.0, peer, Roll(SERVICE, 0, True))
-    rows = tuple(Row(rng.randbytes(32), 0, True) for _ in range(MEMBERS_MAX))
+    rows = tuple(ServiceRow(rng.randbytes(32), 0, True) for _ in range(MEMBERS_MAX))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, rows))
     assert {row.peer for row in core.rows()} == {*PEERS}
     core.wake(4.0)
@@ -140,14 +140,14 @@ def test_a_peer_known_by_hearsay_holds_no_place() -> None:
 
 def test_a_stranger_that_nobody_named_is_no_member() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
-    core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, (Row(PEERS[2], 0, True),)))
+    core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, (ServiceRow(PEERS[2], 0, True),)))
     assert [row.peer for row in core.rows()] == [PEERS[0]]
     core.receive(0.0, PEERS[2], Roll(SERVICE, 0, True))
     assert not core.has(PEERS[2])
 
 
 def test_a_member_that_was_away_counts_again_by_its_own_word() -> None:
-    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [Row(PEERS[1], 0, True)])
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [ServiceRow(PEERS[1], 0, True)])
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True))
     core.lost(1.0, PEERS[1])
     assert not core.has(PEERS[1])
@@ -166,7 +166,7 @@ def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
 def test_changes_of_the_roster_are_told() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     core.ready(0.0)
-    core.introduce(0.0, [Row(PEERS[1], 1, False)])
+    core.introduce(0.0, [ServiceRow(PEERS[1], 1, False)])
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, False))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 1, True))

@@ -13,6 +13,7 @@ from partition.codecs.codec import Typed, typed
 from partition.serve.door import (
     Door,
     GenerationOver,
+    GenerationWish,
     HiddenRead,
     Misbehaved,
     RouteTaken,
@@ -20,7 +21,6 @@ from partition.serve.door import (
     Sampled,
     Shape,
     StageReplica,
-    Wish,
 )
 from partition.serve.messages import MESSAGE_BYTES_MAX, Answer, Carried, Message, Sends
 from partition.serve.provider import (
@@ -50,7 +50,7 @@ def logits_after(tokens: tuple[int, ...]) -> Array:
     return np.random.default_rng(seed).normal(size=VOCABULARY).astype(np.float32)
 
 
-def reference(wish: Wish) -> list[int]:
+def reference(wish: GenerationWish) -> list[int]:
     """The tokens of an undisturbed generation."""
     tokens = list(wish.prompt)
     while len(tokens) < min(len(wish.prompt) + wish.tokens_max, CONTEXT):
@@ -180,7 +180,7 @@ class World:
             for stage, peers in PROVIDERS.items()
         }
 
-    def begin(self, door: PeerId, wish: Wish) -> tuple[PeerId, int]:
+    def begin(self, door: PeerId, wish: GenerationWish) -> tuple[PeerId, int]:
         number, sends = self.doors[door].begin(self.now, SHAPE, wish)
         self.tokens[door, number] = []
         self.put(door, sends)
@@ -283,7 +283,7 @@ class World:
 
 def wish(
     prompt: int = 5, tokens: int = 12, *, seed: int = 1, temperature: float = 0.0, **more: float
-) -> Wish:
+) -> GenerationWish:
     rng = Random(seed)
     sampling = Sampling(temperature, seed=seed, **more)  # type: ignore[arg-type]  # top_k, top_p, min_p
-    return Wish(tuple(rng.randrange(VOCABULARY) for _ in range(prompt)), tokens, sampling)
+    return GenerationWish(tuple(rng.randrange(VOCABULARY) for _ in range(prompt)), tokens, sampling)

@@ -5,14 +5,14 @@ import pytest
 from gossip.member import MemberDown, MemberLeft, MemberUp, Status
 from sim.checkers.membership import DeathsAreRefuted, NoFalseDeaths, ViewsConverge
 from sim.checkers.quiet_period import QuietPeriods, detection_seconds, refutation_seconds
-from sim.churn.model import Event
+from sim.churn.model import ChurnEvent
 from sim.events import PeerFrozen
 from sim.observers import Broken
 from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
 
 DETECTION = detection_seconds(a_scenario())
 REFUTATION = refutation_seconds(a_scenario())
-PARTITION = Event(at_seconds=50.0, kind="partition", share=0.25, lasts_seconds=60.0)
+PARTITION = ChurnEvent(at_seconds=50.0, kind="partition", share=0.25, lasts_seconds=60.0)
 
 
 def up(peer: bytes) -> MemberUp:
@@ -171,7 +171,7 @@ def test_a_dead_peer_is_rightly_held_dead() -> None:
 
 
 def test_the_network_is_calm_between_repetitions_of_an_event() -> None:
-    again = Event(at_seconds=10.0, kind="loss", lasts_seconds=5.0, every_seconds=20.0)
-    slow = Event(at_seconds=0.0, kind="slow", lasts_seconds=500.0)
+    again = ChurnEvent(at_seconds=10.0, kind="loss", lasts_seconds=5.0, every_seconds=20.0)
+    slow = ChurnEvent(at_seconds=0.0, kind="slow", lasts_seconds=500.0)
     calm = QuietPeriods(a_scenario(events=(again, slow)))
     assert [calm.network_since(now) for now in (5.0, 12.0, 16.0, 29.0, 31.0)] == [0.0, 15.0, 15.0, 15.0, 35.0]

@@ -15,14 +15,14 @@ from sim.checkers.records import RecordsAreFound, RecordsAreGenuine
 from sim.checkers.steps import SamplesOnce, SumsAgree
 from sim.events import Averaged, PlanAdopted, RecordGot, RecordPublished, SamplesCounted, StepCommitted
 from sim.observers import Broken
-from sim.scenario import Checks, Records, Scenario, Training
+from sim.scenario import Checks, RecordsScenario, Scenario, TrainingScenario
 from sim.seeds import HashSigner
 from tests.sim.checkers.worlds import N0, N1, N2, N3, PEERS, Stage, a_scenario
 
 RUN = bytes(31) + b"\1"
 PLANS = [bytes(31) + bytes([16 * number + 1]) for number in range(9)]
 KEY = record_key("test", b"key")
-RECORDS = a_scenario(records=Records(republish_seconds=10.0))
+RECORDS = a_scenario(records=RecordsScenario(republish_seconds=10.0))
 Rows = tuple[tuple[PeerId, tuple[int, ...]], ...]
 
 
@@ -282,12 +282,15 @@ def test_a_scenario_has_requested_and_breakable_invariants() -> None:
     )
     assert names(asked) == always | {"membership", "false-death", "lost-records"}
     steps = {"chain", "samples", "sums", "branches"}
-    assert names(Scenario(name="t", about="t", runs=(Training(),))) == always | steps | {"plans"}
-    assert names(Scenario(name="t", about="t", runs=(Training(on_lost_quorum="fork"),))) == always | steps
+    assert names(Scenario(name="t", about="t", runs=(TrainingScenario(),))) == always | steps | {"plans"}
+    assert (
+        names(Scenario(name="t", about="t", runs=(TrainingScenario(on_lost_quorum="fork"),)))
+        == always | steps
+    )
 
 
 def test_all_checkers_of_a_scenario_see_through_one_watcher() -> None:
-    (watcher,) = checkers_for(a_scenario(runs=(Training(),)))
+    (watcher,) = checkers_for(a_scenario(runs=(TrainingScenario(),)))
     assert isinstance(watcher, Checkers)
     stage = Stage(WithinLimits())
     stage.checker = watcher  # type: ignore[assignment]  # a watcher is all that it needs

@@ -7,7 +7,7 @@ from crypto.identity import PeerId
 from gossip.member import Status
 from sim.checkers.checker import Checker
 from sim.events import PeerStarted, PeerStopped
-from sim.observers import Observed
+from sim.observers import Observation
 from sim.scenario import Checks, Scenario
 from sim.seeds import seeded_peer
 
@@ -42,7 +42,7 @@ class Stage:
             self.views[peer] = dict.fromkeys(PEERS[:peers], Status.ALIVE)
 
     def tell(self, peer: PeerId | None, event: Any) -> None:
-        self.checker.see(Observed(self.now, peer, event), self)
+        self.checker.see(Observation(self.now, peer, event), self)
 
     def start(self, peer: PeerId) -> None:
         self.up[peer] = self.now

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sim.churn.disturbances import Disturbance, disturbances, late_numbers, version_of
-from sim.churn.model import Churn, Event, Version
+from sim.churn.model import Churn, ChurnEvent, Version
 
 NODES = 40
 ONE_STAYS = Churn()
@@ -19,7 +19,9 @@ def region_of(number: int) -> str:
     return ("europe", "asia")[number % 2]
 
 
-def resolve(*events: Event, seed: int = 1, churn: Churn = ONE_STAYS, late: float = 0.0) -> list[Disturbance]:
+def resolve(
+    *events: ChurnEvent, seed: int = 1, churn: Churn = ONE_STAYS, late: float = 0.0
+) -> list[Disturbance]:
     found = disturbances(
         events, nodes=NODES, seconds=1_000.0, seed=seed, churn=churn, late_share=late, region_of=region_of
     )
@@ -30,7 +32,7 @@ kinds = st.sampled_from(
     ["partition", "one-way", "no-datagrams", "crash", "leave", "join", "freeze", "slow", "restart", "loss"]
 )
 events = st.builds(
-    Event,
+    ChurnEvent,
     at_seconds=st.floats(0, 1_100),
     kind=kinds,
     share=st.floats(0, 1),
@@ -43,7 +45,7 @@ events = st.builds(
 @settings(deadline=None)
 @given(st.lists(events, max_size=5), st.integers(0, 2**32))
 def test_events_come_in_order_hit_their_share_and_never_stop_the_permanent(
-    found: list[Event], seed: int
+    found: list[ChurnEvent], seed: int
 ) -> None:
     resolved = resolve(*found, seed=seed, churn=Churn(permanent=3), late=0.25)
     assert [each.begins for each in resolved] == sorted(each.begins for each in resolved)
@@ -62,7 +64,7 @@ def test_events_come_in_order_hit_their_share_and_never_stop_the_permanent(
 
 
 def test_a_share_of_a_region_is_exact_and_drawn_by_the_seed() -> None:
-    asia = Event(5.0, "partition", share=0.25, regions=("asia",), lasts_seconds=20.0)
+    asia = ChurnEvent(5.0, "partition", share=0.25, regions=("asia",), lasts_seconds=20.0)
     (one,) = resolve(asia)
     (same,) = resolve(asia)
     (other,) = resolve(asia, seed=2)
@@ -74,13 +76,13 @@ def test_a_share_of_a_region_is_exact_and_drawn_by_the_seed() -> None:
 
 
 def test_a_region_fails_at_once_and_for_ever_without_an_end() -> None:
-    (crash,) = resolve(Event(5.0, "crash", share=1.0, regions=("europe",), lasts_seconds=0.0))
+    (crash,) = resolve(ChurnEvent(5.0, "crash", share=1.0, regions=("europe",), lasts_seconds=0.0))
     assert crash.numbers == tuple(range(2, NODES, 2))  # 0 is permanent
     assert crash.ends == math.inf
 
 
 def test_a_repeated_event_hits_others_each_time_until_the_end() -> None:
-    found = resolve(Event(100.0, "freeze", share=0.1, lasts_seconds=5.0, every_seconds=300.0))
+    found = resolve(ChurnEvent(100.0, "freeze", share=0.1, lasts_seconds=5.0, every_seconds=300.0))
     assert [each.begins for each in found] == [100.0, 400.0, 700.0]
     assert len({each.numbers for each in found}) == 3
 
@@ -88,9 +90,9 @@ def test_a_repeated_event_hits_others_each_time_until_the_end() -> None:
 def test_a_flash_crowd_starts_each_held_peer_once_over_its_duration() -> None:
     late = late_numbers(NODES, 0.5, 1)
     first, second, third = resolve(
-        Event(10.0, "join", share=0.5, lasts_seconds=60.0),
-        Event(20.0, "join", share=1.0, lasts_seconds=1.0),
-        Event(30.0, "freeze", share=1.0),
+        ChurnEvent(10.0, "join", share=0.5, lasts_seconds=60.0),
+        ChurnEvent(20.0, "join", share=1.0, lasts_seconds=1.0),
+        ChurnEvent(30.0, "freeze", share=1.0),
         late=0.5,
     )
     assert (len(first.numbers), len(second.numbers)) == (10, 10)
@@ -104,8 +106,8 @@ def test_a_new_version_reaches_a_share_of_the_rest_with_each_restart() -> None:
     old = [number for number in range(NODES) if version_of(churn, number, 1) == "1.0"]
     assert 20 < len(old) < NODES
     found = resolve(
-        Event(0.0, "restart", share=0.5, version="2.0", every_seconds=100.0),
-        Event(250.0, "crash", share=1.0, versions=("2.0",)),
+        ChurnEvent(0.0, "restart", share=0.5, version="2.0", every_seconds=100.0),
+        ChurnEvent(250.0, "crash", share=1.0, versions=("2.0",)),
         churn=churn,
     )
     restarts = [each for each in found if each.kind == "restart"]
@@ -113,13 +115,13 @@ def test_a_new_version_reaches_a_share_of_the_rest_with_each_restart() -> None:
     assert all(each.ends == each.begins and each.version == "2.0" for each in restarts)
     (crash,) = [each for each in found if each.kind == "crash"]
     assert crash.numbers == tuple(sorted(number for each in restarts[:3] for number in each.numbers))
-    bug = resolve(Event(1.0, "crash", share=1.0, versions=("1.0",)), churn=churn)
+    bug = resolve(ChurnEvent(1.0, "crash", share=1.0, versions=("1.0",)), churn=churn)
     assert bug[0].numbers == tuple(old)
 
 
 def test_one_event_more_changes_nobody_elses_fate() -> None:
-    one = Event(5.0, "slow", share=0.3, factor=9.0)
-    other = Event(3.0, "loss", share=0.3, loss=0.5)
+    one = ChurnEvent(5.0, "slow", share=0.3, factor=9.0)
+    other = ChurnEvent(3.0, "loss", share=0.3, loss=0.5)
     alone = resolve(one)
     both = resolve(one, other)
     assert [each for each in both if each.kind == "slow"] == alone
@@ -127,7 +129,7 @@ def test_one_event_more_changes_nobody_elses_fate() -> None:
 
 
 def test_each_kind_of_event_is_drawn_in_these_tests() -> None:
-    kind: Any = msgspec.inspect.type_info(Event)
+    kind: Any = msgspec.inspect.type_info(ChurnEvent)
     (field,) = [field for field in kind.fields if field.name == "kind"]
-    drawn = {resolve(Event(1.0, each), late=0.5)[0].kind for each in field.type.values}
+    drawn = {resolve(ChurnEvent(1.0, each), late=0.5)[0].kind for each in field.type.values}
     assert drawn == set(field.type.values)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from node.errors import UsageError
 from sim.churn.model import Churn, Distribution
-from sim.churn.schedule import STAY_SECONDS_MIN, Change, changes
+from sim.churn.schedule import STAY_SECONDS_MIN, PopulationChange, changes
 from sim.churn.traces import read_trace
 
 HOUR, DAY = 3600.0, 86_400.0
@@ -35,7 +35,7 @@ churns = st.builds(
 )
 
 
-def up_at(found: list[Change], numbers: range, moment: float) -> set[int]:
+def up_at(found: list[PopulationChange], numbers: range, moment: float) -> set[int]:
     """Return the peers that are up at a moment."""
     up = set(numbers)
     for change in found:

@@ -9,13 +9,13 @@ from dht.messages import PROTOCOL as KADEMLIA
 from dht.routing import WAITING_MAX
 from gossip.member import MemberDown, MemberForgotten, MemberSuspected, MemberUp
 from gossip.swim import PROTOCOL as SWIM
-from sim.churn.model import Event
+from sim.churn.model import ChurnEvent
 from sim.events import PeerStarted, RecordGot
 from sim.network.model import NetworkModel
-from sim.scenario import Membership, Scenario, Start
+from sim.scenario import MembershipScenario, Scenario, SwarmStart
 from tests.sim.worlds.test_cores import Played, scenario
 
-KNOWN = Start(spread_seconds=0, acquainted=True)
+KNOWN = SwarmStart(spread_seconds=0, acquainted=True)
 LINKS = NetworkModel(nearest_seconds=0.01, farthest_seconds=0.09, loss=0.01)
 
 
@@ -61,7 +61,7 @@ def test_nothing_is_left_to_say() -> None:
 
 
 def test_it_goes_on_as_a_swarm_that_was_born() -> None:
-    crash = Event(at_seconds=20.0, kind="crash", share=0.05, lasts_seconds=30.0)
+    crash = ChurnEvent(at_seconds=20.0, kind="crash", share=0.05, lasts_seconds=30.0)
     played = Played(acquainted(seconds=100.0, events=(crash,)))
     down = {o.event.peer for o in played.of(MemberDown)}
     assert len(down) == 3
@@ -76,9 +76,9 @@ def test_neighbourhood_lists_are_complete_and_late_peers_find_theirs() -> None:
     crowd = acquainted(
         nodes=500,
         seconds=7.0,
-        start=Start(spread_seconds=0, acquainted=True, late_share=0.01),
-        membership=Membership(scope="neighbourhood"),
-        events=(Event(at_seconds=2.0, kind="join", share=1.0, lasts_seconds=1.0),),
+        start=SwarmStart(spread_seconds=0, acquainted=True, late_share=0.01),
+        membership=MembershipScenario(scope="neighbourhood"),
+        events=(ChurnEvent(at_seconds=2.0, kind="join", share=1.0, lasts_seconds=1.0),),
     )
     played = Played(crowd)
     world = played.world

@@ -19,11 +19,11 @@ from gossip.member import (
     Status,
 )
 from gossip.swim import Swim
-from sim.churn.model import Churn, Distribution, Event
+from sim.churn.model import Churn, ChurnEvent, Distribution
 from sim.events import NetworkHealed, NetworkSplit, PeerFrozen, PeerStarted, PeerStopped, RecordGot
 from sim.network.model import NetworkModel
-from sim.observers import Observed, Watch
-from sim.scenario import Membership, Records, Scenario, Start
+from sim.observers import Observation, Watch
+from sim.scenario import MembershipScenario, RecordsScenario, Scenario, SwarmStart
 from sim.worlds.cores import CoresWorld
 from sim.worlds.factories import Cores
 
@@ -32,11 +32,11 @@ class Played:
     """A world that was played to its end, and all that was published."""
 
     def __init__(self, scenario: Scenario, seed: int = 1, **cores: Any) -> None:
-        self.seen: list[Observed] = []
+        self.seen: list[Observation] = []
         self.samples = 0
         watch = Watch(())
 
-        def publish(observed: Observed) -> None:
+        def publish(observed: Observation) -> None:
             self.seen.append(observed)
             watch.publish(observed, self.world)
 
@@ -47,7 +47,7 @@ class Played:
         self.world.play(sample)
         self.digest = watch.digest()
 
-    def of(self, *kinds: type) -> list[Observed]:
+    def of(self, *kinds: type) -> list[Observation]:
         return [observed for observed in self.seen if isinstance(observed.event, kinds)]
 
     def live_views(self) -> list[set[PeerId]]:
@@ -74,8 +74,8 @@ def test_all_start_and_list_each_other() -> None:
 
 
 def test_fifty_that_start_within_a_second_find_each_other() -> None:
-    records = Records(enabled=False)
-    played = Played(scenario(nodes=50, seconds=15.0, start=Start(spread_seconds=1.0), records=records))
+    records = RecordsScenario(enabled=False)
+    played = Played(scenario(nodes=50, seconds=15.0, start=SwarmStart(spread_seconds=1.0), records=records))
     assert max(o.time for o in played.of(PeerStarted)) < 1.0
     assert played.live_views() == [set(played.world.peers)] * 50
     assert not played.of(RecordGot)
@@ -95,7 +95,9 @@ def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:
 
 def test_a_crash_is_noticed_by_all_and_a_return_too() -> None:
     played = Played(
-        scenario(seconds=120.0, events=(Event(at_seconds=40.0, kind="crash", share=0.1, lasts_seconds=40.0),))
+        scenario(
+            seconds=120.0, events=(ChurnEvent(at_seconds=40.0, kind="crash", share=0.1, lasts_seconds=40.0),)
+        )
     )
     crashed = [o.peer for o in played.of(PeerStopped)]
     assert len(crashed) == 2
@@ -112,7 +114,9 @@ def test_a_crash_is_noticed_by_all_and_a_return_too() -> None:
 
 def test_a_goodbye_is_told_and_nobody_is_suspected() -> None:
     played = Played(
-        scenario(events=(Event(at_seconds=40.0, kind="leave", share=0.1, lasts_seconds=0.0),), seconds=80.0)
+        scenario(
+            events=(ChurnEvent(at_seconds=40.0, kind="leave", share=0.1, lasts_seconds=0.0),), seconds=80.0
+        )
     )
     stopped = played.of(PeerStopped)
     assert [(o.time, o.event.why) for o in stopped] == [(40.6, "leave")] * 2
@@ -125,8 +129,8 @@ def test_a_goodbye_is_told_and_nobody_is_suspected() -> None:
 
 
 def test_a_flash_crowd_comes_when_it_is_told_to() -> None:
-    crowd = Event(at_seconds=30.0, kind="join", share=1.0, lasts_seconds=5.0)
-    played = Played(scenario(start=Start(late_share=0.5), events=(crowd,)))
+    crowd = ChurnEvent(at_seconds=30.0, kind="join", share=1.0, lasts_seconds=5.0)
+    played = Played(scenario(start=SwarmStart(late_share=0.5), events=(crowd,)))
     late = [o.time for o in played.of(PeerStarted) if o.time >= 30]
     assert len(late) == 10
     assert max(late) <= 35.0
@@ -134,7 +138,7 @@ def test_a_flash_crowd_comes_when_it_is_told_to() -> None:
 
 
 def test_an_instant_restart_is_a_new_life_of_the_peer() -> None:
-    played = Played(scenario(events=(Event(at_seconds=30.0, kind="restart", share=0.2),)))
+    played = Played(scenario(events=(ChurnEvent(at_seconds=30.0, kind="restart", share=0.2),)))
     assert [o.event.why for o in played.of(PeerStopped)] == ["restart"] * 4
     assert [o.time for o in played.of(PeerStarted) if o.event.remembers] == [30.0] * 4
     assert played.live_views() == [set(played.world.peers)] * 20
@@ -156,7 +160,7 @@ def test_a_swarm_under_churn_goes_on() -> None:
 
 
 def test_after_a_partition_heals_all_list_each_other_again() -> None:
-    cut = Event(at_seconds=30.0, kind="partition", share=0.3, lasts_seconds=60.0)
+    cut = ChurnEvent(at_seconds=30.0, kind="partition", share=0.3, lasts_seconds=60.0)
     played = Played(scenario(nodes=10, seconds=300.0, events=(cut,)))
     (split,) = played.of(NetworkSplit)
     (healed,) = played.of(NetworkHealed)
@@ -169,7 +173,7 @@ def test_after_a_partition_heals_all_list_each_other_again() -> None:
 
 
 def test_a_deaf_peer_is_given_up_and_returns() -> None:
-    deaf = Event(at_seconds=30.0, kind="one-way", share=0.1, lasts_seconds=30.0)
+    deaf = ChurnEvent(at_seconds=30.0, kind="one-way", share=0.1, lasts_seconds=30.0)
     played = Played(scenario(nodes=10, seconds=300.0, events=(deaf,)))
     given_up = Counter(o.event.peer for o in played.of(MemberDown) if o.time < 60)
     (outcast,) = (peer for peer, by in given_up.items() if by == 9)
@@ -179,7 +183,7 @@ def test_a_deaf_peer_is_given_up_and_returns() -> None:
 
 
 def test_a_peer_without_datagrams_is_probed_by_streams_and_lives() -> None:
-    blocked = Event(at_seconds=30.0, kind="no-datagrams", share=0.1, lasts_seconds=60.0)
+    blocked = ChurnEvent(at_seconds=30.0, kind="no-datagrams", share=0.1, lasts_seconds=60.0)
     near = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.02)
     played = Played(scenario(nodes=10, seconds=100.0, events=(blocked,), network=near))
     assert not played.of(MemberDown)
@@ -189,7 +193,7 @@ def test_a_peer_without_datagrams_is_probed_by_streams_and_lives() -> None:
 
 def test_a_frozen_peer_is_suspected_and_refutes_after_its_thaw() -> None:
     # Long enough to be suspected, too short to be given up.
-    still = Event(at_seconds=40.0, kind="freeze", share=0.05, lasts_seconds=6.0)
+    still = ChurnEvent(at_seconds=40.0, kind="freeze", share=0.05, lasts_seconds=6.0)
     played = Played(scenario(seconds=100.0, events=(still,)))
     (frozen,) = played.of(PeerFrozen)
     assert {o.event.peer for o in played.of(MemberSuspected)} >= {frozen.peer}
@@ -207,7 +211,7 @@ def test_records_outlive_churn_for_they_are_stored_again() -> None:
         absences=Distribution(distribution="exponential", scale_seconds=60.0),
         permanent=4,
     )
-    records = Records(stores_per_second=0.1, republish_seconds=60.0, lifetime_seconds=240.0)
+    records = RecordsScenario(stores_per_second=0.1, republish_seconds=60.0, lifetime_seconds=240.0)
     played = Played(scenario(nodes=16, seconds=400.0, churn=churn, records=records))
     lookups = [o.event for o in played.of(RecordGot) if not o.event.storing and o.event.expected]
     assert len(lookups) > 100
@@ -228,7 +232,7 @@ def test_a_swim_core_of_ones_own_takes_the_place_of_ours() -> None:
             super().leave(now)
             return []
 
-    leave = Event(at_seconds=30.0, kind="leave", share=0.05, lasts_seconds=0.0)
+    leave = ChurnEvent(at_seconds=30.0, kind="leave", share=0.05, lasts_seconds=0.0)
     played = Played(scenario(events=(leave,)), swim=Shy)
     assert sorted(made) == sorted(played.world.peers)
     assert not [o for o in played.of(MemberLeft) if o.time < 30.1]
@@ -248,14 +252,14 @@ def test_messages_through_the_real_encoding_change_nothing() -> None:
 
 def test_wrong_clocks_do_no_harm() -> None:
     network = NetworkModel(clock_offset_seconds=20.0, clock_drift=0.001)
-    crash = Event(at_seconds=60.0, kind="crash", share=0.1, lasts_seconds=30.0)
+    crash = ChurnEvent(at_seconds=60.0, kind="crash", share=0.1, lasts_seconds=30.0)
     played = Played(scenario(nodes=12, seconds=150.0, network=network, events=(crash,)))
     assert {o.event.peer for o in played.of(MemberDown)} == {o.peer for o in played.of(PeerStopped)}
     assert played.live_views() == [set(played.world.peers)] * 12
 
 
 def test_neighbourhoods_hold_only_their_own() -> None:
-    played = Played(scenario(nodes=16, seconds=60.0, membership=Membership(scope="neighbourhood")))
+    played = Played(scenario(nodes=16, seconds=60.0, membership=MembershipScenario(scope="neighbourhood")))
     for peer in played.world.peers:
         view = {other for other, status in played.world.believes(peer).items() if status is Status.ALIVE}
         assert view == {other for other in played.world.peers if played.world.in_scope(peer, other)}
@@ -293,13 +297,13 @@ def eventful() -> Played:
                 absences=Distribution(distribution="exponential", scale_seconds=20.0),
             ),
             events=(
-                Event(at_seconds=25.0, kind="partition", share=0.5, lasts_seconds=10.0),
-                Event(at_seconds=30.0, kind="partition", share=0.5, lasts_seconds=10.0),
-                Event(at_seconds=45.0, kind="freeze", share=0.2, lasts_seconds=3.0),
-                Event(at_seconds=50.0, kind="slow", share=0.2, lasts_seconds=10.0),
-                Event(at_seconds=60.0, kind="loss", share=0.5, lasts_seconds=10.0),
-                Event(at_seconds=65.0, kind="one-way", share=0.1, lasts_seconds=5.0),
-                Event(at_seconds=75.0, kind="leave", share=0.2, lasts_seconds=0.3),
+                ChurnEvent(at_seconds=25.0, kind="partition", share=0.5, lasts_seconds=10.0),
+                ChurnEvent(at_seconds=30.0, kind="partition", share=0.5, lasts_seconds=10.0),
+                ChurnEvent(at_seconds=45.0, kind="freeze", share=0.2, lasts_seconds=3.0),
+                ChurnEvent(at_seconds=50.0, kind="slow", share=0.2, lasts_seconds=10.0),
+                ChurnEvent(at_seconds=60.0, kind="loss", share=0.5, lasts_seconds=10.0),
+                ChurnEvent(at_seconds=65.0, kind="one-way", share=0.1, lasts_seconds=5.0),
+                ChurnEvent(at_seconds=75.0, kind="leave", share=0.2, lasts_seconds=0.3),
             ),
         )
     )

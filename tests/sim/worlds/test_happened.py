@@ -10,7 +10,7 @@ from node.events import RunPlanned, StepCommitted
 from partition.plan.plan import plan_hash
 from partition.steps.messages import Reduced, StageCommit, StepCommit
 from sim import events
-from sim.scenario import Training
+from sim.scenario import TrainingScenario
 from sim.worlds.node_life import NodeLife
 from sim.worlds.run_events import RunWords
 from tests.node.saved import saved, signer
@@ -29,7 +29,7 @@ class Talk:
         runs = SimpleNamespace(members={made.run.id: self._member})
         self.life.node = cast("Any", SimpleNamespace(runs=runs))
         self.words = RunWords()
-        self.words.made(Training(), made.run)
+        self.words.made(TrainingScenario(), made.run)
         self.planned()
 
     def planned(self) -> events.PlanAdopted:

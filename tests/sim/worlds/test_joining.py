@@ -2,7 +2,7 @@
 
 from gossip.member import Status
 from sim.network.model import Access, NetworkModel
-from sim.scenario import Membership, Records, Scenario, Start
+from sim.scenario import MembershipScenario, RecordsScenario, Scenario, SwarmStart
 from sim.worlds.cores import CoresWorld
 
 HOMES = Scenario(
@@ -10,14 +10,14 @@ HOMES = Scenario(
     about="two thirds behind translators, all started within seconds",
     nodes=16,
     seconds=25.0,
-    start=Start(spread_seconds=6.0),
+    start=SwarmStart(spread_seconds=6.0),
     network=NetworkModel(
         nearest_seconds=0.01,
         farthest_seconds=0.05,
         access=(Access(share=0.67, nat="full-cone"),),
     ),
-    membership=Membership(preset="local"),
-    records=Records(enabled=False),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(enabled=False),
 )
 
 

@@ -12,11 +12,11 @@ from dht.kademlia import Kademlia
 from dht.messages import CLIENT_ADDRESSES
 from gossip.member import Status
 from node.services.autonat_core import OTHERS
-from sim.churn.model import Event
+from sim.churn.model import ChurnEvent
 from sim.events import ReachabilityJudged, RecordGot
 from sim.network.model import Access, Nat, NetworkModel
-from sim.observers import Observed
-from sim.scenario import Membership, Records, Scenario, Start
+from sim.observers import Observation
+from sim.scenario import MembershipScenario, RecordsScenario, Scenario, SwarmStart
 from sim.worlds.cores import CoresWorld
 from sim.worlds.factories import Cores
 from sim.worlds.stack import StackWorld
@@ -27,7 +27,7 @@ MIXED = Scenario(
     nodes=10,
     seconds=110.0,
     signatures="ed25519",
-    start=Start(spread_seconds=5.0),
+    start=SwarmStart(spread_seconds=5.0),
     network=NetworkModel(
         nearest_seconds=0.01,
         farthest_seconds=0.05,
@@ -37,8 +37,8 @@ MIXED = Scenario(
             Access(share=0.18, nat="full-cone"),
         ),
     ),
-    membership=Membership(preset="local"),
-    records=Records(enabled=False),
+    membership=MembershipScenario(preset="local"),
+    records=RecordsScenario(enabled=False),
 )
 
 
@@ -54,7 +54,7 @@ class Told:
         self.world.at(scenario.seconds - 0.001, self._look)
         self.world.play(lambda: None)
 
-    def _see(self, observed: Observed) -> None:
+    def _see(self, observed: Observation) -> None:
         if observed.peer is not None and isinstance(observed.event, ReachabilityJudged):
             self.judged.setdefault(observed.peer, []).append(observed.event)
 
@@ -130,7 +130,7 @@ def test_a_swarm_forms_around_a_first_peer_behind_full_cone(
 
 def test_a_new_life_has_to_find_out_anew() -> None:
     network = replace(MIXED.network, access=(Access(share=0.5, nat="symmetric"),))
-    restart = Event(at_seconds=100.0, kind="restart", share=1.0)
+    restart = ChurnEvent(at_seconds=100.0, kind="restart", share=1.0)
     told = Told(CoresWorld, replace(MIXED, network=network, events=(restart,)), 1)
     assert told.judged
     assert told.clients == set()
@@ -165,7 +165,7 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
     counts = Counting.counts
     got: list[RecordGot] = []
 
-    def see(observed: Observed) -> None:
+    def see(observed: Observation) -> None:
         if isinstance(observed.event, RecordGot) and not observed.event.storing and observed.event.expected:
             got.append(observed.event)
 
@@ -174,9 +174,9 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
         nodes=30,
         seconds=300.0,
         signatures="hash",
-        membership=Membership(preset="wan"),
+        membership=MembershipScenario(preset="wan"),
         network=replace(MIXED.network, access=(Access(share=0.4, nat="symmetric"),)),
-        records=Records(stores_per_second=0.5, lookups_per_second=2.0),
+        records=RecordsScenario(stores_per_second=0.5, lookups_per_second=2.0),
     )
     world = CoresWorld(scenario, 1, see, cores=Cores(kademlia=core))
     # From when most have been judged.
