@@ -1,8 +1,8 @@
-"""Addresses as people type and paste them: from a screen, a chat, a letter, a browser, a shell.
+"""Parses addresses as people type and paste them: from a screen, a chat, a letter, a browser, a shell.
 
-Everything around an address that can mean nothing else is taken off; whatever is wrong is named, in one line.
-What peers tell each other is never read here but by `crypto.contact.parse_address`, which is strict: leniency
-is for people. Pure.
+It strips what stands around an address and can mean nothing else, and names each fault in one line. Addresses
+from peers are never parsed here but by `crypto.contact.parse_address`, which is strict: leniency is for
+people. Pure.
 """
 
 import re
@@ -15,15 +15,15 @@ DEFAULT_PORT = 9747
 PORT_DIGITS_MIN = 4
 """As many digits behind an IPv6 address without brackets are taken for a port; fewer are a part of it."""
 WORD_LENGTH_MAX = 2 * ADDRESS_LENGTH_MAX
-"""An address and what may be around it. Longer words are none, and are not looked into."""
+"""An address and the text around it. Longer words are no addresses, and are not parsed."""
 SHOWN_LENGTH_MAX = 60
-"""What an error repeats of one address among several."""
+"""An error quotes at most this much of one address among several."""
 _WANT = "want HOST:PORT, or [IPV6]:PORT, or a multiaddr such as /ip4/10.0.0.5/tcp/9747"
 _QUOTES = "\"'`\u2018\u2019\u201a\u201b\u201c\u201d\u201e\u201f\u00ab\u00bb\u2039\u203a"
 _DASHES = {ord(dash): "-" for dash in "\u2010\u2011\u2012\u2013\u2212"} | {ord("\u2014"): "--"}
-"""A chat program writes a long dash for two: in front of a flag."""
+"""Chat programs write a long dash for two hyphens in front of a flag."""
 _BEHIND = ".,;!?/"
-"""What a sentence, a list or a browser puts behind an address."""
+"""Characters that a sentence, a list or a browser puts behind an address."""
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _OURS = ("tcp", "udp", "peerloom")
 _JOIN = re.compile(r"-{1,2}join(?:=(.*))?")

@@ -17,9 +17,9 @@ from node.storage.budget import ScratchBudget
 from node.transport.network import RealNetwork
 
 RESOURCES = frozenset({"device", "memory", "cores", "location", "slots"})
-"""What a slot gives follows from these."""
+"""Settings that determine the resources of a slot."""
 PACES = frozenset({"cores", "slots"})
-"""Another number of threads in a slot, or of slots beside it, is another pace."""
+"""Settings that change how fast a slot computes: its threads, and the slots beside it."""
 TOO_LARGE = "its owner gives less than this stage was opened with"
 TOO_MANY = "its owner gives fewer slots"
 

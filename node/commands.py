@@ -1,4 +1,4 @@
-"""What the node on this machine does for its own client commands, over the control channel."""
+"""Handles the commands of clients on this machine, which reach the node over the control channel."""
 
 import json
 from collections import Counter
@@ -68,7 +68,7 @@ RUN_TEXT_LENGTH = 16
 
 
 class LocalNode(Protocol):
-    """What commands need of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that commands use."""
 
     peer: PeerId
     seams: Seams

@@ -120,12 +120,12 @@ class SwarmSettings:
 
 @dataclass(frozen=True)
 class Resources:
-    """What this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With `allow_unfenced`
-    it takes stages of others also where it cannot fence them in. `scratch` is the disk that all stages may
-    take together, for frames of open steps that memory has no room for and the files of their processes;
-    `disk` what is kept there for others: shards, checkpoints, results, the oldest of which make way.
-    `calibrate` measures in the background what classes of operators take, once for a machine. A
-    `spare_process` is loaded for the next stage while the machine is idle: it takes 0.2 GB."""
+    """The resources that this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With
+    `allow_unfenced` it takes stages of others also where it cannot fence them in. `scratch` is the disk that
+    all stages share, for frames of open steps that do not fit in memory and the files of their processes;
+    `disk` holds data of others: shards, checkpoints, results, the oldest of which make way. `calibrate`
+    measures the time of each class of operators in the background, once for a machine. A `spare_process` is
+    loaded for the next stage while the machine is idle: it takes 0.2 GB."""
 
     device: str = "auto"
     memory: Memory = MEMORY_GIVEN

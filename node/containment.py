@@ -57,7 +57,7 @@ _is_strict = False
 
 @dataclass
 class Contained:
-    """What became of a `contain` block: the exception it raised, if any."""
+    """The outcome of a `contain` block: the exception it raised, if any."""
 
     error: Exception | None = None
 

@@ -1,4 +1,4 @@
-"""What machines offer and how they are, as plain values for `--json`, the page and the log."""
+"""Offers and conditions of machines, as plain values for `--json`, the page and the log."""
 
 from datetime import UTC, datetime
 from typing import Any
@@ -19,7 +19,7 @@ def rfc3339(at: float) -> str:
 
 
 def reachability_document(found: events.ReachabilityFound | None) -> dict[str, Any] | None:
-    """What others say of reaching this node; None before anybody was asked, and where nobody has to be."""
+    """Return whether others reach this node; None before any was asked, and where none has to be."""
     if found is None:
         return None
     return {
@@ -46,7 +46,7 @@ def datagrams_document(found: events.DatagramsBlocked | None) -> dict[str, Any] 
 
 
 def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
-    """What a stage's process is held to here; None before it was tried, and where nothing is computed."""
+    """Return the fences of a stage's process; None before they were tried, and where nothing is computed."""
     if tried is None:
         return None
     return {
@@ -58,7 +58,7 @@ def fences_document(tried: events.FencesTried | None) -> dict[str, Any] | None:
 
 
 def capacity_document(capacity: events.CapacityMeasured | None) -> dict[str, Any] | None:
-    """What a machine offers."""
+    """Return the offer of a machine."""
     if capacity is None:
         return None
     return {
@@ -88,7 +88,7 @@ def standing_document(standing: events.Standing | None) -> dict[str, Any] | None
 
 
 def degraded_document(degraded: events.MemberDegraded | None) -> dict[str, Any] | None:
-    """What ails a member that lives, as this node measured it; None for nothing."""
+    """Return the fault of a live member, as this node measured it; None where it has none."""
     if degraded is None:
         return None
     return {
@@ -130,7 +130,7 @@ def join_document(join: events.JoinTried) -> dict[str, Any]:
 
 
 def revision_document(revised: events.RunRevised | None) -> dict[str, Any] | None:
-    """What the requester of a run has changed since it asked for it; None for nothing."""
+    """Return the changes that the requester of a run has made to it; None where there are none."""
     if revised is None:
         return None
     return {

@@ -50,7 +50,7 @@ EXIT_FORCED = 130
 
 
 class PeerloomError(Exception):
-    """`what` happened and where, and optionally what to `do`; printed in at most three lines.
+    """An error for people: `what` happened and where, and optionally what to `do`; at most three lines.
 
     Both name commands as `node.invocation` says, and read as this process's reader types them; `written` has
     them as they were given, for a process that passes them on to another one's reader.
@@ -152,7 +152,7 @@ class SessionRefused(StageFailed):
 
 
 class StageDiverged(StageFailed):
-    """What the stage computed of sound payloads is no finite number; the stage goes on."""
+    """The stage computed non-finite numbers from finite payloads; it stays in use."""
 
 
 def split_place(message: str) -> tuple[str, str]:

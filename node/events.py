@@ -1,5 +1,5 @@
-"""What happens in a node, as frozen events: the only thing screens, `--json`, metrics and the
-simulator's report are made of (ARCHITECTURE law 5).
+"""The events of a node, frozen: screens, `--json`, metrics and the simulator's report are made of them
+alone (ARCHITECTURE law 5).
 
 Shells emit them; `node.state.apply` folds them. An event is past tense, carries `at` (unix seconds)
 and plain values, and is never changed once it has happened. New kinds may be added; none is renamed.
@@ -43,7 +43,7 @@ class NodeStarted(Event, frozen=True, kw_only=True):
 
 
 class CapacityMeasured(Event, frozen=True, kw_only=True):
-    """What this machine offers: `corrected` are wrong declarations, `small` what is too little for use."""
+    """This machine's offer: `corrected` are wrong declarations, `small` the parts too little for use."""
 
     device: str
     cores: int

@@ -79,7 +79,7 @@ class _Kept(msgspec.Struct, frozen=True, array_like=True):
 
 
 class FollowingNode(Protocol):
-    """What following needs of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that following uses."""
 
     config: Config
     seams: Seams

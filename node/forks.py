@@ -1,8 +1,8 @@
-"""What a forked child loses of the node in its parent: every descriptor.
+"""Closes every descriptor of the node in a forked child of its process.
 
-A child of `os.fork` has a copy of each (fork(2)): it would keep ports taken, connections open and waits of
-the loop alive for as long as it lives, which is longer than its parent where that is killed. The workers of
-torch's DataLoader are such children. A program that is started anew has none of them: all close at exec(2).
+A child of `os.fork` has a copy of each (fork(2)): it would keep ports taken, connections open and the loop's
+waits alive for as long as it lives, which is longer than its parent where that is killed. The workers of
+torch's DataLoader are such children. A program that starts by exec(2) has none of them: all close there.
 """
 
 import contextlib

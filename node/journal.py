@@ -1,4 +1,4 @@
-"""What happens at this node: each event is applied to its state, kept, reported, and told to watchers."""
+"""Applies each event of this node to its state, keeps and reports it, and sends it to watchers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -37,7 +37,7 @@ class Journal:
         self._watchers: list[trio.MemorySendChannel[Event]] = []
 
     def publish(self, event: Event) -> None:
-        """Take an event. What a screen makes of it is no concern of the protocol that tells of it."""
+        """Take an event. A screen that fails on it must not disturb the protocol that emitted it."""
         try:
             self.state = views.apply(self.state, event)
         except Exception as error:

@@ -24,7 +24,7 @@ DAY_MINUTES = 24 * 60
 BANDWIDTH_MIN = 125_000
 """Bytes a second."""
 SENDS_LESS = "sends less"
-"""What others are told of a machine whose link is metered, or whose battery is low."""
+"""The condition that others see of a machine whose link is metered, or whose battery is low."""
 Metered = Literal["no", "less", "never"]
 LowBattery = Literal["less", "never"]
 
@@ -79,18 +79,17 @@ class NamedData:
 
 @dataclass(frozen=True)
 class Offering:
-    """What a provider's owner allows; the defaults allow all.
+    """The limits that a provider's owner sets; the defaults allow all.
 
-    `slots` stages at once, each with its share of memory and cores. With `idle_seconds` it serves only when
-    nobody has used keyboard or mouse for so long, with `load_percent` only while other programs take no more
-    of all cores, with `mains_only` not on battery. On battery with less charge than `battery_min_percent` it
-    sends less, or serves nobody ("never"), as `battery_low` says; `metered` says the same of a link whose
-    bytes cost, by its owner's word. Bulk goes and comes at no more than the two rates, 0 for any. `peers` are
-    those it serves where `accept_runs` is "listed", `runs` those (by id) where it is "invited". `own_data`
-    are the owner's data sets on which federated runs that call them so may train here; only the model that
-    comes of it leaves the machine. Another peer that asks the services with a stage here
-    has at most `peer_sessions` sessions at once, `peer_tokens_per_minute` (0: any number), and
-    `peer_cache_percent` of the memory for keys and values.
+    The node serves `slots` stages at once, each with its share of memory and cores. With `idle_seconds` it
+    serves only when nobody has used keyboard or mouse for so long, with `load_percent` only while other
+    programs take no more of all cores, with `mains_only` not on battery. On battery with less charge than
+    `battery_min_percent` it sends less, or serves nobody ("never"), as `battery_low` says; `metered` says the
+    same of a link that its owner declares metered. Bulk transfers keep to the two rates, 0 for any. `peers`
+    are served where `accept_runs` is "listed", `runs` (by id) where it is "invited". Federated runs that name
+    one of `own_data`, the owner's data sets, may train on it here; only the trained model leaves the machine.
+    Another peer that asks the services with a stage here has at most `peer_sessions` sessions at once,
+    `peer_tokens_per_minute` (0: any number), and `peer_cache_percent` of the memory for keys and values.
     """
 
     slots: int = 1
@@ -165,7 +164,7 @@ def read_peer_tokens(text: str) -> int:
 
 
 def read_peer_cache(text: str) -> int:
-    """What part of the memory for keys and values one peer may have, in percent."""
+    """Return the share of the memory for keys and values that one peer may have, in percent."""
     if not (found := read_percent(text)):
         raise ValueError("want a share such as 50%")
     return found

@@ -19,7 +19,7 @@ LOCK_NAME = "node.lock"
 """In the data folder: held by its node, whose process it names (`node.storage.folder`)."""
 OTHER_FOLDER = "give the node a folder of its own: `peerloom --data-dir DIR`"
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""What systems say of a disk that is full."""
+"""The error numbers of a full disk."""
 NO_HOME = "this user has no home folder: HOME is not set, and the list of users does not have it"
 SOCKET_PATH_BYTES_MAX = 100
 """Systems take paths of sockets up to 107 bytes, some up to 103 (unix(7))."""

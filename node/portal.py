@@ -66,7 +66,7 @@ class Portal(Generic[S]):
 
     @property
     def subject(self) -> S:
-        """What `open` returned."""
+        """The value that `open` returned."""
         return self._started.result()
 
     @property

@@ -1,8 +1,8 @@
-"""What clients ask over the control channel: a struct for each command, typed and bounded as it is decoded.
+"""Requests of clients over the control channel: a struct for each command, typed and bounded by decoding.
 
-A handler takes its own request; `command` makes of it what `node.control.ControlServer` and the page call
-with the arguments as they came. Fields that a struct does not name are ignored, so that an older node serves
-a newer client.
+A handler takes its own request; `command` wraps it for `node.control.ControlServer` and the page, which pass
+the arguments as received. Fields that a struct does not name are ignored, so that an older node serves a
+newer client.
 """
 
 from collections.abc import Awaitable, Callable, Mapping
@@ -155,7 +155,7 @@ class DhtFindRequest(Struct, frozen=True):
 
 
 class DhtStatRequest(Struct, frozen=True):
-    """What is known of a key."""
+    """Return how many nodes hold a key, or statistics of this node's DHT."""
 
     key: Text = ""
 

@@ -39,7 +39,7 @@ from partition.run.messages import REASON_LENGTH_MAX
 
 
 class RequestingNode(Protocol):
-    """What a request needs of `node.runtime.Node`."""
+    """The part of `node.runtime.Node` that a request uses."""
 
     seams: Seams
     measurements: Measurements

@@ -522,7 +522,7 @@ class Node(Surface):
 
     @property
     def counters(self) -> dict[str, int]:
-        """What was refused and dropped, by reason, at every layer."""
+        """The numbers of refusals and drops at every layer, by reason."""
         own = Counter(internal_errors=failures.total())
         return dict(Counter(self.network.counters) + self._refused + own)
 
@@ -605,7 +605,7 @@ class Node(Surface):
         await self.copies.start()
 
     async def _advertise(self) -> None:
-        """What this node offers, for those outside its membership view."""
+        """Advertise this node's offer to peers outside its membership view."""
         await self._is_met.wait()  # alone, there is nobody to tell
         await keep_advertised(
             self.discovery,

@@ -110,13 +110,13 @@ Handler = Callable[[Stream], Awaitable[None]]
 """Serves one inbound stream; the network closes the stream when it returns."""
 
 MESSAGE_BYTES_USUAL = 2**20
-"""The longest message that comes by a stream unless more is asked for: a request, an answer. So much a
-stranger may have us hold, and not what the protocol with the longest needs."""
+"""The longest message of a stream, a request or an answer, unless its protocol asks for more. A stranger can
+make a node hold this much, and not as much as the protocol with the longest messages needs."""
 
 
 @dataclass(frozen=True)
 class StreamLimits:
-    """What others may do on the streams of one protocol that they open."""
+    """The limits on the streams of one protocol that others open."""
 
     message_bytes_max: int = MESSAGE_BYTES_USUAL
     """A longer message ends its stream and the connection below, before it is taken. How long a payload may
@@ -155,7 +155,7 @@ class Network(Protocol):
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What was refused and dropped, by reason."""
+        """The numbers of refusals and drops, by reason."""
 
     @property
     def reachable(self) -> bool | None:

@@ -19,11 +19,11 @@ CORES_MAX = 4_096
 CIRCUITS_MAX = 1_024
 """Circuits that an owner may give as a relay: as many as half of a process's open files."""
 RELAY_BYTES_PER_SECOND = 1_250_000
-"""10 Mbit/s: what a home connection sends without anybody noticing."""
+"""10 Mbit/s: a home connection can spare this unnoticed."""
 RELAY_CIRCUITS = 64
 """Two dozen nodes behind routers, each with a few neighbours; a circuit takes two open files."""
 GUEST_BYTES_MAX = 16 << 30
-"""What a node keeps for others unless told otherwise: a share of a checkpoint of an 8B model with Adam."""
+"""The default disk for data of others: a share of a checkpoint of an 8B model with Adam."""
 
 DEFAULT_WEB = Address("ip4", "127.0.0.1", 9748)
 

@@ -1,4 +1,4 @@
-"""What is wanted: the settings that a node follows (`node.following`), and how fast a run is to be."""
+"""Events about settings that a node follows (`node.following`), and about the goal of a run."""
 
 from crypto.identity import PeerId
 from node.events import Event

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from types import ModuleType, TracebackType
 
 PACKAGES = ("crypto", "dht", "gossip", "partition", "node", "sim")
-"""What an installation of ours puts beside this package."""
+"""Packages that our distribution installs at the top level."""
 NEEDED = PACKAGES[:-1]
 """A program may have a `sim` of its own: nothing but the simulator's command needs ours."""
 EXIT_SHADOWED = 2
