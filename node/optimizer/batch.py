@@ -1,9 +1,9 @@
-"""How full the batch of all is, by what members say that they have gathered, bounded by what they brought.
+"""Estimates how full the common batch is from members' claims, bounded by their earlier contributions.
 
 A claim of samples costs nothing, and a batch that looks full is averaged. So a member counts while rounds
-wait for it (`node.averaging.expectations`), and for at most `GROWTH` times the samples that it weighed in the
-last round with it; until the first one, for a batch. Weights are bounded against their median, so a member at
-that bound may have brought more than is seen.
+wait for it (`node.averaging.expectations`), and for at most `GROWTH` times its weight in samples in the last
+round with it; before the first one, for at most a batch. Weights are bounded against their median, so a
+member at that bound may have contributed more than its weight shows.
 """
 
 from collections.abc import Mapping
@@ -15,13 +15,13 @@ from node.averaging.rounds import Round
 from node.optimizer.session import TrainingSession
 
 GROWTH = 2.0
-"""A member may gather so many times what it brought to the last round: batches of a fleet vary."""
+"""A member may gather this many times its contribution to the last round: batches of a fleet vary."""
 BOUNDED_SHARE = 0.99
 """A share this near to the bound of weights is at it."""
 
 
 class BatchSamples:
-    """What one peer counts of the others' samples."""
+    """One peer's count of the others' samples."""
 
     def __init__(self) -> None:
         self._brought: dict[PeerId, int | None] = {}

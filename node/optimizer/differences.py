@@ -1,7 +1,7 @@
-"""What a peer under the same run's name does otherwise, with which nothing can be averaged.
+"""Names how a peer of the same run trains differently, so that nothing can be averaged with it.
 
-Peers tell a hash of what they train and how. Hashes of likely alternatives, which differ in one thing, say
-which of them it is; of any other peer only that it differs is known.
+Peers send a hash of the tensors that they train and of their settings. It is compared with the hashes of
+likely alternatives, which differ in one thing; where none matches, only that the peer differs is known.
 """
 
 from collections import Counter
@@ -42,7 +42,7 @@ def classes_of(optimizers: Sequence[torch.optim.Optimizer]) -> str:
 
 
 class Differences:
-    """Names what others do otherwise than this peer."""
+    """Names how others differ from this peer."""
 
     def __init__(self, settings: Settings, classes: str, rule: Aggregate, trained: TrainedTensors) -> None:
         self._settings = settings
@@ -102,7 +102,7 @@ class Differences:
 
 
 def _difference(theirs: Rows, own: Rows) -> str:
-    """What other tensors are trained there."""
+    """Return how their trained tensors differ from our own, in words."""
     names = {name for name, _, _ in theirs}, {name for name, _, _ in own}
     more = [name for name, _, _ in theirs if name not in names[1]]
     fewer = [name for name, _, _ in own if name not in names[0]]

@@ -102,7 +102,7 @@ def _children(node: Any) -> list[tuple[Any, Shape]]:
 
 
 def _reduced(losses: Iterable[torch.Tensor]) -> Iterator[tuple[Any, Shape]]:
-    """What the losses reduce: the nearest results below them that hold more than one number."""
+    """Yield the inputs that the losses reduce: the nearest results below them of more than one number."""
     todo: list[tuple[Any, Shape]] = [(loss.grad_fn, tuple(loss.shape)) for loss in losses]
     seen = set()
     while todo:

@@ -19,7 +19,7 @@ ENDS = "a checkpoint that is loaded ends that, or this script started again, whi
 
 
 class Health:
-    """What is wrong with one peer, and since when. Times are of `time.monotonic`."""
+    """The faults of one peer, and since when. Times are of `time.monotonic`."""
 
     def __init__(self) -> None:
         self._sick = ""

@@ -15,7 +15,7 @@ PART_BYTES = 4
 """A hash of each kind of numbers: by chance two are equal once in four billion."""
 MOMENTUM = frozenset({"momentum", "betas", "dampening", "nesterov", "alpha", "rho", "beta2_decay"})
 OWN = frozenset({"params", "foreach", "fused", "capturable", "differentiable", "initial_lr", "param_names"})
-"""What peers may have of their own: how a step is computed, not what it makes."""
+"""Keys that may differ between peers: they change how a step is computed, not its result."""
 KINDS = ("learning rate", "momentum", "weight_decay, eps or other number")
 
 

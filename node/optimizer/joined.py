@@ -11,7 +11,7 @@ import torch
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
-    """What torch expects of an optimizer, over those that it wraps. `step` is a subclass's."""
+    """Implements the interface of a torch optimizer over wrapped ones. Subclasses define `step`."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Raises TypeError for optimizers that cannot train with peers."""

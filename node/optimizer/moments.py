@@ -1,7 +1,7 @@
-"""What optimizers of torch remember, as tensors that are averaged with the parameters.
+"""Moments of torch optimizers, as tensors that are averaged with the parameters.
 
-A moment is a floating tensor of its parameter's shape in an optimizer's state. Which there are is known once
-a step was made; parameters that had no gradient yet have none, and stand in for zeros.
+A moment is a floating tensor of its parameter's shape in an optimizer's state. The first step creates them;
+parameters that had no gradient yet have none, and zeros stand in for them.
 """
 
 from collections.abc import Sequence

@@ -35,7 +35,7 @@ UNDELIVERED_MAX = 64
 
 
 class RunPosition:
-    """What one peer knows of the others. Times are of the wall clock: it goes on in a suspended laptop."""
+    """One peer's view of the others' progress. Wall-clock times: these advance while a laptop sleeps."""
 
     def __init__(self, local_steps: int | None) -> None:
         """`local_steps` of a run that averages tensors, None where members step together."""

@@ -20,13 +20,13 @@ from node.optimizer.graph import LossReader, reaches
 
 log = logging.getLogger("peerloom")
 NO_GRAPH = -1
-"""What torch names the graph that runs where none does."""
+"""Torch's number of the running graph where none runs."""
 HAND_MADE = "no backward() has put these gradients in place"
 
 _counters: "weakref.WeakSet[SampleCounter]" = weakref.WeakSet()
 _lock = threading.Lock()
 _plain = torch.autograd.backward
-"""What torch has there; it stands there again once nobody counts."""
+"""Torch's own function; it is restored once no counter is left."""
 
 
 class SampleCounter:
@@ -110,7 +110,7 @@ class SampleCounter:
             self._samples += found
 
     def _marks(self) -> list[tuple[int, int] | None]:
-        """What tells one state of the gradients from another, without a look at their numbers."""
+        """Return marks that tell one state of the gradients from another without reading their numbers."""
         return [
             None if (gradient := parameter.grad) is None else (id(gradient), gradient._version)
             for parameter in self.parameters

@@ -99,7 +99,7 @@ class Schedules:
         self._first: list[list[dict[str, Any]]] = []
         self._doubles: list[torch.optim.Optimizer] = []
         self._followed: set[str] = set()
-        """What schedulers have changed: learning rates, and momentum where one cycles it."""
+        """Keys that schedulers have changed: learning rates, and momentum where one cycles it."""
         self._step = 0
 
     def add(self, make: Any, options: dict[str, Any]) -> GlobalScheduler:

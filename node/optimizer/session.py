@@ -31,12 +31,12 @@ CLOSED = "closed"
 
 @dataclass(frozen=True)
 class Exchanged:
-    """A round that is over, and what it changes of the vector that was sent; None where nothing."""
+    """A round that is over, and its change to the vector that was sent; None for no change."""
 
     round: Round
     difference: Vector | None
     taken: Vector | None
-    """What the tensors become where nothing was added to them meanwhile."""
+    """The new values of the tensors where nothing was added to them meanwhile."""
 
 
 class TrainingSession:
@@ -64,7 +64,7 @@ class TrainingSession:
 
     @property
     def status(self) -> str:
-        """What the node is doing for this run now."""
+        """The activity of the node for this run now, as text."""
         return self.error or self._run.status
 
     @property

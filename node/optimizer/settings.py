@@ -1,4 +1,4 @@
-"""What a training run is told when it is joined, what it tells of itself, and how its tensors are named."""
+"""Settings of a training run as it is joined, its statistics, and the names of its tensors."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field

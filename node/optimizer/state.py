@@ -115,7 +115,7 @@ def put_state(
 
 
 def outer_arrays(outer: Mapping[str, Vector]) -> Arrays:
-    """What a strategy hands to late joiners, as part of a state; copied."""
+    """Return a copy of the vectors that a strategy hands to late joiners, as part of a state."""
     return {
         f"outer/{name}": (str(vector.dtype), (vector.size,), vector.copy().view(np.uint8))
         for name, vector in outer.items()
@@ -123,7 +123,7 @@ def outer_arrays(outer: Mapping[str, Vector]) -> Arrays:
 
 
 def outer_of(snapshot: Snapshot, layout: Layout) -> dict[str, Vector]:
-    """What the strategy of others hands over, as far as it fits this model."""
+    """Return the vectors that others' strategy hands over, as far as they fit this model."""
     return {
         name.removeprefix("outer/"): data.view(layout.dtype).copy()
         for name, (row, data) in snapshot.arrays().items()

@@ -1,4 +1,4 @@
-"""What an optimizer that trains with peers knows and says of itself and of them: its status, its figures."""
+"""Reports the status and figures of an optimizer that trains with peers, and of these peers."""
 
 import logging
 from collections.abc import Callable
@@ -19,7 +19,7 @@ log = logging.getLogger("peerloom")
 
 
 class TrackedOptimizer(JoinedOptimizer):
-    """The part of `node.optimizer.wrapper` that looks on."""
+    """The part of `node.optimizer.wrapper` that only observes."""
 
     settings: Settings
     global_step: int
@@ -50,13 +50,13 @@ class TrackedOptimizer(JoinedOptimizer):
 
     @property
     def _others(self) -> list[Report]:
-        """What the other members say that have a state."""
+        """The reports of the other members that have a state."""
         assert self._session is not None
         return self._position.others(self._session.view.reports)
 
     @property
     def _voices(self) -> list[Report]:
-        """What those of them say that average with this peer, or may."""
+        """The reports of those that average with this peer, or may."""
         assert self._session is not None
         return self._position.others(self._session.view.voices)
 

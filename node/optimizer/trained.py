@@ -41,12 +41,12 @@ class TrainedTensors:
 
     @property
     def thawed(self) -> Layout:
-        """What would be averaged if nothing in the groups were frozen."""
+        """The tensors that would be averaged if nothing in the groups were frozen."""
         return Layout([*names_of(self._optimizers, self._model, is_thawed=True), *self._floating])
 
     @property
     def numbered(self) -> Layout:
-        """What would be averaged had nobody told the model."""
+        """The tensors that would be averaged without `model`, under numbers for names."""
         return Layout(names_of(self._optimizers, None))
 
     def gradients(self) -> list[torch.Tensor | None]:

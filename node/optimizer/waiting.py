@@ -1,7 +1,7 @@
-"""What a call that waits for others says meanwhile: in `status` all the time, in the log once it takes long;
-and when it is in vain.
+"""Reports how long a call waits for others: in `status` at once, in the log once it takes long. Decides
+when to give such a wait up.
 
-A training loop stands still in such a call, so nobody reads `status` then but from another thread.
+The training loop blocks in such a call, so only another thread can read `status` meanwhile.
 """
 
 import logging
@@ -9,9 +9,9 @@ import time
 
 log = logging.getLogger("peerloom")
 LOGGED_SECONDS_MIN = 1.0
-"""A wait that is shorter is told in `status` alone: steps of a small model take less than a millisecond."""
+"""Shorter waits show in `status` alone: steps of a small model take less than a millisecond."""
 PAUSE_SECONDS = 10.0
-"""Between two lines of one optimizer: who waits at each step is told so now and then."""
+"""Between two lines of one optimizer: one that waits at each step logs it now and then."""
 PASSED_SECONDS = 2.0
 """How long an exchange goes on here once others say that they have made its step: its result may be on its
 way, and their state, which would be fetched instead, is larger."""

@@ -225,7 +225,7 @@ class PeerOptimizer(TrackedOptimizer):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """What the run averages, by name, shape and type: equal at all that average together."""
+        """The averaged tensors, by name, shape and type: equal at all peers that average together."""
         return self._tensors.rows
 
     def join(self, session: TrainingSession, place: RunPlace, rule: Aggregate) -> None:
