@@ -1,4 +1,4 @@
-"""What this node offers, as the advert that searches by capability find (`dht.capabilities`)."""
+"""Publishes this node's offer as an advert, which searches by capability find (`dht.capabilities`)."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from node.services.discovery import Discovery
 from node.services.metadata import FLOPS_PER_SECOND_MAX
 
 MOVED_SECONDS_MIN = 0.01
-"""So far in round trips a node has moved before it says so."""
+"""A node announces a move of its coordinates from this distance on, in round-trip time."""
 ERROR_TOLD_MAX = 75
 """The largest relative error told, in hundredths: one that knows less of where it is says nothing."""
 ADVERT_LOOK_SECONDS = 30.0

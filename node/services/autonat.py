@@ -68,7 +68,7 @@ class Outcome(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Dialled(msgspec.Struct, frozen=True, array_like=True):
-    """What came of it, and the host that was dialled, as its dialler sees it. No outcomes: not now."""
+    """The outcome of each dial, and the dialled host as its dialler sees it. No outcomes: not now."""
 
     host: Annotated[str, msgspec.Meta(max_length=PLACE_LENGTH_MAX)]
     outcomes: Annotated[tuple[Outcome, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
@@ -131,7 +131,7 @@ class ReachService:
         self._clock = clock
         self._counters = counters
         self.families = FamilyVerdicts()
-        """What is known of each family of IP by itself."""
+        """The verdict on each IP family by itself."""
         self._hurried = 0
         self._served: OrderedDict[PeerId, tuple[float, str]] = OrderedDict()
         self._serving = 0

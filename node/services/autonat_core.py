@@ -96,7 +96,7 @@ class Reachability:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {"reports": (len(self._reports), REPORTS_MAX), "unasked": (len(self._unasked), UNASKED_MAX)}
 
     def next(self, now: float, peers: Sequence[PeerId], networks: int = OTHERS) -> PeerId | None:

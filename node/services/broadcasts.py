@@ -1,6 +1,6 @@
-"""What users tell all members, as a program hears it. Who hears what, and how often: `gossip.broadcasts`.
+"""Delivers broadcasts of users to programs of this process. `gossip.broadcasts` spreads them over members.
 
-Contents of messages are no events: they go to those that listen, and to no log, screen or metric.
+Contents of messages are no events: they go to listeners alone, and to no log, screen or metric.
 """
 
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ HEARD_MAX = 1_024
 
 @dataclass(frozen=True)
 class Broadcast:
-    """What a node tells all members under a topic. Of two of one peer and topic the one with the higher
-    `sequence` is the newer, and the other is no longer true."""
+    """A message of a node to all members under a topic. A higher `sequence` of the same peer and topic
+    supersedes the lower ones."""
 
     peer: str
     topic: str
@@ -28,7 +28,7 @@ class Broadcast:
 
 
 class BroadcastListeners:
-    """Those in this process that listen."""
+    """The listeners in this process."""
 
     def __init__(self) -> None:
         self._open: list[trio.MemorySendChannel[Broadcast]] = []
@@ -36,7 +36,7 @@ class BroadcastListeners:
 
     @contextmanager
     def listen(self) -> Iterator[trio.MemoryReceiveChannel[Broadcast]]:
-        """Those heard from now on; it ends when the node leaves."""
+        """Yield the broadcasts heard from now on; the channel ends when the node leaves."""
         send, receive = trio.open_memory_channel[Broadcast](HEARD_MAX)
         if self._is_closed:
             send.close()

@@ -1,11 +1,12 @@
-"""What this machine's device does with each class of operators: measured once, in a process as stages have.
+"""Measures once how fast this machine's device computes each class of operators, in a process like a stage's.
 
-In the background, at low priority, by one node of a machine at a time; kept in the user's cache folder for as
-long as hardware, torch, device, type and threads are the same. Only how much of a processor a stage gets here
-is measured at every start. Where it cannot be measured the first guess of `node.services.capacity` stays.
+One node of a machine at a time measures, in the background and at low priority. The result stays in the
+user's cache folder for as long as hardware, torch, device, type and threads are the same. Only the share of a
+processor that a stage gets is measured at every start. Without a result the guess of `node.services.capacity`
+stays.
 
-It steps aside for the node's own computing, such as a stage: the processes that measure are ended, which also
-gives their memory back, and what they had not found yet is measured once the node has been idle for a moment.
+Measuring yields to the node's own computing, such as a stage: the measuring processes are ended, which also
+frees their memory, and the missing part is measured once the node has been idle for a moment.
 """
 
 import fcntl
@@ -122,13 +123,13 @@ class MeasuringTurn:
 
 @dataclass(frozen=True)
 class CalibrationWish:
-    """What is to be known, and what makes an earlier answer good."""
+    """The parameters of a calibration; an earlier result with equal ones is reused."""
 
     device: str
     dtype: str
     threads: int
     slots: int = 1
-    """How many stages compute here at once, each with so many threads."""
+    """The number of stages that compute here at once, each with `threads` threads."""
 
     @property
     def key(self) -> str:
@@ -182,7 +183,7 @@ def calibrate(
 
 
 class _Work:
-    """What is found out for one calibration, part after part; a part that was broken off begins again."""
+    """The measurements of one calibration, part after part; an interrupted part begins again."""
 
     def __init__(
         self, wanted: CalibrationWish, folder: Path, meter: EnergyMeter, processes: "MeasuringProcesses"

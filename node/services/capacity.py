@@ -1,7 +1,7 @@
-"""What this machine offers, measured at the start: device, cores, free memory, FLOP/s by a short product.
+"""Measures this machine's offer at the start: device, cores, free memory, FLOP/s by a short product.
 
-On a CPU numpy multiplies, in this process (its BLAS is as fast as torch's); for an accelerator torch
-must, so a short process does. The figure is a first guess that placement needs, not a promise.
+On a CPU numpy multiplies in this process (its BLAS is as fast as torch's); an accelerator needs torch, so a
+short-lived process multiplies there. The figure is a first guess that placement needs, not a promise.
 """
 
 import json
@@ -34,7 +34,7 @@ MEMORY_USEFUL_BYTES_MIN = 1 << 30
 
 @dataclass(frozen=True)
 class Capacity:
-    """What is offered. `memory_free_bytes` is what a run may take, after the configured share."""
+    """A machine's offer. `memory_free_bytes` is the most that a run may take, after the configured share."""
 
     device: str
     cores: int
@@ -45,8 +45,8 @@ class Capacity:
     all_cores: int = 0
     memory_available_bytes: int = 0
     corrected: tuple[str, ...] = ()
-    """Declarations that this machine does not bear out, each in words for a person. The two before it are
-    what there was when it was measured, whatever is allowed; 0 for no more than is offered."""
+    """Declarations that this machine does not bear out, each in words for a person. The two fields above are
+    the totals as measured, before the owner's limits; 0 for no more than is offered."""
 
     def measured(self, at: float, slots: int = 1) -> CapacityMeasured:
         """The event that says so, at the unix time `at`; `slots` share it."""

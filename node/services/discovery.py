@@ -1,4 +1,4 @@
-"""What is where: the Kademlia core driven over datagrams, with its lookups as awaitable calls."""
+"""Drives the Kademlia core over datagrams, with its lookups as awaitable calls."""
 
 from collections.abc import Callable, Sequence
 from math import ceil
@@ -35,7 +35,7 @@ LOOKUP_SECONDS_MAX = 30.0
 SOUGHT_MAX = 16
 """Searches for neighbours at once; membership asks for one at a time."""
 SAVE_SECONDS = 5.0
-"""What changed in between is lost with a crash; other holders have it."""
+"""A crash loses the changes of this interval; other holders have them."""
 CONTACTS_SAVED_EVERY = 12
 """Savings of records for one of contacts: a minute."""
 

@@ -69,8 +69,8 @@ class EnergyMeter:
 
 
 class EnergyLog:
-    """What a meter has counted over time, and so what any span of time took. Times are wall times. Nothing is
-    read before the first sample is asked for."""
+    """The readings of a meter over time, which give the energy of any span. Times are wall times. The meter
+    is first read at the first sample."""
 
     def __init__(
         self, make_meter: Callable[[], EnergyMeter] = EnergyMeter, samples_max: int = SAMPLES_MAX
@@ -83,7 +83,7 @@ class EnergyLog:
         self._totals: list[float] = []
 
     def sample(self, at: float) -> bool:
-        """Note what was counted until now; whether this machine's hardware counts anything."""
+        """Record the meter's reading; return whether this machine's hardware counts anything."""
         self._meter = self._meter or self._make_meter()
         found = self._meter.read()
         if found:

@@ -39,9 +39,9 @@ SEND_SECONDS_MAX = 2.0
 PROBE_SECONDS_MAX = 4 * BURST_SECONDS_MAX
 ANSWER_SECONDS_MAX = 3_600
 WAYS_MAX = 2 * LINKS_MAX
-"""Measured links of which it is known which way they led: those that are told, and some before them."""
+"""Measured links whose direction is remembered: those that are published, and some before them."""
 NANOSECONDS_MIN = 1_000
-"""What a clock tells apart."""
+"""The resolution of a clock."""
 
 Size = Annotated[int, msgspec.Meta(ge=2 * CHUNK_BYTES, le=PROBE_BYTES[-1])]
 _FILLING = memoryview(bytes(CHUNK_BYTES))
@@ -70,7 +70,7 @@ class ProbeChunk(msgspec.Struct, frozen=True, tag="chunk"):
 
 
 class ProbeTaken(msgspec.Struct, frozen=True, tag="taken"):
-    """What came after the first chunk, and how long after it the last one did."""
+    """The bytes that came after the first chunk, and the time from it to the last one."""
 
     bytes: Annotated[int, msgspec.Meta(ge=0, le=PROBE_BYTES[-1])]
     nanoseconds: Annotated[int, msgspec.Meta(ge=NANOSECONDS_MIN, le=10**11)]

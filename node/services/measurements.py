@@ -1,7 +1,7 @@
-"""What this node measured of itself and of others, told in the DHT; and what others told, looked up at need.
+"""Publishes this node's measurements of itself and of others in the DHT, and looks up others' at need.
 
-Two records a peer: its calibration, and what it observed of others. They are asked for only of members that
-say they are calibrated, before a plan is made. Not here: how any of it is measured.
+Each peer has two records: its calibration, and its observations of others. They are fetched before a plan is
+made, and only of members that say they are calibrated. Not here: how any of it is measured.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -157,7 +157,7 @@ class Measurements:
 
     @property
     def observed(self) -> Observed:
-        """What this node measured of others lately."""
+        """This node's recent measurements of others."""
         now = self._clock.monotonic()
         for peer, rate, is_saturated in self._frames():
             if peer != self._me:
@@ -182,7 +182,7 @@ class Measurements:
 
     @property
     def knowledge(self) -> Knowledge:
-        """What is known now, without asking anybody."""
+        """The measurements known now, without a lookup."""
         calibrations, observed = dict(self._calibrations), dict(self._observed)
         if self.calibration is not None:
             calibrations[self._me] = self.calibration

@@ -168,7 +168,7 @@ class Membership:
 
     @property
     def clocks(self) -> PeerClocks:
-        """What the clocks of others show."""
+        """The clocks of the peers, as this node compares them with its own."""
         return self._swim.clocks
 
     def follow_clock(self) -> None:
@@ -280,7 +280,7 @@ class Membership:
             self._look_for_life(elsewhere)
 
     def _told(self, event: core.Event) -> events.Event | None:
-        """What people are told of it; None for nothing."""
+        """Return the node's event for an event of the core; None where people need none."""
         at = self._clock.wall()
         match event:
             case core.MemberUp():

@@ -1,9 +1,9 @@
-"""What a node says of itself in its SWIM fact, beside name and addresses: what it offers, and how it is now.
+"""Encodes a node's claims in its SWIM fact beside name and addresses: its capacity, and its standing.
 
-Two parts. The capacity is measured at the start and is what plans are made with. The standing is how the node
-is at the moment: what it can do, its load, free memory, free slots and the stages that it holds. It is in
-whole steps, and told anew when one has changed, for each change costs every member some sends. All of it is a
-claim; 300 bytes hold it, and what does not fit is left out, the stages first.
+Plans are made with the capacity, which is measured at the start. The standing is the node's condition now:
+its capabilities, load, free memory, free slots and the stages that it holds. It is rounded to steps, and told
+anew only when a step changes, for each change costs every member some sends. All of it is a claim; 300 bytes
+hold it, and what does not fit is left out, the stages first.
 """
 
 import os
@@ -66,7 +66,7 @@ class AdvertisedStanding(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Metadata(msgspec.Struct, frozen=True, array_like=True):
-    """What a member's SWIM fact carries beside name and addresses, in its own words."""
+    """A member's own claims in its SWIM fact, beside name and addresses."""
 
     version: int
     accepts_runs: bool
@@ -119,7 +119,7 @@ def read_metadata(data: bytes) -> Metadata | None:
 
 
 def claimed_capacity(data: bytes, at: float) -> events.CapacityMeasured | None:
-    """What a member says it offers."""
+    """Return the capacity that a member claims; None where this version cannot read it."""
     metadata = read_metadata(data)
     if metadata is None:
         return None

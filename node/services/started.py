@@ -1,4 +1,4 @@
-"""What a node says of itself once it has a place in the network."""
+"""Makes the event that a node emits once it has a place in the network."""
 
 from crypto.contact import Address
 from crypto.identity import PeerId

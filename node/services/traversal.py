@@ -1,6 +1,6 @@
-"""What this node does about the router before it: a port is mapped, and peers are reached through it.
+"""Traverses the router before this node: has it map a port, and punches through it to peers.
 
-It puts the drivers of `node.transport.nat` together; each is described there.
+It starts the drivers of both, `node.transport.portmap_driver` and `node.transport.puncher`.
 """
 
 from collections import Counter
@@ -18,7 +18,7 @@ from node.transport.puncher import Puncher
 
 
 class Traversal:
-    """`run` until cancelled; `maps` says whether the router is asked for a port. `live` are the members."""
+    """`run` until cancelled; `maps`: ask the router for a port. `live` returns the live members."""
 
     def __init__(
         self,

@@ -28,14 +28,14 @@ WAITING_PER_PEER_MAX = 8
 """Circuits announced to one peer that it has not taken yet."""
 WAIT_SECONDS = 5.0
 STRANGER_BYTES_PER_HOUR = 2**30
-"""What is carried for a peer that has given this node nothing: enough to join and to fetch a small model."""
+"""The allowance of a peer that has given this node nothing: enough to join and to fetch a small model."""
 HOUR_SECONDS = 3_600.0
 ACCOUNTS_MAX = 4_096
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What the owner gives: whether at all, how many circuits, how many bytes a second (0: no bound)."""
+    """The owner's limits: whether to relay at all, the circuits, the bytes a second (0: no bound)."""
 
     is_on: bool = False
     circuits_max: int = 64
@@ -107,7 +107,7 @@ class RelayLedger:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """Return what others could make grow here: how much it is, and its limit."""
+        """Return the tables that others can make grow here: the size and limit of each."""
         return {
             "places": (len(self._places), PLACES_MAX),
             "announced": (len(self._announced), PLACES_MAX * WAITING_PER_PEER_MAX),
@@ -244,12 +244,12 @@ class SharedPace:
         return sum(due > now for each, due in self._due.items() if each != who) + 1
 
     def forget(self, who: object) -> None:
-        """It uses it no more."""
+        """Drop the share of `who`, which no longer uses it."""
         self._due.pop(who, None)
 
 
 BURST_SECONDS = 0.05
-"""What a pause saves up."""
+"""The most that a pause saves up."""
 PIECE_SECONDS = 0.1
 """How long one piece keeps a share busy: what comes behind it is there long before a path is called dead."""
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 2**11, 2**16

@@ -44,7 +44,7 @@ class PlaceSearch:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {
             "asked": (len(self._asked), WANTED),
             "left alone": (len(self._left_alone), TRIED_MAX),
