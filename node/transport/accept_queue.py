@@ -1,13 +1,12 @@
-"""Strangers: who has connected and not yet said what a peer says first. They stand in the doorway together,
-and none of them has a task.
+"""Accepts connections and holds them until a valid first flight has come. They share one queue and one task.
 
-One task takes connections from the kernel, reads what they say, and closes those who say something else,
-hang up, or have stood there for too long; in crowds it does so for many at once, for a turn of the event loop
-costs more than all else of a stranger. Whose first flight is whole, and in a private swarm shows a key of it,
-is handed on to shake hands as soon as `HandshakeGate` lets it; it keeps its place at the door until then.
+The task takes connections from the kernel, reads them, and closes those that send something else, hang up, or
+take too long. Under load it handles many in one turn of the event loop, which costs more than all other work
+for a connection. A connection whose first flight is complete, and in a private swarm proves a key of it, goes
+on to the handshake as soon as `HandshakeGate` admits it; it keeps its place in the queue until then.
 
-In a private swarm an outsider gets no byte and learns nothing from the time either: whatever it sends, the
-connection is closed when it hangs up or when the deadline has come, as that of one who says nothing.
+In a private swarm an outsider gets no byte, and timing tells it nothing: whatever it sends, its connection is
+closed when it hangs up or at the deadline, as a silent one is.
 """
 
 import errno
@@ -31,26 +30,26 @@ from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Creden
 from node.transport.handshake_limits import HandshakeGate
 
 TAKEN_AT_ONCE_MAX = 64
-"""Connections from one listening socket before others get their turn: some milliseconds of refusing."""
+"""Connections accepted from one listening socket before others get their turn: some milliseconds of work."""
 TURNS_RATE, TURNS_BURST = 2.0, 10.0
-"""Turns of the event loop for strangers, a second and at once, that come as soon as there is something to do.
-One that brings a peer is not counted."""
+"""Immediate turns of the event loop for strangers: the rate a second, and the burst. A turn that yields a
+peer is not counted."""
 GATHER_SECONDS = 0.05
-"""How far apart turns are, once there were too many: meanwhile strangers gather. A turn costs 100 us or more,
-a stranger in one of many 30. An honest peer that comes amid a crowd has to wait for this once or twice."""
+"""The pause between turns beyond that rate, in which strangers gather. A turn costs 100 us or more, each of
+many strangers in it 30. An honest peer that comes amid a crowd waits for this once or twice."""
 GATHERED_PART = 1 / 8
-"""The share of the queue's places that may fill in a turn before the pause becomes shorter. A connection of
-the turn before is to have time to shake hands before a whole queue has come after it."""
+"""The share of the queue's places that may fill in a turn before the pause becomes shorter. Connections of
+the turn before must have time to shake hands before a whole queue has come after them."""
 READ_BYTES_MAX = 2**16
-"""What is read of an outsider in all, only to be thrown away. It makes the end of its connection look like
-that of a silent one; who sends more gets no more of our time, and its own kernel waits. What was read before
-it showed itself counts, or how much more it can send would tell how much it had right."""
+"""The bytes read of an outsider in all, and discarded, so that its connection ends as a silent one does. An
+outsider that sends more is read no further, and its own kernel waits. Bytes before its rejection count too:
+else the number that it can still send would tell how much of its flight was right."""
 
 FAILED_SECONDS = 1.0
 """After a turn that failed by a bug of ours."""
 
 _NO_ROOM = {errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS}
-"""The connection stays with the kernel, and is asked for again in the next turn: in a crowd these are few."""
+"""On these the kernel keeps the connection, and the next turn accepts again: in a crowd turns are few."""
 _FILES = tuple(
     kind
     for name in ("EpollSelector", "KqueueSelector")

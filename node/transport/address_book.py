@@ -282,7 +282,7 @@ class AddressBook:
         return tuple(tried)
 
     def _claimed(self, entry: _Entry) -> list[Address]:
-        """What may be tried of what it and others say, in the order in which it should be."""
+        """Return the admitted addresses among those that it and others claim, in the order to try them."""
         said = _distinct(*entry.claimed, *entry.hinted)
         return sorted(filter(self.policy.admits, said), key=self.policy.closeness)
 

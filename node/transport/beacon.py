@@ -157,7 +157,7 @@ class Beacons:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {
             "neighbours": (len(self._heard), NEIGHBOURS_MAX),
             "sources": (len(self._sources), SOURCES_MAX),
@@ -235,7 +235,7 @@ class Beacons:
 
 @dataclass
 class _Neighbour:
-    """What was told of a peer since when, for RETELL_SECONDS at most; the limit on news bounds it."""
+    """Addresses reported of a peer, and when, for RETELL_SECONDS at most; the limit on news bounds these."""
 
     addresses: frozenset[Address] = frozenset()
     told: float = -inf

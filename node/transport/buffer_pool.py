@@ -12,15 +12,15 @@ import weakref
 import numpy as np
 
 POOL_BYTES_MAX = 256 * 2**20
-"""What the pool keeps, lent again or idle for a while: sixteen activations of 16 MiB. What is lent beyond
-that is given back to the system. It also bounds what a peer can hold by a length alone, for such memory has
-pages."""
+"""Memory that the pool keeps, lent again or idle: sixteen activations of 16 MiB. Memory beyond it goes back
+to the system. It also bounds how much memory a peer can hold by announcing a length alone, for the pool's
+memory has pages."""
 POOLED_BYTES_MIN = 2**17
 """Below, the allocator has warm memory of its own."""
 
 
 class Pool:
-    """Lends memory. Loans may end in any thread, or inside another call of the pool (a collected circle)."""
+    """Lends memory. Loans may end in any thread, or inside another call of the pool (a collected cycle)."""
 
     def __init__(self, bytes_max: int = POOL_BYTES_MAX) -> None:
         self._bytes_max = bytes_max

@@ -35,14 +35,14 @@ from node.transport.tcp import Connection, ReassemblyBudget
 from node.transport.vanished import VanishedConnections
 
 OPEN_SECONDS = 20.0
-"""All addresses of a peer together."""
+"""The time to try all addresses of a peer."""
 PREFERRED_DELAY_SECONDS = 2.0
-"""What the path that was measured as the fastest gets before others are tried: it may be full of our data."""
+"""The head start of the path that was measured as the fastest: it may be full of our data."""
 LOOK_SECONDS = 10.0
-"""How often connections are looked at: idle for too long, or the other machine gone; and memory that nobody
-has borrowed since."""
+"""The interval of checks for connections that are idle for too long or whose machine is gone, and for pooled
+memory that was not borrowed since the last one."""
 GRACE_SECONDS = 0.5
-"""What handlers get to finish their answers when the node leaves, and streams to end in order."""
+"""The time for handlers to finish their answers when the node leaves, and for streams to end in order."""
 
 Reached = SecuredTransport | MultiplexedPath
 

@@ -39,10 +39,10 @@ CONNECT_SECONDS = 5.0
 """TCP's first retries are after one and three seconds: two lost packets are survived."""
 HANDSHAKE_SECONDS = 5.0
 FLIGHT_BYTES_MAX = 2**11
-"""What is read at once: the longest flight has 1,400 bytes. As much again, and one message, may be held."""
+"""Bytes read at once: the longest flight has 1,400. As much again, and one message, may be held."""
 UNSENT_BYTES_MAX = 2**20
-"""What the kernel takes beyond what the network does: one write, while the next is encrypted. trio's own
-16 KiB is for who multiplexes; measured for 64 MiB, it makes seven times the writes and half the time more."""
+"""Bytes that the kernel queues beyond those in flight: one write, while the next is encrypted. trio's default
+of 16 KiB suits multiplexers; measured for 64 MiB, it takes seven times the writes and 1.5 times as long."""
 KEEPALIVE_SECONDS = 30
 """A peer that vanished is noticed by the kernel, after a few times this."""
 
@@ -53,7 +53,7 @@ _CPU_BYTES = 2**14
 
 @dataclass(frozen=True)
 class Credentials:
-    """What this node proves in handshakes, and the suites it takes, best first.
+    """The keys and the swarm that this node proves in handshakes, and the suites it takes, best first.
 
     `static` is an X25519 private key of 32 bytes.
     """

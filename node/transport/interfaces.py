@@ -28,7 +28,7 @@ _TUNNEL = re.compile(r"tun|tap|utun|wg|tailscale|zt|ppp|ipsec|nebula|nordlynx|pr
 
 
 class Use(IntEnum):
-    """What an interface is probably for, the likeliest to be reached by others first."""
+    """The probable use of an interface, the one that others most likely reach first."""
 
     DEFAULT_ROUTE = 0
     CABLE = 1

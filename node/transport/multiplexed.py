@@ -33,9 +33,9 @@ from node.transport.multiplexer import (
 from node.transport.tcp import Connection
 
 UNSENT_BYTES_MAX = 2**15
-"""What the kernel takes beyond what the network does: a small message waits behind no more."""
+"""Bytes that the kernel queues beyond those in flight: a small message waits behind no more."""
 WATCH_SECONDS = 0.5
-"""How often a path is looked at between two pings."""
+"""The interval of checks on a path between two pings."""
 SILENCE = "nothing came on the path any more"
 """Why a dead path ends."""
 

@@ -29,11 +29,11 @@ FRAME_BYTES_MAX = DATA_BYTES_MAX + 16
 CHANNELS_MAX = 128
 """Channels that the other side may have open at once: twice the connections that one peer may have here."""
 CREDIT_BYTES = 2**18
-"""What may come on a new channel before its reader takes anything."""
+"""The bytes that may come on a new channel before its reader takes any."""
 CREDIT_BYTES_MAX = 2**21
 """The same of a channel whose reader keeps up: 160 Mbit/s over a round trip of 100 ms."""
 GRANTED_BYTES_MAX = 2**24
-"""What all readers together may be granted beyond CREDIT_BYTES each."""
+"""The credit of all readers together beyond CREDIT_BYTES each."""
 QUEUE_SECONDS = 0.02
 """How much longer than its shortest round trip a path is kept busy for."""
 WINDOW_BYTES_MIN = 2**16
@@ -174,7 +174,7 @@ class Multiplexer:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What the other side could make grow here: how much it is, and its limit."""
+        """The tables that the other side can make grow here: the size and limit of each."""
         return {
             "channels": (self._others, CHANNELS_MAX),
             "control": (len(self._control), CONTROL_MAX),

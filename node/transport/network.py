@@ -55,9 +55,9 @@ class Translation:
     """How this machine's router translates addresses, as texts for people; empty where it is not known."""
 
     mapping: str = ""
-    """What came of asking it for a port."""
+    """The outcome of asking it for a port."""
     kind: str = ""
-    """What peers saw of it."""
+    """Its kind of translation, as peers saw it."""
 
 
 class RealNetwork:
@@ -116,7 +116,7 @@ class RealNetwork:
         self._circuits: tuple[Address, ...] = ()
         self._mapped: Address | None = None
         self.translation = Translation()
-        """What is known of the router before this machine."""
+        """The translation of the router before this machine, as far as it is known."""
         self._datagrams: Datagrams | None = None
         self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
             ONE_SHOT_QUEUE_MAX
@@ -170,7 +170,7 @@ class RealNetwork:
 
     @property
     def credentials(self) -> Credentials:
-        """What this node shakes hands with."""
+        """The credentials of this node in handshakes."""
         return self._credentials
 
     @property

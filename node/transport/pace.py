@@ -7,7 +7,7 @@ every datagram goes at once: short ones are counted, so that what is long makes 
 from math import inf
 
 BURST_SECONDS = 0.05
-"""What a pause saves up."""
+"""The most that a pause saves up."""
 PIECE_BYTES = 1 << 16
 """A long message is paced in such pieces."""
 

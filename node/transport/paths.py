@@ -66,7 +66,7 @@ def idle_seconds(way: Way, *, has_better: bool) -> float:
 
 
 class PathHost(Protocol):
-    """What paths are made over: `node.transport.connections.Connections`."""
+    """The part of `node.transport.connections.Connections` that paths use."""
 
     @property
     def serving(self) -> trio.Nursery | None:

@@ -48,7 +48,7 @@ _PCP_MAP = struct.Struct(">12sB3xHH16s")
 
 @dataclass(frozen=True)
 class PortMapping:
-    """What comes to `host`:`port` by TCP reaches this node, and by UDP where it `has_udp`."""
+    """The router forwards TCP for `host`:`port` to this node, and UDP where it `has_udp`."""
 
     host: str
     port: int
@@ -82,7 +82,7 @@ class PortMapper:
 
     @property
     def mapping(self) -> PortMapping | None:
-        """What the router grants now."""
+        """The mapping that the router grants now; None without one."""
         tcp, udp = self._grants.get(_TCP), self._grants.get(_UDP)
         if tcp is None or not self._external:
             return None

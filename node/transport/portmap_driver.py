@@ -30,7 +30,7 @@ _UP_GATEWAY = 0x3
 
 @dataclass(frozen=True)
 class PortMappingState:
-    """What came of asking. `router` is empty where there is none to ask."""
+    """The outcome of asking a router. `router` is empty where there is none."""
 
     router: str = ""
     outcome: str = ""

@@ -80,5 +80,5 @@ class ObservedAddresses(msgspec.Struct, frozen=True, array_like=True, tag="obser
 
 
 Passed = PunchOffer | RoundTrip | Begin
-"""What two that meet by a third say to each other."""
+"""Messages that two peers exchange through a third one that introduced them."""
 Message = PunchOffer | RoundTrip | Begin | Introduce | Introduced | Meet | Observe | ObservedAddresses

@@ -1,10 +1,10 @@
-"""What is decided about punching: where others see this node, which addresses are dialled, and how often. A
-core without I/O; `now` is monotonic seconds.
+"""Decides for hole punching where others see this node, which addresses to dial, and how often. A core
+without I/O; `now` is monotonic seconds.
 
-Two routers that drop what nobody asked for are both opened from inside, where both nodes dial at once, each
-the address and port at which the other is seen from outside. It works where a router has one outer port for
-all destinations (endpoint-independent mapping, RFC 4787), or lets everybody in. What a peer offers must not
-make this node a scanner: see `admit`.
+Two routers that drop unsolicited packets are both opened from inside when both nodes dial at once, each the
+address and port at which the other is seen from outside. It works where a router has one outer port for all
+destinations (endpoint-independent mapping, RFC 4787), or filters nothing. A peer's offer must not make this
+node a scanner: see `admit`.
 """
 
 from collections import OrderedDict
@@ -73,7 +73,7 @@ class PunchBudget:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {
             "peers": (len(self._tries), PEERS_MAX),
             "hosts": (len(self._hosts), HOSTS_MAX),
@@ -153,7 +153,7 @@ class IntroductionBudget:
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """What others could make grow here: how much it is, and its limit."""
+        """The tables that others can make grow here: the size and limit of each."""
         return {"askers": (len(self._askers), PEERS_MAX), "targets": (len(self._targets), PEERS_MAX)}
 
     def may_introduce(self, asker: PeerId, target: PeerId, now: float) -> bool:

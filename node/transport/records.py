@@ -46,7 +46,7 @@ _SMALL_BYTES_MAX = RECORD_PLAIN_BYTES_MAX - _HEAD_BYTES
 
 
 class Mark(IntEnum):
-    """What is said between messages. Each conversation has exactly one CLOSE from each side."""
+    """Marks between messages. Each conversation has exactly one CLOSE from each side."""
 
     END = 0
     """I send no more in this conversation, and still read."""
@@ -204,7 +204,7 @@ class RecordReader:
             self._move(self._own_buffer)
 
     def _move(self, buffer: memoryview) -> None:
-        """What is left of the bytes that have come, to the beginning of `buffer`."""
+        """Move the unread bytes to the beginning of `buffer`, and use that from now on."""
         rest = bytes(self._buffer[self._start : self._end])
         buffer[: len(rest)] = rest
         self._buffer = buffer

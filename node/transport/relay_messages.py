@@ -72,8 +72,8 @@ class RelayRefused(msgspec.Struct, frozen=True, array_like=True, tag="refused"):
 
 
 class CircuitReady(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """What follows on this connection is the other's. The peer that asked gets the answer to its flight; for
-    the other one it is empty."""
+    """All further bytes on this connection are the other peer's. `flight` is the answer to the flight of the
+    peer that asked; for the other one it is empty."""
 
     flight: Annotated[bytes, msgspec.Meta(max_length=FLIGHT_BYTES_MAX)] = b""
 

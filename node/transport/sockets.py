@@ -25,9 +25,9 @@ REFUSED_PAUSE_SECONDS_MAX = 0.02
 in a row. A turn of the event loop costs ten times what refusing a packet does; a flood of strangers is to
 have few of them. A peer's packet waits no longer than this, and the kernel has room for more."""
 BUFFER_BYTES = 2**20
-"""What the kernel is asked to hold for us, so that a burst from strangers does not push out the rest."""
+"""The receive buffer asked of the kernel, so that a burst from strangers does not push out other packets."""
 ROUTES_MAX = 4_096
-"""Others whose packets came by one of several sockets: the latest, to be answered by the same one."""
+"""Latest sources whose socket of several is remembered, so that answers leave by the same one."""
 SOURCES_MAX = 4_096
 """Sources whose address is remembered; reading one costs more than all else of a packet."""
 

@@ -21,7 +21,7 @@ LINGER_SECONDS = 2.0
 """How long the other side may take to close too before the connection is given up. It has no more to do than
 to end a handler; a new connection costs less than a long wait."""
 LINGER_BYTES_MAX = 2**20
-"""What the other side may still send meanwhile: what was on its way. More would be read for nothing."""
+"""Bytes that the other side may still send meanwhile, those in flight. Reading more would serve nothing."""
 
 _THIS_SIDE = "this side closed it"
 _OTHER_SIDE = "the other side closed it"

@@ -76,8 +76,8 @@ class ReassemblyBudget:
         self._held: dict[object, tuple[int, Callable[[], object]]] = {}
 
     def hold(self, who: object, held_bytes: int, give_up: Callable[[], object], *, anew: bool) -> None:
-        """What the message of a stream takes by now; `anew`: another one than before. Where that is too much
-        of all together, `give_up` of those that began first is called, which must `release` them."""
+        """Record the bytes held for the message of a stream; `anew`: another message than before. While all
+        together exceed the limit, call `give_up` of the one that began first, which must `release` it."""
         before = self._held.pop(who, None) if anew or not held_bytes else self._held.get(who)
         self._bytes += held_bytes - (before[0] if before is not None else 0)
         if held_bytes:
@@ -86,7 +86,7 @@ class ReassemblyBudget:
             next(iter(self._held.values()))[1]()
 
     def release(self, who: object) -> None:
-        """Its stream is over."""
+        """Forget the message of `who`, whose stream is over."""
         self._bytes -= self._held.pop(who, (0, None))[0]
 
 

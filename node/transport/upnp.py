@@ -33,7 +33,7 @@ SERVICES = (
 )
 """Those that map ports, the best first."""
 ROUTER = "urn:schemas-upnp-org:device:InternetGatewayDevice:1"
-"""What is searched for; routers of version 2 answer to it as well."""
+"""The device type searched for; routers of version 2 answer to it as well."""
 
 CONFLICT, PERMANENT_ONLY = 718, 725
 """Error codes: another machine has the port; the router knows no mapping that ends by itself."""
@@ -51,8 +51,8 @@ _REASONS = {
 
 
 class UpnpFault(Exception):
-    """What a router sent is wrong, or it refuses; the text is for a person, `code` the router's, if it said
-    one."""
+    """A router's answer is malformed, or it refuses; the text is for a person, `code` the router's own, or 0
+    without one."""
 
     def __init__(self, text: str, code: int = 0) -> None:
         super().__init__(text)

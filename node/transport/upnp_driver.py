@@ -55,7 +55,7 @@ PORTS_TRIED = 3
 """Ports that are asked for where other machines have the first."""
 _CHUNK_BYTES = 2**14
 _FAILURES = (UpnpFault, OSError, h11.ProtocolError, trio.TooSlowError, trio.BrokenResourceError)
-"""What a call to a router may raise."""
+"""The exceptions that a call to a router may raise."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class UpnpMapper:
                     await self._call(self._point, "DeletePortMapping", arguments)
 
     def _fail(self, outcome: Outcome, reason: str) -> None:
-        """What was granted holds until its lease is over, whatever became of a refresh."""
+        """Note a failure. A granted mapping holds until its lease is over, even where a refresh fails."""
         now = self._clock.monotonic()
         self.deadline = now + (LATER_SECONDS if self._granted is None else REFRESH_SECONDS)
         if self.mapping is not None and now < self._until:
