@@ -1,16 +1,16 @@
-"""Where simulated peers are: what each says of itself, and what answers at an address. Pure.
+"""Addresses of simulated peers: those that each knows of itself, and those that others see. Pure.
 
 Each peer has a network of its own (a /24). Behind a translator it knows only its inner address, as any
-machine does; others see another one, where it may or may not be reached, and which it learns only from them.
+machine does; others see an outer one, where it may or may not be reachable, and which only they can tell it.
 """
 
 from crypto.contact import PORT_MAX, Address
 from crypto.identity import PeerId
 
 PORT = 9747
-"""Where all listen."""
+"""The port on which all listen."""
 _PORTS_OUT = range(49_152, PORT_MAX + 1)
-"""What connections come from (RFC 6335): never where their peer listens."""
+"""Source ports of connections (RFC 6335): never those on which peers listen."""
 
 
 def outer_address(number: int, peer: PeerId) -> Address:

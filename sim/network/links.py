@@ -58,7 +58,7 @@ class SimLinks:
         self.is_limited = model.is_limited
         self.has_translators = any(access.nat != "none" for access in model.access)
         self.ways: Ways | None = None
-        """What peers do about the routers before them, where there are any."""
+        """The peers' ways through the routers before them, where there are any."""
         self._internet = Internet() if model.has_routers else None
         self._seed = seed
         self._base, self._span = _distances(model)
@@ -156,12 +156,12 @@ class SimLinks:
         self._take_sides()
 
     def block(self, one: PeerId, other: PeerId) -> None:
-        """What `one` sends does not reach `other` any more; the other way it does."""
+        """Block messages from `one` to `other`; the other direction stays open."""
         self._blocked.setdefault(one, {})[other] = None
         self._look()
 
     def unblock(self, one: PeerId, other: PeerId) -> None:
-        """As before `block`."""
+        """Undo `block`."""
         self._blocked.get(one, {}).pop(other, None)
         if not self._blocked.get(one, True):
             del self._blocked[one]
@@ -313,7 +313,7 @@ class SimLinks:
 
 
 class Sender:
-    """What one peer sends by one protocol."""
+    """The messages that one peer sends by one protocol."""
 
     __slots__ = ("_counts", "_first", "_links", "_name", "_protocol", "_tick", "place")
 

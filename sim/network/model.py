@@ -1,7 +1,7 @@
-"""What a simulated network is like, as a scenario file says it: the table `[network]`. Only data.
+"""The model of a simulated network, as the table `[network]` of a scenario file describes it. Only data.
 
-`sim.network.links` makes it happen, for bare cores and for whole nodes alike. One that means nothing is
-refused when it is made: ValueError, which msgspec turns into its ValidationError while decoding.
+`sim.network.links` applies it, to bare cores and to whole nodes alike. A contradictory model is refused at
+construction: ValueError, which msgspec turns into its ValidationError while decoding.
 """
 
 import math
@@ -100,12 +100,12 @@ class NetworkModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def has_routers(self) -> bool:
-        """Whether anybody is behind one, and does something about it."""
+        """Whether any peer is behind a router that it has to get through."""
         return any(access.router != "none" for access in self.access)
 
     @property
     def is_limited(self) -> bool:
-        """Whether anybody's bandwidth is."""
+        """Whether the bandwidth of any peer is limited."""
         return any(
             min(access.up_mbit_per_second, access.down_mbit_per_second) < math.inf for access in self.access
         )

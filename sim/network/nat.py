@@ -13,7 +13,7 @@ from sim.network.model import Nat
 MAPPING_SECONDS = 120.0
 """RFC 4787 REQ-5: a UDP mapping must not expire in less than two minutes."""
 MAPPINGS_KEPT = 512
-"""From so many on the expired ones are thrown away."""
+"""From this many mappings on, expired ones are dropped."""
 
 _ANYONE = PeerId(b"")
 
@@ -30,18 +30,18 @@ class Translator:
         self._is_forwarding = False
 
     def forward(self) -> None:
-        """Somebody has set it to let in all that comes for the peer."""
+        """Forward all inbound traffic to the peer from now on."""
         self._is_forwarding = True
 
     def sent(self, receiver: PeerId, now: float) -> None:
-        """The peer behind it sends."""
+        """Open or refresh the mapping by which the peer sends to `receiver`."""
         if self._kind == "full-cone":
             self._use(_ANYONE, now)
         elif self._kind == "restricted":
             self._use(receiver, now)
 
     def got_through(self, receiver: PeerId, now: float) -> None:
-        """What the peer behind it sent has arrived at `receiver`."""
+        """Open a mapping for `receiver`, at which a datagram of the peer has arrived."""
         if self._kind == "symmetric":
             self._use(receiver, now)
 

@@ -3,12 +3,13 @@
 from sim.network.instants import after, ticks
 
 HANDLING_SECONDS = 0.0005
-"""What a slow process takes `factor` times over each datagram: two signatures checked, and the core. One that
-keeps up takes no time: it would be in time for all that matters, at the cost of an event a message."""
+"""The time to handle a datagram, of which a slow process takes `factor` times as much: the check of two
+signatures, and the core. A process at its usual pace takes none: it would meet all deadlines anyway, at the
+cost of an event a message."""
 
 
 def handling_ticks(factor: float) -> int:
-    """Return what each datagram takes, in whole microseconds."""
+    """Return the time that each datagram takes, in whole microseconds."""
     return ticks(factor * HANDLING_SECONDS) if factor > 1 else 0
 
 

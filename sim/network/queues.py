@@ -115,7 +115,7 @@ class LinkQueue:
         heappush(self._heap, (at, "", b"", self._number, action))
 
     def advance(self, now: float) -> None:
-        """All that happens in queues until `now`."""
+        """Process all that happens in queues until `now`."""
         heap = self._heap
         while heap and heap[0][0] <= now:
             at, _, _, _, what = heappop(heap)
@@ -128,7 +128,7 @@ class LinkQueue:
                 what()
 
     def _take_up(self, up: Uplink, now: float) -> None:
-        """What was sent before `now` enters the queue."""
+        """Move the parcels that were sent before `now` into the queue."""
         if not up.sent or up.sent_at >= now:
             return
         sent, up.sent = up.sent, []

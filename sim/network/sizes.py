@@ -21,7 +21,7 @@ def envelope_bytes(protocol: str) -> int:
 
 @dataclass(frozen=True)
 class SentTraffic:
-    """What was sent, whether it arrived or not; bytes with envelopes, 0 where nobody counts them."""
+    """Sent messages, arrived or not, and their bytes with envelopes; 0 where bytes are not counted."""
 
     messages: int = 0
     sent_bytes: int = 0
