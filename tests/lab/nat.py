@@ -16,12 +16,12 @@ from typing import Any, Literal
 from tests.lab.network import COMMAND_SECONDS, Host, Lab, Machine, held, python, refuse
 
 PORTS = 20_000
-"""External ports of a translator that does not keep the port: so many from its base on."""
+"""The number of external ports of a translator that does not keep the port, from its base on."""
 PORT_BASE, PORT_BASE_REBOOTED = 20_000, 42_000
 HOME_SECONDS = 300
-"""RFC 4787 wants a mapping of UDP kept for so long; home routers do so, or nearly."""
+"""RFC 4787 requires routers to keep a UDP mapping for this long; home routers nearly do."""
 SHORT_SECONDS = 50
-"""What carriers' translators were measured to keep."""
+"""Carriers' translators were measured to keep mappings for this long."""
 
 
 @dataclass(frozen=True)
@@ -265,8 +265,8 @@ def _address_lines(name: str, interface: str, *addresses: "str | bool") -> list[
 
 
 def _rule_lines(router: str, nat: Nat, outer: str, port_base: int) -> list[str]:
-    """What translates and filters. A packet that answers nothing is dropped before it is tracked to its end:
-    else it would take the mapping that the machine inside is about to make."""
+    """Return the nftables rules that translate and filter. They drop unsolicited packets before conntrack
+    confirms them: else one would take the mapping that the machine inside is about to make."""
     source = f"snat to {outer}:jhash ip saddr . th sport mod {PORTS} seed 0x5eed offset {port_base}"
     cone, learn, into = "", "", ""
     if nat.mapping == "dependent":

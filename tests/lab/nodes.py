@@ -122,11 +122,11 @@ class LabSwarm:
         return [node for node in self.nodes.values() if node.is_up]
 
     def views(self) -> dict[str, dict[str, str]]:
-        """What each node holds of the others."""
+        """Return each node's view of the others."""
         return {node.name: node.members for node in self.up}
 
     def agrees(self) -> bool:
-        """Whether everybody who is up holds just those for alive who are up."""
+        """Return whether all running nodes see exactly the running nodes as alive."""
         names = {node.name for node in self.up}
         return all(
             {other for other, status in view.items() if status in ("alive", "suspect")} == names - {name}

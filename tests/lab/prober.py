@@ -16,12 +16,12 @@ import sys
 from typing import Any
 
 WAIT_SECONDS = 5.0
-"""For what must come, on a busy machine too."""
+"""The time for expected packets, on a busy machine too."""
 _NETFILTER, _FLUSH, _REQUEST_ACK = 12, 1 << 8 | 2, 1 | 4
 
 
 class _Sockets:
-    """What can be asked for."""
+    """The sockets of one machine; each public method is a request."""
 
     def __init__(self) -> None:
         self._udp: dict[int, socket.socket] = {}

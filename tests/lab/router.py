@@ -1,9 +1,9 @@
-"""What a home router answers who ask it for a port, by real rules of nftables: NAT-PMP or PCP, not both.
+"""Answers requests for port mappings as a home router does, with real nftables rules: NAT-PMP or PCP.
 
 python -m tests.lab.router (nat-pmp|pcp|refusing) EXTERNAL-HOST
 
-Runs on a router of `tests.lab.nat`, whose map `forwarded` it fills. A port that is taken is granted as the
-next. What it says of itself is written from the RFCs, and shares nothing with the product.
+Runs on a router of `tests.lab.nat`, whose map `forwarded` it fills. For a port that is taken it grants the
+next. Its answers are written from the RFCs, and share no code with the product.
 """
 
 import socket

@@ -73,7 +73,7 @@ def test_everybody_alive_finds_everybody_alive_on_six_unlike_machines(tmp_path: 
     play(SAMPLE, tmp_path)
 
 
-def test_a_machine_that_nobody_can_reach_says_so_in_place_of_an_address(tmp_path: Path) -> None:
+def test_an_unreachable_machine_prints_the_reason_for_an_address(tmp_path: Path) -> None:
     with laboratory([Host("a", "eth0", extras=DOCKER)]) as lab, swarm(lab, tmp_path) as nodes:
         lab.machines["a"].run("ip link set eth0 down")
         nodes.start(["a"])
@@ -98,7 +98,7 @@ def test_everybody_alive_finds_everybody_alive_in_every_network(name: str, tmp_p
 
 
 @pytest.mark.skipif(not FULL, reason="PEERLOOM_LAB=full plays every plan")
-def test_a_machine_that_changes_its_address_is_found_after_the_first_has_died(tmp_path: Path) -> None:
+def test_a_machine_with_a_new_address_is_found_after_the_first_died(tmp_path: Path) -> None:
     plan = Plan(tuple(Host(name, "eth0", extras=DOCKER) for name in "abc"))
     with laboratory(plan.hosts) as lab, swarm(lab, tmp_path) as nodes:
         join(nodes)
@@ -140,7 +140,7 @@ def play(plan: Plan, folder: Path) -> dict[str, float]:
 
 
 def join(nodes: LabSwarm) -> float:
-    """All join through the first; how long it took them to agree."""
+    """Join all nodes through the first; return how long they took to agree."""
     first, *others = nodes.nodes
     nodes.start([first])
     nodes.start(others, JOIN=typed(nodes[first]))
@@ -148,6 +148,6 @@ def join(nodes: LabSwarm) -> float:
 
 
 def typed(node: LabNode) -> str:
-    """What a person types to join through it: its first address on the switch."""
+    """Return the address that a person types to join through a node: its first one on the switch."""
     here = next(iter(node.machine.hosts.values()))
     return f"[{here}]:{PORT}" if ":" in here else f"{here}:{PORT}"

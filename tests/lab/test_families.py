@@ -1,4 +1,4 @@
-"""What nodes find out about IPv4 and IPv6, each by itself: behind an IPv6 firewall that is a NAT of IPv4."""
+"""Nodes probe IPv4 and IPv6 each by itself: here behind a router that firewalls IPv6 and translates IPv4."""
 
 from functools import partial
 from pathlib import Path

@@ -100,7 +100,7 @@ def dials(at: dict[str, Prober], server: str, there: Any, name: str, seconds: fl
 
 
 @pytest.mark.parametrize(("name", "site"), [("h1", "home"), ("carrier", "carrier"), ("short", "short")])
-def test_a_home_router_maps_alike_for_all_and_lets_in_whom_it_wrote_to(
+def test_a_home_router_maps_endpoint_independently_and_filters_by_address_and_port(
     lab: Internet, at: dict[str, Prober], name: str, site: str
 ) -> None:
     there = seen_by(at, lab, name, "a")
@@ -220,7 +220,7 @@ def punched(at: dict[str, Prober], one: str, other: str, places: dict[str, Any],
     return len(reached) == 2
 
 
-def test_what_can_be_direct_follows_from_the_mappings() -> None:
+def test_direct_connections_follow_from_the_mappings() -> None:
     never = {
         frozenset((one, other))
         for one in PRESETS

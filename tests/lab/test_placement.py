@@ -23,7 +23,7 @@ HIDDEN = {"home", "symmetric"}
 
 
 def plan(lab: Internet, node: LabNode, *words: str) -> dict[str, Any]:
-    """What a person is told who asks there how a model would be placed."""
+    """Return the placement that `plan` prints for a model on this node."""
     program = [
         "ip",
         "netns",

@@ -1,9 +1,9 @@
-"""What runs on two machines that share a slow and a fast network: they average, and one hands over its state.
+"""The program of two machines that share a slow and a fast network: they average, and one sends its state.
 
 python -m tests.lab.two_paths DATA_DIR first            be there, average, train until the other has the state
 python -m tests.lab.two_paths DATA_DIR second ADDRESS   join, average, take over the state
 
-Each prints lines of JSON: how many bytes a second came by all interfaces together during a transfer.
+Each prints lines of JSON: the bytes a second that all interfaces together received during a transfer.
 """
 
 import json
