@@ -1,4 +1,4 @@
-"""What a training script may be made of, each once: schedulers and optimizers of torch, and more."""
+"""The parts of training scripts, each once: schedulers and optimizers of torch, and more."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ MORE: tuple[tuple[str, str, str], ...] = (
     (
         "`torch.save(model)`, `copy.deepcopy(model)`",
         "work; nothing of ours is in them",
-        "test_samples.py::test_what_is_saved_of_a_model_loads_without_this_package",
+        "test_samples.py::test_a_saved_model_loads_without_this_package",
     ),
     (
         "parameters thawed, frozen or added later",
@@ -144,4 +144,4 @@ MORE: tuple[tuple[str, str, str], ...] = (
         "test_frameworks.py::test_the_trainer_of_transformers_takes_it",
     ),
 )
-"""What scripts have beside schedulers and optimizers: what becomes of it, and the test that shows it."""
+"""Other parts of scripts: each with how it behaves, and the test that shows it."""

@@ -25,8 +25,8 @@ ANSWER_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Found:
-    """What one process saw. Seconds in which it wanted a core and had none are taken off its waits: those are
-    the machine's, whose other programs it cannot help."""
+    """The observations of one process. Seconds in which it was runnable without a core do not count as waits:
+    they are due to other programs of the machine."""
 
     made_seconds: float
     longest_seconds: float

@@ -158,7 +158,7 @@ def test_arrays_are_averaged_with_invited_peers_alone(nodes: list[SyncNode]) -> 
     assert set(means[1].shares) == {a.id, b.id}
 
 
-def test_what_contradicts_an_invitation_is_refused_by_name(nodes: list[SyncNode]) -> None:
+def test_arguments_that_contradict_an_invitation_are_refused_by_name(nodes: list[SyncNode]) -> None:
     a, b, c = nodes
     name = next(NAMES)
     invitation = a.invite(name, b.id)

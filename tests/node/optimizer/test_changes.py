@@ -1,4 +1,4 @@
-"""What changes under a run is looked at and named: parameters, groups, a cell that is run again."""
+"""Changes during a run are noticed and named: of parameters, of groups, by a cell that runs again."""
 
 import gc
 import re

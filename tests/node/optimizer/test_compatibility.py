@@ -1,4 +1,4 @@
-"""docs/scripts.md says of a script's parts what the tests show."""
+"""docs/scripts.md agrees with the tests of a script's parts."""
 
 import ast
 
@@ -14,7 +14,7 @@ def test_the_page_of_scripts_is_the_generated_one() -> None:
 
 
 @pytest.mark.parametrize("test", sorted({test for _, _, test in MORE}))
-def test_what_the_table_says_is_shown_by_a_test(test: str) -> None:
+def test_each_row_of_the_table_has_its_test(test: str) -> None:
     file, _, name = test.partition("::")
     tree = ast.parse((ROOT / TESTS / file).read_text())
     assert name in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}

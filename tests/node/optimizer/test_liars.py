@@ -232,9 +232,7 @@ def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Opti
     assert [each.largest_norm < 2 * before for each in run.members] == [True] * 3
 
 
-def test_of_three_states_of_local_steps_a_newcomer_never_takes_the_garbage(
-    start: Callable[[Options], Run],
-) -> None:
+def test_a_newcomer_never_takes_the_lie_among_three_states(start: Callable[[Options], Run]) -> None:
     """The liar is at the step of the others, and all of its numbers are finite."""
     run = start(LOCAL)
     run.train(2)
@@ -260,9 +258,7 @@ def test_a_newcomer_with_own_data_takes_the_other_state_of_two(start: Callable[[
             run.leave(newcomer)
 
 
-def test_a_state_that_is_worse_on_own_data_is_refused_and_the_own_one_stays(
-    start: Callable[[Options], Run],
-) -> None:
+def test_a_state_that_is_worse_on_own_data_is_refused(start: Callable[[Options], Run]) -> None:
     run = start(LOCAL)
     run.lie(5)
     newcomer = run.join(tries_states=True)

@@ -1,4 +1,4 @@
-"""Halves of a run with a target batch that were parted, and meet again: pure."""
+"""Halves of a run with a target batch meet again after a partition: pure."""
 
 from random import Random
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ STEP = 100
 
 
 class _Half:
-    """What one peer knows that trained with one partner, after more rounds with all before."""
+    """A peer that trained with all others, and then with one partner alone."""
 
     def __init__(self) -> None:
         self.roster = Roster(ME, RUN, RUN, Random(1), 0.0, 1)

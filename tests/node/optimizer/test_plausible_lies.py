@@ -19,12 +19,12 @@ SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_PLAUSIBLE_SEEDS", "1")))
 HONEST = 3
 STEPS = 12
 ROUNDS_MIN = 1
-"""Rounds that the liar began: the honest leave it out of theirs for longer and longer."""
+"""Rounds that the liar began: honest members exclude it for longer and longer."""
 KINDS = {"step", "rounds", "samples", "state", "vector", "weight", "silence"}
 GROWTH_MAX = 2.0
 STEP_SECONDS_MAX = 60.0
-"""What one call may take, on a busy machine: two attempts of a round and their window, and the state of
-another tried, which is 15 s on a quiet one."""
+"""The limit for one call on a busy machine: two attempts of a round with their window, and the trial of
+another peer's state, take 15 s on a quiet one."""
 
 
 @pytest.fixture(scope="module")

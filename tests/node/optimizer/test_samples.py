@@ -210,7 +210,7 @@ print(model(torch.ones(1, 6)).shape[1])
 """
 
 
-def test_what_is_saved_of_a_model_loads_without_this_package(me: SyncNode, tmp_path: Path) -> None:
+def test_a_saved_model_loads_without_this_package(me: SyncNode, tmp_path: Path) -> None:
     model = model_of()
     optimizer = me.optimizer(sgd(model), "saved", local_steps=2, model=model)
     backward(loss_of(model, batch_of(0)))

@@ -30,7 +30,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def by_torch(make: Make, steps: int) -> list[dict[str, Any]]:
-    """What torch's own scheduler makes of the groups, stepped once for each step."""
+    """Return the groups as torch's own scheduler sets them, stepped once for each step."""
     optimizer = sgd()
     scheduler: Any = make(optimizer)
     for _ in range(steps):

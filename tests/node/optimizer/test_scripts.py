@@ -1,4 +1,4 @@
-"""What training scripts have around their optimizer: averages of weights, checkpoints, torch's own DDP."""
+"""Scripts use the optimizer with averages of weights, checkpoints, and torch's own DDP."""
 
 import copy
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ from tests.node.optimizer.test_wrapper import open_nodes, until
 
 torch.set_num_threads(1)
 STALL_SECONDS = 4.5
-"""Beyond what a member that was not heard is given."""
+"""Longer than a silent member is waited for."""
 APART_SECONDS = 15.0
 """From the stall on, for the next three rounds. It was 30 to 90 s."""
 
@@ -31,7 +31,7 @@ def two_parts(seed: int = 0) -> torch.nn.Module:
 
 
 @pytest.mark.skipif(not SLOW, reason="PEERLOOM_LATE_MEMBERS=1")
-def test_a_stall_of_one_of_two_members_costs_little_more_than_its_length(
+def test_a_stall_of_one_member_costs_little_more_than_its_length(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(test_liars, "model_of", two_parts)

@@ -114,7 +114,7 @@ def test_a_script_that_has_made_no_batch_yet_holds_no_step_up(start: Start) -> N
     assert optimizer.global_step == 3
 
 
-def test_a_peer_that_a_step_left_behind_gets_the_state_of_one_that_idles(start: Start) -> None:
+def test_a_peer_left_behind_gets_the_state_of_an_idle_one(start: Start) -> None:
     model, ended = start(0, target_batch_size=32)
     other, optimizer = start(1, target_batch_size=32)
     until(lambda: ended.stats.peers == optimizer.stats.peers == 1)
@@ -126,7 +126,7 @@ def test_a_peer_that_a_step_left_behind_gets_the_state_of_one_that_idles(start: 
     assert weights(other) == weights(model)
 
 
-def test_a_step_returns_while_the_state_of_an_idle_peer_is_waited_for(
+def test_a_step_returns_while_an_idle_peer_owes_its_state(
     start: Start, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, first = start(0, target_batch_size=32)

@@ -85,7 +85,7 @@ OFFERS: dict[str, Callable[[int], OfferedState | None]] = {
     "Offer": lambda step: OfferedState(ClaimedCount(2**20), OTHER),
     "Nothing": lambda step: None,
 }
-"""What the liar answers where a state is asked for."""
+"""The liar's answers to requests for a state."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def test_every_message_and_field_about_states_has_its_lies() -> None:
 
 
 def heard(position: Position, lie: Lie) -> list[Report]:
-    """What a roster holds once all have spoken twice, the liar first and last, over the wire."""
+    """Return the reports of a roster after all have sent two over the wire, the liar first and last."""
     roster = Roster(ME, RUN, TENSORS, Random(1), 0.0, 1)
     for number in (1, 2):
         report = Report(

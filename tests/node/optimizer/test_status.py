@@ -14,7 +14,7 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 Pair = tuple[SyncNode, SyncNode]
 
 
-def test_a_peer_whose_gradients_are_not_finite_says_so_and_spoils_no_step(pair: Pair) -> None:
+def test_a_peer_reports_non_finite_gradients_and_spoils_no_step(pair: Pair) -> None:
     peers = make_pair(pair, "sick gradients", model_of, target_batch_size=64)
     (model, well), (sick_model, sick) = peers
     for number in range(2):

@@ -256,7 +256,9 @@ def test_local_steps_are_averaged_in_the_background_and_to_equal_bytes(
     assert all(each.stats.blocked_seconds < WINDOW_SECONDS / 2 for each in optimizers)
 
 
-def test_what_cannot_be_done_with_peers_is_refused_by_name(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_optimizers_and_settings_unfit_for_peers_are_refused_by_name(
+    nodes: Callable[[int], list[SyncNode]],
+) -> None:
     (me,) = nodes(1)
     model = model_of()
     optimizer = me.optimizer(adamw(model), "r", target_batch_size=32)
