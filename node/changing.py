@@ -51,8 +51,8 @@ def keep_limits(parts: ChangeableParts, config: Config) -> None:
 
 
 def change(parts: ChangeableParts, name: str, config: Config, before: Capacity, *, is_real: bool) -> None:
-    """Have a setting kept that was changed. Of the stages of others, those that it leaves no room for are
-    handed over. Another device is measured first, where it `is_real`."""
+    """Apply a changed setting. Stages of others that it leaves no room for are handed over. A new device is
+    measured first, where it `is_real`."""
     keep_limits(parts, config)
     if name == "device" and is_real:
         parts.runs.start_task(_measure, parts, config, of=None)

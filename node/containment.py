@@ -4,9 +4,9 @@
         await handler(stream)
     if part.error is not None: ...              end what can be trusted no more: the stream, the run
 
-What a peer may send is `RemoteProtocolError` and handled where it is read; what comes here is our own bug, or
-a machine that fails (a full disk). Cancellation and KeyboardInterrupt pass through, and are taken out of an
-exception group first. The log is `logging.getLogger("peerloom")`; `write_log` gives it a file.
+Faulty input of a peer raises `RemoteProtocolError`, and is handled where it is read; an exception here is our
+own bug, or a failing machine (a full disk). Cancellation and KeyboardInterrupt pass through, and are taken
+out of an exception group first. The log is `logging.getLogger("peerloom")`; `write_log` gives it a file.
 
 In strict mode, in which tests and the simulator run, nothing is contained: the bug comes out as it was
 raised.

@@ -4,10 +4,10 @@
     key = "12D3KooW..."        # whose signed settings this node keeps to
     allow = ["hours", "upload"]   # which of them; "all", or without it: all that may be set from outside
 
-The values stand under `settings/<key>` in the DHT, whoever has stored them: the signature counts, and of
-several the greatest version. A broadcast says that there is a newer one, so nodes look at once; besides they
-look now and then. What was taken lasts over a restart, and an older version is never taken again. A setting
-that a newer version leaves out is again as the node's owner has it.
+The values are stored under `settings/<key>` in the DHT, by any node: the signature counts, and the greatest
+version of several. A broadcast announces a newer version, so nodes look at once; they also look now and then.
+Adopted settings survive a restart, and an older version is never adopted again. A setting that a newer
+version leaves out returns to the value of the node's owner.
 
 Only limits, hours and offers can be set so (`node.offering.FOLLOWABLE`): no key, address, path or program.
 """

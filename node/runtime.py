@@ -598,7 +598,7 @@ class Node(Surface):
             runs.is_member(run, peer) for run in runs.members
         )
 
-    # What others hear
+    # Announcements to others
 
     async def _tell_of_checkpoints(self) -> None:
         await self._is_met.wait()  # alone, there is nobody to tell

@@ -8,7 +8,7 @@ def nearest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | No
     """The likeliest of `known`, None where none is near (`cutoff` is difflib's ratio, 0 to 1)."""
     word = word.lower()
     close = difflib.get_close_matches(word, known, n=5, cutoff=cutoff)
-    # Of equally near words the one with the same letters: --jion is --join rather than --json.
+    # Among equally near words prefer the one with the same letters: --jion is --join, not --json.
     same_letters = [candidate for candidate in close if sorted(candidate) == sorted(word)]
     return next(iter(same_letters or close), None)
 

@@ -118,7 +118,7 @@ class PeerOptimizer(TrackedOptimizer):
         self._line = StatusLine("not in a run yet")
         self._health = Health()
 
-    # What torch expects of an optimizer, and more
+    # The interface of a torch optimizer, and more
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As the wrapped optimizer. Samples of gradients that no step has used count no more."""
@@ -165,7 +165,7 @@ class PeerOptimizer(TrackedOptimizer):
         self._update(blocked_seconds=blocked, step_samples=count)
         return loss
 
-    # What a user sees beside that
+    # Further properties for users
 
     @property
     def stats(self) -> Stats:

@@ -1,10 +1,10 @@
 """Whether others can reach this node, judged by those who tried: a core without I/O.
 
-Three others are asked, one after the other, to dial this node back. One that could proves that the node can
-be reached; it cannot be where three from different networks were asked and none of them could; until then
-nobody knows. Where the whole swarm is in fewer networks, three from all of these decide. So the ids of one
-host alone make no node unreachable. Whoever could not be asked, or would not try, counts for nothing: "no
-path" is not "unreachable". What others say is believed for an hour, and asked again long before.
+The node asks three others, one after the other, to dial it back. One success proves that it is reachable; it
+is unreachable where three peers from different networks failed; until then neither is known. Where the whole
+swarm is in fewer networks, three from all of these decide. So the ids of one host alone make no node
+unreachable. A peer that could not be asked, or would not try, does not count: "no path" is not
+"unreachable". A report is believed for an hour, and asked for again long before.
 
 They also say where they saw this node. An address that is not known here counts once it was dialled with
 success by three from different networks: one peer alone, or one network, cannot make a node tell others a

@@ -94,8 +94,8 @@ def measure(resources: Resources) -> Capacity:
 
 
 def within(capacity: Capacity, resources: Resources) -> Capacity:
-    """Return what of a measured machine these resources allow. What is declared beyond it is said in
-    `corrected`."""
+    """Return the part of a measured machine that these resources allow. `corrected` names declarations beyond
+    the machine."""
     all_cores = capacity.all_cores or capacity.cores
     free = capacity.memory_available_bytes or capacity.memory_free_bytes
     cores = min(resources.cores or all_cores, all_cores)

@@ -1,7 +1,7 @@
 """The GPUs that torch will find under the names cuda:0, cuda:1 and so on, and their memory.
 
-NVIDIA's driver tells of its own. Of AMD's, which torch calls `cuda` too where it was built for ROCm, Linux
-tells under /sys. Those that the environment hides are left out: a person's CUDA_VISIBLE_DEVICES, or that of a
+NVIDIA's driver lists its own. Linux lists AMD's under /sys, which torch calls `cuda` too where it was built
+for ROCm. Those that the environment hides are left out: a person's CUDA_VISIBLE_DEVICES, or that of a
 batch system, says which GPUs this process may use, and in which order.
 """
 

@@ -1,10 +1,10 @@
 """`/peerloom/links/1`: how fast is the link between us? Bursts of a known length, each way, now and then.
 
-Whoever asks sends a burst; the other side says how long it took to come, and sends as much back. So each end
-measures what it takes itself, and hears what the other one took. Both are short, bounded in bytes and time,
-and refused with a time to come again while a stage computes here, or when others ask too much.
+The asking side sends a burst; the other side reports how long it took to arrive, and sends as much back. So
+each end measures the burst that it receives, and hears of the other. Both are short, bounded in bytes and
+time, and refused with a time to come again while a stage computes here, or when others ask too much.
 
-When and whom to probe, and what it comes to, is decided in `partition.plan.link_probes`.
+`partition.plan.link_probes` decides when and whom to probe, and what follows from the results.
 """
 
 from collections import Counter

@@ -1,10 +1,11 @@
 """`/peerloom/life/1`: two nodes with one key tell each other which life of it each is.
 
-A copied data folder makes two of one node. Members show them to each other by their facts (`gossip`); here is
-what a join through the other one itself needs, which nobody else has met yet. A node dials its own id at an
-address: if the life there is its own, it is its own address. Of two lives the one that began later stops.
+A copied data folder makes two nodes with one identity. Members reveal them to each other by their facts
+(`gossip`); this protocol serves a join through the other node itself, which no one else has met yet. A node
+dials its own id at an address: if the life there is its own, it is its own address. The life that began later
+stops.
 
-Not here: what becomes of it (`node.services.membership`).
+Not here: the consequences (`node.services.membership`).
 """
 
 import shlex

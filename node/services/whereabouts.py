@@ -1,8 +1,8 @@
-"""Where this node is and how others reach it: looked at all the time, and told to whom it concerns.
+"""Watches where this node is and how others reach it, and passes each change on to the parts concerned.
 
 A machine changes its network, its addresses turn out to be used or not, others dial it back or cannot, and
-datagrams get through or do not. Who is asked and what follows from an answer is decided in `autonat_core`,
-which addresses are told in `node.transport.address_policy`.
+datagrams get through or do not. `autonat_core` decides which peers to ask and what follows from an answer,
+`node.transport.address_policy` which addresses to tell.
 """
 
 from collections.abc import Callable, Collection

@@ -287,8 +287,8 @@ class PendingConnections:
 
     def _admit(self) -> None:
         while self._ready:
-            # Of each source the newest: where some must wait in vain, who has waited longest is nearest to
-            # its own deadline, and would leave least time to shake hands in.
+            # The newest of each source: where some must wait in vain, the one that has waited longest is
+            # nearest to its own deadline, and has the least time left to shake hands.
             newest = {stranger.source: stranger for stranger in self._ready}
             source = self._admission.choose(newest, trio.current_time())
             if source is None:

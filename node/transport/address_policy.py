@@ -1,10 +1,10 @@
 """Which addresses to tell others, which to try and in what order: evidence before guesses. No I/O.
 
 An address at which a peer has really reached this node, or from which this node reached a peer, comes before
-all that the names and carriers of interfaces suggest. Of what others claim, the addresses of a network that
-this machine shares come first, and those of its own container bridges last.
+all that the names and carriers of interfaces suggest. Among claimed addresses, those of a network that this
+machine shares come first, and those of its own container bridges last.
 
-What a peer claims of itself must not make this node a scanner: a claimed address is tried only at a port of
+A peer's claims of itself must not make this node a scanner: a claimed address is tried only at a port of
 1024 or above, never on loopback or on the link-local network of a machine that has a better one, and in a
 private network only where this machine has an address in it or has met a peer there.
 """

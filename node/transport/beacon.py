@@ -2,7 +2,7 @@
 
 A core without I/O, of the shape of every core; `multicast` has the sockets. A newcomer asks, those there
 answer after a short pause by chance, and from then on each says now and then that it is there, the more
-rarely the more there are. What is heard is a hint: whoever is dialled there proves who it is.
+rarely the more there are. A beacon is only a hint: the peer that is dialled there proves its identity.
 
 A beacon is encrypted and authenticated with a key that follows from the swarm's secret: garbage and other
 swarms cost one MAC, and an outsider of a private swarm learns neither which swarm it is nor who. A member may
@@ -138,7 +138,7 @@ class Beacons:
         self._rng = rng
         self._counters = counters
         self._addresses = addresses
-        # What this node has said of itself, whose packets come back to it.
+        # The addresses that this node has sent, whose packets come back to it.
         self._told: set[str] = set()
         self._heard: OrderedDict[PeerId, _Neighbour] = OrderedDict()
         self._sources = Buckets[str](SOURCE_PER_SECOND_MAX, SOURCE_BURST_MAX, SOURCES_MAX)

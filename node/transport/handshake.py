@@ -1,8 +1,8 @@
-"""The handshake of a stream: connect and shake hands, or answer who did. Ends in a `HandshakeResult`.
+"""The handshake of a stream: connect and shake hands, or answer a peer that did. Ends in a `HandshakeResult`.
 
-What is said, and what of it is refused, is `crypto.noise.peer_handshake`; here are the socket and the
-deadline. Who has connected and not yet begun as a peer does is in `strangers`; what follows on the connection
-is `tcp`'s.
+`crypto.noise.peer_handshake` defines the messages and what is refused; this module has the socket and the
+deadline. `accept_queue` holds connections that have not yet begun a handshake; `tcp` takes over the
+connection after it.
 """
 
 import os

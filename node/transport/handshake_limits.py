@@ -20,8 +20,8 @@ KNOWN_RATE = 100.0
 """As many for sources where a peer has proved itself: another fifth of a core at most."""
 KNOWN_BURST = 200.0
 SOURCE_RATE = 50.0
-"""Handshakes a second of one source: half of what all have, for many nodes behind one address. What ends in a
-proven peer is not counted: it cost the other side as much as this one."""
+"""Handshakes a second of one source: half of what all have, for many nodes behind one address. A handshake
+that ends in a proven peer is not counted: it cost the other side as much as this one."""
 SOURCE_BURST = 100.0
 SOURCES_MAX = 4_096
 """Sources whose rate is remembered, and known ones: the latest of each."""

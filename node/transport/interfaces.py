@@ -1,8 +1,8 @@
 """The network interfaces of this machine, and which of their addresses others can probably use.
 
-What the system says, read afresh at each call. How an interface is likely to be used is told by its name, its
-carrier and the default route: conventions of Linux, macOS and what container runtimes and VPNs install. It is
-a guess, and gives way to evidence (`address_policy`).
+The system is read afresh at each call. The likely use of an interface follows from its name, its carrier and
+the default route, by conventions of Linux, macOS, container runtimes and VPNs. It is a guess, and gives way
+to evidence (`address_policy`).
 """
 
 import ipaddress

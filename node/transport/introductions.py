@@ -1,8 +1,9 @@
-"""Has two peers meet that both know this node and have no path to each other: passes on what they say before
+"""Introduces two peers that both know this node and have no path to each other: relays their messages before
 both dial at once (`punch_messages`).
 
-A peer is told of another one by a message of about a hundred bytes, and comes on a stream of its own: nobody
-is dialled for it. What passes is bounded in number, size and time, and is of that conversation alone.
+A peer is told of another one by a message of about a hundred bytes, and comes on a stream of its own: this
+node dials no one for it. The relayed messages are those of that conversation alone, bounded in number, size
+and time.
 """
 
 from collections import Counter

@@ -60,7 +60,7 @@ async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[B
     both_families = all(each.family == socket.AF_INET6 for each in sockets)
     by_port: dict[int | tuple[int, int], list[int]] = {}
     for index, (_, port) in enumerate(places):
-        # Of 0 each takes its own.
+        # With port 0 each socket takes a port of its own.
         by_port.setdefault(port or (0, index), []).append(index)
     bound: dict[int, BoundSockets] = {}
     try:

@@ -338,7 +338,7 @@ class Multiplexer:
         if found is None:
             return None
         self._forget(channel)
-        # Whoever has closed it here as well is not told again: its end is gone.
+        # An end that this side has closed as well is gone: it gets no event.
         return None if found.is_closing else ChannelClosed(channel)
 
     def _known(self, channel: int) -> _Channel | None:

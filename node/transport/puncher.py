@@ -184,8 +184,8 @@ class Puncher:
         return self._rng.sample(found, len(found))
 
     def _place_of(self, peer: PeerId, family: int) -> Address | None:
-        """Return an address of the internet, of this family, at which a peer was met. Of IPv6 it may be one
-        that it only claims, once it was met anywhere: to be asked at both is what a peer with both is for."""
+        """Return a public address of this family at which a peer was met. An IPv6 address may be
+        only claimed, once the peer was met anywhere: a peer with both families is to be asked at both."""
         met = self._network.answered_at(peer)
         places = (*met, *self._network.known_addresses(peer)) if family == 6 and met else met
         usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]

@@ -84,7 +84,7 @@ class UdpSockets:
                 self._counters["packets_sent"] += 1
                 return
             except ConnectionRefusedError:
-                # Of an earlier packet, perhaps to somebody else; this one has not been sent.
+                # The error of an earlier packet, perhaps to another peer; this one has not been sent.
                 self._read_errors(self._sockets[index])
             except OSError:
                 break  # a full buffer or no route

@@ -162,7 +162,7 @@ class SecureStream:
     # --- the end -----------------------------------------------------------------------------------
 
     async def aclose(self) -> None:
-        """Close; the other side learns it after all that was sent. Whoever waits in `send` or `receive` gets
+        """Close; the other side learns it after all that was sent. A task in `send` or `receive` gets
         StreamClosed. May be repeated."""
         self.close()
         await trio.lowlevel.checkpoint()

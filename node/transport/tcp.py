@@ -1,7 +1,7 @@
 """`Connection`: messages and marks over one TCP connection, after its handshake.
 
-On the wire: what `handshake.py` says, then records as in `records.py`. Whose turn it is and what a mark
-means is not here: see `streams.py`. The socket is used directly and not through trio's, which rests before
+On the wire: the messages of `handshake.py`, then records as in `records.py`. Turns and the meaning of marks
+are not here: see `streams.py`. The socket is used directly and not through trio's, which rests before
 and after every call; here a call rests when it has to wait, or after so many that had not.
 """
 

@@ -1,6 +1,6 @@
-"""Datagrams over a node's UDP sockets: drives `crypto.sessions` and hands on what is authentic.
+"""Datagrams over a node's UDP sockets: drives `crypto.sessions` and delivers authentic messages.
 
-What is refused goes to the counters. Which address a peer has is not decided here: see `book`.
+Refusals are counted. The address of a peer is not decided here: see `address_book`.
 """
 
 from collections import Counter

@@ -80,7 +80,7 @@ class SimLinks:
         self._mute: dict[PeerId, None] = {}
         # From which ticks on what one peer sends to another by a protocol goes by a stream, for a moment.
         self._answers: dict[tuple[PeerId, PeerId, str], tuple[int, ...]] = {}
-        # What arrives by a stream at a peer behind a translator, or from one.
+        # Messages that arrive by a stream at a peer behind a translator, or from one.
         self._by_stream: set[tuple[PeerId, PeerId, int]] = set()
         self._is_parted = False
         self.is_even = not self._fates_differ and not self.has_translators and self._internet is None

@@ -54,7 +54,7 @@ class RoutedMachine:
         card = self.cards[family]
         if card.site is None or card.site is other.cards[family].site:
             return card.inner
-        # What others have dialled with success: nobody tells where a router sees it that drops what comes.
+        # An address that others have dialled with success: a router that drops inbound traffic confirms none.
         return card.site.place(transport, card.inner, now) if self.lets_in(other, now) else None
 
 

@@ -86,8 +86,8 @@ def named(preset: str, name: str, *machines: str, rate: str = "", delay_seconds:
 def can_be_direct(one: Site, other: Site, transport: Literal["tcp", "udp"]) -> bool:
     """Return whether both can have a path without a third, by the mappings alone.
 
-    A firewall of IPv6 maps nothing, so each side knows where the other is. Of two translators each must
-    know the outer port from which the other writes to it, unless it lets everybody in.
+    A firewall of IPv6 maps nothing, so each side knows where the other is. Each of two translators must know
+    the outer port from which the other sends to it, unless it filters nothing.
     """
     sites = (one, other)
     if transport == "udp" and any(

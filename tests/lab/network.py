@@ -20,7 +20,7 @@ from tests.source import ROOT
 
 COMMAND_SECONDS = 30
 TOOLS = ("unshare", "nsenter", "ip", "tc")
-"""Of Debian's packages util-linux and iproute2."""
+"""Programs of Debian's packages util-linux and iproute2."""
 WANTED = os.environ.get("PEERLOOM_LAB", "")
 """`required`: a laboratory that cannot be had is a failure, for a skipped one proves nothing. `full`: the
 same, and every plan is played, which takes several minutes."""

@@ -11,12 +11,12 @@ import pytest
 from tests.lab.network import FULL, Host, Machine, laboratory, python
 
 RATE_MIN = 0.8
-"""Of what the same transfer reaches where the faster network is the only one."""
+"""The least share of the rate that the same transfer reaches where the faster network is the only one."""
 SECONDS_MAX = 150
 BYTES_MIN = 7_000_000
-"""Of averaging half of the 16 MB come back and half of the other's go, of the state all."""
+"""Averaging brings half of the 16 MB back and sends half of the other's; a state is sent whole."""
 RATES = ("10mbit", "100mbit")
-"""By segment."""
+"""The rate of each segment."""
 SETTINGS = {"PEERLOOM_CALIBRATE": "false", "PEERLOOM_ALLOW_UNFENCED": "true"}
 
 

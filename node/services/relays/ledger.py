@@ -1,9 +1,8 @@
 """The accounts of a relay: places, circuits, budgets. A core without I/O.
 
-Places and circuits are bounded in all, for each peer and for each network, so that nobody takes a relay for
-himself. What is carried is bounded by the owner's rate, of which everybody with an open circuit has an equal
-share, and strangers (`is_known` says who is none: those that have given work to this node) by a budget an
-hour each besides.
+Places and circuits are bounded in all, for each peer and for each network, so that no peer monopolizes a
+relay. Traffic is bounded by the owner's rate, which all peers with an open circuit share equally. Strangers,
+those that have given this node no work (see `is_known`), have a budget an hour each besides.
 """
 
 from collections.abc import Callable, Collection

@@ -1,6 +1,6 @@
-"""A relay: it keeps places for nodes that nobody can dial, and carries bytes between two connections.
+"""A relay: it keeps places for nodes that cannot be dialled, and carries bytes between two connections.
 
-Whom it serves, and how much, is decided in `ledger`. What it carries is sealed by the two ends.
+`ledger` decides which peers it serves, and how much. The two ends encrypt the bytes that it carries.
 """
 
 import socket

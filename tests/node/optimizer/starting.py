@@ -35,7 +35,7 @@ class Found:
     steps: int
     loaded: int
     digest: str
-    """Of the parameters at the last step that all have made."""
+    """The digest of the parameters at the last step that all have made."""
 
 
 def start_processes(folder: Path, staggers: list[float], *, seeds: str, width: int = 64) -> list[Found]:

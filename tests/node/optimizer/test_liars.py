@@ -59,7 +59,7 @@ class Trainer:
         self.model = model_of(number)
         self.longest_seconds = 0.0
         self.largest_norm = 0.0
-        """Of the model, after each step so far."""
+        """The largest norm of the model after any step so far."""
         self._ended = threading.Event()
         self.goes_on = threading.Event()
         self.goes_on.set()

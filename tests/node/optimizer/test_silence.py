@@ -31,7 +31,7 @@ BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
 LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
 ROUNDS = 10
 HELD_UP_MAX = 5
-"""Of so many rounds: one or two are usual, more where a machine is so slow that back-offs end meanwhile."""
+"""The most of these rounds: one or two are usual, more where a slow machine lets back-offs end meanwhile."""
 LONE_STEPS = 6
 
 
