@@ -12,7 +12,7 @@ Nonce = Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_B
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
-    """I want a group under this key. `rate`, `has_tensors` and `coordinate` as in `group.Member`."""
+    """I want a group under this key. `rate`, `has_tensors` and `coordinate` as in `group.GroupMember`."""
 
     key: Hash
     nonce: Nonce

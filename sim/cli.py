@@ -1,4 +1,4 @@
-"""`peerloom sim`: play a scenario and report its results; `python -m sim` is the same.
+"""`peerloom sim`: play a scenario and report its results; the module `sim`, run by itself, is the same.
 
 Results go to stdout, messages to stderr. Exit codes are those of `node.errors`: 2 where a flag or a scenario
 is wrong, 6 where an invariant broke, 130 where it was stopped. Many runs at once are in `sim.sweep`.

@@ -70,6 +70,7 @@ ROOM_MADE = {
     ("node/transport/inbox.py", "_messages_max"): FLOW,
     ("node/transport/multicast.py", "PACKETS_MAX"): FLOW,
     ("node/optimizer/differences.py", "ALTERNATIVES_MAX"): OWN,
+    ("node/web/door.py", "doorway_max"): "of those that have shown nothing, the one silent for longest",
     ("node/web/keys.py", "KEYS_MAX"): OWN,
     ("node/web/model_metrics.py", "MODELS_MAX"): "other models are counted together",
     ("node/web/quotas.py", "waiting_max"): "one key's own; its requests end when their clients hang up",

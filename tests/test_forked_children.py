@@ -96,7 +96,7 @@ async def main():
     settings = config.Config(
         data_dir=pathlib.Path(sys.argv[2]),
         listen=config.Listen(addresses=(config.read_listen(sys.argv[1]),)),
-        join=config.Join(lan=False),
+        join=config.JoinSettings(lan=False),
         resources=config.Resources(calibrate=False),
     )
     async with node.Node(settings) as me:

@@ -56,9 +56,6 @@ RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
 
 RELATIVES = {"what", "whatever", "who", "whoever", "whom", "whose", "of"}
 """How neither a docstring (all but "of") nor a test's name begins: it names its subject."""
-INDIRECT_ROOMS: set[str] = set()
-"""Folders with docstrings or test names of that kind, from before this was held. The list only shrinks."""
-
 SHARED_NAMES_MAX = 40
 SHARED_NAMES = {
     "Applied": "of a stage's process, and of a step: each message is named by what was applied",
@@ -227,9 +224,8 @@ def is_indirect(source: Source) -> bool:
 
 
 def test_docstrings_and_test_names_begin_with_their_subject() -> None:
-    rooms = {source.place.rpartition("/")[0] for source in EVERYTHING if is_indirect(source)}
-    assert sorted(rooms - INDIRECT_ROOMS) == [], "name the subject first, in at most twelve words for a test"
-    assert sorted(INDIRECT_ROOMS - rooms) == [], "clean now: take it off the list, which only shrinks"
+    found = [source.place for source in EVERYTHING if is_indirect(source)]
+    assert found == [], "name the subject first, in at most twelve words for a test"
 
 
 def test_a_public_class_has_a_name_of_its_own() -> None:

@@ -394,8 +394,8 @@ def test_a_message_from_ourselves_is_refused() -> None:
 
 TRACE = """
 from tests.gossip.swarm import Swarm
-from gossip.settings import Settings
-swarm = Swarm(12, Settings.local(), seed=7, loss=0.1)
+from gossip.settings import SwimSettings
+swarm = Swarm(12, SwimSettings.local(), seed=7, loss=0.1)
 swarm.run(5)
 swarm.kill(3)
 swarm.run(5)

@@ -104,7 +104,7 @@ def test_the_choice_ignores_hash_seeds_and_the_order_of_peers(graph: Graph) -> N
         "import sys\n"
         "from node.planning.choices import choose\n"
         "from node.planning.peers import Peers, PeerSpecification\n"
-        "from node.protocols.manifest import PlanTable, RunFile, TrainTable\n"
+        "from node.protocols.run_file import PlanTable, RunFile, TrainTable\n"
         "from partition.model.graph import decode_graph\n"
         "from partition.plan.problem import Link\n"
         "from partition.plan.rates import assumed\n"

@@ -44,7 +44,7 @@ listen = config.Listen(addresses=(config.read_listen("127.0.0.1:0"),))
 resources = config.Resources(calibrate=False)
 process.main(config.Config(
     data_dir=pathlib.Path({str(tmp_path)!r}), listen=listen, resources=resources,
-    join=config.Join(lan=False), web=config.Web(None),
+    join=config.JoinSettings(lan=False), web=config.Web(None),
 ))
 """
     terminal, its_end = os.openpty()
