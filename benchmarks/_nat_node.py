@@ -35,7 +35,8 @@ from node.services.relays.ledger import Limits, RelayLedger
 from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
 from node.transport.network import RealNetwork
-from node.transport.puncher import OBSERVERS, Puncher
+from node.transport.observers import OBSERVERS_WANTED
+from node.transport.puncher import Puncher
 
 PORT = 9747
 BULK, PROBE = "/peerloom/bulk/1", "/peerloom/probe/1"
@@ -168,7 +169,7 @@ async def observed(network: RealNetwork, nursery: trio.Nursery, texts: list[str]
     puncher = Puncher(network, RealClock(), Random(1), lambda: peers, Counter())
     nursery.start_soon(puncher.run)
     with trio.fail_after(PUNCHED_SECONDS_MAX):
-        await until(lambda: len(puncher._asked) >= OBSERVERS)
+        await until(lambda: len(puncher.observers.asked) >= OBSERVERS_WANTED)
     return puncher
 
 

@@ -20,7 +20,6 @@ LONG_FILES = {
     "node/runs/member.py",
     "node/runs/runs.py",
     "node/runtime.py",
-    "node/transport/puncher.py",
     "partition/run/ending.py",
     "partition/run/member.py",
     "partition/steps/committer.py",

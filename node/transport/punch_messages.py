@@ -15,6 +15,7 @@ from typing import Annotated
 import msgspec
 
 from crypto.contact import ADDRESS_LENGTH_MAX
+from crypto.encoding import decode
 from crypto.identity import PEER_ID_BYTES
 
 PROTOCOL = "/peerloom/punch/1"
@@ -82,3 +83,9 @@ class ObservedAddresses(msgspec.Struct, frozen=True, array_like=True, tag="obser
 Passed = PunchOffer | RoundTrip | Begin
 """Messages that two peers exchange through a third one that introduced them."""
 Message = PunchOffer | RoundTrip | Begin | Introduce | Introduced | Meet | Observe | ObservedAddresses
+
+
+def read_message(data: bytes) -> Message:
+    """Return the message in `data`. Raises RemoteProtocolError."""
+    message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+    return message

@@ -1,4 +1,5 @@
-"""Reaches peers through both routers, by TCP and UDP: drives `punching`, and finds out how the own maps.
+"""Reaches peers through both routers, by TCP and UDP: drives `punching`; `observers` says how the own
+maps.
 
 Two peers talk over a path that exists, usually a relay's (`punch_messages`), and dial each other at the same
 instant from the ports at which they listen. A connection that comes about is a path like any other; where
@@ -9,24 +10,21 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from random import Random
 
 import trio
 
-from crypto.contact import Address, make_address, parse_address
-from crypto.crowds import network_of
-from crypto.encoding import decode, encode
+from crypto.contact import Address
+from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from crypto.token_buckets import prefix_of
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Stream
 from node.transport.address_policy import ip_of, is_global
-from node.transport.handshake import SecuredTransport, shake_hands
 from node.transport.introductions import Introductions
 from node.transport.network import RealNetwork
+from node.transport.observers import ASK_SECONDS, Observers
 from node.transport.punch_messages import (
     CANDIDATES_MAX,
     MESSAGE_BYTES_MAX,
@@ -35,28 +33,22 @@ from node.transport.punch_messages import (
     Begin,
     Introduce,
     Meet,
-    Message,
     Observe,
     ObservedAddresses,
     PunchOffer,
     RoundTrip,
+    read_message,
 )
 from node.transport.punching import (
-    OBSERVERS_MAX,
     RETRY_SECONDS,
     TRANSPORTS,
-    ObserverRests,
     PunchBudget,
-    SeenPlaces,
     Transport,
 )
-from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, leave_nothing
-from node.transport.streams import SecureStream
+from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, secure
 
 ANSWER_SECONDS = 8.0
 """For the other side's offer: it asks others first where it is seen."""
-OBSERVE_SECONDS = 3.0
-"""For asking one peer where it sees this node."""
 DIAL_SECONDS = 3.0
 """Both dial for so long: the kernel has repeated itself after one second."""
 FLIGHT_SECONDS = 0.5
@@ -66,27 +58,12 @@ KNOCKS_SECONDS = (0.0, 0.25, 0.75)
 """When a handshake by datagram is tried, after both have begun: at most three packets to each address."""
 OBSERVED_FRESH_SECONDS = 60.0
 """A datagram's source is told to its sender for so long: routers keep a mapping as long, or nearly."""
-RECONNECT_SECONDS = 0.5
-"""From the loss of a connection to an observer to the next one from the same port."""
-OBSERVERS = 2
-"""Peers that say where they see this node: they show whether it is everywhere alike."""
 INTRODUCERS_MAX = 2
 """Peers that are asked, one after the other, to bring this node together with one that it cannot reach."""
-LOOK_SECONDS = 2.0
-ASK_SECONDS = 20.0
-"""From one look at the own router to the next: while there are not enough who see it, and then. Routers keep
-a mapping without traffic for 50 s or more."""
-
-
-Observer = tuple[PeerId, int]
-"""A peer that is asked where it sees this node, and by which family of IP: 4 or 6."""
 
 
 class Puncher:
-    """The service of one node. `peers` are those that may be asked where they see it.
-
-    Long because asking others, offering and dialling share one view of the router and one budget.
-    """
+    """The service of one node. `peers` are those that may be asked where they see it."""
 
     def __init__(
         self,
@@ -98,167 +75,22 @@ class Puncher:
     ) -> None:
         self._network = network
         self._clock = clock
-        self._rng = rng
-        self._peers = peers
         self._counters = counters
         self.budget = PunchBudget(network.admits)
-        self.seen = SeenPlaces()
-        self._rests = ObserverRests()
-        self._told = self._own_hosts()
-        self._asked: dict[Observer, SecureStream] = {}
-        self._looking = trio.Lock()
+        self.observers = Observers(network, clock, rng, peers, counters)
+        self.seen = self.observers.seen
         self._introductions = Introductions(network, clock, counters, self._may_answer, self._meet)
         network.handle(PROTOCOL, self._serve)
         network.multiplexed.punch = self.punch
         network.multiplexed.introduce = self.introduce
         network.multiplexed.lost_punched = self._lost
 
-    # --- where others see this node ------------------------------------------------------------------
-
     async def run(self) -> None:
         """Have others say where they see this node, and tell of peers that want to meet it, until
         cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._introductions.run)
-            await self._look_often()
-
-    async def _look_often(self) -> None:
-        """Ask others where they see this node: what they say goes with every offer, and the connections keep
-        the mapping."""
-        pause_seconds = LOOK_SECONDS
-        try:
-            while True:
-                # Two nodes that dial each other at one instant, both to ask, would do so again and again.
-                await trio.sleep(pause_seconds * self._rng.uniform(0.75, 1.25))
-                own = self._own_hosts()
-                if own != self._told:
-                    self._told = own
-                    self._drop(*self._asked)
-                    self.seen.forget()
-                await self._look_outside()
-                self._tell()
-                seen = [sum(each == family for _, each in self._asked) for family in self._families()]
-                pause_seconds = LOOK_SECONDS if not seen or max(seen) < OBSERVERS else ASK_SECONDS
-        finally:
-            self._drop(*self._asked)
-
-    def _tell(self) -> None:
-        text = self.seen.text(self._clock.monotonic(), self._is_own)
-        self._network.translation = replace(self._network.translation, kind=text)
-
-    def _own_hosts(self) -> tuple[Address, ...]:
-        return tuple(
-            each for each in self._network.addresses if each.relay is None and not is_global(each.host)
-        )
-
-    def _is_own(self, host: str) -> bool:
-        return self._network.is_own(make_address(host, self._network.port))
-
-    def _families(self) -> tuple[int, ...]:
-        """Return the families of IP in which this node may be seen from outside."""
-        own = [each for each in self._network.addresses if each.relay is None]
-        has_ipv6 = any(each.kind == "ip6" and is_global(each.host) for each in own)
-        return (4, 6) if has_ipv6 else (4,)
-
-    def _is_on_internet(self, kind: str) -> bool:
-        """Return whether this machine has an address of the internet itself, of this kind."""
-        own = [each for each in self._network.addresses if each.relay is None and each.kind == kind]
-        return any(is_global(each.host) and self._is_own(each.host) for each in own)
-
-    def _observers(self, family: int = 4) -> list[PeerId]:
-        """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
-        only claims to be somewhere has nobody dialled there. Not those that are behind a router: a punched
-        path has the same ports."""
-        now = self._clock.monotonic()
-        by_host: dict[str, PeerId] = {}
-        for peer in self._peers():
-            place = self._place_of(peer, family)
-            is_hidden = any(path.way == "punched" for path in self._network.multiplexed.of(peer)) or any(
-                each.relay is not None for each in self._network.known_addresses(peer)
-            )
-            if peer == self._network.peer or place is None or is_hidden:
-                continue
-            if self._rests.may_ask(place.host, now):
-                by_host.setdefault(place.host, peer)
-        found = list(by_host.values())
-        return self._rng.sample(found, len(found))
-
-    def _place_of(self, peer: PeerId, family: int) -> Address | None:
-        """Return a public address of this family at which a peer was met. An IPv6 address may be
-        only claimed, once the peer was met anywhere: a peer with both families is to be asked at both."""
-        met = self._network.answered_at(peer)
-        places = (*met, *self._network.known_addresses(peer)) if family == 6 and met else met
-        usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]
-        return next((each for each in usual if is_global(each.host)), None)
-
-    async def _look_outside(self) -> None:
-        """Ask those that were asked before again, and others where they are gone."""
-        async with self._looking:
-            before = len(self._asked)
-            async with trio.open_nursery() as nursery:
-                for observer in self._asked:
-                    nursery.start_soon(self._ask, observer)
-            if len(self._asked) < before:
-                # A router that was rebooted may still answer to what it does not know.
-                await trio.sleep(RECONNECT_SECONDS)
-            async with trio.open_nursery() as nursery:
-                for family in self._families():
-                    asked = [peer for peer, each in self._asked if each == family]
-                    others = [peer for peer in self._observers(family) if peer not in asked]
-                    is_settled = self.seen.is_settled(self._clock.monotonic(), family)
-                    wanted = OBSERVERS if is_settled else OBSERVERS_MAX
-                    for peer in others[: max(0, wanted - len(asked))]:
-                        nursery.start_soon(self._ask, (peer, family))
-
-    async def _ask(self, observer: Observer) -> None:
-        """Ask one where it sees this node."""
-        peer, family = observer
-        place, is_reached = self._place_of(peer, family), observer in self._asked
-        try:
-            with trio.fail_after(OBSERVE_SECONDS):
-                if observer not in self._asked:
-                    self._asked[observer] = await self._reach_observer(peer, place)
-                    is_reached = True
-                stream = self._asked[observer]
-                await stream.send(encode(Observe()))
-                observed = _read(await stream.receive())
-            if not isinstance(observed, ObservedAddresses):
-                raise RemoteProtocolError("no answer to what was asked")
-            self._note(peer, observed, b"" if place is None else network_of(prefix_of(place.host)))
-            if place is not None:
-                self._rests.answered(place.host)
-        except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
-            self._counters["observers_failed"] += 1
-            self._drop(observer)
-            if place is not None and not is_reached:
-                self._rests.failed(place.host, self._clock.monotonic())
-
-    async def _reach_observer(self, peer: PeerId, place: Address | None) -> SecureStream:
-        if place is None:
-            raise Unreachable("unknown", "no address of it is known")
-        if not self._network.may_dial(peer, place):
-            raise Unreachable("timeout", "it was dialled too often without an answer")
-        if self._is_on_internet(place.kind):
-            # From the listening port only one of two such nodes could ask the other.
-            return await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX, at=place)
-        transport = await connect_from(self._network.listening, place)
-        leave_nothing(transport)
-        secured = await self._shake_hands(transport, place.of(peer), is_first=True)
-        return await self._network.multiplexed.open_on(secured, PROTOCOL)
-
-    def _drop(self, *observers: Observer) -> None:
-        for observer in observers:
-            stream = self._asked.pop(observer, None)
-            if stream is not None:
-                stream.connection.end("it is not asked any more where this node is seen")
-
-    def _note(self, peer: PeerId, observed: ObservedAddresses, network: bytes) -> None:
-        """RemoteProtocolError for what is no place."""
-        transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
-        for transport, text in transports:
-            if text:
-                address = _address(text)
-                self.seen.note(self._clock.monotonic(), peer, transport, address, network)
+            await self.observers.run()
 
     # --- punching ------------------------------------------------------------------------------------
 
@@ -275,7 +107,7 @@ class Puncher:
         self._counters["punches_begun"] += 1
         worked = False
         with contain("punching"):
-            await self._look_outside()
+            await self.observers.look()
             try:
                 worked = await self._lead(peer)
             except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
@@ -294,9 +126,9 @@ class Puncher:
         if not self.budget.may_start(peer, self._clock.monotonic()):
             return
         worked = False
-        await self._look_outside()
-        asked = [common for common, _ in self._asked]
-        commons = [each for each in dict.fromkeys((*asked, *self._observers())) if each != peer]
+        await self.observers.look()
+        asked = [common for common, _ in self.observers.asked]
+        commons = [each for each in dict.fromkeys((*asked, *self.observers.candidates())) if each != peer]
         for common in commons[:INTRODUCERS_MAX]:
             self._counters["introductions_asked"] += 1
             try:
@@ -310,7 +142,7 @@ class Puncher:
 
     async def _meet(self, stream: Stream, offer: PunchOffer, peer: PeerId) -> None:
         """A peer makes an offer, by a path to it or by another node."""
-        await self._look_outside()
+        await self.observers.look()
         await self._follow(stream, offer, peer)
 
     def _may_answer(self, *peers: PeerId) -> bool:
@@ -329,12 +161,12 @@ class Puncher:
                 await stream.send(encode(Introduce(peer)))
             with trio.fail_after(ANSWER_SECONDS):
                 await stream.send(encode(self._own_offer()))
-                offer = _read(await stream.receive())
+                offer = read_message(await stream.receive())
                 if not isinstance(offer, PunchOffer):
                     raise RemoteProtocolError("no offer")
                 began = trio.current_time()
                 await stream.send(encode(RoundTrip()))
-                if not isinstance(_read(await stream.receive()), RoundTrip):
+                if not isinstance(read_message(await stream.receive()), RoundTrip):
                     raise RemoteProtocolError("no probe")
                 round_trip_seconds = trio.current_time() - began
                 await stream.send(encode(Begin()))
@@ -344,7 +176,7 @@ class Puncher:
             stream.close()
 
     async def _serve(self, stream: Stream) -> None:
-        first = _read(await stream.receive())
+        first = read_message(await stream.receive())
         if isinstance(first, Observe):
             await self._observe(stream)
         elif isinstance(first, Introduce):
@@ -362,7 +194,7 @@ class Puncher:
             while True:
                 await stream.send(encode(self._observed(stream)))
                 with trio.move_on_after(3 * ASK_SECONDS) as scope:
-                    again = _read(await stream.receive())
+                    again = read_message(await stream.receive())
                 if scope.cancelled_caught:
                     return
                 if not isinstance(again, Observe):
@@ -372,11 +204,11 @@ class Puncher:
         round_trip_seconds = None
         with trio.move_on_after(ANSWER_SECONDS):
             await stream.send(encode(self._own_offer()))
-            if not isinstance(_read(await stream.receive()), RoundTrip):
+            if not isinstance(read_message(await stream.receive()), RoundTrip):
                 raise RemoteProtocolError("no probe")
             began = trio.current_time()
             await stream.send(encode(RoundTrip()))
-            if not isinstance(_read(await stream.receive()), Begin):
+            if not isinstance(read_message(await stream.receive()), Begin):
                 raise RemoteProtocolError("no beginning")
             round_trip_seconds = trio.current_time() - began
         if round_trip_seconds is not None:
@@ -400,7 +232,7 @@ class Puncher:
         places: dict[Transport, tuple[str, ...]] = {}
         for transport in TRANSPORTS:
             outside = self.seen.place(transport, now)
-            if outside is not None and self._is_own(outside.host):
+            if outside is not None and self.observers.is_own(outside.host):
                 outside = None  # it listens there, and was seen at another port
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
@@ -454,7 +286,7 @@ class Puncher:
         try:
             transport = await connect_from(self._network.listening, address, PUNCH_RETRIES_SECONDS)
             is_first = is_first or not await _speaks(transport, 2 * round_trip_seconds + FLIGHT_SECONDS)
-            secured = await self._shake_hands(transport, address.of(peer), is_first=is_first)
+            secured = await secure(transport, self._network.credentials, address.of(peer), is_first=is_first)
         except Unreachable:
             return
         if done.is_set():
@@ -470,14 +302,6 @@ class Puncher:
         self._counters["punched_tcp"] += 1
         done.set()
 
-    async def _shake_hands(
-        self, transport: trio.SocketStream, there: Address, *, is_first: bool
-    ) -> SecuredTransport:
-        """Raises Unreachable."""
-        credentials, where = self._network.credentials, there.short
-        session = await shake_hands(transport, credentials, where, expected=there.peer, is_first=is_first)
-        return SecuredTransport(there, transport, session)
-
 
 async def _speaks(transport: trio.SocketStream, seconds: float) -> bool:
     """Return whether the other side begins to say something; nothing is read."""
@@ -486,19 +310,3 @@ async def _speaks(transport: trio.SocketStream, seconds: float) -> bool:
             return bool(await transport.socket.recv(1, socket.MSG_PEEK))
         return False
     return False
-
-
-def _address(text: str) -> Address:
-    """RemoteProtocolError for what is no IP address."""
-    try:
-        address = parse_address(text)
-    except ValueError:
-        raise RemoteProtocolError("a malformed place") from None
-    if address.kind not in ("ip4", "ip6") or address.relay is not None:
-        raise RemoteProtocolError("a malformed place")
-    return address
-
-
-def _read(data: bytes) -> Message:
-    message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
-    return message

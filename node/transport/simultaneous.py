@@ -15,7 +15,7 @@ import trio
 from crypto.contact import Address
 from node.errors import Unreachable
 from node.forks import keep_from_children
-from node.transport.handshake import set_options
+from node.transport.handshake import Credentials, SecuredTransport, set_options, shake_hands
 from node.transport.sockets import socket_name
 
 PUNCH_RETRIES_SECONDS = (0.1, 0.4)
@@ -82,3 +82,11 @@ def _open(family: int, place: tuple[str, int]) -> trio.socket.SocketType:
         raise Unreachable("unknown", f"port {place[1]} cannot be dialled from: {error}") from None
     made.setblocking(False)
     return trio.socket.from_stdlib_socket(made)
+
+
+async def secure(
+    transport: trio.SocketStream, credentials: Credentials, there: Address, *, is_first: bool
+) -> SecuredTransport:
+    """Shake hands with the peer of `there` on a connection that stands. Raises Unreachable."""
+    session = await shake_hands(transport, credentials, there.short, expected=there.peer, is_first=is_first)
+    return SecuredTransport(there, transport, session)

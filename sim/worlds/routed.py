@@ -20,8 +20,9 @@ from node.services.relays.places import WANTED, PlaceLease
 from node.transport.address_policy import is_global
 from node.transport.multiplexed import Way
 from node.transport.network import HEARD_SECONDS
+from node.transport.observers import ASK_SECONDS, OBSERVERS_WANTED
 from node.transport.paths import IMPROVE_SECONDS, idle_seconds
-from node.transport.puncher import ASK_SECONDS, OBSERVED_FRESH_SECONDS, OBSERVERS
+from node.transport.puncher import OBSERVED_FRESH_SECONDS
 from node.transport.punching import RETRY_SECONDS, TRANSPORTS, PunchBudget, Transport
 from sim.events import PathOpened, PeerStarted, PeerStopped, PlaceFound, PlaceLost, ReachabilityJudged
 from sim.network.instants import TICKS_PER_SECOND, after
@@ -195,7 +196,7 @@ class RoutedPeers:
     def _look_outside(self, life: Life, traveller: Traveller) -> None:
         """Ask two peers where they see this one, on connections that stay open and keep the mapping."""
         now = self._ground.now
-        is_short = len(traveller.observers) < OBSERVERS
+        is_short = len(traveller.observers) < OBSERVERS_WANTED
         for peer in [*traveller.observers, *(self._relays(life, traveller) if is_short else ())]:
             other, made = self._here.get(peer), traveller.observers.get(peer)
             if made is not None and not (
@@ -203,7 +204,7 @@ class RoutedPeers:
             ):
                 del traveller.observers[peer]
                 made = None
-            if made is None and other is not None and len(traveller.observers) < OBSERVERS:
+            if made is None and other is not None and len(traveller.observers) < OBSERVERS_WANTED:
                 place = other.machine.place_for(traveller.machine, "tcp", now)
                 made = connect(traveller.machine, other.machine, place, now)
                 if made is not None:

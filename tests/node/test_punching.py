@@ -16,6 +16,7 @@ from node.seams import RealClock
 from node.transport import simultaneous
 from node.transport.address_book import AddressBook
 from node.transport.address_policy import AddressPolicy
+from node.transport.observers import Observers
 from node.transport.punch_messages import CANDIDATES_MAX, OFFER_BYTES_MIN
 from node.transport.puncher import Puncher
 from node.transport.punching import (
@@ -239,13 +240,13 @@ def test_an_offer_is_longer_than_a_third_of_what_it_has_sent() -> None:
 
 async def test_nobody_is_dialled_where_a_peer_only_claims_to_be() -> None:
     network = make_network("n")
-    puncher = Puncher(network, RealClock(), Random(1), lambda: [peer(1), peer(2)], Counter())
+    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1), peer(2)], Counter())
     network.learn(peer(1), [OUTSIDE])
     network.learn(peer(2), [OUTSIDE], is_hint=True)
     assert network.known_addresses(peer(1)) == (OUTSIDE,)
-    assert puncher._observers() == []
+    assert observers.candidates() == []
     network._book.prove(peer(1), OUTSIDE)
-    assert puncher._observers() == [peer(1)]
+    assert observers.candidates() == [peer(1)]
 
 
 async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
@@ -259,11 +260,11 @@ async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
         dialled.append(address)
         raise Unreachable("refused", "a test")
 
-    monkeypatch.setattr("node.transport.puncher.connect_from", refuse)
-    puncher = Puncher(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
+    monkeypatch.setattr("node.transport.observers.connect_from", refuse)
+    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
     network._book.prove(peer(1), OUTSIDE)
     for _ in range(5):
-        await puncher._look_outside()
+        await observers.look()
     assert len(dialled) == 1
 
 
@@ -277,14 +278,14 @@ async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others(
         dialled.append(address)
         raise Unreachable("refused", "a test")
 
-    monkeypatch.setattr("node.transport.puncher.connect_from", refuse)
-    puncher = Puncher(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
+    monkeypatch.setattr("node.transport.observers.connect_from", refuse)
+    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
     claimed = make_address("2a0f:1::3", 9747)
     network._book.prove(peer(1), OUTSIDE)
     network.learn(peer(1), [claimed])
     while network.may_dial(peer(1), claimed):
         network._book.failed(peer(1), claimed)
-    await puncher._ask((peer(1), 6))
+    await observers.ask((peer(1), 6))
     assert dialled == []
     with pytest.raises(Unreachable, match="too often"):
         await network.open(peer(1), "/peerloom/reach/1", at=claimed)

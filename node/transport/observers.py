@@ -1,0 +1,221 @@
+"""Peers that tell this node at which address they see it: found, asked again and again, and let go.
+
+What they say shows how the own router translates (`punching.SeenPlaces`), goes with every offer to punch, and
+keeps the router's mapping. Not here: the dialling of peers (`puncher`), and this node's answers to others.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from random import Random
+
+import trio
+
+from crypto.contact import Address, make_address, parse_address
+from crypto.crowds import network_of
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from crypto.token_buckets import prefix_of
+from node.errors import StreamClosed, Unreachable
+from node.seams import Clock
+from node.transport.address_policy import is_global
+from node.transport.network import RealNetwork
+from node.transport.punch_messages import (
+    MESSAGE_BYTES_MAX,
+    PROTOCOL,
+    Observe,
+    ObservedAddresses,
+    read_message,
+)
+from node.transport.punching import OBSERVERS_MAX, ObserverRests, SeenPlaces, Transport
+from node.transport.simultaneous import connect_from, leave_nothing, secure
+from node.transport.streams import SecureStream
+
+OBSERVE_SECONDS = 3.0
+"""For asking one peer where it sees this node."""
+RECONNECT_SECONDS = 0.5
+"""From the loss of a connection to an observer to the next one from the same port."""
+OBSERVERS_WANTED = 2
+"""Peers that say where they see this node: they show whether it is everywhere alike."""
+LOOK_SECONDS = 2.0
+ASK_SECONDS = 20.0
+"""From one look at the own router to the next: while there are not enough who see it, and then. Routers keep
+a mapping without traffic for 50 s or more."""
+
+Observer = tuple[PeerId, int]
+"""A peer that is asked where it sees this node, and by which family of IP: 4 or 6."""
+
+
+class Observers:
+    """Those of one node. `peers` are the peers that may be asked; `asked` are those that are, each with its
+    stream; `seen` is what they said."""
+
+    def __init__(
+        self,
+        network: RealNetwork,
+        clock: Clock,
+        rng: Random,
+        peers: Callable[[], Collection[PeerId]],
+        counters: Counter[str],
+    ) -> None:
+        self._network = network
+        self._clock = clock
+        self._rng = rng
+        self._peers = peers
+        self._counters = counters
+        self.seen = SeenPlaces()
+        self.asked: dict[Observer, SecureStream] = {}
+        self._rests = ObserverRests()
+        self._told = self._own_hosts()
+        self._looking = trio.Lock()
+
+    async def run(self) -> None:
+        """Ask others where they see this node, until cancelled: what they say goes with every offer, and the
+        connections keep the mapping."""
+        pause_seconds = LOOK_SECONDS
+        try:
+            while True:
+                # Two nodes that dial each other at one instant, both to ask, would do so again and again.
+                await trio.sleep(pause_seconds * self._rng.uniform(0.75, 1.25))
+                own = self._own_hosts()
+                if own != self._told:
+                    self._told = own
+                    self._drop(*self.asked)
+                    self.seen.forget()
+                await self.look()
+                self._tell()
+                seen = [sum(each == family for _, each in self.asked) for family in self._families()]
+                pause_seconds = LOOK_SECONDS if not seen or max(seen) < OBSERVERS_WANTED else ASK_SECONDS
+        finally:
+            self._drop(*self.asked)
+
+    def _tell(self) -> None:
+        text = self.seen.text(self._clock.monotonic(), self.is_own)
+        self._network.translation = replace(self._network.translation, kind=text)
+
+    def _own_hosts(self) -> tuple[Address, ...]:
+        return tuple(
+            each for each in self._network.addresses if each.relay is None and not is_global(each.host)
+        )
+
+    def is_own(self, host: str) -> bool:
+        """Return whether this machine has that address itself."""
+        return self._network.is_own(make_address(host, self._network.port))
+
+    def _families(self) -> tuple[int, ...]:
+        """Return the families of IP in which this node may be seen from outside."""
+        own = [each for each in self._network.addresses if each.relay is None]
+        has_ipv6 = any(each.kind == "ip6" and is_global(each.host) for each in own)
+        return (4, 6) if has_ipv6 else (4,)
+
+    def _is_on_internet(self, kind: str) -> bool:
+        """Return whether this machine has an address of the internet itself, of this kind."""
+        own = [each for each in self._network.addresses if each.relay is None and each.kind == kind]
+        return any(is_global(each.host) and self.is_own(each.host) for each in own)
+
+    def candidates(self, family: int = 4) -> list[PeerId]:
+        """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
+        only claims to be somewhere has nobody dialled there. Not those that are behind a router: a punched
+        path has the same ports."""
+        now = self._clock.monotonic()
+        by_host: dict[str, PeerId] = {}
+        for peer in self._peers():
+            place = self._place_of(peer, family)
+            is_hidden = any(path.way == "punched" for path in self._network.multiplexed.of(peer)) or any(
+                each.relay is not None for each in self._network.known_addresses(peer)
+            )
+            if peer == self._network.peer or place is None or is_hidden:
+                continue
+            if self._rests.may_ask(place.host, now):
+                by_host.setdefault(place.host, peer)
+        found = list(by_host.values())
+        return self._rng.sample(found, len(found))
+
+    def _place_of(self, peer: PeerId, family: int) -> Address | None:
+        """Return a public address of this family at which a peer was met. An IPv6 address may be
+        only claimed, once the peer was met anywhere: a peer with both families is to be asked at both."""
+        met = self._network.answered_at(peer)
+        places = (*met, *self._network.known_addresses(peer)) if family == 6 and met else met
+        usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]
+        return next((each for each in usual if is_global(each.host)), None)
+
+    async def look(self) -> None:
+        """Ask those that were asked before again, and others where they are gone."""
+        async with self._looking:
+            before = len(self.asked)
+            async with trio.open_nursery() as nursery:
+                for observer in self.asked:
+                    nursery.start_soon(self.ask, observer)
+            if len(self.asked) < before:
+                # A router that was rebooted may still answer to what it does not know.
+                await trio.sleep(RECONNECT_SECONDS)
+            async with trio.open_nursery() as nursery:
+                for family in self._families():
+                    asked = [peer for peer, each in self.asked if each == family]
+                    others = [peer for peer in self.candidates(family) if peer not in asked]
+                    is_settled = self.seen.is_settled(self._clock.monotonic(), family)
+                    wanted = OBSERVERS_WANTED if is_settled else OBSERVERS_MAX
+                    for peer in others[: max(0, wanted - len(asked))]:
+                        nursery.start_soon(self.ask, (peer, family))
+
+    async def ask(self, observer: Observer) -> None:
+        """Ask one where it sees this node."""
+        peer, family = observer
+        place, is_reached = self._place_of(peer, family), observer in self.asked
+        try:
+            with trio.fail_after(OBSERVE_SECONDS):
+                if observer not in self.asked:
+                    self.asked[observer] = await self._reach_observer(peer, place)
+                    is_reached = True
+                stream = self.asked[observer]
+                await stream.send(encode(Observe()))
+                observed = read_message(await stream.receive())
+            if not isinstance(observed, ObservedAddresses):
+                raise RemoteProtocolError("no answer to what was asked")
+            self._note(peer, observed, b"" if place is None else network_of(prefix_of(place.host)))
+            if place is not None:
+                self._rests.answered(place.host)
+        except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
+            self._counters["observers_failed"] += 1
+            self._drop(observer)
+            if place is not None and not is_reached:
+                self._rests.failed(place.host, self._clock.monotonic())
+
+    async def _reach_observer(self, peer: PeerId, place: Address | None) -> SecureStream:
+        if place is None:
+            raise Unreachable("unknown", "no address of it is known")
+        if not self._network.may_dial(peer, place):
+            raise Unreachable("timeout", "it was dialled too often without an answer")
+        if self._is_on_internet(place.kind):
+            # From the listening port only one of two such nodes could ask the other.
+            return await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX, at=place)
+        transport = await connect_from(self._network.listening, place)
+        leave_nothing(transport)
+        secured = await secure(transport, self._network.credentials, place.of(peer), is_first=True)
+        return await self._network.multiplexed.open_on(secured, PROTOCOL)
+
+    def _drop(self, *observers: Observer) -> None:
+        for observer in observers:
+            stream = self.asked.pop(observer, None)
+            if stream is not None:
+                stream.connection.end("it is not asked any more where this node is seen")
+
+    def _note(self, peer: PeerId, observed: ObservedAddresses, network: bytes) -> None:
+        """RemoteProtocolError for what is no place."""
+        transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
+        for transport, text in transports:
+            if text:
+                address = _address(text)
+                self.seen.note(self._clock.monotonic(), peer, transport, address, network)
+
+
+def _address(text: str) -> Address:
+    """RemoteProtocolError for what is no IP address."""
+    try:
+        address = parse_address(text)
+    except ValueError:
+        raise RemoteProtocolError("a malformed place") from None
+    if address.kind not in ("ip4", "ip6") or address.relay is not None:
+        raise RemoteProtocolError("a malformed place")
+    return address
