@@ -538,16 +538,16 @@ class Node(Surface):
 
     def _publish_membership(self, event: Event) -> None:
         self._publish(event)
-        self.runs.heard(event)
+        self.runs.news.heard(event)
 
     def _closed(self, peer: PeerId) -> None:
         self.membership.closed(peer)
-        self.runs.member_closed(peer)
+        self.runs.news.closed(peer)
 
     def _gone(self, peer: PeerId) -> None:
         self.discovery.gone(peer)
         self.averaging.member_lost(peer)
-        self.runs.member_lost(peer)
+        self.runs.news.lost(peer)
 
     def _found(self, peers: Sequence[PeerId]) -> None:
         if self.stopping.is_set():

@@ -17,8 +17,6 @@ LONG_FILES = {
     "gossip/averaging/attempt.py",
     "gossip/state_table.py",
     "node/optimizer/wrapper.py",
-    "node/runs/member.py",
-    "node/runs/runs.py",
     "node/runtime.py",
     "partition/run/ending.py",
     "partition/run/member.py",

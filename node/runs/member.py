@@ -22,6 +22,7 @@ from node.runs.chain import ChainShell, RunEntry
 from node.runs.checkpointing import CheckpointKeeper
 from node.runs.completion import fetch_result, with_checkpoint
 from node.runs.context import RunService
+from node.runs.departure import Departure
 from node.runs.duties import Duties
 from node.runs.stage import StageHosting
 from node.waker import Waker
@@ -88,7 +89,8 @@ class RunMember:
         self.unprepare = self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
         self.close_stage = self.hosting.end
-        self._decided = trio.Event()
+        self._departure = Departure(self, service, self._start_task, self._life.cancel)
+        self.leave, self.drop = self._departure.leave, self._departure.drop
         self._waker = Waker(service.seams.clock, lambda: self.core.deadline)
         self._has_begun = trio.Event()
         self._is_acting, self._has_life, self._is_driven = False, False, True
@@ -290,8 +292,7 @@ class RunMember:
     def _end_roles(self, event: events.PlanEntered) -> None:
         """End this node's roles of the last plan, as another is in force."""
         self.duties.end()
-        self._decided.set()
-        self._decided = trio.Event()
+        self._departure.look()
         self._service.publish_plan(self.run, event.plan)
 
     def _take_roles(self, event: events.RolesGiven) -> None:
@@ -343,7 +344,7 @@ class RunMember:
     async def _let_go(self) -> None:
         await self.hosting.end()
         self._service.forgotten(self)
-        self._decided.set()
+        self._departure.look()
         self._life.cancel()
 
     def fail_for_all(self, reason: str) -> None:
@@ -371,7 +372,7 @@ class RunMember:
         self.core.ended(outcome)
         is_here = outcome == "done" and not missing
         await self._service.ended(self, outcome, missing or detail, weights, is_here=is_here)
-        self._decided.set()
+        self._departure.look()
         self._life.cancel()
         self.duties.stop()
 
@@ -395,40 +396,6 @@ class RunMember:
                 await self._waker.wake_when_due(self.core)
                 self.act()
         await self.end("failed", reason, "")
-
-    async def drop(self, reason: str) -> None:
-        """Close the stage at once; the vote stays briefly, so that the others can replan."""
-        if self.core.is_over or self.core.is_dropped:
-            return
-        self.core.is_dropped = True
-        self.duties.stop()
-        self.duties.committer = None
-        await self.hosting.end()
-        self.absent(self._me, "it dropped the run")
-        self._start_task(self._go, reason)
-
-    async def _go(self, reason: str) -> None:
-        await self._until_out(self._service.settings.drop_seconds_max)
-        self.core.is_over = True
-        self.core.ended("stopped")
-        await self._service.ended(self, "stopped", reason, "", is_here=False)
-        self._life.cancel()
-
-    async def _until_out(self, seconds: float) -> bool:
-        """Wait for a plan without this node; return whether it came."""
-        with trio.move_on_after(seconds):
-            while not self.core.is_over and self.plan is not None and self._me in self.plan.roster:
-                await self._decided.wait()
-            return True
-        return False
-
-    async def leave(self) -> bool:
-        """Hand this node's part over before it goes; bounded. Return whether that succeeded."""
-        if self.plan is None or self.core.is_over:
-            return True
-        self.core.leave(self._now)
-        self.act()
-        return await self._until_out(self._service.settings.leave_seconds_max)
 
     # What comes in
 

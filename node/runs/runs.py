@@ -21,25 +21,15 @@ from node.containment import contain, failure_text, keep_running, place_of
 from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models
-from node.errors import RunFailed, Unreachable, UsageError
+from node.errors import RunFailed, Unreachable
 from node.events import (
-    Event,
-    MemberChanged,
-    MemberJoined,
-    MemberLost,
-    MemberRefuted,
-    MemberSuspected,
-    RunChanged,
     RunReleased,
 )
 from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
-from node.placement.contest import CONTEST_MEMBERS_MIN, enter_queues
-from node.placement.deadline import least_seconds, plan_warnings
-from node.placement.leases import Offer, PlacementFailed, place, reduction, release, start
+from node.placement.leases import PlacementFailed, release, start
 from node.placement.slots import LeaseSlots
-from node.placement.waiting import QueuePlaces, place_in_time
 from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
@@ -53,18 +43,18 @@ from node.runs.context import RunMembership
 from node.runs.inbox import PipelineInbox
 from node.runs.kept import note_guests
 from node.runs.local_mode import LocalMode
-from node.runs.manifest_builder import fits
 from node.runs.member import RunMember
+from node.runs.member_news import MemberNews
 from node.runs.needs import Beside, RunHost, SwarmView
 from node.runs.outside import RunsOutside
 from node.runs.own_data import OwnDataSets
+from node.runs.placing import place_run
 from node.runs.queue import Queue
 from node.runs.readiness import Readiness
 from node.runs.receipts import Receipts
 from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
 from node.runs.server import RunServer
-from node.runs.steering import Steering
 from node.runs.stopping import Stopping
 from node.runs.traces import Traces
 from node.runs.vacating import is_standby
@@ -74,8 +64,6 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run.decliners import Decliners
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.reliability import RunLosses
-
-PROCESS_ENDED = "its process has ended"
 
 TRAINING_SECONDS = 60.0
 """How long after its last step, or its beginning, a program that averages counts as training: longer than a
@@ -147,17 +135,18 @@ class Runs:
             came=self._data_came,
             served=self.receipts.served,
         )
+        self.news = MemberNews(self)
         self.readiness = Readiness(self, self.members.values, self.limits.spares)
-        self._decliners = Decliners()
+        self.decliners = Decliners()
         self._requests = RunServer(self)
         self.links = Links(
             seams.network,
             wire.PIPELINE_PROTOCOL,
             seams.clock,
             deliver=self.inbox.deliver,
-            on_reconnected=self._reconnected,
+            on_reconnected=self.news.reconnected,
             on_stuck=swarm.suspect,
-            on_broken=partial(self._link_broken, swarm.suspect),
+            on_broken=partial(self.news.link_broken, swarm.suspect),
         )
         self.nursery: trio.Nursery | None = None
         self.left: dict[str, bool] = {}
@@ -279,7 +268,7 @@ class Runs:
         self.stopping.asked(run)
         member.place()
         try:
-            plan = await self._place(run, wait_seconds, member.steering)
+            plan = await place_run(self, run, wait_seconds, member.steering)
         except PlacementFailed as error:
             await member.end("failed", str(error), "")
             raise
@@ -290,57 +279,6 @@ class Runs:
         others = [peer for peer in plan.members if peer != self.signer.peer]
         for peer, reason in (await start(run, plan, history, others, self.ask, self.settings)).items():
             member.absent(peer, reason)
-
-    async def _place(self, run: Run, wait_seconds: float, steering: Steering) -> Plan:
-        """Place a run, and try again while it waits for others. Raises PlacementFailed."""
-        try:
-            graph = await self.models.get(run.manifest.graph_hash, [])
-            dataset = await self.load_data(run, [])
-        except (Unreachable, UsageError) as error:
-            raise PlacementFailed(error.detail if isinstance(error, Unreachable) else str(error)) from None
-        if not fits(dataset, run.manifest, graph):
-            raise PlacementFailed("the data this node has does not fit the run's manifest; has it changed?")
-        queued = QueuePlaces(run.id, self.ask)
-        if len(self.live()) >= CONTEST_MEMBERS_MIN:
-            free = [offer.peer for offer in self.places.choose(run, self.offers()) if offer.has_slot]
-            await enter_queues(
-                run, free, queued.ask, self._decliners, steering.fact, self.seams.clock.monotonic
-            )
-        clock, ask, executor, asked = self.seams.clock, queued.ask, self.seams.executor, self._decliners
-        rules = self.settings
-        attempt = partial(
-            place, run, graph, self.signer, decliners=asked, revision=steering.fact, settings=rules
-        )
-
-        def tell(reason: str) -> None:
-            self.publish(RunChanged(at=clock.wall(), run=run.text, state="placing", reason=reason))
-
-        async def try_once(offers: Sequence[Offer], is_last: bool) -> Plan:
-            do = partial(attempt, knowledge=await self.measurements.learn([each.peer for each in offers]))
-            return await do(offers, ask, executor, monotonic=clock.monotonic, may_reduce=is_last)
-
-        try:
-            plan = await place_in_time(
-                self.places.keeping(run, try_once, tell),
-                self.offers,
-                self.search,
-                clock=clock,
-                wait_seconds=wait_seconds,
-                lacks=tell,
-                is_over=partial(self.is_over, run.id),
-            )
-        except BaseException:
-            self.start_task(queued.withdraw, of=None)
-            raise
-        self.start_task(queued.withdraw, of=None)
-        if short := reduction(run.manifest, plan):
-            tell(short)
-        if steering.seconds_left is not None or steering.goal is not None:
-            rates = {bytes(offer.peer): offer.flops_per_second for offer in self.offers()}
-            least = await executor.run(partial(least_seconds, run.manifest, graph, plan, rates))
-            for warning in plan_warnings(run.manifest, least, steering.seconds_left, steering.goal):
-                tell(warning)
-        return plan
 
     def enter(self, member: RunMember, plan: Plan, history: History) -> None:
         """Enter a run by the first plan of it that this node learns of; `history` is how that came about."""
@@ -416,57 +354,7 @@ class Runs:
             with contain("run ending after a failure"):
                 await self.ended(member, "failed", reason, "", is_here=False)
 
-    # What membership says
-
-    def member_lost(self, peer: PeerId) -> None:
-        """Handle a member that is dead or has left."""
-        self.slots.release_all(peer)
-        self.queue.withdraw(peer)
-        for member in list(self.members.values()):
-            self.start_task(member.planner_lost, peer, of=member.run)
-        self.members_changed()
-
-    def members_changed(self) -> None:
-        """React to a change in the set of live members."""
-        self.queue.members_changed()
-        for member in list(self.members.values()):
-            with self.containing(member.run, "members changed"):
-                member.members_changed()
-
-    def member_closed(self, peer: PeerId) -> None:
-        """Handle its host's report that nothing listens at a member's address. Where its stream ended too,
-        and could not be opened again, its process is gone, and its stages with it: the run goes on without
-        it, before membership is sure that it is dead."""
-        if not self.links.is_closed(peer, news=True):
-            return
-        self._without(peer)
-
-    def _link_broken(self, suspect: Callable[[PeerId], None], peer: PeerId) -> None:
-        suspect(peer)
-        if self.links.is_closed(peer):
-            self._without(peer)
-
-    def _without(self, peer: PeerId) -> None:
-        for member in list(self.members.values()):
-            if member.plan is not None and member.plan.stage_of(peer) is not None and member.core.commits:
-                with self.containing(member.run, "member closed"):
-                    member.absent(peer, PROCESS_ENDED)
-
-    def heard(self, event: Event) -> None:
-        """Handle news of a member from membership."""
-        match event:
-            case MemberSuspected():
-                self.member_suspected(event.peer)
-            case MemberLost():
-                self.losses.note(self.seams.clock.monotonic(), event.peer)
-            case MemberJoined() | MemberChanged() | MemberRefuted():
-                self.members_changed()
-
-    def member_suspected(self, peer: PeerId) -> None:
-        """Handle the suspicion that a member may be dead."""
-        for member in list(self.members.values()):
-            with self.containing(member.run, "member suspected"):
-                member.member_suspected(peer)
+    # The end of the node
 
     async def leave(self) -> None:
         """Hand over this node's part in every run before it goes; bounded. `left` says of each run whether it
@@ -492,11 +380,6 @@ class Runs:
         """Return the bytes per second to a peer as measured by frames, or else by a probe of the link; None
         where neither is known."""
         return self.links.rate(peer) or self.measurements.links.core.sent_rate(peer) or None
-
-    def _reconnected(self, peer: PeerId) -> None:
-        for member in list(self.members.values()):
-            with self.containing(member.run, "reconnected"):
-                member.reconnected(peer)
 
     # Bookkeeping
 

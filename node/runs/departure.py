@@ -1,0 +1,91 @@
+"""This node's departure from a run that goes on without it: its part is handed over, or dropped at once.
+
+Either way the run takes another plan, in which this node has no part; the wait for that is bounded.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from crypto.identity import PeerId
+from node.protocols.manifest import Run
+from node.runs.context import RunService
+from node.runs.duties import Duties
+from node.runs.stage import StageHosting
+from partition.plan.plan import Plan
+from partition.run.member import Member
+
+
+class DepartingMember(Protocol):
+    """The part of `node.runs.member.RunMember` that this file uses."""
+
+    run: Run
+    core: Member
+    hosting: StageHosting
+    duties: Duties
+
+    @property
+    def plan(self) -> Plan | None: ...
+    def act(self) -> None: ...
+    def absent(self, peer: PeerId, reason: str) -> None: ...
+
+
+class Departure:
+    """That of one member. `gone` ends its tasks."""
+
+    def __init__(
+        self,
+        member: DepartingMember,
+        service: RunService,
+        start_task: Callable[..., None],
+        gone: Callable[[], None],
+    ) -> None:
+        self._member = member
+        self._service = service
+        self._start_task = start_task
+        self._gone = gone
+        self._me = service.signer.peer
+        self._looked = trio.Event()
+
+    def look(self) -> None:
+        """Have those that wait for the departure look: another plan is in force, or the run is over here."""
+        self._looked.set()
+        self._looked = trio.Event()
+
+    async def leave(self) -> bool:
+        """Hand this node's part over before it goes; bounded. Return whether that succeeded."""
+        member = self._member
+        if member.plan is None or member.core.is_over:
+            return True
+        member.core.leave(self._service.seams.clock.monotonic())
+        member.act()
+        return await self._until_out(self._service.settings.leave_seconds_max)
+
+    async def drop(self, reason: str) -> None:
+        """Close the stage at once; the vote stays briefly, so that the others can replan."""
+        member = self._member
+        if member.core.is_over or member.core.is_dropped:
+            return
+        member.core.is_dropped = True
+        member.duties.stop()
+        member.duties.committer = None
+        await member.hosting.end()
+        member.absent(self._me, "it dropped the run")
+        self._start_task(self._go, reason)
+
+    async def _go(self, reason: str) -> None:
+        await self._until_out(self._service.settings.drop_seconds_max)
+        self._member.core.is_over = True
+        self._member.core.ended("stopped")
+        await self._service.ended(self._member, "stopped", reason, "", is_here=False)
+        self._gone()
+
+    async def _until_out(self, seconds: float) -> bool:
+        """Wait for a plan without this node; return whether it came."""
+        member = self._member
+        with trio.move_on_after(seconds):
+            while not member.core.is_over and member.plan is not None and self._me in member.plan.roster:
+                await self._looked.wait()
+            return True
+        return False

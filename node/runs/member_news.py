@@ -1,0 +1,93 @@
+"""News of other members, for the runs that this node is in: dead, suspected, back, or their process gone.
+
+Membership reports them (`node.services.membership`), and the links. Each run decides what follows from it.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from crypto.identity import PeerId
+from node.events import Event, MemberChanged, MemberJoined, MemberLost, MemberRefuted, MemberSuspected
+from node.pipeline.links import Links
+from node.placement.slots import LeaseSlots
+from node.protocols.manifest import Run
+from node.runs.member import RunMember
+from node.runs.queue import Queue
+from node.seams import Seams
+from partition.run.reliability import RunLosses
+
+PROCESS_ENDED = "its process has ended"
+
+
+class NewsService(Protocol):
+    """The part of `node.runs.runs.Runs` that this file uses."""
+
+    seams: Seams
+    members: dict[bytes, RunMember]
+    slots: LeaseSlots
+    queue: Queue
+    links: Links
+    losses: RunLosses
+
+    def start_task(self, task: Callable[..., Any], *arguments: object, of: Run | None) -> None: ...
+    def containing(self, run: Run, place: str) -> AbstractContextManager[None]: ...
+
+
+class MemberNews:
+    """Hands each piece of news to the runs, the queue and the slots. A run that fails at it ends alone."""
+
+    def __init__(self, runs: NewsService) -> None:
+        self._runs = runs
+
+    def heard(self, event: Event) -> None:
+        """Handle news of a member from membership."""
+        runs = self._runs
+        match event:
+            case MemberSuspected():
+                self._each("member suspected", lambda member: member.member_suspected(event.peer))
+            case MemberLost():
+                runs.losses.note(runs.seams.clock.monotonic(), event.peer)
+            case MemberJoined() | MemberChanged() | MemberRefuted():
+                self._changed()
+
+    def lost(self, peer: PeerId) -> None:
+        """Handle a member that is dead or has left."""
+        runs = self._runs
+        runs.slots.release_all(peer)
+        runs.queue.withdraw(peer)
+        for member in list(runs.members.values()):
+            runs.start_task(member.planner_lost, peer, of=member.run)
+        self._changed()
+
+    def closed(self, peer: PeerId) -> None:
+        """Handle its host's report that nothing listens at a member's address. Where its stream ended too,
+        and could not be opened again, its process is gone, and its stages with it: the run goes on without
+        it, before membership is sure that it is dead."""
+        if self._runs.links.is_closed(peer, news=True):
+            self._without(peer)
+
+    def link_broken(self, suspect: Callable[[PeerId], None], peer: PeerId) -> None:
+        """Handle a link that broke: `suspect` the peer, and go on without it where its process is gone."""
+        suspect(peer)
+        if self._runs.links.is_closed(peer):
+            self._without(peer)
+
+    def reconnected(self, peer: PeerId) -> None:
+        """Handle a link to `peer` that was opened anew."""
+        self._each("reconnected", lambda member: member.reconnected(peer))
+
+    def _changed(self) -> None:
+        self._runs.queue.members_changed()
+        self._each("members changed", lambda member: member.members_changed())
+
+    def _without(self, peer: PeerId) -> None:
+        for member in list(self._runs.members.values()):
+            if member.plan is not None and member.plan.stage_of(peer) is not None and member.core.commits:
+                with self._runs.containing(member.run, "member closed"):
+                    member.absent(peer, PROCESS_ENDED)
+
+    def _each(self, place: str, act: Callable[[RunMember], None]) -> None:
+        for member in list(self._runs.members.values()):
+            with self._runs.containing(member.run, place):
+                act(member)
