@@ -39,7 +39,7 @@ class Inbox(Protocol):
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
         """Return what has come, waiting for the first until the monotonic time `until`; may be empty."""
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """Make the waiting `take` return now: the deadline it waits for has changed."""
 
 

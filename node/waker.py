@@ -1,11 +1,12 @@
 """Waits for a core's deadline on behalf of the task that drives the core.
 
-`node.services.driver` waits for datagrams as well, so it waits at its inbox. Every other driver waits here.
+`node.services.driver` waits for datagrams as well, so it waits at its inbox. Every other driver waits here:
+no other file of `node` calls a core's `wake`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import inf
-from typing import NoReturn, Protocol, TypeVar
+from typing import Generic, NoReturn, Protocol, TypeVar
 
 import trio
 
@@ -19,6 +20,29 @@ class Woken(Protocol[T_co]):
     """A core that is woken."""
 
     def wake(self, now: float) -> T_co: ...
+
+
+class Timed(Woken[T_co], Protocol[T_co]):
+    """A core, with the time at which it wants to be woken."""
+
+    @property
+    def deadline(self) -> float: ...
+
+
+class CoreGroup(Generic[T]):
+    """Several cores that are woken as one, in their order; `cores` says which they are now."""
+
+    def __init__(self, cores: Callable[[], Iterable[Timed[Iterable[T]]]]) -> None:
+        self._cores = cores
+
+    @property
+    def deadline(self) -> float:
+        """When the first of them wants to be woken; inf for never."""
+        return min((core.deadline for core in self._cores()), default=inf)
+
+    def wake(self, now: float) -> list[T]:
+        """Wake each. Return what they answer, one after the other."""
+        return [each for core in list(self._cores()) for each in core.wake(now)]
 
 
 class Waker:

@@ -81,5 +81,5 @@ class SimInbox:
         self.ties += max(0, len(taken) - 1) + (1 if taken and until <= now else 0)
         return taken
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         self._alarm.ring()

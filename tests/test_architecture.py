@@ -342,6 +342,15 @@ def in_deadlines(source: Source) -> set[ast.AST]:
     return {part for value in values for part in ast.walk(value)}
 
 
+def test_only_the_waker_and_the_driver_wake_cores() -> None:
+    assert {
+        source.place
+        for source in sources("node")
+        for _, name in calls(source)
+        if name.rpartition(".")[2] == "wake"
+    } == {"node/waker.py", "node/services/driver.py"}
+
+
 def test_torch_is_imported_only_where_computing_has_a_process_of_its_own() -> None:
     assert [
         f"{source.place}:{line}"

@@ -93,7 +93,7 @@ class Driver:
     def command(self, order: Callable[[float], Sends]) -> None:
         """Let local code act on the core: `order(now)` returns what to send."""
         self._pass_on(order(self._clock.monotonic()))
-        self._inbox.wake()
+        self._inbox.notify()
 
     def _receive(self, now: float, sender: PeerId, data: bytes) -> None:
         try:

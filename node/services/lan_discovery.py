@@ -2,7 +2,9 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf
 from random import Random
+from typing import NoReturn
 
 import trio
 
@@ -11,6 +13,7 @@ from crypto.identity import PeerId
 from crypto.swarm import Swarm
 from node.seams import Clock, LocalNetwork
 from node.transport.beacon import Beacons, BeaconSeal
+from node.waker import Waker
 
 
 class Neighbours:
@@ -39,23 +42,26 @@ class Neighbours:
             lambda: self._local.addresses,
             clock.monotonic(),
         )
+        self._waker = Waker(clock, lambda: self._core.deadline)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Speak and listen until cancelled."""
         task_status.started()
-        known = self._local.addresses
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._waker.run, self._core, self._send)
+            await self._listen()
+
+    async def _listen(self) -> NoReturn:
         while True:
-            arrived = await self._local.take(self._core.deadline)
+            arrived = await self._local.take(inf)
             now = self._clock.monotonic()
             for source, data in arrived:
                 self._core.receive(now, source, data)
-            if self._core.deadline <= now:
-                # A machine that has changed its network is a newcomer to the new one.
-                if self._local.addresses != known:
-                    known = self._local.addresses
-                    self._core.ask(now)
-                for packet in self._core.wake(now):
-                    self._local.send(packet)
+            self._waker.stir()
             events, self._core.events = self._core.events, []
             for event in events:
                 self._heard(event.peer, event.addresses)
+
+    def _send(self, packets: Sequence[bytes]) -> None:
+        for packet in packets:
+            self._local.send(packet)

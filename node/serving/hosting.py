@@ -345,14 +345,19 @@ class ServiceHost:
     # What members say
 
     @property
-    def deadline(self) -> float:
-        return min((member.upkeep.deadline for member in self.members.values()), default=inf)
+    def upkeeps(self) -> list[ServiceUpkeep]:
+        """Return the cores of all members."""
+        return [member.upkeep for member in self.members.values()]
+
+    deadline = inf
+    """None of its own: it is woken with any other core."""
 
     def wake(self, now: float) -> Sends:
+        """Tell paused members of other offers, before their own cores are woken."""
         for member in self.members.values():
             if member.upkeep.is_paused and not self._offering() <= member.offering:
                 member.upkeep.offered(now)
-        return [send for member in list(self.members.values()) for send in member.upkeep.wake(now)]
+        return []
 
     def _offering(self) -> frozenset[PeerId]:
         return frozenset(each.peer for each in self._owner.offers() if each.has_slot)

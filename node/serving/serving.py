@@ -8,7 +8,7 @@ All messages between two nodes go by one stream each way (`node.pipeline.links`)
 """
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -43,7 +43,7 @@ from node.serving.stage import BatchRefused, HeldStage
 from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
-from node.waker import Waker
+from node.waker import CoreGroup, Timed, Waker
 from partition.plan.observed import Knowledge
 from partition.serve.bounds import PeerBounds
 from partition.serve.door import GenerationWish
@@ -159,7 +159,8 @@ class Serving:
             former=FormerVersion(SERVE_PROTOCOL_FORMER, _as_former, self.generations.door.note_former),
         )
         self._nursery: trio.Nursery | None = None
-        self._waker = Waker(seams.clock, self._next_deadline)
+        self._cores = CoreGroup(self._timed)
+        self._waker = Waker(seams.clock, lambda: self._cores.deadline)
         self._partners: dict[PeerId, float] = {}
         """Until when a peer may send tensors."""
         self._over: dict[bytes, None] = {}
@@ -357,15 +358,15 @@ class Serving:
 
     async def _keep_awake(self) -> None:
         """Wake the cores at their deadlines."""
-        door = self.generations.door
-        while True:
-            now = await self._waker.wait()
-            if now is not None:
-                self.send([*self.provider.wake(now), *door.wake(now), *self.hosting.wake(now)])
-                self.act()
+        await self._waker.run(self._cores, self._woken)
 
-    def _next_deadline(self) -> float:
-        return min(self.provider.deadline, self.generations.door.deadline, self.hosting.deadline)
+    def _woken(self, sends: Sends) -> None:
+        self.send(sends)
+        self.act()
+
+    def _timed(self) -> tuple[Timed[Iterable[tuple[PeerId, Message | Carried]]], ...]:
+        """Return the cores that are woken at their deadlines."""
+        return (self.provider, self.generations.door, self.hosting, *self.hosting.upkeeps)
 
     async def _work(self, member: ServiceMembership) -> None:
         """Have a stage do what is asked, one after the other, until nothing is left."""

@@ -145,6 +145,7 @@ class Beacons:
         self._total = TokenBucket(TOTAL_PER_SECOND_MAX, TOTAL_BURST_MAX, TOTAL_BURST_MAX, now)
         self._news = TokenBucket(NEWS_PER_MINUTE_MAX / 60, NEWS_PER_MINUTE_MAX, NEWS_PER_MINUTE_MAX, now)
         self._questions = [now + seconds for seconds in ASKING_SECONDS]
+        self._known_here: tuple[Address, ...] | None = None
         self._due = inf
         self._answer_due = inf
         self._answers = 0
@@ -162,10 +163,6 @@ class Beacons:
             "neighbours": (len(self._heard), NEIGHBOURS_MAX),
             "sources": (len(self._sources), SOURCES_MAX),
         }
-
-    def ask(self, now: float) -> None:
-        """The network has changed: find out who is there as a newcomer does."""
-        self._questions = [now + seconds for seconds in ASKING_SECONDS]
 
     def receive(self, now: float, source: str, data: bytes) -> None:
         """One packet, from the host `source` as the network says. Raises nothing: what is wrong counts."""
@@ -191,18 +188,28 @@ class Beacons:
         """Do what is due: the packet to send to all, or none."""
         if self.deadline > now:
             return []
+        here = self._look(now)
         asks = bool(self._questions) and self._questions[0] <= now
         while self._questions and self._questions[0] <= now:
             del self._questions[0]
         self._answer_due, self._sent = inf, now
         period = max(PERIOD_SECONDS, PERIOD_SECONDS_PER_NEIGHBOUR * len(self._heard))
         self._due = now + period * self._rng.uniform(0.75, 1.25)
-        addresses = tuple(str(address.of(None)) for address in self._addresses())
+        addresses = tuple(str(address.of(None)) for address in here)
         self._told.update(addresses)
         if len(self._told) > TOLD_MAX:
             self._told = set(addresses)
         self._counters["beacons_sent"] += 1
         return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
+
+    def _look(self, now: float) -> tuple[Address, ...]:
+        """Return where this node may be reached. A machine that has changed its network is a newcomer to the
+        new one."""
+        known, here = self._known_here, tuple(self._addresses())
+        self._known_here = here
+        if known is not None and known != here:
+            self._questions = [now + seconds for seconds in ASKING_SECONDS]
+        return here
 
     def _hear(self, now: float, source: str, beacon: Beacon) -> None:
         peer = PeerId(beacon.peer)

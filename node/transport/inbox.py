@@ -50,7 +50,7 @@ class Alarm:
         for inbox in self._inboxes:
             if inbox.until <= now and inbox.until < inf:
                 inbox.until = inf
-                inbox.wake()
+                inbox.notify()
 
 
 class QueueInbox:
@@ -85,7 +85,7 @@ class QueueInbox:
         self._stirred.set()
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """All that has come; waits for the first until the monotonic time `until`, or until `wake`."""
+        """All that has come; waits for the first until the monotonic time `until`, or until `notify`."""
         if self._stirred.is_set():
             await trio.lowlevel.checkpoint()
         elif self._alarm.is_running:
@@ -98,10 +98,10 @@ class QueueInbox:
         else:
             with trio.move_on_at(until):
                 await self._stirred.wait()
-        # A new event and not a cleared one: a wake that comes between two takes ends the second at once.
+        # A new event and not a cleared one: a notice that comes between two takes ends the second at once.
         self._stirred = trio.Event()
         messages, self._messages, self._bytes = self._messages, [], 0
         return messages
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         self._stirred.set()

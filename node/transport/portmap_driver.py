@@ -6,9 +6,10 @@ that is behind another one grants a port at an address that nobody can dial; it 
 """
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from typing import NoReturn
 
 import trio
 
@@ -18,6 +19,7 @@ from node.transport.address_policy import is_global
 from node.transport.network import RealNetwork
 from node.transport.portmap import ANSWER_BYTES_MAX, ROUTER_PORT, PortMapper, PortMapping
 from node.transport.upnp_driver import UpnpMapper
+from node.waker import Waker
 
 END_SECONDS = 2.0
 """For taking back what was granted, when the node leaves."""
@@ -82,6 +84,44 @@ def _state(router: str, core: PortMapper, upnp: UpnpMapper) -> PortMappingState:
     return PortMappingState(router, asked[0].outcome, asked[0].mapping, asked[0].reason)
 
 
+class _Mapping:
+    """The conversation with one router, by a core. `changed` is set when something else has come of it."""
+
+    def __init__(self, asking: trio.socket.SocketType, core: PortMapper, clock: Clock) -> None:
+        self._asking = asking
+        self._core = core
+        self._clock = clock
+        self._waker = Waker(clock, lambda: core.deadline)
+        self._outcome = core.outcome
+        self.changed = trio.Event()
+
+    async def keep_asking(self) -> NoReturn:
+        """Send what is due. Raises OSError."""
+        while True:
+            await self._act(await self._waker.wake_when_due(self._core))
+
+    async def listen(self) -> NoReturn:
+        """Take what the router sends. Raises OSError."""
+        while True:
+            data = b""
+            with suppress(ConnectionRefusedError):
+                data = await self._asking.recv(ANSWER_BYTES_MAX + 1)
+            await self._act(self._core.receive(self._clock.monotonic(), data))
+            self._waker.stir()
+
+    async def send(self, packets: Sequence[bytes]) -> None:
+        """Raises OSError."""
+        for packet in packets:
+            with suppress(ConnectionRefusedError):  # of an earlier one: nobody listens there
+                await self._asking.send(packet)
+
+    async def _act(self, packets: Sequence[bytes] | None) -> None:
+        await self.send(packets or ())
+        if self._core.outcome != self._outcome:
+            self._outcome = self._core.outcome
+            self.changed.set()
+
+
 class PortMappingDriver:
     """`state` is what has come of it so far."""
 
@@ -101,13 +141,15 @@ class PortMappingDriver:
         while True:
             router = find_router()
             if router is not None:
-                with suppress(OSError):
+                try:
                     await self._ask(router)
+                except* OSError:
+                    pass
             self._tell(PortMappingState())
             await trio.sleep(LOOK_SECONDS)
 
     async def _ask(self, router: str) -> None:
-        """Until this machine is in another network. Raises OSError."""
+        """Until this machine is in another network. Raises OSError, or a group of them."""
         with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             # Connected, so that what others send does not come here.
             await asking.connect((router, ROUTER_PORT))
@@ -117,36 +159,24 @@ class PortMappingDriver:
                 return
             core = PortMapper(host, listening[0].port, self._entropy, self._clock.monotonic())
             upnp = UpnpMapper(router, host, listening[0].port, self._clock)
+            mapping = _Mapping(asking, core, self._clock)
             try:
-                while find_router() == router:
-                    await self._send(asking, core.wake(self._clock.monotonic()))
-                    await self._receive(asking, core)
-                    is_due = upnp.deadline <= self._clock.monotonic() and not is_global(router)
-                    if is_due and core.outcome in ("no answer", "refused"):
-                        await upnp.act()
-                    self._tell(_state(router, core, upnp))
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(mapping.keep_asking)
+                    nursery.start_soon(mapping.listen)
+                    while find_router() == router:
+                        with trio.move_on_after(LOOK_SECONDS):
+                            await mapping.changed.wait()
+                        mapping.changed = trio.Event()
+                        is_due = upnp.deadline <= self._clock.monotonic() and not is_global(router)
+                        if is_due and core.outcome in ("no answer", "refused"):
+                            await upnp.act()
+                        self._tell(_state(router, core, upnp))
+                    nursery.cancel_scope.cancel()
             finally:
                 with trio.move_on_after(END_SECONDS, shield=True):
-                    await self._send(asking, core.end())
+                    await mapping.send(core.end())
                     await upnp.end()
-
-    async def _send(self, asking: trio.socket.SocketType, packets: list[bytes]) -> None:
-        for packet in packets:
-            with suppress(ConnectionRefusedError):  # of an earlier one: nobody listens there
-                await asking.send(packet)
-
-    async def _receive(self, asking: trio.socket.SocketType, core: PortMapper) -> None:
-        """Take what comes until the core's deadline, or it is time to look around."""
-        wait_seconds = min(LOOK_SECONDS, max(0.0, core.deadline - self._clock.monotonic()))
-        with trio.move_on_after(wait_seconds):
-            while True:
-                data = b""
-                with suppress(ConnectionRefusedError):
-                    data = await asking.recv(ANSWER_BYTES_MAX + 1)
-                before = core.outcome
-                await self._send(asking, core.receive(self._clock.monotonic(), data))
-                if core.outcome != before:
-                    return
 
     def _tell(self, state: PortMappingState) -> None:
         if state != self.state:

@@ -178,7 +178,7 @@ class SecureStream:
         else:
             self._connection.say(Mark.CLOSE)
             if self._receiving.is_taken:
-                self._connection.wake()
+                self._connection.notify()
         if self._tell_closed is not None:
             self._tell_closed(self)
 
@@ -186,7 +186,7 @@ class SecureStream:
         """This node is leaving: what is being answered may be finished, but no new message is taken."""
         self._is_leaving = True
         if self._receiving.is_taken:
-            self._connection.wake()
+            self._connection.notify()
 
     def finish_now(self) -> bool:
         """Close, and whether the other side is known to have closed too, by what has come already."""

@@ -405,7 +405,7 @@ class Connection:
             self._calls = 0
             await trio.lowlevel.checkpoint()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """Have a `receive` that waits return None: something has changed."""
         if self.why is None:
             self._is_woken = True

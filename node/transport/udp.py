@@ -80,11 +80,12 @@ class Datagrams:
     async def wake_forever(self) -> None:
         """Send what is due, until cancelled."""
         while True:
-            now = await self._waker.wait()
-            if now is None:
-                continue
             with contain("sessions: their deadline") as part:
-                for peer, packet in self._sessions.wake(now):
+                due = await self._waker.wake_when_due(self._sessions)
+                if due is None:
+                    continue
+                now = self._clock.monotonic()
+                for peer, packet in due:
                     for route in self._routes(self._where(peer, now)):
                         self._sockets.send(packet, route)
                 for peer in self._sessions.unanswered:

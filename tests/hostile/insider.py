@@ -298,9 +298,9 @@ class _Heard:
             self._values.known.learn(read(data, self._kind) if self._kind is not None else None)
         return found
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         """See `node.seams.Inbox`."""
-        self._inbox.wake()
+        self._inbox.notify()
 
 
 def lying(network: Network, values: Values) -> Network:

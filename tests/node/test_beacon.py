@@ -81,6 +81,20 @@ def test_a_newcomer_asks_a_few_times_and_then_speaks_rarely() -> None:
         previous = now
 
 
+def test_a_node_in_another_network_asks_as_a_newcomer_does() -> None:
+    own = [make_address("192.168.1.1", 9747)]
+    core = Beacons(peer(1), seal(), Random(1), Counter(), lambda: own, 0.0)
+    while (now := core.deadline) < 10:
+        core.wake(now)
+    own[:] = [make_address("192.168.2.1", 9747)]
+    for later in (0.0, 1.0, 3.0, 7.0):
+        assert core.deadline == now + later
+        (packet,) = core.wake(now + later)
+        beacon = seal().open(packet)
+        assert beacon is not None
+        assert beacon.asks
+
+
 def test_a_question_is_answered_at_once_but_not_where_others_have_answered() -> None:
     core, _, now = settled()
     core.receive(now, HOST, said(1, asks=True))

@@ -43,12 +43,12 @@ async def test_an_inbox_waits_for_time_or_wake_and_drops_newest() -> None:
     counters: Counter[str] = Counter()
     inbox, peer = QueueInbox(counters, Alarm(), messages_max=2, bytes_max=10), PeerId(bytes(32))
     assert await inbox.take(trio.current_time() + 0.01) == []
-    inbox.wake()
+    inbox.notify()
     assert await inbox.take(float("inf")) == []
     async with trio.open_nursery() as nursery:
         nursery.start_soon(inbox.take, float("inf"))
         await trio.testing.wait_all_tasks_blocked()
-        inbox.wake()
+        inbox.notify()
     for message in (b"1", b"2", b"3"):
         inbox.put(peer, message)
     assert await inbox.take(float("inf")) == [(peer, b"1"), (peer, b"2")]

@@ -6,7 +6,7 @@ import trio
 from trio.testing import MockClock
 
 from node.seams import RealClock
-from node.waker import Waker
+from node.waker import CoreGroup, Waker
 
 
 class Core:
@@ -16,6 +16,16 @@ class Core:
     def wake(self, now: float) -> float:
         self.deadline = now + 2.0
         return now
+
+
+class Batch:
+    """A core that answers with a list: its own deadline."""
+
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def wake(self, now: float) -> list[float]:
+        return [self.deadline]
 
 
 def open_waker(deadline: float) -> tuple[Core, Waker]:
@@ -64,6 +74,14 @@ def test_stir_at_a_deadline_that_has_passed_wakes_the_core() -> None:
 def test_hasten_moves_the_wait_to_an_earlier_deadline_only() -> None:
     assert wait(5.0, (1.0, "hasten", 2.0)) == (2.0, 2.0)
     assert wait(5.0, (1.0, "hasten", 9.0)) == (5.0, 5.0)
+
+
+def test_a_group_wakes_all_its_cores_at_the_first_deadline() -> None:
+    cores = [Batch(2.0), Batch(1.0), Batch(3.0)]
+    group = CoreGroup(lambda: cores)
+    assert group.deadline == 1.0
+    assert group.wake(1.0) == [2.0, 1.0, 3.0]
+    assert CoreGroup(list).deadline == inf
 
 
 def test_run_wakes_the_core_at_each_deadline() -> None:

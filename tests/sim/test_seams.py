@@ -113,9 +113,9 @@ def test_a_waiting_take_sees_a_datagram_sent_meanwhile_and_a_changed_deadline() 
             await trio.sleep(1.0)
             one.send(B, TALK, b"x")
             await trio.sleep(1.0)
-            inbox.wake()
+            inbox.notify()
             await trio.sleep(1.0)
-            inbox.wake()
+            inbox.notify()
         assert taken == [(0.0, 1), (1.05, 0), (2.0, 0)]
 
     simulate(scenario)

@@ -7,6 +7,7 @@ degrade over hours. A relay that fails is left alone for a while, and another on
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import NoReturn
 
 import trio
 
@@ -29,6 +30,7 @@ from node.transport.relay_messages import (
     Reply,
 )
 from node.transport.streams import SecureStream
+from node.waker import Waker
 
 LOOK_SECONDS = 0.5
 """How often it is looked whether there are enough."""
@@ -114,14 +116,15 @@ class Reservations:
 
     async def _converse(self, stream: SecureStream, at: Address, nursery: trio.Nursery) -> None:
         lease = PlaceLease(self._clock.monotonic())
+        waker = Waker(self._clock, lambda: lease.deadline)
         await stream.send(encode(KeepPlace()))
+        nursery.start_soon(self._renew, stream, lease, waker)
         while True:
-            reply: Reply | None = None
-            with trio.move_on_at(lease.deadline):
-                reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
+            reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
             match reply:
                 case PlaceKept():
                     lease.kept(self._clock.monotonic())
+                    waker.stir()
                     if stream.peer not in self._circuits:
                         self._counters["places_at_relays"] += 1
                         self._circuits[stream.peer] = at.through(None)
@@ -134,14 +137,19 @@ class Reservations:
                         nursery.start_soon(self._accept, stream.peer, at, reply)
                     else:
                         self._counters["circuits_not_taken"] += 1
-                case None if lease.wake(self._clock.monotonic()):
-                    await stream.send(encode(KeepPlace()))
-                case None:
-                    raise trio.TooSlowError
                 case RelayRefused():
                     raise Unreachable("refused", "the relay has no place")
                 case _:
                     raise RemoteProtocolError("no answer to what was asked")
+
+    async def _renew(self, stream: SecureStream, lease: PlaceLease, waker: Waker) -> NoReturn:
+        """Ask for the place again when it is time. Raises TooSlowError: the relay did not answer."""
+        while True:
+            asks_again = await waker.wake_when_due(lease)
+            if asks_again:
+                await stream.send(encode(KeepPlace()))
+            elif asks_again is not None:
+                raise trio.TooSlowError
 
     async def _accept(self, relay: PeerId, at: Address, announced: CircuitAnnounced) -> None:
         with contain("a circuit that comes in"):

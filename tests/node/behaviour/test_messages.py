@@ -101,5 +101,5 @@ async def test_a_waiting_take_ends_at_its_time_and_when_it_is_woken(world: World
         async with trio.open_nursery() as nursery:
             nursery.start_soon(inbox.take, begun + 1_000)
             await trio.sleep(1)
-            inbox.wake()
+            inbox.notify()
         assert trio.current_time() == pytest.approx(begun + 6)
