@@ -18,7 +18,6 @@ LONG_FILES = {
     "gossip/state_table.py",
     "node/optimizer/wrapper.py",
     "node/runtime.py",
-    "partition/run/ending.py",
     "partition/run/member.py",
     "partition/steps/committer.py",
     "partition/steps/replica.py",

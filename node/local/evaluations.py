@@ -138,7 +138,7 @@ class Evaluations:
             if self._stages == 1:  # else no member has all of the model to try it with
                 result = await trainer.evaluate_result(name, storage)
         losses = HeldOutLosses(self.first_loss, own, result)
-        best, improvement = ending.progress.best, self._settings.improvement
+        best, improvement = ending.series.progress.best, self._settings.improvement
         is_own = self._settings.is_federated
         fault = fault_of(losses, best, improvement, is_at_end=is_at_end, is_own=is_own)
         self.schedule.is_waiting = not fault

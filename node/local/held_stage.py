@@ -139,7 +139,7 @@ class AveragedStage:
 
     def note_end(self) -> None:
         """Count since when the run has been about to end."""
-        is_ending = self.is_at_end or self._ending.has_converged
+        is_ending = self.is_at_end or self._ending.series.has_converged
         self.rounds.schedule.ending_for = self._due.waited(self.now(), "an end", is_ending)
 
     async def average(self, nursery: trio.Nursery, *, is_still: bool) -> None:

@@ -97,7 +97,7 @@ class ColumnHolder:
             if server.seat.failure:
                 raise StageFailed(server.seat.failure)
             await self._renew()
-            has_converged, is_idle = self._ending.has_converged, held.trainer.is_idle
+            has_converged, is_idle = self._ending.series.has_converged, held.trainer.is_idle
             deed = self._rules.next_deed(is_idle=is_idle, has_converged=has_converged)
             if deed == "call":
                 known = list(self._door.admission.admitted)[-GREETED_MAX:]

@@ -3,7 +3,7 @@
 There is no plan to decide on. One member evaluates: of those that have a state, the one nearest to the hash
 of the run, so that its death makes the next one evaluate, as its silence does after a while. When the series
 has converged, or the steps are done, it keeps the model and proposes a conclusion, which names that model by
-its hash. Members that have a state have a vote (`partition.run.votes`); the others follow.
+its hash. Members that have a state have a vote (`partition.run.poll`); the others follow.
 
 1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that hardly fewer do. It
    fetches the result and tries it (its shell does: no result is taken on trust), then tells all that it holds
@@ -31,9 +31,8 @@ majority would train for nothing where the others are dead. Then each side keeps
 what it had committed to. Not here: what a model is, and fetching it.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
-from math import inf, isfinite
+from collections.abc import Collection
+from math import inf
 from typing import assert_never
 
 import msgspec
@@ -57,23 +56,17 @@ from partition.run.conclusions import (
     says_committed,
     says_held,
 )
-from partition.run.convergence import SeriesProgress, advance, has_converged
 from partition.run.local_settings import LocalSettings
+from partition.run.poll import LOOK_SECONDS, PATIENCE_SECONDS, OwnChoice, Poll
+from partition.run.shared_series import SharedSeries
 from partition.run.turns import Turns
-from partition.run.votes import Electorate, liars_max
 
 SAY_SECONDS = 0.5
 """Between two messages of a conclusion to members that have not answered with it."""
 SAY_OVER_SECONDS = 20.0
 """Between two messages of a conclusion that has been settled for `PATIENCE_SECONDS`."""
-STALE_SECONDS = 10.0
-"""A statement that was not repeated for this long no longer counts for a conclusion."""
 STABLE_SECONDS = 3.0
 """A member holds a conclusion this long before it commits to it, so that it hears of a better one."""
-PATIENCE_SECONDS = 30.0
-"""A member that holds a conclusion waits at most this long for the others to hold it too."""
-LOOK_SECONDS = 150.0
-"""The additional wait for a member that is fetching or trying a result."""
 STALEMATE_SECONDS = 300.0
 """The time without a majority, at the end of the steps, after which each member settles what it holds. Longer
 than most turns take, so that every member had its own."""
@@ -92,21 +85,6 @@ KNOWN_MAX = 1_024
 """Peers that were in the run, whose messages about its end count."""
 
 
-@dataclass
-class _Preferred:
-    """The conclusion that is preferred here, and the others' messages about it. `refusing` are those that
-    reject it."""
-
-    conclusion: Conclusion
-    is_here: bool = False
-    held_at: float = inf
-    refusing: set[PeerId] = field(default_factory=set)
-
-    @property
-    def patient_until(self) -> float:
-        return self.held_at + PATIENCE_SECONDS
-
-
 class Ending:
     """One run, as one member sees it.
 
@@ -123,30 +101,25 @@ class Ending:
     ) -> None:
         """`steps` are those of the run: nobody has made more."""
         self.run = run
-        self.progress = SeriesProgress()
         self.is_settled = False
         self.is_decided = False
         """Whether the preferred conclusion is to be accepted without trying it."""
         self.can_go_on = False
         """Whether this member trains and its numbers are finite."""
         self.turns = Turns(me, run)
+        self.series = SharedSeries(run, settings, steps, self.turns)
         self.events: list[Event] = []
         self.forget_at = inf
         self._me = me
-        self._settings = settings
         self._steps = steps
-        self._requester = requester
         self._ended_at = inf
         self._peers: frozenset[PeerId] = frozenset()
         self._unseen: dict[PeerId, float] = {}
         self._known: dict[PeerId, None] = {}
-        self._voters = frozenset({me})
-        self._preferred: _Preferred | None = None
+        self._poll = Poll(me, requester)
+        self._preferred: OwnChoice | None = None
         self._committed: Conclusion | None = None
         self._committed_at = inf
-        self._said: dict[PeerId, tuple[Said, float]] = {}
-        self._claims: dict[PeerId, Conclusion] = {}
-        """The conclusion that each member says is settled there, its first such message."""
         self._refused: dict[Conclusion, None] = {}
         self._strikes: dict[PeerId, int] = {}
         self._say_at = inf
@@ -171,11 +144,6 @@ class Ending:
         if self._preferred is None or (self.is_settled and not self._untold):
             return inf
         return inf if self._say_at >= self.forget_at else self._say_at
-
-    @property
-    def has_converged(self) -> bool:
-        """Whether the series has stopped improving by the manifest's rule."""
-        return has_converged(self.progress, self._settings.patience)
 
     # Input from the shell
 
@@ -209,16 +177,15 @@ class Ending:
             peer: at for peer, at in self._unseen.items() if peer not in found and now - at < GRACE_SECONDS
         }
         # A member that has settled and left keeps its vote; one that is out of sight, for a while.
-        kept = self._voters.intersection({*self._unseen, *self._claims})
-        self._voters = kept | frozenset({*found, self._me} if voters is None else voters)
+        kept = self._poll.voters.intersection({*self._unseen, *self._poll.claims})
+        self._poll.voters = kept | frozenset({*found, self._me} if voters is None else voters)
         self._peers = found
         self._known |= dict.fromkeys(found)
         for peer in [peer for peer in self._known if peer not in found][
             : max(0, len(self._known) - KNOWN_MAX)
         ]:
             del self._known[peer]
-            self._said.pop(peer, None)
-            self._claims.pop(peer, None)
+            self._poll.forget(peer)
             self._strikes.pop(peer, None)
         self._void()
         return self._advance(now)
@@ -231,10 +198,7 @@ class Ending:
 
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:
         """Add this member's own evaluation to the series, and tell all."""
-        self.progress = advance(self.progress, step, loss, self._settings.improvement)
-        message = ModelEvaluated(
-            self.run, step, samples, loss, metrics, self.progress.best, self.progress.since
-        )
+        message = self.series.add(step, samples, loss, metrics)
         return [(peer, message) for peer in self._peers]
 
     def propose(self, now: float, conclusion: Conclusion) -> Sends:
@@ -246,7 +210,7 @@ class Ending:
         if conclusion in self._refused:
             self.turns.passed += self._ended_at < inf
             return []
-        self._preferred = _Preferred(conclusion, is_here=True, held_at=now)
+        self._preferred = OwnChoice(conclusion, is_here=True, held_at=now)
         self._say_at = now
         return self.wake(now)
 
@@ -271,7 +235,7 @@ class Ending:
             return []
         if self.is_decided:
             return self._settle(now) if is_missing else []
-        holders = [peer for peer, (said, _) in self._said.items() if says_held(said, conclusion)]
+        holders = [peer for peer, (said, _) in self._poll.said.items() if says_held(said, conclusion)]
         author = PeerId(conclusion.author)
         for peer in holders if is_missing or author not in holders else [author]:
             strikes = STRIKES_MAX if is_missing else 1
@@ -305,23 +269,11 @@ class Ending:
         return [(peer, own) for peer in self._awaited(now)] + self._advance(now)
 
     def _take_evaluation(self, now: float, sender: PeerId, message: ModelEvaluated) -> Sends:
-        if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
-            raise RemoteProtocolError("an evaluation that is not finite")
-        if message.step > self._steps:
-            raise RemoteProtocolError("an evaluation of a step that the run does not have")
+        self.series.check(message)
         if self.is_settled:
             return [(sender, self.said)]
-        if (
-            sender not in self._peers
-            or message.step < self.progress.step
-            or not self.turns.may_be(now, sender)
-        ):
-            return []
-        if self.progress.step < 0:  # whoever came late goes on with the series as it is told
-            self.progress = SeriesProgress(message.step, min(message.best, message.loss), message.since)
-        else:
-            self.progress = advance(self.progress, message.step, message.loss, self._settings.improvement)
-        self.events.append(EvaluationHeard(self.run, message))
+        if sender in self._peers and self.series.take(now, sender, message):
+            self.events.append(EvaluationHeard(self.run, message))
         return []
 
     def _take_conclusion(self, now: float, sender: PeerId, message: Said) -> Sends:
@@ -334,15 +286,15 @@ class Ending:
             return [(sender, self.said)] if self.is_settled and not message.is_settled else []
         if message.is_settled and not message.holds:
             message = msgspec.structs.replace(message, is_settled=False)
-        if message.is_settled and self._claims.get(sender, new) != new:
+        if message.is_settled and self._poll.claims.get(sender, new) != new:
             return []  # it changes its mind
         if self.is_settled:
             return self._hear_of_another(sender, message)
         if new.outcome == "failed" and self.can_go_on:
             return []
         if message.is_settled:
-            self._claims[sender] = new
-        self._said[sender] = (message, now)
+            self._poll.claims[sender] = new
+        self._poll.said[sender] = (message, now)
         if self._preferred is not None and new != self.best:
             self._preferred.refusing.discard(sender)  # it says of each of two what it thinks
         self._decide(now)
@@ -353,8 +305,7 @@ class Ending:
     def _take_refusal(self, now: float, sender: PeerId, conclusion: Conclusion) -> Sends:
         if sender not in self._known or self.is_settled:
             return []
-        if sender in self._said and self._said[sender][0].conclusion == conclusion:
-            del self._said[sender]
+        self._poll.retract(sender, conclusion)
         if self._preferred is not None and conclusion == self.best:
             self._preferred.refusing.add(sender)
         return self._advance(now)
@@ -363,13 +314,13 @@ class Ending:
         """Answer a message after the end, and notice another conclusion."""
         if not message.is_settled:
             return [(sender, self.said)]
-        if sender not in self._claims:
-            self._claims[sender] = message.conclusion
+        if sender not in self._poll.claims:
+            self._poll.claims[sender] = message.conclusion
             self._compare(sender)
         return []
 
     def _compare(self, peer: PeerId) -> None:
-        other, best = self._claims[peer], self.best
+        other, best = self._poll.claims[peer], self.best
         if best is not None and (other.outcome, other.weights) != (best.outcome, best.weights):
             self.events.append(Differs(self.run, best, other, peer))
 
@@ -379,21 +330,17 @@ class Ending:
         """Prefer the conclusion that most voters hold, or a better one that hardly fewer do."""
         if self.is_decided or self._committed is not None:
             return
-        supported: dict[Conclusion, set[PeerId]] = {}
-        for peer, (said, at) in self._said.items():
-            if said.holds and (said.is_settled or now - at < STALE_SECONDS):
-                supported.setdefault(said.conclusion, set()).add(peer)
         candidates = {
             conclusion: holders
-            for conclusion, holders in supported.items()
+            for conclusion, holders in self._poll.supported(now).items()
             if conclusion not in self._refused
             and (conclusion == self.best or any(self._strikes.get(p, 0) < STRIKES_MAX for p in holders))
         }
         if self.best is not None:
             candidates.setdefault(self.best, set()).update({self._me} if self.holds else ())
         # A liar tells each something else: what depends on so few as may lie is left to the rank.
-        votes = {conclusion: len(holders & self._voters) for conclusion, holders in candidates.items()}
-        enough = max(votes.values(), default=0) - self._electorate.liars_max
+        votes = {conclusion: len(holders & self._poll.voters) for conclusion, holders in candidates.items()}
+        enough = max(votes.values(), default=0) - self._poll.electorate.liars_max
         chosen = min((each for each in candidates if votes[each] >= enough), key=rank, default=None)
         if chosen is None or chosen == self.best:
             return
@@ -403,7 +350,7 @@ class Ending:
         self._prefer(now, chosen)
 
     def _prefer(self, now: float, conclusion: Conclusion) -> None:
-        self._preferred = _Preferred(conclusion)
+        self._preferred = OwnChoice(conclusion)
         self._say_at = now + SAY_SECONDS
         self.events.append(Preferred(self.run, conclusion))
 
@@ -413,10 +360,10 @@ class Ending:
         gone with a run that is over for them."""
         if self.best is None:
             return ()
-        said = (peer for peer, (said, _) in self._said.items() if says_held(said, self.best))
+        said = (peer for peer, (said, _) in self._poll.said.items() if says_held(said, self.best))
         found = dict.fromkeys((PeerId(self.best.author), *said))
         return tuple(
-            peer for peer in found if peer in self._peers or peer in self._unseen or peer in self._claims
+            peer for peer in found if peer in self._peers or peer in self._unseen or peer in self._poll.claims
         )
 
     def _void(self) -> None:
@@ -448,7 +395,7 @@ class Ending:
     def _advance(self, now: float) -> Sends:
         """Commit, settle, or give up, where messages and the time passed call for it."""
         gone = {peer for peer, at in self._unseen.items() if now - at >= GRACE_SECONDS}
-        self._voters -= gone.difference(self._claims)
+        self._poll.voters -= gone.difference(self._poll.claims)
         self._decide(now)
         preferred = self._preferred
         if preferred is None or self.is_settled:
@@ -459,7 +406,7 @@ class Ending:
             return self._refuse(now)
         if not self.holds:
             return []
-        if self._committed is None and self._me in self._voters and self._may_commit(now):
+        if self._committed is None and self._me in self._poll.voters and self._may_commit(now):
             self._committed, self._committed_at = preferred.conclusion, now
             if not self._may_settle(now):
                 own = self.said
@@ -471,15 +418,7 @@ class Ending:
         here."""
         if self.is_settled or self.is_decided:
             return
-        backers: dict[Conclusion, set[PeerId]] = {}
-        for peer, conclusion in self._claims.items():
-            backers.setdefault(conclusion, set()).add(peer)
-        said = dict.fromkeys(said.conclusion for said, _ in self._said.values())
-        decided = next((each for each in said if self._is_decision(each, backers.get(each, set()))), None)
-        if decided is None and self._me not in self._voters and self._voters <= self._claims.keys():
-            # A follower takes what most settled on, where they could not agree.
-            decided = min(backers, key=lambda each: (-len(backers[each]), rank(each)), default=None)
-        if decided is None:
+        if (decided := self._poll.decided()) is None:
             return
         self.is_decided = True
         if self._preferred is None or decided != self.best:
@@ -487,74 +426,41 @@ class Ending:
         elif self.is_here and not self.holds:
             self._preferred.held_at = now
 
-    def _is_decision(self, conclusion: Conclusion, settled: set[PeerId]) -> bool:
-        """Return whether a conclusion that is `settled` for these members is decided for all."""
-        liars = liars_max(len(self._voters | settled))  # of a member that is left alone the other may lie
-        if len(settled) > liars or self._requester in settled:
-            return True
-        return self._electorate.is_quorum(self._backing(conclusion, says_committed))
-
-    @property
-    def _electorate(self) -> Electorate:
-        return Electorate(self._voters, self._requester)
-
-    def _backing(self, conclusion: Conclusion, backs: Callable[[Said, Conclusion], bool]) -> set[PeerId]:
-        """Return the others that back a conclusion by their last message."""
-        return {peer for peer, (said, _) in self._said.items() if backs(said, conclusion)}
-
     def _may_commit(self, now: float) -> bool:
         preferred = self._preferred
         assert preferred is not None
-        holding = self._backing(preferred.conclusion, says_held) | {self._me}
-        if self._voters == {self._me} or self._is_stalemate(now):
+        holding = self._poll.backing(preferred.conclusion, says_held) | {self._me}
+        if self._poll.voters == {self._me} or self._is_stalemate(now):
             return True
-        return now - preferred.held_at >= STABLE_SECONDS and self._carries(now, holding)
+        return now - preferred.held_at >= STABLE_SECONDS and self._poll.carries(now, preferred, holding)
 
     def _may_settle(self, now: float) -> bool:
         preferred = self._preferred
         assert preferred is not None
         if self._is_stalemate(now):
             return True
-        said = [self._said.get(peer) for peer in self._awaited(now)]
+        said = [self._poll.said.get(peer) for peer in self._awaited(now)]
         agree = all(each is not None and says_held(each[0], preferred.conclusion) for each in said)
         if not agree and now < preferred.patient_until:
             return False
         own = {self._me} if self._committed == preferred.conclusion else set()
-        backing = self._backing(preferred.conclusion, says_committed) | own
-        return not self._voters or self._carries(now, backing)
-
-    def _carries(self, now: float, backing: set[PeerId]) -> bool:
-        """Return whether these are enough: a quorum, or after a while a majority of those that answer, with
-        no more against them than may lie."""
-        preferred, electorate = self._preferred, self._electorate
-        assert preferred is not None
-        if electorate.is_quorum(backing):
-            return True
-        if now < preferred.patient_until:
-            return False
-        best = preferred.conclusion
-        against = {peer for peer, (said, _) in self._said.items() if said.holds and said.conclusion != best}
-        if len(against & self._voters - backing) > electorate.liars_max:
-            return False
-        asked = backing | against | preferred.refusing
-        if now < preferred.patient_until + LOOK_SECONDS:
-            asked |= self._said.keys()  # those that are looking at a result too
-        return electorate.is_majority(backing, asked)
+        backing = self._poll.backing(preferred.conclusion, says_committed) | own
+        return not self._poll.voters or self._poll.carries(now, preferred, backing)
 
     def _is_hopeless(self, now: float) -> bool:
         """Return whether the preferred conclusion finds no majority any more, or has not for too long."""
         preferred = self._preferred
         if preferred is None or self._committed is not None or (self.holds and now >= self._alone_from):
             return False
-        if not self._electorate.is_majority(self._voters - preferred.refusing, self._voters):
-            return bool(self._voters)
-        is_voter = self._me in self._voters
+        if not self._poll.electorate.is_majority(self._poll.voters - preferred.refusing, self._poll.voters):
+            return bool(self._poll.voters)
+        is_voter = self._me in self._poll.voters
         return is_voter and now >= preferred.patient_until + LOOK_SECONDS and not self._may_commit(now)
 
     @property
     def _alone_from(self) -> float:
         """Return from when on a member settles what it holds alone, once it has had patience."""
-        if self._me in self._voters:
+        if self._me in self._poll.voters:
             return min(self._ended_at, self._committed_at) + STALEMATE_SECONDS
         return (inf if self._preferred is None else self._preferred.held_at) + STALEMATE_SECONDS
 
@@ -571,7 +477,7 @@ class Ending:
         self._say_at = now + SAY_SECONDS
         self.forget_at = now + LINGER_SECONDS
         self.events.append(Settled(self.run, best))
-        for peer in self._claims:
+        for peer in self._poll.claims:
             self._compare(peer)
         own = self.said
         return [(peer, own) for peer in self._untold]
@@ -584,7 +490,7 @@ class Ending:
     @property
     def _untold(self) -> list[PeerId]:
         """Return the members of the run that have not said that it ended with this conclusion."""
-        return [peer for peer in self._known if self._claims.get(peer) != self.best]
+        return [peer for peer in self._known if self._poll.claims.get(peer) != self.best]
 
     @property
     def said(self) -> Said:

@@ -75,7 +75,7 @@ class HolderLife(LocalLife):
                 found = yield from stage.fetch(step, self.run.training.steps)
                 if found is not None and rules.seat.head is None:
                     stage.take(found)
-            deed = rules.next_deed(is_idle=stage.is_idle, has_converged=self.ending.has_converged)
+            deed = rules.next_deed(is_idle=stage.is_idle, has_converged=self.ending.series.has_converged)
             if deed == "call":
                 self.greet([*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions])
             if deed != "hand on":

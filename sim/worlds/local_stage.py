@@ -182,7 +182,7 @@ class LocalStage:
 
     def note_end(self) -> None:
         """Count since when the run has been about to end."""
-        is_ending = self.is_at_end or self.member.ending.has_converged
+        is_ending = self.is_at_end or self.member.ending.series.has_converged
         self.rounds.ending_for = self._due.waited(self.member.now, "an end", is_ending)
 
     def between(self, *, is_still: bool) -> None:

@@ -22,9 +22,10 @@ from partition.run.conclusions import (
     Voided,
 )
 from partition.run.convergence import SeriesProgress, advance, has_converged
-from partition.run.ending import GRACE_SECONDS, PATIENCE_SECONDS, Ending
+from partition.run.ending import GRACE_SECONDS, Ending
 from partition.run.endings import RUNS_MAX, Endings
 from partition.run.local_settings import LocalSettings
+from partition.run.poll import PATIENCE_SECONDS
 from partition.run.turns import TURN_SECONDS
 
 RUN = bytes(32)
@@ -218,9 +219,9 @@ def test_the_next_evaluator_goes_on_with_the_series_of_the_last() -> None:
     for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
         for receiver, message in first.evaluate(step, 5, loss, ()):
             world.members[receiver].receive(0.0, peer(1), message)
-    assert not second.has_converged
+    assert not second.series.has_converged
     second.evaluate(4, 5, 1.2, ())
-    assert second.has_converged
+    assert second.series.has_converged
 
 
 def test_exactly_one_of_those_in_sight_evaluates() -> None:
@@ -318,13 +319,13 @@ def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
     last = order[-1]
     member.set_peers(0.0, peers[1:], trainers=peers)
     member.receive(0.0, last, ModelEvaluated(RUN, 5, 1, -1e9, (), -1e9, 99))
-    assert member.progress == SeriesProgress()
+    assert member.series.progress == SeriesProgress()
     if first is not None:
         member.receive(0.0, first, ModelEvaluated(RUN, 5, 1, 1.0, (), 1.0, 0))
-        assert member.progress.best == 1.0
+        assert member.series.progress.best == 1.0
     member.set_due(100.0, ranks[last] * TURN_SECONDS)
     member.receive(100.0, last, ModelEvaluated(RUN, 6, 1, 0.5, (), 0.5, 0))
-    assert member.progress.best == 0.5, "the others were silent"
+    assert member.series.progress.best == 0.5, "the others were silent"
 
 
 def test_a_series_is_continued_from_the_loss_that_is_told_alone() -> None:
@@ -332,8 +333,8 @@ def test_a_series_is_continued_from_the_loss_that_is_told_alone() -> None:
     member.set_peers(0.0, [peer(2)])
     member.receive(0.0, peer(2), ModelEvaluated(RUN, 1, 1, 2.0, (), 2.0, 0))
     member.receive(0.0, peer(2), ModelEvaluated(RUN, 2, 1, 1.0, (), 0.0, 50))
-    assert member.progress == SeriesProgress(2, 1.0, 0)
-    assert not member.has_converged
+    assert member.series.progress == SeriesProgress(2, 1.0, 0)
+    assert not member.series.has_converged
 
 
 def test_steps_that_the_run_does_not_have_are_refused() -> None:

@@ -83,7 +83,7 @@ class EvaluationSchedule:
     ) -> str | None:
         """Return why this member, which has just evaluated, makes the result now, "" at the end of the steps;
         None where it does not."""
-        if not (is_at_end or self._ending.has_converged):
+        if not (is_at_end or self._ending.series.has_converged):
             return None
         if self._awaits_mean(step, rounds, training, axes, is_mine=True):
             return None

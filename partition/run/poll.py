@@ -1,0 +1,109 @@
+"""Counts the votes of a run's members in local mode, by what each says of conclusions.
+
+Not here: what follows for a member (`partition.run.ending`), and the arithmetic of quorums (`votes`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import inf
+
+from crypto.identity import PeerId
+from partition.run.conclusions import Conclusion, Said, rank, says_committed
+from partition.run.votes import Electorate, liars_max
+
+STALE_SECONDS = 10.0
+"""A statement that was not repeated for this long no longer counts for a conclusion."""
+PATIENCE_SECONDS = 30.0
+"""A member that holds a conclusion waits at most this long for the others to hold it too."""
+LOOK_SECONDS = 150.0
+"""The additional wait for a member that is fetching or trying a result."""
+
+
+@dataclass
+class OwnChoice:
+    """The conclusion that is preferred here, and the others' messages about it. `refusing` are those that
+    reject it."""
+
+    conclusion: Conclusion
+    is_here: bool = False
+    held_at: float = inf
+    refusing: set[PeerId] = field(default_factory=set)
+
+    @property
+    def patient_until(self) -> float:
+        return self.held_at + PATIENCE_SECONDS
+
+
+class Poll:
+    """One run's, as the member `me` sees it. `said` is each other's last message, and when it came."""
+
+    def __init__(self, me: PeerId, requester: PeerId | None) -> None:
+        self.voters = frozenset({me})
+        self.said: dict[PeerId, tuple[Said, float]] = {}
+        self.claims: dict[PeerId, Conclusion] = {}
+        """The conclusion that each member says is settled there, its first such message."""
+        self._me = me
+        self._requester = requester
+
+    @property
+    def electorate(self) -> Electorate:
+        return Electorate(self.voters, self._requester)
+
+    def forget(self, peer: PeerId) -> None:
+        """Drop what a member said."""
+        self.said.pop(peer, None)
+        self.claims.pop(peer, None)
+
+    def retract(self, peer: PeerId, conclusion: Conclusion) -> None:
+        """Drop what a member said last, if it was of this conclusion."""
+        if peer in self.said and self.said[peer][0].conclusion == conclusion:
+            del self.said[peer]
+
+    def backing(self, conclusion: Conclusion, backs: Callable[[Said, Conclusion], bool]) -> set[PeerId]:
+        """Return the others that back a conclusion by their last message."""
+        return {peer for peer, (said, _) in self.said.items() if backs(said, conclusion)}
+
+    def supported(self, now: float) -> dict[Conclusion, set[PeerId]]:
+        """Return the conclusions that others hold, each with those that do, by what they said lately."""
+        found: dict[Conclusion, set[PeerId]] = {}
+        for peer, (said, at) in self.said.items():
+            if said.holds and (said.is_settled or now - at < STALE_SECONDS):
+                found.setdefault(said.conclusion, set()).add(peer)
+        return found
+
+    def decided(self) -> Conclusion | None:
+        """Return the conclusion that others have settled, or a quorum has committed to; None: there is none
+        yet."""
+        backers: dict[Conclusion, set[PeerId]] = {}
+        for peer, conclusion in self.claims.items():
+            backers.setdefault(conclusion, set()).add(peer)
+        said = dict.fromkeys(said.conclusion for said, _ in self.said.values())
+        decided = next((each for each in said if self._is_decision(each, backers.get(each, set()))), None)
+        if decided is None and self._me not in self.voters and self.voters <= self.claims.keys():
+            # A follower takes what most settled on, where they could not agree.
+            decided = min(backers, key=lambda each: (-len(backers[each]), rank(each)), default=None)
+        return decided
+
+    def _is_decision(self, conclusion: Conclusion, settled: set[PeerId]) -> bool:
+        """Return whether a conclusion that is `settled` for these members is decided for all."""
+        liars = liars_max(len(self.voters | settled))  # of a member that is left alone the other may lie
+        if len(settled) > liars or self._requester in settled:
+            return True
+        return self.electorate.is_quorum(self.backing(conclusion, says_committed))
+
+    def carries(self, now: float, choice: OwnChoice, backing: set[PeerId]) -> bool:
+        """Return whether these are enough for a choice: a quorum, or after a while a majority of those that
+        answer, with no more against them than may lie."""
+        electorate = self.electorate
+        if electorate.is_quorum(backing):
+            return True
+        if now < choice.patient_until:
+            return False
+        best = choice.conclusion
+        against = {peer for peer, (said, _) in self.said.items() if said.holds and said.conclusion != best}
+        if len(against & self.voters - backing) > electorate.liars_max:
+            return False
+        asked = backing | against | choice.refusing
+        if now < choice.patient_until + LOOK_SECONDS:
+            asked |= self.said.keys()  # those that are looking at a result too
+        return electorate.is_majority(backing, asked)

@@ -1,0 +1,49 @@
+"""The series of evaluations of a run in local mode, to which each member adds those that it hears of."""
+
+from math import isfinite
+
+from crypto.errors import RemoteProtocolError
+from crypto.identity import PeerId
+from partition.run.conclusions import ModelEvaluated
+from partition.run.convergence import SeriesProgress, advance, has_converged
+from partition.run.local_settings import LocalSettings
+from partition.run.turns import Turns
+
+
+class SharedSeries:
+    """One run's, as one member sees it; `steps` are those of the run: nobody has made more."""
+
+    def __init__(self, run: bytes, settings: LocalSettings, steps: int, turns: Turns) -> None:
+        self.progress = SeriesProgress()
+        self._run = run
+        self._settings = settings
+        self._steps = steps
+        self._turns = turns
+
+    @property
+    def has_converged(self) -> bool:
+        """Whether the series has stopped improving by the manifest's rule."""
+        return has_converged(self.progress, self._settings.patience)
+
+    def add(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> ModelEvaluated:
+        """Add an evaluation of this member; return what to tell the others."""
+        self.progress = advance(self.progress, step, loss, self._settings.improvement)
+        best, since = self.progress.best, self.progress.since
+        return ModelEvaluated(self._run, step, samples, loss, metrics, best, since)
+
+    def check(self, message: ModelEvaluated) -> None:
+        """Raise RemoteProtocolError for an evaluation that there cannot be."""
+        if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
+            raise RemoteProtocolError("an evaluation that is not finite")
+        if message.step > self._steps:
+            raise RemoteProtocolError("an evaluation of a step that the run does not have")
+
+    def take(self, now: float, sender: PeerId, message: ModelEvaluated) -> bool:
+        """Add another member's evaluation; return whether it counts."""
+        if message.step < self.progress.step or not self._turns.may_be(now, sender):
+            return False
+        if self.progress.step < 0:  # whoever came late goes on with the series as it is told
+            self.progress = SeriesProgress(message.step, min(message.best, message.loss), message.since)
+        else:
+            self.progress = advance(self.progress, message.step, message.loss, self._settings.improvement)
+        return True
