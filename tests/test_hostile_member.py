@@ -310,7 +310,11 @@ def test_an_averaging_run_goes_on_whatever_a_peer_says_in_it(seed: int) -> None:
         assert 0.0 <= each.vector.min() <= each.vector.max() <= 2.0
         by_attempt.setdefault(each.attempt, set()).add(each.vector.tobytes())
     assert {len(found) for found in by_attempt.values()} == {1}
-    assert {"/peerloom/roster/1 Report", "/peerloom/catchup/1 Ask", "/peerloom/matchmaking/2 Ready"} <= said
+    assert {
+        "/peerloom/roster/1 Report",
+        "/peerloom/catchup/1 StateRequest",
+        "/peerloom/matchmaking/2 Ready",
+    } <= said
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -153,7 +153,7 @@ def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make this node contribute nothing to any sum from now on."""
     (member,) = node.runs.members.values()
     assert member.hosting.replica is not None
-    monkeypatch.setattr(member.hosting.replica, "_send_parts", lambda sends: None)
+    monkeypatch.setattr(member.hosting.replica._reduction, "_send_parts", lambda sends: None)
 
 
 @pytest.mark.parametrize("disturb", [hang, withhold])

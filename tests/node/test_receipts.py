@@ -96,7 +96,7 @@ def test_a_receipt_for_a_run_that_was_never_here_is_not_signed(kind: Kind) -> No
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
-            assert await offered(a, b, kind, 5) == "Nothing"
+            assert await offered(a, b, kind, 5) == "NoReceipt"
             assert (await call_of(a)(b.peer, ShowReceipts())).receipts == ()
 
     simulate(scenario)
@@ -113,11 +113,11 @@ def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
             await fetch_all(
                 a.network, {name: 1_000}, [b.peer], sink=sink, refuse=a.runs.refuse, clock=a.seams.clock
             )
-            assert await offered(a, b, "data", 1_001) == "Nothing"
-            assert await offered(a, b, "data", 600) == "Accepted"
-            assert await offered(a, b, "data", 600) == "Accepted", "a repeat says nothing new"
-            assert await offered(a, b, "checkpoint", 401) == "Nothing", "600 are used up"
-            assert await offered(a, b, "data", 1_000) == "Accepted"
+            assert await offered(a, b, "data", 1_001) == "NoReceipt"
+            assert await offered(a, b, "data", 600) == "AcceptedReceipt"
+            assert await offered(a, b, "data", 600) == "AcceptedReceipt", "a repeat says nothing new"
+            assert await offered(a, b, "checkpoint", 401) == "NoReceipt", "600 are used up"
+            assert await offered(a, b, "data", 1_000) == "AcceptedReceipt"
             (earned,) = b.runs.receipts.document()["earned"]
             assert (earned["kind"], earned["size_bytes"]) == ("data", 1_000)
 

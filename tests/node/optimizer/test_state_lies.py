@@ -80,10 +80,10 @@ LIES: dict[str, dict[str, Lie]] = {
     "Leave": {"goodbye": lambda report: Leave(RUN)},
 }
 OFFERS: dict[str, Callable[[int], OfferedState | None]] = {
-    "Offer.step": lambda step: OfferedState(ClaimedCount(step + SLACK_STEPS), RIGHT),
-    "Offer.digest": lambda step: OfferedState(ClaimedCount(step), OTHER),
-    "Offer": lambda step: OfferedState(ClaimedCount(2**20), OTHER),
-    "Nothing": lambda step: None,
+    "StateOffer.step": lambda step: OfferedState(ClaimedCount(step + SLACK_STEPS), RIGHT),
+    "StateOffer.digest": lambda step: OfferedState(ClaimedCount(step), OTHER),
+    "StateOffer": lambda step: OfferedState(ClaimedCount(2**20), OTHER),
+    "NoState": lambda step: None,
 }
 """The liar's answers to requests for a state."""
 
