@@ -82,10 +82,11 @@ class Rounds:
         """Copy out what is averaged, and look for a group in the background."""
         trainer, schedule = self._trainer, self.schedule
         weight = schedule.weight(trainer.samples, len(trainer.shard.rows))
-        window = schedule.begin(self._now(), trainer.step, trainer.samples)
         theta = await trainer.copy_out(moments=self._moments)
         damping = schedule.damping(is_idle=trainer.is_idle)
         offered = await self._part.compute(partial(self._delayed.offer, theta, damping))
+        # Not before: the caller may be cancelled above, and a round that nobody holds never ends.
+        window = schedule.begin(self._now(), trainer.step, trainer.samples)
         wanted = RoundWish(
             codec=self._strategy.codec,
             mode=self._strategy.mode,
