@@ -184,6 +184,10 @@ class PaxosChain:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
         return min(self._propose_at, self._resend_at, self._reach.deadline)
 
+    def knows(self, peer: PeerId) -> bool:
+        """Return whether `peer` is another that is, or was, on a kept roster."""
+        return peer != self.me and self._learner.chain.knows(peer)
+
     # Orders of this node
 
     def wish(self, now: float, change: Change | None, *, parent: bytes | None = None) -> Sends:
@@ -266,7 +270,7 @@ class PaxosChain:
         """Take a peer's message about the chain. RemoteProtocolError: refused, and nothing has changed."""
         if message.run != self.head.run:
             raise RemoteProtocolError("a message about another run's plans")
-        if sender == self.me or not self._learner.chain.knows(sender):
+        if not self.knows(sender):
             raise RemoteProtocolError("a message about plans from a peer that is on no roster")
         try:
             return self._sort(now, sender, message)

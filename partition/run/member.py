@@ -493,10 +493,12 @@ class Member:
             self.events.append(StageAbandoned())
         if life is None:
             return
-        if now >= life.chain.deadline:  # one call, for what follows from it may change all below
+        if now >= life.chain.deadline:  # one call, then whatever else is due: calls may come without end
+            plan = self.plan
             life.chain.wake(now)
             self._follow_chain(now, life)
-            return
+            if self.plan is not plan or self._life is not life:
+                return  # the driver takes the roles of a new plan before what follows
         if self.is_over:
             return
         if self._completion is not None and now >= self._completion.deadline:

@@ -5,7 +5,7 @@ what a call sends, and its events, are held back while `is_storing`: until the d
 `durable` and calls `stored`.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection
 from functools import partial
 
@@ -17,6 +17,9 @@ from partition.plan.paxos_messages import AgreementMessage, Sends
 
 CALLS_MAX = 4_096
 """Calls that wait for the disk; more are dropped, as a lossy network would drop them."""
+SENDER_CALLS_MAX = 64
+"""Messages of one member that wait, and of all strangers together: a flood does not keep out those of
+others. An agreement takes a few of each member."""
 INF = float("inf")
 
 
@@ -32,6 +35,7 @@ class StoredChain:
         self._calls: deque[Callable[[float], Sends]] = deque(
             [chain.wake]
         )  # the first promise is to be stored
+        self._waiting: Counter[PeerId | None] = Counter()  # by sender; None for all strangers
         self._is_closed = False
 
     @property
@@ -42,8 +46,12 @@ class StoredChain:
         return -INF if self._calls else self.core.deadline
 
     def receive(self, sender: PeerId, message: AgreementMessage) -> None:
-        """Queue a message about the chain, from anybody: it is checked, or refused, when its turn comes."""
-        self._do(partial(self._receive, sender, message))
+        """Queue a message about the chain, from anybody: it is checked, or refused, when its turn comes. It
+        is dropped where too many of the same sender, or of strangers, wait."""
+        source = sender if self.core.knows(sender) else None
+        has_turn = self._waiting[source] < SENDER_CALLS_MAX
+        if has_turn and self._do(partial(self._receive, source, sender, message)):
+            self._waiting[source] += 1
 
     def wish(self, change: Change | None, parent: bytes) -> None:
         """Propose a change to be decided after the plan `parent`; None to propose nothing."""
@@ -81,12 +89,16 @@ class StoredChain:
         """Make no more calls: this node takes no part in the agreement any more."""
         self._is_closed = True
         self._calls.clear()
+        self._waiting.clear()
 
-    def _do(self, call: Callable[[float], Sends]) -> None:
-        if not self._is_closed and len(self._calls) < CALLS_MAX:
+    def _do(self, call: Callable[[float], Sends]) -> bool:
+        has_room = not self._is_closed and len(self._calls) < CALLS_MAX
+        if has_room:
             self._calls.append(call)
+        return has_room
 
-    def _receive(self, sender: PeerId, message: AgreementMessage, now: float) -> Sends:
+    def _receive(self, source: PeerId | None, sender: PeerId, message: AgreementMessage, now: float) -> Sends:
+        self._waiting -= Counter([source])
         try:
             return list(self.core.receive(now, sender, message))
         except RemoteProtocolError as error:
