@@ -52,12 +52,12 @@ class CircuitEnd:
     @classmethod
     def taking(cls, credentials: Credentials, peer: PeerId, token: bytes, flight: bytes) -> "CircuitEnd":
         """Return the end of the node that `peer` wants to reach, as a relay has announced with this token.
-        Raises Unreachable where its flight is none of a peer of this swarm."""
+        RemoteProtocolError where its flight is none of a peer of this swarm."""
         handshake = credentials.handshake(initiator=False)
         try:
             request = encode(TakeCircuit(token, answer_flight(handshake, flight)))
         except RemoteProtocolError as error:
-            raise Unreachable("refused", f"{short_peer(peer)} came through a relay with {error}") from None
+            raise RemoteProtocolError(f"{short_peer(peer)} came through a relay with {error}") from None
         return cls(credentials, peer, handshake, request, is_first=False)
 
     async def connect(self, stream: SecureStream) -> tuple[trio.SocketStream, HandshakeResult]:

@@ -262,7 +262,7 @@ class Paths:
         self, relay: PeerId, at: Address, token: bytes, peer: PeerId, flight: bytes
     ) -> MultiplexedPath:
         """Let `peer` reach this node through the relay that has announced it, with the flight by which it
-        begins the handshake. Raises Unreachable."""
+        begins the handshake. Raises Unreachable, and RemoteProtocolError for a flight that begins none."""
         with trio.move_on_after(CIRCUIT_SECONDS):
             end = CircuitEnd.taking(self._credentials, peer, token, flight)
             stream = await self._host.open_bare(relay, RELAY_PROTOCOL, at, end.request)

@@ -1,16 +1,23 @@
 """The two ends of a circuit: how little it costs to open one, and what no end puts up with."""
 
 import os
+from collections import Counter
 
 import pytest
+import trio
 
-from crypto.contact import make_address
-from crypto.identity import Identity
-from node.errors import Unreachable
+from crypto.contact import Address, make_address
+from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
+from crypto.identity import Identity, PeerId
+from node.seams import RealClock, Stream
+from node.services.relays.reservations import TAKING_MAX, Reservations
+from node.services.relays.server import STREAMS
 from node.transport.address_book import HOST_TRIES_BURST, AddressBook
 from node.transport.circuits import CircuitEnd
 from node.transport.network import RealNetwork
-from tests.node.nets import make_network, until
+from node.transport.relay_messages import PROTOCOL, CircuitAnnounced, PlaceKept
+from tests.node.nets import make_network, running, until
 from tests.node.test_relays import ask, behind_a_relay
 
 
@@ -37,7 +44,7 @@ def test_a_flight_that_is_none_is_answered_with_nothing(flaw: str) -> None:
     hidden, guest = make_network("h"), make_network("g")
     whole = guest.credentials.handshake(initiator=True, expected=hidden.peer).start()
     flight = {"half": whole[: len(whole) // 2], "two": 2 * whole, "nonsense": os.urandom(300)}[flaw]
-    with pytest.raises(Unreachable):
+    with pytest.raises(RemoteProtocolError):
         CircuitEnd.taking(hidden.credentials, guest.peer, bytes(16), flight)
     assert CircuitEnd.taking(hidden.credentials, guest.peer, bytes(16), whole).request
 
@@ -51,3 +58,47 @@ def test_addresses_of_unknown_relays_at_one_host_are_dialled_seldom() -> None:
         if book.may_dial(relay, make_address("46.1.2.3", 2_000 + number), 0.0)
     ]
     assert len(dialled) == HOST_TRIES_BURST
+
+
+@pytest.mark.parametrize("is_announced", [True, False])
+async def test_a_relay_that_floods_has_one_connection_made_ready(
+    is_announced: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden, relay = make_network("h"), make_network("r")
+    readying, most, counters = 0, 0, Counter[str]()
+
+    async def hang(relay: PeerId, at: Address) -> None:
+        nonlocal readying, most
+        readying += 1
+        most = max(most, readying)
+        try:
+            await trio.sleep_forever()
+        finally:
+            readying -= 1
+
+    async def flood(stream: Stream) -> None:
+        await stream.receive()
+        await stream.send(encode(PlaceKept(60, 0)))
+        for number in range(4 * TAKING_MAX):
+            announced = CircuitAnnounced(number.to_bytes(16, "big"), hidden.peer, b"no flight")
+            await stream.send(encode(announced if is_announced else PlaceKept(60, 0)))
+        await trio.sleep_forever()
+
+    monkeypatch.setattr(hidden, "keep_ready", hang)
+    relay.handle(PROTOCOL, flood, STREAMS)
+    places = Reservations(
+        hidden,
+        RealClock(),
+        candidates=lambda: [relay.peer],
+        is_wanted=lambda: True,
+        changed=lambda: None,
+        counters=counters,
+    )
+    async with running(hidden, relay), trio.open_nursery() as nursery:
+        hidden.learn(relay.peer, relay.addresses)
+        nursery.start_soon(places.run)
+        counted, wanted = ("circuits_not_taken", 4 * TAKING_MAX) if is_announced else ("relays_failed", 1)
+        with trio.fail_after(60):
+            await until(lambda: counters[counted] >= wanted)
+        assert most <= 1
+        nursery.cancel_scope.cancel()

@@ -99,6 +99,11 @@ class PlaceLease:
         self.deadline = now + ANSWER_SECONDS
         """When to call `wake`."""
 
+    @property
+    def awaits_answer(self) -> bool:
+        """Whether the relay was asked, and has not answered yet."""
+        return not self._is_answered
+
     def kept(self, now: float) -> None:
         """The relay keeps the place."""
         self._is_answered, self.deadline = True, now + RENEW_SECONDS

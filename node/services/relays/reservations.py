@@ -62,6 +62,7 @@ class Reservations:
         self._asking: dict[PeerId, trio.CancelScope] = {}
         self._search = PlaceSearch()
         self._taking: Counter[PeerId] = Counter()
+        self._readying: set[PeerId] = set()
 
     @property
     def circuits(self) -> tuple[Address, ...]:
@@ -122,7 +123,7 @@ class Reservations:
         while True:
             reply: Reply = decode(await stream.receive(), Reply, bytes_max=MESSAGE_BYTES_MAX)
             match reply:
-                case PlaceKept():
+                case PlaceKept() if lease.awaits_answer:
                     lease.kept(self._clock.monotonic())
                     waker.stir()
                     if stream.peer not in self._circuits:
@@ -152,21 +153,32 @@ class Reservations:
                 raise trio.TooSlowError
 
     async def _accept(self, relay: PeerId, at: Address, announced: CircuitAnnounced) -> None:
-        with contain("a circuit that comes in"):
-            peer = PeerId(announced.peer)
-            try:
-                await self._network.multiplexed.accept(relay, at, announced.token, peer, announced.flight)
-            except Unreachable:
-                self._counters["circuits_not_taken"] += 1
-            finally:
-                self._taking[relay] -= 1
-            await self._keep_ready(relay, at)
+        peer = PeerId(announced.peer)
+        try:
+            with contain("a circuit that comes in"):
+                try:
+                    await self._network.multiplexed.accept(relay, at, announced.token, peer, announced.flight)
+                except Unreachable:
+                    self._counters["circuits_not_taken"] += 1
+                except RemoteProtocolError:
+                    # Perhaps its peer's fault: a relay cannot read the flight. No connection was used up.
+                    self._counters["circuits_not_taken"] += 1
+                    return
+                await self._keep_ready(relay, at)
+        finally:
+            self._taking[relay] -= 1
 
     async def _keep_ready(self, relay: PeerId, at: Address) -> None:
         """Have a connection to the relay rest here for the next circuit, which then costs no handshake with
-        the relay first."""
-        with contain("a connection for the next circuit"), suppress(Unreachable):
-            await self._network.keep_ready(relay, at)
+        the relay first. One task for each relay does so: a relay that announces much has no more dialled."""
+        if relay in self._readying:
+            return
+        self._readying.add(relay)
+        try:
+            with contain("a connection for the next circuit"), suppress(Unreachable):
+                await self._network.keep_ready(relay, at)
+        finally:
+            self._readying.discard(relay)
 
     def _tell(self) -> None:
         self._network.reach_by(self.circuits)
