@@ -41,7 +41,12 @@ PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
 """How often the offers of one peer have hosts dialled: two attempts at all that it may offer, and as much
 again a minute later. So no peer uses up what all have together."""
 INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
-"""How often one peer has others come to it, and one peer is made to come."""
+"""How often one peer has others come to it."""
+TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST = 4 / 15, 16.0
+"""How often one peer is made to come: four times as often, so that no asker uses up what all have together."""
+PAIR_INTRODUCED_PER_SECOND, PAIR_INTRODUCED_BURST = 1 / 60, 2.0
+"""How often one peer has the same one come: an attempt that failed is repeated after a second, then rarely."""
+PAIRS_MAX = 4_096
 ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
 """The same of all: each costs two streams for seconds, and a dozen messages."""
 OBSERVERS_MAX = 3
@@ -148,17 +153,31 @@ class IntroductionBudget:
 
     def __init__(self) -> None:
         self._askers = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
-        self._targets = Buckets[PeerId](INTRODUCED_PER_SECOND, INTRODUCED_BURST, PEERS_MAX)
+        self._targets = Buckets[PeerId](TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST, PEERS_MAX)
+        self._pairs = Buckets[tuple[PeerId, PeerId]](
+            PAIR_INTRODUCED_PER_SECOND, PAIR_INTRODUCED_BURST, PAIRS_MAX
+        )
         self._all = TokenBucket(ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST, ALL_INTRODUCED_BURST, -inf)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
         """The tables that others can make grow here: the size and limit of each."""
-        return {"askers": (len(self._askers), PEERS_MAX), "targets": (len(self._targets), PEERS_MAX)}
+        return {
+            "askers": (len(self._askers), PEERS_MAX),
+            "targets": (len(self._targets), PEERS_MAX),
+            "pairs": (len(self._pairs), PAIRS_MAX),
+        }
 
     def may_introduce(self, asker: PeerId, target: PeerId, now: float) -> bool:
         """Note that a peer asks for another one; return whether the two are brought together."""
-        buckets = (self._askers.of(asker, now), self._targets.of(target, now), self._all)
+        if self._askers.of(asker, now).left(now) < 1.0:
+            return False  # before it could fill the other tables
+        buckets = (
+            self._askers.of(asker, now),
+            self._targets.of(target, now),
+            self._pairs.of((asker, target), now),
+            self._all,
+        )
         return min(bucket.left(now) for bucket in buckets) >= 1.0 and all(
             bucket.take(now) for bucket in buckets
         )

@@ -23,7 +23,7 @@ from node.transport.punch_messages import (
     RoundTrip,
 )
 from node.transport.puncher import Puncher
-from node.transport.punching import INTRODUCED_BURST, IntroductionBudget
+from node.transport.punching import INTRODUCED_BURST, TARGET_INTRODUCED_BURST, IntroductionBudget
 from node.transport.streams import SecureStream
 from tests.node.nets import acquaint, make_network, running, until
 from tests.node.test_transport_parts import peer_ids
@@ -91,9 +91,18 @@ async def test_a_peer_that_was_not_heard_of_is_told_of_nobody() -> None:
 
 
 def test_neither_an_asker_nor_a_target_is_served_too_often() -> None:
-    asker, target, *others = peer_ids(3 * int(INTRODUCED_BURST))
+    asker, target, *others = peer_ids(3 * int(TARGET_INTRODUCED_BURST))
     budget = IntroductionBudget()
     assert sum(budget.may_introduce(asker, other, 0.0) for other in others) == INTRODUCED_BURST
     budget = IntroductionBudget()
-    assert sum(budget.may_introduce(other, target, 0.0) for other in others) == INTRODUCED_BURST
+    assert sum(budget.may_introduce(other, target, 0.0) for other in others) == TARGET_INTRODUCED_BURST
     assert all(size <= limit for size, limit in budget.sizes.values())
+
+
+def test_one_asker_cannot_use_up_the_introductions_to_a_target() -> None:
+    greedy, honest, target = peer_ids(3)
+    budget = IntroductionBudget()
+    for second in range(600):
+        budget.may_introduce(greedy, target, float(second))
+        if second % 100 == 50:
+            assert budget.may_introduce(honest, target, float(second))
