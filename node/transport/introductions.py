@@ -38,7 +38,8 @@ TOGETHER_SECONDS = 15.0
 PASSED_MAX = 3
 """Messages of each side: an offer, a round trip, and the beginning."""
 COMING_MAX = 4
-"""Peers that this node comes to meet at once."""
+"""Peers that this node comes to meet at once. One more takes the place of the one that came first among those
+of the sender that tells of most: no sender keeps others out."""
 WAIT_SECONDS = 60.0
 HEARD_SECONDS = 60.0
 """A peer is told of another one where a datagram of it came within this, or a path leads to it: routers keep
@@ -53,25 +54,32 @@ class _Waiting:
     far: Stream | None = None
 
 
+@dataclass(eq=False)
+class _Coming:
+    sender: PeerId
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+
+
 class Introductions:
-    """The service of one node: it has others meet, and comes to meet those that others tell of. `may_answer`
-    says whether the offers of all these peers are taken now, `meet` answers one."""
+    """The service of one node: it has others meet, and comes to meet those that others tell of. `may_come`
+    says whether a peer may have this node come to another one now, `meet` answers an offer."""
 
     def __init__(
         self,
         network: RealNetwork,
         clock: Clock,
         counters: Counter[str],
-        may_answer: Callable[..., bool],
+        may_come: Callable[[PeerId], bool],
         meet: Callable[[Stream, PunchOffer, PeerId], Awaitable[None]],
     ) -> None:
         self._network = network
         self._clock = clock
         self._counters = counters
-        self._may_answer = may_answer
+        self._may_come = may_come
         self._meet = meet
         self._inbox = network.inbox(PROTOCOL)
-        self._coming = 0
+        # The oldest first.
+        self._coming: list[_Coming] = []
         self._waiting: dict[bytes, _Waiting] = {}
         self.budget = IntroductionBudget()
 
@@ -89,13 +97,23 @@ class Introductions:
                         continue
                     peer = PeerId(told.peer)
                     is_other = peer not in (sender, self._network.peer)
-                    if is_other and self._coming < COMING_MAX and self._may_answer(sender, peer):
-                        self._coming += 1
-                        nursery.start_soon(self._come, sender, told.token, peer)
+                    if is_other and self._may_come(sender):
+                        self._make_room(sender)
+                        self._coming.append(coming := _Coming(sender))
+                        nursery.start_soon(self._come, coming, told.token, peer)
 
-    async def _come(self, common: PeerId, token: bytes, peer: PeerId) -> None:
+    def _make_room(self, sender: PeerId) -> None:
+        if len(self._coming) >= COMING_MAX:
+            counts = Counter([sender, *(each.sender for each in self._coming)])
+            most = max(counts.values())
+            spare = next(each for each in self._coming if counts[each.sender] == most)
+            self._coming.remove(spare)
+            spare.scope.cancel()
+
+    async def _come(self, coming: _Coming, token: bytes, peer: PeerId) -> None:
         """Speak to a peer by the one that knows both."""
-        with contain("meeting a peer"):
+        common = coming.sender
+        with contain("meeting a peer"), coming.scope:
             try:
                 stream = await self._network.open(common, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
                 try:
@@ -110,7 +128,8 @@ class Introductions:
             except (Unreachable, StreamClosed, RemoteProtocolError, trio.TooSlowError):
                 self._counters["introductions_broken"] += 1
             finally:
-                self._coming -= 1
+                if coming in self._coming:
+                    self._coming.remove(coming)
 
     # --- for others ----------------------------------------------------------------------------------
 

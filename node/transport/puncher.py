@@ -79,7 +79,7 @@ class Puncher:
         self.budget = PunchBudget(network.admits)
         self.observers = Observers(network, clock, rng, peers, counters)
         self.seen = self.observers.seen
-        self._introductions = Introductions(network, clock, counters, self._may_answer, self._meet)
+        self._introductions = Introductions(network, clock, counters, self._may_come, self._meet)
         network.handle(PROTOCOL, self._serve)
         network.multiplexed.punch = self.punch
         network.multiplexed.introduce = self.introduce
@@ -145,12 +145,15 @@ class Puncher:
         await self.observers.look()
         await self._follow(stream, offer, peer)
 
-    def _may_answer(self, *peers: PeerId) -> bool:
-        now = self._clock.monotonic()
-        if all(self.budget.may_answer(peer, now) for peer in peers):
-            return True
-        self._counters["punches_refused"] += 1
-        return False
+    def _may_answer(self, peer: PeerId) -> bool:
+        may = self.budget.may_answer(peer, self._clock.monotonic())
+        self._counters["punches_refused"] += not may
+        return may
+
+    def _may_come(self, teller: PeerId) -> bool:
+        may = self.budget.may_come(teller, self._clock.monotonic())
+        self._counters["punches_refused"] += not may
+        return may
 
     async def _lead(self, peer: PeerId, common: PeerId | None = None) -> bool:
         """Speak to a peer, by a path to it or by one that knows both, and dial as it does; whether a path

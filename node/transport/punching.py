@@ -43,9 +43,9 @@ again a minute later. So no peer uses up what all have together."""
 INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
 """How often one peer has others come to it."""
 TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST = 4 / 15, 16.0
-"""How often one peer is made to come: four times as often, so that no asker uses up what all have together."""
+"""How often one peer is made to come: four times as often: no asker uses up what all have together."""
 PAIR_INTRODUCED_PER_SECOND, PAIR_INTRODUCED_BURST = 1 / 60, 2.0
-"""How often one peer has the same one come: an attempt that failed is repeated after a second, then rarely."""
+"""How often one peer has the same one come: a failed attempt is repeated after a second, then rarely."""
 PAIRS_MAX = 4_096
 ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
 """The same of all: each costs two streams for seconds, and a dozen messages."""
@@ -63,6 +63,7 @@ RESTS_MAX = 256
 class _Tries:
     next_at: float = -inf
     answers_at: float = -inf
+    comes_at: float = -inf
     failed: int = 0
 
 
@@ -100,6 +101,15 @@ class PunchBudget:
         if now < tries.answers_at:
             return False
         tries.answers_at = now + ANSWER_PAUSE_SECONDS
+        return True
+
+    def may_come(self, teller: PeerId, now: float) -> bool:
+        """Note that this node comes to meet another peer, of which `teller` tells; return whether it may. The
+        other one has done nothing yet, nor the teller for itself: their own offers are taken as before."""
+        tries = self._of(teller)
+        if now < tries.comes_at:
+            return False
+        tries.comes_at = now + ANSWER_PAUSE_SECONDS
         return True
 
     def ended(self, peer: PeerId, *, worked: bool) -> None:

@@ -9,7 +9,9 @@ import trio
 from crypto.encoding import decode, encode
 from crypto.identity import PeerId
 from node.errors import StreamClosed
-from node.seams import RealClock
+from node.seams import RealClock, Stream
+from node.transport import punching
+from node.transport.introductions import COMING_MAX
 from node.transport.network import RealNetwork
 from node.transport.punch_messages import (
     MESSAGE_BYTES_MAX,
@@ -88,6 +90,40 @@ async def test_a_peer_that_was_not_heard_of_is_told_of_nobody() -> None:
             with trio.fail_after(60), pytest.raises(StreamClosed):
                 await stream.receive()
     assert counters["introductions_refused"] == 3
+
+
+async def test_one_teller_keeps_neither_others_nor_those_it_names_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(punching, "ANSWER_PAUSE_SECONDS", 0.0)
+    target, greedy, honest = (make_network(letter) for letter in "tgh")
+    named = peer_ids(COMING_MAX)
+    came, honest_came = 0, trio.Event()
+
+    async def hold(stream: Stream) -> None:
+        nonlocal came
+        await stream.receive()
+        came += 1
+        await trio.sleep_forever()
+
+    async def note(stream: Stream) -> None:
+        honest_came.set()
+
+    greedy.handle(PROTOCOL, hold)
+    honest.handle(PROTOCOL, note)
+    async with running(target, greedy, honest), trio.open_nursery() as nursery:
+        puncher = Puncher(target, RealClock(), Random(1), list, Counter())
+        acquaint(target, greedy, honest)
+        nursery.start_soon(puncher.run)
+        with trio.fail_after(60):
+            for number, peer in enumerate(named, start=1):
+                greedy.send(target.peer, PROTOCOL, encode(Introduced(bytes(16), peer)))
+                await until(lambda number=number: came == number)
+            honest.send(target.peer, PROTOCOL, encode(Introduced(bytes(16), named[0])))
+            await honest_came.wait()
+        monkeypatch.undo()
+        assert all(puncher.budget.may_answer(peer, trio.current_time()) for peer in (greedy.peer, *named))
+        nursery.cancel_scope.cancel()
 
 
 def test_neither_an_asker_nor_a_target_is_served_too_often() -> None:
