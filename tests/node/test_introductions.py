@@ -118,7 +118,11 @@ async def test_one_teller_keeps_neither_others_nor_those_it_names_out(
         with trio.fail_after(60):
             for number, peer in enumerate(named, start=1):
                 greedy.send(target.peer, PROTOCOL, encode(Introduced(bytes(16), peer)))
-                await until(lambda number=number: came == number)
+
+                def have_come(number: int = number) -> bool:
+                    return came == number
+
+                await until(have_come)
             honest.send(target.peer, PROTOCOL, encode(Introduced(bytes(16), named[0])))
             await honest_came.wait()
         monkeypatch.undo()
