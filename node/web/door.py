@@ -6,8 +6,10 @@ costs a task and some kilobytes. An answer is whole (`Response`) or goes on (`St
 as soon as the client hangs up, also while it is being made.
 """
 
+import ipaddress
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -127,7 +129,8 @@ class HttpServer:
         self._port_wanted = port
         self._may_move = may_move
         self._places: Register[_Connection] = Register(rules.settings.places)
-        self._doorway: set[_Connection] = set()
+        self._doorway: dict[_Connection, None] = {}
+        # The newest last.
         self._numbers = count()
         self.port = 0
         self.turned_away = 0
@@ -148,8 +151,9 @@ class HttpServer:
 
     async def _serve(self, stream: trio.SocketStream) -> None:
         keep_from_children(stream.socket)
-        connection = _Connection(stream, self)
-        evicted = self._places.admit(trio.current_time(), connection, b"%d" % next(self._numbers), _HERE)
+        connection = _Connection(stream, self, _source_of(stream))
+        now, name = connection.since, b"%d" % next(self._numbers)
+        evicted = self._places.admit(now, connection, name, connection.source)
         if evicted is None:
             evicted = self._enter_doorway(connection)
         if evicted is None:
@@ -165,7 +169,7 @@ class HttpServer:
                 await connection.run()
         finally:
             self._places.leave(connection)
-            self._doorway.discard(connection)
+            self._doorway.pop(connection, None)
             with trio.move_on_after(1.0, shield=True):
                 await trio.aclose_forcefully(stream)
 
@@ -174,19 +178,39 @@ class HttpServer:
         doorway for it, None where it gets none."""
         gone: tuple[_Connection, ...] = ()
         if len(self._doorway) >= self.rules.settings.doorway_max:
-            strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
-            if not strangers:
+            found = self._crowded_out(connection)
+            if found is None:
                 return None
-            gone = (min(strangers, key=lambda each: each.silent_since),)
-        self._doorway.difference_update(gone)
-        self._doorway.add(connection)
+            del self._doorway[found]
+            gone = (found,)
+        self._doorway[connection] = None
         return gone
+
+    def _crowded_out(self, new: "_Connection") -> "_Connection | None":
+        """Return who loses its place in a full doorway: the newest of the source that has the most there, if
+        the new one's has fewer; else the oldest that has had its time, of a source that has no fewer. What a
+        client sends keeps no place: bytes cost nothing."""
+        strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
+        counts = Counter(each.source for each in strangers)
+        own, most = counts[new.source], max(counts.values(), default=0)
+        if own + 1 < most:
+            return next(each for each in reversed(strangers) if counts[each.source] == most)
+        timed_out = (
+            each
+            for each in strangers
+            if new.since - each.since >= self.rules.settings.doorway_seconds and counts[each.source] >= own
+        )
+        return next(timed_out, None)
 
     def note(self, connection: "_Connection", request: HttpRequest) -> None:
         """Let the owner's connections stay before those of strangers."""
-        if not connection.is_owner and self.rules.is_owner(request):
-            connection.is_owner = True
-            self._places.rename(connection, _OWNER)
+        if connection.is_owner or not self.rules.is_owner(request):
+            return
+        connection.is_owner = True
+        if connection in self._places:
+            # A source of its own: it never counts as part of a crowd that makes room for others.
+            self._places.leave(connection)
+            self._places.admit(trio.current_time(), connection, _OWNER, b"owner %d" % next(self._numbers))
             self._places.credit(connection)
 
     async def answer(self, request: HttpRequest) -> Response | Streaming:
@@ -201,7 +225,10 @@ class _Gone(Exception):
 class _Connection:
     """One client: requests one after another."""
 
-    def __init__(self, stream: trio.SocketStream, door: HttpServer) -> None:
+    def __init__(self, stream: trio.SocketStream, door: HttpServer, source: bytes) -> None:
+        self.since = trio.current_time()
+        self.source = source
+        """The prefix of its address; all of this machine are one."""
         self.scope = trio.CancelScope()
         self.is_owner = False
         """Whether it has shown the token, or a key."""
@@ -391,6 +418,14 @@ class _Connection:
 
     def _headers(self, given: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         return [*given, ("x-request-id", self._id), *HEADERS]
+
+
+def _source_of(stream: trio.SocketStream) -> bytes:
+    try:
+        host = str(stream.socket.getpeername()[0])
+    except OSError:  # it has hung up already
+        return _HERE
+    return _HERE if ipaddress.ip_address(host).is_loopback else prefix_of(host)
 
 
 def _request(head: h11.Request, headers: dict[str, str], number: str) -> HttpRequest | RequestRefusal:

@@ -15,13 +15,17 @@ class WebSettings:
 
     connections_max: int = 128
     """A browser opens six a page; one more takes the place of whoever has been silent for longest, strangers
-    before those who have shown the token. All are of this machine: there is nothing to tell them apart by but
-    the token. 128."""
+    before those who have shown the token, and of strangers those of the address that has the most. Those of
+    this machine are told apart by the token alone. 128."""
 
     doorway_max: int = 32
     """Connections beyond that, which may say who they are: a browser's six, and a few clients'. Those that
-    show the token or a key are served there; of the others the one silent for longest goes when another
-    comes. 0 for none. 32."""
+    show the token or a key are served there; of the others the oldest goes when another comes, or the newest
+    of an address that crowds it. 0 for none. 32."""
+
+    doorway_seconds: float = 2.0
+    """How long each of those keeps its connection, however full the doorway is: a handshake of TLS and a
+    request take three round trips. A flood that has filled the doorway holds it as long. 2."""
 
     request_seconds_max: float = 5.0
     """From a request's first byte to its last. 5."""
@@ -55,6 +59,7 @@ class WebSettings:
                 "a long request lasts as long as a short",
             ),
             (self.doorway_max >= 0, "doorway at least 0"),
+            (self.doorway_seconds >= 0, "doorway seconds at least 0"),
             (self.idle_seconds_max > 0, "idle above 0"),
             (self.chats_max >= 0, "chats at least 0"),
             (self.waiting_max >= 1, "waiting at least 1"),
