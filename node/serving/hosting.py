@@ -289,8 +289,9 @@ class ServiceHost:
         if not self._has(member):
             return
         del self.members[service.id, member.number]
+        now, since = owner.seams.clock.monotonic(), member.ready_since
+        self._backoff.note_sound(now, (service.id, member.number), since)
         if code == "failed":
-            now, since = owner.seams.clock.monotonic(), member.ready_since
             self._backoff.note_end(now, (service.id, member.number), since)
         member.scope.cancel()
         owner.send(owner.provider.release(service.id, member.number, code, reason))

@@ -35,9 +35,14 @@ class StageBackoff(Generic[Key]):
         """Return for how long something rests yet, 0 where it does not."""
         return max(0.0, self._rests.get(key, (now, 0.0, 0))[0] - now)
 
+    def note_sound(self, now: float, key: Key, ready_since: float | None) -> None:
+        """Forget earlier failures of a stage that has answered for long, however it is lost."""
+        if ready_since is not None and now - ready_since >= SOUND_SECONDS:
+            self._rests.pop(key, None)
+
     def note_end(self, now: float, key: Key, ready_since: float | None) -> None:
         """Note that a stage has ended, which answered since then; None: it never did."""
-        _, rest, ends = self._rests.pop(key, (now, 0.0, 0))
+        until, rest, ends = self._rests.pop(key, (now, 0.0, 0))
         if ready_since is not None and now - ready_since >= SOUND_SECONDS:
             return
         if ready_since is not None:
@@ -46,6 +51,6 @@ class StageBackoff(Generic[Key]):
             rest = min(REST_SECONDS_MAX, max(REST_SECONDS_MIN, 2 * rest))
             self._rests[key] = now + rest, rest, ends
         else:
-            self._rests[key] = now, rest, ends
+            self._rests[key] = max(until, now), rest, ends
         while len(self._rests) > self._count_max:
             del self._rests[next(iter(self._rests))]

@@ -281,7 +281,9 @@ class ServiceUpkeep:
             return
         if not gone.is_ready:
             self._backoff.note_end(now, key, None)
-        elif is_said and not (gone.is_stopgap and self._is_answered(gone.stage)):
+            return
+        self._backoff.note_sound(now, key, gone.ready_since)
+        if is_said and not (gone.is_stopgap and self._is_answered(gone.stage)):
             self._backoff.note_end(now, key, gone.ready_since)
 
     def _is_answered(self, stage: int) -> bool:

@@ -1,7 +1,13 @@
 """A stage that nobody holds any more is taken by a member beside its own, until another node takes it."""
 
 from crypto.identity import Identity, PeerId
-from partition.serve.backoff import FORGIVEN_ENDS, REST_SECONDS_MAX, REST_SECONDS_MIN, SOUND_SECONDS
+from partition.serve.backoff import (
+    FORGIVEN_ENDS,
+    REST_SECONDS_MAX,
+    REST_SECONDS_MIN,
+    SOUND_SECONDS,
+    StageBackoff,
+)
 from partition.serve.messages import Roll, ServiceRow
 from partition.serve.upkeep import (
     FORGET_SECONDS,
@@ -219,3 +225,36 @@ def test_a_stage_that_keeps_ending_after_it_answered_rests_ever_longer() -> None
 
 def test_a_stage_that_answered_for_long_does_not_rest() -> None:
     assert max(ends_and_rests(SOUND_SECONDS + 1, FORGIVEN_ENDS + 2)) <= 3.0
+
+
+def test_a_sound_stage_that_is_lost_without_a_word_forgets_earlier_failures() -> None:
+    core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True), ServiceRow(C, 1, False)])
+    now = 0.0
+    for _ in range(6):  # loads that failed
+        core.receive(now, C, Roll(SERVICE, 1, False))
+        core.receive(now, C, Roll(SERVICE, 1, False, True))
+        core.recruited(now, 1, C)
+    for _ in range(int(REST_SECONDS_MAX + SOUND_SECONDS)):
+        now += 1
+        core.receive(now, C, Roll(SERVICE, 1, True))
+    core.lost(now, C)
+    core.recruited(now, 1, C)
+    core.events = []
+    core.receive(now, C, Roll(SERVICE, 1, False, True))  # one broken load
+    began, wanted = now, list[Recruit]()
+    while not wanted or C in wanted[0].failed:
+        now += 0.5
+        core.receive(now, B, Roll(SERVICE, 0, True))
+        core.wake(now)
+        wanted = [event for event in core.events if isinstance(event, Recruit) and event.stage == 1]
+        for event in wanted:
+            core.recruited(now, event.stage, None)
+        core.events = []
+    assert now - began <= 4 * REST_SECONDS_MIN, "as after a first failure"
+
+
+def test_a_forgiven_end_shortens_no_rest() -> None:
+    rests: StageBackoff[str] = StageBackoff(4)
+    rests.note_end(0.0, "stage", None)
+    rests.note_end(1.0, "stage", 0.5)
+    assert rests.rest_left(1.0, "stage") == REST_SECONDS_MIN - 1
