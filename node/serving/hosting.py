@@ -143,6 +143,8 @@ class ServiceHost:
         """By the service and the number of the stage."""
         self._backoff: StageBackoff[tuple[bytes, int]] = StageBackoff(BACKOFF_COUNT_MAX)
         self.recruiter = StageRecruiter(owner, self.take)
+        self.is_leaving = False
+        """Whether this node says goodbye, and takes no stage again."""
 
     def of(self, service: bytes) -> list[ServiceMembership]:
         """Return the stages of a service that are here, the one that is held for good first."""
@@ -161,6 +163,8 @@ class ServiceHost:
         is_owner = asker in (service.publisher, owner.signer.peer)
         for core in cores if is_owner or is_member(cores, asker) else ():
             core.introduce(owner.seams.clock.monotonic(), rows)
+        if self.is_leaving:
+            return "the node leaves"
         if (service.id, number) in self.members:
             return None
         reason = further_refusal(cores, number, asker, is_owner=is_owner) if here else None
@@ -317,6 +321,7 @@ class ServiceHost:
 
     async def leave(self) -> None:
         """Let go of all stages: sessions go on elsewhere before this node is gone."""
+        self.is_leaving = True
         async with trio.open_nursery() as nursery:
             for member in list(self.members.values()):
                 nursery.start_soon(self._hand_over, member)

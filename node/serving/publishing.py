@@ -101,6 +101,10 @@ class PublishedServices:
         await self._owner.routes(service)
         return await self._stop_at(service, self._owner.finder.members(service.id))
 
+    def leave(self) -> None:
+        """Replace no members any more: this node leaves."""
+        self._published.clear()
+
     async def _stop_at(self, service: Service, peers: Sequence[PeerId]) -> int:
         stop, told = wire.make_stop(self._owner.signer, service.id), 0
         for peer in dict.fromkeys([*peers, self._owner.signer.peer]):

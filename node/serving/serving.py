@@ -238,6 +238,7 @@ class Serving:
 
     async def leave(self) -> None:
         """Let go of all stages: their sessions go on elsewhere before this node is gone."""
+        self.published.leave()
         await self.hosting.leave()
 
     def _source_of(self, peer: PeerId) -> bytes:

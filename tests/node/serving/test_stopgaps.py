@@ -188,3 +188,15 @@ def test_a_stopgap_lets_go_once_another_node_answers(tokens_served: type[TokensS
             assert all(each.is_exact for each in moves)
 
     simulate(main)
+
+
+def test_a_node_that_leaves_takes_no_stage_again() -> None:
+    async def main() -> None:
+        async with serving("a", cuts=()) as (group, service):
+            node = group.nodes["a"]
+            await node.serving.leave()
+            await trio.sleep(2)
+            assert stages(group, service) == {}
+            assert node.serving.hosting.take(service, 0, (), node.peer) == "the node leaves"
+
+    simulate(main)
