@@ -53,13 +53,15 @@ def test_an_answer_goes_on_when_a_spare_loads_a_killed_stage() -> None:
     simulate(main)
 
 
-def test_a_stage_that_ends_while_nobody_asks_is_held_anew() -> None:
+@pytest.mark.parametrize("holder", "ab")  # the door's own node, and another
+def test_a_stage_that_ends_while_nobody_asks_is_held_anew(holder: str) -> None:
     async def main() -> None:
         async with serving("ab") as (group, service):
-            (member,) = group.nodes["b"].serving.hosting.of(service.id)
+            hosting = group.nodes[holder].serving.hosting
+            (member,) = hosting.of(service.id)
             ended: Any = member.stage
             ended.is_closed = True
-            await until(lambda: group.nodes["b"].serving.hosting.of(service.id) != [member])
+            await until(lambda: hosting.of(service.id) != [member], 3)
             await group.nodes["a"].serving.published.await_ready(service)
             assert await ask(group.nodes["a"], service, wish()) == reference(wish())
 
