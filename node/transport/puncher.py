@@ -245,10 +245,11 @@ class Puncher:
     async def _dial(
         self, peer: PeerId, teller: PeerId, offer: PunchOffer, round_trip_seconds: float, *, is_first: bool
     ) -> bool:
-        """Dial as both do now; whether a path came about. It counts against the share of the `teller`, from
-        whom the offer came: it may have invented the peer."""
-        tcp = self._admitted(teller, offer.tcp)
-        udp = self._admitted(teller, offer.udp, [each.host for each in tcp])
+        """Dial as both do now; whether a path came about. The offer came from the `teller`, which is another
+        one where that has the two meet."""
+        via = None if teller == peer else teller
+        tcp = self._admitted(peer, offer.tcp, teller=via)
+        udp = self._admitted(peer, offer.udp, [each.host for each in tcp], teller=via)
         until = trio.current_time() + DIAL_SECONDS
         async with trio.open_nursery() as knocking:
             knocking.start_soon(self._knock, peer, udp)
@@ -261,11 +262,18 @@ class Puncher:
                 nursery.cancel_scope.cancel()
         return self._is_reached(peer)
 
-    def _admitted(self, teller: PeerId, offered: Sequence[str], paid: Collection[str] = ()) -> list[Address]:
+    def _admitted(
+        self,
+        peer: PeerId,
+        offered: Sequence[str],
+        paid: Collection[str] = (),
+        *,
+        teller: PeerId | None = None,
+    ) -> list[Address]:
         """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
         one address from outside: this node by several observers, and the peer says itself where it is."""
         now = self._clock.monotonic()
-        found = self.budget.admit(teller, offered, now, paid)
+        found = self.budget.admit(peer, offered, now, paid, teller)
         own, outside = self.seen.agreed_place("tcp", now), [each for each in found if is_global(each.host)]
         if own is not None and own.host in {each.host for each in outside}:
             return found

@@ -40,6 +40,9 @@ once, and later one now and then. Peers with many names and addresses have no mo
 PEER_TRIES_PER_SECOND, PEER_TRIES_BURST = 2 / 15, 8.0
 """How often the offers of one peer have hosts dialled: two attempts at all that it may offer, and as much
 again a minute later. So no peer uses up what all have together."""
+NAMED_TRIES_PER_SECOND, NAMED_TRIES_BURST = 4 / 60, 4.0
+"""How often the offers of one peer that another one tells of have hosts dialled. All that one peer tells of
+have a share as large as its own offers, and apart: those that use it up take nothing of the teller's own."""
 INTRODUCED_PER_SECOND, INTRODUCED_BURST = 1 / 15, 8.0
 """How often one peer has others come to it."""
 TARGET_INTRODUCED_PER_SECOND, TARGET_INTRODUCED_BURST = 4 / 15, 16.0
@@ -75,6 +78,8 @@ class PunchBudget:
         self._tries: OrderedDict[PeerId, _Tries] = OrderedDict()
         self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_MAX)
         self._shares = Buckets[PeerId](PEER_TRIES_PER_SECOND, PEER_TRIES_BURST, PEERS_MAX)
+        self._told = Buckets[PeerId](PEER_TRIES_PER_SECOND, PEER_TRIES_BURST, PEERS_MAX)
+        self._named = Buckets[tuple[PeerId, PeerId]](NAMED_TRIES_PER_SECOND, NAMED_TRIES_BURST, PAIRS_MAX)
         self._all = TokenBucket(ALL_TRIES_PER_SECOND, ALL_TRIES_BURST, ALL_TRIES_BURST, -inf)
 
     @property
@@ -84,6 +89,8 @@ class PunchBudget:
             "peers": (len(self._tries), PEERS_MAX),
             "hosts": (len(self._hosts), HOSTS_MAX),
             "shares": (len(self._shares), PEERS_MAX),
+            "told": (len(self._told), PEERS_MAX),
+            "named": (len(self._named), PAIRS_MAX),
         }
 
     def may_start(self, peer: PeerId, now: float) -> bool:
@@ -124,12 +131,18 @@ class PunchBudget:
             tries.next_at, tries.answers_at = min(tries.next_at, now), min(tries.answers_at, now)
 
     def admit(
-        self, peer: PeerId, offered: Sequence[str], now: float, paid: Collection[str] = ()
+        self,
+        peer: PeerId,
+        offered: Sequence[str],
+        now: float,
+        paid: Collection[str] = (),
+        teller: PeerId | None = None,
     ) -> list[Address]:
         """Return what of a peer's offer is dialled: what may be claimed at all (see `AddressPolicy.admits`:
         no port below 1024, no loopback, no private network but this node's own), one address of each host,
         and none where this peer or all have had too much dialled, or of a host that was dialled too often.
-        Those of `paid` are counted already: the same try dials them by the other transport."""
+        Those of `paid` are counted already: the same try dials them by the other transport. An offer that
+        came by a `teller` counts against what that one tells: it may have invented the peer."""
         found: dict[str, Address] = {}
         for text in offered[:CANDIDATES_MAX]:
             try:
@@ -140,15 +153,18 @@ class PunchBudget:
                 continue
             if address.host in found:
                 continue
-            if address.host in paid or self._may_dial(peer, address.host, now):
+            if address.host in paid or self._may_dial(peer, teller, address.host, now):
                 found[address.host] = address
         return list(found.values())
 
-    def _may_dial(self, peer: PeerId, host: str, now: float) -> bool:
-        share = self._shares.of(peer, now)
-        if min(self._all.left(now), share.left(now)) < 1.0 or not self._hosts.of(host, now).take(now):
+    def _may_dial(self, peer: PeerId, teller: PeerId | None, host: str, now: float) -> bool:
+        if teller is None:
+            shares = [self._all, self._shares.of(peer, now)]
+        else:
+            shares = [self._all, self._told.of(teller, now), self._named.of((teller, peer), now)]
+        if min(share.left(now) for share in shares) < 1.0 or not self._hosts.of(host, now).take(now):
             return False
-        return share.take(now) and self._all.take(now)
+        return all(share.take(now) for share in shares)
 
     def _of(self, peer: PeerId) -> _Tries:
         tries = self._tries.setdefault(peer, _Tries())

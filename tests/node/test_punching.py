@@ -216,6 +216,19 @@ def test_one_peer_cannot_use_up_the_dials_of_all() -> None:
     assert dialled <= PEER_TRIES_BURST + PEER_TRIES_PER_SECOND * now
 
 
+def test_introduced_peers_use_up_neither_the_teller_nor_each_other() -> None:
+    budget = PunchBudget(everywhere)
+    teller, greedy, honest = map(peer, (1, 2, 3))
+    offers = [[f"/ip4/45.{n}.{m}.2/tcp/30000" for m in range(4)] for n in range(8)]
+    dialled = [budget.admit(greedy, offer, 0.0, teller=teller) for offer in offers[:3]]
+    assert sum(map(len, dialled)) == 4
+    assert len(budget.admit(honest, offers[3], 0.0, teller=teller)) == 4
+    for number in range(4, 40):
+        budget.admit(peer(number), offers[4], 0.0, teller=teller)
+    assert len(budget.admit(teller, offers[5], 0.0)) == 4
+    assert all(size <= limit for size, limit in budget.sizes.values())
+
+
 def test_each_family_is_told_by_itself() -> None:
     outside6 = make_address("2a0f:1::2", 9747)
     seen = SeenPlaces()
