@@ -7,6 +7,7 @@ keeps the router's mapping. Not here: the dialling of peers (`puncher`), and thi
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from math import inf
 from random import Random
 
 import trio
@@ -38,6 +39,8 @@ RECONNECT_SECONDS = 0.5
 """From the loss of a connection to an observer to the next one from the same port."""
 OBSERVERS_WANTED = 2
 """Peers that say where they see this node: they show whether it is everywhere alike."""
+FRESH_SECONDS = 2.0
+"""A look that began within this is accepted by those that waited for another one."""
 LOOK_SECONDS = 2.0
 ASK_SECONDS = 20.0
 """From one look at the own router to the next: while there are not enough who see it, and then. Routers keep
@@ -69,6 +72,8 @@ class Observers:
         self._rests = ObserverRests()
         self._told = self._own_hosts()
         self._looking = trio.Lock()
+        self._looked_at = -inf
+        """When the latest look that is complete began."""
 
     async def run(self) -> None:
         """Ask others where they see this node, until cancelled: what they say goes with every offer, and the
@@ -79,11 +84,12 @@ class Observers:
                 # Two nodes that dial each other at one instant, both to ask, would do so again and again.
                 await trio.sleep(pause_seconds * self._rng.uniform(0.75, 1.25))
                 own = self._own_hosts()
-                if own != self._told:
+                is_moved = own != self._told
+                if is_moved:
                     self._told = own
                     self._drop(*self.asked)
                     self.seen.forget()
-                await self.look()
+                await self.look(anew=is_moved)
                 self._tell()
                 seen = [sum(each == family for _, each in self.asked) for family in self._families()]
                 pause_seconds = LOOK_SECONDS if not seen or max(seen) < OBSERVERS_WANTED else ASK_SECONDS
@@ -140,9 +146,15 @@ class Observers:
         usual = [each for each in places if each.kind == f"ip{family}" and each.relay is None]
         return next((each for each in usual if is_global(each.host)), None)
 
-    async def look(self) -> None:
-        """Ask those that were asked before again, and others where they are gone."""
+    async def look(self, *, anew: bool = False) -> None:
+        """Ask those that were asked before again, and others where they are gone. Of those that wait for
+        another look one looks for all: peers that make this node look often keep nobody waiting. `anew`: what
+        was said before counts no more."""
+        asked_at, has_waited = self._clock.monotonic(), self._looking.locked()
         async with self._looking:
+            began = self._clock.monotonic()
+            if has_waited and not anew and self._looked_at >= min(asked_at, began - FRESH_SECONDS):
+                return
             before = len(self.asked)
             async with trio.open_nursery() as nursery:
                 for observer in self.asked:
@@ -158,6 +170,7 @@ class Observers:
                     wanted = OBSERVERS_WANTED if is_settled else OBSERVERS_MAX
                     for peer in others[: max(0, wanted - len(asked))]:
                         nursery.start_soon(self.ask, (peer, family))
+            self._looked_at = began
 
     async def ask(self, observer: Observer) -> None:
         """Ask one where it sees this node."""

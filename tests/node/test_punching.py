@@ -2,6 +2,7 @@
 
 from collections import Counter
 from random import Random
+from typing import cast
 
 import pytest
 import trio
@@ -37,6 +38,7 @@ from node.transport.punching import (
     SeenPlaces,
 )
 from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from
+from node.transport.streams import SecureStream
 from tests.node.nets import make_network, running, unused_address
 
 ELSEWHERE = make_address("45.2.0.2", 30_000)
@@ -260,6 +262,23 @@ async def test_nobody_is_dialled_where_a_peer_only_claims_to_be() -> None:
     assert observers.candidates() == []
     network._book.prove(peer(1), OUTSIDE)
     assert observers.candidates() == [peer(1)]
+
+
+async def test_those_that_wait_for_a_look_accept_one_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    observers = Observers(make_network("n"), RealClock(), Random(1), list, Counter())
+    observers.asked[(peer(1), 4)] = cast("SecureStream", None)
+    asked = 0
+
+    async def ask(observer: tuple[PeerId, int]) -> None:
+        nonlocal asked
+        asked += 1
+        await trio.sleep(0.01)
+
+    monkeypatch.setattr(observers, "ask", ask)
+    async with trio.open_nursery() as nursery:
+        for _ in range(64):
+            nursery.start_soon(observers.look)
+    assert asked <= 2
 
 
 async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
