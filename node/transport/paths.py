@@ -38,7 +38,9 @@ REPLACED_IDLE_SECONDS = 2.0
 IMPROVE_SECONDS = 60.0
 """From one attempt to find a better way than a relay to the next."""
 SOUGHT_MAX = 64
-"""Peers that cannot be reached and are sought by others within that time."""
+"""Peers that could not be reached, and were sought by others within that time: the latest."""
+SEEKING_MAX = 8
+"""Those that are sought at once: each attempt costs a few streams for seconds."""
 REPLACE_SECONDS = 2.0
 """From one attempt to replace a path to a peer that is dead, or seems so, to the next."""
 STOOD_SECONDS = 5.0
@@ -125,7 +127,9 @@ class Paths:
         self._paths: dict[PeerId, list[MultiplexedPath]] = {}
         self._connecting: dict[Address, _Coming] = {}
         self._improved: dict[PeerId, float] = {}
+        # The oldest first.
         self._sought: dict[PeerId, float] = {}
+        self._seeking: set[PeerId] = set()
         self._replaced: set[PeerId] = set()
         self._doubted: dict[PeerId, float] = {}
         self.lost_punched: Callable[[PeerId], None] | None = None
@@ -188,15 +192,22 @@ class Paths:
         """Have others bring a peer together with this node, which cannot reach it, now and then."""
         serving, introduce = self._host.serving, self.introduce
         if serving is not None and introduce is not None and self._may_seek(peer):
+            if len(self._sought) >= SOUGHT_MAX:
+                del self._sought[next(each for each in self._sought if each not in self._seeking)]
             self._sought[peer] = trio.current_time()
+            self._seeking.add(peer)
             serving.start_soon(self._seek_quietly, introduce, peer)
 
     def _may_seek(self, peer: PeerId) -> bool:
-        return not self.of(peer) and peer not in self._sought and len(self._sought) < SOUGHT_MAX
+        is_sought = peer in self._sought or peer in self._seeking
+        return not self.of(peer) and not is_sought and len(self._seeking) < SEEKING_MAX
 
     async def _seek_quietly(self, introduce: Callable[[PeerId], Awaitable[None]], peer: PeerId) -> None:
-        with contain("meeting a peer by another one"):
-            await introduce(peer)
+        try:
+            with contain("meeting a peer by another one"):
+                await introduce(peer)
+        finally:
+            self._seeking.discard(peer)
 
     async def _offer_quietly(self, peer: PeerId) -> None:
         with contain("offering a path"):

@@ -5,6 +5,7 @@ from random import Random
 
 import pytest
 import trio
+import trio.testing
 
 from crypto.encoding import decode, encode
 from crypto.identity import PeerId
@@ -13,6 +14,7 @@ from node.seams import RealClock, Stream
 from node.transport import punching
 from node.transport.introductions import COMING_MAX
 from node.transport.network import RealNetwork
+from node.transport.paths import SEEKING_MAX, SOUGHT_MAX
 from node.transport.punch_messages import (
     MESSAGE_BYTES_MAX,
     PROTOCOL,
@@ -128,6 +130,35 @@ async def test_one_teller_keeps_neither_others_nor_those_it_names_out(
         monkeypatch.undo()
         assert all(puncher.budget.may_answer(peer, trio.current_time()) for peer in (greedy.peer, *named))
         nursery.cancel_scope.cancel()
+
+
+async def test_peers_sought_in_vain_keep_no_other_from_being_sought() -> None:
+    network = make_network("n")
+    *invented, honest = peer_ids(SOUGHT_MAX + SEEKING_MAX + 1)
+    begun: list[PeerId] = []
+
+    async def until_begun(count: int) -> None:
+        await until(lambda: len(begun) == count)
+
+    async def fail(peer: PeerId) -> None:
+        begun.append(peer)
+
+    async def hang(peer: PeerId) -> None:
+        begun.append(peer)
+        await trio.sleep_forever()
+
+    async with running(network):
+        network.multiplexed.introduce = fail
+        with trio.fail_after(60):
+            for number, peer in enumerate((*invented, honest), start=1):
+                network.multiplexed.seek(peer)
+                await until_begun(number)
+            network.multiplexed.introduce = hang
+            for peer in invented:
+                network.multiplexed.seek(peer)
+            await until(lambda: len(begun) > len(invented) + 1)
+        await trio.testing.wait_all_tasks_blocked()
+        assert len(begun) <= len(invented) + 1 + SEEKING_MAX
 
 
 def test_neither_an_asker_nor_a_target_is_served_too_often() -> None:
