@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from typing import Any, cast
 
 import pytest
 import trio
@@ -61,20 +62,24 @@ def test_addresses_of_unknown_relays_at_one_host_are_dialled_seldom() -> None:
 
 
 @pytest.mark.parametrize("is_announced", [True, False])
-async def test_a_relay_that_floods_has_one_connection_made_ready(
-    is_announced: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_relay_that_floods_has_one_connection_made_ready(is_announced: bool) -> None:
     hidden, relay = make_network("h"), make_network("r")
     readying, most, counters = 0, 0, Counter[str]()
 
-    async def hang(relay: PeerId, at: Address) -> None:
-        nonlocal readying, most
-        readying += 1
-        most = max(most, readying)
-        try:
-            await trio.sleep_forever()
-        finally:
-            readying -= 1
+    class NeverReady:
+        """The network of the hidden node, whose connections at relays never become ready."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(hidden, name)
+
+        async def keep_ready(self, relay: PeerId, at: Address) -> None:
+            nonlocal readying, most
+            readying += 1
+            most = max(most, readying)
+            try:
+                await trio.sleep_forever()
+            finally:
+                readying -= 1
 
     async def flood(stream: Stream) -> None:
         await stream.receive()
@@ -84,10 +89,9 @@ async def test_a_relay_that_floods_has_one_connection_made_ready(
             await stream.send(encode(announced if is_announced else PlaceKept(60, 0)))
         await trio.sleep_forever()
 
-    monkeypatch.setattr(hidden, "keep_ready", hang)
     relay.handle(PROTOCOL, flood, STREAMS)
     places = Reservations(
-        hidden,
+        cast("RealNetwork", NeverReady()),
         RealClock(),
         candidates=lambda: [relay.peer],
         is_wanted=lambda: True,

@@ -11,7 +11,6 @@ from crypto.encoding import decode, encode
 from crypto.identity import PeerId
 from node.errors import StreamClosed
 from node.seams import RealClock, Stream
-from node.transport import punching
 from node.transport.introductions import COMING_MAX
 from node.transport.network import RealNetwork
 from node.transport.paths import SEEKING_MAX, SOUGHT_MAX
@@ -94,10 +93,7 @@ async def test_a_peer_that_was_not_heard_of_is_told_of_nobody() -> None:
     assert counters["introductions_refused"] == 3
 
 
-async def test_one_teller_keeps_neither_others_nor_those_it_names_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(punching, "ANSWER_PAUSE_SECONDS", 0.0)
+async def test_one_teller_keeps_neither_others_nor_those_it_names_out() -> None:
     target, greedy, honest = (make_network(letter) for letter in "tgh")
     named = peer_ids(COMING_MAX)
     came, honest_came = 0, trio.Event()
@@ -115,6 +111,7 @@ async def test_one_teller_keeps_neither_others_nor_those_it_names_out(
     honest.handle(PROTOCOL, note)
     async with running(target, greedy, honest), trio.open_nursery() as nursery:
         puncher = Puncher(target, RealClock(), Random(1), list, Counter())
+        puncher.budget.answer_pause_seconds = 0.0
         acquaint(target, greedy, honest)
         nursery.start_soon(puncher.run)
         with trio.fail_after(60):
@@ -127,7 +124,6 @@ async def test_one_teller_keeps_neither_others_nor_those_it_names_out(
                 await until(have_come)
             honest.send(target.peer, PROTOCOL, encode(Introduced(bytes(16), named[0])))
             await honest_came.wait()
-        monkeypatch.undo()
         assert all(puncher.budget.may_answer(peer, trio.current_time()) for peer in (greedy.peer, *named))
         nursery.cancel_scope.cancel()
 
