@@ -26,7 +26,12 @@ from node.transport.punch_messages import (
     RoundTrip,
 )
 from node.transport.puncher import Puncher
-from node.transport.punching import INTRODUCED_BURST, TARGET_INTRODUCED_BURST, IntroductionBudget
+from node.transport.punching import (
+    ANSWER_PAUSE_SECONDS,
+    INTRODUCED_BURST,
+    TARGET_INTRODUCED_BURST,
+    IntroductionBudget,
+)
 from node.transport.streams import SecureStream
 from tests.node.nets import acquaint, make_network, running, until
 from tests.node.test_transport_parts import peer_ids
@@ -116,6 +121,7 @@ async def test_one_teller_keeps_neither_others_nor_those_it_names_out() -> None:
         nursery.start_soon(puncher.run)
         with trio.fail_after(60):
             for number, peer in enumerate(named, start=1):
+                clock.ahead_seconds += ANSWER_PAUSE_SECONDS
                 greedy.send(target.peer, PROTOCOL, encode(Introduced(bytes(16), peer)))
 
                 def have_come(number: int = number) -> bool:
