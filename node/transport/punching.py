@@ -71,13 +71,10 @@ class _Tries:
 
 
 class PunchBudget:
-    """Decides which peers are dialled, and when. Offers of a peer are taken `answer_pause_seconds` apart."""
+    """Decides which peers are dialled, and when."""
 
-    def __init__(
-        self, admits: Callable[[Address], bool], answer_pause_seconds: float = ANSWER_PAUSE_SECONDS
-    ) -> None:
+    def __init__(self, admits: Callable[[Address], bool]) -> None:
         self._admits = admits
-        self.answer_pause_seconds = answer_pause_seconds
         self._tries: OrderedDict[PeerId, _Tries] = OrderedDict()
         self._hosts = Buckets[str](HOST_TRIES_PER_SECOND, HOST_TRIES_BURST, HOSTS_MAX)
         self._shares = Buckets[PeerId](PEER_TRIES_PER_SECOND, PEER_TRIES_BURST, PEERS_MAX)
@@ -110,7 +107,7 @@ class PunchBudget:
         tries = self._of(peer)
         if now < tries.answers_at:
             return False
-        tries.answers_at = now + self.answer_pause_seconds
+        tries.answers_at = now + ANSWER_PAUSE_SECONDS
         return True
 
     def may_come(self, teller: PeerId, now: float) -> bool:
@@ -119,7 +116,7 @@ class PunchBudget:
         tries = self._of(teller)
         if now < tries.comes_at:
             return False
-        tries.comes_at = now + self.answer_pause_seconds
+        tries.comes_at = now + ANSWER_PAUSE_SECONDS
         return True
 
     def ended(self, peer: PeerId, *, worked: bool) -> None:

@@ -61,25 +61,25 @@ def test_addresses_of_unknown_relays_at_one_host_are_dialled_seldom() -> None:
     assert len(dialled) == HOST_TRIES_BURST
 
 
+class HangingNetwork:
+    """A network whose connections are never ready."""
+
+    def __init__(self, network: RealNetwork) -> None:
+        self._network = network
+        self.begun = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._network, name)
+
+    async def keep_ready(self, relay: PeerId, at: Address) -> None:
+        self.begun += 1
+        await trio.sleep_forever()
+
+
 @pytest.mark.parametrize("is_announced", [True, False])
 async def test_a_relay_that_floods_has_one_connection_made_ready(is_announced: bool) -> None:
     hidden, relay = make_network("h"), make_network("r")
-    readying, most, counters = 0, 0, Counter[str]()
-
-    class NeverReady:
-        """The network of the hidden node, whose connections at relays never become ready."""
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(hidden, name)
-
-        async def keep_ready(self, relay: PeerId, at: Address) -> None:
-            nonlocal readying, most
-            readying += 1
-            most = max(most, readying)
-            try:
-                await trio.sleep_forever()
-            finally:
-                readying -= 1
+    counters, network = Counter[str](), HangingNetwork(hidden)
 
     async def flood(stream: Stream) -> None:
         await stream.receive()
@@ -91,7 +91,7 @@ async def test_a_relay_that_floods_has_one_connection_made_ready(is_announced: b
 
     relay.handle(PROTOCOL, flood, STREAMS)
     places = Reservations(
-        cast("RealNetwork", NeverReady()),
+        cast("RealNetwork", network),
         RealClock(),
         candidates=lambda: [relay.peer],
         is_wanted=lambda: True,

@@ -264,16 +264,18 @@ async def test_nobody_is_dialled_where_a_peer_only_claims_to_be() -> None:
     assert observers.candidates() == [peer(1)]
 
 
+class CountedObservers(Observers):
+    """Each is asked in vain, which is counted."""
+
+    count = 0
+
+    async def ask(self, observer: tuple[PeerId, int]) -> None:
+        self.count += 1
+        await trio.sleep(0.01)
+
+
 async def test_those_that_wait_for_a_look_accept_one_for_all() -> None:
-    asked = 0
-
-    class CountingObservers(Observers):
-        async def ask(self, observer: tuple[PeerId, int]) -> None:
-            nonlocal asked
-            asked += 1
-            await trio.sleep(0.01)
-
-    observers = CountingObservers(make_network("n"), RealClock(), Random(1), list, Counter())
+    observers = CountedObservers(make_network("n"), RealClock(), Random(1), list, Counter())
     observers.asked[(peer(1), 4)] = cast("SecureStream", None)
     async with trio.open_nursery() as nursery:
         for _ in range(64):
