@@ -209,7 +209,7 @@ class ReachService:
         if not unknown:
             self._hurried = 0
             return False
-        if self._hurried >= FAMILY_OTHERS:
+        if self._hurried >= 2 * FAMILY_OTHERS:  # some can be asked by the other family alone
             return False
         if not any(family_of(address) in unknown for peer in others for address in self._known(peer)):
             return False

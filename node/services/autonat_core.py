@@ -35,6 +35,8 @@ LATER_SECONDS = 1_200.0
 DOUBT_SECONDS = 300.0
 """The same where one of the newest could not: a router may have been set right, and until three came through
 nobody else learns where."""
+AGAIN_SECONDS = 65.0
+"""A peer that answered is asked again after so long where no other is left: each is served once a minute."""
 UNASKED_SECONDS = 600.0
 """A peer that could not be asked, of an older version or just gone, is left alone for so long."""
 UNASKED_MAX = 256
@@ -65,6 +67,7 @@ class Reachability:
         self._unasked: OrderedDict[PeerId, float] = OrderedDict()
         self._pause = SOON_SECONDS
         self._networks = OTHERS
+        self._is_hurried = False
         self.deadline = now + self._pause
 
     @property
@@ -113,11 +116,15 @@ class Reachability:
             return self._rng.choice(fresh)
         # In a swarm of three the same ones are asked again, whoever answered longest ago first.
         old = [peer for peer in self._reports if peer in willing]
+        if old and self._is_hurried:
+            again_at = self._reports[old[0]].at + AGAIN_SECONDS
+            self.deadline = max(self.deadline, again_at)
+            return old[0] if again_at <= now else None
         return old[0] if old and self.asked >= min(OTHERS, len(willing)) and self._is_stale(now) else None
 
     def answered(self, now: float, peer: PeerId, report: DialReport) -> None:
         """`peer` has said what it found."""
-        self._pause = SOON_SECONDS
+        self._pause, self._is_hurried = SOON_SECONDS, False
         self._reports.pop(peer, None)
         self._reports[peer] = report
         while len(self._reports) > REPORTS_MAX:
@@ -128,7 +135,8 @@ class Reachability:
             self.deadline = now + self._patience_seconds
 
     def hurry(self, now: float) -> None:
-        """Ask the next soon: less is known than the verdict says."""
+        """Ask the next soon, also one that has answered before: less is known than the verdict says."""
+        self._is_hurried = True
         self.deadline = min(self.deadline, now + self._pause)
 
     def failed(self, now: float, peer: PeerId) -> None:

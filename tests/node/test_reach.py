@@ -33,6 +33,7 @@ from node.services.autonat import (
     family_of,
 )
 from node.services.autonat_core import (
+    AGAIN_SECONDS,
     BELIEVED_SECONDS,
     DOUBT_SECONDS,
     FAMILY_OTHERS,
@@ -177,6 +178,28 @@ def test_in_a_swarm_of_two_the_same_one_is_asked_again() -> None:
             core.answered(now, chosen, report(now, 1))
     assert len(times) > 3
     assert all(after - before >= LATER_SECONDS for before, after in pairwise(times))
+
+
+def test_a_hurried_node_asks_those_again_that_have_answered_a_minute_ago() -> None:
+    core = Reachability(Random(1), 0.0)
+    others = [peer(number) for number in range(4)]
+    asked: dict[PeerId, float] = {}
+    while len(asked) < len(others):
+        now = core.deadline
+        chosen = core.next(now, others)
+        assert chosen is not None
+        core.answered(now, chosen, report(now, others.index(chosen), "timeout"))
+        asked[chosen] = now
+    first, since = next(iter(asked.items()))
+    hurried = now
+    core.hurry(hurried)
+    chosen = None
+    while chosen is None:
+        now = core.deadline
+        chosen = core.next(now, others)
+    assert chosen == first
+    assert now - since >= AGAIN_SECONDS
+    assert now - hurried <= AGAIN_SECONDS
 
 
 def test_old_dial_backs_are_forgotten() -> None:
