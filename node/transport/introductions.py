@@ -28,6 +28,7 @@ from node.transport.punch_messages import (
     Meet,
     Passed,
     PunchOffer,
+    read_message,
 )
 from node.transport.punching import IntroductionBudget
 
@@ -119,9 +120,9 @@ class Introductions:
                 try:
                     await stream.send(encode(Meet(token)))
                     with trio.fail_after(TOGETHER_SECONDS):
-                        offer: PunchOffer = decode(
-                            await stream.receive(), PunchOffer, bytes_max=MESSAGE_BYTES_MAX
-                        )
+                        offer = read_message(await stream.receive())
+                        if not isinstance(offer, PunchOffer):
+                            raise RemoteProtocolError("no offer")
                     await self._meet(stream, offer, peer)
                 finally:
                     stream.close()

@@ -16,6 +16,7 @@ import msgspec
 
 from crypto.contact import ADDRESS_LENGTH_MAX
 from crypto.encoding import decode
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PEER_ID_BYTES
 
 PROTOCOL = "/peerloom/punch/1"
@@ -86,6 +87,9 @@ Message = PunchOffer | RoundTrip | Begin | Introduce | Introduced | Meet | Obser
 
 
 def read_message(data: bytes) -> Message:
-    """Return the message in `data`. Raises RemoteProtocolError."""
+    """Return the message in `data`. Raises RemoteProtocolError, also for an offer that is not filled: it
+    would cause more bytes than it has."""
     message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
+    if isinstance(message, PunchOffer) and len(data) < OFFER_BYTES_MIN:
+        raise RemoteProtocolError(f"an offer of less than {OFFER_BYTES_MIN} bytes")
     return message

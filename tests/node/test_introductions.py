@@ -16,6 +16,7 @@ from node.transport.network import RealNetwork
 from node.transport.paths import SEEKING_MAX, SOUGHT_MAX
 from node.transport.punch_messages import (
     MESSAGE_BYTES_MAX,
+    OFFER_BYTES_MIN,
     PROTOCOL,
     Begin,
     Introduce,
@@ -36,7 +37,7 @@ from node.transport.streams import SecureStream
 from tests.node.nets import acquaint, make_network, running, until
 from tests.node.test_transport_parts import peer_ids
 
-OFFER = PunchOffer(("/ip4/45.1.0.2/tcp/30000",), ())
+OFFER = PunchOffer(("/ip4/45.1.0.2/tcp/30000",), (), bytes(OFFER_BYTES_MIN))
 
 
 async def open_with(network: RealNetwork, common: PeerId, *messages: object) -> SecureStream:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from crypto.contact import Address, make_address
 from crypto.encoding import encode
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.seams import RealClock
@@ -18,7 +19,7 @@ from node.transport import simultaneous
 from node.transport.address_book import AddressBook
 from node.transport.address_policy import AddressPolicy
 from node.transport.observers import Observers
-from node.transport.punch_messages import CANDIDATES_MAX, OFFER_BYTES_MIN
+from node.transport.punch_messages import CANDIDATES_MAX, OFFER_BYTES_MIN, PunchOffer, read_message
 from node.transport.puncher import Puncher
 from node.transport.punching import (
     ALL_TRIES_BURST,
@@ -379,3 +380,11 @@ async def test_private_addresses_are_dialled_only_behind_one_router() -> None:
     assert admitted(text, own=OUTSIDE) == []
     assert admitted(str(elsewhere), text, own=OUTSIDE) == [elsewhere]
     assert admitted(str(OTHER), text, own=OUTSIDE) == [OTHER, near]
+
+
+def test_an_offer_that_is_not_filled_is_refused() -> None:
+    short = encode(PunchOffer((), ("/ip4/45.1.0.2/udp/30000",)))
+    with pytest.raises(RemoteProtocolError):
+        read_message(short)
+    filled = PunchOffer((), ("/ip4/45.1.0.2/udp/30000",), bytes(OFFER_BYTES_MIN - len(short)))
+    assert read_message(encode(filled)) == filled
