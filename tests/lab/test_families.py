@@ -1,5 +1,6 @@
 """Nodes probe IPv4 and IPv6 each by itself: here behind a router that firewalls IPv6 and translates IPv4."""
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -9,19 +10,20 @@ from tests.lab.nat import Site, internet, named
 from tests.lab.network import FULL
 from tests.lab.nodes import PORT, LabNode, swarm, wait_until
 
-SECONDS_MAX = 240.0
-"""A peer that has answered is asked anew after a minute, and there are four."""
-TEXTS = {
+SECONDS_MAX = 120.0
+IPV6 = "IPv6: TCP( and UDP)? not translated"
+"""Datagrams may go by IPv4 alone: then nothing is known of them by IPv6."""
+PATTERNS = {
     "hub": (
-        "TCP and UDP not translated; IPv6: TCP",
+        f"TCP and UDP not translated; {IPV6}",
         "IPv4 lets new hosts in, IPv6 lets new hosts in",
     ),
     "hidden": (
         "TCP and UDP translated to another port for each peer: peers behind a router come through relays; "
-        "IPv6: TCP",
+        + IPV6,
         "IPv4 lets in only hosts that this node wrote to, IPv6 lets in only hosts that this node wrote to",
     ),
-}  # fmt: skip
+}
 
 
 def router_text(node: LabNode) -> str:
@@ -36,11 +38,11 @@ def test_a_firewall_of_ipv6_is_told_from_none(tmp_path: Path) -> None:
         nodes["hub"].start()
         nodes["hub"].ready()
         nodes.start(["second", "third", "fourth", "hidden"], "--join", f"{lab.public('hub')}:{PORT}")
-        for name in TEXTS:
+        for name in PATTERNS:
             wait_until(
-                partial(knows, nodes[name], TEXTS[name]), SECONDS_MAX, partial(router_text, nodes[name])
+                partial(knows, nodes[name], PATTERNS[name]), SECONDS_MAX, partial(router_text, nodes[name])
             )
 
 
-def knows(node: LabNode, texts: tuple[str, ...]) -> bool:
-    return all(text in router_text(node) for text in texts)
+def knows(node: LabNode, patterns: tuple[str, ...]) -> bool:
+    return all(re.search(pattern, router_text(node)) for pattern in patterns)
