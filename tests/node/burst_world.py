@@ -1,9 +1,9 @@
 """Runs that are submitted at once to providers that are all free, in virtual time and without a node.
 
-Requesters do as nodes do: they ask all providers, ask again when a contest has ended, and then now and
-then. One takes all it can: it asks first, more often, for as many runs as there are providers, at priority 9.
-Where it `is_polite` it wants as many runs and does nothing else of that: what it has then is what an honest
-requester has that wants more than the others.
+Requesters behave as nodes do: they ask all providers, and ask again after a contest and at intervals. The
+greedy requester asks first and more often, for as many runs as there are providers, at priority 9. If it
+`is_polite`, it wants as many runs but follows the protocol: its use is that of an honest requester that wants
+more than the others.
 """
 
 import heapq
@@ -19,13 +19,14 @@ from node.placement.waiting import AGAIN_SECONDS_MAX, AGAIN_SHARE, GOSSIP_GRACE_
 GREEDY = "greedy"
 RUN_SECONDS = 60.0
 ALL_ASKED_SECONDS = 30.0
-"""A run that waits asks full providers too after so long; in between it looks at those with a free slot."""
+"""A waiting run asks full providers this rarely; in between it asks only those with a free slot."""
 
 
 @dataclass(frozen=True)
 class Burst:
-    """`honest` requesters submit `runs` each within a second, the greedy one keeps `outstanding` submitted.
-    The honest `are_seniors`: the providers list them for long."""
+    """`honest` requesters submit `runs` each within a second; the greedy one keeps `outstanding` submitted.
+    With `are_seniors`, the providers have known the honest requesters for long.
+    """
 
     seed: int
     providers: int = 20
@@ -52,14 +53,15 @@ class _Run:
 
 @dataclass
 class BurstWorld:
-    """Plays a burst; `begun` is how many runs of each were served while all honest ones had runs that waited,
-    `seconds` what they used until the last honest run had begun."""
+    """One burst: `begun` counts the runs of each requester that were served while all honest ones had waiting
+    runs; `seconds` is the time that each used until the last honest run began.
+    """
 
     burst: Burst
     begun: Counter[str] = field(default_factory=Counter)
     seconds: Counter[str] = field(default_factory=Counter)
     held_seconds: float = 0.0
-    """The greedy one's use, and then its use by max-min fairness over all used slots."""
+    """The greedy requester's use, and its max-min fair share of all used slots."""
     due_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -110,14 +112,15 @@ class BurstWorld:
 
     @property
     def share(self) -> float:
-        """Return the greedy one's use relative to the mean of honest requesters. It exceeds 1 in a fair world
-        too: honest ones are eventually satisfied, and the slots are then the others'."""
+        """Return the greedy requester's use relative to the mean of the honest ones. It exceeds 1 in a fair
+        world too: once the honest requesters are satisfied, the slots go to the others.
+        """
         honest = sum(self.seconds.values()) - self.seconds[GREEDY]
         return self.seconds[GREEDY] * self.burst.honest / honest
 
     @property
     def due_share(self) -> float:
-        """Return the greedy one's use relative to its max-min fair share at each moment."""
+        """Return the greedy requester's use relative to its max-min fair share at each moment."""
         return self.held_seconds / self.due_seconds
 
     def _charge(self, seconds: float) -> None:

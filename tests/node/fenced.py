@@ -1,7 +1,7 @@
-"""A process that fences itself in and then tries what an intruder would: `python -m tests.node.fenced`.
+"""A process that fences itself in and then acts as an intruder: `python -m tests.node.fenced`.
 
-Arguments: the device and a file that is not its business. Its scratch folder is the current one. Prints as
-JSON what holds, and for each attempt the error's name, or `done`.
+Its arguments are the device and a file that it must not read. Its scratch folder is the current one. It
+prints as JSON which fences hold, and for each attempt the error's name or `done`.
 """
 
 import ctypes

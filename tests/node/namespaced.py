@@ -62,7 +62,7 @@ async def live(letter: str, task: str, *hosts: str) -> None:
 
 
 async def visit(address: Address) -> None:
-    """A newcomer of its own for each address, so that none is known by another one."""
+    """A new peer for each address, so that no address is known from an earlier visit."""
     newcomer: RealNetwork = make_network(address.kind[-1], listen=EVERYWHERE)
     newcomer.inbox(PING)
     async with running(newcomer):
@@ -75,7 +75,7 @@ async def visit(address: Address) -> None:
 
 
 async def exchange(address: Address) -> None:
-    """One peer all the time, however this machine's address changes in between."""
+    """One peer throughout, although this machine's address changes in between."""
     mover: RealNetwork = make_network("m", listen=EVERYWHERE)
     inbox = mover.inbox(PING)
     async with running(mover):

@@ -36,8 +36,9 @@ class Machine:
 
 @contextmanager
 def two_machines(*, link_local: bool = False) -> Iterator[tuple[Machine, Machine]]:
-    """Two machines on one link, both with IPv4 and IPv6, or with `link_local` addresses of IPv6 alone; skips
-    the test where they cannot be had."""
+    """Yield two machines on one link, both with IPv4 and IPv6, or with IPv6 `link_local` addresses only. Skip
+    the test where the system does not allow them.
+    """
     prefix = "fe80" if link_local else "fd87"
     with held() as holder:
         lab = Lab(holder)

@@ -1,4 +1,4 @@
-"""Real networks on 127.0.0.1 for tests: made, run, acquainted with each other."""
+"""Real networks on 127.0.0.1 for tests: made, run and introduced to each other."""
 
 import os
 import socket
@@ -29,7 +29,7 @@ def make_network(
     identity: Identity | None = None,
     **options: Any,
 ) -> RealNetwork:
-    """`listen` may be one place or several; without an `identity` it has that of its letter."""
+    """`listen` may be one address or several; without an `identity` the network has that of its letter."""
     places = [listen] if isinstance(listen[0], str) else listen
     return RealNetwork(
         identity or Identity(letter.encode() * 32),
@@ -61,7 +61,7 @@ def acquaint(*networks: Network) -> None:
 async def acquainted(
     handler: Handler, limits: StreamLimits = USUAL_STREAMS
 ) -> AsyncIterator[tuple[RealNetwork, RealNetwork]]:
-    """Two that know each other; `handler` serves BULK at the second."""
+    """Two networks that know each other; `handler` serves BULK at the second."""
     alice, bob = make_network("a"), make_network("b")
     bob.handle(BULK, handler, limits)
     async with running(alice, bob):
@@ -73,21 +73,21 @@ async def acquainted(
 async def conversation(
     handler: Handler, limits: StreamLimits = USUAL_STREAMS
 ) -> AsyncIterator[tuple[SecureStream, RealNetwork, RealNetwork]]:
-    """A stream between the two, by which messages go both ways as `limits` say."""
+    """A stream between the two that carries messages both ways within `limits`."""
     async with acquainted(handler, limits) as (alice, bob):
         stream = await alice.open(bob.peer, BULK, message_bytes_max=limits.message_bytes_max)
         yield stream, alice, bob
 
 
 async def arrival(network: RealNetwork, protocol: str = PING) -> tuple[PeerId, bytes]:
-    """The next single message."""
+    """The next message, which must arrive alone."""
     messages = await network.inbox(protocol).take(trio.current_time() + 20)
     assert len(messages) == 1
     return messages[0]
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Counters move when the other task gets its turn; the test's own deadline is the limit."""
+    """Wait for a counter: it moves when the other task runs; the test's own deadline is the limit."""
     while not condition():  # noqa: ASYNC110 - a counter wakes nobody
         await trio.sleep(0.002)
 
@@ -108,7 +108,7 @@ def unused_address() -> Address:
 
 
 def free_port() -> int:
-    """A UDP port that nobody has, for the beacons of one test."""
+    """A UDP port that nothing else uses, for the beacons of one test."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Writes the environment that a process has: for tests of what a child is given."""
+"""Print the environment of this process, for tests of what a child process receives."""
 
 import os
 import sys

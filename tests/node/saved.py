@@ -28,7 +28,7 @@ SMALL_CHUNK_BYTES = 64
 
 
 def use_small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a small model has many."""
+    """Small chunks, so that a small model has many."""
     for module in (checkpoint, chunks):
         monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
 
@@ -69,7 +69,7 @@ class Saved:
 
 
 def saved(name: str = "residual", stages: int = 2, *, by: str = "a", seed: int = 1, **changes: Any) -> Saved:
-    """A run asked for by `by`; its arenas hold numbers that `seed` gives."""
+    """A run that `by` requested; its arenas hold numbers generated from `seed`."""
     model = sample(name)
     sizes = tuple(symbol.minimum for symbol in model.graph.symbols[1:])
     wanted: dict[str, Any] = {

@@ -22,7 +22,7 @@ def simulated_node(
     clock: SimClock | None = None,
     **options: Any,
 ) -> Node:
-    """The node of this number, with an empty disk; `settings` are of its Config, `options` its own."""
+    """The node with this number and an empty disk; `settings` go to its Config, `options` to the node."""
     identity, storage = seeded_identity(SEED, number), MemoryStorage()
     storage.write("identity.key", identity.seed)
     storage.write("static.key", bytes(32))

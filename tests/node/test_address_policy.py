@@ -1,4 +1,4 @@
-"""Which addresses are told, tried and in what order: the rules without any network."""
+"""Which addresses a node announces, dials and in what order: the rules without any network."""
 
 import ipaddress
 from itertools import pairwise
@@ -21,7 +21,7 @@ from node.transport.address_policy import AddressPolicy, Place
 from node.transport.interfaces import InterfaceAddress, Use, read_interfaces, use_of
 
 PORT = 9747
-EVERYWHERE: tuple[Place, ...] = (("0.0.0.0", PORT), ("::", PORT))  # as a node listens by default
+EVERYWHERE: tuple[Place, ...] = (("0.0.0.0", PORT), ("::", PORT))  # a node's default
 LOOPBACK = (("lo", "127.0.0.1/8", Use.LOOPBACK), ("lo", "::1/128", Use.LOOPBACK))
 PEER = PeerId(bytes(31) + b"p")
 
@@ -55,18 +55,18 @@ def hosts(addresses: "tuple[Address, ...] | list[Address]") -> list[str]:
     return [address.host for address in addresses]
 
 
-# --- what this node tells ----------------------------------------------------------------------------
+# --- what this node announces ------------------------------------------------------------------------
 
 
-def test_addresses_of_cables_are_told_before_tunnels_and_bridges() -> None:
+def test_cable_addresses_are_announced_before_tunnels_and_bridges() -> None:
     assert hosts(docker().own()) == ["192.168.1.5", "100.101.102.3", "172.18.0.1", "172.17.0.1"]
 
 
-def test_an_address_by_which_a_peer_came_is_told_first() -> None:
+def test_an_address_that_a_peer_used_is_announced_first() -> None:
     here = docker()
     here.reached("100.101.102.3", "100.101.102.9")
     assert hosts(here.own())[:2] == ["100.101.102.3", "192.168.1.5"]
-    # A connection between two nodes of this machine shows nothing.
+    # A connection between two nodes of this machine proves nothing.
     here.reached("172.17.0.1", "192.168.1.5")
     assert hosts(here.own())[0] == "100.101.102.3"
 
@@ -78,7 +78,7 @@ def test_many_addresses_of_one_interface_do_not_push_out_another_interface() -> 
     assert len(here.own()) == ADDRESSES_MAX
 
 
-def test_loopback_is_told_only_where_there_is_nothing_else() -> None:
+def test_loopback_is_announced_only_without_another_address() -> None:
     assert hosts(policy().own()) == ["127.0.0.1", "::1"]
     assert hosts(policy(("eth0", "10.0.0.5/24", Use.CABLE)).own()) == ["10.0.0.5"]
     assert hosts(policy(places=(("127.0.0.2", PORT), ("127.0.0.1", PORT))).own()) == [
@@ -105,14 +105,14 @@ def test_confirmed_addresses_never_hide_the_best_own_one() -> None:
         (policy(), None),
     ],
 )
-def test_a_person_is_told_only_an_address_that_another_machine_can_use(
+def test_a_person_is_shown_only_addresses_that_other_machines_can_use(
     here: AddressPolicy, expected: str | None
 ) -> None:
     found = here.for_others(here.own())
     assert (None if found is None else found.host) == expected
 
 
-# --- what is tried of others' claims ------------------------------------------------------------------
+# --- which claimed addresses are dialled --------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -141,25 +141,25 @@ def test_claims_do_not_make_this_node_a_scanner(address: Address) -> None:
 @pytest.mark.parametrize(
     "address", [at("192.168.1.7"), at("100.64.9.9"), at("203.0.113.5"), at("2001:db8::7"), at("host.example")]
 )
-def test_claims_on_shared_and_public_networks_are_tried(address: Address) -> None:
+def test_claims_on_shared_and_public_networks_are_dialled(address: Address) -> None:
     assert docker().admits(address)
 
 
-def test_a_private_network_is_tried_once_a_peer_was_met_there() -> None:
+def test_a_private_network_is_dialled_once_a_peer_was_met_there() -> None:
     here = docker()
     assert not here.admits(at("10.2.0.7"))
-    here.met("192.168.1.9")  # a neighbour says nothing of what is behind the router
+    here.met("192.168.1.9")  # a neighbour proves nothing about the network behind the router
     assert not here.admits(at("192.168.2.7"))
     here.met("10.9.0.1")
     assert here.admits(at("10.2.0.7"))
     assert not here.admits(at("192.168.2.7"))
 
 
-def test_nodes_of_one_machine_try_each_other_on_loopback() -> None:
+def test_nodes_of_one_machine_dial_each_other_on_loopback() -> None:
     assert policy(places=(("127.0.0.1", PORT),)).admits(at("127.0.0.1", PORT + 1))
 
 
-def test_this_node_never_tries_its_own_addresses() -> None:
+def test_this_node_never_dials_its_own_addresses() -> None:
     here = docker()
     for host in ("172.17.0.1", "192.168.1.5", "127.0.0.1"):
         assert here.is_own(at(host))
@@ -169,18 +169,18 @@ def test_this_node_never_tries_its_own_addresses() -> None:
     assert not policy(places=(("127.0.0.1", PORT),)).is_own(at("127.0.0.2"))
 
 
-def test_claims_on_a_shared_cable_are_tried_first_and_own_bridges_last() -> None:
+def test_claims_on_a_shared_cable_are_dialled_first_and_own_bridges_last() -> None:
     claims = [at("172.18.0.9"), at("2001:db8::9"), at("100.101.102.9"), at("203.0.113.9"), at("192.168.1.9")]
     found = hosts(sorted(claims, key=docker().closeness))
     assert found[:2] == ["192.168.1.9", "203.0.113.9"]
     assert found[-1] == "172.18.0.9"
 
 
-# --- datagrams to a peer that was not seen -------------------------------------------------------------
+# --- datagrams to a peer that was not seen yet --------------------------------------------------------
 
 
 @given(st.integers(1, ADDRESSES_MAX), st.booleans())
-def test_every_claimed_address_gets_a_datagram_within_some_repetitions(count: int, is_proved: bool) -> None:
+def test_repeated_datagrams_reach_every_claimed_address(count: int, is_proved: bool) -> None:
     book = AddressBook(docker())
     claims = [at(f"203.0.113.{number}") for number in range(1, count + 1)]
     book.claim(PEER, claims)
@@ -195,7 +195,7 @@ def test_every_claimed_address_gets_a_datagram_within_some_repetitions(count: in
     assert tried >= set(claims)
 
 
-def test_a_short_hint_does_not_replace_what_a_peer_says_of_itself() -> None:
+def test_a_short_hint_does_not_replace_a_peers_own_claims() -> None:
     book = AddressBook(docker())
     own = [at(f"203.0.113.{number}") for number in range(1, ADDRESSES_MAX + 1)]
     book.claim(PEER, own)
@@ -207,13 +207,13 @@ def test_a_short_hint_does_not_replace_what_a_peer_says_of_itself() -> None:
     assert own[1] not in book.for_stream(PEER)
 
 
-def test_only_claims_that_may_be_tried_are_remembered() -> None:
+def test_only_dialable_claims_are_remembered() -> None:
     book = AddressBook(docker())
     book.claim(PEER, [at("127.0.0.1", 22), at("10.9.9.9"), at("internal.example"), at("203.0.113.7")])
     assert book.known(PEER) == (at("203.0.113.7"),)
 
 
-def test_an_address_that_never_answers_is_tried_ever_more_rarely() -> None:
+def test_an_address_that_never_answers_is_tried_less_and_less_often() -> None:
     book = AddressBook(docker())
     book.claim(PEER, [at("203.0.113.1")])
     sent = sum(bool(book.for_datagram(PEER, float(second))) for second in range(600))
@@ -224,7 +224,7 @@ def test_an_address_that_never_answers_is_tried_ever_more_rarely() -> None:
     assert all(book.for_datagram(PEER, late + second) for second in range(100))
 
 
-def test_invented_peers_cannot_aim_a_node_at_a_host() -> None:
+def test_invented_peers_cannot_make_a_node_flood_a_host() -> None:
     book = AddressBook(docker())
     crowd = [PeerId(number.to_bytes(32, "big")) for number in range(1_000)]
     for peer in crowd:
@@ -232,7 +232,7 @@ def test_invented_peers_cannot_aim_a_node_at_a_host() -> None:
     assert sum(bool(book.for_datagram(peer, 0.0)) for peer in crowd) == HOST_TRIES_BURST
 
 
-def test_connections_to_claimed_addresses_are_as_rare_as_datagrams() -> None:
+def test_connections_to_claimed_addresses_are_limited_like_datagrams() -> None:
     book = AddressBook(policy())
     there = at("203.0.113.1", 20_000)
     book.claim(PEER, [there])
@@ -249,7 +249,7 @@ def test_connections_to_claimed_addresses_are_as_rare_as_datagrams() -> None:
     assert sum(book.may_dial(peer, there, 500.0) for peer in crowd) == HOST_TRIES_BURST
 
 
-def test_an_address_that_failed_comes_behind_those_that_answered() -> None:
+def test_an_address_that_failed_sorts_after_those_that_answered() -> None:
     book = AddressBook(docker())
     one, other = at("192.168.1.7"), at("100.101.102.9")
     book.prove(PEER, other)
@@ -272,7 +272,7 @@ def test_the_preferred_of_two_paths_is_dialled_first_until_it_fails() -> None:
     assert book.for_stream(PEER) == (slow, fast)
 
 
-# --- what an interface is for ---------------------------------------------------------------------------
+# --- classes of interfaces ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_the_preferred_of_two_paths_is_dialled_first_until_it_fails() -> None:
         ("lo", "127.0.0.1", True, False, Use.LOOPBACK),
     ],
 )
-def test_an_interface_is_judged_by_name_carrier_and_route(
+def test_an_interface_is_classified_by_name_carrier_and_route(
     name: str, host: str, has_carrier: bool, is_default: bool, use: Use
 ) -> None:
     assert use_of(name, ipaddress.ip_address(host), has_carrier=has_carrier, is_default=is_default) is use

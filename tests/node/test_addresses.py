@@ -1,4 +1,4 @@
-"""Addresses as people type and paste them: read where they can mean one thing, named in a line where not."""
+"""Addresses as people type and paste them: unambiguous text is parsed, other text is refused in one line."""
 
 from pathlib import Path
 
@@ -48,11 +48,11 @@ HOME = parse_address("[::1]:9747")
         "--join 10.0.0.5:9747",
     ],
 )
-def test_an_address_is_read_from_what_it_was_pasted_with(text: str) -> None:
+def test_an_address_is_parsed_from_pasted_text(text: str) -> None:
     assert read_addresses(text) == (LAB,)
 
 
-def test_hosts_of_each_kind_may_lack_their_port() -> None:
+def test_hosts_of_each_kind_may_omit_their_port() -> None:
     assert read_addresses("[::1]") == (HOME,)
     assert read_addresses("localhost lab-5.example:1, [fe80::1%eth0]") == (
         parse_address("localhost:9747"),
@@ -95,7 +95,7 @@ def test_hosts_of_each_kind_may_lack_their_port() -> None:
         ("(" * 100_000, "an address has at most 200 letters"),
     ],
 )
-def test_an_address_that_cannot_be_read_is_told_why(text: str, said: str) -> None:
+def test_an_unreadable_address_is_refused_with_a_reason(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_addresses(text)
 
@@ -111,7 +111,7 @@ BEFORE = st.lists(st.sampled_from([*BLANKS, "'", '"', "\u201c", "<", "("]))
 SCHEMES = st.sampled_from(["", "tcp://", "UDP://"])
 BEHIND = st.lists(st.sampled_from([*BLANKS, "'", '"', "\u201d", ">", ")", "/", ".", ",", ";"]))
 SAID_LENGTH_MAX = 600
-"""Letters of an error: the beginning of what was typed, and why."""
+"""The words of an error: the beginning of the typed text, and the reason."""
 
 
 @given(address=ADDRESSES, before=BEFORE, behind=BEHIND, scheme=SCHEMES, is_multiaddr=st.booleans())
@@ -133,7 +133,7 @@ def test_garbage_is_refused_in_one_line(text: str) -> None:
     assert len(said) < SAID_LENGTH_MAX
 
 
-def test_every_source_of_seeds_takes_several_and_pasted_ones(tmp_path: Path) -> None:
+def test_every_source_of_seeds_takes_several_pasted_addresses(tmp_path: Path) -> None:
     (tmp_path / "seeds.txt").write_bytes(
         b"\xef\xbb\xbf10.0.0.1:9747\r\n# a comment\r\n10.0.0.2, 10.0.0.3:1\r\n\xe2\x80\x8b\r\n"
     )

@@ -1,4 +1,4 @@
-"""Admission to handshakes: bounds that hold for every crowd, and which connection goes first."""
+"""Admission to handshakes: bounds that hold for every crowd, and the order of connections."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ SOURCES = [bytes((number,)) for number in range(6)]
 
 
 def all_of(admission: HandshakeGate, waiting: list[bytes], now: float) -> Counter[bytes]:
-    """How often each gets a handshake of all that are to be had now."""
+    """How many of the available handshakes each source gets now."""
     taken: Counter[bytes] = Counter()
     while (source := admission.choose(waiting, now)) is not None:
         taken[source] += 1
@@ -53,17 +53,17 @@ def test_no_traffic_exceeds_the_rates_of_computing(
 def test_a_newcomer_goes_before_a_crowd_from_elsewhere() -> None:
     admission, crowd = HandshakeGate(0.0), SOURCES[:4]
     all_of(admission, crowd, 0.0)
-    # A token at a time from now on, which all of them want.
+    # From here on one token at a time becomes available, and all of them want it.
     assert admission.choose([*crowd, SOURCES[5]], 1.5 / STRANGERS_RATE) == SOURCES[5]
 
 
-def test_sources_that_have_asked_for_as_much_take_turns() -> None:
+def test_sources_that_asked_equally_often_take_turns() -> None:
     admission, crowd = HandshakeGate(0.0), SOURCES[:4]
     taken = all_of(admission, crowd, 0.0)
     assert set(taken.values()) == {STRANGERS_BURST / 4}
 
 
-def test_strangers_cannot_use_up_what_known_sources_have() -> None:
+def test_strangers_cannot_use_up_the_share_of_known_sources() -> None:
     admission = HandshakeGate(0.0)
     admission.proved(SOURCES[0], 0.0)
     all_of(admission, SOURCES[1:], 0.0)
@@ -79,7 +79,7 @@ def test_handshakes_that_yield_a_peer_do_not_count_against_sources() -> None:
     assert all_of(admission, SOURCES[:1], now)[SOURCES[0]] == SOURCE_BURST
 
 
-def test_only_so_many_sources_are_remembered() -> None:
+def test_remembered_sources_are_bounded() -> None:
     admission = HandshakeGate(0.0)
     for number in range(SOURCES_MAX + 10):
         source = number.to_bytes(4, "big")

@@ -1,4 +1,4 @@
-"""Searches by capability look first at those whose coordinates are near."""
+"""Searches by capability start with peers whose coordinates are near."""
 
 from random import Random
 
@@ -15,7 +15,7 @@ def place(*point: int, height: int = 0, error: int = 10) -> Coordinate:
     return Coordinate((point[0], point[1], point[2], point[3]), height, error)
 
 
-def test_a_nearer_place_has_the_smaller_estimate() -> None:
+def test_a_nearer_peer_has_the_smaller_estimate() -> None:
     here = Coordinates(Random(1))
     near, far = (0.01, 0.0, 0.0, 0.0, 0.001), (0.1, 0.0, 0.0, 0.0, 0.001)
     nearest, farthest = (estimate_seconds(here, there) for there in (near, far))
@@ -29,7 +29,7 @@ def test_a_strangers_claim_gives_a_bounded_estimate_or_none(there: list[float]) 
     assert found is None or 0.0 <= found <= 40.0
 
 
-def test_coordinates_are_told_once_known_and_after_moves_only() -> None:
+def test_coordinates_are_published_once_known_and_only_after_moves() -> None:
     assert settled((), place(1, 2, 3, 4, error=ERROR_TOLD_MAX + 1)) == ()
     told = settled((), place(100, 0, 0, 0, height=7))
     assert told == pytest.approx((100 * UNIT_SECONDS, 0.0, 0.0, 0.0, 7 * UNIT_SECONDS))
@@ -38,7 +38,7 @@ def test_coordinates_are_told_once_known_and_after_moves_only() -> None:
     assert settled(told, place(100 + step + 1, 0, 0, 0, height=7)) != told
 
 
-def test_two_that_measured_each_other_estimate_what_they_measured() -> None:
+def test_two_peers_estimate_the_round_trip_that_they_measured() -> None:
     one, other = Coordinates(Random(1)), Coordinates(Random(2))
     for _ in range(200):
         one.learn(peer_of(2), other.here, 0.08)

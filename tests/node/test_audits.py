@@ -1,4 +1,4 @@
-"""Signed frames of committed steps, shown to members of a run and computed again, by whole nodes."""
+"""Signed frames of committed steps are shown to members of a run and recomputed, by whole nodes."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ LIED_STEP = 2
 
 
 async def done(group: Swarm, **changes: Any) -> Run:
-    """Train a few steps on two stages, asked for by a, and computed by b and c."""
+    """Train a few steps on two stages: a requests the run, b and c compute it."""
     only(group, "b", "c")
     await trio.sleep(5)
     a = group.nodes["a"]
@@ -37,12 +37,12 @@ async def done(group: Swarm, **changes: Any) -> Run:
     return run
 
 
-def test_frames_of_an_honest_run_are_right_also_after_its_end() -> None:
+def test_frames_of_an_honest_run_stay_correct_after_its_end() -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             run = await done(group, steps=6, save_every=3)
             found = await group.nodes["a"].runs.audits.audit(run.text, None)
-            assert found["step"] == 3, "the newest step that begins with a checkpoint"
+            assert found["step"] == 3, "only the newest step that begins with a checkpoint"
             assert {(row["stage"], row["microbatch"], row["verdict"]) for row in found["frames"]} == {
                 (stage, microbatch, "right") for stage in (0, 1) for microbatch in (6, 7)
             }
@@ -65,8 +65,8 @@ def test_frames_of_an_honest_run_are_right_also_after_its_end() -> None:
     simulate(scenario)
 
 
-def test_a_frame_that_its_input_does_not_give_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first stage sends on twice what it computed in one step, and nothing else shows that."""
+def test_a_frame_that_does_not_follow_from_its_input_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one step the first stage doubles the output that it sends. Nothing else reveals it."""
     honest = ReplicaShell._call
 
     async def call(shell: ReplicaShell, request: Any) -> object:
@@ -84,7 +84,7 @@ def test_a_frame_that_its_input_does_not_give_is_wrong(monkeypatch: pytest.Monke
             found = await group.nodes["a"].runs.audits.audit(run.text, LIED_STEP)
             by_stage = {row["stage"]: row for row in found["frames"]}
             assert by_stage[0]["verdict"] == "wrong"
-            assert by_stage[1]["verdict"] == "right", "it computed what came to it"
+            assert by_stage[1]["verdict"] == "right", "it computed correctly from its input"
             liar = group.nodes[group.name_of(_peer_of(group, by_stage[0]["peer"]))]
             assert liar.id == by_stage[0]["peer"]
             earlier = await group.nodes["a"].runs.audits.audit(run.text, 0)
@@ -93,8 +93,10 @@ def test_a_frame_that_its_input_does_not_give_is_wrong(monkeypatch: pytest.Monke
     simulate(scenario)
 
 
-def test_frames_are_judged_by_the_layers_that_their_stage_had_then() -> None:
-    """Borders move after the step: the stages of today would compute other frames from the same inputs."""
+def test_frames_are_audited_with_the_layers_of_their_step() -> None:
+    """The stage borders move after the step: today's stages would compute other frames from the
+    same inputs.
+    """
 
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
@@ -122,7 +124,7 @@ def test_frames_are_judged_by_the_layers_that_their_stage_had_then() -> None:
                 while _signed_work(a) != expected:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(1)
             traced = await _layers_by_step(a, run)
-            assert traced[0] == set(plans[0].layers), "of each stage, as it was cut then"
+            assert traced[0] == set(plans[0].layers), "each stage has the layers of that step"
             assert traced[11] == set(plans[-1].layers)
             newest = await a.runs.audits.audit(run.text, None)
             assert newest["step"] > 3
@@ -145,7 +147,7 @@ async def _layers_by_step(node: Any, run: Run) -> dict[int, set[tuple[int, int]]
 
 
 async def _work_by_layers(node: Any, run: Run, events: list[Any]) -> dict[str, float]:
-    """Return the FLOPs of each other member, by the layers that it had in each step."""
+    """Return the FLOPs of each other member, by the layers that it held in each step."""
     graph = await node.runs.models.get(run.manifest.graph_hash, [run.requester])
     costs = [row.forward_flops for row in layer_costs(graph, run.manifest.sizes_max)]
     plans = {event.height: event for event in events if isinstance(event, RunPlanned)}

@@ -1,4 +1,4 @@
-"""A node as a service: its unit, what installs it, and what it tells the service manager."""
+"""A node as a service: its unit, its installation, and its messages to the service manager."""
 
 import os
 import plistlib
@@ -40,7 +40,7 @@ def service(folder: Path, *words: str) -> AutostartService:
 
 
 def supervisor_socket(address: str) -> socket.socket:
-    """A socket such as a service manager holds; `@` begins a name without a file."""
+    """A socket such as a service manager holds; a name with `@` is abstract, without a file."""
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     listening.settimeout(SECONDS_MAX)
     listening.bind("\0" + address[1:] if address.startswith("@") else address)
@@ -48,15 +48,15 @@ def supervisor_socket(address: str) -> socket.socket:
 
 
 def fields(listening: socket.socket) -> Iterator[tuple[str, str]]:
-    """Yield what is told, a field at a time."""
+    """Yield each message, one field at a time."""
     while True:
         for line in listening.recv(4_096).decode().splitlines():
             name, _, text = line.partition("=")
             yield name, text
 
 
-def test_a_node_tells_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> None:
-    address = f"@{tmp_path}"  # no file: the other form is that of the next test
+def test_a_node_notifies_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> None:
+    address = f"@{tmp_path}"  # an abstract socket; the next test uses a file
     environment = {"NOTIFY_SOCKET": address, "WATCHDOG_USEC": str(int(WATCHDOG_SECONDS * 1e6))}
     command = node("--data-dir", str(tmp_path / "d"), "--name", "lab-1", *QUIET)
     with closing(supervisor_socket(address)) as listening, start(command, **environment) as process:
@@ -75,7 +75,7 @@ def test_a_node_tells_that_it_is_ready_alive_and_stopping(tmp_path: Path) -> Non
     assert process.returncode == 0
 
 
-def test_a_loop_that_hangs_gives_no_sign_of_life(tmp_path: Path) -> None:
+def test_a_hanging_loop_sends_no_sign_of_life(tmp_path: Path) -> None:
     program = f"""
 import os, time, trio
 from node.main import run
@@ -104,7 +104,7 @@ trio.run(main)
         assert next(told) == ("HANGS", "0")
 
 
-def test_the_watchdog_of_another_process_is_not_answered() -> None:
+def test_a_watchdog_of_another_process_is_ignored() -> None:
     given = {"NOTIFY_SOCKET": "/x", "WATCHDOG_USEC": "1000000", "WATCHDOG_PID": str(os.getpid() + 1)}
     assert NotifySocket.take(given).watchdog_seconds is None
     assert given == {}
@@ -142,7 +142,7 @@ def test_all_fences_stand_without_new_privileges() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, timeout=SECONDS_MAX)
 
 
-def test_launchd_is_given_the_same_words(tmp_path: Path) -> None:
+def test_launchd_gets_the_same_command(tmp_path: Path) -> None:
     told = plistlib.loads(launchd_plist(service(tmp_path, "--name", "a b")))
     assert told["ProgramArguments"][-2:] == ["--name", "a b"]
     assert told["KeepAlive"] == {"SuccessfulExit": False}

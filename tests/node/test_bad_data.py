@@ -1,4 +1,6 @@
-"""Bad input of each loader: one clear error at the requester, with its file, before anyone computes."""
+"""Bad input of each loader gives the requester one clear error that names the file, before any
+peer computes.
+"""
 
 import io
 import struct
@@ -45,7 +47,7 @@ def compressed(data: bytes) -> bytes:
 
 GOOD_SAFETENSORS = safetensors.numpy.save({"x": X, "y": Y})
 
-# For each case: the file's name, its content (or a function that makes it), and words of the error.
+# Each case has the file's name, its content (or a function that makes it), and words of the error.
 BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
     "npz: truncated": ("d.npz", npz(x=X, y=Y)[:-200], "no archive"),
     "npz: not one": ("d.npz", b"hello", "no archive"),
@@ -118,7 +120,7 @@ BAD: dict[str, tuple[str, bytes | Callable[[], bytes], str]] = {
 
 
 def place(folder: Path, name: str, data: bytes) -> Path:
-    """Put the bad file where its loader finds it; what a RUN.toml would name."""
+    """Put the bad file where its loader finds it, and return the value for RUN.toml."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
@@ -169,7 +171,7 @@ def test_a_missing_file_is_reported_with_its_path(data: str, tmp_path: Path) -> 
         convert(data, tmp_path, tmp_path)
 
 
-def test_samples_that_are_not_finite_or_no_numbers_are_named(tmp_path: Path) -> None:
+def test_samples_that_are_not_finite_or_not_numeric_are_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="sample 0: x is text"):
         write_samples([("a", 2), ("a", 3)], tmp_path, "d.py:f")
 
@@ -198,7 +200,7 @@ def parts_of(folder: Path) -> dict[str, int]:
     ],
     ids=str,
 )
-def test_splits_come_from_where_they_are_named(
+def test_splits_are_read_from_where_they_are_named(
     splits: dict[str, Any], expected: dict[str, int], tmp_path: Path
 ) -> None:
     for name, rows in (("train.csv", 100), ("test.csv", 7), ("val.csv", 5)):
@@ -209,7 +211,7 @@ def test_splits_come_from_where_they_are_named(
     assert parts_of(out) == expected
 
 
-def test_words_are_numbered_alike_in_all_parts(tmp_path: Path) -> None:
+def test_words_get_the_same_numbers_in_all_parts(tmp_path: Path) -> None:
     table(tmp_path / "train.csv", 9, "abc")
     table(tmp_path / "test.csv", 4, "cb")
     out = tmp_path / "out"
@@ -233,7 +235,7 @@ def test_words_are_numbered_alike_in_all_parts(tmp_path: Path) -> None:
     ],
     ids=str,
 )
-def test_a_split_that_cannot_be_had_is_said(splits: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_a_missing_split_is_an_error(splits: dict[str, Any], words: str, tmp_path: Path) -> None:
     table(tmp_path / "train.csv", 3)
     (tmp_path / "wide.csv").write_text("a,b,label\n1,2,a\n")
     np.savez(tmp_path / "wide.npz", x=X, y=Y)
@@ -257,8 +259,8 @@ def run_toml(table: str, key: str, value: str) -> str:
 
 @pytest.mark.parametrize(("table", "key"), KEYS, ids=str)
 @pytest.mark.parametrize("value", ["{a = [1]}", "2020-01-01", '"\\u0000"', "-7", "1e400", "nan"], ids=str)
-def test_each_key_of_a_run_refuses_what_it_cannot_be(table: str, key: str, value: str) -> None:
-    """A value either is one that the key may have, or an error that names file, line and key."""
+def test_each_key_of_a_run_rejects_impossible_values(table: str, key: str, value: str) -> None:
+    """A value is either valid for the key, or an error that names file, line and key."""
     reason = ""
     try:
         parse(run_toml(table, key, value), RunFile, name="RUN.toml")

@@ -57,7 +57,7 @@ def said(number: int, *, asks: bool = False, host: str = HOST) -> bytes:
 
 
 def settled(number: int = 0) -> tuple[Beacons, Counter[str], float]:
-    """One that has asked its questions, and when its next beacon is due."""
+    """Return a core that has asked its questions, and the time of its next beacon."""
     core, counters = beacons(number)
     now = 0.0
     for _ in range(4):
@@ -81,7 +81,7 @@ def test_a_newcomer_asks_a_few_times_and_then_speaks_rarely() -> None:
         previous = now
 
 
-def test_a_node_in_another_network_asks_as_a_newcomer_does() -> None:
+def test_a_node_in_another_network_asks_like_a_newcomer() -> None:
     own = [make_address("192.168.1.1", 9747)]
     core = Beacons(peer(1), seal(), Random(1), Counter(), lambda: own, 0.0)
     while (now := core.deadline) < 10:
@@ -95,7 +95,7 @@ def test_a_node_in_another_network_asks_as_a_newcomer_does() -> None:
         assert beacon.asks
 
 
-def test_a_question_is_answered_at_once_but_not_where_others_have_answered() -> None:
+def test_a_question_is_answered_at_once_unless_others_have_answered() -> None:
     core, _, now = settled()
     core.receive(now, HOST, said(1, asks=True))
     assert now < core.deadline < now + 0.5
@@ -106,7 +106,7 @@ def test_a_question_is_answered_at_once_but_not_where_others_have_answered() -> 
     assert core.deadline > now + 10
 
 
-def test_however_many_ask_a_node_speaks_once_a_second() -> None:
+def test_a_node_answers_many_questions_with_one_beacon_a_second() -> None:
     core, _, now = settled()
     spoken = []
     for tick in range(500):
@@ -117,7 +117,7 @@ def test_however_many_ask_a_node_speaks_once_a_second() -> None:
     assert 2 <= len(spoken) <= 5
 
 
-def test_a_neighbour_is_told_of_once_and_again_when_it_moves() -> None:
+def test_a_neighbour_is_reported_once_and_again_when_it_moves() -> None:
     core, _, now = settled()
     for _ in range(3):
         core.receive(now, HOST, said(1))
@@ -146,7 +146,7 @@ def test_link_local_addresses_use_the_packets_source_and_come_last() -> None:
     core, _, now = settled()
     texts = (f"/ip6/{HERE}/tcp/9747", "/ip4/10.0.0.7/tcp/9747", "/ip6zone/eth7/ip6/fe80::7/tcp/1")
     core.receive(now, "fe80::5%eth0", by_link(1, *texts))
-    # Whatever address and zone it names, on this link only this one counts.
+    # Only this address counts on this link, whatever address and zone the packet names.
     assert [[address.short for address in event.addresses] for event in core.events] == [
         ["10.0.0.7:9747", "[fe80::5%eth0]:9747", "[fe80::5%eth0]:1"]
     ]
@@ -167,7 +167,7 @@ def test_a_neighbour_heard_by_two_families_is_reported_once() -> None:
     assert len(core.events) == 3
 
 
-def test_only_a_node_that_listens_on_a_link_says_so() -> None:
+def test_only_a_node_that_listens_on_a_link_announces_it() -> None:
     def told(*hosts: str) -> list[int]:
         addresses = Multicast([(host, port) for port, host in enumerate(hosts, start=1)], Counter()).addresses
         return [address.port for address in addresses if address.host == HERE]
@@ -191,13 +191,13 @@ def test_an_outsider_of_a_private_swarm_is_not_heard_and_learns_nothing() -> Non
     core, counters, now = settled()
     core.receive(now, HOST, packet)
     assert (core.events, counters["beacons_of_others"]) == ([], 1)
-    # Nothing in it repeats, so two cannot be told to be of one swarm or of one peer.
+    # No byte repeats between packets, so they reveal neither a common swarm nor a common peer.
     assert not any(packet[at : at + 4] in again for at in range(len(packet) - 4))
     rotated = seal(Swarm("test", (b"n" * 32, b"k" * 32)))
     assert rotated.open(packet) == Beacon(True, peer(1), (f"/ip4/{HOST}/tcp/9747",))
 
 
-def test_a_flood_is_counted_and_costs_bounded_memory() -> None:
+def test_a_flood_is_counted_and_uses_bounded_memory() -> None:
     core, counters, now = settled()
     for number in range(1, 3_000):
         core.receive(now, HOST, b"x" * 100)
@@ -248,7 +248,7 @@ async def test_nodes_of_one_machine_hear_each_other_on_loopback() -> None:
     assert not counters
 
 
-async def test_a_network_has_a_local_one_only_where_it_is_told_to() -> None:
+async def test_a_network_has_local_discovery_only_if_enabled() -> None:
     with_beacons, without = make_network("a", beacon_port=free_port()), make_network("b")
     async with running(with_beacons, without):
         assert without.local is None
@@ -259,7 +259,7 @@ async def test_a_network_has_a_local_one_only_where_it_is_told_to() -> None:
 # --- whole nodes, in virtual time --------------------------------------------------------------------
 
 
-def test_nodes_of_one_local_network_become_one_swarm_without_any_address() -> None:
+def test_nodes_of_one_local_network_form_a_swarm_without_any_address() -> None:
     medium = SimNetworkFabric(SimLinks(NetworkModel(), 1), has_local=True)
 
     async def scenario() -> None:

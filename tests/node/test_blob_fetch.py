@@ -1,6 +1,7 @@
-"""Blobs fetched from several peers: shared work, and peers that die midway, lie, stall, refuse or babble.
+"""Blobs fetched from several peers: shared work, and peers that die midway, lie, stall, refuse or send
+garbage.
 
-Most of it in virtual time on the simulated network; the same over real sockets at the end.
+Most tests use virtual time and the simulated network; the last repeats the scenario over real sockets.
 """
 
 import os
@@ -55,7 +56,7 @@ def sizes_of(data: Data) -> dict[bytes, int]:
 
 @dataclass
 class Peer:
-    """One simulated node with blobs, and whom it refused."""
+    """One simulated node with blobs; it records which peers it rejected."""
 
     seams: Seams
     blobs: Blobs
@@ -128,7 +129,7 @@ async def asked(stream: Stream) -> bytes:
     return want.name
 
 
-def test_all_holders_share_the_work_and_what_is_here_already_stays_there() -> None:
+def test_all_holders_share_the_work_and_blobs_kept_here_are_not_fetched() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(90)
         one = await group.add()
@@ -148,20 +149,20 @@ def test_all_holders_share_the_work_and_what_is_here_already_stays_there() -> No
     scenario(test)
 
 
-def test_requests_do_not_wait_for_each_other() -> None:
+def test_requests_are_pipelined() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(40)
         one, holder = await group.add(), await group.add()
         holder.hold(data)
         began = trio.current_time()
         await one.fetch(sizes_of(data), holder)
-        # A trip is 50 ms: the handshake's four, and ten rounds of four requests each at most.
+        # A round trip takes 50 ms: four for the handshake, and at most ten rounds of four requests.
         assert trio.current_time() - began <= 0.2 + 0.1 * (40 / protocol.IN_FLIGHT_MAX) + 0.01
 
     scenario(test)
 
 
-def test_holders_that_each_have_a_part_make_up_the_whole() -> None:
+def test_holders_of_different_parts_make_up_the_whole() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(60)
         names = list(data)
@@ -175,7 +176,7 @@ def test_holders_that_each_have_a_part_make_up_the_whole() -> None:
     scenario(test)
 
 
-def test_missing_blobs_are_named_and_the_rest_arrives() -> None:
+def test_missing_blobs_are_named_and_the_others_arrive() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(10)
         names = list(data)
@@ -193,7 +194,7 @@ def test_missing_blobs_are_named_and_the_rest_arrives() -> None:
     scenario(test)
 
 
-def test_a_peer_that_has_nothing_of_it_is_not_asked_for_everything() -> None:
+def test_a_peer_that_lacks_everything_is_not_asked_for_every_blob() -> None:
     async def test(group: Group) -> None:
         questions = 0
 
@@ -213,7 +214,7 @@ def test_a_peer_that_has_nothing_of_it_is_not_asked_for_everything() -> None:
     scenario(test)
 
 
-def test_a_holder_that_dies_midway_leaves_its_share_to_the_others() -> None:
+def test_the_others_fetch_the_share_of_a_holder_that_dies_midway() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(200)
         one = await group.add()
@@ -263,7 +264,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_holder_that_sends_anything_else_is_dropped_counted_and_replaced(lie: str) -> None:
+def test_a_holder_that_sends_other_bytes_is_dropped_counted_and_replaced(lie: str) -> None:
     async def test(group: Group) -> None:
         data = some_blobs(20)
         one, good = await group.add(), await group.add()
@@ -302,17 +303,19 @@ def test_blobs_of_a_silent_holder_are_soon_requested_elsewhere() -> None:
         began = trio.current_time()
         await one.fetch(sizes_of(data), bad, good)
         assert one.blobs.missing(data) == []
-        assert trio.current_time() - began < 2 * protocol.HEDGE_SECONDS, "nobody waits for it to be given up"
+        assert trio.current_time() - began < 2 * protocol.HEDGE_SECONDS, (
+            "no fetch waits until the holder is given up"
+        )
         began = trio.current_time()
         with pytest.raises(BlobsMissing, match="no answer in 30 s"):
             await one.fetch({bytes(32): 1}, bad)
         assert trio.current_time() - began < protocol.STALL_SECONDS_MAX + 1
-        assert one.refused == [], "to be slow is no crime"
+        assert one.refused == [], "a slow holder is not rejected"
 
     scenario(test)
 
 
-def test_a_blob_that_comes_twice_is_no_harm() -> None:
+def test_a_blob_that_arrives_twice_is_harmless() -> None:
     async def test(group: Group) -> None:
         data = some_blobs(9)
 
@@ -332,7 +335,7 @@ def test_a_blob_that_comes_twice_is_no_harm() -> None:
     scenario(test)
 
 
-def test_holders_that_refuse_or_are_not_there_are_passed_over() -> None:
+def test_holders_that_refuse_or_are_absent_are_skipped() -> None:
     async def test(group: Group) -> None:
         async def busy(stream: Stream) -> None:
             await asked(stream)
@@ -355,7 +358,7 @@ def test_holders_that_refuse_or_are_not_there_are_passed_over() -> None:
     scenario(test)
 
 
-def test_a_fetch_asks_few_holders_at_once_and_keeps_the_rest() -> None:
+def test_a_fetch_asks_few_holders_at_once_and_reserves_the_rest() -> None:
     async def test(group: Group) -> None:
         open_now = most = 0
 
@@ -401,7 +404,7 @@ def test_a_full_disk_ends_the_fetch_with_its_error() -> None:
 # The server
 
 
-def test_a_damaged_blob_is_not_here_and_a_stream_goes_on() -> None:
+def test_a_damaged_blob_counts_as_missing_and_the_stream_continues() -> None:
     async def test(group: Group) -> None:
         one, two = await group.add(), await group.add()
         name = two.blobs.put(b"whole")
@@ -417,7 +420,7 @@ def test_a_damaged_blob_is_not_here_and_a_stream_goes_on() -> None:
 
 
 @pytest.mark.parametrize("request_bytes", [b"", b"\xff", encode(Want(b"short")), bytes(65)])
-def test_a_stranger_that_babbles_is_counted_and_cut_off(request_bytes: bytes) -> None:
+def test_a_stranger_that_sends_garbage_is_counted_and_cut_off(request_bytes: bytes) -> None:
     async def test(group: Group) -> None:
         one, two = await group.add(), await group.add()
         stream = await one.seams.network.open(two.id, BLOBS_PROTOCOL)
@@ -448,15 +451,15 @@ def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
         served: set[PeerId] = set()
 
         async def ask_also(client: Peer) -> None:
-            with suppress(StreamClosed):  # where another client has fewer
+            with suppress(StreamClosed):  # the client at the other address has fewer streams
                 if (await ask(client))[1] == Found(1):
                     served.add(client.id)
 
-        async with trio.open_nursery() as nursery:  # at once, so that nobody's patience ends meanwhile
+        async with trio.open_nursery() as nursery:  # at once, so that no timeout ends a stream meanwhile
             for client in clients[1:]:
                 for _ in range(protocol.UPLOADS_PER_PEER_MAX):
                     nursery.start_soon(ask_also, client)
-        assert served == {client.id for client in clients[1:]}, "each has some, nobody all"
+        assert served == {client.id for client in clients[1:]}, "each client has some streams, none has all"
         await trio.sleep(protocol.IDLE_SECONDS_MAX + 1)
         with pytest.raises(StreamClosed):
             await first[0][0].receive()
@@ -465,7 +468,7 @@ def test_streams_are_bounded_per_peer_and_in_all_and_idle_ones_end() -> None:
     scenario(test)
 
 
-def test_a_crowd_that_asks_nothing_makes_room_for_who_does() -> None:
+def test_idle_streams_make_room_for_a_client_that_requests() -> None:
     async def test(group: Group) -> None:
         server = await group.add()
         name = server.blobs.put(b"x")

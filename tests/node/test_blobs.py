@@ -1,4 +1,6 @@
-"""Blobs by hash: damage is found, pins survive, what nobody holds goes, guests keep to their budget."""
+"""Blobs by hash: damage is found, pins survive, unreferenced blobs are removed, guests keep to
+their budget.
+"""
 
 import os
 from collections.abc import Callable
@@ -47,18 +49,18 @@ def test_a_blob_is_known_by_its_hash_and_outlives_a_restart(storage: Storage) ->
     assert (again.get(name), Blobs(storage).has(name)) == (None, False)
 
 
-def test_a_damaged_file_is_a_missing_one_and_may_come_again(storage: Storage) -> None:
+def test_a_damaged_file_counts_as_missing_and_may_be_stored_again(storage: Storage) -> None:
     blobs = Blobs(storage)
     name = blobs.put(b"something")
     storage.write(file_of(name), b"somethinG")
-    assert blobs.has(name), "nobody has looked yet"
+    assert blobs.has(name), "the damage is not detected before a read"
     assert blobs.get(name) is None
     assert not blobs.has(name)
     assert storage.read(file_of(name)) is None
     assert blobs.take(name, b"something")
     assert blobs.get(name) == b"something"
     storage.delete(file_of(name))
-    assert blobs.get(name) is None, "somebody else has removed it"
+    assert blobs.get(name) is None, "another process has removed it"
 
 
 def test_a_fetched_blob_is_stored_only_under_its_own_hash(storage: Storage) -> None:
@@ -101,7 +103,7 @@ def test_unpinned_blobs_are_swept(storage: Storage) -> None:
     assert again.pinned("a/1") is None
 
 
-def test_a_pin_holds_what_is_still_to_come(storage: Storage) -> None:
+def test_a_pin_protects_blobs_that_arrive_later(storage: Storage) -> None:
     blobs = Blobs(storage)
     blobs.pin("coming", sizes(b"late"))
     name = blobs.put(b"late")
@@ -109,7 +111,7 @@ def test_a_pin_holds_what_is_still_to_come(storage: Storage) -> None:
     assert Blobs(storage).has(name)
 
 
-def test_nothing_is_swept_while_somebody_holds(storage: Storage) -> None:
+def test_nothing_is_swept_during_a_hold(storage: Storage) -> None:
     blobs = Blobs(storage)
     blobs.put(b"found again")
     with blobs.hold():
@@ -127,19 +129,19 @@ def test_guests_have_a_budget_that_our_own_pins_do_not_touch(storage: Storage) -
         blobs.pin("guest/2", sizes(b"abcde"), is_guest=True)
     assert blobs.labels() == ["guest/1"]
     blobs.pin("guest/2", sizes(b"123456", b"abcd"), is_guest=True)
-    assert blobs.guest_bytes == 10, "one blob in two pins is there once"
+    assert blobs.guest_bytes == 10, "a blob in two pins counts once"
     blobs.pin("mine", sizes(b"123456", b"x" * 100))
-    assert blobs.guest_bytes == 4, "what is ours anyway is not theirs"
+    assert blobs.guest_bytes == 4, "blobs that our own pins hold do not count against the guest"
     blobs.pin("guest/3", sizes(b"zzzzzz"), is_guest=True)
     with pytest.raises(NoRoom):
         blobs.pin("guest/3", sizes(b"zzzzzzz"), is_guest=True)
-    assert blobs.pinned("guest/3") == tuple(sizes(b"zzzzzz")), "what it held before it still holds"
+    assert blobs.pinned("guest/3") == tuple(sizes(b"zzzzzz")), "its former pin still holds"
     assert Blobs(storage).guest_bytes == blobs.guest_bytes
     blobs.unpin("mine")
-    assert blobs.guest_bytes == 16, "what we let go of is theirs again"
+    assert blobs.guest_bytes == 16, "blobs that we released count against the guest again"
 
 
-def test_guests_have_only_so_many_pins_however_little_they_name(
+def test_guests_have_a_bounded_number_of_pins_of_any_size(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(blobs_file, "GUEST_PINS_MAX", 2)
@@ -153,7 +155,7 @@ def test_guests_have_only_so_many_pins_however_little_they_name(
     assert blobs.labels() == ["guest/1", "guest/2", "mine"]
 
 
-def test_a_pin_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_that_cannot_be_written_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     blobs = Blobs(FolderStorage(tmp_path))
     name = blobs.put(b"one")
 
@@ -169,14 +171,14 @@ def test_a_pin_that_cannot_be_written_is_none(tmp_path: Path, monkeypatch: pytes
     assert not blobs.has(name)
 
 
-def test_a_damaged_pin_is_as_none(storage: Storage) -> None:
+def test_a_damaged_pin_counts_as_missing(storage: Storage) -> None:
     Blobs(storage).pin("a", sizes(b"one"))
     storage.write("pins/b", b"\xff\xff")
     storage.write("pins/c", b"\x93\xc3\xc4\x01x\x91\x01")
     assert Blobs(storage).labels() == ["a"]
 
 
-def test_blobs_wait_for_the_disk_together_when_they_are_pinned(
+def test_blobs_are_synced_together_when_they_are_pinned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -193,10 +195,12 @@ def test_blobs_wait_for_the_disk_together_when_they_are_pinned(
     blobs.pin("a", dict.fromkeys(names, 1))
     files = [place for place in synced if len(place) > 64]
     assert sorted(files) == sorted(map(file_of, names))
-    assert {"blobs", ".", f"blobs/{names[0].hex()[:2]}"} <= set(synced), "a new folder is an entry above"
+    assert {"blobs", ".", f"blobs/{names[0].hex()[:2]}"} <= set(synced), (
+        "a new folder is a new entry in its parent"
+    )
     synced.clear()
     blobs.sync(names)
-    assert synced == [], "what is on the disk is not waited for twice"
+    assert synced == [], "synced blobs are not synced again"
 
 
 def test_several_threads_may_put_one_blob_at_once(tmp_path: Path) -> None:
@@ -228,7 +232,7 @@ def test_a_stored_blob_is_read_back(several: list[bytes]) -> None:
 
 
 class PinsAndSweeps(RuleBasedStateMachine):
-    """Against a model: a dictionary of labels to sets."""
+    """Compare pins with a model: a dictionary of labels to sets."""
 
     def __init__(self) -> None:
         super().__init__()

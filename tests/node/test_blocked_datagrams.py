@@ -58,9 +58,9 @@ def wait(holds: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def block(*machines: Machine) -> None:
-    """Drop each datagram that comes to these machines, as a firewall does: without a word."""
+    """Drop each datagram to these machines without an answer, as a firewall does."""
     for machine in machines:
-        # Packets for the machine itself match the first rule: move that rule behind.
+        # The first rule matches packets for the machine itself: move that rule behind.
         machine.ip("rule", "add", "pref", "20", "lookup", "local")
         machine.ip("rule", "add", "pref", "10", "iif", "cable", "ipproto", "udp", "blackhole")
         machine.ip("rule", "delete", "pref", "0")
@@ -105,7 +105,7 @@ def test_nodes_without_udp_join_stay_alive_and_find_records(
 
 
 @pytest.mark.skipif(os.environ.get("PEERLOOM_PROCESSES") != "1", reason="half a minute: PEERLOOM_PROCESSES=1")
-def test_nobody_is_suspected_while_a_firewall_begins_to_drop_udp_and_ends(
+def test_nobody_is_suspected_when_a_firewall_starts_and_stops_dropping_udp(
     machines: tuple[Machine, Machine], tmp_path: Path
 ) -> None:
     one, other = machines

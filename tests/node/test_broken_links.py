@@ -1,4 +1,6 @@
-"""Links whose far side dies, over real sockets: its host's refusal of the next connection is word enough."""
+"""Links whose remote process dies, over real sockets: its host refuses the next connection, which proves the
+death.
+"""
 
 import trio
 
@@ -7,7 +9,7 @@ from node.seams import RealClock, Stream
 from tests.node.nets import BULK, acquaint, make_network, running, until
 
 
-async def test_a_refused_connection_says_that_a_peer_is_gone_without_any_datagram() -> None:
+async def test_a_refused_connection_reveals_a_dead_peer_without_any_datagram() -> None:
     heard: list[bytes] = []
     alice, bob = make_network("a"), make_network("b")
 

@@ -1,5 +1,6 @@
-"""Data in a bucket: read by the package of its provider, from a real S3 server on this machine where it is
-installed (`pip install peerloom[oracle]`), and refused in words that help where it is not."""
+"""Data in a bucket, read by the provider's package from a real S3 server on this machine (`pip install
+peerloom[oracle]`). Without that package the error says how to install it.
+"""
 
 import os
 import subprocess
@@ -39,7 +40,7 @@ def test_a_missing_package_for_a_bucket_is_named_with_its_installation(
         ("s3://sets/folder", "want a file that ends in"),
     ],
 )
-def test_a_url_of_another_kind_is_refused_with_those_that_are_read(
+def test_an_unknown_url_scheme_is_refused_with_the_known_ones(
     url: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(["data", "show", url]) == UsageError.exit_code
@@ -48,7 +49,7 @@ def test_a_url_of_another_kind_is_refused_with_those_that_are_read(
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[dict[str, str]]:
-    """The environment of commands beside an S3 server, whose bucket `sets` has a table."""
+    """The environment for commands that use an S3 server whose bucket `sets` has a table."""
     moto = pytest.importorskip("moto.server")
     boto3 = pytest.importorskip("boto3")
     pytest.importorskip("s3fs")

@@ -1,4 +1,4 @@
-"""Measuring what operators take here: once, kept for the machine, and without harm where it cannot be."""
+"""Measuring operators on this machine: once, stored for the machine, and harmless where it is impossible."""
 
 import fcntl
 import os
@@ -48,18 +48,20 @@ WAITING_SECONDS = 60
 HURRIED = MeasuringProcesses(
     CalibrationSettings(measure_seconds=0.005, share_seconds=0.005, process_seconds_max=0.01)
 )
-"""No process ends so soon."""
+"""A process that does not end soon."""
 
 
 @pytest.fixture(scope="module")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where what is measured here is kept."""
+    """The file of this test's measurements."""
     return tmp_path_factory.mktemp("cache")
 
 
 @contextmanager
 def on_one_core() -> Iterator[MeasuringProcesses]:
-    """One core for all processes that measure: each of two has half of it, whatever else runs on it."""
+    """All measuring processes share one core: each of two gets half of it, whatever the load of
+    the machine.
+    """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(before)})
     try:
@@ -86,7 +88,7 @@ class Known(MeasuringProcesses):
 @pytest.fixture(scope="module")
 def alone(cache: Path) -> Calibration:
     """Return the calibration of one process that measures alone, briefly."""
-    held = np.ones(100_000_000)  # what this process holds is none of the stage's
+    held = np.ones(100_000_000)  # memory of this process does not belong to the stage
     with on_one_core() as processes:
         found = calibrate(HERE, cache, processes=processes)
     assert found is not None
@@ -94,7 +96,7 @@ def alone(cache: Path) -> Calibration:
     return found
 
 
-def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) -> None:
+def test_every_class_is_measured_once_and_stored(alone: Calibration, cache: Path) -> None:
     assert {row.kind for row in alone.kinds} == set(KINDS)
     assert alone.flops_per_second > 10**8
     assert 1 <= alone.share_permille <= 1000
@@ -104,7 +106,7 @@ def test_every_class_is_measured_once_and_kept(alone: Calibration, cache: Path) 
     assert alone.node_step_nanoseconds < 50_000_000
     kept = decode_calibration((cache / HERE.key).read_bytes())
     assert (kept.kinds, kept.node) == (alone.kinds, alone.node)
-    assert len(encode_calibration(alone)) <= 900, "does not fit a record"
+    assert len(encode_calibration(alone)) <= 900, "the costs do not fit a record"
 
 
 @pytest.mark.skipif(
@@ -115,7 +117,7 @@ def test_several_slots_are_measured_busy_and_stored_separately(alone: Calibratio
         beside = calibrate(CalibrationWish("cpu", "float32", 1, slots=2), cache, processes=processes)
     assert beside is not None
     assert slowdown(alone, beside) > 1.2
-    assert len({path.name for path in cache.iterdir()}) == 3, "two, and the lock"
+    assert len({path.name for path in cache.iterdir()}) == 3, "two measurements and the lock"
 
 
 def test_only_the_share_is_measured_again(alone: Calibration) -> None:
@@ -125,7 +127,7 @@ def test_only_the_share_is_measured_again(alone: Calibration) -> None:
     assert 1 <= found.share_permille <= 1000
 
 
-def test_a_kept_one_is_used_as_it_is_but_for_the_share(
+def test_a_stored_calibration_is_reused_except_for_its_share(
     tmp_path: Path,
 ) -> None:
     (tmp_path / HERE.key).write_bytes(encode_calibration(REFERENCE))
@@ -164,7 +166,7 @@ def test_power_is_measured_if_the_hardware_counts_energy(
     assert other == REFERENCE
 
 
-def test_where_nothing_can_be_measured_the_first_guess_stays(
+def test_the_first_guess_stays_where_measuring_is_impossible(
     tmp_path: Path,
 ) -> None:
     assert calibrate(HERE, tmp_path, processes=HURRIED) is None
@@ -172,7 +174,7 @@ def test_where_nothing_can_be_measured_the_first_guess_stays(
     assert calibrate(HERE, tmp_path / "file" / "folder") is None
 
 
-def test_a_node_that_ends_leaves_no_process_that_measures(
+def test_a_node_that_ends_leaves_no_measuring_process(
     tmp_path: Path,
 ) -> None:
     turn = MeasuringTurn()
@@ -189,7 +191,7 @@ def test_a_node_that_ends_leaves_no_process_that_measures(
     assert [path.name for path in tmp_path.iterdir()] == ["calibration.lock"]
 
 
-def test_a_node_that_ends_waits_no_longer_for_one_that_measures(tmp_path: Path) -> None:
+def test_a_node_that_ends_does_not_wait_for_a_measuring_process(tmp_path: Path) -> None:
     turn = MeasuringTurn()
     found: list[Calibration | None] = []
     with (tmp_path / "calibration.lock").open("w") as lock:
@@ -260,29 +262,29 @@ def _is_locked_by(lock: IO[str]) -> bool:
     return True
 
 
-def test_unmeasurable_own_work_of_a_node_adds_nothing() -> None:
+def test_a_failed_measurement_of_the_nodes_own_work_adds_nothing() -> None:
     assert HURRIED.with_own_work(REFERENCE, MeasuringTurn()) == REFERENCE
 
 
-def test_a_damaged_file_is_measured_anew(tmp_path: Path) -> None:
+def test_a_damaged_file_is_measured_again(tmp_path: Path) -> None:
     (tmp_path / HERE.key).write_bytes(b"\x93damaged")
     assert calibrate(HERE, tmp_path, processes=Known(lambda: REFERENCE)) == REFERENCE
     assert decode_calibration((tmp_path / HERE.key).read_bytes()) == REFERENCE
 
 
-def test_other_threads_and_devices_are_other_calibrations() -> None:
+def test_other_threads_and_devices_have_their_own_calibrations() -> None:
     keys = {
         CalibrationWish(device, "float32", threads).key for device in ("cpu", "cuda:0") for threads in (1, 2)
     }
     assert len(keys) == 4
 
 
-def test_the_cache_is_where_the_user_keeps_caches() -> None:
+def test_the_cache_is_in_the_users_cache_folder() -> None:
     assert cache_folder({"XDG_CACHE_HOME": "/x"}, Path("/y")) == Path("/x/peerloom")
     assert cache_folder({"XDG_CACHE_HOME": "x"}, Path("/y")) == Path.home() / ".cache" / "peerloom"
 
 
-def test_memory_of_the_processor_is_that_of_the_machine() -> None:
+def test_memory_of_the_cpu_device_is_that_of_the_machine() -> None:
     total, free = device_memory("cpu")
     assert 0 < free <= total
 
@@ -292,7 +294,7 @@ def capacity() -> Capacity:
 
 
 def paced(picoseconds: int, share_permille: int = 1000) -> Calibration:
-    """A device whose operators take so long a call, and nothing else."""
+    """A device whose operator calls take this long and nothing else."""
     rows = tuple(KindPace(row.kind, OperatorPace(picoseconds, 0, 0), row.backward) for row in REFERENCE.kinds)
     return msgspec.structs.replace(REFERENCE, kinds=rows, share_permille=share_permille)
 
@@ -306,7 +308,7 @@ def test_a_busy_slots_cost_is_a_ratio_of_equal_work() -> None:
     assert slowdown(unlike, paced(100)) == 1.0
 
 
-def test_each_of_several_slots_offers_what_was_measured_of_one() -> None:
+def test_all_slots_offer_the_rate_measured_on_one() -> None:
     whole = corrected(capacity(), REFERENCE, 2)
     provider = Provider(Config(offer=Offering(slots=2)), SimClock())
     assert provider.of_a_slot(whole).flops_per_second == REFERENCE.flops_per_second

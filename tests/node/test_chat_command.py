@@ -1,4 +1,4 @@
-"""The terminal's chat: a failed answer loses nothing, and what its commands do."""
+"""The terminal's chat: a failed answer loses nothing, and each command works."""
 
 import io
 import json
@@ -25,14 +25,14 @@ TOLD: dict[str, Any] = {
 
 
 class Node:
-    """A node's control socket: answers with the number of the question, or fails as it is told to."""
+    """A node's control socket: it answers with the number of the question, or fails where told to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.asked: list[list[dict[str, str]]] = []
         self.failures: dict[int, PeerloomError] = {}
         self.is_away = False
-        """Until somebody asks for the services."""
+        """Wait until a client asks for the services."""
         self.is_up = threading.Event()
         self._handlers = {
             "services.text": self._text,
@@ -89,7 +89,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def say(node: Node, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
-    """The exit code of a chat in which these lines are said."""
+    """Return the exit code of a chat with these input lines."""
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
     return run(["chat", "words", "--data-dir", str(node.folder)])
 
@@ -98,7 +98,7 @@ def contents(messages: list[dict[str, str]]) -> list[str]:
     return [each["content"] for each in messages]
 
 
-def test_a_failed_answer_is_told_and_the_next_line_goes_on(
+def test_a_failed_answer_is_reported_and_the_next_line_is_sent(
     node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.failures = {2: PeerloomError("words: the answer broke off", "ask again")}
@@ -109,7 +109,7 @@ def test_a_failed_answer_is_told_and_the_next_line_goes_on(
     assert told.out == "answer 1\nanswer 2\nanswer 3\n"
 
 
-def test_a_message_without_an_answer_is_tried_again_and_not_sent_twice(
+def test_a_message_without_an_answer_is_retried_and_not_sent_twice(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node.is_away = True
@@ -117,11 +117,11 @@ def test_a_message_without_an_answer_is_tried_again_and_not_sent_twice(
     assert contents(node.asked[0]) == ["one"]
     assert contents(node.asked[1]) == ["one", "answer 1", "two"]
     node.is_away = True
-    # Where a program says the lines, the code tells it that the last one failed.
+    # With piped input the exit code reports that the last line failed.
     assert say(node, monkeypatch, "one") == 3
 
 
-def test_commands_change_what_is_sent(
+def test_chat_commands_change_the_request(
     node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "talk.json"

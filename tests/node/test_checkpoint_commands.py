@@ -49,7 +49,7 @@ async def a_folder(path: Path) -> Saved:
 # Without a node
 
 
-async def test_a_data_folder_tells_what_it_keeps(tmp_path: Path, capsys: Printed) -> None:
+async def test_a_data_folder_lists_its_checkpoints(tmp_path: Path, capsys: Printed) -> None:
     of = await a_folder(tmp_path / "data")
     assert run(["checkpoint", "list", "--data-dir", "data", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
@@ -120,7 +120,7 @@ def test_an_empty_folder_says_how_to_fill_it(tmp_path: Path, capsys: Printed) ->
     assert "python -m node checkpoint fetch RUN" in capsys.readouterr().out
 
 
-# With one
+# With a node
 
 
 async def test_a_running_node_is_asked(tmp_path: Path, capsys: Printed) -> None:

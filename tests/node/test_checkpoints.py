@@ -1,4 +1,4 @@
-"""Checkpoints: equal state is equal bytes, what did not change costs nothing, nothing hostile is taken."""
+"""Checkpoints: equal state gives equal bytes, unchanged parts cost nothing, hostile input is refused."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def checkpoints_in(storage: Storage, *, by: str = "a", guest_bytes_max: int = 1 
 
 
 async def save(checkpoints: Checkpoints, of: Saved, step: int = 4, *, is_guest: bool = False) -> bytes:
-    """A checkpoint of all stages; its name."""
+    """Store a checkpoint of all stages and return its name."""
     stages = [
         await checkpoints.snapshot(
             of.run,
@@ -88,7 +88,7 @@ arenas = st.binary(max_size=5 * SMALL_CHUNK_BYTES)
 
 
 @given(arenas, arenas)
-def test_a_state_comes_back_as_it_was(parameters: bytes, moments: bytes) -> None:
+def test_a_state_is_restored_unchanged(parameters: bytes, moments: bytes) -> None:
     shelf = Shelf()
     part = cut_state(memoryview(parameters), memoryview(moments), shelf.put)
     assert part.digest == blake3(parameters).digest()
@@ -151,7 +151,7 @@ async def signed(storage: Storage) -> tuple[Saved, bytes]:
     return of, data
 
 
-async def test_a_checkpoint_says_whose_it_is_and_what_is_in_it() -> None:
+async def test_a_checkpoint_names_its_run_and_content() -> None:
     of, data = await signed(MemoryStorage())
     author, run, checkpoint = form.check_checkpoint(signer("z"), data)
     assert (author, run) == (signer().peer, of.run)
@@ -163,7 +163,7 @@ async def test_a_checkpoint_says_whose_it_is_and_what_is_in_it() -> None:
 
 
 def changed(**changes: Any) -> Callable[[form.Checkpoint], bytes]:
-    """A checkpoint that is other than it was, and rightly signed."""
+    """Return a changed checkpoint with a valid signature."""
 
     def change(checkpoint: form.Checkpoint) -> bytes:
         body = encode(msgspec.structs.replace(checkpoint, **changes))
@@ -220,7 +220,7 @@ async def test_a_checkpoint_that_no_correct_peer_makes_is_refused(name: str) -> 
         form.check_checkpoint(signer(), spoil(checkpoint))
 
 
-async def test_a_checkpoint_has_one_form() -> None:
+async def test_a_checkpoint_has_one_encoding() -> None:
     _, data = await signed(MemoryStorage())
     fact = msgspec.msgpack.decode(data)
     padded = msgspec.msgpack.encode([*fact, None])
@@ -242,10 +242,10 @@ def test_bytes_that_are_no_checkpoint_are_refused(noise: bytes, place: int, chan
     place %= len(part)
     part[place] ^= change
     with suppress(RemoteProtocolError):
-        assert form.encode_part(form.decode_part(bytes(part))) == part, "hashes may be anybody's"
+        assert form.encode_part(form.decode_part(bytes(part))) == part, "hashes may have any value"
 
 
-def test_a_list_of_chunks_has_as_many_as_its_bytes_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_of_chunks_has_the_count_that_its_bytes_need(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameters, hashes in ((64, b""), (64, bytes(64)), (0, bytes(32)), (VECTOR_BYTES_MAX + 1, b"")):
         body = encode([parameters, 0, bytes(32), hashes, b""])
         with pytest.raises(RemoteProtocolError, match=r"more or fewer|Expected `int`"):
@@ -281,7 +281,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
     return FolderStorage(tmp_path / "data") if request.param == "folder" else MemoryStorage()
 
 
-async def test_the_newest_checkpoints_stay_and_the_others_go(storage: Storage) -> None:
+async def test_the_newest_checkpoints_stay_and_the_others_are_removed(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     names = []
     for step in (1, 2, 3):
@@ -301,7 +301,7 @@ async def test_the_newest_checkpoints_stay_and_the_others_go(storage: Storage) -
     assert not [file for file in storage.sizes("blobs") if bytes.fromhex(file[-64:]) not in pinned]
 
 
-async def test_a_graph_is_needed_while_one_of_its_checkpoints_is_kept(storage: Storage) -> None:
+async def test_a_graph_is_kept_while_one_of_its_checkpoints_is_kept(storage: Storage) -> None:
     checkpoints, of, other = checkpoints_in(storage), saved(), saved("gpt")
     store = checkpoints.store
     for step in (1, 2, 3):
@@ -323,7 +323,7 @@ async def test_a_checkpoint_of_an_unchanged_state_costs_only_its_manifest(storag
     assert len(new) == 1
 
 
-async def test_a_stage_is_restored_as_it_was(storage: Storage) -> None:
+async def test_a_stage_is_restored_from_a_data_folder(storage: Storage) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of)
     kept = checkpoints.store.find(of.run.text)
@@ -358,7 +358,7 @@ async def test_a_restart_drops_unfinished_checkpoints_and_repairs_pins(
     assert store.recover() == 0
 
 
-async def test_a_false_entry_of_an_absent_stage_stops_no_start(
+async def test_a_bad_entry_for_an_absent_stage_prevents_no_start(
     storage: Storage,
 ) -> None:
     checkpoints, of = checkpoints_in(storage), saved()
@@ -385,7 +385,7 @@ async def test_another_runs_state_beyond_the_budget_is_not_kept(storage: Storage
     assert storage.sizes("blobs") == {}
 
 
-async def test_stages_of_another_plan_are_our_own_mistake() -> None:
+async def test_stages_of_another_plan_are_a_local_mistake() -> None:
     checkpoints, of, other = checkpoints_in(MemoryStorage()), saved(), saved(stages=3)
     await save(checkpoints, of)
     kept = checkpoints.store.find(of.run.text)
@@ -420,7 +420,7 @@ def exported(of: Saved, storage: Storage, step: int) -> bytes:
 
 
 def joined(of: Saved) -> bytes:
-    """Return the file that a trainer writes at the end of a run from its stages' exports."""
+    """Return the file that a trainer writes at the end of a run from the exported stages."""
     parts = [
         export_file(memoryview(arena), parameter_layout(specification), graph.constants)
         for arena, specification, graph in zip(of.parameters, of.specifications, of.graphs, strict=True)
@@ -445,7 +445,7 @@ async def test_an_exported_checkpoint_equals_the_finished_runs_file(name: str, s
         assert int(tensors[key]) == 4 * of.run.manifest.microbatches
 
 
-async def test_an_export_reads_little_at_a_time_and_leaves_no_half_file(tmp_path: Path) -> None:
+async def test_an_export_reads_in_small_pieces_and_leaves_no_partial_file(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path / "data")
     checkpoints, of = checkpoints_in(storage), saved()
     await save(checkpoints, of)
@@ -462,7 +462,7 @@ async def test_an_export_reads_little_at_a_time_and_leaves_no_half_file(tmp_path
     storage.write(f"blobs/{victim.hex()[:2]}/{victim.hex()}", b"damaged")
     with pytest.raises(BlobsMissing):
         await checkpoints.export(kept, graph, out, [])
-    assert out.read_bytes() == whole, "what was there before stays"
+    assert out.read_bytes() == whole, "the earlier file stays"
     assert os.listdir(tmp_path) in (["data", out.name], [out.name, "data"])
     again = store.find(of.run.text)
     assert again is not None

@@ -1,4 +1,4 @@
-"""The planner chooses the settings left open in RUN.toml, with reasons, and the same everywhere."""
+"""The planner chooses the settings left open in RUN.toml, gives reasons, and decides the same everywhere."""
 
 import os
 import subprocess
@@ -45,7 +45,7 @@ def asked(*, stages: int = 0, replicas: int = 0, batch: int = 64, **train: Any) 
     )
 
 
-def test_only_what_is_open_is_chosen(graph: Graph) -> None:
+def test_only_open_settings_are_chosen(graph: Graph) -> None:
     wanted = asked(microbatch="auto", frames="int8", mode="exact", recompute=False)
     assert has_open(wanted)
     found, reasons = choose(wanted, graph, (), peers(2))
@@ -88,7 +88,7 @@ def test_recomputation_is_chosen_only_where_nothing_else_fits(graph: Graph) -> N
         outcomes.append(found.train.recompute)
         if found.train.recompute:
             assert any(reason.startswith("recomputing") for reason in reasons)
-    # The more memory there is, the less has to be given for it.
+    # More memory makes the choice cheaper.
     assert list(dict.fromkeys(outcomes)) == [None, True, False]
 
 
@@ -125,13 +125,13 @@ def test_the_choice_ignores_hash_seeds_and_the_order_of_peers(graph: Graph) -> N
     assert told.decode().strip() == str(here)
 
 
-def test_open_settings_make_no_manifest(graph: Graph) -> None:
+def test_a_manifest_requires_all_settings(graph: Graph) -> None:
     check_run_file(asked(microbatch="auto"), "RUN.toml")
     with pytest.raises(UsageError, match="has to be chosen"):
         make_manifest(asked(microbatch="auto"), graph, bytes(32), None, name="RUN.toml", created=0)  # type: ignore[arg-type]  # refused before data is looked at
 
 
-def test_a_run_is_made_of_what_was_left_open_and_says_why(tmp_path: Path) -> None:
+def test_a_run_takes_the_chosen_settings_and_explains_them(tmp_path: Path) -> None:
     model = simple_cnn("float32")
     file = tmp_path / "model.peerloom"
     file.write_bytes(model.data)

@@ -1,4 +1,6 @@
-"""Circuits that a peer claims are dialled as rarely, and as little anywhere, as its other claims."""
+"""Circuits that a peer claims are dialled as rarely as its other claimed addresses, and cannot
+flood a host.
+"""
 
 import socket
 from collections import Counter
@@ -20,7 +22,7 @@ NAMED = make_address("relay.example", 9747, RELAY).through(None)
 
 @pytest.fixture
 def dialled(monkeypatch: pytest.MonkeyPatch) -> Counter[Address]:
-    """Which circuits were asked for, how often; `relay.example` is a name of this very machine's network."""
+    """Count the requests for each circuit; `relay.example` resolves to this machine's own network."""
     found: Counter[Address] = Counter()
 
     async def through(_: object, circuit: Address) -> NoReturn:
@@ -54,7 +56,7 @@ async def test_circuits_of_a_lost_path_are_dialled_as_rarely_as_other_claims(
     assert dialled[VICTIM] <= TRIES_MAX
 
 
-async def test_a_circuit_that_works_is_dialled_as_often_as_is_needed(
+async def test_a_working_circuit_is_dialled_whenever_it_is_needed(
     dialled: Counter[Address],
 ) -> None:
     one, member = make_network("o"), make_network("m")

@@ -1,4 +1,4 @@
-"""The command line: exit codes, errors of at most three lines, JSON, and what is not imported."""
+"""The command line: exit codes, errors of at most three lines, JSON, and modules that stay unimported."""
 
 import json
 import os
@@ -46,7 +46,7 @@ STATE = apply(
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the real home folder, variables or colours."""
+    """Isolate tests from the real home folder, variables and colours."""
     for name in [name for name in os.environ if name.startswith(("PEERLOOM_", "XDG_DATA"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -59,7 +59,7 @@ Runtime = Callable[[Callable[..., int]], None]
 
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
-    """Puts `main` in place of the node's process."""
+    """Replace the node's process by `main`."""
 
     def put(main: Callable[..., int]) -> None:
         fake = SimpleNamespace(main=main)
@@ -146,7 +146,7 @@ BAD_INPUT = [
     ("runs fetch abcd --out x", 3, "no node runs on this machine"),
     ("train run.toml", 3, "no node runs on this machine"),
     ("train range.toml", 2, "range.toml:1: unknown key 'resources'"),
-    # Before a node is asked for anything, and before seconds of work.
+    # Bad input is refused before a node is asked and before seconds of work.
     ("train range.toml --out nowhere/w", 2, "--out nowhere/w: no folder "),
     ("train range.toml --out /", 2, "--out /: is a folder"),
     ("train range.toml --out /proc/w", 2, "--out /proc/w: cannot be written"),
@@ -159,7 +159,7 @@ BAD_INPUT = [
 
 
 @pytest.mark.parametrize(("line", "exit_code", "message"), BAD_INPUT)
-def test_bad_input_is_told_in_three_lines_with_its_exit_code(
+def test_bad_input_is_reported_in_three_lines_with_its_exit_code(
     line: str, exit_code: int, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad.toml").write_text("[join]\nseed = ['10.0.0.5:9747']\n")
@@ -176,7 +176,7 @@ def test_bad_input_is_told_in_three_lines_with_its_exit_code(
     assert "Traceback" not in said.err
 
 
-def test_a_bad_variable_in_the_environment_is_told(
+def test_a_bad_environment_variable_is_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PEERLOOM_LISTEN", "0.0.0.0:70000")
@@ -184,7 +184,7 @@ def test_a_bad_variable_in_the_environment_is_told(
     assert capsys.readouterr().err == "error: PEERLOOM_LISTEN: 0.0.0.0:70000: port must be 1-65535\n"
 
 
-def test_a_data_folder_in_use_and_an_open_key_file_are_told(
+def test_a_used_data_folder_and_a_readable_key_file_are_reported(
     tmp_path: Path, runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def main(config: Config, **_: object) -> int:
@@ -209,7 +209,7 @@ def test_a_data_folder_in_use_and_an_open_key_file_are_told(
     ]
 
 
-def test_starting_hands_over_the_config_and_gives_back_the_exit_code(
+def test_start_passes_the_config_and_returns_the_exit_code(
     runtime: Runtime, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[Any] = []
@@ -290,7 +290,7 @@ async def test_the_data_folder_is_found_through_environment_and_config_file(
         assert await run_in_thread("status") == 0
 
 
-async def test_train_states_how_its_data_is_read_or_asks(
+async def test_train_states_how_it_reads_its_data_or_asks(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "digits.peerloom").write_bytes(b"for the node to read")
@@ -334,10 +334,10 @@ async def test_train_follows_and_fetches_the_weights(
         assert (tmp_path / "again").read_bytes() == b"weights"
 
 
-async def test_train_and_the_list_of_runs_call_peers_by_their_names(
+async def test_train_and_runs_list_show_peer_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`train` sees no event in which a peer that is here already says its name."""
+    """`train` receives no event that names a peer which joined earlier."""
     asked = RunAccepted(at=1.0, run="ab" * 8, model="cnn", data="digits", steps=4, requester=PEER)
     state = apply(STATE, asked)
 
@@ -372,7 +372,7 @@ async def test_an_unwritable_result_is_kept_and_its_command_named(
         assert said[-1] == f"  do: python -m node runs fetch {'ab' * 8} --out FILE"
 
 
-async def test_leave_returns_when_the_node_has_gone(
+async def test_leave_returns_when_the_node_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     async def leave(_: dict[str, Any], emit: Emit) -> object:
@@ -415,7 +415,7 @@ async def test_client_commands_load_neither_trio_nor_torch(tmp_path: Path) -> No
             assert json.loads(done.stdout)["schema"] == f"peerloom/{command}/1"
 
 
-async def test_the_program_itself_ends_with_the_exit_code(tmp_path: Path) -> None:
+async def test_the_program_ends_with_the_exit_code(tmp_path: Path) -> None:
     root = str(Path(__file__).parents[2])
     done = await trio.run_process(
         [sys.executable, "-m", "node", "status", "--data-dir", str(tmp_path)],
@@ -436,7 +436,7 @@ def test_help_and_version_are_no_errors(capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_capacity_may_be_known_before_the_node_has_started() -> None:
-    # The order of the first two events is the runtime's business, not the screen's.
+    # The screen must not depend on the runtime's order of the first two events.
     from node.cli.screen import EventScreen
 
     capacity = CapacityMeasured(

@@ -1,4 +1,4 @@
-"""Commands at their edges: stopped half way, given the wrong file, without a reason."""
+"""Messages of commands in unusual cases: interrupted, given the wrong file, or without a reason."""
 
 import re
 from pathlib import Path
@@ -30,7 +30,7 @@ def test_stopping_before_acceptance_claims_no_running_run() -> None:
     assert "before the run began" in said
 
 
-def test_data_that_was_read_here_is_called_by_its_file() -> None:
+def test_data_read_on_this_machine_is_named_by_its_file() -> None:
     assert data_text("digits") == "digits"
     assert data_text("b4" * 32) == "data b4b4b4b4"
     assert data_text("b4" * 32, {"source": "tables/iris.csv"}) == "iris.csv"
@@ -44,16 +44,16 @@ def test_a_state_without_a_reason_has_no_colon(reason: str, ending: str) -> None
 
 
 @pytest.mark.parametrize(("cores", "said"), [(1, "1 core,"), (2, "2 cores,")])
-def test_cores_are_counted(cores: int, said: str) -> None:
+def test_cores_are_written_in_singular_and_plural(cores: int, said: str) -> None:
     assert said in capacity_text({**CAPACITY, "cores": cores, "location": ""})
 
 
-def test_a_plan_of_a_run_file_asks_for_its_model() -> None:
+def test_planning_a_run_file_asks_for_its_model() -> None:
     with pytest.raises(UsageError, match=r"examples/digits\.toml: a run, not a model"):
         graph_of("examples/digits.toml")
 
 
-def test_a_run_file_that_was_given_for_a_model_tells_its_model(tmp_path: Path) -> None:
+def test_a_run_file_given_as_a_model_names_its_model(tmp_path: Path) -> None:
     (tmp_path / "RUN.toml").write_text('model = "my_model.py:build"\n')
     with pytest.raises(UsageError) as caught:
         graph_of(str(tmp_path / "RUN.toml"))
@@ -69,7 +69,7 @@ def test_a_note_on_a_run_is_shown_in_every_state() -> None:
     assert line.endswith("   run 01234567 running: alone since step 40, without lab-2 ...abcdef")
 
 
-def test_since_when_a_run_is_as_it_is_stands_beside_the_reason() -> None:
+def test_the_time_of_a_state_stands_beside_its_reason() -> None:
     run: dict[str, Any] = {
         "run": "0123456789abcdef",
         "model": "gpt",
@@ -83,7 +83,7 @@ def test_since_when_a_run_is_as_it_is_stands_beside_the_reason() -> None:
     assert re.search(r"why           alone since step 40 \(since \d\d:\d\d:\d\d\)", shown)
 
 
-def test_a_machine_that_sends_less_says_why_on_its_screen() -> None:
+def test_a_machine_that_sends_less_shows_the_reason() -> None:
     told = {"kind": "OfferChanged", "at_seconds": 0.0, "may_serve": True, "reason": "", "unread": []}
     lines = EventScreen().lines({**told, "sends_less": "its link is metered"})
     assert [line[11:] for line in lines] == ["serves others", "sends less now: its link is metered"]

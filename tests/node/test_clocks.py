@@ -1,4 +1,4 @@
-"""Clocks that are hours off: whole nodes on real sockets, of which some show another time than the rest."""
+"""Clocks that are hours off: whole nodes on real sockets, some with a wrong time."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -48,7 +48,7 @@ TODAY = 1_800_000_000.0
 
 
 class WrongClock(RealClock):
-    """Shows so many seconds too much, which somebody may set right."""
+    """A clock that runs ahead by a settable number of seconds."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -84,7 +84,7 @@ async def nodes(folder: Path, **clocks: WrongClock) -> AsyncIterator[dict[str, N
 
 
 def skew(me: Node) -> float:
-    """The hours by which a node says that its clock is ahead."""
+    """Return by how many hours a node reports its clock to be ahead."""
     found = me.state.clock
     return 0.0 if found is None else round(found.seconds / HOURS, 2)
 
@@ -95,11 +95,11 @@ async def until(holds: Callable[[], bool]) -> None:
             await trio.sleep(0.02)
 
 
-async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_path: Path) -> None:
+async def test_nodes_with_wrong_clocks_store_and_find_records_and_report_it(tmp_path: Path) -> None:
     ahead, behind, right = WrongClock(2 * HOURS), WrongClock(-2 * HOURS), WrongClock(0)
     async with nodes(tmp_path, a=right, fast=ahead, slow=behind) as found:
         a, fast, slow = found["a"], found["fast"], found["slow"]
-        # By one peer's report alone node a is wrong by two hours; by both it is right.
+        # One peer's report alone puts node a two hours off; both reports put it right.
         await until(lambda: (skew(a), skew(fast), skew(slow)) == (0.0, 2.0, -2.0))
         for writer, reader in ((fast, a), (slow, a), (a, fast), (a, slow), (slow, fast)):
             key = f"{writer.config.name}-{reader.config.name}"
@@ -116,7 +116,7 @@ async def test_nodes_with_wrong_clocks_store_and_find_records_and_say_so(tmp_pat
         wanted = "3 at least have to; this machine's clock is 2 h 0 min behind its peers'"
         with pytest.raises(NotStored, match=wanted):
             _told(content_key(b""), RecordStored(1, 0, 0, wanted=3), slow.seams)
-        # NTP sets two of them right, and somebody sets another one wrong, while all of them run.
+        # NTP corrects two clocks and an operator breaks another one, while all nodes run.
         ahead.seconds = behind.seconds = 0.0
         right.seconds = 3 * HOURS
         await until(lambda: (skew(a), skew(fast), skew(slow)) == (3.0, 0.0, 0.0))
@@ -160,12 +160,12 @@ def heard(*ahead: float, now: float = 0.0, place: str | None = None) -> PeerCloc
 
 
 def ahead(clocks: PeerClocks, own: float, others: int, now: float = 0.0) -> float | None:
-    """How far the swarm's time is ahead of TODAY, for a machine whose clock is so far ahead of it."""
+    """How far the swarm's time is ahead of TODAY, for a machine whose clock is this far ahead of it."""
     found = clocks.swarm(now, TODAY + own, others)
     return None if found is None else found - TODAY
 
 
-def test_too_few_peers_say_nothing_unless_they_are_all() -> None:
+def test_few_peers_prove_nothing_unless_they_are_all() -> None:
     assert ahead(PeerClocks(), 0.0, 0) is None
     assert ahead(heard(5.0), 5.0, 2) is None
     assert ahead(heard(5.0), 9.0, 1) == 5.0
@@ -173,7 +173,7 @@ def test_too_few_peers_say_nothing_unless_they_are_all() -> None:
     assert ahead(heard(5.0, 5.0, 5.0), 9_000.0, 6, KEPT_SECONDS + 1) is None
 
 
-def test_half_of_the_others_are_heard_before_the_time_is_corrected() -> None:
+def test_the_clock_is_corrected_after_hearing_half_of_the_members() -> None:
     for others, least in ((7, 4), (60, 30), (500, QUORUM_MAX)):
         assert ahead(heard(*[5.0] * (least - 1)), 9_000.0, others) is None
         assert ahead(heard(*[5.0] * least), 9_000.0, others) == 5.0
@@ -195,7 +195,7 @@ def test_a_minority_cannot_move_the_time_beyond_honest_clocks(
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=3, max_size=40))
-def test_all_members_of_a_swarm_come_to_one_time(clocks: list[float]) -> None:
+def test_all_members_of_a_swarm_agree_on_one_time(clocks: list[float]) -> None:
     found = []
     for number, own in enumerate(clocks):
         others = clocks[:number] + clocks[number + 1 :]
@@ -217,14 +217,14 @@ def test_one_other_member_moves_the_time_by_a_day_at_most() -> None:
     assert looked.wall() == FakeClock().wall()
 
 
-def test_times_outside_of_the_life_of_this_release_are_refused() -> None:
+def test_times_outside_the_life_of_this_release_are_refused() -> None:
     clocks = PeerClocks()
     for number, wall in enumerate((0.0, RELEASED_SECONDS - 1, PLAUSIBLE_SECONDS_MAX + 1, 2.0**53 / 1000)):
         clocks.learn(0.0, peer(number), int(wall * 1000), 0.0)
     assert len(clocks) == 0
 
 
-def test_a_machine_without_a_clock_goes_by_the_first_of_its_peers() -> None:
+def test_a_machine_without_a_clock_follows_its_first_peers() -> None:
     assert heard(5.0).swarm(0.0, 0.0, 1) == TODAY + 5
     assert heard(5.0, 6.0, 7.0).swarm(0.0, 0.0, 500) == TODAY + 6
 
@@ -236,7 +236,7 @@ def test_many_ids_on_one_host_weigh_no_more_than_a_few_clocks() -> None:
     assert ahead(clocks, 0.0, 304) == 0.0
 
 
-def test_the_clocks_of_the_gone_do_not_count() -> None:
+def test_clocks_of_departed_members_do_not_count() -> None:
     clocks = PeerClocks(lambda each: each != peer(0))
     clocks.learn(0.0, peer(0), int(TODAY * 1000), 0.0)
     assert clocks.peers(0.0) == []
@@ -251,7 +251,7 @@ def test_clocks_of_any_number_of_peers_take_bounded_memory() -> None:
 
 
 class FakeClock:
-    """Both clocks as a test sets them."""
+    """Both clocks, set by a test."""
 
     def __init__(self) -> None:
         self.now, self.ahead = 1_000.0, TODAY + 5_000.0
@@ -263,7 +263,7 @@ class FakeClock:
         return self.now + self.ahead
 
 
-def test_a_machine_that_slept_hears_its_peers_anew_before_it_believes_them() -> None:
+def test_a_machine_that_slept_distrusts_old_reports_of_its_peers() -> None:
     clock, clocks = FakeClock(), heard(5_000.0, 5_000.0, 5_000.0, now=1_000.0)
     looked = SwarmClock(clock, lambda: clocks, lambda: 3)
     assert looked.look() is None
@@ -273,7 +273,7 @@ def test_a_machine_that_slept_hears_its_peers_anew_before_it_believes_them() -> 
     for number in range(3):
         clocks.learn(clock.now, peer(number), int(clock.wall() * 1000), 0.0)
     assert looked.look() is None
-    clock.ahead += HOURS  # and now somebody sets it
+    clock.ahead += HOURS  # then an operator sets it
     assert looked.look() is None
     for number in range(3):
         clocks.learn(clock.now, peer(number), int((clock.wall() - HOURS) * 1000), 0.0)
@@ -282,7 +282,7 @@ def test_a_machine_that_slept_hears_its_peers_anew_before_it_believes_them() -> 
     assert told.peers == 3
     assert told.seconds == pytest.approx(HOURS)
     assert looked.wall() == pytest.approx(clock.wall() - HOURS)
-    assert looked.look() is None, "it was told"
+    assert looked.look() is None, "the correction was reported"
     clock.ahead -= HOURS - SKEW_SECONDS / 2
     for number in range(3):
         clocks.learn(clock.now, peer(number), int((clock.wall() - SKEW_SECONDS / 2) * 1000), 0.0)

@@ -1,4 +1,4 @@
-"""A host that says that nothing listens any more: the right peer is told, and no packet is lost by it."""
+"""A host reports that a port is closed: the right peer is marked, and no other packet is lost."""
 
 import socket
 import sys
@@ -21,7 +21,7 @@ def bound(host: str = "127.0.0.1") -> socket.socket:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-async def test_a_closed_port_is_told_and_packets_to_others_still_arrive(host: str) -> None:
+async def test_a_closed_port_is_reported_and_other_packets_still_arrive(host: str) -> None:
     try:
         own, other, gone = bound(host), bound(host), bound(host)
     except OSError:

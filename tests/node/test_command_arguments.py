@@ -1,4 +1,4 @@
-"""A client with wrong arguments is told its mistake, never the node's code."""
+"""A client with wrong arguments gets an error about them that does not show the node's code."""
 
 from typing import Any
 
@@ -29,14 +29,14 @@ WRONG: dict[tuple[str, str], list[Any]] = {
 }
 
 GIVEN = {"serve": {"model": "m"}, "generate": {"service": "s"}}
-"""Other arguments of a command, which are right."""
+"""The other arguments of a command, all valid."""
 
 
 async def ignore(value: object) -> None:
-    """Take progress that nobody looks at."""
+    """Discard progress."""
 
 
-def test_a_wrong_argument_of_a_command_is_a_mistake_in_use() -> None:
+def test_a_wrong_argument_of_a_command_is_a_usage_error() -> None:
     async def scenario() -> None:
         async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]

@@ -1,4 +1,4 @@
-"""Shells complete commands and flags by the script that `peerloom completion` prints."""
+"""Shells complete commands and flags with the script that `peerloom completion` prints."""
 
 import shutil
 import subprocess
@@ -17,7 +17,7 @@ COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
 _peerloom
 printf '%s\\n' "${COMPREPLY[@]}"
 """
-"""The steps of bash when Tab is pressed (bash(1), "Programmable Completion")."""
+"""Follow bash's steps after Tab (bash(1), "Programmable Completion")."""
 TRIED_BY_FISH = 'source $argv[1]; complete -C (string join -- " " $argv[2..-1])'
 
 
@@ -53,7 +53,7 @@ def test_tab_offers_commands_and_flags(
     assert "--join" in offered(path, shell, "peerloom", "autostart", "install", "--")
 
 
-def test_bash_is_left_to_complete_files_behind_a_flag_with_a_value(
+def test_bash_completes_files_after_a_flag_with_a_value(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = script("bash", tmp_path, capsys)
@@ -75,6 +75,6 @@ def test_zsh_reads_its_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "_peerloom" in said.stdout
 
 
-def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["completion", "fsh"]) == 2
     assert "did you mean 'fish'?" in capsys.readouterr().err

@@ -53,14 +53,14 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("text", "message"), FAULTS)
-def test_a_fault_in_a_file_names_line_key_value_and_bounds(text: str, message: str) -> None:
+def test_an_error_in_a_file_names_line_key_value_and_bounds(text: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         toml.parse(text, Outer, name="f.toml")
     assert caught.value.what.startswith(message)
     assert caught.value.what.isprintable()
 
 
-def test_a_right_file_becomes_its_struct() -> None:
+def test_a_valid_file_becomes_its_struct() -> None:
     text = "must = 2\n[join]\nseeds = ['a']\nrate = 0.5\n[[parts]]\nkind = 'wan'\n"
     document = toml.parse(text, Outer, name="f.toml")
     assert document.value == Outer(2, Inner(("a",), rate=0.5), (Inner(kind="wan"),))
@@ -68,7 +68,7 @@ def test_a_right_file_becomes_its_struct() -> None:
     assert document.where("nowhere") == "f.toml"
 
 
-def test_a_file_that_cannot_be_read_is_said_with_its_path(tmp_path: Path) -> None:
+def test_an_unreadable_file_is_reported_with_its_path(tmp_path: Path) -> None:
     binary = tmp_path / "binary.toml"
     binary.write_bytes(b"a = 1\n\xff")
     for path, reason in (
@@ -101,7 +101,7 @@ _VALUES = st.sampled_from(
     st.lists(st.tuples(_KEYS, _VALUES), max_size=6, unique_by=lambda pair: pair[0].strip("\"'")),
     st.booleans(),
 )
-def test_every_key_has_the_line_it_stands_on(pairs: list[tuple[str, str]], windows: bool) -> None:
+def test_every_key_knows_its_line(pairs: list[tuple[str, str]], windows: bool) -> None:
     text, expected = "[table] # t = 1\n", {}
     for key, value in pairs:
         expected[key.strip("\"'")] = text.count("\n") + 1
@@ -110,7 +110,7 @@ def test_every_key_has_the_line_it_stands_on(pairs: list[tuple[str, str]], windo
     assert {path[1]: line for path, line in lines.items() if len(path) == 2} == expected
 
 
-def test_nothing_given_is_a_whole_config() -> None:
+def test_a_config_without_any_input_is_complete() -> None:
     config = resolve({}, {})
     assert config.join.seeds == ()
     listen = [str(address) for address in config.listen.addresses]
@@ -138,7 +138,7 @@ def test_seeds_of_all_sources_are_tried_once_each(tmp_path: Path) -> None:
     assert config.join.remember is False
 
 
-def test_paths_in_a_file_are_meant_from_where_the_file_lies(tmp_path: Path) -> None:
+def test_paths_in_a_file_are_relative_to_the_file(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text("data_dir = 'data'\nobserver = true\n")
     config = Config.load(file)
@@ -169,7 +169,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("flags", "environ", "message"), BAD_VALUES)
-def test_a_bad_value_is_said_with_where_it_stands(
+def test_a_bad_value_is_reported_with_its_source(
     flags: dict[str, str], environ: dict[str, str], message: str
 ) -> None:
     with pytest.raises(UsageError) as caught:
@@ -187,7 +187,7 @@ def test_a_bad_address_in_a_file_names_its_own_line(tmp_path: Path) -> None:
         resolve({"seed_files": [str(tmp_path / "seeds.txt")]}, {})
 
 
-def test_variables_that_look_like_nothing_of_ours_are_left_alone() -> None:
+def test_unrelated_variables_are_ignored() -> None:
     resolve({}, {"PEERLOOM_SERVICE_HOST": "10.1.1.1", "PEERLOOM_PORT": "tcp://10.1.1.1:9747"})
 
 
@@ -198,20 +198,20 @@ def test_amounts_and_times_are_read_with_their_units() -> None:
     assert Memory(bytes=10**12).of(5) == 5
 
 
-def test_listening_may_ask_for_any_free_port_and_joining_may_not() -> None:
+def test_listening_accepts_any_free_port_and_joining_does_not() -> None:
     for text in ("127.0.0.1:0", "[::1]:0", "/ip4/127.0.0.1/tcp/0"):
         assert read_listen(text).port == 0
         with pytest.raises(ValueError, match="port must be"):
             parse_address(text)
 
 
-def test_a_port_that_was_asked_for_does_not_move() -> None:
+def test_an_explicit_port_does_not_move() -> None:
     assert resolve({}, {}).listen.may_move
     assert not resolve({"listen": ["127.0.0.1:9747"]}, {}).listen.may_move
     assert not resolve({}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen.may_move
 
 
-def test_a_port_alone_is_of_all_addresses_and_may_move() -> None:
+def test_a_port_alone_listens_on_all_addresses_and_may_move() -> None:
     found = resolve({"port": "9901"}, {"PEERLOOM_LISTEN": "127.0.0.1:9747"}).listen
     assert {address.port for address in found.addresses} == {9901}
     assert {address.host for address in found.addresses} == {"0.0.0.0", "::"}
@@ -239,7 +239,7 @@ def test_a_node_may_listen_at_several_addresses_and_announce_names(tmp_path: Pat
         resolve({"listen": [f"10.0.0.{number}:1" for number in range(9)]}, {})
 
 
-def test_the_local_network_is_looked_at_unless_that_is_refused(tmp_path: Path) -> None:
+def test_local_discovery_is_on_by_default(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text("join = {lan = false}\n")
     assert resolve({}, {}).join.lan
@@ -247,7 +247,7 @@ def test_the_local_network_is_looked_at_unless_that_is_refused(tmp_path: Path) -
     assert not resolve({"lan": False}, {"PEERLOOM_LAN": "true"}).join.lan
 
 
-def test_equally_near_words_are_decided_by_their_letters() -> None:
+def test_equally_near_words_are_ordered_alphabetically() -> None:
     assert nearest("--jion", ["--json", "--join"]) == "--join"
     assert nearest("--JSON", ["--json", "--join"]) == "--json"
     assert nearest("zebra", ["--json", "--join"]) is None

@@ -1,4 +1,4 @@
-"""An unexpected failure stays where it occurred: it is counted, logged, and the node goes on."""
+"""An unexpected failure is contained: it is counted and logged, and the node continues."""
 
 import logging
 import stat
@@ -37,7 +37,7 @@ TALK = "/peerloom/talk/1"
 
 @pytest.fixture(autouse=True)
 def _contained(_bugs_come_out: None) -> Iterator[None]:
-    """Contain failures as on a person's machine, and reset the counters afterwards."""
+    """Contain failures as in production, and reset the counters afterwards."""
     failures.clear()
     with strictness(is_strict=False):
         yield
@@ -61,7 +61,9 @@ class Records(logging.Handler):
 
 @pytest.fixture
 def records() -> Iterator[Records]:
-    """Alone: a command that another test of this process ran has left its file, which may be gone by now."""
+    """Collect the log records of this test alone: handlers of earlier tests may write to files
+    that are gone.
+    """
     handler, before = Records(), log.handlers
     log.handlers = [handler]
     yield handler
@@ -79,14 +81,14 @@ def test_an_unexpected_exception_is_counted_and_logged_with_its_traceback(record
     assert "somewhere" in record.getMessage()
 
 
-def test_a_failure_repeated_for_ever_does_not_fill_the_log(records: Records) -> None:
+def test_an_endlessly_repeated_failure_does_not_fill_the_log(records: Records) -> None:
     for _ in range(1_000):
         note(ValueError("again"), "somewhere")
     assert failures["somewhere"] == 1_000
     assert len(records.found) == LOGGED_MAX + 2
 
 
-def test_in_strict_mode_a_bug_comes_out_as_it_was_raised() -> None:
+def test_strict_mode_raises_a_bug_unchanged() -> None:
     with strictness(is_strict=True), pytest.raises(KeyError), contain("somewhere"):
         lose()
     assert not failures
@@ -147,14 +149,14 @@ def test_the_log_has_the_traceback_and_the_screen_one_line(
     assert "\x1b" not in said
 
 
-def test_a_place_is_named_by_its_function() -> None:
+def test_a_failure_is_attributed_to_its_function() -> None:
     from functools import partial
 
     assert place_of(partial(partial(ProgressReports.show), 1)) == "ProgressReports.show"
 
 
 @on_both_networks
-async def test_a_handler_that_fails_cuts_its_stream_and_no_other(world: World) -> None:
+async def test_a_failing_handler_resets_only_its_own_stream(world: World) -> None:
     async def buggy(stream: Stream) -> None:
         if await stream.receive() == b"fail":
             raise KeyError(stream.protocol)
@@ -168,7 +170,7 @@ async def test_a_handler_that_fails_cuts_its_stream_and_no_other(world: World) -
         await stream.send(b"fail")
         with pytest.raises(StreamClosed) as closed:
             await stream.receive()
-        assert type(closed.value) is StreamClosed, "cut, not ended in order"
+        assert type(closed.value) is StreamClosed, "reset, not closed in order"
         await until(lambda: bob.counters["streams_failed"] == 1)
         await other.send(b"work")
         assert await other.receive() == b"fine"
@@ -176,7 +178,7 @@ async def test_a_handler_that_fails_cuts_its_stream_and_no_other(world: World) -
 
 
 class FailingCore:
-    """A node's SWIM core that fails at messages, or whenever it is woken, while it `is_broken`."""
+    """A node's SWIM core that fails on every message and wake-up while it `is_broken`."""
 
     def __init__(self, node: Node, *, at: Literal["receive", "wake"]) -> None:
         driver = node.membership._driver
@@ -204,7 +206,7 @@ class FailingCore:
             raise AssertionError("what cannot be")
 
 
-def test_a_core_that_fails_at_a_message_serves_the_next() -> None:
+def test_a_core_that_fails_on_one_message_handles_the_next() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             a, b = group.nodes["a"], group.nodes["b"]
@@ -229,7 +231,7 @@ def test_a_core_whose_deadline_fails_is_not_woken_in_a_busy_loop() -> None:
     simulate(scenario)
 
 
-def test_a_screen_that_fails_never_reaches_a_protocol() -> None:
+def test_a_failing_screen_never_affects_a_protocol() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             for node in group.nodes.values():
@@ -286,7 +288,7 @@ def test_a_run_task_that_fails_ends_its_run_and_frees_the_slot(victim: str) -> N
     simulate(scenario)
 
 
-def test_an_end_that_fails_half_way_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_cleanup_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
@@ -331,7 +333,7 @@ def test_a_failed_part_of_the_node_restarts_with_growing_pauses() -> None:
     simulate(scenario)
 
 
-def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_prevents_neither_operation_nor_a_clean_exit(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
             node = group.nodes["a"]
@@ -341,7 +343,7 @@ def test_a_full_disk_ends_no_node_and_no_goodbye(monkeypatch: pytest.MonkeyPatch
 
             for name in ("write", "write_soon", "copy_in"):
                 monkeypatch.setattr(group.storages["a"], name, write)
-            # The remembered peers change order when one dies, so they are written again.
+            # The list of remembered peers changes when one dies, so it is written again.
             group.kill(min("cd", key=lambda name: group.nodes[name].peer))
             await trio.sleep(300)
             run = prepare(group.nodes["b"], manifest(stages=1, replicas=3, steps=2))
@@ -377,19 +379,19 @@ def test_a_requesters_full_disk_ends_its_run_with_a_reason(
                         break
             for name in ("write", "write_soon", "copy_in"):
                 monkeypatch.setattr(group.storages["c"], name, write)
-            group.kill("a")  # what follows must be promised, on a disk that has no room
+            group.kill("a")  # the next vote must be persisted, on a full disk
             with trio.fail_after(120):
                 while run.id in node.runs.members:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.1)
             (ended,) = (event for event in group.events["c"] if isinstance(event, RunEnded))
             assert ended.outcome == "failed"
             assert "the disk of this node is full" in ended.detail
-            assert node.state.members, "the node goes on"
+            assert node.state.members, "the node keeps running"
 
     simulate(scenario)
 
 
-def test_a_provider_that_cannot_store_a_checkpoint_says_so_and_trains_on(
+def test_a_provider_that_cannot_store_a_checkpoint_reports_it_and_trains_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def scenario() -> None:
@@ -448,7 +450,7 @@ def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> N
     simulate(scenario)
 
 
-def test_an_end_that_fails_while_it_is_told_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_reporting_the_end_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             run = prepare(group.nodes["a"], manifest(stages=1, replicas=2, steps=4))

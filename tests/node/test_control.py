@@ -77,7 +77,7 @@ async def in_thread(function: Any, *arguments: Any) -> Any:
 
 
 async def raw(path: Path, data: bytes) -> bytes:
-    """Return the node's answer to any bytes, until it hangs up."""
+    """Return everything that the node answers to these bytes until it hangs up."""
     answer = b""
     async with await trio.open_unix_socket(path) as stream:
         try:
@@ -101,7 +101,7 @@ async def test_a_client_gets_the_events_and_then_the_result(tmp_path: Path) -> N
         assert await in_thread(ask, tmp_path, "echo") == {}
 
 
-async def test_errors_keep_their_words_and_exit_code(tmp_path: Path) -> None:
+async def test_errors_keep_their_text_and_exit_code(tmp_path: Path) -> None:
     async with serving(tmp_path):
         for command, what, do, exit_code in (
             ("run_failed", "no peers", "add one", 5),
@@ -114,7 +114,7 @@ async def test_errors_keep_their_words_and_exit_code(tmp_path: Path) -> None:
             assert (caught.value.what, caught.value.do, caught.value.exit_code) == (what, do, exit_code)
         with pytest.raises(NodeRefused, match="TypeError"):
             await in_thread(ask, tmp_path, "unspeakable")
-        assert await in_thread(ask, tmp_path, "echo") == {}  # and the node lives
+        assert await in_thread(ask, tmp_path, "echo") == {}  # and the node still runs
 
 
 async def test_the_socket_is_private_and_removed_with_the_node(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ async def test_another_user_is_refused_even_where_the_modes_let_it_in(tmp_path: 
             assert b"belongs to another user" in (await ask_as_nobody()).stdout
 
 
-async def test_silent_connections_lock_nobody_out_and_go_soon(tmp_path: Path) -> None:
+async def test_silent_connections_block_nobody_and_end_soon(tmp_path: Path) -> None:
     async with serving(tmp_path) as path, AsyncExitStack() as stack:
         crowd = [
             await stack.enter_async_context(await trio.open_unix_socket(path)) for _ in range(2 * WAITING_MAX)
@@ -170,7 +170,7 @@ async def test_silent_connections_lock_nobody_out_and_go_soon(tmp_path: Path) ->
                 assert await stream.receive_some(1) == b""
 
 
-async def test_commands_without_end_are_bounded_and_the_next_one_is_told(tmp_path: Path) -> None:
+async def test_endless_commands_are_bounded_and_the_next_one_is_refused(tmp_path: Path) -> None:
     begun: list[object] = []
 
     async def endless(arguments: dict[str, Any], emit: Emit) -> object:
@@ -217,7 +217,7 @@ async def test_a_folder_with_a_long_path_has_a_socket_too(tmp_path: Path) -> Non
     assert {name for name in os.listdir(tempfile.gettempdir()) if len(name) == 11} <= before
 
 
-def test_a_folder_that_takes_no_socket_is_an_error_with_a_remedy(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_hold_a_socket_is_an_error(tmp_path: Path) -> None:
     (tmp_path / CONTROL_NAME).mkdir()
     with pytest.RaisesGroup(pytest.RaisesExc(UsageError, match="control socket"), allow_unwrapped=True):
         trio.run(ControlServer(HANDLERS, tmp_path).run)
@@ -235,7 +235,7 @@ def test_a_folder_that_takes_no_socket_is_an_error_with_a_remedy(tmp_path: Path)
         b"x" * (LINE_BYTES_MAX + 100_000),
     ],
 )
-async def test_garbage_is_refused_and_the_node_lives(tmp_path: Path, data: bytes) -> None:
+async def test_garbage_is_refused_and_the_node_keeps_running(tmp_path: Path, data: bytes) -> None:
     async with serving(tmp_path) as path:
         answer = await raw(path, data)
         assert answer == b"" or b"did not understand" in answer
@@ -262,7 +262,7 @@ async def test_a_client_that_hangs_up_cancels_its_command(tmp_path: Path) -> Non
         await cancelled.wait()
 
 
-async def test_a_client_that_does_not_read_stops_only_its_own_command(tmp_path: Path) -> None:
+async def test_a_client_that_does_not_read_blocks_only_its_own_command(tmp_path: Path) -> None:
     async def flood(_: dict[str, Any], emit: Emit) -> object:
         async with trio.open_nursery() as nursery:
             for _task in range(2):
@@ -285,7 +285,7 @@ async def test_a_client_that_does_not_read_stops_only_its_own_command(tmp_path: 
         assert await in_thread(ask, tmp_path, "echo") == {}
 
 
-async def test_a_node_that_goes_away_in_between_is_said(tmp_path: Path) -> None:
+async def test_a_client_reports_that_its_node_ended_during_a_command(tmp_path: Path) -> None:
     async def dying(_: dict[str, Any], emit: Emit) -> object:
         stop.cancel()
         await trio.sleep_forever()
@@ -297,7 +297,7 @@ async def test_a_node_that_goes_away_in_between_is_said(tmp_path: Path) -> None:
                 await in_thread(ask, tmp_path, "dying")
 
 
-async def test_a_node_that_says_nothing_is_not_waited_for_without_end(tmp_path: Path) -> None:
+async def test_a_client_waits_a_bounded_time_for_a_silent_node(tmp_path: Path) -> None:
     async def silent(_: dict[str, Any], emit: Emit) -> object:
         await trio.sleep_forever()
 
@@ -306,8 +306,8 @@ async def test_a_node_that_says_nothing_is_not_waited_for_without_end(tmp_path: 
             await trio.to_thread.run_sync(lambda: ask(tmp_path, "status", seconds=0.1))
 
 
-async def test_a_node_that_takes_no_connection_runs_all_the_same(tmp_path: Path) -> None:
-    """One that was stopped: the kernel keeps a few connections for it, and then no more."""
+async def test_a_client_reports_a_node_that_accepts_no_connection(tmp_path: Path) -> None:
+    """A stopped process: the kernel queues a few connections for it, and then no more."""
     (tmp_path / LOCK_NAME).write_text("4121")
     with ExitStack() as stack:
         stopped = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -322,7 +322,7 @@ async def test_a_node_that_takes_no_connection_runs_all_the_same(tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", ["nothing", "a file", "no folder"])
-def test_without_a_node_a_client_says_so(tmp_path: Path, kind: str) -> None:
+def test_a_client_reports_that_no_node_runs(tmp_path: Path, kind: str) -> None:
     folder = tmp_path
     if kind == "a file":
         (tmp_path / CONTROL_NAME).write_text("")

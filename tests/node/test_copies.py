@@ -1,4 +1,4 @@
-"""Copies of checkpoints: who keeps them, that they get them, and that a run outlives all who trained it.
+"""Copies of checkpoints: the choice of keepers, the transfer, and runs that outlive all who trained them.
 
 Whole nodes on simulated seams, with the real DHT.
 """
@@ -72,7 +72,7 @@ def test_a_departing_keepers_share_goes_to_one_other(run: bytes, roster: list[Pe
         assert set(chosen) - {gone} <= set(left)
 
 
-def test_stages_are_shared_out_over_the_roster() -> None:
+def test_stages_are_distributed_over_the_roster() -> None:
     roster = [PeerId(bytes([number]) * 32) for number in range(12)]
     counts = [
         sum(peer in checkpoint_holders(bytes(32), stage, roster, []) for stage in range(64))
@@ -87,7 +87,7 @@ def test_stages_are_shared_out_over_the_roster() -> None:
 
 @dataclass
 class Keeper:
-    """A node's parts for keeping checkpoints, assembled as in a node, replacing its own."""
+    """A node's parts for keeping checkpoints, assembled as in a node and replacing the node's own."""
 
     node: Node
     guest_bytes_max: int = 1 << 30
@@ -162,7 +162,7 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run_by(keeper: Keeper, name: str = "gpt") -> Saved:
-    """A run that this node asks for, whose model it holds."""
+    """A run that this node requests, with its model stored here."""
     of = saved(name)
     of.run = make_run(keeper.node.signer, of.run.manifest)
     of.model.put(keeper.node)
@@ -170,7 +170,7 @@ def run_by(keeper: Keeper, name: str = "gpt") -> Saved:
 
 
 async def spread(a: Keeper, b: Keeper, of: Saved, others: list[Keeper], step: int = 4) -> bytes:
-    """Stage 0 is a replica at `a`, who commits, stage 1 at `b`; all stages go to `others`."""
+    """Stage 0 has a replica at `a`, the committer, and stage 1 at `b`; `others` keep copies of all stages."""
     states = [await a.snapshot(of, 0, step), await b.snapshot(of, 1, step)]
     wanted = [[other.peer for other in others]] * 2
     have = await a.copies.spread(of.run.id, step, states, [[a.peer], [b.peer]], wanted)
@@ -219,7 +219,7 @@ def test_a_second_checkpoint_copies_only_changed_chunks() -> None:
         of.parameters[1][0] ^= 1
         await spread(a, b, of, [a, c], step=4)
         new = c.node.seams.storage.sizes("blobs").keys() - before.keys()
-        assert len(new) == 3, "a chunk, its stage's list, the manifest"
+        assert len(new) == 3, "one chunk, the list of its stage, and the manifest"
         assert a.whole(of.run)
         assert [step for step, _ in c.checkpoints.store.steps(of.run.text)] == [3, 4]
         assert a.refused == b.refused == c.refused == []
@@ -227,7 +227,7 @@ def test_a_second_checkpoint_copies_only_changed_chunks() -> None:
     scenario("abc", test)
 
 
-def test_a_keeper_without_room_says_so_and_keeps_nothing_of_it() -> None:
+def test_a_keeper_without_room_reports_it_and_keeps_nothing() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         c.blobs.guest_bytes_max = 1_000
@@ -250,7 +250,7 @@ def test_a_keeper_without_room_says_so_and_keeps_nothing_of_it() -> None:
     scenario("abc", test)
 
 
-def test_a_keeper_that_dies_midway_is_a_copy_less() -> None:
+def test_a_keeper_that_dies_midway_costs_one_copy() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c, d = (several[name] for name in "abcd")
         of = run_by(a)
@@ -282,7 +282,7 @@ def test_keeping_a_stage_without_holders_is_declined_and_freed() -> None:
     scenario("abc", test)
 
 
-def test_a_replica_that_says_what_its_state_is_not_has_no_copies() -> None:
+def test_a_replica_that_lies_about_its_state_gets_no_copies() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -291,12 +291,12 @@ def test_a_replica_that_says_what_its_state_is_not_has_no_copies() -> None:
         wanted = [[a.peer, c.peer]] * 2
         have = await a.copies.spread(of.run.id, 4, [states[0], lie], [[a.peer], [b.peer]], wanted)
         assert [sorted(each) for each in have] == [sorted(wanted[0]), []]
-        assert c.refused == [], "who passed it on could not know"
+        assert c.refused == [], "the peer that passed it on could not know that it was false"
 
     scenario("abc", test)
 
 
-def test_strangers_may_not_have_a_node_keep_anything() -> None:
+def test_strangers_cannot_make_a_node_keep_anything() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -305,7 +305,7 @@ def test_strangers_may_not_have_a_node_keep_anything() -> None:
         keep = Keep(of.run.id, 4, 0, states[0])
         assert await ask(a.node.network, c.peer, keep, seconds=30) == Declined("only b may")
         assert await ask(b.node.network, c.peer, Keep(of.run.id, 4, 1, states[1]), seconds=30) == Done()
-        # A name signed by a cannot claim what it kept for b.
+        # A name signed by a cannot claim the copy that was kept for b.
         await b.checkpoints.bring_stage(of.run.id, 4, 0, states[0], [a.peer], is_guest=False)
         name = await a.seal(of, states)
         conclude = Conclude(of.run.id, 4, name, (a.peer,))
@@ -332,13 +332,13 @@ def test_named_checkpoints_are_not_evicted_by_later_ones() -> None:
         for request in (other, older):
             assert isinstance(await ask(network, c.peer, request, seconds=30), Declined)
         assert c.whole(of.run)
-        # Not yet named: the first that came stays, until it is named or the node starts again.
+        # Not yet named: the first copy stays until it is named or the node restarts.
         assert await ask(network, c.peer, Keep(of.run.id, 5, 0, states[0], (a.peer,)), seconds=30) == Done()
         replied = await ask(network, c.peer, Keep(of.run.id, 5, 0, states[1], (b.peer,)), seconds=30)
         assert replied == Declined("another state of this step is kept here")
         with pytest.raises(Unreachable, match="no answer"):
             await ask(network, c.peer, Conclude(of.run.id, 5, name, (a.peer,)), seconds=30)
-        assert c.refused == [b.peer], "it is the name of another step"
+        assert c.refused == [b.peer], "the name belongs to another step"
         await c.copies.start()
         assert not [label for label in c.blobs.labels() if f"/{of.run.text}/5/" in label]
         assert c.whole(of.run)
@@ -400,7 +400,7 @@ def test_malformed_requests_are_counted_and_not_answered(data: bytes) -> None:
     scenario("ab", test)
 
 
-def test_only_so_many_ask_at_once() -> None:
+def test_concurrent_requests_are_bounded() -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b = several["a"], several["b"]
         streams = [
@@ -414,7 +414,7 @@ def test_only_so_many_ask_at_once() -> None:
         await streams[0].send(encode(Which("0" * 16)))
         assert decode(await streams[0].receive(), protocol.Reply, bytes_max=1_000) == Here(())
         await trio.sleep(protocol.REQUEST_SECONDS_MAX + 1)
-        assert len(b.copies._permits) == 0, "who asks nothing loses its place"
+        assert len(b.copies._permits) == 0, "a stream without a request loses its place"
 
     scenario("ab", test)
 
@@ -446,12 +446,12 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
         a, b, c, d, e = (several[name] for name in "abcde")
         of = run_by(a)
         name = await spread(a, b, of, [c, d])
-        # b says that it has a later one, whose name is a blob that it made up.
+        # b claims a later checkpoint, whose name is an invented blob.
         made_up = b.blobs.put(b"made up")
         b.node.seams.storage.write(f"runs/{of.run.text}/checkpoints/5", made_up)
         kept = await e.copies.fetch(of.run.text, None, [b.peer, c.peer, d.peer])
         assert kept.name == name
-        # And when nobody else has named anything.
+        # And with no other named checkpoint.
         with pytest.raises(Unreachable, match=r"not a valid message|could not be had"):
             await e.copies.fetch(of.run.text, 5, [b.peer])
         await c.copies.announce(of.run.text, CheckpointOffer(7, bytes(32)))
@@ -465,7 +465,7 @@ def test_a_liar_does_not_prevent_fetching_a_checkpoint() -> None:
     scenario("abcde", test)
 
 
-def test_a_damaged_blob_is_brought_again_when_it_is_needed(tmp_path: Path) -> None:
+def test_a_damaged_blob_is_fetched_again_when_it_is_needed(tmp_path: Path) -> None:
     async def test(group: Swarm, several: Keepers) -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
@@ -494,7 +494,7 @@ def test_a_damaged_blob_is_brought_again_when_it_is_needed(tmp_path: Path) -> No
     scenario("abc", test)
 
 
-def test_a_message_is_as_small_as_its_bound_says() -> None:
+def test_a_message_stays_below_its_bound() -> None:
     top = 2**53
     state = StageState(2**16 - 2, 2**16 - 1, bytes(32), 1 << 20, 1 << 34, 1 << 35, bytes(32))
     keep = Keep(bytes(32), top, 63, state, (bytes(32),) * protocol.HOLDERS_MAX)

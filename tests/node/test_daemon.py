@@ -1,4 +1,4 @@
-"""The daemon's process around a node: what holds for it before anything is served."""
+"""The process around a node: its settings before it serves anything."""
 
 import os
 import signal
@@ -10,11 +10,11 @@ from node.errors import EXIT_FORCED
 from tests.source import ROOT
 
 COLLECTED_MAX = 2_000
-"""Objects that a full collection looks through. Imports make over 60,000, which would take 40 ms of an event
-loop."""
+"""Objects that a full collection scans. Imports make over 60,000, which would stop an event loop for 40 ms.
+"""
 
 
-def test_no_collection_of_garbage_looks_through_what_was_imported() -> None:
+def test_garbage_collection_does_not_scan_imported_objects() -> None:
     program = (
         "import gc, trio\n"
         "from node import process\n"

@@ -56,7 +56,7 @@ def same(found: Dataset, expected: Dataset) -> None:
             np.testing.assert_array_equal(found.parts[part][name][:], array)
 
 
-def test_data_is_handed_over_whole_and_kept(tmp_path: Path) -> None:
+def test_data_arrives_whole_and_is_kept(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path)
@@ -64,7 +64,7 @@ def test_data_is_handed_over_whole_and_kept(tmp_path: Path) -> None:
         await b.runs.data.keep(here.digest, tmp_path)
         same(await data_of(a).load(manifest(data=here.digest), [b.peer]), here)
         assert blobs_of(a).guest_bytes > 0
-        assert blobs_of(b).guest_bytes == 0  # its own
+        assert blobs_of(b).guest_bytes == 0  # the one of its own sends
         group.kill("b")
         same(await data_of(a).load(manifest(data=here.digest), []), here)
 
@@ -84,8 +84,8 @@ def test_text_travels_with_its_window(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-def test_several_members_share_what_they_have_and_the_source_may_die(tmp_path: Path) -> None:
-    """Three members fetch; the only source is killed when one copy has left it."""
+def test_several_members_share_pieces_and_the_source_may_die(tmp_path: Path) -> None:
+    """Three members fetch; the only source is killed once it has sent one copy's worth of bytes."""
 
     async def test(group: Swarm) -> None:
         save(tmp_path, count=3_000, width=500)  # 12 MB, 46 pieces
@@ -116,7 +116,7 @@ def test_several_members_share_what_they_have_and_the_source_may_die(tmp_path: P
     nodes("abcd", test)
 
 
-def test_a_trainer_takes_the_shards_it_is_dealt_and_the_next(tmp_path: Path) -> None:
+def test_a_trainer_fetches_the_shards_of_its_work_and_the_next_ones(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path, count=8_000, width=512)  # 33 MB: 16 shards
@@ -139,7 +139,7 @@ def test_a_trainer_takes_the_shards_it_is_dealt_and_the_next(tmp_path: Path) -> 
     nodes("ab", test)
 
 
-def test_a_broken_fetch_goes_on_from_what_is_on_the_disk(tmp_path: Path) -> None:
+def test_a_broken_fetch_resumes_from_the_disk(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path, count=3_000, width=500)
@@ -157,7 +157,7 @@ def test_a_broken_fetch_goes_on_from_what_is_on_the_disk(tmp_path: Path) -> None
             first.exchange.close(exchange)
         assert had < 9 << 20
         same(await first.load(manifest(data=here.digest), [a.peer]), here)
-        assert first.exchange.downloaded_bytes < 13 << 20  # of 12.0 MB: what came before came once
+        assert first.exchange.downloaded_bytes < 13 << 20  # of 12.0 MB: no piece came twice
 
     nodes("ab", test)
 
@@ -197,7 +197,7 @@ def test_a_malformed_data_manifest_is_refused(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-def test_nobody_has_the_data(tmp_path: Path) -> None:
+def test_a_fetch_without_any_holder_fails(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         with pytest.raises(Unreachable, match="no peer delivers the run's data"):
@@ -217,7 +217,7 @@ def test_nobody_has_the_data(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-def test_data_for_which_there_is_no_room_is_not_kept(tmp_path: Path) -> None:
+def test_data_without_room_is_not_kept(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         save(tmp_path)
@@ -231,7 +231,7 @@ def test_data_for_which_there_is_no_room_is_not_kept(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-def test_the_set_used_longest_ago_makes_way(tmp_path: Path) -> None:
+def test_the_least_recently_used_set_is_evicted(tmp_path: Path) -> None:
     async def test(group: Swarm) -> None:
         a, b = group.nodes["a"], group.nodes["b"]
         digests = []
@@ -240,7 +240,7 @@ def test_the_set_used_longest_ago_makes_way(tmp_path: Path) -> None:
             here = load_folder(tmp_path / str(number))
             await b.runs.data.keep(here.digest, tmp_path / str(number))
             digests.append(here.digest)
-        blobs_of(a).guest_bytes_max = 2_000_000  # two of them
+        blobs_of(a).guest_bytes_max = 2_000_000  # two of the three sets
         for digest in (digests[0], digests[1], digests[0], digests[2]):
             await data_of(a).load(manifest(data=digest), [b.peer])
         assert data_of(a).cache.digests == (digests[0], digests[2])
@@ -250,7 +250,7 @@ def test_the_set_used_longest_ago_makes_way(tmp_path: Path) -> None:
     nodes("ab", test)
 
 
-async def test_an_own_folder_is_read_in_its_own_process(tmp_path: Path) -> None:
+async def test_a_private_folder_is_read_in_its_own_process(tmp_path: Path) -> None:
     save(tmp_path)
     expected = load_folder(tmp_path)
     storage = FolderStorage(tmp_path / "node")
@@ -271,7 +271,7 @@ class _NoNetwork:
 
 
 @pytest.mark.parametrize("trainers", [1, 2, 3, 5, 16])
-def test_every_lane_is_fed_by_one_trainer_and_kept_by_a_second(trainers: int) -> None:
+def test_every_lane_is_fed_by_one_trainer_with_a_second_in_reserve(trainers: int) -> None:
     peers = [bytes([number]) * 38 for number in range(trainers)]
     dealt = [lanes_of(peers, peer) for peer in peers]
     assert sorted(lane for own, _ in dealt for lane in own) == list(range(LANES))
@@ -279,8 +279,8 @@ def test_every_lane_is_fed_by_one_trainer_and_kept_by_a_second(trainers: int) ->
     assert seconds == (list(range(LANES)) if trainers > 1 else [])
 
 
-def test_the_requester_dies_and_the_run_ends_well_on_its_own_data(tmp_path: Path) -> None:
-    """Two trainers on data of many shards: the second has what it is dealt, and then what both were."""
+def test_the_run_ends_well_on_its_data_after_the_requester_dies(tmp_path: Path) -> None:
+    """Two trainers share data of many shards: after the first dies, the second takes all shards."""
     digits = load_digits()
     x, y = digits.train["x"], digits.train["y"]
     np.savez(tmp_path / "train.npz", x=np.repeat(x, 6, 0), y=np.repeat(y, 6, 0))  # 4.4 MB: 4 shards

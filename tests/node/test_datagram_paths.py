@@ -1,4 +1,4 @@
-"""Peers that no datagram reaches are spoken to by streams, and datagrams are tried again later."""
+"""Peers that no datagram reaches are reached by streams, and datagrams are retried later."""
 
 from math import inf
 
@@ -14,7 +14,7 @@ from node.transport.datagram_paths import (
 PEER = PeerId(bytes(32))
 
 
-def test_for_a_moment_answers_return_by_the_questions_way() -> None:
+def test_answers_briefly_use_the_channel_of_the_question() -> None:
     paths = DatagramPaths()
     paths.asked(PEER, 10.0, 9.0)
     assert not paths.is_by_stream(PEER, 10.0), "a datagram came a second ago"
@@ -29,7 +29,7 @@ def test_a_peer_without_datagrams_is_tried_once_a_minute() -> None:
     paths = DatagramPaths()
     paths.unanswered(PEER, 0.0)
     assert paths.is_by_stream(PEER, 1e6)
-    assert list(paths.blocked) == [], "nothing has gone by a stream yet"
+    assert list(paths.blocked) == [], "no message has used a stream yet"
     paths.streamed(PEER)
     assert list(paths.blocked) == [PEER]
     knocks = [now for now in range(1, 200) if paths.knocks(PEER, now)]
@@ -39,7 +39,7 @@ def test_a_peer_without_datagrams_is_tried_once_a_minute() -> None:
     assert len(paths) == 0
 
 
-def test_a_peer_that_streams_do_not_reach_either_is_left_to_datagrams() -> None:
+def test_a_peer_that_streams_do_not_reach_either_keeps_datagrams() -> None:
     paths = DatagramPaths()
     paths.unanswered(PEER, 0.0)
     paths.streamed(PEER)

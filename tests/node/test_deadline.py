@@ -1,4 +1,4 @@
-"""A deadline that cannot be met is told to the requester, when its run is planned and while it goes on."""
+"""A requester is warned of a deadline that cannot be met, when its run is planned and while it trains."""
 
 import trio
 
@@ -13,8 +13,8 @@ def test_a_late_run_warns_once_and_reports_recovery() -> None:
     assert told[:3] == [None] * 3
     assert told[3] is not None
     assert "cannot be met: at the pace of its steps it takes about 16 min more" in told[3]
-    assert told[4:] == [None, None], "once"
-    assert watch.moved(60.0, 6, 50, 840.0) == "", "its requester wants fewer steps"
+    assert told[4:] == [None, None], "one warning"
+    assert watch.moved(60.0, 6, 50, 840.0) == "", "a run with fewer steps is in time"
     assert late_text(100.0, 99.0, by="") == ""
 
 

@@ -1,4 +1,4 @@
-"""The DHT in a program's hands. Whole nodes in virtual time: values, blobs, providers, searches, restarts."""
+"""The DHT for programs. Whole nodes in virtual time: values, blobs, providers, searches, restarts."""
 
 import pytest
 import trio
@@ -101,7 +101,9 @@ def test_a_search_orders_nodes_by_measured_round_trips() -> None:
 
             for near, names in (("", "bcdefgh"), ("eu-west", "bdfh")):
                 wanted = sorted(names, key=trip)
-                assert wanted != sorted(wanted, key=lambda name: group.nodes[name].id), "by more than ids"
+                assert wanted != sorted(wanted, key=lambda name: group.nodes[name].id), (
+                    "the order depends on more than ids"
+                )
                 found = await asker.dht.find(near=near)
                 assert [node.peer for node in found] == [group.nodes[name].id for name in wanted]
                 assert [node.seconds for node in found] == pytest.approx(list(map(trip, wanted)), abs=2e-3)
@@ -116,7 +118,7 @@ def test_a_search_orders_nodes_by_measured_round_trips() -> None:
     simulate(scenario)
 
 
-def test_a_value_that_nobody_else_keeps_is_said_to_be_lost() -> None:
+def test_a_value_that_no_other_node_keeps_is_reported_as_lost() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             await trio.sleep(5)
@@ -150,7 +152,7 @@ def test_every_record_is_found_after_all_nodes_restart() -> None:
     simulate(scenario)
 
 
-def test_commands_say_what_the_library_says() -> None:
+def test_commands_agree_with_the_library() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             await trio.sleep(20)
@@ -179,7 +181,7 @@ def test_commands_say_what_the_library_says() -> None:
 
 
 async def ignore(_: object) -> None:
-    """Nobody watches."""
+    """Progress is not watched."""
 
 
 def test_a_run_is_placed_on_nodes_found_by_their_offers() -> None:

@@ -1,4 +1,4 @@
-"""A node's records in the DHT, and what others find there. Whole nodes in virtual time."""
+"""A node's records in the DHT, and how others find them. Whole nodes in virtual time."""
 
 import sqlite3
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_every_node_finds_what_every_other_published_signed_by_its_owner() -> No
     simulate(scenario)
 
 
-def test_a_record_is_stored_by_others_and_counts_them() -> None:
+def test_records_are_stored_and_counted_by_other_nodes() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             await trio.sleep(5)
@@ -57,7 +57,7 @@ def test_a_node_that_ends_closes_its_file_of_records() -> None:
     simulate(scenario)
 
 
-def test_the_routing_table_knows_whom_membership_watches_over() -> None:
+def test_the_routing_table_knows_which_peers_membership_watches() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             await trio.sleep(5)
@@ -71,11 +71,11 @@ def test_the_routing_table_knows_whom_membership_watches_over() -> None:
     simulate(scenario)
 
 
-def test_records_are_signed_anew_well_before_they_expire() -> None:
+def test_records_are_signed_again_well_before_they_expire() -> None:
     assert RENEW_SECONDS * 2 < RECORD_SECONDS
 
 
-def test_a_node_outside_the_run_fetches_the_weights_that_most_holders_name(tmp_path: Path) -> None:
+def test_an_outside_node_fetches_the_weights_that_most_holders_name(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with swarm("abcdefg", preset="lan") as group:
             run, _ = await train(group, "f", manifest(steps=1, replicas=1))
@@ -97,4 +97,4 @@ def keeps(group: Swarm, name: str, run: Run) -> bool:
 
 
 async def ignore(_: object) -> None:
-    """No client watches."""
+    """Progress is not watched."""

@@ -1,4 +1,4 @@
-"""`doctor`: every check passes where all is well, and where it is not says which, and what to do."""
+"""`doctor`: every check passes on a sound machine; a failing check says what is wrong and what to do."""
 
 import json
 import os
@@ -46,7 +46,7 @@ def scene(
         data_dir=tmp_path / "data",
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=announce),
         swarm=config.SwarmSettings(name=swarm),
-        resources=config.Resources(allow_unfenced=True),  # a kernel without fences is not what is tested here
+        resources=config.Resources(allow_unfenced=True),  # these tests do not need a kernel with fences
     )
     return Scene(settings, beacon_port=free_port(), echo_seconds=echo_seconds)
 
@@ -78,20 +78,20 @@ def outcomes(steps: dict[str, CheckStep]) -> dict[str, str]:
     return {name: step.outcome for name, step in steps.items()}
 
 
-# --- here --------------------------------------------------------------------------------------------
+# --- this machine ----------------------------------------------------------------------------------
 
 
 async def test_on_a_sound_machine_nothing_fails(tmp_path: Path) -> None:
     found = await here(scene(tmp_path))
     assert [step for step in found.values() if step.outcome == "failed"] == []
-    assert not (tmp_path / "data").exists()  # it only looks
+    assert not (tmp_path / "data").exists()  # the check does not change the folder
     (tmp_path / "data").mkdir(mode=0o700)
     found = await here(scene(tmp_path))
     assert "writable" in found["data folder"].detail
     assert list((tmp_path / "data").iterdir()) == []
 
 
-async def test_a_data_folder_that_is_a_file_is_said_with_the_remedy(tmp_path: Path) -> None:
+async def test_a_data_folder_that_is_a_file_is_reported_with_the_remedy(tmp_path: Path) -> None:
     (tmp_path / "data").write_text("")
     found = await here(scene(tmp_path))
     assert found["data folder"].outcome == "failed"
@@ -135,7 +135,7 @@ async def test_keys_that_others_may_read_are_found(tmp_path: Path) -> None:
     assert found["swarm key"].outcome == "ok"
 
 
-async def test_a_lock_that_is_held_by_what_does_not_answer_is_said(tmp_path: Path) -> None:
+async def test_a_lock_held_by_an_unresponsive_process_is_reported(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     program = (
@@ -154,7 +154,7 @@ async def test_a_lock_that_is_held_by_what_does_not_answer_is_said(tmp_path: Pat
     assert f"process {holder.pid} holds it" in found["lock"].detail
 
 
-async def test_a_port_that_another_program_has_is_named_with_the_next_one(tmp_path: Path) -> None:
+async def test_a_port_used_by_another_program_is_named_with_the_next_one(tmp_path: Path) -> None:
     looked = scene(tmp_path)
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
@@ -166,7 +166,7 @@ async def test_a_port_that_another_program_has_is_named_with_the_next_one(tmp_pa
     assert f"another program has {port}" in found[f"port 127.0.0.1:{port}"].detail
 
 
-async def test_the_way_to_each_peer_is_said_and_what_makes_it_direct(tmp_path: Path) -> None:
+async def test_each_path_to_a_peer_is_shown_with_a_remedy(tmp_path: Path) -> None:
     def row(name: str, way: str, relay: str | None = None) -> dict[str, Any]:
         return {
             "name": name,
@@ -187,7 +187,7 @@ async def test_the_way_to_each_peer_is_said_and_what_makes_it_direct(tmp_path: P
     assert "--announce" not in steps.all[-1].document["detail"]
 
 
-async def test_a_check_that_does_not_end_is_given_up() -> None:
+async def test_a_check_that_does_not_end_is_cancelled() -> None:
     steps = Steps(lambda _: None)
 
     async def hang() -> str:
@@ -197,10 +197,10 @@ async def test_a_check_that_does_not_end_is_given_up() -> None:
     assert (steps.failed[0].outcome, steps.failed[0].detail) == ("failed", "no end within 0.05 s")
 
 
-# --- there -------------------------------------------------------------------------------------------
+# --- another node ----------------------------------------------------------------------------------
 
 
-async def test_the_way_to_a_sound_node_is_sound(tmp_path: Path) -> None:
+async def test_all_checks_of_a_sound_node_pass(tmp_path: Path) -> None:
     looked = scene(tmp_path)
     async with somebody() as node:
         found = await there(looked, node.addresses[0])
@@ -220,14 +220,14 @@ async def test_the_way_to_a_sound_node_is_sound(tmp_path: Path) -> None:
         assert "127.0.0.1" in found["name"].detail
 
 
-async def test_another_peer_than_expected_is_named_with_the_expected_one(tmp_path: Path) -> None:
+async def test_a_peer_with_another_id_is_named_with_the_expected_one(tmp_path: Path) -> None:
     async with somebody() as node:
         found = await there(scene(tmp_path), node.addresses[0].of(make_network("x").peer))
     assert found["peer id"].outcome == "failed"
     assert found["peer id"].detail.count("...") == 2
 
 
-async def test_where_nothing_listens_the_rest_is_skipped(tmp_path: Path) -> None:
+async def test_checks_are_skipped_where_nothing_listens(tmp_path: Path) -> None:
     found = await there(scene(tmp_path), unused_address())
     assert found["connect"].outcome == "failed"
     assert "nothing listens" in found["connect"].detail
@@ -235,7 +235,7 @@ async def test_where_nothing_listens_the_rest_is_skipped(tmp_path: Path) -> None
     assert [found[name].outcome for name in later] == ["skipped"] * len(later)
 
 
-async def test_a_node_of_another_swarm_shakes_no_hands(tmp_path: Path) -> None:
+async def test_a_node_of_another_swarm_fails_the_handshake(tmp_path: Path) -> None:
     async with somebody() as node:
         found = await there(scene(tmp_path, swarm="other"), node.addresses[0].of(None))
     assert found["connect"].outcome == "ok"
@@ -243,13 +243,13 @@ async def test_a_node_of_another_swarm_shakes_no_hands(tmp_path: Path) -> None:
     assert "swarm 'other'" in found["handshake"].remedy
 
 
-async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
+async def test_lost_datagrams_and_closed_ports_are_found(
     tmp_path: Path,
 ) -> None:
     closed = unused_address()
     async with somebody(echoes=False) as node:
         ReachService(node, RealClock(), counters=Counter())
-        node.inbox("/peerloom/reach/1")  # takes them, and sends nothing back
+        node.inbox("/peerloom/reach/1")  # receives them, and answers nothing
         found = await there(scene(tmp_path, announce=(closed,), echo_seconds=0.1), node.addresses[0])
     assert found["datagram"].outcome == "failed"
     assert "UDP port" in found["datagram"].remedy
@@ -257,7 +257,7 @@ async def test_datagrams_that_do_not_come_back_and_closed_ports_are_found(
     assert f"{closed.short} (refused)" in found["dial back"].detail
 
 
-async def test_an_older_node_without_dial_back_is_no_fault(
+async def test_an_older_node_without_dial_back_passes(
     tmp_path: Path,
 ) -> None:
     async with somebody(echoes=False) as node:

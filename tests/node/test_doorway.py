@@ -1,4 +1,4 @@
-"""Places in the doorway: which connection gets one, and which has to leave for it."""
+"""Bounded places for connections before they are authenticated: admission and eviction."""
 
 from collections import Counter
 
@@ -12,7 +12,7 @@ HOSTS = ["10.0.0.1", "10.0.0.2", "2001:db8::1", "2001:db8::2", "::ffff:10.0.0.1"
 
 
 @given(st.lists(st.tuples(st.sampled_from(HOSTS), st.integers(0, 5))))
-def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: list[tuple[str, int]]) -> None:
+def test_the_source_with_most_places_loses_its_oldest(steps: list[tuple[str, int]]) -> None:
     doorway = HalfOpenQueue[int](places_max=4)
     standing: list[tuple[int, bytes]] = []
     for number, (host, leaving) in enumerate(steps):
@@ -25,7 +25,7 @@ def test_the_source_that_crowds_the_doorway_makes_room_with_its_oldest(steps: li
             assert crowds[entry[1]] == max(crowds.values())
             assert entry == next(other for other in standing if other[1] == entry[1])
             standing.remove(entry)
-            doorway.leave(*entry)  # it learns of it later, and leaves once more
+            doorway.leave(*entry)  # the evicted connection learns of it later, and releases again
         standing.append((number, source))
         if leaving < len(standing):
             doorway.leave(*standing.pop(leaving))

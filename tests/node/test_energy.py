@@ -1,4 +1,4 @@
-"""Energy counters of the hardware, from a folder like the kernel's."""
+"""Energy counters of the hardware, read from a folder like the kernel's."""
 
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ def zone(root: Path, name: str, microjoules: int) -> None:
 
 def test_joules_are_counted_from_the_start_and_over_the_wrap(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 9_000_000)
-    zone(tmp_path, "intel-rapl:0:0", 4_000_000)  # the cores, which are in the package
+    zone(tmp_path, "intel-rapl:0:0", 4_000_000)  # the cores, whose counter is part of the package's
     meter = EnergyMeter(tmp_path)
     zone(tmp_path, "intel-rapl:0", 9_500_000)
     assert meter.read() == pytest.approx({"cpu:0": 0.5})
@@ -37,7 +37,7 @@ def test_joules_are_counted_from_the_start_and_over_the_wrap(tmp_path: Path) -> 
     assert meter.read() == pytest.approx({"cpu:0": 2.0})
 
 
-def test_a_machine_that_does_not_tell_has_no_figure(tmp_path: Path) -> None:
+def test_a_machine_without_counters_has_no_figure(tmp_path: Path) -> None:
     assert EnergyMeter(tmp_path).read() == {}
     zone(tmp_path, "intel-rapl:0", 1)
     (tmp_path / POWERCAP / "intel-rapl:0" / "energy_uj").write_text("no number")
@@ -50,7 +50,7 @@ def test_a_log_gives_the_energy_of_recorded_spans_only(tmp_path: Path) -> None:
     assert log.sample(100.0)
     zone(tmp_path, "intel-rapl:0", 3_000_000)
     assert log.sample(101.0)
-    assert log.sample(100.5), "a clock that is set back spoils nothing"
+    assert log.sample(100.5), "a clock that is set back does no harm"
     zone(tmp_path, "intel-rapl:0", 3_500_000)
     assert log.sample(103.0)
     assert log.joules(100.0, 103.0) == pytest.approx(2.5)
@@ -59,12 +59,12 @@ def test_a_log_gives_the_energy_of_recorded_spans_only(tmp_path: Path) -> None:
     assert log.joules(102.0, 104.0) is None
 
 
-def test_a_log_keeps_all_of_a_long_run_with_fewer_samples(tmp_path: Path) -> None:
+def test_a_log_covers_all_of_a_long_run_with_fewer_samples(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
     log = EnergyLog(lambda: EnergyMeter(tmp_path), samples_max=30)
     at = 0.0
     for number in range(32):
-        zone(tmp_path, "intel-rapl:0", number % 10 * 1_000_000)  # a joule each; the counter wraps at ten
+        zone(tmp_path, "intel-rapl:0", number % 10 * 1_000_000)  # a joule a sample; wraps at ten
         log.sample(at)
         at += log.interval_seconds
     assert log.interval_seconds == 2.0
@@ -84,7 +84,7 @@ def test_a_machine_without_counters_is_asked_once(tmp_path: Path) -> None:
             await keep_log(log, SimClock(), SimExecutor(), is_wanted)
 
     run_virtually(scenario)
-    assert len(asked) == 3, "twice no run went on"
+    assert len(asked) == 3, "both times no run was active"
     assert log.joules(0.0, 1.0) is None
 
 
@@ -112,11 +112,11 @@ def test_cards_count_millijoules_and_silent_ones_are_skipped(
     used |= {"first": 6_500, "third": 7_500}
     zone(tmp_path, "intel-rapl:0", 4_000_000)
     log.sample(1.0)
-    assert log.joules(0.0, 1.0) == pytest.approx(1.5 + 0.5 + 3.0), "cards and processor"
+    assert log.joules(0.0, 1.0) == pytest.approx(1.5 + 0.5 + 3.0), "the sum of cards and processor"
     assert EnergyMeter(tmp_path, cards).read().keys() == {"cpu:0", "gpu:0", "gpu:2"}
 
 
-def test_rows_of_metrics_have_joules_of_the_step_where_they_are_known(tmp_path: Path) -> None:
+def test_rows_of_metrics_have_the_joules_of_their_step_where_known(tmp_path: Path) -> None:
     zone(tmp_path, "intel-rapl:0", 0)
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     log.sample(10.0)
@@ -128,14 +128,14 @@ def test_rows_of_metrics_have_joules_of_the_step_where_they_are_known(tmp_path: 
         for step, at in enumerate((11.0, 13.5))
     ]
     first, second = metric_rows(view, seen, log.joules)
-    assert "joules" not in first, "it began before the log did"
+    assert "joules" not in first, "the step began before the log"
     assert second["joules"] == pytest.approx(4.0)
 
 
 def test_rows_of_steps_hold_the_joules_since_the_last_row(
     tmp_path: Path,
 ) -> None:
-    """As in local mode: all that a machine used for its steps is in some row."""
+    """As in local mode: each joule that a machine used for its steps belongs to a row."""
     zone(tmp_path, "intel-rapl:0", 0)
     log = EnergyLog(lambda: EnergyMeter(tmp_path))
     for second in range(21):
@@ -151,7 +151,7 @@ def test_rows_of_steps_hold_the_joules_since_the_last_row(
 
 
 def test_a_run_in_local_mode_reports_this_machines_energy(tmp_path: Path) -> None:
-    """A whole node, on a machine that takes 4 W."""
+    """A whole node on a machine that draws 4 W."""
     zone(tmp_path, "intel-rapl:0", 0)
     log, rows = EnergyLog(lambda: EnergyMeter(tmp_path)), list[dict[str, float]]()
 

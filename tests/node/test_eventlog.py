@@ -1,4 +1,4 @@
-"""The log of events: a line each, by level and area, rotated, for this user alone."""
+"""The log of events: one line each, filtered by level and area, rotated, readable by this user only."""
 
 import json
 import stat

@@ -1,6 +1,6 @@
-"""A requester that takes all it can gets no more of many free providers than an honest one, in virtual time.
+"""A greedy requester gets no more of many free providers than an honest one, in virtual time.
 
-PEERLOOM_TURNS_SEEDS plays a hundred honest runs on twenty providers with so many seeds.
+PEERLOOM_TURNS_SEEDS plays a hundred honest runs on twenty providers with this many seeds.
 """
 
 import os
@@ -27,9 +27,11 @@ from tests.stack import simulate, swarm
 SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "0"))
 FIRST_SEED = int(os.environ.get("PEERLOOM_TURNS_FIRST_SEED", "0"))
 SHARE_MAX = 1.1
-"""The goal: within a tenth of what one honest requester has."""
+"""The goal: within a tenth of the share of one honest requester."""
 LOTS_OFF = 0.2
-"""By how much lots make one play of a hundred runs differ from the mean of many (a standard deviation)."""
+"""One play of a hundred runs differs by this much from the mean of many (a standard deviation), because lots
+decide between equals.
+"""
 SMALL: dict[str, Any] = {"providers": 8, "honest": 5, "runs": 6, "outstanding": 8}
 PROVIDERS = "efghij"
 A, B = b"a" * 32, b"b" * 32
@@ -39,7 +41,7 @@ def mean_share(seeds: int, **changes: Any) -> float:
     return sum(BurstWorld(Burst(seed, **changes)).play().share for seed in range(seeds)) / seeds
 
 
-def test_without_a_contest_the_first_requester_gets_more_than_its_share() -> None:
+def test_the_first_requester_exceeds_its_share_without_a_contest() -> None:
     assert mean_share(1, **SMALL, contest_seconds=0.0) > 1.25
 
 
@@ -52,7 +54,7 @@ def test_without_a_contest_the_first_requester_gets_more_than_its_share() -> Non
     ],
     ids=["new keys beside seniors", "one new key", "new keys of one network"],
 )
-def test_a_newcomer_that_asks_first_everywhere_has_no_more_than_its_share(changes: dict[str, Any]) -> None:
+def test_a_newcomer_that_asks_first_gets_no_more_than_its_share(changes: dict[str, Any]) -> None:
     assert mean_share(2, **SMALL, **changes) <= SHARE_MAX
 
 
@@ -68,9 +70,9 @@ def test_a_newcomer_that_asks_first_everywhere_has_no_more_than_its_share(change
     ids=["new keys beside seniors", "an old key", "a key among new ones", "new keys of one network"],
 )
 def test_a_greedy_requester_of_a_hundred_runs_gets_its_share(changes: dict[str, Any]) -> None:
-    """It wants more runs than the others, and has more than their mean once some of those have all that they
-    want. So its share is held against that of an honest requester that wants as much (in the same place:
-    lots decide between equals, and are the same there), and against its max-min share at each moment.
+    """It wants more runs than the others, and exceeds their mean once some of them are satisfied. So the test
+    compares its share with two others: the share of an honest requester that wants as much (in the same
+    place, where the lots between equals are the same), and its max-min share at each moment.
     """
     seeds = range(FIRST_SEED, FIRST_SEED + SEEDS)
     greedy = [BurstWorld(Burst(seed, **changes)).play() for seed in seeds]
@@ -105,7 +107,7 @@ def test_a_free_slot_goes_to_the_senior_that_asks_within_the_contest() -> None:
     assert first.seconds == CONTEST_SECONDS
     assert turns.ask(1.0, wish(2, B)) is not None
     lost = turns.ask(2.0, wish(1, A))
-    assert lost is not None, "it is kept for the other"
+    assert lost is not None, "the slot is reserved for the other"
     assert turns.ask(3.0, wish(2, B)) is None
 
 
@@ -115,7 +117,7 @@ def test_a_lone_requester_gets_the_slot_after_the_contest() -> None:
     assert turns.ask(CONTEST_SECONDS, wish(1, A)) is None
 
 
-def test_a_run_that_asked_once_blocks_the_slot_for_seconds_only() -> None:
+def test_a_run_that_asked_once_blocks_the_slot_only_for_seconds() -> None:
     turns = contested()
     turns.met(B, SENIOR_SECONDS)
     turns.ask(0.0, wish(2, B))
@@ -124,7 +126,7 @@ def test_a_run_that_asked_once_blocks_the_slot_for_seconds_only() -> None:
     assert turns.ask(6.0, wish(1, A)) is None, "the senior never came back"
 
 
-def test_those_that_gave_and_runs_that_go_on_wait_for_no_contest() -> None:
+def test_resumed_and_displaced_runs_wait_for_no_contest() -> None:
     turns = contested()
     turns.weigh(A, 2.0)
     assert turns.ask(0.0, wish(1, A)) is None
@@ -132,7 +134,7 @@ def test_those_that_gave_and_runs_that_go_on_wait_for_no_contest() -> None:
 
 
 async def lease_everywhere(node: Node, providers: Collection[PeerId], leased: list[PeerId]) -> None:
-    """Ask each provider for a slot for a run of its own, all at once, and again when a contest has ended."""
+    """Request a slot for a new run at each provider, all at once, and again after each contest."""
 
     async def lease(provider: PeerId, number: int) -> None:
         run = asked(node, 100 + number)
@@ -150,7 +152,7 @@ async def lease_everywhere(node: Node, providers: Collection[PeerId], leased: li
 
 
 def test_asking_all_nodes_first_leaves_slots_to_others() -> None:
-    """Whole nodes: one asks all six providers at once, and three submit two runs each half a second later."""
+    """Whole nodes: one requests all six providers at once; three submit two runs each half a second later."""
     leased: list[PeerId] = []
     placed: list[str] = []
 

@@ -1,4 +1,6 @@
-"""A requester that claims everything gets no more of a provider than an honest one, in virtual time."""
+"""A requester that claims everything gets no larger share of a provider than an honest one, in
+virtual time.
+"""
 
 from typing import Any
 
@@ -30,7 +32,9 @@ def share(world: World, name: str = "x") -> float:
 def test_a_requester_that_claims_everything_gets_one_honest_share(
     slots: list[int], outstanding: int, has_fresh_keys: bool
 ) -> None:
-    """The honest have been served for half an hour; each keeps one run submitted, of some hundreds in all."""
+    """The honest requesters have been served for half an hour; each keeps one run submitted, some hundreds in
+    all.
+    """
     honest = [Requester(f"h{number}", 60.0) for number in range(HONEST)]
     other = greedy(outstanding=outstanding, has_fresh_keys=has_fresh_keys, begins_at=1_800.0)
     seconds = 1_800.0 + max(7_500.0, 20_000.0 / sum(slots))
@@ -42,26 +46,27 @@ def test_a_requester_that_claims_everything_gets_one_honest_share(
 
 @pytest.mark.parametrize("has_fresh_keys", [False, True])
 def test_a_contributor_keeps_its_share_beside_priority_nine(has_fresh_keys: bool) -> None:
-    """The runs last for an hour; before, the other had 99.7 % of the slot."""
+    """The runs last an hour. Without this rule the other requester got 99.7 % of the slot."""
     other = greedy(3_600.0, has_fresh_keys=has_fresh_keys, outstanding=2)
     world = World([1], [Requester("h", 3_600.0, weight=8.0), other]).play(SIX_HOURS)
     assert share(world, "h") >= 8 / 9 - OFF_MAX
     assert world.waits["h"] <= 2 * QUANTUM_SECONDS + TICK_SECONDS
 
 
-def test_sixteen_keys_in_turn_leave_half_to_a_peer_that_gave_most() -> None:
+def test_sixteen_rotating_keys_leave_half_to_the_largest_contributor() -> None:
     other = greedy(outstanding=16, keys_kept=16)
     world = World([1], [Requester("h", 60.0, weight=8.0), other]).play(SIX_HOURS / 2)
     assert share(world, "h") >= 0.5 - OFF_MAX
 
 
-def test_a_long_run_goes_on_among_new_keys_of_priority_nine() -> None:
-    """A stream of short runs, each by a new key: the honest run has half of the time, and never stands
-    still for longer than two quanta."""
+def test_a_long_run_continues_among_new_keys_of_priority_nine() -> None:
+    """A stream of short runs, each by a new key: the honest run gets half of the time, and never pauses
+    longer than two quanta.
+    """
     other = greedy(300.0, has_fresh_keys=True, outstanding=2)
     world = World([1], [Requester("h", 7_200.0), other]).play(SIX_HOURS)
     assert share(world, "h") >= 0.5 - OFF_MAX / 2
-    assert world.preempted["h"] >= 2, "it gives the slot back and has it again"
+    assert world.preempted["h"] >= 2, "the run returns the slot and gets it again"
     assert world.waits["h"] <= 2 * QUANTUM_SECONDS
 
 
@@ -75,7 +80,7 @@ def test_a_long_run_goes_on_among_new_keys_of_priority_nine() -> None:
     seed=st.integers(0, 99),
 )
 @settings(max_examples=12, deadline=None)
-def test_a_requester_waits_no_longer_than_a_bound_whoever_else_asks(
+def test_a_requesters_wait_is_bounded_under_any_competition(
     others: list[tuple[float, int, bool, int]], weight: float, seed: int
 ) -> None:
     requesters = [Requester("h", 900.0, weight=weight)]

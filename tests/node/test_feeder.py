@@ -1,4 +1,4 @@
-"""A trainer's shell: the data of the next step is ready before it is asked for, within bounds."""
+"""A trainer's shell prepares the data of the next step before it is requested, within bounds."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -23,14 +23,14 @@ STEPS = 2
 
 
 class Data:
-    """Notes which micro-batches were made."""
+    """A source that records which micro-batches were made."""
 
     def __init__(self) -> None:
         self.made: list[int] = []
         self.test = self.train
 
     async def ready(self, microbatch: int, *, train: bool, again: bool) -> None:
-        """All of it is here."""
+        """Return at once: the whole source is local."""
 
     def train(self, microbatch: int) -> tuple[list[Any], list[Any]]:
         self.made.append(microbatch)
@@ -38,7 +38,7 @@ class Data:
 
 
 class CountingExecutor(SimExecutor):
-    """Notes how often something is run in a thread."""
+    """A thread runner that records its calls."""
 
     trips = 0
 
@@ -48,7 +48,7 @@ class CountingExecutor(SimExecutor):
 
 
 async def fed(*steps: int, executor: SimExecutor | None = None) -> tuple[list[int], int]:
-    """Return the made micro-batches, and the number of sent frames, after these steps were opened."""
+    """Return the micro-batches made, and the number of frames sent, after these steps were opened."""
     data, sent = Data(), []
     manifest = SimpleNamespace(steps=STEPS, evaluations=0, sizes=())
     seams = SimpleNamespace(
@@ -78,7 +78,7 @@ async def test_the_next_steps_data_is_made_early_and_sent_later() -> None:
     assert await fed(0, 1) == ([0, 1, 2, 3], 8), "made once, and nothing beyond the last step"
 
 
-async def test_no_more_than_a_bound_is_made_before_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_data_made_in_advance_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(feeder, "AHEAD_BYTES_MAX", 1)
     assert await fed(0) == ([0, 1, 2], 4)
 
@@ -91,4 +91,4 @@ async def test_small_micro_batches_are_made_in_one_thread_call(
     first, executor.trips = executor.trips, 0
     monkeypatch.setitem(globals(), "STEPS", 3)
     assert await fed(0, 1, executor=executor) == ([0, 1, 2, 3, 4, 5], 8)
-    assert executor.trips == first + 1, "how large they are is known by then"
+    assert executor.trips == first + 1, "the size of a micro-batch is known by then"

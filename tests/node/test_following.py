@@ -1,4 +1,4 @@
-"""Settings that nodes take from a key: what is taken, what is refused, and what lasts over a restart."""
+"""Settings that nodes follow from a key: acceptance, refusal, and persistence over a restart."""
 
 from collections import Counter
 from pathlib import Path
@@ -43,7 +43,7 @@ def signed(version: int, by: Identity = FLEET, swarm: str = SWARM, **settings: s
 
 
 class World:
-    """The part of a node that following needs, with values that anybody may have stored in the DHT."""
+    """The part of a node that following needs, with values that any peer may have stored in the DHT."""
 
     def __init__(self, folder: Path, **follow: Any) -> None:
         self.config = Config(follow=Follow(FLEET.peer, **follow))
@@ -68,28 +68,28 @@ class World:
         self.told.append(event)
 
     def broadcast(self, topic: str, data: bytes) -> None:
-        """Nobody hears it."""
+        """Discard events."""
 
     def set(self, name: str, text: str | None) -> None:
         self.provider.set(name, text)
 
     async def look(self, *facts: Fact) -> str:
-        """Return the settings after these facts were found: hours and slots."""
+        """Return the settings (hours, slots) after these facts were found."""
         self.values = [encode(fact) for fact in facts]
         await self.following._look(FLEET.peer)
         return f"{self.provider.rules.hours} {self.provider.rules.slots}"
 
 
-async def test_the_greatest_version_is_taken_and_no_older_one_again(tmp_path: Path) -> None:
+async def test_the_greatest_version_is_applied_and_older_ones_are_ignored(tmp_path: Path) -> None:
     world = World(tmp_path)
     world.following.restore()
     assert world.told[-1].version == 0
     night, day = signed(2, hours="22:00-07:00", slots="3"), signed(3, hours="08:00-18:00")
     assert await world.look(night) == "22:00-07:00 3"
-    assert await world.look(night, day) == "08:00-18:00 1", "what is left out is again the owner's"
+    assert await world.look(night, day) == "08:00-18:00 1", "omitted settings return to the owner's values"
     assert (world.told[-1].version, world.told[-1].settings) == (3, ("hours = 08:00-18:00",))
     assert await world.look(night) == "08:00-18:00 1"
-    assert await world.look(signed(3, hours="always")) == "08:00-18:00 1", "a version means one thing"
+    assert await world.look(signed(3, hours="always")) == "08:00-18:00 1", "a version has one content"
 
 
 async def test_applied_settings_survive_a_restart(tmp_path: Path) -> None:
@@ -100,7 +100,7 @@ async def test_applied_settings_survive_a_restart(tmp_path: Path) -> None:
     assert str(again.provider.rules.hours) == "22:00-07:00"
     assert (again.told[-1].version, again.told[-1].since) == (4, world.told[-1].since)
     assert await again.look(signed(3, hours="always")) == "22:00-07:00 1"
-    # A node that follows another key from now on keeps nothing of the first.
+    # A node that now follows another key forgets the first key's settings.
     other = World(tmp_path)
     other.following._key = OTHER.peer
     other.following.restore()
@@ -126,17 +126,17 @@ async def test_settings_not_signed_by_the_key_are_refused(fact: Fact, tmp_path: 
     assert sum(world.journal.counts.values()) == 1
 
 
-async def test_only_what_the_owner_allows_is_set(tmp_path: Path) -> None:
+async def test_only_settings_that_the_owner_allows_are_applied(tmp_path: Path) -> None:
     world = World(tmp_path, allow=("hours",))
     fact = signed(2, hours="22:00-07:00", slots="3", listen="0.0.0.0:1", own_data="x=/etc", follow="x")
     assert await world.look(fact) == "22:00-07:00 1"
     assert len(world.told[-1].skipped) == 4
-    assert await world.look(signed(3, hours="whenever")) == " 1", "what cannot be read is not set"
+    assert await world.look(signed(3, hours="whenever")) == " 1", "unreadable settings are not applied"
     assert list(world.told[-1].skipped) == ["hours (this version cannot read its value)"]
 
 
 def test_no_identity_address_path_or_program_can_be_followed() -> None:
-    assert set(FOLLOWABLE) < set(CHANGEABLE), "what is taken is taken at once"
+    assert set(FOLLOWABLE) < set(CHANGEABLE), "allowed settings apply at once"
     assert not {"device", "location", "own_data"} & set(FOLLOWABLE)
 
 
@@ -161,12 +161,12 @@ def test_hostile_documents_are_refused(tmp_path: Path) -> None:
     assert read_settings(signer, fact_of(whole)).version == 5
 
 
-async def test_a_version_is_published_once_and_only_upwards(tmp_path: Path) -> None:
+async def test_a_version_is_published_once_and_versions_only_rise(tmp_path: Path) -> None:
     world = World(tmp_path)
     text = file_of(signed(5, hours="22:00-07:00"), 5).decode()
     document: Any = await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     assert (document["version"], document["name"], document["is_stored"]) == (5, "fleet", True)
-    assert str(world.provider.rules.hours) == "22:00-07:00", "its own node follows the key too"
+    assert str(world.provider.rules.hours) == "22:00-07:00", "the publisher's own node follows the key too"
     with pytest.raises(UsageError, match="version 5 is not above version 5"):
         await world.following._publish(PublishRequest(text), None)  # type: ignore[arg-type]  # it tells nothing while it works
     foreign = file_of(signed(6, swarm="another"), 6).decode()
@@ -174,7 +174,7 @@ async def test_a_version_is_published_once_and_only_upwards(tmp_path: Path) -> N
         await world.following._publish(PublishRequest(foreign), None)  # type: ignore[arg-type]  # it tells nothing while it works
 
 
-def test_a_file_of_settings_is_read_and_refused_by_line() -> None:
+def test_a_bad_settings_file_is_refused_with_its_line() -> None:
     def read(text: str) -> list[tuple[str, str]]:
         return [(e.name, e.value) for e in settings_in(toml.parse(text, SharedSettings, name="f.toml"))]
 

@@ -1,4 +1,4 @@
-"""Two real nodes and one key: what the one publishes, the other keeps to, at once and after a restart."""
+"""Two real nodes and one key: one publishes settings, the other applies them, at once and after a restart."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def swarm(tmp_path: Path) -> Iterator[SwarmProcesses]:
 
 
 def typed(folder: Path, *words: str) -> str:
-    """Type a command on the node `a`; what it says."""
+    """Run a command against node `a` and return its output."""
     ended = subprocess.run(
         [sys.executable, "-m", "node", *words, "--data-dir", str(folder / "a"), "--json"],
         capture_output=True,
@@ -45,7 +45,7 @@ def typed(folder: Path, *words: str) -> str:
     return ended.stdout
 
 
-def test_nodes_keep_to_what_the_key_they_follow_publishes(tmp_path: Path, swarm: SwarmProcesses) -> None:
+def test_nodes_apply_the_settings_of_the_key_they_follow(tmp_path: Path, swarm: SwarmProcesses) -> None:
     swarm.launch("a")
     key = swarm.start("a", None).peer
     swarm.launch("b", {"PEERLOOM_FOLLOW": key, "PEERLOOM_FOLLOW_ALLOW": "hours"})
@@ -67,15 +67,15 @@ def test_nodes_keep_to_what_the_key_they_follow_publishes(tmp_path: Path, swarm:
     told = followed(3)
     assert (told["name"], told["settings"]) == ("fleet", ["hours = 00:00-00:01"])
     assert told["skipped"] == ["slots (not allowed here)"]
-    assert ask(tmp_path / "b", "status")["offer"]["reason"], "outside the hours it serves nobody"
-    # Over a restart, with nobody there to ask.
+    assert ask(tmp_path / "b", "status")["offer"]["reason"], "outside its hours it serves no run"
+    # The settings survive a restart without any other node.
     swarm.leave("b")
     swarm.leave("a")
     swarm.launch("b", {"PEERLOOM_FOLLOW": key, "PEERLOOM_FOLLOW_ALLOW": "hours"})
     swarm.start("b", None)
     again = followed(3)
     assert (again["since"], again["settings"]) == (told["since"], told["settings"])
-    # And what the publisher's node stores anew after its own restart is read by a node that was away.
+    # A node that was away reads the settings that the publisher's node stored again after its own restart.
     swarm.launch("a")
     swarm.start("a", swarm.nodes["b"].address)
     publish(4, "always")

@@ -1,4 +1,4 @@
-"""Frames kept until their step is applied: bounded in memory, the rest in files without a name."""
+"""Frames are kept until their step is applied: bounded in memory, the rest in unnamed files."""
 
 import errno
 import gc
@@ -38,13 +38,13 @@ def is_payload(payload: Payload, number: int) -> bool:
 
 
 def files_open_in(folder: Path) -> int:
-    """Files of this process that lie in `folder`, named or not."""
+    """Files of this process in `folder`, named or not."""
     targets = []
     for descriptor in os.listdir("/proc/self/fd"):
         try:
             targets.append(os.readlink(f"/proc/self/fd/{descriptor}"))
         except OSError:
-            continue  # the one that lists
+            continue  # the descriptor that lists the folder
     return sum(target.startswith(str(folder)) for target in targets)
 
 
@@ -57,7 +57,7 @@ async def test_frames_beyond_the_bound_spill_to_unnamed_files(
     assert files_open_in(tmp_path) > 0
     assert os.listdir(tmp_path) == [], "the file has no name"
     assert all(is_payload(payload, number) for number, payload in enumerate(kept))
-    part = kept[1].data[100:200]  # as a link holds what it has still to send
+    part = kept[1].data[100:200]  # as a link holds a payload that it has not sent yet
     last = kept[4].data[100:200]
     kept.clear()
     assert store.held_bytes == 4_000
@@ -73,7 +73,7 @@ async def test_released_frames_free_memory(tmp_path: Path) -> None:
     store = FrameStore(FolderStorage(tmp_path), SimExecutor(), 8_000)
     for number in range(100):
         assert is_payload(await store.keep(payload_of(number)), number)
-    assert files_open_in(tmp_path) == 0, "nothing was ever in the way"
+    assert files_open_in(tmp_path) == 0, "releasing the frames was never blocked"
 
 
 async def test_frames_kept_in_memory_are_not_copied(tmp_path: Path) -> None:
@@ -85,11 +85,11 @@ async def test_frames_kept_in_memory_are_not_copied(tmp_path: Path) -> None:
     assert (await store.keep(pack([], "raw"))).data.nbytes == 0
 
 
-def test_a_file_that_is_full_is_followed_by_another(tmp_path: Path) -> None:
+def test_a_full_file_is_followed_by_another(tmp_path: Path) -> None:
     storage = Spill(tmp_path, ScratchBudget(Resources().scratch, tmp_path), 1 << 14)
     views = [storage.put(bytes([number]) * 3_000) for number in range(9)]
     assert [bytes(view) for view in views] == [bytes([number]) * 3_000 for number in range(9)]
-    assert files_open_in(tmp_path) == 2 * 3, "a file and its map, each with room for four"
+    assert files_open_in(tmp_path) == 2 * 3, "each file and its map hold four frames"
     large = storage.put(bytes(100_000))
     assert len(large) == 100_000
     assert all(view.readonly for view in [*views, large])
@@ -111,7 +111,7 @@ async def test_a_full_disk_fails_the_stage_with_a_remedy(
     assert files_open_in(tmp_path) == 0
 
 
-async def test_all_stages_of_a_node_share_one_total_on_the_disk(tmp_path: Path) -> None:
+async def test_all_stages_of_a_node_share_one_limit_on_the_disk(tmp_path: Path) -> None:
     budget = ScratchBudget(Memory(bytes=4 * mmap.PAGESIZE), tmp_path)
     storage = FolderStorage(tmp_path, budget)
     one, other = (FrameStore(storage, SimExecutor(), 0) for _ in range(2))
@@ -125,7 +125,7 @@ async def test_all_stages_of_a_node_share_one_total_on_the_disk(tmp_path: Path) 
     assert is_payload(await other.keep(payload_of(5)), 5)
 
 
-async def test_stages_leave_the_nodes_reserve_of_disk(tmp_path: Path) -> None:
+async def test_stages_preserve_the_nodes_reserve_of_disk(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
     storage = FolderStorage(tmp_path, ScratchBudget(Resources().scratch, tmp_path, 2 * free))
     with pytest.raises(StageFailed, match="for the node itself"):
@@ -134,12 +134,12 @@ async def test_stages_leave_the_nodes_reserve_of_disk(tmp_path: Path) -> None:
 
 
 TINY_BYTES_MAX = 20_000
-"""The size of a step of the small model: two of its frames."""
+"""The size of a step of the small model: two frames."""
 TINY = ServiceSettings(run_service=RunServiceSettings(frames_bytes_max=TINY_BYTES_MAX))
 
 
 def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]]:
-    """Every store there is, and what it held each time something was kept."""
+    """Collect every store, with its size after each frame it kept."""
     keep = FrameStore.keep
     seen: list[tuple[FrameStore, int]] = []
 
@@ -181,7 +181,7 @@ def test_a_run_with_spilled_frames_survives_a_death_exactly(
             assert_equal(weights(group, "e", run), reference(run), "float64")
 
     simulate(scenario)
-    gc.collect()  # a killed node is a circle of objects
+    gc.collect()  # a killed node is a reference cycle
     assert max(held for _, held in seen) <= TINY_BYTES_MAX
     assert sum(spilled) > 10 * TINY_BYTES_MAX
     assert {store.held_bytes for store, _ in seen} == {0}

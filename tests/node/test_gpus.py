@@ -1,4 +1,4 @@
-"""The GPUs that torch may use, in its order: as the environment leaves them, and as Linux lists AMD's."""
+"""The GPUs that torch may use, in its order: as the environment permits them, and as Linux lists AMD's."""
 
 import importlib.metadata
 from pathlib import Path
@@ -25,7 +25,7 @@ from node.services.gpus import KFD, Gpu, gpus, visible
         ("GPU-cc, 0", [2, 0]),
     ],
 )
-def test_the_environment_says_which_gpus_and_in_which_order(said: str | None, found: list[int]) -> None:
+def test_the_environment_selects_and_orders_gpus(said: str | None, found: list[int]) -> None:
     assert visible(said, 3, ["GPU-aa11", "GPU-bb22", "GPU-cc33"]) == found
 
 

@@ -1,4 +1,6 @@
-"""Results, graphs and data of others' runs: one budget with their checkpoints, and the oldest makes room."""
+"""Results, graphs and data of other peers' runs share one budget with their checkpoints; the oldest is
+evicted.
+"""
 
 from pathlib import Path
 
@@ -24,7 +26,7 @@ class Disk:
         self.storage.write(label, bytes(size))
 
 
-def test_the_oldest_makes_room_for_the_newest_also_after_a_restart() -> None:
+def test_the_oldest_is_evicted_for_the_newest_also_after_a_restart() -> None:
     disk = Disk()
     for label in ("first", "second"):
         disk.put(label, 40)
@@ -48,7 +50,7 @@ def test_needed_guests_stay_and_failed_admissions_evict_nothing() -> None:
     assert disk.guests.labels == ("first", "third")
 
 
-def test_files_make_room_for_pinned_blobs_and_pins_for_no_file() -> None:
+def test_pinned_blobs_evict_files_but_pins_are_not_evicted() -> None:
     disk = Disk()
     disk.put("file", 60)
     name = disk.blobs.put(bytes(50))
@@ -70,7 +72,7 @@ def test_own_files_do_not_count_as_guests() -> None:
     assert disk.storage.read("ours") == bytes(90)
 
 
-def test_guests_are_few_however_small_they_are() -> None:
+def test_the_number_of_guests_is_bounded_even_for_tiny_ones() -> None:
     disk = Disk()
     for number in range(GUESTS_MAX + 1):
         disk.put(str(number), 0)
@@ -78,7 +80,7 @@ def test_guests_are_few_however_small_they_are() -> None:
     assert disk.guests.labels[0] == "1"
 
 
-def test_a_draft_is_nothing_until_it_is_whole(tmp_path: Path) -> None:
+def test_a_draft_is_invisible_until_it_is_complete(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path / "data")
     storage.write("folder/name", b"before")
     drafts = [storage.draft("folder/name") for _ in range(2)]

@@ -1,4 +1,4 @@
-"""The handshake of a stream on sockets: deadlines, outsiders, suites; where time matters it is virtual."""
+"""The handshake of a stream on sockets: deadlines, outsiders, suites. Tests of deadlines use virtual time."""
 
 import os
 from typing import Any
@@ -48,7 +48,7 @@ async def answer_of(credentials: Credentials, stream: trio.SocketStream) -> byte
 
 
 @pytest.mark.parametrize("swarm", [Swarm("test"), PRIVATE], ids=["open", "private"])
-def test_a_dripped_answer_is_given_up_at_the_deadline(swarm: Swarm) -> None:
+def test_a_dripped_answer_is_abandoned_at_the_deadline(swarm: Swarm) -> None:
     async def answer_slowly(stream: trio.SocketStream) -> None:
         for byte in await answer_of(credentials("b", swarm), stream):
             await stream.send_all(bytes((byte,)))
@@ -67,7 +67,7 @@ def test_a_dripped_answer_is_given_up_at_the_deadline(swarm: Swarm) -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-async def test_bytes_behind_an_answer_that_were_not_asked_for_are_refused() -> None:
+async def test_unrequested_bytes_after_an_answer_are_refused() -> None:
     async def answer_and_go_on(stream: trio.SocketStream) -> None:
         answer = await answer_of(credentials("b", Swarm("test")), stream)
         await stream.send_all(answer + b"and more")
@@ -85,7 +85,7 @@ async def test_bytes_behind_an_answer_that_were_not_asked_for_are_refused() -> N
 # --- on real networks ------------------------------------------------------------------------------
 
 
-async def test_members_of_a_private_swarm_meet_through_a_rotation() -> None:
+async def test_members_of_a_private_swarm_connect_during_a_key_rotation() -> None:
     old, both, new = (
         make_network(letter, keys=keys)
         for letter, keys in (("a", [KEY]), ("b", [OTHER_KEY, KEY]), ("c", [OTHER_KEY]))
@@ -99,7 +99,7 @@ async def test_members_of_a_private_swarm_meet_through_a_rotation() -> None:
             assert await stream.receive() == b"of one swarm"
 
 
-async def test_outsiders_are_counted_and_told_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_outsiders_are_counted_and_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in handshake, accept_queue:
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.2)
     member = make_network("b", keys=[KEY])
@@ -112,7 +112,7 @@ async def test_outsiders_are_counted_and_told_nothing(monkeypatch: pytest.Monkey
         await until(lambda: member.counters["handshakes_by_outsiders"] == 3)
 
 
-async def test_peers_without_a_common_suite_say_so() -> None:
+async def test_peers_without_a_common_suite_report_it() -> None:
     alice, bob = make_network("a", suites=["AESGCM"]), make_network("b", suites=["ChaChaPoly"])
     async with running(bob):
         with pytest.raises(Unreachable, match="it takes only ChaChaPoly") as refusal:
@@ -121,7 +121,7 @@ async def test_peers_without_a_common_suite_say_so() -> None:
         await until(lambda: bob.counters["handshakes_refused"] == 1)
 
 
-async def test_after_a_wrong_guess_a_stream_works_as_after_a_right_one() -> None:
+async def test_a_wrong_guess_of_the_suite_still_yields_a_stream() -> None:
     alice, bob = make_network("a"), make_network("b", suites=["ChaChaPoly"])
     bob.handle(BULK, echo)
     async with running(alice, bob):
@@ -131,7 +131,7 @@ async def test_after_a_wrong_guess_a_stream_works_as_after_a_right_one() -> None
         assert await stream.receive() == b"all is well"
 
 
-def test_a_suite_that_is_none_is_our_own_mistake() -> None:
+def test_an_unknown_suite_is_a_local_error() -> None:
     with pytest.raises(LocalProtocolError, match="no suite"):
         make_network("a", suites=["ROT13"])
 
@@ -139,7 +139,7 @@ def test_a_suite_that_is_none_is_our_own_mistake() -> None:
 def test_a_handshake_uses_fresh_ephemeral_keys_each_time() -> None:
     ours = credentials("a", suites=preferred(has_aes=True))
     first, second = (ours.handshake(initiator=True).start() for _ in range(2))
-    # Neither the X25519 key nor the ML-KEM key after it, if there is one.
+    # Neither the X25519 key, nor the ML-KEM key after it if there is one.
     assert first[-64:-32] != second[-64:-32]
     assert first[8:40] != second[8:40]
 
@@ -147,7 +147,7 @@ def test_a_handshake_uses_fresh_ephemeral_keys_each_time() -> None:
 @pytest.mark.parametrize(
     ("text", "first"), [("flags\t: fpu aes sse\n", "AESGCM"), ("flags : fpu vaes paes\n", "ChaChaPoly")]
 )
-def test_the_cpu_says_which_cipher_comes_first(
+def test_the_cpu_decides_which_cipher_comes_first(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Any, text: str, first: str
 ) -> None:
     (tmp_path / "cpuinfo").write_text(text)

@@ -1,4 +1,4 @@
-"""A stage in its process answers as it would in this one, and its death is only an answer."""
+"""A stage in its own process answers like one in this process, and its death is only an error."""
 
 import dataclasses
 import os
@@ -87,7 +87,7 @@ SPECIFICATION = StageSpecification(
     optimizer=OptimizerSettings("adam", learning_rate=1e-3),
     allow_unfenced=True,
 )
-"""It may run on any kernel; what happens where one lacks a fence has tests of its own."""
+"""It may run on any kernel; other tests cover kernels that lack a fence."""
 ALLOWANCE = allowance_of(SPECIFICATION, len(encode(SPECIFICATION)))
 LARGE_ALLOWANCE = dataclasses.replace(
     ALLOWANCE, message_bytes_max=2 * LARGE_BYTES, payload_bytes_max=LARGE_BYTES
@@ -114,7 +114,7 @@ def gone(pid: int) -> bool:
 
 @asynccontextmanager
 async def opened() -> AsyncIterator[StageHost]:
-    """A stage that is closed in the end, and gone."""
+    """A stage that is closed and removed at the end."""
     host = await StageHost.open(encode(SPECIFICATION))
     try:
         yield host
@@ -124,7 +124,7 @@ async def opened() -> AsyncIterator[StageHost]:
 
 
 async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
-    torch.set_num_threads(SPECIFICATION.threads)  # sums of a gradient depend on how they are dealt out
+    torch.set_num_threads(SPECIFICATION.threads)  # gradient sums depend on how samples are split
     arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(SPECIFICATION).items()}
     local = StageExecutor(SPECIFICATION, arenas)
     executor: Executor = RealExecutor()
@@ -143,7 +143,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         local.handle(Apply(0, SAMPLES))
         assert {name: bytes(host.vector(name)) for name in ARENAS} == arenas
 
-        # A refusal is an answer; so are bytes that are no request at all, and a request that is too long.
+        # A refusal is an answer; so are bytes that are no request, and a request that is too long.
         await host.call(FORWARD)
         with pytest.raises(StageFailed, match="second time"):
             await host.call(FORWARD)
@@ -177,7 +177,7 @@ async def test_a_stage_in_a_process_answers_as_one_in_this_process() -> None:
         host.vector("parameters")
 
 
-async def test_a_stage_that_is_not_admitted_fails_to_open_with_the_reason() -> None:
+async def test_a_rejected_stage_fails_to_open_with_the_reason() -> None:
     operators = ("aten.from_file.default", *SPECIFICATION.graph.operators[1:])
     graph = msgspec.structs.replace(SPECIFICATION.graph, operators=operators)
     with pytest.raises(StageFailed, match="from_file"):
@@ -215,7 +215,7 @@ async def test_an_unfenced_stage_opens_only_if_allowed(allowed: bool) -> None:
     assert said == "open\n" if allowed else "cannot be fenced in here: files: no landlock" in said
 
 
-async def test_a_thread_before_the_fences_costs_the_stage(
+async def test_a_thread_before_the_fences_fails_the_stage(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
@@ -252,10 +252,10 @@ async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytes
                     await host.call(FORWARD)
             with pytest.raises(StageFailed, match="ended by SIGKILL"):
                 await host.call(Export())
-        assert bytes(parameters) == before  # what was averaged can still be read
+        assert bytes(parameters) == before  # the average can still be read
         assert not LINUX or not scratch.exists()  # noqa: ASYNC240 - it only looks
 
-        # One that answers no more costs its own time, and the other stage is served meanwhile.
+        # A stage that stops answering delays only its own calls; the other stage is served meanwhile.
         frozen = StageHost(ALLOWANCE, stalled_seconds=0.3)
         os.kill(frozen.pid, signal.SIGSTOP)
         async with trio.open_nursery() as nursery:
@@ -271,7 +271,9 @@ async def test_a_killed_stage_fails_its_call_and_nothing_else(monkeypatch: pytes
 
 
 def holds_nothing_of_the_nodes(pid: int) -> None:
-    """No secret in its environment, and no descriptor but the link, /dev/null, arenas and stderr."""
+    """Its environment holds no secret, and it has no descriptor but the link, /dev/null, arenas
+    and stderr.
+    """
     with open(f"/proc/{pid}/environ", "rb") as file:
         assert b"hush" not in file.read()
     held = [os.readlink(f"/proc/{pid}/fd/{name}") for name in os.listdir(f"/proc/{pid}/fd")]
@@ -279,7 +281,7 @@ def holds_nothing_of_the_nodes(pid: int) -> None:
     assert sum(path.startswith("socket:") for path in held) == 1
 
 
-def test_a_killed_nodes_folder_is_removed_one_in_use_is_not(
+def test_a_killed_nodes_folder_is_removed_but_one_in_use_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -307,7 +309,7 @@ def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pyte
 
 
 def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
-    """A process in the place of a stage's that runs this program."""
+    """A process that replaces a stage's process and runs this program."""
 
     class Program(StageProgram):
         command = ("-c", program)
@@ -325,13 +327,13 @@ def running(program: str, budget: ScratchBudget | None = None) -> StageProgram:
         ("[open(str(number), 'w').close() for number in range(1_001)]", "more than 1000 files"),
     ],
 )
-async def test_files_of_a_stages_process_count_in_the_total(
+async def test_files_of_a_stages_process_count_towards_the_limit(
     tmp_path: Path, written: str, reason: str
 ) -> None:
-    """On systems, or with devices, where it is not kept from writing."""
+    """On systems, or with devices, where the process is not kept from writing."""
     program = f"{written}; import sys, time; time.sleep(60)"
     budget = ScratchBudget(Memory(bytes=4 << 20), tmp_path)
-    budget.take(2 << 20)  # of another stage
+    budget.take(2 << 20)  # a file of another stage
     host = StageHost(ALLOWANCE, scratch=budget, program=running(program, budget))
     with pytest.raises(StageFailed, match=reason):
         await host.call(FORWARD, seconds=60.0)
@@ -339,7 +341,7 @@ async def test_files_of_a_stages_process_count_in_the_total(
     assert budget.held_bytes == 2 << 20
 
 
-async def test_an_answer_that_does_not_come_in_time_costs_the_stage() -> None:
+async def test_a_late_answer_fails_the_stage() -> None:
     work = Admitted(flops=10**9, saved_bytes=0, peak_bytes=0, seconds=0.0)
     assert ALLOWANCE.answer_seconds(work) > ANSWER_SECONDS + 10
     host = StageHost(ALLOWANCE)
@@ -351,7 +353,7 @@ async def test_an_answer_that_does_not_come_in_time_costs_the_stage() -> None:
 
 
 async def test_a_stage_that_takes_too_much_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Torch alone takes more than a MiB; the specification it waits for never comes.
+    # Torch alone uses more than a MiB; the expected specification never comes.
     monkeypatch.setattr(allowance_module, "LIBRARIES_BYTES", {"cpu": 0})
     host = StageHost(dataclasses.replace(ALLOWANCE, own_bytes=1 << 20))
     with pytest.raises(StageFailed, match=r"took \d+ MiB, at most 1 allowed"):
@@ -361,7 +363,7 @@ async def test_a_stage_that_takes_too_much_memory_is_killed(monkeypatch: pytest.
 
 
 def answered(message: object, *, behind: int = 0, first: int = 0, second: int = 0) -> bytes:
-    """As the process would send it, with sizes that it claims; what stands behind is x."""
+    """Bytes as the process would send them, with sizes that it claims and x behind them."""
     data = message if isinstance(message, bytes) else encode(message)
     return Header(len(data), behind, first, second).encode() + data + b"x" * behind
 
@@ -397,7 +399,7 @@ async def test_a_process_that_answers_garbage_has_failed(garbage: str) -> None:
 
 
 @given(st.binary(max_size=64), st.binary(max_size=64))
-def test_a_message_taken_apart_and_joined_is_itself(first: bytes, second: bytes) -> None:
+def test_a_message_survives_splitting_and_joining(first: bytes, second: bytes) -> None:
     bundles = [msgspec.structs.replace(BUNDLE, data=data) for data in (first, second)]
     messages: list[Request | Reply] = [
         Forward(3, 4, True, bundles[0], bundles[1], sign=-1),
@@ -423,7 +425,7 @@ def test_a_message_taken_apart_and_joined_is_itself(first: bytes, second: bytes)
         assert joined(decoded, parts.behind, payloads) == message
 
 
-async def test_messages_of_megabytes_come_through_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_messages_of_megabytes_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     draws = np.random.default_rng(1)
     activation = pack([typed(draws.random((4, 256, 768), "float32"))], "raw", sizes=(4,))
     program = (
@@ -474,9 +476,9 @@ async def test_a_copying_call_fails_when_its_stage_is_closed() -> None:
         await host.aclose()
 
 
-async def test_a_cancelled_call_ends_the_process_rather_than_shifting_the_answers() -> None:
+async def test_a_cancelled_call_ends_the_process_so_that_answers_stay_in_order() -> None:
     before = os.listdir("/proc/self/fd") if LINUX else []
-    host = StageHost(ALLOWANCE)  # it waits for its specification, which is enough to be cancelled
+    host = StageHost(ALLOWANCE)  # the process waits for its specification, so the call can be cancelled
     os.kill(host.pid, signal.SIGSTOP)
     with trio.move_on_after(0.05) as scope:
         await host.call(Export(), seconds=60.0)
@@ -488,7 +490,7 @@ async def test_a_cancelled_call_ends_the_process_rather_than_shifting_the_answer
     assert not before or os.listdir("/proc/self/fd") == before
 
 
-async def test_closing_a_stage_ends_a_call_that_waits_for_it() -> None:
+async def test_closing_a_stage_ends_a_waiting_call() -> None:
     host = StageHost(ALLOWANCE)
     os.kill(host.pid, signal.SIGSTOP)
     async with trio.open_nursery() as nursery:
@@ -512,7 +514,7 @@ async def test_a_specification_of_garbage_starts_no_process() -> None:
         await RealExecutor().open_stage(b"garbage")
 
 
-async def test_a_process_that_breaks_says_its_last_line() -> None:
+async def test_a_process_that_fails_reports_its_last_line() -> None:
     host = StageHost(ALLOWANCE)
     with pytest.raises(StageFailed, match=r"ended with status 1: .*RemoteProtocolError: not a valid message"):
         await host.call("no specification", seconds=60.0)
@@ -521,7 +523,7 @@ async def test_a_process_that_breaks_says_its_last_line() -> None:
 
 
 async def test_a_stage_dies_with_its_node() -> None:
-    """Even when the node is killed; then the file descriptors, and so the arenas, are gone as well."""
+    """Even if the node is killed; then the file descriptors, and so the arenas, are gone as well."""
     program = (
         "import sys, trio; from node.stages.host import StageHost\n"
         "async def main():\n"
@@ -536,7 +538,7 @@ async def test_a_stage_dies_with_its_node() -> None:
     with node:
         assert node.stdout is not None
         pid = int(await trio.to_thread.run_sync(node.stdout.readline))
-        os.kill(pid, signal.SIGSTOP)  # it could not notice the end of its socket now
+        os.kill(pid, signal.SIGSTOP)  # the process cannot notice the end of its socket now
         node.kill()
     with trio.fail_after(10):
         while not _ended(pid):  # noqa: ASYNC110 - not our child: nobody tells us
@@ -544,7 +546,7 @@ async def test_a_stage_dies_with_its_node() -> None:
 
 
 def _ended(pid: int) -> bool:
-    """Whether a process that is not our child has ended; one that nobody reaps may stay as a zombie."""
+    """Return whether a process that is not our child has ended; an unreaped one may stay as a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as file:
             return file.read().rsplit(")", 1)[1].split()[0] == "Z"
@@ -561,7 +563,7 @@ def test_importing_the_executor_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
-async def test_a_stage_takes_the_process_that_is_ready_for_its_settings() -> None:
+async def test_a_stage_uses_the_spare_process_for_its_settings() -> None:
     spare = Spare()
     spare.keep(SPECIFICATION.threads, SPECIFICATION.device)
     kept = spare._program
@@ -574,12 +576,12 @@ async def test_a_stage_takes_the_process_that_is_ready_for_its_settings() -> Non
         assert host.pid == kept.process.pid
         assert host.admitted.fences
         assert isinstance(await host.call(FORWARD), Forwarded)
-        assert spare.take(SPECIFICATION.threads, SPECIFICATION.device) is None, "it is taken"
+        assert spare.take(SPECIFICATION.threads, SPECIFICATION.device) is None, "the spare is taken"
     finally:
         await host.aclose()
 
 
-def test_a_ready_process_that_has_died_or_is_dropped_leaves_nothing() -> None:
+def test_a_spare_process_that_died_or_is_dropped_leaves_nothing() -> None:
     spare = Spare()
     spare.keep(1, "cpu")
     first = spare._program

@@ -1,6 +1,6 @@
-"""Values that members and strangers may send and that once ended the node which took them.
+"""Values from members and strangers that once crashed the receiving node.
 
-Nothing is contained in tests, so whatever fails here by a bug of ours ends the scenario.
+Tests contain no failures, so any bug of ours here ends the scenario.
 """
 
 import io
@@ -53,7 +53,7 @@ ALICE, BOB = (Identity(bytes([number]) * 32).peer for number in (1, 2))
 
 
 def npz(**members: bytes) -> bytes:
-    """An archive with these files in it."""
+    """An archive with these files."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archive:
         for name, data in members.items():
@@ -89,7 +89,7 @@ X, Y = npy(np.zeros((4, 2))), npy(np.zeros(4, np.int64))
         b"\x80\x04.",
     ],
 )
-def test_a_file_that_is_no_data_is_an_error_for_people(file: bytes, tmp_path: Path) -> None:
+def test_a_file_that_is_not_data_is_a_user_error(file: bytes, tmp_path: Path) -> None:
     for name in ("train.npz", "test.npz"):
         (tmp_path / name).write_bytes(npz(x_npy=X, y_npy=Y))
     assert len(datasets.load_folder(tmp_path).train["y"]) == 4
@@ -117,7 +117,7 @@ NOTICE: dict[str, Any] = {
 
 
 def told(event: RunEvent) -> RunEvent:
-    """The event as another member shows it. Raises RemoteProtocolError."""
+    """Return the event as another member shows it. Raises RemoteProtocolError."""
     notice: Notice = decode(encode(Notice(bytes(32), news_of(event))), Notice, bytes_max=10_000)
     return event_of(notice.news, at=1.0, run="0" * 16)
 
@@ -125,7 +125,7 @@ def told(event: RunEvent) -> RunEvent:
 @pytest.mark.parametrize(
     "changes", [{"seconds": 1.7e308}, {"seconds": -1.0}, {"step": 2**53}, {"step": STEPS_MAX + 1}], ids=str
 )
-def test_a_notice_of_what_no_run_takes_is_refused(changes: dict[str, Any]) -> None:
+def test_a_notice_with_impossible_values_is_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(RemoteProtocolError):
         told(StepCommitted(**(NOTICE | changes)))
 
@@ -154,7 +154,7 @@ def test_a_step_beyond_the_end_is_refused_and_stops_nothing(step: int) -> None:
     simulate(scenario)
 
 
-def test_an_open_for_held_out_samples_that_are_not_there_is_refused() -> None:
+def test_an_open_for_missing_held_out_samples_is_refused() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
 
@@ -176,7 +176,7 @@ def test_an_open_for_held_out_samples_that_are_not_there_is_refused() -> None:
 
 
 async def disturbed(group: Swarm, lie: Callable[[Node, Node, Plan], Any], **changes: Any) -> None:
-    """A run of `a` in which `a`, its committer, lies to `b` after the first step, and which ends well."""
+    """Play a run whose committer `a` lies to `b` after the first step; the run must still end well."""
     a, b = group.nodes["a"], group.nodes["b"]
     run = prepare(a, manifest(stages=1, replicas=1, steps=20, **changes))
     with a.watch() as events:
@@ -196,7 +196,7 @@ async def disturbed(group: Swarm, lie: Callable[[Node, Node, Plan], Any], **chan
         assert [end.outcome for end in ends] == ["done"], name
 
 
-async def test_forty_checkpoints_at_once_are_written_one_after_the_other(tmp_path: Path) -> None:
+async def test_forty_concurrent_checkpoints_are_written_one_by_one(tmp_path: Path) -> None:
     storage = FolderStorage(tmp_path)
 
     class Executor:

@@ -1,4 +1,4 @@
-"""`peerloom init` and `examples`: files with every key, which mean what they say."""
+"""`peerloom init` and `examples`: generated files contain every key and are valid."""
 
 import re
 from collections.abc import Iterator
@@ -19,11 +19,11 @@ from node.protocols.data_table import DataTable
 from node.protocols.run_file import RunFile, check_run_file
 
 WITHOUT_A_DEFAULT = re.compile(r"name = \"lab-1\"|data_dir = |\w+ = \.\.\.")
-"""The machine's name, its user's folder, and what stands in place of `steps`."""
+"""The machine's name, its user's folder, and the replacement for `steps`."""
 
 
 def uncommented(lines: list[str]) -> str:
-    """Return the file of somebody who takes away the # of each key."""
+    """Return the file after a user uncomments each key."""
     keys = (re.sub(r"^# (?=\w+ = )", "", line) for line in lines)
     return "\n".join(line for line in keys if not WITHOUT_A_DEFAULT.match(line))
 

@@ -1,4 +1,4 @@
-"""Runs that are invented and asked for once fill nobody's queue for slots."""
+"""Invented runs that ask only once do not fill a queue for slots."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,7 +18,7 @@ class Clock:
 
 
 def queue(clock: Clock) -> Queue:
-    """A queue for one slot, which is taken."""
+    """A queue for one slot, which is occupied."""
     taken = PeerId(bytes([9]) * 38)
     served = cast("Any", SimpleNamespace(id=b"served", requester=taken))
     runs = SimpleNamespace(
@@ -39,7 +39,7 @@ def run_of(number: int) -> tuple[PeerId, Any]:
     return peer, SimpleNamespace(id=number.to_bytes(32, "big"), requester=peer)
 
 
-def test_invented_runs_make_room_for_one_that_is_meant() -> None:
+def test_invented_runs_give_way_to_a_real_one() -> None:
     clock = Clock()
     waiting = queue(clock)
     for number in range(WAITING_MAX):
@@ -53,7 +53,7 @@ def test_invented_runs_make_room_for_one_that_is_meant() -> None:
             waiting.ask(*run_of(number + int(100 * clock.now)), None)
         found = waiting.ask(honest, run, None)
         assert isinstance(found, Declined)
-        assert run.id in waiting._turns._waiting, "it has kept its place and its age"
+        assert run.id in waiting._turns._waiting, "the real run has kept its place and its age"
 
 
 def test_a_requester_with_many_runs_leaves_room_for_others() -> None:

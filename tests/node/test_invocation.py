@@ -1,4 +1,4 @@
-"""Commands in texts read as the reader's shell knows them, however the process was started."""
+"""Commands in texts are written so that the reader's shell finds them, however the process was started."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.source import ROOT
 
 
 def advice(errors: str) -> str:
-    """The command behind `do:` or `look:`, which ends before a comma, or before blanks in a row."""
+    """The command after `do:` or `look:`, which ends before a comma or repeated blanks."""
     found = re.search(r"^  (?:do|look): ([^,]+?)(?:,|  |$)", errors, re.MULTILINE)
     assert found is not None, errors
     return found[1]
@@ -44,7 +44,7 @@ def test_a_script_off_the_path_is_called_by_its_shortest_path(tmp_path: Path) ->
     assert typed(f"cd 'a folder/deep'; {advice(again.stderr)} --version", tmp_path).returncode == 0
 
 
-def test_another_peerloom_on_the_path_is_not_taken_for_ours(tmp_path: Path) -> None:
+def test_another_peerloom_on_the_path_is_not_mistaken_for_ours(tmp_path: Path) -> None:
     console_script(tmp_path / "ours")
     other = console_script(tmp_path / "other")
     assert advice(typed("ours/peerloom status", tmp_path, [other.parent]).stderr) == "ours/peerloom"
@@ -67,7 +67,7 @@ def test_the_module_is_called_with_the_interpreter_as_typed(tmp_path: Path) -> N
     assert advice(typed(f"{sys.executable} -m node status", tmp_path).stderr) == f"{shortest} -m node"
 
 
-def test_a_program_that_has_a_node_is_told_the_module() -> None:
+def test_a_program_that_embeds_a_node_shows_the_module() -> None:
     error = UsageError("no run", "look: `peerloom runs`, or `peerloom sim lan`")
     assert error.do == "look: python -m node runs, or python -m node sim lan"
     assert error.written == ("no run", "look: `peerloom runs`, or `peerloom sim lan`")
@@ -86,7 +86,7 @@ def test_only_spans_of_commands_are_rewritten() -> None:
 
 @contextmanager
 def running(command: list[str], folder: Path, path: list[Path]) -> Iterator["subprocess.Popen[str]"]:
-    """A node started in `folder`; ended in order."""
+    """A node started in `folder` and ended in order."""
     flags = ["--listen", "127.0.0.1:0", "--no-lan", "--web", "off", "--preset", "local"]
     process = subprocess.Popen(
         [*command, *flags],
@@ -103,7 +103,7 @@ def running(command: list[str], folder: Path, path: list[Path]) -> Iterator["sub
         process.communicate(timeout=SECONDS_MAX)
 
 
-def test_a_nodes_answer_reads_in_the_form_of_the_command_that_asks(tmp_path: Path) -> None:
+def test_a_nodes_answer_names_commands_in_the_clients_form(tmp_path: Path) -> None:
     script = console_script(tmp_path / "bin")
     with running(["bin/peerloom", "--announce", "10.0.0.5:9747"], tmp_path, []) as process:
         assert process.stdout is not None
@@ -145,7 +145,7 @@ ONE_PLACE = {"node/invocation.py"}
     "folder", ["node", "sim", "partition", "gossip", "dht", "crypto", "examples", "deploy"]
 )
 def test_only_one_place_spells_out_how_the_module_is_run(folder: str) -> None:
-    """All others name a command as a code span, which the reader's screen rewrites."""
+    """All others write a command as a code span, which the reader's screen rewrites."""
     wrong = []
     for path in sorted((ROOT / folder).rglob("*")):
         place = path.relative_to(ROOT).as_posix()
@@ -155,7 +155,7 @@ def test_only_one_place_spells_out_how_the_module_is_run(folder: str) -> None:
 
 
 def test_every_command_in_a_text_is_a_code_span() -> None:
-    """Else the reader's screen cannot rewrite it."""
+    """Otherwise the reader's screen cannot rewrite it."""
     commands = typer.main.get_command(app)
     names = "|".join(commands.list_commands(typer.Context(commands)))  # type: ignore[attr-defined]  # a group, as it has commands
     bare = re.compile(rf"(?<![`\w./-])peerloom (?:{names}|--\w)")
@@ -167,7 +167,7 @@ def test_every_command_in_a_text_is_a_code_span() -> None:
     assert wrong == []
 
 
-def test_a_command_whose_output_we_read_keeps_its_spans(tmp_path: Path) -> None:
+def test_a_command_with_parsed_output_keeps_its_spans(tmp_path: Path) -> None:
     script = console_script(tmp_path / "bin")
     (tmp_path / "broken.peerloom").write_text("{}")
     plain = typed("peerloom model show broken.peerloom", tmp_path, [script.parent])
@@ -181,7 +181,7 @@ def test_install_commands_name_the_running_interpreter() -> None:
     assert words == [sys.executable, "-m", "pip", "install", "tokenizers", "pyarrow"]
 
 
-def test_nodes_of_a_command_show_their_pages_in_its_form(tmp_path: Path) -> None:
+def test_nodes_show_commands_in_the_form_that_started_them(tmp_path: Path) -> None:
     program = "from node.invocation import elsewhere, program; print(program(), elsewhere(), sep='|')"
     for given, other in (("'/a b/peerloom'", "peerloom"), ("/venv/bin/python -m node", "python -m node")):
         said = typed(f'{sys.executable} -c "{program}"', tmp_path, _PEERLOOM_PROGRAM=given)

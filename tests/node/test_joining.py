@@ -13,7 +13,7 @@ from node.services.bootstrap import Bootstrap
 from tests.node.nets import make_network, running
 
 
-async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> None:
+async def test_a_silent_seed_does_not_delay_one_that_answers() -> None:
     alice, bob = make_network("a"), make_network("b")
     silent = trio.socket.socket()
     await silent.bind(("127.0.0.1", 0))
@@ -46,7 +46,7 @@ async def test_a_seed_that_says_nothing_does_not_delay_one_that_answers() -> Non
         with trio.fail_after(30):
             await answered.wait()
         assert found == [bob.peer]
-        # The silent one is still being waited for.
+        # The node is still waiting for the silent seed.
         assert [event.peer for event in tried] == [bob.peer]
         nursery.cancel_scope.cancel()
     silent.close()

@@ -1,4 +1,4 @@
-"""A run in local mode says what came of its newest round of averaging: in `runs show` and in its document."""
+"""A run in local mode reports its newest averaging round in `runs show` and in its document."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -66,7 +66,7 @@ def test_a_run_names_its_last_round_with_its_peers_and_its_error() -> None:
     assert line.endswith("2, at step 40: nothing averaged: nobody else was ready")
 
 
-def test_rounds_of_other_names_are_no_rounds_of_a_run() -> None:
+def test_rounds_with_other_names_do_not_belong_to_a_run() -> None:
     state = began()
     for name in (RUN, f"step:{RUN}", "run:fedcba9876543210", "run:"):
         state = apply(state, replace_event(AVERAGED, run=name))

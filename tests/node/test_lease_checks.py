@@ -1,4 +1,4 @@
-"""The cost of lease requests: little, one at a time, and nothing for repeated ones."""
+"""The cost of lease requests: small, one check at a time, and none for repeated requests."""
 
 import threading
 from collections.abc import Awaitable, Callable
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class CountingExecutor(SimExecutor):
-    """Counts what is computed apart."""
+    """Count the checks computed in a thread."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def with_node(test: Callable[[Node, Node, Node], Awaitable[None]]) -> None:
 
 
 async def lease(sender: Node, receiver: Node, number: int) -> wire.Reply:
-    """Ask with a manifest that nobody has asked for before, and give the slot back."""
+    """Request a lease with a new manifest, and give the slot back."""
     run = prepare(sender, manifest(microbatches=number))
     plan = plan_of(run, receiver.peer)
     reply = await calls.ask(
@@ -78,7 +78,7 @@ def test_only_a_peer_that_floods_lease_requests_is_slowed_down() -> None:
     with_node(test)
 
 
-def test_a_lease_asked_for_again_is_not_computed_again() -> None:
+def test_a_repeated_lease_request_is_not_computed_again() -> None:
     async def test(a: Node, _b: Node, _c: Node) -> None:
         executor = CountingExecutor()
         checks = LeaseChecks(ALICE, executor, RealClock(), lambda: MACHINE)
@@ -97,7 +97,7 @@ def test_a_lease_asked_for_again_is_not_computed_again() -> None:
     with_node(test)
 
 
-async def test_strangers_long_work_runs_one_at_a_time() -> None:
+async def test_slow_checks_for_strangers_run_one_at_a_time() -> None:
     executor = RealExecutor(threads=1)
     running, go_on = threading.Semaphore(0), threading.Semaphore(0)
     at_once: list[int] = []

@@ -1,4 +1,4 @@
-"""A node that leaves while it is still finding its swarm."""
+"""A node that leaves, also while it still looks for its swarm."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ def test_a_node_may_leave_while_its_first_dial_is_under_way() -> None:
     assert sum(isinstance(event, NodeStopped) for event in events) == 2
 
 
-def test_a_node_leaves_within_bounds_where_nobody_can_take_its_part() -> None:
+def test_a_node_leaves_within_bounds_without_a_successor() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             run = prepare(group.nodes["a"], manifest(replicas=1, steps=100_000))
@@ -48,12 +48,12 @@ def test_a_node_leaves_within_bounds_where_nobody_can_take_its_part() -> None:
             began = trio.current_time()
             await node.leave()
             assert trio.current_time() - began < END_SECONDS_MAX
-            assert node.runs.left == {run.text: False}, "and it says so"
+            assert node.runs.left == {run.text: False}, "the node reports it"
 
     simulate(scenario)
 
 
-def test_a_node_that_hands_its_part_over_says_so() -> None:
+def test_a_node_that_hands_its_part_over_reports_it() -> None:
     async def scenario() -> None:
         async with swarm("abcdef", preset="lan") as group:
             run = prepare(group.nodes["a"], manifest(steps=100_000))
@@ -71,7 +71,7 @@ def test_a_node_that_hands_its_part_over_says_so() -> None:
     simulate(scenario)
 
 
-def test_a_node_that_has_said_goodbye_tells_no_more_of_itself() -> None:
+def test_a_node_that_said_goodbye_publishes_nothing_more() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             node = group.nodes["a"]

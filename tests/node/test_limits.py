@@ -1,4 +1,4 @@
-"""An owner's limits: kept by measurement, changed while the node runs, corrected if wrong."""
+"""An owner's limits: enforced by measurement, changed while the node runs, and corrected if wrong."""
 
 import os
 from pathlib import Path
@@ -65,7 +65,7 @@ def test_every_owners_rule_is_a_file_setting_changeable_at_run_time(tmp_path: Pa
 
 
 @pytest.mark.parametrize("text", ["10", "10Mbit/h", "-1Mbit/s", "1kB/s", "fast"])
-def test_a_rate_that_is_none_is_refused(text: str) -> None:
+def test_an_invalid_rate_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match=r"--config|upload"):
         config.resolve({"upload": text}, {})
 
@@ -73,7 +73,7 @@ def test_a_rate_that_is_none_is_refused(text: str) -> None:
 # Wrong declarations
 
 
-def test_a_wrong_declaration_is_found_at_the_start_corrected_and_said() -> None:
+def test_a_wrong_declaration_is_corrected_at_the_start_and_reported() -> None:
     declared = config.Resources(device="cuda:7", memory=Memory(bytes=10**15), cores=4_000)
     found = measure(declared)
     assert (found.device, found.cores) == ("cpu", os.cpu_count())
@@ -87,12 +87,12 @@ def test_a_wrong_declaration_is_found_at_the_start_corrected_and_said() -> None:
     assert found.measured(0.0).corrected == found.corrected
 
 
-def test_a_right_declaration_and_none_are_not_corrected() -> None:
+def test_a_right_or_missing_declaration_is_not_corrected() -> None:
     assert usable_device("auto")[1] == usable_device("cpu")[1] == ""
     assert measure(config.Resources(cores=1, memory=Memory(bytes=1 << 20))).corrected == ()
 
 
-def test_fewer_cores_give_their_share_of_the_rate_and_come_back() -> None:
+def test_fewer_cores_reduce_the_rate_and_more_restore_it() -> None:
     whole = Capacity("cpu", 4, 8 << 30, 16 << 30, 4e9, "")
     half = within(whole, config.Resources(cores=1, memory=Memory(bytes=2 << 30)))
     assert (half.cores, half.flops_per_second, half.memory_free_bytes) == (1, 1e9, 2 << 30)
@@ -100,7 +100,7 @@ def test_fewer_cores_give_their_share_of_the_rate_and_come_back() -> None:
     assert (again.cores, again.flops_per_second, again.memory_free_bytes) == (4, 4e9, 8 << 30)
 
 
-def test_an_offer_too_small_to_be_useful_is_said_by_slot() -> None:
+def test_an_offer_too_small_to_be_useful_is_reported_by_slot() -> None:
     offer = Capacity("cpu", 4, 3 << 30, 16 << 30, 4e9, "")
     assert offer.measured(0.0, 2).small == ()
     memory, cores = offer.measured(0.0, 8).small
@@ -111,11 +111,11 @@ def test_an_offer_too_small_to_be_useful_is_said_by_slot() -> None:
 # Bandwidth
 
 
-def test_a_pace_holds_over_all_streams_and_short_messages() -> None:
+def test_a_rate_limit_covers_all_streams_and_short_messages() -> None:
     pace = Pace()
     assert pace.take(0.0, 10**9) == 0.0
     pace.limit(1_000_000)
-    assert pace.take(10.0, 50_000) == 0.0, "a pause saves up a moment"
+    assert pace.take(10.0, 50_000) == 0.0, "a pause saves up a burst"
     assert pace.take(10.0, 500_000) == pytest.approx(0.5)
     assert pace.take(10.5, 100_000) == pytest.approx(0.1)
     assert pace.take(1000.0, 50_000) == 0.0
@@ -136,7 +136,7 @@ def network(number: int) -> RealNetwork:
 
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_bulk_keeps_the_owners_rate_without_delaying_control(way: str) -> None:
-    """Real sockets: 3 MB at 40 Mbit/s take 0.6 s, and a request meanwhile none of that."""
+    """Real sockets: 3 MB at 40 Mbit/s take 0.6 s, and a request meanwhile is not delayed."""
     rate, size = 5_000_000, 3_000_000
 
     async def scenario() -> None:
@@ -179,7 +179,7 @@ def test_bulk_keeps_the_owners_rate_without_delaying_control(way: str) -> None:
     trio.run(scenario)
 
 
-def test_planners_are_told_no_more_of_a_link_than_its_owner_gives() -> None:
+def test_planners_see_no_more_of_a_link_than_its_owner_allows() -> None:
     rows = [LinkRow(bytes(32), 100, 200, 5)]
     assert limited_rows(rows, 0, 0) == (rows[0],)
     assert limited_rows(rows, 50, 150) == (LinkRow(bytes(32), 50, 150, 5),)
@@ -207,7 +207,7 @@ def test_bandwidth_and_disk_change_while_the_node_runs() -> None:
 
 @pytest.mark.parametrize(("name", "value"), [("memory", "1GB"), ("slots", "1")])
 def test_a_stage_beyond_its_owners_limits_is_handed_over(name: str, value: str) -> None:
-    """b gives up what it holds, c goes on."""
+    """b gives up its stage, and c continues."""
 
     async def scenario() -> None:
         async with swarm("abc", stage_seconds=0.4) as group:
@@ -233,7 +233,7 @@ def test_a_stage_beyond_its_owners_limits_is_handed_over(name: str, value: str) 
     simulate(scenario)
 
 
-def test_a_node_refuses_to_change_what_it_cannot_while_it_runs() -> None:
+def test_a_node_refuses_changes_that_need_a_restart() -> None:
     async def scenario() -> None:
         async with swarm("a", preset="lan") as group:
             node: Node = group.nodes["a"]

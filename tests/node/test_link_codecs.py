@@ -1,4 +1,4 @@
-"""A stage's codecs follow its links: unmeasured, fast, slow; and what was measured of them."""
+"""A stage's codecs depend on its links: unmeasured, fast or slow."""
 
 import math
 from typing import Any, cast
@@ -36,20 +36,20 @@ async def test_an_unmeasured_link_gets_the_smallest_frames_that_the_run_allows()
     assert unlearnt.codec([], is_gradient=False) == "bfloat16+zstd"
 
 
-async def test_over_a_fast_link_nothing_is_compressed_whatever_is_allowed() -> None:
+async def test_a_fast_link_is_never_compressed() -> None:
     for frames in ("exact", "bfloat16", "int8", "int4"):
         codecs = await learnt(frames, RATES)
         assert codecs.codec([NEAR], is_gradient=False) == "raw"
         assert codecs.codec([NEAR], is_gradient=True) == "raw"
 
 
-async def test_the_slowest_link_decides_within_what_is_allowed() -> None:
+async def test_the_slowest_link_decides_within_the_allowed_codecs() -> None:
     assert (await learnt("int8", RATES)).codec([NEAR, FAR], is_gradient=False).startswith("int8")
     assert (await learnt("int4", RATES)).codec([FAR], is_gradient=True).startswith("int4")
     assert (await learnt("exact", RATES)).codec([FAR], is_gradient=True) in ("raw", "zstd")
 
 
-async def test_short_frames_are_looked_at_together() -> None:
+async def test_short_frames_are_measured_together() -> None:
     codecs = LinkCodecs("exact", RATES.get, SimExecutor())
     values = np.random.default_rng(1).standard_normal((4, 4096)).astype("f4")
     chosen = []
@@ -74,7 +74,7 @@ async def test_every_codec_has_a_cost_in_the_simulator() -> None:
 
 
 class TimedNetwork:
-    """Takes a megabyte a second."""
+    """A link of one megabyte a second."""
 
     has_better_path = False
 
@@ -94,7 +94,7 @@ class TimedNetwork:
         return
 
 
-def test_a_link_is_measured_once_enough_has_gone_over_it() -> None:
+def test_a_link_is_measured_after_enough_bytes() -> None:
     async def main() -> None:
         async def deliver(peer: PeerId, data: bytes) -> None:
             raise AssertionError
@@ -109,7 +109,7 @@ def test_a_link_is_measured_once_enough_has_gone_over_it() -> None:
         )
         async with trio.open_nursery() as nursery:
             await nursery.start(links.run)
-            assert links.rate(NEAR) == math.inf, "to itself nothing is sent"
+            assert links.rate(NEAR) == math.inf, "a node sends nothing to itself"
             for _ in range(3 * RATE_BYTES // (1 << 20)):
                 assert links.rate(FAR) is None or links.rate(FAR) == pytest.approx(1e6)
                 links.send(FAR, bytes(1 << 20))

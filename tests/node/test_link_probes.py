@@ -1,4 +1,4 @@
-"""Links measured by bursts between two nodes: over sockets, over simulated links, and by liars."""
+"""Links measured by bursts between two nodes: over sockets, over simulated links, and with liars."""
 
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -49,7 +49,7 @@ def service(network: Network, clock: Any, refused: Refused, *, is_busy: bool = F
 
 
 def near(*access: Access) -> NetworkModel:
-    """A network whose round trips are short beside a burst."""
+    """A network whose round trips are short compared to a burst."""
     return NetworkModel(nearest_seconds=0.0005, farthest_seconds=0.0005, jitter_seconds=0.0, access=access)
 
 
@@ -67,7 +67,7 @@ def simulated(scenario: Callable[..., Awaitable[None]], *access: Access) -> None
     trio.run(play, clock=MockClock(autojump_threshold=0))
 
 
-async def test_over_sockets_both_directions_are_measured() -> None:
+async def test_both_directions_are_measured_over_sockets() -> None:
     alice, bob = make_network("a"), make_network("b")
     refused: Refused = []
     service(bob, bob._clock, refused)
@@ -81,7 +81,7 @@ async def test_over_sockets_both_directions_are_measured() -> None:
 
 
 @pytest.mark.parametrize("mbit", [4.0, 20.0, 100.0])
-def test_a_simulated_link_is_found_to_be_as_fast_as_it_is(mbit: float) -> None:
+def test_the_measured_rate_of_a_simulated_link_is_right(mbit: float) -> None:
     found: list[tuple[float, float]] = []
 
     async def scenario(alice: Network, bob: Network) -> None:
@@ -94,7 +94,7 @@ def test_a_simulated_link_is_found_to_be_as_fast_as_it_is(mbit: float) -> None:
     assert taken == pytest.approx(mbit * 125_000, rel=0.15)
 
 
-def test_a_service_measures_its_neighbours_by_itself() -> None:
+def test_a_service_measures_its_neighbours_on_its_own() -> None:
     changes: list[None] = []
 
     async def scenario(alice: Network, bob: Network) -> None:
@@ -111,7 +111,7 @@ def test_a_service_measures_its_neighbours_by_itself() -> None:
     assert len(changes) >= 3
 
 
-def test_a_node_that_computes_refuses_with_a_time_to_come_again() -> None:
+def test_a_computing_node_refuses_with_a_time_to_retry() -> None:
     async def scenario(alice: Network, bob: Network) -> None:
         service(bob, SimClock(), [], is_busy=True)
         own = service(alice, SimClock(), [])
@@ -137,7 +137,7 @@ def test_probing_too_often_is_refused_for_that_peer_only() -> None:
 
 
 @pytest.mark.parametrize("fault", ["longer", "short chunks", "no chunk", "silent"])
-def test_a_faulty_burst_costs_its_sender_the_stream_and_nothing_else(fault: str) -> None:
+def test_a_faulty_burst_ends_only_the_senders_stream(fault: str) -> None:
     refused: Refused = []
 
     async def scenario(alice: Network, bob: Network) -> None:
@@ -160,7 +160,7 @@ def test_a_faulty_burst_costs_its_sender_the_stream_and_nothing_else(fault: str)
 
 
 @pytest.mark.parametrize("answer", [ProbeTaken(10**6, 1_000), ProbeRefused(9), ProbeTaken(100, 1_000)])
-def test_one_that_boasts_of_what_it_took_is_not_believed(answer: ProbeTaken | ProbeRefused) -> None:
+def test_a_peer_that_overstates_received_bytes_is_not_believed(answer: ProbeTaken | ProbeRefused) -> None:
     async def serve(stream: Stream) -> None:
         await stream.receive()
         await stream.send(encode(ProbeAdmitted()))

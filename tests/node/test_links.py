@@ -45,7 +45,7 @@ async def test_a_link_carries_messages_and_payloads_in_order() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_link_moves_to_a_direct_path_and_loses_and_reorders_nothing() -> None:
+async def test_a_link_moves_to_a_direct_path_without_loss_or_reordering() -> None:
     count, reconnected = 400, list[PeerId]()
     arrived = list[int]()
 

@@ -1,4 +1,4 @@
-"""A free lock costs no turn; a cancelled task never comes to hold one."""
+"""A free lock is acquired without a checkpoint; a cancelled task never acquires one."""
 
 import trio
 import trio.testing
@@ -55,7 +55,7 @@ def test_a_cancelled_task_does_not_keep_a_lock() -> None:
     trio.run(main)
 
 
-def test_turns_are_taken_in_order_and_a_cancelled_task_loses_nobody_theirs() -> None:
+def test_turns_are_taken_in_order_despite_cancelled_tasks() -> None:
     async def main() -> None:
         turn, order = Turn(), list[int]()
         scopes = [trio.CancelScope() for _ in range(4)]
@@ -73,7 +73,7 @@ def test_turns_are_taken_in_order_and_a_cancelled_task_loses_nobody_theirs() -> 
                 await trio.testing.wait_all_tasks_blocked()
             scopes[1].cancel()
             await trio.testing.wait_all_tasks_blocked()
-            # Handed over and cancelled in the same moment: it goes on to the next.
+            # Handed over and cancelled in the same moment: the lock passes to the next task.
             scopes[0].cancel()
             turn.give()
             scopes[2].cancel()

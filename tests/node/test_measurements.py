@@ -1,4 +1,4 @@
-"""Nodes tell what they measured, and plan with what others told: whole nodes in virtual time."""
+"""Nodes publish their measurements, and plan with those of others: whole nodes in virtual time."""
 
 from contextlib import AsyncExitStack
 
@@ -16,7 +16,7 @@ from tests.stack import simple_cnn
 
 MBIT = 20.0
 KNOWN_SECONDS = 30.0
-"""From the end of the calibrations until another node plans with the links: what docs/plan.md says."""
+"""Seconds from the end of the calibrations until another node plans with the links, as docs/plan.md says."""
 
 
 def slow_medium() -> SimNetworkFabric:
@@ -38,7 +38,7 @@ def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
             await trio.sleep(40)
             async with trio.open_nursery() as nursery:
                 for node in nodes:
-                    # A busy machine's load may have used up the changes that a node may announce.
+                    # The load of a busy machine may have used up the changes that a node may announce.
                     assert node._standing._changes.take(trio.current_time())
                     node.measurements.calibration = REFERENCE
                     node._calibrated(REFERENCE)
@@ -76,7 +76,7 @@ def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
             for pair in ((one, other), (other, one)):
                 assert 0.8 < links[pair].bytes_per_second / (MBIT * 125_000) <= 1.05
                 assert links[pair].nanoseconds > 500_000
-            # Nobody measured a link of the third, which tells nothing of itself.
+            # No node measured a link of the third, which announces nothing of itself.
             assert (one, third) not in links
             planned = (await nodes[2].plan(simple_cnn().graph)).problem.links
             assert LINK_BYTES_PER_SECOND in {link.bytes_per_second for link in planned.values()}
@@ -91,9 +91,9 @@ def test_nothing_is_measured_while_a_program_in_the_process_trains() -> None:
             is_computing = node.measurements.is_computing
             assert not is_computing()
             part = node.averaging.open("run", b"signature")
-            assert is_computing(), "it is about to train"
+            assert is_computing(), "the program is about to train"
             await trio.sleep(TRAINING_SECONDS)
-            assert not is_computing(), "it rests"
+            assert not is_computing(), "the program is idle"
             part.stepped(1, 8)
             assert is_computing()
             part.close()

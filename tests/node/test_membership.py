@@ -1,4 +1,4 @@
-"""The membership service: what the rest of a node asks of it, and what that costs."""
+"""The membership service: its interface to the rest of a node, and the cost of each call."""
 
 from itertools import pairwise
 from math import inf
@@ -41,14 +41,14 @@ def test_no_event_makes_a_list_of_all_members(monkeypatch: pytest.MonkeyPatch) -
                 node.membership._on_event(event)
                 assert node.joining._is_member(other.peer)
                 assert not node.joining._is_member(peer_of(number))
-            # Each shows the member and who found it.
+            # Each event shows the member and the peer that found it.
             assert made.count("member") <= 200
             assert "list" not in made
 
     simulate(scenario)
 
 
-def test_those_that_live_and_those_that_are_gone_are_told_apart() -> None:
+def test_living_and_departed_members_are_distinguished() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             node, peers = group.nodes["a"], {name: node.peer for name, node in group.nodes.items()}
@@ -83,7 +83,7 @@ def test_candidates_are_pinged_at_claimed_addresses_and_lies_counted() -> None:
 
 
 class Reader:
-    """A core that takes in everything."""
+    """A core that accepts every message."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -100,7 +100,7 @@ class Reader:
         return []
 
 
-async def test_others_have_their_turn_while_much_that_came_at_once_is_read() -> None:
+async def test_other_tasks_run_while_a_backlog_is_read() -> None:
     core, clock = Reader(), RealClock()
     network = RealNetwork(Identity(bytes(32)), bytes(32), "test", clock=clock, entropy=bytes)
     driver = Driver(

@@ -1,4 +1,4 @@
-"""`model capture`, `model show` and `model verify`: what they write, print, draw and refuse."""
+"""`model capture`, `model show` and `model verify`: files, output, pictures and errors."""
 
 import json
 import os
@@ -70,7 +70,7 @@ def sneaky():
 
 @pytest.fixture(autouse=True)
 def _home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No test sees the real variables or colours."""
+    """Isolate tests from the real variables and colours."""
     for name in [name for name in os.environ if name.startswith("PEERLOOM_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NO_COLOR", "1")
@@ -78,7 +78,7 @@ def _home(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A person's own model and what was captured of it."""
+    """A user's own model and its captured files."""
     folder = tmp_path_factory.mktemp("models")
     (folder / "own.py").write_text(OWN, encoding="utf-8")
     assert (
@@ -100,7 +100,7 @@ def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]
     return document
 
 
-def test_a_model_of_torchs_own_parts_is_called_as_its_file_is(
+def test_a_model_of_torchs_own_layers_is_named_after_its_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "sheep_counter.py").write_text(
@@ -125,8 +125,8 @@ def test_a_captured_model_is_its_graph_and_its_values_in_two_files(folder: Path)
     assert (folder / "own.safetensors").stat().st_size > (16 * 8 + 8 * 8 + 8 * 16 + 8 + 8 + 16) * 4
 
 
-def test_capture_lets_no_other_file_go(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file in the place of the initial values may be the result of a long run."""
+def test_capture_overwrites_no_other_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file at the path of the initial values may be the result of a long run."""
     result = folder / "run.safetensors"
     result.write_bytes(b"weeks of training")
     drawn = ["model", "capture", "simple-cnn", "--sample", "1,8,8", "--classes", "10", "--no-proof"]
@@ -143,7 +143,7 @@ def test_capture_lets_no_other_file_go(folder: Path, capsys: pytest.CaptureFixtu
         )
 
 
-def test_capture_says_how_near_it_came_and_json_says_all_of_it(
+def test_capture_prints_the_largest_error_and_json_has_all_errors(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out, err = told(
@@ -173,14 +173,14 @@ def test_show_is_a_table_of_layers(folder: Path, capsys: pytest.CaptureFixture[s
     train = "  train       x float32 (batch, 16), label float32 (batch, 16) -> loss; "
     assert lines[3].startswith(train)
     assert lines[5].split() == ["LAYER", "NAME", "PARAMETERS", "FORWARD", "KEPT", "SENDS"]
-    # x is wanted at the very end, so it crosses both boundaries beside the layer's own result.
+    # x is used by the last layer, so it crosses both boundaries beside the layer's own result.
     assert lines[6].split()[:5] == ["0", "down", "544", "bytes", "1.1"]
     assert lines[6].endswith("384 bytes in 2 tensors")
     assert lines[8].endswith(" -")
     assert lines[9].split()[0] == "all"
 
 
-def test_show_as_json_has_what_the_screen_has(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_as_json_has_everything_on_the_screen(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     document = shown(capsys, f"{folder}/own.peerloom", "--batch", "4", "--stages", "3")
     assert document["schema"] == "peerloom/model/1"
     assert [layer["output_bytes"] for layer in document["layers"]] == [384, 384, 0]
@@ -194,14 +194,14 @@ def test_show_as_json_has_what_the_screen_has(folder: Path, capsys: pytest.Captu
     assert "3 stages, each a machine of 50.0 GFLOP/s" in "\n".join(portrait_lines(again))
 
 
-def test_verify_goes_through_every_gate(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_runs_every_check(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, _ = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:net"])
     labels = [line.split()[:2] for line in out.splitlines()[1:]]
     assert labels == [["form", "ok"], ["values", "ok"], ["admission", "ok"], ["proof", "ok"]]
     document = json.loads(told(capsys, ["model", "verify", f"{folder}/own.peerloom", "--json"])[0])
     assert document["schema"] == "peerloom/model-verify/1"
     assert (document["values_bytes"], document["proof"]) == (352 * 4, None)
-    # Forward and backward of each of the three layers for eight samples; the first needs no gradient of x.
+    # Forward and backward of each of the three layers for eight samples; the first computes no gradient of x.
     assert document["admission"]["flops"] == 8 * 2 * (16 * 8 * 2 + 8 * 8 * 3 + 8 * 16 * 3)
 
 
@@ -239,7 +239,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("command", "code", "complaint"), REFUSED)
-def test_bad_input_is_told_in_three_lines_and_a_code(
+def test_bad_input_is_reported_in_three_lines_and_a_code(
     folder: Path, capsys: pytest.CaptureFixture[str], command: str, code: int, complaint: str
 ) -> None:
     data = (folder / "own.peerloom").read_bytes()
@@ -255,8 +255,8 @@ def test_bad_input_is_told_in_three_lines_and_a_code(
     assert not (folder / "x.peerloom").exists()
 
 
-def test_another_model_is_found_out_by_its_proof(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Same parameters, another activation: only a comparison of numbers can tell."""
+def test_another_model_is_detected_by_its_proof(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The parameters are the same and the activation differs: only comparing numbers can detect it."""
     _, err = told(capsys, ["model", "verify", f"{folder}/own.peerloom", f"{folder}/own.py:changed"], 2)
     assert "own.peerloom: " in err[err.index("error: ") :]
 
@@ -308,7 +308,7 @@ def tied(tmp_path: Path) -> dict[str, Any]:
 
 def test_a_picture_has_bars_for_layers_and_arcs_for_shared_weights(tied: dict[str, Any]) -> None:
     root = drawn(tied)
-    bars = [float(bar.get("width", 0)) for bar in kinds(root, "time")][1:]  # the first is the legend's
+    bars = [float(bar.get("width", 0)) for bar in kinds(root, "time")][1:]  # the first belongs to the legend
     flops = [layer["forward_flops"] for layer in tied["layers"]]
     assert len(bars) == len(flops) == 6
     assert bars == pytest.approx([max(1, 360 * count / max(flops)) for count in flops], abs=0.1)
@@ -335,7 +335,7 @@ def test_everything_in_a_picture_lies_inside_it(tied: dict[str, Any]) -> None:
         elif element.tag.endswith("rect"):
             assert 0 <= float(element.get("x", 0)) <= width - float(element.get("width", 0))
             assert 0 <= float(element.get("y", 0)) <= height - float(element.get("height", 0))
-    # Arcs beyond what there is room for share places.
+    # Arcs beyond the available room overlap.
     ends = {arc.get("d", "").split("h")[1].split("q")[0] for arc in kinds(root, "skip") if len(arc)}
     assert 1 < len(ends) <= ARCS_MAX
 
@@ -349,7 +349,7 @@ def test_names_cannot_break_out_of_a_picture(tied: dict[str, Any]) -> None:
     assert "a<b & c>" in [element.text for element in root.iter()]
 
 
-def test_numbers_and_names_are_short() -> None:
+def test_numbers_and_names_are_abbreviated() -> None:
     assert [count_text(number, "FLOP") for number in (0, 999, 1_000, 1_234_567, 3e15)] == [
         "0 FLOP",
         "999 FLOP",
@@ -394,7 +394,7 @@ def bad():
 """
 
 
-def test_explain_says_what_becomes_of_a_model_and_writes_nothing(
+def test_explain_describes_a_model_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(EXPLAINED)

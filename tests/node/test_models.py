@@ -1,4 +1,4 @@
-"""Graphs and first values on their way between nodes, and a run from a RUN.toml to its manifest.
+"""Graphs and initial values transferred between nodes, and a run from a RUN.toml to its manifest.
 
 Whole nodes on simulated seams; the graphs are small and written by hand.
 """
@@ -99,12 +99,12 @@ def test_a_graph_is_fetched_once_and_kept() -> None:
         group.kill("b")
         assert await a.runs.models.get(model.hash, [b.peer]) == model.graph
         a.runs.models._decoded.clear()
-        assert await a.runs.models.get(model.hash, []) == model.graph, "it is on disk"
+        assert await a.runs.models.get(model.hash, []) == model.graph, "the graph is on disk"
 
     two_nodes(scenario)
 
 
-def test_a_graph_that_is_not_the_one_asked_for_is_not_taken() -> None:
+def test_a_graph_with_another_hash_is_rejected() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model, other = model_of(classifier(8)), model_of(classifier(9))
         b.seams.storage.write(graph_name(model.hash), other.data)
@@ -165,7 +165,7 @@ def test_fetches_of_graphs_are_shared_and_limited() -> None:
     two_nodes(scenario)
 
 
-def test_the_graphs_that_were_used_longest_ago_make_room() -> None:
+def test_the_least_recently_used_graphs_are_evicted() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         several = [model_of(classifier(side)) for side in (2, 3, 4)]
         for model in several:
@@ -177,7 +177,7 @@ def test_the_graphs_that_were_used_longest_ago_make_room() -> None:
     two_nodes(scenario, kept_max=2)
 
 
-def test_the_graph_of_a_run_here_stays_however_many_others_come() -> None:
+def test_the_graph_of_a_local_run_is_never_evicted() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         several = [model_of(classifier(side)) for side in (2, 3, 4, 5)]
         ours = several[0]
@@ -187,13 +187,13 @@ def test_the_graph_of_a_run_here_stays_however_many_others_come() -> None:
             model.put(b)
             await a.runs.models.get(model.hash, [b.peer])
         here = [await a.runs.models.read(model.hash) is not None for model in several]
-        assert here == [True, False, True, True], "it is kept beside as many others as ever"
+        assert here == [True, False, True, True], "the graph stays beside as many others as the limit allows"
 
     two_nodes(scenario, kept_max=2)
 
 
-def test_a_file_beside_a_graph_without_values_is_not_taken(tmp_path: Path) -> None:
-    """It may be a run's result, or anything else: what is learned, strangers may fetch."""
+def test_a_file_beside_a_graph_without_values_is_ignored(tmp_path: Path) -> None:
+    """It may be a run's result, or anything else, and strangers may fetch what the node loads."""
     model = model_of(classifier(8))
     graph, values = tmp_path / "linear.peerloom", tmp_path / "linear.safetensors"
     graph.write_bytes(model.data)
@@ -207,7 +207,7 @@ def test_a_file_beside_a_graph_without_values_is_not_taken(tmp_path: Path) -> No
     two_nodes(scenario)
 
 
-# First values
+# Initial values
 
 
 def with_values() -> Model:
@@ -225,7 +225,7 @@ def with_values() -> Model:
 
 
 class Arena:
-    """A stage that has only its parameters."""
+    """A stage reduced to its parameters."""
 
     def __init__(self) -> None:
         self.parameters = bytearray(27 * 4)
@@ -250,7 +250,7 @@ def specification_of(model: Model) -> StageSpecification:
     return StageSpecification(run=b"run", graph=stage, sizes_max=(4,))
 
 
-def test_first_values_are_fetched_in_ranges_and_checked() -> None:
+def test_initial_values_are_fetched_in_ranges_and_checked() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = with_values()
         specification = specification_of(model)
@@ -270,7 +270,7 @@ def test_first_values_are_fetched_in_ranges_and_checked() -> None:
     two_nodes(scenario, range_bytes_max=40)
 
 
-def test_a_range_beyond_the_file_or_its_bounds_is_not_answered() -> None:
+def test_a_range_beyond_the_file_or_its_bounds_gets_no_answer() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         model = with_values()
         model.put(a)
@@ -295,20 +295,20 @@ def run_file(text: str = "") -> RunFile:
     return toml.parse(f"model = 'x.peerloom'\n{text}", RunFile, name=NAME).value
 
 
-def test_data_that_fits_tells_the_sizes() -> None:
+def test_sizes_are_inferred_from_fitting_data() -> None:
     assert bind_data(classifier(1, 8, 8), load_digits(), 16, NAME) == (16,)
     wanted = make_manifest(run_file(), classifier(1, 8, 8), bytes(32), load_digits(), name=NAME, created=1.5)
     assert (wanted.model, wanted.sizes_max, wanted.metrics) == ("linear", (16,), ("correct",))
 
 
-def test_more_stages_than_layers_are_refused_before_anyone_is_asked() -> None:
+def test_more_stages_than_layers_are_refused_before_any_request() -> None:
     model, data = simple_cnn("float32"), load_digits()
     wanted = run_file("[plan]\nstages = 6")
     with pytest.raises(UsageError, match=r"plan\.stages 6: the model has 5 layers to cut between"):
         make_manifest(wanted, model.graph, model.hash, data, name=NAME, created=1.5)
 
 
-def test_layers_to_be_kept_together_are_ranges_in_the_manifest() -> None:
+def test_layers_kept_together_are_ranges_in_the_manifest() -> None:
     model, data = simple_cnn("float32"), load_digits()
 
     def made(text: str) -> Manifest:
@@ -343,12 +343,12 @@ def test_a_hugging_face_folder_is_trained_from_its_weights(tmp_path: Path) -> No
         pass
 
 
-def test_a_key_that_has_another_name_now_says_which() -> None:
+def test_a_renamed_key_is_refused_with_its_new_name() -> None:
     with pytest.raises(UsageError, match=r"unknown key 'compress' in \[train\]: it is 'frames' now"):
         run_file("[train]\ncompress = false")
 
 
-def test_a_runs_draws_do_not_depend_on_its_shape() -> None:
+def test_a_runs_random_numbers_do_not_depend_on_its_shape() -> None:
     wanted = make_manifest(run_file(), classifier(1, 8, 8), bytes(32), load_digits(), name=NAME, created=1.5)
     signer = IdentitySigner(Identity(b"r" * 32), "test")
 
@@ -393,12 +393,12 @@ def test_data_that_does_not_fit_the_model_is_explained(graph: Graph, x: Any, wor
         bind_data(graph, data_of(x, np.zeros(4, np.int64)), 4, NAME)
 
 
-def test_a_micro_batch_beyond_what_the_model_was_captured_for_is_explained() -> None:
+def test_a_micro_batch_beyond_the_captured_range_is_explained() -> None:
     with pytest.raises(UsageError, match="the model takes 1 to 64 samples at once"):
         bind_data(classifier(8), data_of(np.zeros((99, 8)), np.zeros(99, np.int64)), 65, NAME)
 
 
-def test_the_person_or_the_model_sets_the_window_of_text(tmp_path: Path) -> None:
+def test_the_user_or_the_model_sets_the_window_of_text(tmp_path: Path) -> None:
     assert window_of(run_file("[train]\nwindow = 9"), tokens(12), NAME) == 9
     assert window_of(run_file(), tokens(12), NAME) == 12
     assert window_of(run_file(), tokens(None), NAME) == WINDOW
@@ -416,7 +416,7 @@ def test_a_model_without_a_loss_cannot_be_trained() -> None:
         bind_data(msgspec.structs.replace(graph, entries=(entry,)), load_digits(), 4, NAME)
 
 
-def test_frames_are_exact_unless_a_person_allows_more() -> None:
+def test_frames_are_exact_unless_the_user_allows_loss() -> None:
     assert run_file("").train.frames == "exact"
     assert run_file("[train]\nframes = 'int8'").train.frames == "int8"
     with pytest.raises(UsageError, match=r'train\.frames = "int7": want one of "bfloat16", "exact"'):
@@ -453,10 +453,10 @@ def test_a_schedule_that_is_all_warm_up_is_refused() -> None:
         check_run_file(wanted, NAME)
 
 
-# The command's side
+# The command
 
 
-def test_an_unknown_model_is_told_what_there_is(tmp_path: Path) -> None:
+def test_an_unknown_model_lists_the_known_ones(tmp_path: Path) -> None:
     wanted = toml.parse("model = 'simple-cn'", RunFile, name=NAME).value
     with pytest.raises(UsageError) as error, captured(wanted, tmp_path / NAME, NAME):
         pass
@@ -488,7 +488,7 @@ def build(hidden=8):
 """
 
 
-def test_a_persons_own_function_and_text_become_a_run_that_trains(tmp_path: Path) -> None:
+def test_a_users_own_function_and_text_become_a_run_that_trains(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "text.txt").write_text("to and fro and " * 40)
     text = (
@@ -506,7 +506,7 @@ def test_a_persons_own_function_and_text_become_a_run_that_trains(tmp_path: Path
                 seen.append(event)  # type: ignore[arg-type]  # documents of events
 
             with captured(wanted, tmp_path / NAME, NAME) as files:
-                assert files["values"].endswith(".safetensors"), "its first values are its own"
+                assert files["values"].endswith(".safetensors"), "the run has its own initial values"
                 arguments = {"text": text, "path": str(tmp_path / NAME), "name": NAME, **files}
                 result = await Commands(group.nodes["c"]).handlers["train"](arguments, emit)
             assert isinstance(result, dict)
@@ -520,7 +520,7 @@ def seen_losses(events: list[dict[str, Any]]) -> list[float]:
     return [event["loss"] for event in events if event["kind"] == "StepCommitted"]
 
 
-def test_a_captured_file_without_its_first_values_is_explained(tmp_path: Path) -> None:
+def test_a_captured_file_without_its_initial_values_is_explained(tmp_path: Path) -> None:
     model = with_values()
     (tmp_path / "m.peerloom").write_bytes(model.data)
     wanted = toml.parse("model = 'm.peerloom'", RunFile, name=NAME).value

@@ -1,4 +1,4 @@
-"""The driver of a path, before a hostile peer and on a machine that has no room."""
+"""The driver of a path: against a hostile peer, and on a machine without free resources."""
 
 import errno
 import socket
@@ -47,7 +47,7 @@ async def test_dripped_bytes_take_no_more_memory_than_their_length() -> None:
         assert after - before < 4 * count
 
 
-async def test_a_path_outlives_a_time_without_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_path_survives_a_lack_of_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = make_network("h"), make_network("o")
     other.handle(PING, echo)
 
@@ -69,7 +69,7 @@ async def test_a_path_outlives_a_time_without_descriptors(monkeypatch: pytest.Mo
         assert path.stands
 
 
-async def test_channels_come_by_a_relay_that_is_known_by_name() -> None:
+async def test_channels_open_through_a_relay_known_by_name() -> None:
     one, other = make_network("h"), make_network("o")
     async with running(one, other):
         one.learn(other.peer, other.addresses)
@@ -92,7 +92,7 @@ async def test_a_circuit_through_this_node_itself_is_refused() -> None:
             await one.multiplexed.through(circuit)
 
 
-async def test_paths_that_come_at_once_are_bounded_like_those_that_stand() -> None:
+async def test_concurrent_new_paths_are_bounded_like_established_ones() -> None:
     hostile, other = make_network("h"), make_network("o")
     async with running(hostile, other):
         hostile.learn(other.peer, other.addresses)
@@ -118,7 +118,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def mute(network: RealNetwork, peer: PeerId) -> None:
-    """Have what a network says on its path to a peer get lost, as behind a router that was rebooted."""
+    """Lose everything that a network sends on its path to a peer, as behind a router that was rebooted."""
 
     async def lose(*_: object) -> None:
         await trio.lowlevel.checkpoint()
@@ -128,7 +128,7 @@ def mute(network: RealNetwork, peer: PeerId) -> None:
 
 
 @pytest.mark.usefixtures("_hasty")
-async def test_a_silent_path_is_replaced_by_whoever_had_dialled_it() -> None:
+async def test_a_silent_path_is_replaced_by_the_side_that_dialled_it() -> None:
     one, other = make_network("h"), make_network("o")
     one.handle(PING, echo)
     async with running(one, other):
@@ -164,7 +164,7 @@ async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
             channel.close()
 
 
-def test_lost_paths_of_a_peer_doubt_others_once_a_minute(
+def test_lost_paths_of_a_peer_raise_doubts_once_a_minute(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     doubts: list[float] = []
@@ -205,7 +205,7 @@ async def test_an_idle_path_that_is_cut_is_not_replaced() -> None:
         assert not path.is_lost
 
 
-async def test_peers_behind_one_relay_count_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_peers_behind_one_relay_are_counted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.transport.paths.PER_RELAY_MAX", 2)
     guests = [make_network(letter) for letter in "xyz"]
     async with behind_a_relay() as world, running(*guests):
@@ -230,7 +230,7 @@ async def test_a_circuit_of_a_relay_known_by_name_is_dialled() -> None:
             assert await ask(other, world.hidden.peer) == b"there?"
 
 
-async def test_an_opener_of_a_circuit_that_is_cancelled_leaves_nothing_behind() -> None:
+async def test_a_cancelled_opener_of_a_circuit_leaks_nothing() -> None:
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
         circuit = world.hidden.circuits[0].of(world.hidden.peer)

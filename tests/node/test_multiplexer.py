@@ -1,4 +1,6 @@
-"""The multiplexer of a path: what is sent arrives, in order; small messages overtake; nothing grows."""
+"""The multiplexer of a path: bytes arrive in order, small messages overtake bulk, and memory
+stays bounded.
+"""
 
 from collections import deque
 from itertools import count
@@ -35,7 +37,7 @@ def pair() -> tuple[Multiplexer, Multiplexer]:
 
 
 def pump(now: float, one: Multiplexer, other: Multiplexer) -> list[Event]:
-    """All that one side has to say, to the other; what comes of it."""
+    """Deliver everything that one side sends to the other, and return the resulting events."""
     found = []
     while (frame := one.next_frame(now)) is not None:
         event = other.receive(now, frame)
@@ -82,7 +84,7 @@ def test_data_written_before_a_close_arrives_before_it() -> None:
     assert all(isinstance(each, ChannelData) for each in data)
 
 
-def test_a_close_that_crosses_our_own_ends_the_channel_without_a_word() -> None:
+def test_a_close_that_crosses_our_own_ends_the_channel_silently() -> None:
     one, other = pair()
     channel = opened(one, other)
     fill(one, channel)
@@ -94,7 +96,7 @@ def test_a_close_that_crosses_our_own_ends_the_channel_without_a_word() -> None:
     assert pump(0.0, one, other) == []
 
 
-def test_a_reader_that_pauses_stops_its_own_channel_alone() -> None:
+def test_a_paused_reader_stops_only_its_own_channel() -> None:
     one, other = pair()
     slow, quick = opened(one, other), opened(one, other)
     came = 0
@@ -147,8 +149,9 @@ def test_busy_channels_take_turns() -> None:
 
 
 def carried(rate: float, trip: float, seconds: float) -> tuple[float, float]:
-    """Bulk over a path of so many bytes a second and with a queue without bound; bytes a second that came in
-    the second half, and the longest that a byte waited there beyond half a round trip."""
+    """Send bulk over a path with this rate (bytes a second) and an unbounded queue. Return the bytes a second
+    that arrived in the second half, and the longest queueing delay there beyond half a round trip.
+    """
     one, other = pair()
     channel = one.open()
     wire: deque[tuple[float, bytes]] = deque()
@@ -196,7 +199,7 @@ def test_a_silent_path_is_found_dead_sooner_while_it_carries_channels() -> None:
         assert not one.tick(seconds + DEAD_SECONDS)
 
 
-def test_a_path_in_doubt_is_asked_at_once_and_found_dead_sooner() -> None:
+def test_a_path_in_doubt_is_pinged_at_once_and_found_dead_sooner() -> None:
     one, other = pair()
     one.doubt(5.0)
     assert one.deadline == 5.0 + DOUBTED_SECONDS
@@ -210,7 +213,7 @@ def test_a_path_in_doubt_is_asked_at_once_and_found_dead_sooner() -> None:
     assert not one.tick(20.0 + DOUBTED_SECONDS)
 
 
-def test_a_path_doubted_late_is_dead_at_the_next_look() -> None:
+def test_a_path_doubted_late_is_dead_at_the_next_check() -> None:
     one, other = pair()
     opened(one, other)
     assert one.tick(PING_SECONDS)
@@ -221,7 +224,7 @@ def test_a_path_doubted_late_is_dead_at_the_next_look() -> None:
     assert not one.tick(doubted + 0.4)
 
 
-def test_a_process_that_stood_still_asks_again_before_a_doubt_counts() -> None:
+def test_a_suspended_process_pings_again_before_a_doubt_counts() -> None:
     one, other = pair()
     opened(one, other)
     assert one.tick(PING_SECONDS)
@@ -240,7 +243,7 @@ def test_an_answered_ping_keeps_a_path_and_measures_its_round_trip() -> None:
     assert one.deadline == 2 * IDLE_PING_SECONDS
 
 
-def test_a_process_that_stood_still_asks_again() -> None:
+def test_a_suspended_process_pings_again() -> None:
     one, _ = pair()
     one.tick(IDLE_PING_SECONDS)
     woken = IDLE_PING_SECONDS + DEAD_SECONDS + LATE_SECONDS + 1
@@ -279,7 +282,7 @@ def test_malformed_frames_end_the_path(said: bytes) -> None:
         one.receive(0.0, said)
 
 
-def test_more_than_the_credit_and_credit_without_end_end_the_path() -> None:
+def test_exceeding_the_credit_or_its_limit_ends_the_path() -> None:
     one, other = pair()
     channel = opened(one, other)
     piece = frame(Kind.DATA, channel) + bytes(DATA_BYTES_MAX)
@@ -298,7 +301,7 @@ def test_data_without_a_byte_ends_the_path() -> None:
         other.receive(0.0, frame(Kind.DATA, channel))
 
 
-def test_channels_beyond_the_bound_are_closed_and_answers_do_not_pile_up() -> None:
+def test_channels_beyond_the_bound_are_closed_without_queueing_answers() -> None:
     one, other = pair()
     channels = [opened(other, one) for _ in range(CHANNELS_MAX)]
     with pytest.raises(LocalProtocolError):
@@ -325,13 +328,13 @@ def test_a_flood_of_pings_costs_one_answer() -> None:
 
 
 class TwoSides(RuleBasedStateMachine):
-    """Both sides do what their users may, frames wait on the wire: what is read is what was written."""
+    """Both sides act as their users may while frames wait on the wire: bytes read equal bytes written."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sides = pair()
         self.wires: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
-        # By the number of the writing side: what was written and has not been read.
+        # Bytes written and not read yet, by the number of the writing side.
         self.written: tuple[dict[int, bytearray], dict[int, bytearray]] = ({}, {})
         self.untaken: tuple[dict[int, int], dict[int, int]] = ({}, {})
         self.now = 0.0
@@ -401,7 +404,7 @@ class TwoSides(RuleBasedStateMachine):
             assert all(size <= limit for size, limit in side.sizes.values())
 
     def teardown(self) -> None:
-        """A reader that goes on gets all data written on channels that nobody closed."""
+        """A reader that keeps reading gets all data written on channels that no side closed."""
         for _ in range(400):
             for side in (0, 1):
                 self.send(side, 1_000)

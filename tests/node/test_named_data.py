@@ -41,7 +41,7 @@ replicas = 1
 
 
 class Pairs(nn.Module):
-    """Two inputs, one of them a mask; `spare` is used by nothing."""
+    """Two inputs, one of them a mask; no layer uses `spare`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Pairs(nn.Module):
 
 
 def loss(output: Tensor, score: Tensor, kind: Tensor) -> Tensor:
-    """A mean over floating labels and one over those classes that are not -100."""
+    """The loss: a mean over floating labels plus one over those classes that are not -100."""
     return functional.mse_loss(output[:, 0], score) + functional.cross_entropy(output, kind)
 
 
@@ -114,7 +114,7 @@ def test_a_run_over_named_arrays_equals_a_plain_loop(tmp_path: Path) -> None:
         columns = [np.concatenate(each) for each in zip(*(i + t for i, t in parts), strict=True)]
         ids, mask, score, kind = map(torch.from_numpy, columns)
         optimizer.zero_grad()
-        # Micro-batches count by the labels that are not ignored, as the mean over those does.
+        # Micro-batches are weighted by the number of labels that are not ignored, like the mean.
         total, count = torch.zeros((), dtype=torch.float64), 0
         for part in (slice(0, 3), slice(3, 6)):
             known_labels = int((kind[part] != -100).sum())
@@ -149,7 +149,7 @@ def test_arrays_that_do_not_fit_are_named(changes: dict[str, Any], words: str, t
         bind_data(found.graph, load_folder(tmp_path), 3, "RUN.toml")
 
 
-def test_an_array_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_array_is_named(tmp_path: Path) -> None:
     _, found = captured()
     for name in ("train", "test"):
         np.savez(tmp_path / f"{name}.npz", x=np.zeros((4, 5), int), y=np.zeros(4))
@@ -157,7 +157,7 @@ def test_an_array_that_is_missing_is_named(tmp_path: Path) -> None:
         bind_data(found.graph, load_folder(tmp_path), 3, "RUN.toml")
 
 
-def test_groups_are_by_pattern_and_each_pattern_is_like_something() -> None:
+def test_groups_are_patterns_that_each_match_a_parameter() -> None:
     _, found = captured()
     graph = with_groups(found.graph, [("*.bias",), ("norm.*", "embed.*")])
     groups = {row.names[0]: row.group for row in graph.parameters}
@@ -174,9 +174,9 @@ def test_a_graph_has_every_name_of_the_state_dict() -> None:
     assert names == set(model.state_dict())
 
 
-def test_epochs_are_as_many_steps_as_they_take(tmp_path: Path) -> None:
+def test_epochs_are_converted_into_steps(tmp_path: Path) -> None:
     _, found = captured()
-    data = load_folder(folder(tmp_path))  # 12 samples, 6 a step
+    data = load_folder(folder(tmp_path))  # 12 samples, 6 per step
     text = RUN.replace("steps = 3", "epochs = 2.5")
     assert text != RUN
     run_file = toml.parse(text, RunFile, name="RUN.toml").value

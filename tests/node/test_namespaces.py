@@ -1,4 +1,4 @@
-"""Two machines on one link, as namespaces: found by beacon, reached by both families, also after a move."""
+"""Two machines on one link, as namespaces: found by beacon, reached over IPv4 and IPv6, also after a move."""
 
 import json
 import subprocess
@@ -21,12 +21,12 @@ def program(machine: Machine, *arguments: str) -> Iterator[subprocess.Popen[str]
             process.kill()
 
 
-def test_two_machines_find_each_other_by_beacon_and_speak_by_both_families() -> None:
+def test_two_machines_find_each_other_by_beacon_and_use_both_families() -> None:
     with two_machines() as (one, other), program(other, "b", "echo"), program(one, "a", "visit") as visitor:
         text, _ = visitor.communicate(timeout=45)
     answers = [json.loads(line) for line in text.splitlines()]
-    # By each address that the beacon told, a stream and a datagram, and the datagram's answer. The kernel
-    # gives each machine a link-local one besides; it is told if the first beacon that was heard came from it.
+    # A stream and a datagram go to each address in the beacon, and the datagram is answered. The kernel also
+    # gives each machine a link-local address; it is listed if the first beacon came from it.
     hosts = [answer["host"] for answer in answers]
     assert sorted(host for host in hosts if "%" not in host) == sorted([other.host_4, other.host_6])
     assert all(answer["back"] == [answer["host"]] for answer in answers)
@@ -42,12 +42,13 @@ def test_machines_with_link_local_addresses_meet_by_beacon(
         program(one, "a", "visit") as visitor,
     ):
         text, _ = visitor.communicate(timeout=45)
-    # With the zone of the interface by which the beacon came, whatever the other side calls its own.
+    # The address carries the zone of the interface that received the beacon, whatever the other side calls
+    # its own.
     there = f"{other.host_6}%cable"
     assert [json.loads(line) for line in text.splitlines()] == [{"host": there, "back": [there]}]
 
 
-def test_a_machine_that_changes_its_address_goes_on_without_a_loss() -> None:
+def test_a_machine_that_changes_its_address_loses_nothing() -> None:
     with two_machines() as (one, other), program(other, "b", "echo"), program(one, "a", "move") as mover:
         assert exchanged(mover) == {"back": 100, "hosts": [one.host_4, one.host_6]}
         move(one, "10.87.0.101")
@@ -55,7 +56,7 @@ def test_a_machine_that_changes_its_address_goes_on_without_a_loss() -> None:
 
 
 def exchanged(mover: subprocess.Popen[str]) -> object:
-    """How many of a hundred datagrams came back, and at which addresses it says to be."""
+    """Return how many of a hundred datagrams came back, and the addresses that the machine reports."""
     assert mover.stdin is not None
     assert mover.stdout is not None
     mover.stdin.write("go\n")

@@ -1,4 +1,4 @@
-"""Real nodes that list only the neighbourhood of their key: wired to the DHT as a public swarm needs it."""
+"""Real nodes that list only peers near their key, wired to the DHT as in a public swarm."""
 
 from gossip.member import NeighbourhoodLookupWanted
 from sim.observers import Observation
@@ -6,7 +6,7 @@ from sim.scenario import Checks, MembershipScenario, RecordsScenario, Scenario, 
 from sim.worlds.stack import StackWorld
 
 
-def test_nodes_of_a_swarm_of_neighbourhoods_find_each_other_through_the_dht() -> None:
+def test_nodes_with_partial_views_find_each_other_through_the_dht() -> None:
     seen: list[Observation] = []
     scenario = Scenario(
         name="neighbourhoods",

@@ -1,4 +1,4 @@
-"""npz files as strangers make them: what they take is bounded before it is given, and no node falls."""
+"""npz files from strangers: their memory is bounded before it is allocated, and no node crashes."""
 
 import gc
 import io
@@ -64,7 +64,7 @@ def unpacked(data: bytes) -> tuple[Array, ...]:
 
 
 def zeros(count: int) -> bytes:
-    """An npy file of so many float64."""
+    """An npy file of this many float64."""
     text = repr({"descr": "<f8", "fortran_order": False, "shape": (4, count // 4)})
     return header(text, bytes(8 * count))
 
@@ -102,11 +102,11 @@ NO_DATA: dict[str, Callable[[], bytes]] = {
     "more than the header says": lambda: archive({"x": npy(X) + b"1234", "y": npy(Y)}),
     "less than the header says": lambda: archive({"x": npy(X)[:-4], "y": npy(Y)}),
 }
-"""Made by the test that reads it: some take long."""
+"""Return the archive that this maker makes: the test itself makes it, since some take long."""
 
 
 @pytest.mark.parametrize("name", NO_DATA)
-def test_an_archive_that_is_no_data_is_refused_by_name(name: str) -> None:
+def test_an_archive_without_arrays_is_refused_by_name(name: str) -> None:
     data = NO_DATA[name]()
     with pytest.raises(BadArchive):
         unpacked(data)
@@ -124,7 +124,7 @@ def test_an_archive_that_is_no_data_is_refused_by_name(name: str) -> None:
     ],
     ids=["plain", "fortran", "big-endian", "bool", "several chunks"],
 )
-def test_arrays_come_out_as_numpy_reads_them(x: Array, y: Array, method: int) -> None:
+def test_arrays_are_read_as_numpy_reads_them(x: Array, y: Array, method: int) -> None:
     found_x, found_y = unpacked(archive({"x": npy(x), "y": npy(y)}, method))
     np.testing.assert_array_equal(found_x, x)
     np.testing.assert_array_equal(found_y, y)
@@ -143,7 +143,7 @@ def test_two_arrays_of_one_name_are_refused() -> None:
         unpacked(file.getvalue())
 
 
-def test_numbers_may_take_so_many_times_their_file_and_no_more() -> None:
+def test_the_ratio_of_unpacked_to_packed_bytes_is_bounded() -> None:
     sides = RATIO_FREE_BYTES // 8
     layouts = Layouts({"x": ArrayHeader("<f8", (4, sides), False), "y": ArrayHeader("<i8", (4,), False)})
     needed = -(-layouts.unpacked_bytes // RATIO_MAX)
@@ -175,8 +175,9 @@ async def read_fenced(path: Path, data: bytes) -> tuple[Array, ...]:
         return tuple((await RealExecutor().unpack(file, out, allow_unfenced=True)).values())
 
 
-async def test_a_process_of_its_own_unpacks_what_is_mapped_here(tmp_path: Path) -> None:
-    x = np.random.default_rng(1).random((50_000, 8, 8)).astype(np.float32)  # more than it may write to a file
+async def test_a_separate_process_unpacks_what_is_mapped_here(tmp_path: Path) -> None:
+    # More than the process may write to a file.
+    x = np.random.default_rng(1).random((50_000, 8, 8)).astype(np.float32)
     y = np.arange(50_000)
     for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         found_x, found_y = await read_fenced(tmp_path / "a.npz", archive({"x": npy(x), "y": npy(y)}, method))
@@ -192,8 +193,8 @@ async def test_refusals_of_the_fenced_process_are_reported(tmp_path: Path, name:
 
 
 @pytest.mark.slow
-async def test_a_directory_as_large_as_its_archive_fells_only_the_process(tmp_path: Path) -> None:
-    """A million and more entries are gigabytes of objects, and it has a quarter of one."""
+async def test_an_oversized_archive_directory_crashes_only_the_process(tmp_path: Path) -> None:
+    """More than a million entries are gigabytes of objects, and the process has a quarter of one."""
     entry = struct.pack("<4s4B4HL2L5H2L", b"PK\1\2", 20, 3, 20, 0, 0, 0, 0, 33, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0)
     count = 1_500_000
     directory = b"".join(entry + b"x" for _ in range(count))
@@ -212,15 +213,15 @@ async def test_unpacked_arrays_count_on_disk_until_their_last_view(tmp_path: Pat
         del x
         assert budget.held_bytes
         del y
-        await trio.to_thread.run_sync(gc.collect)  # there: the thread holds its last result
+        await trio.to_thread.run_sync(gc.collect)  # in the file system: the thread holds its last result
         assert not budget.held_bytes
         with pytest.raises(OSError, match="scratch"):
             await RealExecutor(scratch=small).unpack(file, out, allow_unfenced=True)
         assert not small.held_bytes
 
 
-def test_the_process_ends_where_nobody_says_go_on(tmp_path: Path) -> None:
-    """Its node was killed: it must not stay, and has written nothing."""
+def test_the_unpacking_process_ends_without_a_go_ahead(tmp_path: Path) -> None:
+    """After the death of its node it must end, and must have written nothing."""
     (tmp_path / "a.npz").write_bytes(GOOD)
     with (tmp_path / "a.npz").open("rb") as file, tempfile.TemporaryFile() as out:
         descriptors = file.fileno(), out.fileno()

@@ -1,6 +1,6 @@
 """The choice among several networks for a peer's streams, by measurements in virtual time.
 
-`tests/lab/test_paths.py` measures two real networks of unlike speed.
+`tests/lab/test_paths.py` measures two real networks of different speed.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ Rates = dict[Address, tuple[float, float] | Exception]
 
 
 class SeveralNetworks(SimNetwork):
-    """A simulated network that shares several with every peer, and notes which is preferred."""
+    """A simulated network that shares several networks with every peer, and records the preferred one."""
 
     shared: tuple[Address, ...] = (SLOW, FAST)
     preferred: tuple[Address, ...] = ()
@@ -42,7 +42,7 @@ class SeveralNetworks(SimNetwork):
 def compare(
     rates: Rates, seconds: float, change: Callable[[SeveralNetworks], None] = lambda network: None
 ) -> tuple[tuple[Address, ...], int, int]:
-    """Return what was preferred in this time, how often something was measured, and what was refused."""
+    """Return the preferred networks in this time, the number of measurements, and the refusals."""
     measured, refused = [], []
     network = None
 
@@ -75,13 +75,13 @@ def compare(
     return network.preferred, len(measured), len(refused)
 
 
-def test_the_network_whose_slower_way_is_fastest_is_preferred() -> None:
+def test_the_network_with_the_fastest_slower_direction_is_preferred() -> None:
     rates: Rates = {SLOW: (9e6, 1e6), FAST: (8e6, 7e6)}
     assert compare(rates, AGAIN_SECONDS - 1) == ((FAST,), 2, 0)
     assert compare(rates, AGAIN_SECONDS + 2 * LOOK_SECONDS) == ((FAST, FAST), 4, 0)
 
 
-def test_a_network_that_leads_nowhere_leaves_the_other_one_preferred() -> None:
+def test_an_unreachable_network_leaves_the_other_one_preferred() -> None:
     rates: Rates = {SLOW: (1e6, 1e6), DEAD: Unreachable("timeout", "no answer")}
 
     def change(network: SeveralNetworks) -> None:
@@ -94,7 +94,7 @@ def test_a_peer_that_cannot_be_measured_now_is_measured_later() -> None:
     assert compare({SLOW: MeasurementRefused(5.0)}, 2 * RETRY_SECONDS + 4 * LOOK_SECONDS) == ((), 3, 0)
 
 
-def test_a_peer_that_answers_nonsense_is_refused_and_nothing_preferred() -> None:
+def test_a_peer_with_a_nonsense_answer_is_refused_and_nothing_preferred() -> None:
     assert compare({SLOW: RemoteProtocolError("nonsense")}, 10.0) == ((), 1, 1)
 
 

@@ -46,7 +46,7 @@ def test_runs_show_names_awaited_machines_until_the_pause_ends() -> None:
     assert run_document(apply(state, goes_on).runs[RUN])["waits_for"] == []
 
 
-def test_runs_show_names_peers_and_words_its_reasons() -> None:
+def test_runs_show_names_peers_and_states_its_reasons() -> None:
     planned = events.RunPlanned(
         at=1.0,
         run=RUN,
@@ -64,7 +64,7 @@ def test_runs_show_names_peers_and_words_its_reasons() -> None:
     assert f"  stage 1       layers 0-2 on lab-2 {known}, {unknown}" in lines
 
 
-def test_a_lost_stage_names_who_had_it() -> None:
+def test_a_lost_stage_names_its_former_holder() -> None:
     said = stage_missing("stage 2 of 2 has no replica left", (KNOWN, UNKNOWN))
     assert said.endswith(f"; it goes on when {short_peer(KNOWN)} or {short_peer(UNKNOWN)} is back")
     assert stage_missing("nobody of the run is left", ()) == "nobody of the run is left"

@@ -1,4 +1,4 @@
-"""Whether a machine serves others now: its owner's rules, what it measures, and how its slots come back."""
+"""Whether a machine serves others now: its owner's rules, its sensors, and the return of its slots."""
 
 import os
 from dataclasses import replace
@@ -46,12 +46,12 @@ def test_each_rule_refuses_with_its_reason(changed: dict[str, Any], reason: str)
 
 
 @given(reading=readings)
-def test_a_machine_without_rules_serves_whatever_it_reads(reading: Reading) -> None:
+def test_a_machine_without_rules_serves_whatever_it_measures(reading: Reading) -> None:
     assert refusal(Offering(), reading) == ("", "")
 
 
 @given(st.lists(st.tuples(st.floats(0.1, 50), readings), min_size=1, max_size=40))
-def test_it_serves_only_while_all_rules_hold_and_calmly_after(course: list[tuple[float, Reading]]) -> None:
+def test_a_machine_serves_only_after_all_rules_held_for_a_while(course: list[tuple[float, Reading]]) -> None:
     permit, now, fine_since, was_refused = MachinePermission(), 0.0, None, False
     for seconds, reading in course:
         now += seconds
@@ -72,7 +72,7 @@ def test_unmeasurable_rules_are_reported_and_block_nothing() -> None:
     assert found.unread == ("idle", "load", "mains_only")
 
 
-def test_hours_may_go_over_midnight() -> None:
+def test_hours_may_span_midnight() -> None:
     hours = read_hours("22:00-7, 12-13:30")
     assert [hours.holds(minute) for minute in (0, 419, 420, 719, 720, 810, 1_319, 1_320)] == [
         True, True, False, False, True, False, False, True,
@@ -94,10 +94,10 @@ def test_the_rules_are_read_from_flags_environment_and_file(tmp_path: Path) -> N
         resolve({"config": str(file)}, {})
 
 
-def test_power_and_input_are_read_where_they_are(tmp_path: Path) -> None:
+def test_power_and_input_are_read_where_available(tmp_path: Path) -> None:
     wall = 1_000_000.0
     state = MachineState(root=tmp_path, wall=lambda: wall)
-    assert (state.read().on_mains, state.read().idle_seconds) == (None, None), "absent ones are said"
+    assert (state.read().on_mains, state.read().idle_seconds) == (None, None), "absent sensors are reported"
     terminal = tmp_path / "dev/pts/0"
     terminal.parent.mkdir(parents=True)
     terminal.touch()

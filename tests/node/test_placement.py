@@ -1,4 +1,6 @@
-"""The first plan of a run among members that claim too much and then decline: whole nodes in virtual time."""
+"""The first plan of a run among members that overstate their speed and then decline: whole nodes in virtual
+time.
+"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -53,7 +55,7 @@ PEERS = [PeerId(bytes([number]) * 32) for number in range(200)]
 
 
 def claim(node: Node, flops_per_second: float) -> None:
-    """From now on this node says that it computes so fast, whatever its own code makes of that."""
+    """Have this node claim this speed from now on, whatever it measures."""
     said = read_metadata(encode_metadata(node.capacity, accepts_runs=True))
     assert said is not None
     said = msgspec.structs.replace(said, flops_per_second=flops_per_second)
@@ -61,7 +63,7 @@ def claim(node: Node, flops_per_second: float) -> None:
 
 
 def decline(node: Node, asked: list[str], name: str) -> None:
-    """From now on this node takes nothing, and notes who asked it."""
+    """Have this node decline everything from now on, and record who asked."""
 
     def accepts(_run: object) -> str:
         asked.append(name)
@@ -71,7 +73,7 @@ def decline(node: Node, asked: list[str], name: str) -> None:
 
 
 @pytest.mark.parametrize("flops_per_second", [ENORMOUS, FLOPS_PER_SECOND_MAX])
-def test_eight_members_that_claim_too_much_and_decline_stop_no_placement(flops_per_second: float) -> None:
+def test_eight_overstating_decliners_do_not_prevent_placement(flops_per_second: float) -> None:
     asked: list[str] = []
     planned: list[Sequence[str]] = []
 
@@ -80,7 +82,7 @@ def test_eight_members_that_claim_too_much_and_decline_stop_no_placement(flops_p
             for name in "abcdefgh":
                 claim(group.nodes[name], flops_per_second)
                 decline(group.nodes[name], asked, name)
-            await trio.sleep(5)  # virtual: until all have heard what is claimed
+            await trio.sleep(5)  # virtual seconds, until all have heard the claims
             for seed in (1, 2):
                 _, events = await train(group, "k", manifest(stages=1, replicas=2, steps=1, seed=seed))
                 (plan,) = (event for event in events if isinstance(event, RunPlanned))
@@ -88,11 +90,11 @@ def test_eight_members_that_claim_too_much_and_decline_stop_no_placement(flops_p
 
     simulate(scenario)
     assert [sorted(stage) for stage in planned] == [["i", "j"], ["i", "j"]]
-    # Each was asked once at most: the second run knows who declined the first.
+    # Each decliner was asked at most once: the second run knows who declined the first.
     assert len(asked) == len(set(asked))
 
 
-def test_a_claim_counts_for_no_more_than_a_multiple_of_the_median() -> None:
+def test_a_claim_counts_for_at_most_a_multiple_of_the_median() -> None:
     rates = [1e9, 2e9, 3e9, 9e15]
     offers = [Offer(peer, rate, 1, has_slot=True) for peer, rate in zip(PEERS, rates, strict=False)]
     without = Offer(PEERS[9], 1e15, 1, has_slot=False)
@@ -103,7 +105,7 @@ def test_a_claim_counts_for_no_more_than_a_multiple_of_the_median() -> None:
     assert cap_claims([]) == []
 
 
-def test_a_rate_that_no_machine_has_is_not_read() -> None:
+def test_an_impossible_rate_is_not_read() -> None:
     measured = Capacity("cpu", 1, 1, 1, 1e24, "")
     said = read_metadata(encode_metadata(measured, accepts_runs=True))
     assert said is not None
@@ -112,7 +114,7 @@ def test_a_rate_that_no_machine_has_is_not_read() -> None:
         assert read_metadata(encode(Metadata(1, True, "cpu", 1, 1, 1, rate, ""))) is None
 
 
-def test_decliners_are_remembered_for_some_time_and_only_the_newest() -> None:
+def test_recent_decliners_are_remembered_for_a_while() -> None:
     decliners = Decliners()
     decliners.note(PEERS[0], 0.0, 10.0)
     assert decliners.now(9.9) == {PEERS[0]}
@@ -139,7 +141,7 @@ def test_stages_are_kept_before_replicas() -> None:
     assert list(smaller_shapes((2, 2), 3)) == [(2, 1), (1, 2)]
 
 
-def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
+def test_a_placement_continues_after_refusals_while_others_are_free() -> None:
     decliners = 20
     captured = simple_cnn("float64")
     signers = [
@@ -159,7 +161,7 @@ def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
         body = LeaseBody(run.id, plan_hash(decode_plan(request.plan)), request.stage, 60)
         return Leased(signer.sign(LEASE_PURPOSE, encode(body)))
 
-    # The fastest decline, each a little faster than the next.
+    # The fastest decline, each slightly faster than the next.
     rates = {peer: 50e9 + place * 1e9 for place, peer in enumerate(sorted(busy))}
     offers = [
         Offer(signer.peer, rates.get(signer.peer, 1e9), 10**10, has_slot=True) for signer in signers[1:]
@@ -175,7 +177,7 @@ def test_no_number_of_refusals_ends_a_placement_while_others_are_free() -> None:
     assert sorted(peer for peer in asked if peer in busy) == sorted(busy)
 
 
-def test_a_placement_plans_once_for_each_refusal_where_all_declined_lately() -> None:
+def test_a_placement_plans_once_per_refusal_where_all_declined_lately() -> None:
     captured = simple_cnn("float64")
     requester = IdentitySigner(Identity(bytes(32)), "test")
     run = make_run(requester, manifest(captured, stages=1, replicas=2))
@@ -200,10 +202,10 @@ def test_a_placement_plans_once_for_each_refusal_where_all_declined_lately() -> 
                 decliners=decliners, monotonic=time.monotonic,
             )
         )  # fmt: skip
-    assert plans == len(offers) + 1, "the first without those that declined"
+    assert plans == len(offers) + 1, "only the first plan leaves out the decliners"
 
 
-def test_a_plan_keeps_neighbours_apart_whose_link_was_found_to_be_slow() -> None:
+def test_a_plan_separates_neighbours_with_a_slow_measured_link() -> None:
     model = simple_cnn()
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=2, replicas=1))
     offers = [Offer(peer, 1e9, 8 << 30, has_slot=True) for peer in PEERS[:3]]
@@ -223,7 +225,7 @@ def test_a_plan_keeps_neighbours_apart_whose_link_was_found_to_be_slow() -> None
 
 
 @pytest.mark.parametrize("is_public_slow", [False, True])
-def test_hidden_peers_are_neighbours_only_where_that_is_the_best_plan(is_public_slow: bool) -> None:
+def test_hidden_peers_are_neighbours_only_in_the_best_plan(is_public_slow: bool) -> None:
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(stages=2, replicas=1))
     hidden, public = PEERS[:2], PEERS[2]
     rates = dict.fromkeys(hidden, 1e9) | {public: 1e5 if is_public_slow else 1e9}
@@ -281,7 +283,7 @@ def test_a_requester_is_planned_to_feed_and_commit_beside_its_stage() -> None:
     assert (mine.forward, mine.node_nanoseconds[1]) == (other.forward, other.node_nanoseconds[1])
 
 
-def test_a_run_for_energy_is_placed_on_the_peers_that_draw_least() -> None:
+def test_a_run_for_energy_uses_the_peers_with_the_lowest_power() -> None:
     model = simple_cnn()
     signer = IdentitySigner(Identity(bytes(32)), "test")
     offers = [Offer(peer, 1e10, 8 << 30, has_slot=True) for peer in PEERS[:3]]
@@ -301,7 +303,7 @@ def test_a_run_for_energy_is_placed_on_the_peers_that_draw_least() -> None:
     assert PEERS[1] != placed("throughput")[0] or len(placed("throughput")) > 1
 
 
-def test_a_run_may_ask_for_peers_of_a_measured_speed() -> None:
+def test_a_run_may_require_peers_of_a_measured_speed() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a = group.nodes["a"]

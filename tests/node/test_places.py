@@ -1,4 +1,4 @@
-"""Runs that ask for a place, in a simulated swarm of two regions."""
+"""Runs that require a location, in a simulated swarm of two regions."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -30,7 +30,7 @@ TWO = NetworkModel(
 SETTLE_SECONDS = 120
 
 
-def test_nearness_is_counted_from_the_requester_and_what_is_missing_is_said() -> None:
+def test_distance_is_measured_from_the_requester_and_gaps_are_reported() -> None:
     async def scenario() -> None:
         async with swarm("abcdefgh", network=TWO, preset="lan") as group:
             await trio.sleep(SETTLE_SECONDS)
@@ -52,10 +52,10 @@ def test_nearness_is_counted_from_the_requester_and_what_is_missing_is_said() ->
 
 
 def test_latency_exposes_a_wrong_location_which_gets_no_stage() -> None:
-    """One node says it is where it is not; the round trips of the others say where it is."""
+    """One node claims a wrong location; the round trips of the others reveal the right one."""
 
     async def scenario() -> None:
-        # The timers of one machine call everybody late who is in another region.
+        # The timers of one machine call every peer in another region late.
         async with swarm("abcdefgh", network=TWO, preset="lan") as group:
             regions = {name: group.medium.links.region(node.peer) for name, node in group.nodes.items()}
             liar = next(name for name in "hgfedcb" if regions[name] == regions["a"])
@@ -82,7 +82,7 @@ def test_latency_exposes_a_wrong_location_which_gets_no_stage() -> None:
     simulate(scenario)
 
 
-def test_a_plan_for_a_place_leaves_out_peers_elsewhere_and_says_so() -> None:
+def test_a_plan_for_a_location_excludes_peers_elsewhere_and_reports_it() -> None:
     rows = [
         PeerSpecification(name, 1 << 30, assumed(10**9), location=place)
         for name, place in (("a", "eu"), ("b", ""))
@@ -101,7 +101,7 @@ def offered(kinds: str) -> list[Offer]:
     ]
 
 
-def test_only_peers_on_the_devices_asked_for_have_a_slot() -> None:
+def test_only_peers_on_the_requested_devices_have_a_slot() -> None:
     found = on_devices(offered("cmpp"), ("cuda", "cpu"))
     assert [offer.has_slot for offer in found] == [True, False, True, True]
 
@@ -119,7 +119,7 @@ def test_only_peers_on_the_devices_asked_for_have_a_slot() -> None:
 def test_devices_are_tried_in_order_and_the_outcome_is_reported(
     kinds: str, devices: tuple[Any, ...], tried: list[str], said: str
 ) -> None:
-    """Two stages, each for a peer of its own."""
+    """Two stages, each on its own peer."""
     attempts: list[str] = []
     heard: list[str] = []
 
@@ -160,8 +160,8 @@ def test_a_run_for_a_gpu_uses_a_cpu_only_if_allowed() -> None:
     simulate(scenario)
 
 
-def test_in_local_mode_nodes_elsewhere_are_not_asked_to_take_part() -> None:
-    """Nor does the requester train where its own device is not one of those that are wanted."""
+def test_local_mode_does_not_ask_nodes_elsewhere_to_take_part() -> None:
+    """Nor does the requester train if its own device is not among the requested ones."""
 
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
@@ -184,7 +184,7 @@ def test_in_local_mode_nodes_elsewhere_are_not_asked_to_take_part() -> None:
     simulate(scenario)
 
 
-def test_a_plan_says_who_is_on_another_device() -> None:
+def test_a_plan_names_peers_on_another_device() -> None:
     rows = [
         PeerSpecification(name, 1 << 30, assumed(10**9), device=kind)
         for name, kind in (("a", "cuda"), ("b", "cpu"), ("c", ""))

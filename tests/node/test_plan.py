@@ -1,4 +1,4 @@
-"""`peerloom plan` and the function behind it: peers from a file, screen, picture, what is missing."""
+"""`peerloom plan` and its function: peers from a file, screen, picture, and missing resources."""
 
 import json
 import os
@@ -82,7 +82,7 @@ def planned(graph: Graph, peers: Peers, **wanted: object) -> PlanReport:
     return plan_model(graph, peers, PlanWish(**({"batch": 16} | wanted)), name="toy")  # type: ignore[arg-type]  # of any field
 
 
-def test_a_plan_says_who_is_left_out_and_why(graph: Graph, peers: Peers) -> None:
+def test_a_plan_names_excluded_peers_and_reasons(graph: Graph, peers: Peers) -> None:
     document = plan_document(planned(graph, peers))
     reasons = {row["peer"]: row["reason"] for row in document["left_out"]}
     assert reasons["phone"] == "takes no runs"
@@ -167,7 +167,7 @@ def test_losing_the_fast_peer_makes_a_plan_slower(graph: Graph, peers: Peers) ->
     assert planned(graph, what_if(peers, "add=8GB@900GFLOPS@1Gbit")).samples_per_second > before
 
 
-def test_latency_takes_the_fastest_path_and_energy_the_thriftiest(graph: Graph, peers: Peers) -> None:
+def test_latency_chooses_the_fastest_path_and_energy_the_thriftiest(graph: Graph, peers: Peers) -> None:
     quick = planned(graph, peers, objective="latency")
     assert quick.peers_of(0) == ("lab-1",)
     thrifty = planned(graph, peers, objective="energy")
@@ -175,7 +175,7 @@ def test_latency_takes_the_fastest_path_and_energy_the_thriftiest(graph: Graph, 
         assert "mbp" not in thrifty.peers_of(stage)
 
 
-def test_an_infeasible_plan_says_what_is_needed_and_what_to_do(graph: Graph, tmp_path: Path) -> None:
+def test_an_infeasible_plan_states_the_need_and_the_remedy(graph: Graph, tmp_path: Path) -> None:
     file = tmp_path / "peers.toml"
     file.write_text('[[peers]]\nname = "a"\nmemory = "200MB"\nrate = "1GFLOPS"\n')
     with pytest.raises(Infeasible) as refused:
@@ -198,7 +198,7 @@ def test_an_infeasible_plan_says_what_is_needed_and_what_to_do(graph: Graph, tmp
         ),
     ],
 )
-def test_a_wrong_file_of_peers_says_where(tmp_path: Path, text: str, words: str) -> None:
+def test_an_error_in_a_file_of_peers_names_its_line(tmp_path: Path, text: str, words: str) -> None:
     file = tmp_path / "peers.toml"
     file.write_text(text)
     with pytest.raises(UsageError) as refused:
@@ -229,7 +229,7 @@ def test_the_command_prints_a_plan_and_its_document(
     assert run([*arguments[:2], "--data-dir", str(tmp_path)]) == 3, "no node runs here"
 
 
-def test_the_command_plans_on_the_first_devices_that_are_enough(
+def test_the_command_plans_on_the_first_sufficient_devices(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Graph
 ) -> None:
     from partition.model.graph import encode_graph
@@ -254,7 +254,7 @@ def test_the_command_plans_on_the_first_devices_that_are_enough(
     assert "want some of cuda, mps, cpu, each once" in capsys.readouterr().err
 
 
-def test_no_plan_takes_less_than_a_process_needs(graph: Graph, peers: Peers) -> None:
+def test_no_plan_takes_less_memory_than_a_process_needs(graph: Graph, peers: Peers) -> None:
     assert min(row.memory_bytes for row in planned(graph, peers).forecast.stages) > STAGE_BASELINE_BYTES
 
 
@@ -317,7 +317,7 @@ def test_a_plan_needs_no_node_and_no_torch(tmp_path: Path) -> None:
         node.plan(simple_cnn("float32").graph, file, what_if="lose=one,lose=two")
 
 
-def test_a_report_is_what_the_command_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_report_is_what_the_command_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     graph = simple_cnn("float32").graph
     peers, file = tmp_path / "PEERS.toml", tmp_path / "toy.peerloom"
     peers.write_text(TWO)
@@ -354,7 +354,7 @@ def test_a_change_may_be_one_or_several(tmp_path: Path) -> None:
     assert told in report.explain().splitlines()
 
 
-def test_a_peer_more_may_be_what_makes_a_plan_possible(tmp_path: Path) -> None:
+def test_an_added_peer_may_make_a_plan_possible(tmp_path: Path) -> None:
     graph = simple_cnn("float32").graph
     file = tmp_path / "PEERS.toml"
     file.write_text('[[peers]]\nname = "small"\nmemory = "0.1GB"\nrate = "50GFLOPS"\n')
@@ -365,7 +365,7 @@ def test_a_peer_more_may_be_what_makes_a_plan_possible(tmp_path: Path) -> None:
     assert "with add=8GB@50GFLOPS: nothing fits without" in report.explain()
 
 
-def test_layers_stay_together_where_that_is_asked(
+def test_layers_stay_together_on_request(
     graph: Graph, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     peers, file = tmp_path / "PEERS.toml", tmp_path / "toy.peerloom"
@@ -389,7 +389,7 @@ def test_layers_stay_together_where_that_is_asked(
     assert run([*command, "--keep-tied"]) == 5
 
 
-def test_every_stage_has_as_many_replicas_as_asked_at_least(graph: Graph, tmp_path: Path) -> None:
+def test_every_stage_has_at_least_the_requested_replicas(graph: Graph, tmp_path: Path) -> None:
     file = tmp_path / "PEERS.toml"
     file.write_text(TWO)
     report = node.plan(graph, file, replicas_min=2)
@@ -449,7 +449,7 @@ def test_the_example_compares_changes_over_its_own_machines(graph: Graph, tmp_pa
     assert (tmp_path / "plan.svg").read_text().startswith("<svg")
 
 
-def test_a_model_by_name_is_captured_by_a_process_of_its_own() -> None:
+def test_a_separate_process_captures_a_named_model() -> None:
     assert graph_of("simple-cnn").name == "simple-cnn"
 
 
@@ -460,7 +460,7 @@ def test_a_node_plans_over_its_swarm() -> None:
             report = await me.plan(graph, stages=2, what_if=["lose=b", "add=8GB@1GFLOPS"])
             assert len(report.split.groups) == 2
             assert {peer.name for peer in report.problem.peers} == {"a", "new-2"}
-            # The pure function, over the same peers, gives the same.
+            # The pure function over the same peers returns the same plan.
             measured = await me.measurements.document(me.membership.live)
             peers = live_peers(me.status(), peers_document(me.state, 0.0), measured)
             alone = node.plan(graph, peers, stages=2, what_if=["lose=b", "add=8GB@1GFLOPS"])
@@ -469,7 +469,7 @@ def test_a_node_plans_over_its_swarm() -> None:
     simulate(scenario)
 
 
-def test_live_peers_draw_what_their_meters_counted_and_else_what_is_assumed() -> None:
+def test_live_peers_draw_their_metered_or_assumed_power() -> None:
     peers = {name: PeerId(bytes([number]) * 32) for number, name in enumerate("abc", 1)}
 
     def row(name: str) -> dict[str, object]:

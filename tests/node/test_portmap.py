@@ -1,4 +1,6 @@
-"""Asking a router for a port: the core against a router written from the RFCs, and nodes behind real NATs."""
+"""Requests for a port mapping: the core against a router written from the RFCs, and nodes behind
+real NATs.
+"""
 
 import json
 from collections.abc import Callable
@@ -46,14 +48,14 @@ def mapper(now: float = 0.0) -> PortMapper:
 
 
 def talk(core: PortMapper, router: Router, now: float, packets: list[bytes] | None = None) -> None:
-    """Carry what the core sends to the router, and its answers back."""
+    """Carry the core's packets to the router, and its answers back."""
     waiting = core.wake(now) if packets is None else packets
     while waiting:
         waiting += core.receive(now, router.answer(waiting.pop(0), HOST))
 
 
 @pytest.mark.parametrize("protocol", ["pcp", "nat-pmp"])
-def test_a_router_is_asked_by_whichever_protocol_it_speaks(
+def test_a_router_is_asked_by_every_protocol_it_may_support(
     protocol: str, rules: list[tuple[str, str, int]]
 ) -> None:
     core, router = mapper(), Router(protocol, EXTERNAL)
@@ -65,7 +67,7 @@ def test_a_router_is_asked_by_whichever_protocol_it_speaks(
     assert rules == [(what, kind, PORT) for what in ("add", "delete") for kind in ("tcp", "udp")]
 
 
-def test_a_silent_router_is_asked_in_turns_and_again_later() -> None:
+def test_a_silent_router_is_asked_by_each_protocol_and_again_later() -> None:
     core, now, asked = mapper(), 0.0, []
     while core.outcome == "asking":
         asked += [packet[0] for packet in core.wake(core.deadline)[:1]]
@@ -85,7 +87,7 @@ def test_a_refusal_is_told_and_asked_again_later(rules: list[tuple[str, str, int
     assert core.outcome == "mapped"
 
 
-def test_a_router_that_was_rebooted_maps_again_within_a_minute(rules: list[tuple[str, str, int]]) -> None:
+def test_a_rebooted_router_maps_again_within_a_minute(rules: list[tuple[str, str, int]]) -> None:
     core = mapper()
     talk(core, Router("pcp", EXTERNAL), 0.0)
     after = Router("pcp", "45.9.9.9")
@@ -94,7 +96,7 @@ def test_a_router_that_was_rebooted_maps_again_within_a_minute(rules: list[tuple
     assert core.mapping == PortMapping("45.9.9.9", PORT, True, "pcp")
 
 
-def test_a_mapping_that_nobody_confirms_ends(rules: list[tuple[str, str, int]]) -> None:
+def test_an_unconfirmed_mapping_expires(rules: list[tuple[str, str, int]]) -> None:
     core = mapper()
     talk(core, Router("pcp", EXTERNAL), 0.0)
     for now in count(1):
@@ -104,7 +106,7 @@ def test_a_mapping_that_nobody_confirms_ends(rules: list[tuple[str, str, int]]) 
     assert now == LIFETIME_SECONDS
 
 
-def test_a_port_that_another_has_is_replaced_by_the_next(
+def test_a_port_mapped_for_another_host_is_replaced_by_the_next(
     rules: list[tuple[str, str, int]],
 ) -> None:
     core, router = mapper(), Router("nat-pmp", EXTERNAL)
@@ -124,7 +126,7 @@ def test_nonsense_changes_nothing(packets: list[bytes]) -> None:
 
 
 @pytest.mark.skipif(not FULL, reason="four nodes and four routers: PEERLOOM_LAB=full")
-def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> None:
+def test_a_node_maps_a_port_and_removes_the_mapping(tmp_path: Path) -> None:
     sites = [Site("public"), named("home", "pmp", "a"), named("home", "pcp", "b"), named("home", "off", "c")]
     sites.append(named("home", "upnp", "d"))
     kinds = {"pmp": "nat-pmp", "pcp": "pcp", "off": "pcp", "upnp": "upnp"}
@@ -157,7 +159,7 @@ def test_a_node_has_its_router_map_a_port_and_takes_it_back(tmp_path: Path) -> N
 
 
 def wait_for(node: LabNode, condition: Callable[[dict[str, Any]], bool]) -> None:
-    """Wait until a node's status is so."""
+    """Wait until a node's status meets the condition."""
     wait_until(lambda: condition(node.status), SECONDS_MAX, lambda: str(node.status))
 
 
@@ -166,12 +168,12 @@ def has_address(there: str, document: dict[str, Any]) -> bool:
 
 
 def has_text(text: str, document: dict[str, Any]) -> bool:
-    """Whether a status says so of the port that is mapped."""
+    """Whether a status reports this mapped port."""
     found = document["reachability"]
     return found is not None and found["mapping"] == text
 
 
 def mapped(lab: Internet, site: str) -> str:
-    """The ports that a router leads inside."""
+    """The ports that a router forwards to the inside."""
     found = json.loads(lab.in_router(site, "nft -j list map ip nat forwarded"))["nftables"]
     return "".join(str(each["map"].get("elem", "")) for each in found if "map" in each)

@@ -1,4 +1,4 @@
-"""Decisions about punching, and whom it dials. Real NATs: `tests/lab/test_punching.py`."""
+"""Decisions about hole punching and its targets. Real NATs: `tests/lab/test_punching.py`."""
 
 from collections import Counter
 from random import Random
@@ -64,7 +64,7 @@ def everywhere(address: Address) -> bool:
         "/ip4/10.1.1.1/tcp/9747",
     ],
 )
-def test_nothing_is_dialled_that_a_peer_may_not_claim(offered: str) -> None:
+def test_addresses_that_a_peer_may_not_claim_are_not_dialled(offered: str) -> None:
     policy = AddressPolicy()
     policy.look([("192.168.1.10", 9747)], ())
     assert PunchBudget(policy.admits).admit(peer(1), [offered], 0.0) == []
@@ -77,7 +77,7 @@ def test_names_circuits_and_nonsense_are_not_dialled() -> None:
     assert PunchBudget(everywhere).admit(peer(1), offered, 0.0) == []
 
 
-def test_one_address_of_a_host_is_dialled() -> None:
+def test_one_address_per_host_is_dialled() -> None:
     assert PunchBudget(everywhere).admit(peer(1), [str(OUTSIDE), str(OTHER)], 0.0) == [OUTSIDE]
 
 
@@ -99,7 +99,7 @@ def test_a_lost_path_is_punched_at_once_after_a_success() -> None:
         assert budget.may_answer(peer(worked), RETRY_SECONDS / 2) == worked
 
 
-def test_both_transports_of_a_try_count_once_for_a_host() -> None:
+def test_both_transports_of_an_attempt_count_once_per_host() -> None:
     budget = PunchBudget(everywhere)
     for _ in range(int(HOST_TRIES_BURST)):
         assert budget.admit(peer(1), [str(OUTSIDE)], 0.0) == [OUTSIDE]
@@ -107,7 +107,7 @@ def test_both_transports_of_a_try_count_once_for_a_host() -> None:
     assert budget.admit(peer(1), [str(OUTSIDE)], 0.0) == []
 
 
-def test_a_peer_is_tried_ever_more_rarely_while_it_fails() -> None:
+def test_a_failing_peer_is_tried_less_and_less_often() -> None:
     budget, now, pauses = PunchBudget(everywhere), 0.0, []
     assert budget.may_start(peer(1), now)
     for _ in range(10):
@@ -120,7 +120,7 @@ def test_a_peer_is_tried_ever_more_rarely_while_it_fails() -> None:
     assert pauses[-1] == PAUSE_SECONDS_MAX
 
 
-def test_offers_of_one_peer_are_taken_now_and_then() -> None:
+def test_offers_of_one_peer_are_accepted_at_intervals() -> None:
     budget = PunchBudget(everywhere)
     assert budget.may_answer(peer(1), 0.0)
     assert not budget.may_answer(peer(1), ANSWER_PAUSE_SECONDS - 1)
@@ -145,7 +145,7 @@ def not_own(host: str) -> bool:
     return host == "192.168.1.10"
 
 
-def test_two_observers_tell_how_a_router_maps() -> None:
+def test_two_observers_reveal_how_a_router_maps() -> None:
     seen = SeenPlaces()
     assert seen.kind("tcp", 0.0, not_own) == ""
     seen.note(0.0, peer(1), "tcp", OUTSIDE, NET[1])
@@ -172,7 +172,7 @@ def test_observers_of_one_network_count_as_one() -> None:
 
 @pytest.mark.parametrize("lie", [ELSEWHERE, OTHER], ids=["host", "port"])
 @pytest.mark.parametrize("place", [1, 2, 3])
-def test_one_lying_observer_changes_neither_place_nor_kind(lie: Address, place: int) -> None:
+def test_one_lying_observer_changes_neither_address_nor_mapping_type(lie: Address, place: int) -> None:
     seen = SeenPlaces()
     for number in (1, 2, 3):
         said = lie if number == place else OUTSIDE
@@ -182,7 +182,7 @@ def test_one_lying_observer_changes_neither_place_nor_kind(lie: Address, place: 
     assert seen.is_settled(0.0)
 
 
-def test_observers_that_contradict_each_other_set_no_place() -> None:
+def test_contradicting_observers_establish_no_address() -> None:
     seen = SeenPlaces()
     seen.note(0.0, peer(1), "tcp", OUTSIDE, NET[1])
     seen.note(0.0, peer(2), "tcp", ELSEWHERE, NET[2])
@@ -190,7 +190,7 @@ def test_observers_that_contradict_each_other_set_no_place() -> None:
     assert not seen.is_settled(0.0)
 
 
-def test_all_hosts_together_are_dialled_rarely() -> None:
+def test_dials_to_all_hosts_together_are_rate_limited() -> None:
     budget = PunchBudget(everywhere)
     hosts = [make_address(f"45.{number // 200}.{number % 200}.2", 30_000) for number in range(200)]
     offers = [(peer(number), [str(each)]) for number, each in enumerate(hosts)]
@@ -198,10 +198,10 @@ def test_all_hosts_together_are_dialled_rarely() -> None:
     assert budget.admit(*offers[-1], 10.0) == [hosts[-1]]
 
 
-def test_no_peer_is_asked_at_a_port_of_a_router() -> None:
+def test_no_peer_is_dialled_at_a_port_of_a_router() -> None:
     book = AddressBook()
     book.observe(peer(1), OUTSIDE, 0.0)
-    # It would ask at the same time: both would dial, and both begin the handshake.
+    # The peer would dial at the same time, and both would begin the handshake.
     assert book.answered_at(peer(1)) == ()
     book.claim(peer(1), [OUTSIDE])
     assert book.answered_at(peer(1)) == (OUTSIDE,)
@@ -219,7 +219,7 @@ def test_one_peer_cannot_use_up_the_dials_of_all() -> None:
     assert dialled <= PEER_TRIES_BURST + PEER_TRIES_PER_SECOND * now
 
 
-def test_introduced_peers_use_up_neither_the_teller_nor_each_other() -> None:
+def test_introductions_exhaust_neither_the_introducer_nor_each_other() -> None:
     budget = PunchBudget(everywhere)
     teller, greedy, honest = map(peer, (1, 2, 3))
     offers = [[f"/ip4/45.{n}.{m}.2/tcp/30000" for m in range(4)] for n in range(8)]
@@ -232,7 +232,7 @@ def test_introduced_peers_use_up_neither_the_teller_nor_each_other() -> None:
     assert all(size <= limit for size, limit in budget.sizes.values())
 
 
-def test_each_family_is_told_by_itself() -> None:
+def test_each_family_is_judged_separately() -> None:
     outside6 = make_address("2a0f:1::2", 9747)
     seen = SeenPlaces()
     for number in (1, 2):
@@ -245,16 +245,16 @@ def test_each_family_is_told_by_itself() -> None:
     assert seen.place("tcp", 0.0, 6) == outside6
 
 
-def test_an_offer_is_longer_than_a_third_of_what_it_has_sent() -> None:
+def test_an_offer_is_longer_than_a_third_of_what_it_triggers() -> None:
     initiations, connections = 3 * 411, 3 * 60
     assert initiations + connections <= 3 * OFFER_BYTES_MIN
     assert len(encode(str(OUTSIDE))) < OFFER_BYTES_MIN
 
 
-# --- who is asked --------------------------------------------------------------------------------------
+# --- targets ---------------------------------------------------------------------------------------
 
 
-async def test_nobody_is_dialled_where_a_peer_only_claims_to_be() -> None:
+async def test_an_unproven_claim_makes_nobody_dial_a_host() -> None:
     network = make_network("n")
     observers = Observers(network, RealClock(), Random(1), lambda: [peer(1), peer(2)], Counter())
     network.learn(peer(1), [OUTSIDE])
@@ -266,7 +266,7 @@ async def test_nobody_is_dialled_where_a_peer_only_claims_to_be() -> None:
 
 
 class CountedObservers(Observers):
-    """Each is asked in vain, which is counted."""
+    """Dial each host in vain, which is counted."""
 
     count = 0
 
@@ -275,7 +275,7 @@ class CountedObservers(Observers):
         await trio.sleep(0.01)
 
 
-async def test_those_that_wait_for_a_look_accept_one_for_all() -> None:
+async def test_waiting_tasks_share_one_lookup() -> None:
     observers = CountedObservers(make_network("n"), RealClock(), Random(1), list, Counter())
     observers.asked[(peer(1), 4)] = cast("SecureStream", None)
     async with trio.open_nursery() as nursery:
@@ -284,7 +284,7 @@ async def test_those_that_wait_for_a_look_accept_one_for_all() -> None:
     assert observers.count <= 2
 
 
-async def test_a_host_that_does_not_answer_is_not_asked_again_at_once(
+async def test_a_host_that_does_not_answer_is_not_dialled_again_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network = make_network("n")
@@ -326,7 +326,7 @@ async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others(
         await network.open(peer(1), "/peerloom/reach/1", at=claimed)
 
 
-def test_a_host_rests_twice_as_long_each_time_and_few_are_remembered() -> None:
+def test_a_host_rests_twice_as_long_each_time_and_memory_is_bounded() -> None:
     rests = ObserverRests()
     rests.failed("45.1.0.2", 0.0)
     assert not rests.may_ask("45.1.0.2", REST_SECONDS - 1)
@@ -340,7 +340,7 @@ def test_a_host_rests_twice_as_long_each_time_and_few_are_remembered() -> None:
     assert len(rests) == RESTS_MAX
 
 
-async def test_a_refused_dial_is_repeated_twice_in_a_punch_and_never_else(
+async def test_a_refused_dial_is_repeated_twice_only_within_a_punch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     network, made = make_network("n"), 0

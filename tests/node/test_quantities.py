@@ -1,4 +1,4 @@
-"""One grammar of durations, amounts and rates: each flag and key that takes one takes every form of it."""
+"""One grammar of durations, amounts and rates: each flag and key for a quantity accepts every form of it."""
 
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -58,18 +58,18 @@ def test_malformed_durations_are_refused(text: str) -> None:
 
 
 @given(st.integers(1, 2**53))
-def test_amounts_are_read_as_they_are_written(amount: int) -> None:
+def test_amounts_are_parsed_as_they_are_printed(amount: int) -> None:
     assert read_bytes(f"{amount}B") == read_flops(f"{amount} flops") == read_rate(f"{amount}B/s") == amount
 
 
 @given(st.text("0159.kKmMgGiIbBhsd/ %-", max_size=8))
-def test_any_text_is_read_within_bounds_or_refused(text: str) -> None:
+def test_any_text_is_parsed_within_bounds_or_refused(text: str) -> None:
     for read in (read_duration, read_bytes, read_flops, read_rate):
         with suppress(ValueError):
             assert 0 <= read(text) <= AMOUNT_MAX
 
 
-# Flags: those whose example in the help is a quantity
+# Flags whose example in the help is a quantity
 
 ABSENT = "/nowhere/RUN.toml"
 FLAGS: dict[str, list[str]] = {
@@ -80,13 +80,13 @@ FLAGS: dict[str, list[str]] = {
     "peerloom runs invite --valid": ["runs", "invite", "name", "peer", "--valid"],
     "peerloom top --every": ["top", "--every"],
 }
-"""By flag: the command up to its value. No node runs, and that is said once the value was read."""
+"""For each flag, the command up to its value. No node runs, which is reported once the value was parsed."""
 STARTING = {"peerloom --memory", "peerloom --require-join", "peerloom train --wait"}
-"""These are looked at below: they belong to what starts a node or a run."""
+"""Flags of commands that start a node or a run; the tests below cover them."""
 
 
 def quantities(command: Any, name: str = "peerloom") -> Iterator[tuple[str, dict[str, float]]]:
-    """Yield each flag with a quantity for an example, and the forms of that."""
+    """Yield each flag whose example is a quantity, with the forms of that quantity."""
     for each in command.params:
         for read, forms in (
             (read_duration, DURATIONS),

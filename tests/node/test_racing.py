@@ -1,4 +1,4 @@
-"""Several addresses of one peer, in virtual time: one that swallows packets holds up no other."""
+"""Several addresses of one peer, in virtual time: an address that swallows packets delays no other."""
 
 from collections.abc import Mapping
 
@@ -11,7 +11,7 @@ from node.errors import Unreachable
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 
 Outcome = tuple[float, str]
-"""After how many seconds, and why it failed; empty: it did not."""
+"""Seconds until the attempt ends, and its failure; empty: it succeeds."""
 CONNECT_SECONDS = 5.0
 
 
@@ -20,7 +20,7 @@ def address(number: int) -> Address:
 
 
 def run(outcomes: Mapping[int, Outcome], **options: float) -> tuple[list[int] | str, float, list[float]]:
-    """Return who won or why nobody did, when, and when each attempt began."""
+    """Return the winner or the failure, the time of it, and the start of each attempt."""
     begun: list[float] = []
 
     async def attempt(tried: Address) -> int:
@@ -53,13 +53,13 @@ def test_an_address_that_swallows_packets_costs_a_fraction_of_a_second() -> None
     assert begun == pytest.approx([number * ATTEMPT_DELAY_SECONDS for number in range(4)])
 
 
-def test_a_refusal_brings_the_next_attempt_forward() -> None:
+def test_a_refusal_starts_the_next_attempt_sooner() -> None:
     found, seconds, _ = run({0: (0.01, "refused"), 1: (0.01, "refused"), 2: (0.01, "")})
     assert found == [2]
     assert seconds == pytest.approx(0.03)
 
 
-def test_no_second_address_is_tried_where_the_first_answers_soon() -> None:
+def test_no_second_address_is_tried_if_the_first_answers_soon() -> None:
     found, _, begun = run({0: (0.2, ""), 1: (0.01, "")})
     assert found == [0]
     assert len(begun) == 1
@@ -79,11 +79,11 @@ def test_racing_starts_every_address_and_raises_the_most_telling_failure() -> No
     assert seconds < max(begun) + CONNECT_SECONDS + 0.1
 
 
-def test_two_that_succeed_at_one_instant_are_both_handed_over() -> None:
+def test_two_simultaneous_successes_are_both_returned() -> None:
     found, _, _ = run({0: (ATTEMPT_DELAY_SECONDS, ""), 1: (0.0, "")})
     assert isinstance(found, list)
     assert sorted(found) in ([0], [1], [0, 1])
 
 
-def test_no_address_at_all_is_said() -> None:
+def test_a_race_without_addresses_reports_it() -> None:
     assert run({})[0] == "unknown"

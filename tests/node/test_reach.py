@@ -1,4 +1,4 @@
-"""Reachability as judged by peers that dialled: real sockets on loopback, no third party dialled."""
+"""Reachability as judged by peers that dial back: real sockets on loopback, and no third party is dialled."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Collection
@@ -87,7 +87,7 @@ def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
     for number in range(9):
         core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
         assert core.verdict is None
-        assert core.deadline <= number + SOON_SECONDS, "it goes on asking"
+        assert core.deadline <= number + SOON_SECONDS, "the node keeps asking"
     for number in (10, 11):
         assert core.verdict is None
         core.answered(number, peer(number), report(number, number, "timeout"))
@@ -106,7 +106,7 @@ def test_three_reports_decide_in_a_swarm_of_one_network() -> None:
     assert core.verdict is False
 
 
-def test_a_report_of_success_outlives_failures_of_one_network() -> None:
+def test_a_success_outlives_failures_reported_by_one_network() -> None:
     core = Reachability(Random(1), 0.0)
     core.answered(0, peer(0), report(0, 2))
     for number in range(1, 9):
@@ -125,7 +125,7 @@ def test_a_peer_that_refuses_to_dial_is_left_alone() -> None:
     assert (core.verdict, core.asked) == (None, 0)
 
 
-def test_three_are_asked_soon_and_then_rarely_more_often_in_doubt() -> None:
+def test_three_peers_are_asked_soon_then_rarely_and_more_often_in_doubt() -> None:
     for reason, seconds in (("", LATER_SECONDS), ("timeout", DOUBT_SECONDS)):
         core = Reachability(Random(1), 0.0)
         asked: list[PeerId] = []
@@ -156,7 +156,7 @@ def test_an_answer_ends_the_pauses_after_failed_requests() -> None:
     assert core.deadline == pytest.approx(now + 0.1 + SOON_SECONDS)
 
 
-def test_while_one_of_the_newest_could_not_the_next_is_asked_soon() -> None:
+def test_a_recent_failure_makes_the_next_request_sooner() -> None:
     core = Reachability(Random(1), 0.0)
     for number, reason in enumerate(("timeout", "timeout", "", "")):
         core.answered(number, peer(number), report(number, number, reason))
@@ -167,7 +167,7 @@ def test_while_one_of_the_newest_could_not_the_next_is_asked_soon() -> None:
     assert core.deadline == 9 + LATER_SECONDS
 
 
-def test_in_a_swarm_of_two_the_same_one_is_asked_again() -> None:
+def test_a_swarm_of_two_asks_the_same_peer_again() -> None:
     core = Reachability(Random(1), 0.0)
     times = []
     for _ in range(2_000):
@@ -180,7 +180,7 @@ def test_in_a_swarm_of_two_the_same_one_is_asked_again() -> None:
     assert all(after - before >= LATER_SECONDS for before, after in pairwise(times))
 
 
-def test_a_hurried_node_asks_those_again_that_have_answered_a_minute_ago() -> None:
+def test_a_hurried_node_asks_peers_that_answered_a_minute_ago() -> None:
     core = Reachability(Random(1), 0.0)
     others = [peer(number) for number in range(4)]
     asked: dict[PeerId, float] = {}
@@ -262,7 +262,7 @@ async def ask(network: RealNetwork, other: PeerId, message: object) -> Dialled:
         await stream.aclose()
 
 
-async def test_a_node_that_listens_is_dialled_back_where_it_does() -> None:
+async def test_a_listening_node_is_dialled_back_at_its_address() -> None:
     async with reaching("a", "b") as ((alice, bob), _, _):
         found = await ask_dial_back(alice, RealClock(), bob.peer)
         address = make_address("127.0.0.1", alice.port)
@@ -270,7 +270,7 @@ async def test_a_node_that_listens_is_dialled_back_where_it_does() -> None:
         assert found.there == make_address("127.0.0.1", bob.port)
 
 
-async def test_a_node_that_has_moved_asks_at_once_what_others_find_now(
+async def test_a_node_that_has_moved_asks_for_new_reports_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.01)
@@ -289,11 +289,11 @@ async def test_a_node_that_has_moved_asks_at_once_what_others_find_now(
         nursery.cancel_scope.cancel()
 
 
-async def test_only_ports_are_asked_for_so_nobody_else_can_be_dialled() -> None:
+async def test_requests_name_only_ports_so_nobody_else_can_be_dialled() -> None:
     async with reaching("a", "b", "c") as ((alice, bob, carol), _, _):
         closed = unused_address().port
         said = await ask(alice, bob.peer, DialBack((alice.port, carol.port, closed)))
-        # At the asker's own host: what answers there as somebody else is found out by its key.
+        # At the asker's own host: the key reveals that another node answers there.
         assert said == Dialled(
             "127.0.0.1",
             (Outcome(alice.port, ""), Outcome(carol.port, "wrong key"), Outcome(closed, "refused")),
@@ -332,9 +332,9 @@ async def test_an_answer_that_no_correct_peer_gives_is_refused(answer: Callable[
             await ask_dial_back(alice, RealClock(), liar.peer)
 
 
-async def test_datagrams_are_sent_back_as_they_came_and_not_too_many() -> None:
+async def test_datagrams_are_echoed_unchanged_and_rate_limited() -> None:
     async with reaching("a", "b") as ((alice, bob), (_, echoing), counters), trio.open_nursery() as nursery:
-        bob.inbox(PROTOCOL)  # before anything comes
+        bob.inbox(PROTOCOL)  # before any answer
         nursery.start_soon(echoing.echo)
         inbox = alice.inbox(PROTOCOL)
         alice.send(bob.peer, PROTOCOL, encode(Echo(True, 7, bytes(1_000))))
@@ -349,7 +349,7 @@ async def test_datagrams_are_sent_back_as_they_came_and_not_too_many() -> None:
         nursery.cancel_scope.cancel()
 
 
-async def test_a_confirmed_address_is_told_unless_the_person_announces_others() -> None:
+async def test_a_confirmed_address_is_announced_unless_the_owner_sets_others() -> None:
     alice, bob = make_network("a"), make_network("b", announce=[make_address("lab.example", 1)])
     async with running(alice, bob):
         for network in (alice, bob):
@@ -370,7 +370,7 @@ def test_an_imprecise_clock_does_not_busy_a_node() -> None:
 
     async def scenario() -> None:
         clock, medium = Counted(), SimNetworkFabric(SimLinks(NetworkModel(), 1))
-        # Five seconds later is no whole microsecond as a float, and the nearest one is before it.
+        # As a float, five seconds later is not a whole microsecond; the nearest one is before it.
         await trio.sleep(
             next(t for t in (number / 1e6 for number in count(1)) if nearest_instant(t + 5.0) < t + 5.0)
         )
@@ -385,7 +385,7 @@ def test_an_imprecise_clock_does_not_busy_a_node() -> None:
 
 
 @pytest.mark.parametrize(("nat", "reachable"), [("full-cone", True), ("restricted", False)])
-def test_a_node_behind_a_translator_learns_it_and_leaves_tables(nat: Nat, reachable: bool) -> None:
+def test_a_node_behind_a_nat_detects_it_and_leaves_routing_tables(nat: Nat, reachable: bool) -> None:
     medium = SimNetworkFabric(
         SimLinks(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1)
     )
@@ -405,17 +405,18 @@ def test_a_node_behind_a_translator_learns_it_and_leaves_tables(nat: Nat, reacha
             assert found is not None
             assert (found.reachable, found.asked) == (reachable, OTHERS)
             assert public[0].state.reachability is None
-            # It asks again after its capacity record is stored; then it is out of all tables, or in all.
+            # The node asks again after its capacity record is stored; then it is out of all tables, or in
+            # all.
             await hidden.discovery.find("test", b"anything")
             standing = [each.discovery._core.table.get(hidden.peer) is not None for each in public]
             assert standing == [reachable] * len(public)
-            # Members know it all the same: no way in is not death.
+            # It stays a member: an unreachable node is not dead.
             assert all(hidden.peer in each.membership.live for each in public)
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-# --- by family ----------------------------------------------------------------------------------------
+# --- by address family ------------------------------------------------------------------------------
 
 
 def family_report(at: float, kind: str, reason: str) -> DialReport:
@@ -423,7 +424,7 @@ def family_report(at: float, kind: str, reason: str) -> DialReport:
     return DialReport(at, None, ((make_address(host, 9747), reason),))
 
 
-def test_each_family_is_judged_by_itself() -> None:
+def test_each_family_is_judged_separately() -> None:
     verdicts = FamilyVerdicts()
     assert verdicts.verdict(6, 0.0) is None
     for number in range(FAMILY_OTHERS):
@@ -436,7 +437,7 @@ def test_each_family_is_judged_by_itself() -> None:
     assert verdicts.verdict(6, 2.0 + BELIEVED_SECONDS) is None
 
 
-def test_the_family_asked_longest_ago_is_next() -> None:
+def test_the_least_recently_asked_family_is_next() -> None:
     verdicts = FamilyVerdicts()
     assert verdicts.next({4}, {4, 6}) is None
     assert verdicts.next({4, 6}, set()) is None
@@ -448,7 +449,7 @@ def test_the_family_asked_longest_ago_is_next() -> None:
 
 
 class TwoFamilies:
-    """A network on which this node has both families, and others have those `theirs`."""
+    """A network on which this node has both families, and others have the families `theirs`."""
 
     peer = peer(1_000)
     addresses = (make_address("45.1.0.2", 9747), make_address("2a0f:1::2", 9747))
@@ -471,8 +472,9 @@ class TwoFamilies:
 def asked_by_family(
     monkeypatch: pytest.MonkeyPatch, theirs: Collection[int], working: Collection[int]
 ) -> tuple[Counter[int | None], ReachService, list[Any]]:
-    """Have a node ask thirty others for two hours; return how often it asked by which family, and its last
-    report. A peer asked by a broken family cannot be reached."""
+    """Have a node ask thirty others for two hours; return how often it asked for each family, and its last
+    report. A peer cannot be asked over a broken family.
+    """
     asked: Counter[int | None] = Counter()
     told: list[Any] = []
     network = TwoFamilies(theirs)
@@ -497,7 +499,7 @@ def asked_by_family(
     return asked, trio.run(scenario, clock=MockClock(autojump_threshold=0)), told
 
 
-def test_a_broken_family_leaves_the_other_its_verdict(
+def test_a_broken_family_does_not_affect_the_others_verdict(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked, reach, told = asked_by_family(monkeypatch, (4, 6), (4,))
@@ -511,7 +513,7 @@ def test_a_family_without_peers_is_asked_for_slowly(monkeypatch: pytest.MonkeyPa
     assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS
 
 
-def test_both_families_are_judged_soon_where_others_have_both(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_families_are_judged_soon_if_others_have_both(monkeypatch: pytest.MonkeyPatch) -> None:
     asked, reach, _ = asked_by_family(monkeypatch, (4, 6), (4, 6))
     assert reach.families.unknown((4, 6), 7_200) == set()
     assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS

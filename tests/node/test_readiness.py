@@ -1,4 +1,4 @@
-"""When a process is loaded before anybody asks for a stage: a node in virtual time."""
+"""When a spare process is loaded before a stage is requested: a node in virtual time."""
 
 from types import SimpleNamespace
 
@@ -18,7 +18,7 @@ MARGIN_SECONDS = 2 * SPARES.look_seconds
 
 
 class Machine:
-    """The node's view of the machine, and whether a process waits there."""
+    """The node's view of the machine, and whether a spare process waits."""
 
     def __init__(self) -> None:
         self.is_kept = False
@@ -29,14 +29,14 @@ class Machine:
         self.is_kept = machine is not None
 
     async def passes(self, seconds: float, *, is_kept: bool) -> None:
-        """Let time pass, after which a process is kept, or none."""
+        """Let time pass, and return whether a process is kept."""
         await trio.sleep(seconds)
         assert self.is_kept == is_kept
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The one of the node of a test."""
+    """The readiness of the test's node."""
     found = Machine()
     monkeypatch.setattr(SimExecutor, "keep_stage_ready", lambda _, wanted: found.keep(wanted))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=found.free_bytes))
@@ -73,7 +73,7 @@ def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: M
 
 
 def test_an_expected_stages_process_loads_at_once_and_waits(machine: Machine) -> None:
-    machine.is_allowed = False  # it is about to be needed, and none that waits on chance
+    machine.is_allowed = False  # this spare is needed soon, and none is kept for unexpected stages
     machine.free_bytes = 0
 
     async def scenario() -> None:

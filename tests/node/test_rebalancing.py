@@ -1,4 +1,4 @@
-"""The look at the borders of a live run, where plans follow each other while it goes on."""
+"""Rebalancing the stage borders of a live run while one plan follows another."""
 
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
@@ -38,8 +38,10 @@ def plan_of(run: Run, layers: int, *holders: PeerId, height: int) -> Plan:
     )
 
 
-def test_a_look_that_ends_under_the_next_plan_is_dropped() -> None:
-    """Another plan, with a peer that the first problem does not know, comes into force while that is made."""
+def test_a_rebalancing_that_ends_under_the_next_plan_is_dropped() -> None:
+    """Another plan, with a peer that the first problem does not know, takes effect while the first is
+    computed.
+    """
     model = simple_cnn()
     run = make_run(IdentitySigner(Identity(bytes(32)), "home"), manifest(model))
     layers = len(model.graph.layers)

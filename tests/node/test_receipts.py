@@ -60,13 +60,13 @@ def test_a_provider_earns_exact_receipts_across_a_restart() -> None:
             assert fetched in b.runs.receipts.document()["earned"]
             assert (fetched["kind"], fetched["requester"], fetched["provider"]) == ("checkpoint", a.id, b.id)
             assert fetched["size_bytes"] > 10_000
-            assert c.runs.receipts.contribution(b.peer).given == 0.0, "it was no run of its own"
+            assert c.runs.receipts.contribution(b.peer).given == 0.0, "the run was not its own"
 
     simulate(scenario)
 
 
 def test_a_provider_ranks_strangers_by_their_receipts() -> None:
-    """b computed for a, a computed for c; b asks c, which has met neither b nor its work."""
+    """b computed for a, and a for c; b requests a slot of c, which has met neither b nor its work."""
 
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
@@ -79,7 +79,7 @@ def test_a_provider_ranks_strangers_by_their_receipts() -> None:
                 await requester.runs.submit(asked(requester, number))
                 await all_ended(group)
                 await trio.sleep(ISSUE_SECONDS + 5)
-            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "nobody has asked b yet"
+            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "no node has asked b yet"
             c.runs.receipts.weight(b.peer)
             c.runs.receipts.weight(d.peer)
             await trio.sleep(2)
@@ -103,7 +103,7 @@ def test_a_receipt_for_a_run_that_was_never_here_is_not_signed(kind: Kind) -> No
 
 
 def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
-    """Receipts in its favour that nobody earned would push out of its table those that count."""
+    """Unearned receipts in its favour would push the valid ones out of its table."""
 
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
@@ -115,8 +115,8 @@ def test_a_provider_signs_for_no_more_bytes_than_it_sent() -> None:
             )
             assert await offered(a, b, "data", 1_001) == "NoReceipt"
             assert await offered(a, b, "data", 600) == "AcceptedReceipt"
-            assert await offered(a, b, "data", 600) == "AcceptedReceipt", "a repeat says nothing new"
-            assert await offered(a, b, "checkpoint", 401) == "NoReceipt", "600 are used up"
+            assert await offered(a, b, "data", 600) == "AcceptedReceipt", "a repeated receipt adds nothing"
+            assert await offered(a, b, "checkpoint", 401) == "NoReceipt", "all 600 bytes are used up"
             assert await offered(a, b, "data", 1_000) == "AcceptedReceipt"
             (earned,) = b.runs.receipts.document()["earned"]
             assert (earned["kind"], earned["size_bytes"]) == ("data", 1_000)
@@ -129,14 +129,14 @@ def call_of(node: Node) -> Any:
 
 
 async def offered(measurer: Node, provider: Node, kind: Kind, amount: int) -> str:
-    """Ask a provider to sign a receipt for this amount; the name of its answer."""
+    """Ask a provider to sign a receipt for this amount, and return the name of its answer."""
     work = (amount, 1, 1_000, kind) if kind == "compute" else (0, 0, 1_000, kind, amount)
     body = encode(ReceiptBody(bytes(32), measurer.peer, provider.peer, *work))
     offer = OfferReceipt(measurer.signer.sign(MEASURED_PURPOSE, body))
     return type(await call_of(measurer)(provider.peer, offer)).__name__
 
 
-def test_the_holder_of_a_column_earns_what_its_head_passed_through_it() -> None:
+def test_the_holder_of_a_column_earns_receipts_from_its_head() -> None:
     async def scenario() -> None:
         async with swarm("ab", stage_seconds=0.2, preset="lan") as group:
             run = await begin(group, replicas=1, steps=6)
@@ -156,14 +156,14 @@ def test_the_holder_of_a_column_earns_what_its_head_passed_through_it() -> None:
 
 
 def large(folder: Path) -> None:
-    """Data of many pieces: the digits again and again."""
+    """Data of many pieces: the digits repeated."""
     digits = load_digits()
     x, y = (np.tile(digits.train[name], (8, *[1] * (digits.train[name].ndim - 1))) for name in "xy")
     np.savez(folder / "train.npz", x=x.astype("f4"), y=y)
     np.savez(folder / "test.npz", x=digits.test["x"][:8].astype("f4"), y=digits.test["y"][:8])
 
 
-def test_members_give_each_other_receipts_for_data_and_averaging(
+def test_members_sign_receipts_for_data_and_averaging(
     tmp_path: Path,
 ) -> None:
     large(tmp_path)
@@ -189,7 +189,7 @@ def test_members_give_each_other_receipts_for_data_and_averaging(
             with trio.fail_after(60):
                 while not any(isinstance(event, StepCommitted) for event in group.events["b"]):  # noqa: ASYNC110
                     await trio.sleep(0.2)
-            group.kill("a")  # from now on the data is to be had of b alone
+            group.kill("a")  # from now on only b has the data
             c.limit(accept_runs="swarm")
             await ends(group, "bc", 400.0)
             await trio.sleep(ISSUE_SECONDS + 5)
@@ -200,6 +200,6 @@ def test_members_give_each_other_receipts_for_data_and_averaging(
             }
             assert sorted(issued, key=str) == sorted(b.runs.receipts.document()["earned"], key=str)
             assert {row["kind"] for row in c.runs.receipts.document()["earned"]} == {"averaging"}
-            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "b did nothing for runs of c"
+            assert c.runs.receipts.contribution(b.peer).weight == 1.0, "b did no work for runs of c"
 
     simulate(scenario)

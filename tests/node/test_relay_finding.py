@@ -1,4 +1,4 @@
-"""Relays that a node finds in the DHT: it chooses the nearest, and no record makes it scan."""
+"""Relays that a node finds in the DHT: it chooses the nearest, and no record makes it scan hosts."""
 
 import os
 from collections import Counter
@@ -47,7 +47,7 @@ PLACE = "45.1.0.2:9747"
 
 @dataclass
 class Listed:
-    """One node of the DHT, and its part in finding relays."""
+    """One node of the DHT, and its search for relays."""
 
     network: RealNetwork
     discovery: Discovery
@@ -56,7 +56,7 @@ class Listed:
 
 @asynccontextmanager
 async def in_a_dht(letters: str, *, relays: str, asker: str) -> AsyncIterator[dict[str, Listed]]:
-    """Nodes of which each knows the first alone; `relays` are listed."""
+    """Nodes that each know only the first; `relays` are published."""
     nodes: dict[str, Listed] = {}
     networks = {letter: make_network(letter) for letter in letters}
     async with running(*networks.values()), trio.open_nursery() as nursery:
@@ -139,10 +139,10 @@ def read(number: int, value: bytes) -> dict[Any, tuple[Address, ...]]:
     return listed([record(number, value)], shard, own=PEERS[-1], admits=lambda address: address.port >= 1024)
 
 
-def test_a_record_that_no_relay_would_store_is_left_out() -> None:
+def test_an_invalid_relay_record_is_ignored() -> None:
     good = encode(RelayRecord(RECORD_VERSION, (PLACE,)))
     assert read(0, good) == {PEERS[0]: (make_address("45.1.0.2", 9747, PEERS[0]),)}
-    assert read(-1, good) == {}, "its own"
+    assert read(-1, good) == {}, "its own record"
     for wrong in (
         b"\xff",
         encode(RelayRecord(RECORD_VERSION, ())),
@@ -157,14 +157,14 @@ def test_a_record_that_no_relay_would_store_is_left_out() -> None:
     assert listed(elsewhere, shard_of(PEERS[0]) + 1, own=PEERS[-1], admits=lambda _: True) == {}
 
 
-def test_few_relays_are_dialled_and_one_of_a_network() -> None:
+def test_few_relays_are_dialled_and_one_per_network() -> None:
     crowd = {peer: (make_address(f"45.1.0.{number}", 9747),) for number, peer in enumerate(PEERS)}
     assert len(of_different_networks(crowd, Random(1))) == 1
     spread = {peer: (make_address(f"45.{number}.0.2", 9747),) for number, peer in enumerate(PEERS)}
     assert len(of_different_networks(spread, Random(1))) == TRIED_MAX
 
 
-def test_the_farthest_of_too_many_found_relays_is_forgotten() -> None:
+def test_the_farthest_of_too_many_relays_is_forgotten() -> None:
     found = FoundRelays()
     for number, peer in enumerate(peer_ids(FOUND_MAX + 4)):
         found.note(0.0, peer, float(-number))

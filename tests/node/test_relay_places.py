@@ -24,7 +24,7 @@ def test_the_best_relays_are_asked_until_there_are_enough() -> None:
     assert search.asked == tuple(RELAYS[:WANTED])
 
 
-def test_a_relay_that_refused_is_left_alone_longer_than_a_lost_one() -> None:
+def test_a_relay_that_refused_rests_longer_than_a_lost_one() -> None:
     search = PlaceSearch()
     assert search.next(0.0, RELAYS[:1]) == RELAYS[0]
     search.ended(1.0, RELAYS[0])
@@ -35,7 +35,7 @@ def test_a_relay_that_refused_is_left_alone_longer_than_a_lost_one() -> None:
     assert search.next(200.0 + LOST_SECONDS, RELAYS[:1]) == RELAYS[0]
 
 
-def test_a_relay_that_hangs_up_is_left_alone_ever_longer() -> None:
+def test_a_relay_that_hangs_up_rests_longer_each_time() -> None:
     search, now, pauses = PlaceSearch(), 0.0, []
     for _ in range(6):
         began = now
@@ -57,10 +57,10 @@ def test_a_relay_that_hangs_up_is_left_alone_ever_longer() -> None:
     search.kept(now, RELAYS[0])
     now += STOOD_SECONDS
     search.ended(now, RELAYS[0])
-    assert search.next(now + LOST_SECONDS, RELAYS[:1]) == RELAYS[0], "a place that stood is forgiven"
+    assert search.next(now + LOST_SECONDS, RELAYS[:1]) == RELAYS[0], "a place that lasted resets the pause"
 
 
-def test_relays_left_alone_are_bounded() -> None:
+def test_resting_relays_are_bounded() -> None:
     search = PlaceSearch()
     for relay in RELAYS:
         assert search.next(0.0, [relay]) == relay
@@ -69,7 +69,7 @@ def test_relays_left_alone_are_bounded() -> None:
     assert held == most == TRIED_MAX
 
 
-def test_a_kept_place_is_renewed_and_a_silent_relay_is_lost() -> None:
+def test_a_place_is_renewed_and_a_silent_relay_is_lost() -> None:
     lease = PlaceLease(0.0)
     assert lease.deadline == ANSWER_SECONDS
     lease.kept(1.0)

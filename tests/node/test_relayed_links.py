@@ -1,4 +1,4 @@
-"""A link through a relay is measured as what the relay gives, and anew where the way changes."""
+"""A relayed link is measured up to the relay's limit, and measured again when its path changes."""
 
 from collections import Counter
 from random import Random
@@ -30,7 +30,7 @@ def measuring(network: Network) -> LinkMeasuring:
     )
 
 
-async def test_a_relayed_link_is_no_faster_than_what_its_relay_gives() -> None:
+async def test_a_relayed_link_is_no_faster_than_its_relay_allows() -> None:
     async with behind_a_relay(Limits(is_on=True, bytes_per_second=UPLOAD)) as by:
         measuring(by.hidden)
         await until(lambda: bool(by.hidden.circuits))
@@ -50,7 +50,7 @@ async def test_a_link_whose_way_changes_is_measured_anew() -> None:
             pass
         assert await service._probe(hidden)
         service._look_at_ways(service.core.deadline)
-        assert service.core.sent_rate(hidden) > 0, "the way is the same"
+        assert service.core.sent_rate(hidden) > 0, "the path is the same"
         await by.hidden.multiplexed.offer(by.guest.peer, by.guest.addresses[0])
         service._look_at_ways(service.core.deadline)
         assert service.core.sent_rate(hidden) == 0

@@ -1,4 +1,4 @@
-"""Paths and relays between real networks on loopback. Nobody is told the hidden node's own address."""
+"""Paths and relays between real networks on loopback. No peer learns the hidden node's own address."""
 
 import os
 from collections import Counter
@@ -77,7 +77,7 @@ async def count_bytes(stream: Stream) -> None:
 
 @dataclass
 class Hidden:
-    """`hidden` is reached through `relay` alone; `guest` may know it by that."""
+    """Only `relay` reaches `hidden`; `guest` may know that route."""
 
     hidden: RealNetwork
     guest: RealNetwork
@@ -124,7 +124,7 @@ async def ask(network: RealNetwork, other: PeerId, text: bytes = b"there?") -> b
 # --- paths ---------------------------------------------------------------------------------------------
 
 
-async def test_a_node_that_offers_a_path_is_reached_by_it() -> None:
+async def test_a_node_that_offers_a_path_is_reached_over_it() -> None:
     hidden, other = make_network("h"), make_network("o")
     hidden.handle(PING, echo)
     async with running(hidden, other):
@@ -162,7 +162,7 @@ async def test_many_streams_share_a_path_and_keep_payloads_whole() -> None:
         assert [len(path) > 0 for path in other.multiplexed.of(hidden.peer)] == [True]
 
 
-async def test_the_end_of_a_path_ends_its_streams_at_both_sides() -> None:
+async def test_the_end_of_a_path_ends_its_streams_on_both_sides() -> None:
     hidden, other = make_network("h"), make_network("o")
     ended = trio.Event()
 
@@ -185,7 +185,7 @@ async def test_the_end_of_a_path_ends_its_streams_at_both_sides() -> None:
             await until(lambda: not len(other.multiplexed) and not len(hidden.multiplexed))
 
 
-async def test_a_peer_that_says_what_no_path_carries_loses_the_path_alone() -> None:
+async def test_a_peer_with_an_invalid_frame_loses_only_the_path() -> None:
     hostile, other = make_network("h"), make_network("o")
     hostile.handle(PING, echo)
     async with running(hostile, other):
@@ -200,7 +200,7 @@ async def test_a_peer_that_says_what_no_path_carries_loses_the_path_alone() -> N
 # --- relays --------------------------------------------------------------------------------------------
 
 
-def test_a_circuit_is_an_address_that_can_be_told() -> None:
+def test_a_circuit_is_an_announceable_address() -> None:
     relay, peer = make_network("r").peer, make_network("p").peer
     for host in ("203.0.113.7", "2a0f:1111:2222:3333:4444:5555:6666:7777"):
         at = make_address(host, 9747, relay)
@@ -226,7 +226,7 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
         assert (path.way, path.relay) == ("relayed", world.relay.peer)
         carried = world.server.ledger.carried_bytes
         stream = await world.guest.open(world.hidden.peer, BULK)
-        assert stream.source is None, "where it is nobody but the relay knows"
+        assert stream.source is None, "only the relay knows its address"
         await stream.send(b"", bytes(LARGE))
         assert await stream.receive() == str(LARGE).encode()
         assert world.server.ledger.carried_bytes - carried > LARGE
@@ -236,7 +236,7 @@ async def test_a_hidden_node_is_reached_through_its_relay_which_reads_nothing() 
         assert await world.guest.identify(world.hidden.circuits[0].of(world.hidden.peer)) == world.hidden.peer
         with pytest.raises(Unreachable, match="does not say who"):
             await world.guest.identify(world.hidden.circuits[0])
-        # The relay reaches it too.
+        # The relay reaches the hidden node too.
         assert await ask(world.relay, world.hidden.peer) == b"there?"
 
 
@@ -266,7 +266,7 @@ async def test_a_circuit_outlives_its_cancelled_opener_for_other_waiters(
         assert len(paths.of(world.hidden.peer)) == 1
 
 
-async def test_a_guest_that_can_be_dialled_is_dialled_instead() -> None:
+async def test_a_dialable_guest_is_dialled_directly() -> None:
     async with behind_a_relay() as world:
         world.hidden.learn(world.guest.peer, world.guest.addresses)
         await until(lambda: bool(world.hidden.circuits))
@@ -280,7 +280,7 @@ async def test_a_guest_that_can_be_dialled_is_dialled_instead() -> None:
         assert back.source == world.guest.addresses[0].of(None)
 
 
-async def test_a_lost_relay_is_told_at_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lost_relay_is_reported_at_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("node.services.relays.places.LOST_SECONDS", 0.1)
     async with behind_a_relay() as world:
         await until(lambda: bool(world.hidden.circuits))
@@ -293,7 +293,7 @@ async def test_a_lost_relay_is_told_at_once_and_asked_again(monkeypatch: pytest.
         await until(lambda: bool(world.hidden.circuits))
 
 
-async def test_a_relay_that_is_off_keeps_no_place_and_carries_nothing() -> None:
+async def test_a_disabled_relay_keeps_no_place_and_carries_nothing() -> None:
     async with behind_a_relay(Limits()) as world:
         await until(lambda: world.counters["relays_failed"] > 0)
         assert not world.hidden.circuits
@@ -325,7 +325,7 @@ async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit(
         await until(lambda: bool(world.hidden.circuits))
         wanted, real = make_network("w").peer, world.hidden.peer
         world.guest.learn(wanted, [world.relay.addresses[0].through(wanted)])
-        # It hands on to somebody else whoever asks for the one that is wanted.
+        # The relay connects each request for the wanted peer to another node.
         ledger = world.server.ledger
         announce = ledger.announce
 
@@ -341,7 +341,7 @@ async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit(
         assert not world.guest.multiplexed.of(wanted)
 
 
-async def test_a_relay_that_floods_announcements_makes_few_connections_come() -> None:
+async def test_a_relay_that_floods_announcements_triggers_few_connections() -> None:
     hidden, relay = make_network("h"), make_network("r")
     asked, refused, counters = 0, trio.Event(), Counter[str]()
 
@@ -378,7 +378,7 @@ async def test_a_relay_that_floods_announcements_makes_few_connections_come() ->
         nursery.cancel_scope.cancel()
 
 
-# --- what a relay gives --------------------------------------------------------------------------------
+# --- a relay's limits -------------------------------------------------------------------------------
 
 
 def peer(number: int) -> PeerId:
@@ -406,7 +406,7 @@ def connected(of: RelayLedger, first: int, target: int) -> Announced:
     return of.accept(0.0, peer(target), announced.token)
 
 
-def test_a_network_gets_a_share_of_the_places_and_places_lapse() -> None:
+def test_a_network_gets_a_share_of_the_places_and_places_expire() -> None:
     full = ledger()
     for number in range(PLACES_PER_NETWORK_MAX):
         full.reserve(0.0, peer(number), bytes([45, 1, 1, number]))
@@ -417,7 +417,7 @@ def test_a_network_gets_a_share_of_the_places_and_places_lapse() -> None:
     assert full.places == (peer(1_000),)
 
 
-def test_all_that_others_fill_in_a_relay_is_bounded() -> None:
+def test_all_memory_that_others_fill_in_a_relay_is_bounded() -> None:
     full = ledger(circuits_max=64)
     for number in range(PLACES_MAX):
         full.reserve(0.0, peer(number), source(number))
@@ -438,7 +438,7 @@ def test_all_that_others_fill_in_a_relay_is_bounded() -> None:
     assert all(size <= limit for size, limit in full.sizes.values())
 
 
-def test_nobody_takes_all_circuits_to_a_peer_or_of_a_relay() -> None:
+def test_no_peer_takes_all_circuits_to_a_peer_or_of_a_relay() -> None:
     full = ledger(circuits_max=64)
     for number in range(60):
         full.reserve(0.0, peer(number), source(number))
@@ -466,7 +466,7 @@ def test_nobody_takes_all_circuits_to_a_peer_or_of_a_relay() -> None:
         ask(600 + number, 31 + number, bytes([192, 168, 1, number]))
 
 
-def test_a_circuit_is_counted_again_when_it_is_taken() -> None:
+def test_a_circuit_is_counted_again_when_it_is_accepted() -> None:
     one = ledger()
     for number in range(60):
         one.reserve(0.0, peer(number), source(number))
@@ -477,7 +477,7 @@ def test_a_circuit_is_counted_again_when_it_is_taken() -> None:
         one.accept(0.0, peer(1), early.token)
 
 
-def test_a_token_is_good_for_its_target_once() -> None:
+def test_a_token_opens_one_circuit_to_its_target() -> None:
     one = ledger()
     one.reserve(0.0, peer(2), source(2))
     announced = announce(one, 3, 2)
@@ -494,7 +494,7 @@ def test_a_token_is_good_for_its_target_once() -> None:
         RelayLedger(Limits(), os.urandom).reserve(0.0, peer(1), source(1))
 
 
-def test_relayed_bytes_are_budgeted_for_strangers_only() -> None:
+def test_only_strangers_relayed_bytes_are_budgeted() -> None:
     one = ledger()
     for number in (2, 3):
         one.reserve(0.0, peer(number), source(number))
@@ -537,7 +537,7 @@ class Bulk:
 
 
 class Ping:
-    """A socket that has something small to read, once."""
+    """A socket that has a small message to read, once."""
 
     def __init__(self) -> None:
         self._is_read = False
@@ -552,7 +552,7 @@ class Ping:
 
 
 class Sink:
-    """A socket that notes when something is written."""
+    """A socket that records writes."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -563,7 +563,7 @@ class Sink:
         return len(data)
 
 
-def test_on_a_slow_relay_no_direction_of_a_circuit_stands_still() -> None:
+def test_on_a_slow_relay_no_direction_of_a_circuit_stalls() -> None:
     sinks, answers = [Sink() for _ in range(8)], [Sink() for _ in range(8)]
 
     async def main() -> None:

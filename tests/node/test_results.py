@@ -1,4 +1,4 @@
-"""A node's records of a finished run: its result, which nobody replaces, and its outcome."""
+"""A node's records of a finished run: its irreplaceable result, and its outcome."""
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -30,12 +30,12 @@ EVIL = b"weights that nobody trained"
 
 
 def small(**changes: Any) -> Any:
-    """As little arithmetic as a run can have."""
+    """The run with the least arithmetic."""
     return manifest(**({"steps": 1, "microbatch": 8, "microbatches": 2, "test_samples": 16} | changes))
 
 
 async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) -> Node:
-    """As a machine that was switched off for a while, and has its disk."""
+    """A restarted machine that was switched off for a while and kept its disk."""
     group.kill(name)
     await trio.sleep(30)
     await nursery.start(_live, group, name, through, 1, STAGE_SECONDS, group.storages[name])
@@ -44,7 +44,7 @@ async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) 
 
 
 def after_a_run(check: Callable[[Swarm, Run, trio.Nursery], Awaitable[None]]) -> None:
-    """`c` has asked for a run, which is done."""
+    """`c` has requested a run, which has ended."""
 
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
@@ -59,15 +59,16 @@ def after_a_run(check: Callable[[Swarm, Run, trio.Nursery], Awaitable[None]]) ->
 
 
 def usurp(run: Run, liar: Node, base: Plan, author: Node) -> tuple[Plan, History]:
-    """A plan that no committee has decided: the liar trains and commits. `author` has signed what is said to
-    be the first plan, the liar the rest."""
+    """A plan that no committee has decided, by which the liar trains and commits. `author` has signed the
+    supposed first plan, the liar the rest.
+    """
     change = Change(admitted=() if liar.peer in base.roster else (liar.peer,), trainers=(liar.peer,))
     history = first_history(author.signer, base)
     history = extend(liar.signer, history, plan_hash(base), [encode_change(change)])
     return successor(base, change), history
 
 
-def test_nobody_replaces_a_result_after_its_owner_was_restarted() -> None:
+def test_results_cannot_be_replaced_after_their_owner_restarts() -> None:
     async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
         before = group.storages["c"].read(weights_name(run.text))
         victim, liar = await restart(group, "c", "a", nursery), group.nodes["a"]
@@ -83,15 +84,15 @@ def test_nobody_replaces_a_result_after_its_owner_was_restarted() -> None:
 
 
 @pytest.mark.parametrize("author", ["the requester", "the liar"])
-def test_a_requester_refuses_a_decliners_made_up_plan(author: str) -> None:
-    """It was asked for a lease, so it knows the manifest and a plan; that is no part in the run."""
+def test_a_requester_refuses_a_plan_invented_by_a_decliner(author: str) -> None:
+    """The decliner was asked for a lease, so it knows the manifest and a plan; it has no part in the run."""
 
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             victim, liar, other = (group.nodes[name] for name in "cab")
             run = prepare(victim, small())
             first = plan_of(run, other.peer)
-            # Either the first plan in force, by the requester, or that in which the liar was to have a part.
+            # Either the first plan in force, by the requester, or the plan that includes the liar.
             base = first if author == "the requester" else plan_of(run, liar.peer)
             plan, history = usurp(run, liar, base, victim if author == "the requester" else liar)
             await assert_refused(liar, victim, wire.Start(run.fact, encode_plan(plan), history))
@@ -103,7 +104,7 @@ def test_a_requester_refuses_a_decliners_made_up_plan(author: str) -> None:
 
 
 def test_a_result_without_a_record_means_a_finished_run() -> None:
-    """As a crash between the two leaves it."""
+    """A crash between the two writes leaves this state."""
 
     async def check(group: Swarm, run: Run, nursery: trio.Nursery) -> None:
         group.storages["c"].delete(ended_name(run.text))
@@ -135,7 +136,7 @@ def test_a_finished_run_is_listed_and_fetched_after_a_restart(tmp_path: Path) ->
     after_a_run(check)
 
 
-def test_a_result_that_is_longer_than_its_model_is_not_fetched() -> None:
+def test_a_result_longer_than_its_model_is_not_fetched() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             victim, liar = group.nodes["a"], group.nodes["b"]
@@ -155,7 +156,7 @@ def test_a_result_that_is_longer_than_its_model_is_not_fetched() -> None:
     simulate(scenario)
 
 
-def test_others_results_are_guests_that_newer_ones_evict() -> None:
+def test_results_of_others_are_guests_that_newer_ones_evict() -> None:
     async def check(group: Swarm, run: Run, _: trio.Nursery) -> None:
         holder = next(node for node in group.nodes.values() if run.text in node.runs.guests.labels)
         assert holder is not group.nodes["c"]
@@ -174,7 +175,7 @@ def test_others_results_are_guests_that_newer_ones_evict() -> None:
 
 
 async def ignore(_: object) -> None:
-    """No client watches."""
+    """Progress is not watched."""
 
 
 def record(number: int, requester: bytes) -> EndedRun:
@@ -208,7 +209,7 @@ def test_records_of_others_runs_never_evict_own_ones() -> None:
     assert OTHERS_MAX < OWN_MAX
 
 
-def test_other_results_of_a_run_are_remembered_whenever_they_are_told() -> None:
+def test_other_results_of_a_run_are_remembered_at_any_time() -> None:
     storage, me = MemoryStorage(), bytes(32)
     archive, ended = Archive(storage, me), record(1, me)
     early, late = PeerId(bytes([2]) * 32), PeerId(bytes([3]) * 32)
@@ -227,4 +228,6 @@ def test_members_differing_results_are_bounded() -> None:
     shown = [archive.differ(ended.text, PeerId(bytes([n]) * 32), f"{n:064x}") for n in range(1, 20)]
     assert shown == [True] * RESULTS_SHOWN_MAX + [False] * (19 - RESULTS_SHOWN_MAX)
     assert len(archive.records[0].others) == RESULTS_SHOWN_MAX
-    assert not archive.differ(ended.text, PeerId(bytes([1]) * 32), "ef" * 32), "it changes its mind"
+    assert not archive.differ(ended.text, PeerId(bytes([1]) * 32), "ef" * 32), (
+        "the member claims another result"
+    )

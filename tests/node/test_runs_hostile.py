@@ -1,4 +1,4 @@
-"""Strangers' messages to the runs service: they are refused or bounded, and never end a node.
+"""Strangers' messages to the runs service: they are refused or bounded, and never crash a node.
 
 Two whole nodes on simulated seams: `a` is honest, `b` sends messages that no correct peer sends. An error out
 of `a` would end the simulation, so a scenario that completes shows that `a` lives.
@@ -78,7 +78,7 @@ def run_of(node: Node, **changes: Any) -> Run:
 
 
 def plan_of(run: Run, holder: PeerId) -> Plan:
-    """All of the model on `holder`; the run's requester trains."""
+    """The whole model on `holder`; the run's requester trains."""
     stage = StagePlan(0, LAYERS, (holder,), (1,))
     roster = tuple(sorted({holder, run.requester}))
     return Plan(run.id, NO_HASH, 0, roster, (run.requester,), run.manifest.microbatches, (stage,))
@@ -89,7 +89,7 @@ async def ask(sender: Node, receiver: Node, request: wire.Request) -> wire.Reply
 
 
 async def assert_refused(sender: Node, receiver: Node, request: wire.Request) -> None:
-    """The request gets no answer, or a no."""
+    """Expect no answer to the request, or a refusal."""
     try:
         reply = await ask(sender, receiver, request)
     except Unreachable:
@@ -98,7 +98,7 @@ async def assert_refused(sender: Node, receiver: Node, request: wire.Request) ->
 
 
 def start(sender: Node, fact: Fact, plan: Plan) -> wire.Start:
-    """With the history that a requester makes of its first plan."""
+    """Add the history that a requester makes of its first plan."""
     return wire.Start(fact, encode_plan(plan), first_history(sender.signer, plan))
 
 
@@ -145,7 +145,7 @@ def test_providers_decline_a_manifest_that_misfits_its_model(
 
 
 @pytest.mark.parametrize("name", ["0123456789abcdef\n", "../../node.lock", "", "0123456789ABCDEF"], ids=repr)
-def test_weights_by_a_name_that_is_none_are_refused(name: str) -> None:
+def test_weights_with_an_invalid_name_are_refused(name: str) -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         await assert_refused(b, a, wire.FetchWeights(name))
         assert a.counters["protocol_errors"] == 1
@@ -161,7 +161,7 @@ def test_a_manifest_of_another_version_is_refused_by_its_number() -> None:
             check_run(signer, signer.sign(MANIFEST_PURPOSE, encode(fields)))
 
 
-def test_a_manifest_whose_names_are_not_names_is_refused() -> None:
+def test_a_manifest_with_invalid_names_is_refused() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         wrong: list[dict[str, Any]] = [{"model": "\x1b[2J"}, {"data": "../../etc"}, {"graph": "../x"}]
         for changes in wrong:
@@ -193,7 +193,7 @@ def test_a_lease_requires_the_requester_and_a_fitting_plan() -> None:
     two_nodes(scenario)
 
 
-def test_an_unfenced_node_takes_only_its_own_stages() -> None:
+def test_an_unfenced_node_accepts_only_its_own_stages() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         a.provider.unfenced = ("files: no landlock",)
         run = run_of(b)
@@ -235,7 +235,7 @@ def test_a_lease_released_while_its_model_arrives_is_not_granted(
     two_nodes(scenario)
 
 
-def test_only_whoever_asked_for_a_lease_releases_it() -> None:
+def test_only_its_requester_releases_a_lease() -> None:
     async def scenario() -> None:
         async with swarm("abc") as group:
             a, b, c = (group.nodes[name] for name in "abc")
@@ -252,7 +252,7 @@ def test_only_whoever_asked_for_a_lease_releases_it() -> None:
     simulate(scenario)
 
 
-def test_a_lease_taken_again_lasts_its_own_time_and_no_longer() -> None:
+def test_a_renewed_lease_lasts_its_own_time_and_no_longer() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
         plan = plan_of(run, a.peer)
@@ -268,7 +268,7 @@ def test_a_lease_taken_again_lasts_its_own_time_and_no_longer() -> None:
     two_nodes(scenario)
 
 
-def test_a_lease_whose_asker_is_dead_is_free_again() -> None:
+def test_a_lease_is_freed_after_its_requester_dies() -> None:
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
         await lease(b, a, run, plan_of(run, a.peer))
@@ -291,8 +291,8 @@ def test_a_node_joins_no_run_without_its_consent() -> None:
     two_nodes(scenario)
 
 
-def test_a_chain_of_plans_begins_at_its_beginning() -> None:
-    """One at the highest height of all would leave no next one to make when somebody dies."""
+def test_a_chain_of_plans_starts_at_the_first_height() -> None:
+    """A plan at the greatest height would leave no next plan to make after a death."""
 
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
@@ -320,7 +320,7 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
             moved = replace(plan, parent=plan_hash(plan), height=1, stages=cut)
             await assert_refused(b, a, start(b, run.fact, moved))
             await trio.sleep(1)
-            assert a.runs.members[run.id].plan == plan, "the chain says what is in force, and nobody else"
+            assert a.runs.members[run.id].plan == plan, "only the chain decides which plan is in force"
             await assert_refused(c, a, wire.ExportStage(plan_hash(plan)))
             state = wire.FetchState(plan_hash(plan), 0, "parameters", 0, 64)
             await assert_refused(c, a, state)
@@ -331,7 +331,7 @@ def test_a_member_follows_only_a_plan_made_of_the_last_one() -> None:
     simulate(scenario)
 
 
-def test_a_run_that_is_over_is_not_begun_again() -> None:
+def test_a_finished_run_is_not_started_again() -> None:
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
         plan = plan_of(run, a.peer)
@@ -347,7 +347,7 @@ def test_a_run_that_is_over_is_not_begun_again() -> None:
 
 
 def test_a_trainer_refuses_a_run_whose_manifest_does_not_fit_its_data() -> None:
-    """More held-out samples than there are would be an empty tensor, which cannot be sent."""
+    """More held-out samples than exist would be an empty tensor, which cannot be sent."""
 
     async def scenario(group: Swarm, a: Node, b: Node) -> None:
         with pytest.raises(PlacementFailed, match="does not fit"):
@@ -420,7 +420,7 @@ def test_a_notice_with_impossible_numbers_is_refused(changes: dict[str, Any]) ->
 
 
 @pytest.mark.parametrize(("event", "news"), NEWS.items(), ids=lambda kind: kind.__name__)
-def test_a_notice_has_all_that_its_event_shows(event: type[Event], news: type[msgspec.Struct]) -> None:
+def test_a_notice_has_every_field_of_its_event(event: type[Event], news: type[msgspec.Struct]) -> None:
     assert {*event.__struct_fields__} - {"at", "run"} == {*news.__struct_fields__}
 
 
@@ -429,7 +429,7 @@ def one_stage(*replicas: PeerId) -> Plan:
     return Plan(bytes(32), NO_HASH, 0, tuple(sorted((*replicas, CAROL))), (CAROL,), 4, (stage,))
 
 
-def test_a_commit_that_names_strangers_or_somebody_twice_is_refused() -> None:
+def test_a_commit_that_names_strangers_or_duplicates_is_refused() -> None:
     plan = one_stage(ALICE, BOB)
     replica = Replica(ALICE, plan)
     hash_ = plan_hash(plan)
@@ -444,7 +444,7 @@ def test_a_commit_that_names_strangers_or_somebody_twice_is_refused() -> None:
 
 
 class BrokenStage:
-    """A stage whose process is gone."""
+    """A stage whose process has ended."""
 
     async def call(self, request: object) -> object:
         raise StageFailed(f"no process for a {type(request).__name__}")
@@ -522,7 +522,7 @@ class _Signer:
 
 
 class SlowNetwork:
-    """A network whose streams take nothing until `flows` is set; counts how often it was opened."""
+    """A network whose streams accept nothing until `flows` is set; it counts how often it was opened."""
 
     peer = BOB
     has_better_path = False
@@ -549,8 +549,8 @@ class SlowNetwork:
         return
 
 
-async def test_a_link_that_overflows_begins_again_and_says_so() -> None:
-    """A message dropped in silence would be waited for for ever."""
+async def test_a_link_that_overflows_restarts_and_reports_it() -> None:
+    """The receiver would wait for ever for a message that was dropped silently."""
     network, again = SlowNetwork(), trio.Event()
     stuck: list[PeerId] = []
 
@@ -581,7 +581,7 @@ async def test_a_link_that_overflows_begins_again_and_says_so() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_runs_that_are_over_do_not_fill_the_state() -> None:
+def test_finished_runs_do_not_fill_the_state() -> None:
     state = State()
     for number in range(RUNS_KEPT_MAX + 10):
         run = f"{number:016x}"
@@ -591,7 +591,7 @@ def test_runs_that_are_over_do_not_fill_the_state() -> None:
     assert f"{RUNS_KEPT_MAX + 9:016x}" in state.runs
 
 
-def test_a_silent_stream_of_a_stranger_is_closed_in_the_end() -> None:
+def test_a_strangers_silent_stream_is_closed_eventually() -> None:
     async def scenario(group: Swarm, honest: Node, stranger: Node) -> None:
         stream = await stranger.network.open(honest.peer, wire.PIPELINE_PROTOCOL)
         with trio.fail_after(2 * IDLE_SECONDS_MAX), pytest.raises(StreamClosed):

@@ -1,4 +1,4 @@
-"""Samples of a person's own Dataset, iterator or arrays, and a text as tokens, made into what a run takes."""
+"""Samples from a user's Dataset, iterator or arrays, and a text as tokens, converted into a run's data."""
 
 import itertools
 from collections.abc import Iterator
@@ -31,7 +31,7 @@ def written(source: Any, folder: Path) -> Data:
 
 
 class Squares(Dataset[Any]):
-    """Has length and items, and no end that an iterator would see."""
+    """A dataset with length and items, whose iterator has no end."""
 
     def __init__(self, count: int = 11) -> None:
         self.count = count
@@ -48,12 +48,12 @@ def test_a_dataset_of_torch_becomes_x_and_y(tmp_path: Path) -> None:
     assert (found.train["x"].shape, found.train["x"].dtype.name) == ((9, 2, 3), "float32")
     assert found.train["y"].dtype == np.dtype(np.int64)
     assert sorted([*found.train["y"], *found.test["y"]]) == [place**2 for place in range(11)]
-    assert list(found.test["y"]) == [4**2, 9**2], "every fifth is held out"
+    assert list(found.test["y"]) == [4**2, 9**2], "every fifth sample is held out"
     assert np.array_equal(found.train["x"][:, 0, 0] ** 2, found.train["y"]), "rows stay together"
 
 
 class Stream(IterableDataset[Any]):
-    """Mappings by name, as a tokenizer makes them, one after another."""
+    """Yield mappings by name, one after another, as a tokenizer does."""
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for place in range(7):
@@ -74,7 +74,7 @@ def test_equal_samples_make_equal_bytes(tmp_path: Path) -> None:
     assert written(Stream(), tmp_path / "a").digest == written(iter(Stream()), tmp_path / "b").digest
 
 
-def test_a_pair_is_for_training_and_held_out(tmp_path: Path) -> None:
+def test_a_pair_is_training_and_held_out_samples(tmp_path: Path) -> None:
     found = written((Squares(4), (Squares(3)[place] for place in range(3))), tmp_path)
     assert (found.train_samples, found.test_samples) == (4, 3)
 
@@ -148,7 +148,7 @@ def test_sources_without_samples_are_refused_by_name(source: Any, words: str, tm
         write_samples(source, tmp_path, WHERE)
 
 
-def test_an_iterator_without_an_end_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_iterator_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert SAMPLES_BYTES_MAX >= 1 << 30
     monkeypatch.setattr("node.content.samples.SAMPLES_BYTES_MAX", 1 << 20)
     with pytest.raises(UsageError, match="more than 0 GiB after") as caught:
@@ -156,14 +156,14 @@ def test_an_iterator_without_an_end_ends(tmp_path: Path, monkeypatch: pytest.Mon
     assert "itertools.islice" in (caught.value.do or "")
 
 
-# As RUN.toml names them
+# Sources as RUN.toml names them
 
 
 def run_file(text: str) -> RunFile:
     return toml.parse(f'model = "m.peerloom"\n{text}', RunFile, name="RUN.toml").value
 
 
-def test_a_function_of_an_own_file_makes_a_runs_data(tmp_path: Path) -> None:
+def test_a_function_in_a_users_file_makes_a_runs_data(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "import torch\nfrom torch.utils.data import TensorDataset\n"
         "def noise():\n    return TensorDataset(torch.rand(6, 2), torch.arange(6))\n"
@@ -174,7 +174,7 @@ def test_a_function_of_an_own_file_makes_a_runs_data(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         assert prepare_data(run_file('data = "mine.py:noise"'), tmp_path, tmp_path / name, "RUN.toml")
         digests.append(load_folder(tmp_path / name).digest)
-    assert digests[0] == digests[1], "what is drawn is drawn the same again"
+    assert digests[0] == digests[1], "the random draws repeat"
     with pytest.raises(UsageError, match=r"RUN\.toml: data: fails failed: OSError: no disk"):
         prepare_data(run_file('data = "mine.py:fails"'), tmp_path, tmp_path, "RUN.toml")
     with pytest.raises(UsageError, match="has no function 'others'; it has"):

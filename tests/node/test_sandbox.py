@@ -1,6 +1,6 @@
-"""A fenced process can compute, and can reach nothing else. Tried by real processes on this very kernel.
+"""A fenced process can compute, and reaches nothing else. Real processes try it on this kernel.
 
-Where the kernel lacks a fence its report says so, and the tests of what only that fence holds are skipped.
+Where the kernel lacks a fence the report says so, and tests that need only that fence are skipped.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ FREELY = (
     | seccomp.LOOKING
     | seccomp.MACHINE
 )
-# Those whose arguments decide, by architecture.
+# Calls decided by their arguments, by architecture.
 CLONE, MMAP, OPENAT, PRLIMIT, SENDTO, TGKILL = (
     (56, 220),
     (9, 222),
@@ -45,7 +45,7 @@ CLONE, MMAP, OPENAT, PRLIMIT, SENDTO, TGKILL = (
 PRCTL, FCNTL, IOCTL, OPEN = (157, 167), (72, 25), (16, 29), (2, None)
 BY_ARGUMENTS = (CLONE, MMAP, OPENAT, PRLIMIT, SENDTO, TGKILL, PRCTL, FCNTL, IOCTL, OPEN)
 PID = 4321
-THREAD_FLAGS = 0x3D0F00  # what glibc makes a thread with
+THREAD_FLAGS = 0x3D0F00  # the flags with which glibc makes a thread
 HEADERS = {
     "x86_64": Path("/usr/include/x86_64-linux-gnu/asm/unistd_64.h"),
     "aarch64": Path("/usr/include/asm-generic/unistd.h"),
@@ -61,7 +61,7 @@ class Tried:
     results: dict[str, str]
 
     def refused(self, attempt: str, error: str, *, by: str) -> None:
-        """Hold that an attempt failed with this error, where the fence that answers so stands."""
+        """Assert that an attempt failed with this error if the fence that prevents it is up."""
         if by not in self.fences:
             pytest.skip(f"this kernel: {self.unfenced}")
         assert self.results[attempt] == error
@@ -153,7 +153,7 @@ def test_files_outside_are_closed(request: pytest.FixtureRequest, device: str, a
     tried.refused(attempt, "EACCES", by="landlock")
 
 
-def test_the_scratch_folder_is_open_to_an_accelerators_driver_alone(
+def test_the_scratch_folder_is_open_only_to_an_accelerators_driver(
     tried: Tried, tried_with_accelerator: Tried
 ) -> None:
     tried.refused("write inside", "EACCES", by="landlock")
@@ -170,7 +170,7 @@ def test_memory_descriptors_and_files_are_bounded(tried: Tried) -> None:
     tried.refused("make a file of memory", "EPERM", by="seccomp")
 
 
-def test_an_accelerators_memory_is_said_to_be_only_watched(tried_with_accelerator: Tried) -> None:
+def test_an_accelerators_memory_is_reported_as_only_watched(tried_with_accelerator: Tried) -> None:
     assert "memory: watched by the node" in tried_with_accelerator.fences
     assert tried_with_accelerator.results["take too much memory"] == "done"
 
@@ -179,7 +179,7 @@ def test_an_accelerators_files_are_bounded(tried_with_accelerator: Tried) -> Non
     tried_with_accelerator.refused("write a large file", "EFBIG", by="landlock")
 
 
-def test_every_fence_is_either_up_or_said_to_be_missing(tried: Tried) -> None:
+def test_every_fence_is_either_up_or_reported_as_missing(tried: Tried) -> None:
     for word in ("network", "programs", "files", "memory"):
         assert word in tried.fences + tried.unfenced
 
@@ -212,7 +212,7 @@ WITHOUT_LANDLOCK = (sys.executable, "-m", "tests.node.without_landlock", sys.exe
 
 
 def ended(*program: str, folder: Path, command: tuple[str, ...] = (sys.executable,)) -> tuple[int, str, str]:
-    """Status, output and last line of errors of a Python program in `folder`."""
+    """Status, output and last error line of a Python program in `folder`."""
     process = subprocess.run(
         [*command, *program],
         cwd=folder,
@@ -244,7 +244,7 @@ def test_an_earlier_thread_is_an_error_and_skips_no_fence(tmp_path: Path, allow:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="landlock is Linux's")
-def test_without_landlock_nobody_enters_unless_that_is_allowed(tmp_path: Path) -> None:
+def test_without_landlock_nobody_enters_unless_allowed(tmp_path: Path) -> None:
     strict = ENTER.format(before="", allow=False)
     status, output, error = ended("-c", strict, folder=tmp_path, command=WITHOUT_LANDLOCK)
     assert (status, output) == (1, "")
@@ -255,7 +255,7 @@ def test_without_landlock_nobody_enters_unless_that_is_allowed(tmp_path: Path) -
     assert "files: no landlock" in output
 
 
-def test_the_trial_of_the_fences_says_what_a_stage_will_find(tried: Tried, tmp_path: Path) -> None:
+def test_the_trial_of_the_fences_predicts_what_a_stage_finds(tried: Tried, tmp_path: Path) -> None:
     found = try_fences("cpu")
     assert [line.partition(":")[0] for line in found.fences] == [
         line.partition(":")[0] for line in tried.fences.splitlines()
@@ -268,7 +268,7 @@ def test_the_trial_of_the_fences_says_what_a_stage_will_find(tried: Tried, tmp_p
         assert "files: no landlock" in output
 
 
-def test_a_trial_that_fails_counts_as_nothing_fenced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_trial_counts_as_no_fences(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     assert "the trial failed" in try_fences("cpu").unfenced[0]
 
@@ -290,7 +290,7 @@ def test_ctrl_c_does_not_end_a_trial_of_fences() -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "begins\n"
         while not is_tried_by(process.pid):
-            assert process.poll() is None, "it ended before it was interrupted"
+            assert process.poll() is None, "the trial ended before the interrupt"
         os.killpg(process.pid, signal.SIGINT)
         assert "the trial failed" not in process.stdout.read()
 
@@ -318,11 +318,11 @@ def test_the_environment_has_what_arithmetic_reads_and_no_secret() -> None:
     assert "PATH" not in made
     assert made["HOME"] == made["TMPDIR"] == "/scratch"
     assert made["OMP_NUM_THREADS"] == "3"
-    assert made["OMP_WAIT_POLICY"] == "PASSIVE", "threads that spin take the time of what they wait for"
+    assert made["OMP_WAIT_POLICY"] == "PASSIVE", "spinning threads would slow down the threads they wait for"
     assert (made["LD_LIBRARY_PATH"], made["CUDA_VISIBLE_DEVICES"], made["LC_ALL"]) == ("/opt/lib", "0", "C")
 
 
-# The filter itself, for both architectures, by an interpreter of its language.
+# The filter itself, for both architectures, run by an interpreter of its language.
 
 
 def judge(
@@ -392,7 +392,7 @@ def test_a_call_of_another_architecture_kills(machine: str) -> None:
     ("call", "arguments", "answer"),
     [
         (CLONE, (THREAD_FLAGS,), ALLOW),
-        (CLONE, (17,), REFUSED),  # fork: SIGCHLD and nothing else
+        (CLONE, (17,), REFUSED),  # fork: SIGCHLD alone
         (CLONE, (0x4111,), REFUSED),  # vfork
         (CLONE, (THREAD_FLAGS | 0x40000000,), REFUSED),  # a thread in a network of its own
         (MMAP, (0, 4096, 3, 0x22), ALLOW),  # private memory
@@ -443,7 +443,7 @@ def test_the_filter_fits_into_the_kernel(machine: str) -> None:
 
 
 @pytest.mark.parametrize("machine", COLUMNS)
-def test_numbers_are_those_of_the_kernels_own_headers(machine: str) -> None:
+def test_call_numbers_match_the_kernels_headers(machine: str) -> None:
     header = HEADERS[machine]
     if not header.exists():
         pytest.skip(f"no {header} on this machine")

@@ -1,4 +1,4 @@
-"""A person's file with the name of one of our modules, or of one that we need, is named or has no effect."""
+"""A user's file with the name of one of our modules, or of a dependency, is named or has no effect."""
 
 import sys
 from pathlib import Path
@@ -19,7 +19,7 @@ def write(folder: Path, *names: str, text: str = THEIRS) -> None:
 
 def test_files_of_the_current_folder_do_not_enter_a_command(tmp_path: Path) -> None:
     write(tmp_path, "crypto", "gossip", "dht", "partition", "sim", "trio", "torch", "queue", "typer")
-    (tmp_path / "node").mkdir()  # a folder without a file of Python hides no package
+    (tmp_path / "node").mkdir()  # a folder without Python files hides no package
     said = typed(f"{PYTHON} -m node id", tmp_path)
     assert (said.returncode, said.stdout) == (2, "")
     assert said.stderr.startswith("error: no identity in ")
@@ -39,7 +39,7 @@ def test_a_program_is_told_which_file_hides_a_package(tmp_path: Path, name: str)
     assert last == f"ImportError: {name}.py hides the package {name}, which peerloom needs: rename it"
 
 
-def test_a_folder_that_is_a_package_of_another_is_named(tmp_path: Path) -> None:
+def test_a_folder_inside_another_package_is_named(tmp_path: Path) -> None:
     (tmp_path / "crypto").mkdir()
     (tmp_path / "crypto" / "__init__.py").write_text(THEIRS)
     said = typed(f"{PYTHON} -c 'import node'", tmp_path)
@@ -99,20 +99,20 @@ def test_a_library_hidden_by_a_programs_file_is_named(tmp_path: Path, name: str,
 
 @pytest.mark.parametrize(("name", "text"), [("typer", "raise SystemExit(0)\n"), ("queue", "x = 1\n")])
 def test_a_library_hidden_in_a_command_is_named(tmp_path: Path, name: str, text: str) -> None:
-    """On the path by the environment: what lies in the current folder has no effect."""
+    """On the path from the environment: files in the current folder have no effect."""
     write(tmp_path, name, text=text)
     said = typed(f"{PYTHON} -m node status", tmp_path, PYTHONPATH=f"{tmp_path}:{ROOT}")
     assert said.returncode == 2
     assert said.stderr.splitlines()[0] == f"error: {name}.py hides the module {name}, which peerloom needs"
 
 
-def test_an_error_of_a_persons_own_file_stays_theirs(tmp_path: Path) -> None:
+def test_an_error_in_a_users_own_file_stays_theirs(tmp_path: Path) -> None:
     write(tmp_path, "helpers", text="import node\nnode.no_such_name\n")
     said = typed(f"{PYTHON} -c 'import helpers'", tmp_path)
     assert said.stderr.splitlines()[-1].startswith("AttributeError: module 'node' has no attribute")
 
 
-def test_an_interpreter_without_our_libraries_is_told_in_two_lines(tmp_path: Path) -> None:
+def test_an_interpreter_without_our_libraries_ends_in_two_lines(tmp_path: Path) -> None:
     said = typed(f"{PYTHON} -S -m node status", tmp_path)
     error, do = said.stderr.splitlines()
     assert said.returncode == 2

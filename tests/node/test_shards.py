@@ -1,4 +1,4 @@
-"""Shards: what is packed is read back, whatever its size; a stranger's manifest is data or refused."""
+"""Shards: packed samples are read back at every size; a stranger's manifest is valid or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -70,7 +70,7 @@ def test_a_large_part_has_one_mixed_shard_per_lane() -> None:
     assert set(column[list(range(7, 80_000, LANES * 50))].tolist()) == {0, 1, 2, 3}
 
 
-def test_a_missing_piece_is_said() -> None:
+def test_a_missing_piece_is_reported() -> None:
     manifest, reader, blobs = packed({"train": {"x": np.zeros((4, 2))}, "test": {"x": np.zeros((4, 2))}})
     blobs.clear()
     with pytest.raises(DataMissing):

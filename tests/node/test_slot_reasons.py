@@ -1,4 +1,4 @@
-"""A requester is told why members have no slot, by what these say of themselves."""
+"""A requester learns why members have no slot from their own reports."""
 
 import json
 import subprocess
@@ -62,20 +62,20 @@ def offer_of(words: tuple[str, ...] | None, *, accepts_runs: bool = False, rate:
         (None, "not said"),
     ],
 )
-def test_each_reason_that_a_member_tells_is_read(words: tuple[str, ...] | None, lacks: str) -> None:
+def test_each_reason_that_a_member_reports_is_read(words: tuple[str, ...] | None, lacks: str) -> None:
     offer = offer_of(words)
     assert (offer.has_slot, offer.lacks) == (False, lacks)
     assert lacks_text([offer]) == f"members without a slot: 1 {LACKS[lacks]}"
 
 
-def test_a_member_that_takes_stages_lacks_nothing() -> None:
+def test_a_member_that_accepts_stages_lacks_nothing() -> None:
     assert offer_of(USUAL, accepts_runs=True) == offer_of(None, accepts_runs=True)
     assert offer_of(USUAL, accepts_runs=True).lacks == ""
     assert offer_of(USUAL, accepts_runs=True, rate=0.0).lacks == "device"
     assert lacks_text([offer_of(USUAL, accepts_runs=True)]) == ""
 
 
-def test_a_plan_for_which_memory_is_lacking_speaks_of_no_slots() -> None:
+def test_a_plan_that_lacks_memory_does_not_mention_slots() -> None:
     model = simple_cnn()
     run = make_run(IdentitySigner(Identity(bytes(32)), "test"), manifest(model, stages=1, replicas=1))
     small = Offer(ME, 1e9, 1, has_slot=True)
@@ -86,13 +86,13 @@ def test_a_plan_for_which_memory_is_lacking_speaks_of_no_slots() -> None:
 
 @pytest.fixture
 def captured() -> Model:
-    """Before the test's time begins, for this loads torch."""
+    """Load torch before the test's time begins."""
     return simple_cnn()
 
 
 @pytest.fixture
 def members(tmp_path: Path) -> Iterator[list[str]]:
-    """The addresses of two real nodes: on a kernel without Landlock, and an observer."""
+    """The addresses of two real nodes: one on a kernel without Landlock, and an observer."""
     common = [sys.executable, "-m", "node", "--json", "--listen", "127.0.0.1:0", "--no-lan", "--web", "off"]
     common += ["--preset", "local"]
     without_landlock = [sys.executable, "-m", "tests.node.without_landlock"]

@@ -1,4 +1,4 @@
-"""Several stages at once on one node: each has a slot of its own, and no slot is promised twice."""
+"""Several stages at once on one node: each has its own slot, and no slot is promised twice."""
 
 from collections.abc import Callable, Sequence
 
@@ -34,7 +34,7 @@ def run_id(number: int) -> bytes:
 
 
 def with_slots(count: int, hosted: Sequence[bytes] = (), storage: MemoryStorage | None = None) -> LeaseSlots:
-    seams = Seams.__new__(Seams)  # of which slots need three
+    seams = Seams.__new__(Seams)  # three slots need this many bytes
     for name, seam in (
         ("clock", _Clock()),
         ("executor", _Threads()),
@@ -59,30 +59,30 @@ class _Threads:
         return work()
 
 
-def test_as_many_slots_as_there_are_and_one_for_a_run() -> None:
+def test_slots_are_promised_until_full_and_one_per_run() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots = with_slots(2, storage=disk)
         await slots.promise(promised(1, height=1))
         assert slots.free == 1
-        assert not slots.is_free_for(run_id(1)), "a run has one slot of a node"
+        assert not slots.is_free_for(run_id(1)), "a run gets one slot per node"
         assert slots.is_free_for(run_id(2))
         await slots.promise(promised(2, OTHER))
         assert (slots.free, slots.is_free_for(run_id(3))) == (0, False)
-        assert with_slots(2, storage=disk).free == 0, "also after a restart"
+        assert with_slots(2, storage=disk).free == 0, "the promise survives a restart"
         slots.note(slots.core.release(bytes(32), OTHER))
-        assert slots.free == 1, "by its plan and whom it was promised to"
+        assert slots.free == 1, "a promise is identified by its plan and its holder"
         slots.release_all(PLANNER)
         assert with_slots(2, storage=disk).free == 2
         await slots.promise(promised(4))
         await trio.sleep(241)
-        assert slots.free == 2, "nobody has come"
+        assert slots.free == 2, "no holder has come"
 
     simulate(scenario)
 
 
 def test_a_promise_for_a_first_plan_briefly_outlives_its_requester() -> None:
-    """Others may have begun: they bring the plan."""
+    """Other members may have started: they bring the plan."""
 
     async def scenario() -> None:
         slots = with_slots(1)
@@ -107,7 +107,7 @@ def test_a_hosted_slot_covers_promises_for_its_run() -> None:
     simulate(scenario)
 
 
-def test_promises_made_at_once_are_all_on_the_disk() -> None:
+def test_concurrent_promises_are_all_on_the_disk() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots = with_slots(3, storage=disk)
@@ -119,7 +119,7 @@ def test_promises_made_at_once_are_all_on_the_disk() -> None:
     simulate(scenario)
 
 
-def test_a_plan_that_cannot_come_about_holds_no_slot() -> None:
+def test_an_impossible_plan_holds_no_slot() -> None:
     async def scenario() -> None:
         disk = MemoryStorage()
         slots, run = with_slots(1, storage=disk), run_id(1)
@@ -130,14 +130,14 @@ def test_a_plan_that_cannot_come_about_holds_no_slot() -> None:
             return [promise.plan for promise in gone]
 
         await slots.promise(promised(1, plan=1, height=3))
-        assert supersede(run_id(2), PLANNER, 9) == [], "another run's plan says nothing of it"
+        assert supersede(run_id(2), PLANNER, 9) == [], "another run's plan does not decide it"
         assert supersede(run, OTHER, 3) == [], "both may still be decided"
         assert slots.free == 0
         assert supersede(run, OTHER, 4) == [bytes([1]) * 32]
         assert slots.is_free_for(run)
         await slots.promise(promised(1, OTHER, plan=2, height=4))
         assert supersede(run, OTHER, 4) == [bytes([2]) * 32], "a planner asks for one plan at a time"
-        assert with_slots(1, storage=disk).free == 1, "also after a restart"
+        assert with_slots(1, storage=disk).free == 1, "the promise survives a restart"
 
     simulate(scenario)
 
@@ -193,7 +193,7 @@ def test_requesters_learn_how_long_an_orphaned_slot_is_held(wait_seconds: int, i
             await c.runs.slots.promise(promise)
             if is_queued:
                 c.runs.queue.begin(held, None)
-            assert c.runs.slots.lapsing() == {}, "it may begin, and nobody knows for how long"
+            assert c.runs.slots.lapsing() == {}, "the run may begin and last for any time"
             c.runs.slots.release_all(PLANNER)
             run, begun = asked(a, 1), trio.current_time()
             if not wait_seconds:
@@ -214,7 +214,7 @@ def test_requesters_learn_how_long_an_orphaned_slot_is_held(wait_seconds: int, i
 
 @pytest.mark.parametrize(("providers", "winners"), [("c", 1), ("cd", 2)])
 def test_one_of_two_racing_requesters_gets_the_provider(providers: str, winners: int) -> None:
-    """The other is told, and takes another where there is one."""
+    """The other is refused, and uses another provider if there is one."""
 
     async def scenario() -> None:
         async with swarm("abcd", preset="lan") as group:
@@ -247,7 +247,7 @@ def waits(provider: Node, requester: Node, run: Run) -> str:
 
 
 @pytest.mark.parametrize("ending", ["gives up", "is stopped", "dies"])
-def test_a_request_that_is_over_keeps_no_place_in_a_queue(ending: str) -> None:
+def test_a_finished_request_keeps_no_place_in_a_queue(ending: str) -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             only(group, "c")
@@ -281,7 +281,7 @@ def test_a_request_that_is_over_keeps_no_place_in_a_queue(ending: str) -> None:
     simulate(scenario)
 
 
-def test_nobody_withdraws_the_request_of_another() -> None:
+def test_no_peer_withdraws_another_peers_request() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             only(group, "c")
@@ -298,8 +298,8 @@ def test_nobody_withdraws_the_request_of_another() -> None:
     simulate(scenario)
 
 
-def test_a_higher_priority_makes_room_among_ones_own_runs_alone() -> None:
-    """One provider with one slot, so what is served cannot be handed over: it waits at its checkpoint."""
+def test_a_higher_priority_preempts_only_ones_own_runs() -> None:
+    """One provider with one slot: the served run cannot be handed over, so it waits at its checkpoint."""
 
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:

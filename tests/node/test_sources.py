@@ -1,4 +1,4 @@
-"""Data as people have it, made into the folder that a run takes."""
+"""Users' data files, converted into the folder that a run reads."""
 
 import struct
 import threading
@@ -80,7 +80,7 @@ def test_equal_sources_make_equal_bytes(tmp_path: Path) -> None:
         ("a,y\n1,2\n", "at least 2"),
     ],
 )
-def test_a_table_that_does_not_do_says_where(tmp_path: Path, text: str, reason: str) -> None:
+def test_an_unusable_table_is_refused_with_the_place(tmp_path: Path, text: str, reason: str) -> None:
     (tmp_path / "t.csv").write_text(text)
     with pytest.raises(UsageError, match=reason):
         converted(tmp_path / "t.csv", tmp_path / "out")
@@ -122,7 +122,7 @@ def test_parquet_is_read_as_a_table(tmp_path: Path) -> None:
         converted(tmp_path / "broken.parquet", tmp_path / "out")
 
 
-def test_arrays_come_split_or_are_split(tmp_path: Path) -> None:
+def test_arrays_are_already_split_or_are_split_here(tmp_path: Path) -> None:
     x, y = np.arange(20, dtype=np.float32).reshape(10, 2), np.arange(10)
     safetensors.numpy.save_file({"x": x, "y": y}, tmp_path / "whole.safetensors")
     np.savez(tmp_path / "parts.npz", train_x=x[:7], train_y=y[:7], test_x=x[7:], test_y=y[7:])
@@ -187,14 +187,14 @@ def test_the_binary_version_of_cifar_10_is_read(tmp_path: Path) -> None:
         converted(folder, tmp_path / "out")
 
 
-def test_a_source_may_lie_on_a_web_server(tmp_path: Path) -> None:
+def test_a_source_may_be_on_a_web_server(tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
     (served / "t.csv").write_text("a,y\n1,0\n2,1\n")
 
     class Quiet(SimpleHTTPRequestHandler):
         def log_message(self, *_: object) -> None:
-            """Nothing: the test's output is for failures."""
+            """Log nothing: the test's output is for failures."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(served)))
     thread = threading.Thread(target=server.serve_forever)
@@ -219,7 +219,7 @@ def test_run_ready_data_needs_no_conversion(tmp_path: Path) -> None:
 
 
 @given(st.integers(2, 200))
-def test_a_split_loses_no_sample_and_doubles_none(count: int) -> None:
+def test_a_split_loses_and_duplicates_no_sample(count: int) -> None:
     x = np.arange(count)
     train, test = hold_out({"x": x, "y": -x}, 0.2, "data", "test")
     assert sorted([*train["x"], *test["x"]]) == list(range(count))
@@ -242,7 +242,7 @@ def test_a_split_makes_no_second_copy_of_the_samples() -> None:
         assert np.array_equal(part["x"][:, 4, 5], first[part["y"]] + 29)
 
 
-def test_a_split_of_arrays_that_share_their_memory_keeps_rows_together() -> None:
+def test_a_split_of_arrays_that_share_memory_keeps_rows_together() -> None:
     tokens = np.arange(41)
     train, test = hold_out(
         {"x": tokens[:-1].reshape(10, 4), "y": tokens[1:].reshape(10, 4)}, 0.2, "text", "test"

@@ -1,4 +1,4 @@
-"""Machines on metered links and low batteries send less or serve nobody, and others ask them for less."""
+"""Machines on metered links or low batteries send less or serve nobody, and others ask them for less."""
 
 import json
 import subprocess
@@ -59,7 +59,7 @@ def test_owners_rules_decide_about_low_battery_and_metered_links(
     assert (found.may_serve, bool(found.sends_less)) == (not refuses, less)
 
 
-def test_a_machine_without_a_battery_says_that_it_cannot_keep_the_rule() -> None:
+def test_a_machine_without_a_battery_reports_an_unenforceable_rule() -> None:
     assert MachinePermission().look(0.0, rules(battery_min_percent=30), Reading(600)).unread == (
         "battery_min",
     )
@@ -79,7 +79,9 @@ def test_the_charge_is_the_mean_of_the_machines_own_batteries(tmp_path: Path) ->
     state = MachineState(root=tmp_path)
     assert state.read().battery_percent is None
     supply(tmp_path, "hidpp_battery_0", type="Battery", scope="Device", status="Discharging", capacity="5")
-    assert (state.read().battery_percent, state.read().on_mains) == (None, None), "that of a mouse"
+    assert (state.read().battery_percent, state.read().on_mains) == (None, None), (
+        "the battery of a mouse does not count"
+    )
     supply(tmp_path, "BAT0", type="Battery", status="Discharging", capacity="20")
     supply(tmp_path, "BAT1", type="Battery", status="Unknown", capacity="60")
     assert (state.read().battery_percent, state.read().on_mains) == (40.0, False)
@@ -144,11 +146,13 @@ def test_rounds_are_rarer_if_a_member_sends_less() -> None:
 
     assert due(sends_less=True) == [8, 16]
     assert due(sends_less=False) == [*range(2, 17, 2)]
-    assert due(sends_less=True, needs_all=True) == [*range(2, 17, 2)], "a missed round costs a whole state"
+    assert due(sends_less=True, needs_all=True) == [*range(2, 17, 2)], (
+        "a missed round costs the transfer of a whole state"
+    )
 
 
 @pytest.mark.slow
-def test_a_metered_member_averages_less_and_ends_with_the_same_model() -> None:
+def test_a_metered_member_averages_less_and_reaches_the_same_model() -> None:
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=0.2, preset="lan") as group:
@@ -167,12 +171,12 @@ def test_a_metered_member_averages_less_and_ends_with_the_same_model() -> None:
     simulate(play)
 
 
-# Through the door that a person uses
+# Through the command line
 
 
 @pytest.fixture
 def nodes(tmp_path: Path) -> Iterator[list[Path]]:
-    """The data folders of two real nodes, the second of which is on a metered link by its node.toml."""
+    """The data folders of two real nodes; the node.toml of the second declares a metered link."""
     file = tmp_path / "node.toml"
     file.write_text('[offer]\nmetered = "less"\n')
     common = [sys.executable, "-m", "node", "--json", "--listen", "127.0.0.1:0", "--no-lan", "--web", "off"]

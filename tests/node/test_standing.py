@@ -1,4 +1,4 @@
-"""How a node says it is: in steps, bounded, seldom, and read by other nodes."""
+"""A node's report of its own state: in steps, bounded, infrequent, and read by other nodes."""
 
 from random import Random
 
@@ -33,7 +33,7 @@ CAPACITY = Capacity("cuda:0", 8, 2**34, 2**35, 1e12, "eu-west")
 GIB = 2**30
 
 
-def test_every_member_reads_how_another_is_and_which_stages_it_holds() -> None:
+def test_every_member_reads_the_state_and_stages_of_another() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             await trio.sleep(30)
@@ -59,7 +59,7 @@ def test_members_of_another_runs_version_offer_no_slot() -> None:
     assert [offer.has_slot for offer in offers] == [True, True, False]
 
 
-def test_only_a_change_by_a_whole_step_is_a_change() -> None:
+def test_only_a_change_by_a_whole_step_counts() -> None:
     told = standing_now(None, ("stages",), 60.0, (10 * GIB, 16 * GIB), 1, ())
     assert told == AdvertisedStanding(("stages",), 50, 10 * GIB, 1, ())
     assert standing_now(told, ("stages",), 74.0, (11 * GIB, 16 * GIB), 1, ()) == told
@@ -93,9 +93,7 @@ standings = st.builds(
 
 
 @given(standings, st.text(max_size=60))
-def test_metadata_fit_their_bound_and_lose_stages_before_the_capacity(
-    standing: AdvertisedStanding, place: str
-) -> None:
+def test_oversized_metadata_lose_stages_before_the_capacity(standing: AdvertisedStanding, place: str) -> None:
     capacity = Capacity("cuda:0", 8, 2**34, 2**35, 1e12, place)
     data = encode_metadata(capacity, accepts_runs=True, standing=standing)
     read = read_metadata(data)

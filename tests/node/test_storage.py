@@ -59,7 +59,7 @@ def test_a_write_that_dies_half_way_leaves_the_old_blob(
         with pytest.raises(OSError, match="no space"):
             storage.write("a", b"new")
     assert storage.read("a") == b"old"
-    assert [file.name for file in tmp_path.iterdir()] == ["a"], "a full disk is not left fuller"
+    assert [file.name for file in tmp_path.iterdir()] == ["a"], "the failed write leaves no bytes on the disk"
     storage.write("a", b"newer")
     assert storage.read("a") == b"newer"
 
@@ -117,10 +117,10 @@ def test_a_data_folder_of_another_user_is_refused(tmp_path: Path) -> None:
 def test_an_empty_folder_and_a_nodes_own_are_closed_to_others(tmp_path: Path) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
-    folder.chmod(0o777)  # empty: nobody can have put anything in
+    folder.chmod(0o777)  # empty: no other user can have put anything in
     load_keys(FolderStorage(folder), entropy)
     assert mode_of(folder) == 0o700
-    folder.chmod(0o755)  # a node's own, which others could look into
+    folder.chmod(0o755)  # a node's own folder, which others could read
     FolderStorage(folder)
     assert mode_of(folder) == 0o700
 
@@ -133,7 +133,7 @@ def test_an_empty_folder_and_a_nodes_own_are_closed_to_others(tmp_path: Path) ->
         ("letter.txt", 0o755, r"open to others \(mode 0755\), and holds what is no node's"),
     ],
 )
-def test_a_loose_folder_with_something_in_it_is_refused_and_left_alone(
+def test_a_loose_folder_with_files_in_it_is_refused_and_unchanged(
     tmp_path: Path, name: str, mode: int, reason: str
 ) -> None:
     folder = tmp_path / "data"
@@ -162,8 +162,8 @@ def test_a_linked_lock_is_refused_and_its_target_untouched(tmp_path: Path) -> No
 
 
 @as_root
-def test_a_look_of_another_thread_does_not_lose_the_lock(tmp_path: Path) -> None:
-    """A record lock is lost with any descriptor of its file that the process closes."""
+def test_inspection_by_another_thread_does_not_lose_the_lock(tmp_path: Path) -> None:
+    """A process loses a record lock when it closes any descriptor of the file."""
     stopped = threading.Event()
 
     def look() -> None:
@@ -206,7 +206,7 @@ def test_a_lock_of_another_user_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_a_lock_that_others_could_hold_is_closed_to_them(tmp_path: Path) -> None:
+def test_a_lock_that_others_could_take_is_closed_to_them(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).write_text("")
     (tmp_path / LOCK_NAME).chmod(0o666)
     with lock(tmp_path):
@@ -312,7 +312,7 @@ def test_remembered_peers_come_back_in_order_and_are_bounded(tmp_path: Path) -> 
         b'{"schema":"","peers":[1]}',
     ],
 )
-def test_a_damaged_list_of_remembered_peers_is_an_empty_one(tmp_path: Path, data: bytes) -> None:
+def test_a_damaged_list_of_remembered_peers_counts_as_empty(tmp_path: Path, data: bytes) -> None:
     storage = FolderStorage(tmp_path)
     storage.write("peers.json", data)
     assert read_remembered(storage) == ()
@@ -327,7 +327,7 @@ def test_a_damaged_list_of_remembered_peers_is_an_empty_one(tmp_path: Path, data
     ],
     ids=["weights", "result", "which"],
 )
-def test_a_name_from_the_wire_is_refused_there_or_one_for_storage(
+def test_a_name_from_the_wire_is_refused_or_valid_for_storage(
     message: Callable[[str], Any], name: Callable[[Any], str]
 ) -> None:
     good = "0123456789abcdef"
@@ -340,7 +340,7 @@ def test_a_name_from_the_wire_is_refused_there_or_one_for_storage(
 
 
 def taken(message: Any) -> Any:
-    """A message as its receiver has it, None where it is refused."""
+    """A message as its receiver decodes it, None if it is refused."""
     try:
         return decode(encode(message), type(message), bytes_max=1_000)
     except RemoteProtocolError:

@@ -1,4 +1,4 @@
-"""Connections before their handshake: sent away, put off, handed on; where time matters it is virtual."""
+"""Connections before their handshake: refused, delayed or passed on. Tests of deadlines use virtual time."""
 
 import gc
 import os
@@ -39,7 +39,7 @@ HERE = "127.0.0.1"
 
 
 class Room:
-    """Strangers without listening sockets. Those that are handed on are over at once, and prove nothing."""
+    """Strangers without listening sockets. Connections that are passed on end at once, and prove nothing."""
 
     def __init__(self, swarm: Swarm) -> None:
         self.counters: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class Room:
         stranger.socket.close()
 
     async def enter(self, host: str = HERE) -> trio.SocketStream:
-        """Somebody's end of a connection that carries at once what is sent, so that virtual time is exact."""
+        """The stranger's end of a connection that delivers at once, so that virtual time is exact."""
         theirs, ours = socket.socketpair()
         self.strangers.enter(ours, host)
         return trio.SocketStream(trio.socket.from_stdlib_socket(theirs))
@@ -132,7 +132,7 @@ def test_outsiders_get_no_byte_and_the_timeout_of_silence(
         async with room(PRIVATE) as entered, trio.open_nursery() as nursery:
             theirs = await entered.enter()
             nursery.start_soon(says, theirs)
-            # An end, not a reset: that would tell of unread bytes.
+            # The connection ends without a reset: a reset would reveal unread bytes.
             assert await theirs.receive_some() == b""
             assert trio.current_time() == HANDSHAKE_SECONDS
             assert entered.counters == {"handshakes_by_outsiders": 1}
@@ -164,7 +164,7 @@ def test_bytes_read_from_an_outsider_are_limited(begins: bytes) -> None:
     play(scenario)
 
 
-def test_a_first_flight_that_comes_again_is_an_outsiders() -> None:
+def test_a_replayed_first_flight_is_treated_as_an_outsiders() -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
             flight = first_flight(PRIVATE)
@@ -180,7 +180,7 @@ def test_a_first_flight_that_comes_again_is_an_outsiders() -> None:
     play(scenario)
 
 
-def test_a_dripped_flight_is_given_up_at_the_deadline() -> None:
+def test_a_dripped_flight_is_abandoned_at_the_deadline() -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered, trio.open_nursery() as nursery:
             theirs = await entered.enter()
@@ -213,7 +213,7 @@ def test_malformed_flights_in_an_open_swarm_end_at_once(words: bytes, counter: s
     play(scenario)
 
 
-def test_a_connection_cut_hard_is_gone_at_once() -> None:
+def test_a_reset_connection_is_dropped_at_once() -> None:
     async def scenario() -> None:
         async with room(PRIVATE) as entered:
             with socket.create_server((HERE, 0)) as server:
@@ -261,7 +261,7 @@ def test_a_first_flight_is_the_same_in_any_pieces(cuts: list[int], more: bytes, 
                 assert not stranger.hear(rest[:cut], ours)
                 rest = rest[cut:]
         assert stranger.hear(rest + more, ours)
-    # Nothing was computed yet, and what came behind it is there.
+    # Nothing was computed yet, and the bytes behind the flight are kept.
     assert stranger.came == more
     assert stranger.handshake is not None
     assert stranger.handshake.receive(b"") != b""
@@ -282,7 +282,7 @@ async def test_slow_senders_do_not_wake_the_loop_per_byte() -> None:
             if made.strangers._selector.select(0):
                 woken.append(number)
             made.strangers._take_turn()
-        # Its head, what it offers, and how long the rest of its flight is.
+        # The flight's head, its offer, and the length of the rest.
         assert woken == [2, 4, 6]
         assert stranger.gathers
         theirs.sendall(flight[-1:])
@@ -307,7 +307,7 @@ async def test_unread_bytes_do_not_reset_an_outsiders_connection(words_bytes: in
         assert theirs.recv(1) == b""
 
 
-def test_a_source_with_too_many_first_flights_waits_and_others_do_not() -> None:
+def test_a_source_with_too_many_first_flights_waits_alone() -> None:
     async def scenario() -> None:
         async with room(OPEN) as entered:
             flight, crowd = first_flight(OPEN), []
@@ -364,10 +364,10 @@ async def test_an_honest_peer_connects_during_a_flood_of_half_handshakes() -> No
         each.close()
 
 
-# --- who stands in the doorway -----------------------------------------------------------------------
+# --- bounded places before the handshake ------------------------------------------------------------
 
 
-async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strangers_who_fill_all_places_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in handshake, accept_queue:
         monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 30.0)
     alice, bob = make_network("a"), make_network("b")
@@ -376,7 +376,7 @@ async def test_strangers_who_fill_the_doorway_keep_nobody_out(monkeypatch: pytes
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
         await until(lambda: len(bob._connections.arrivals._doorway) == 2)
         assert await alice.identify(bob.addresses[0]) == bob.peer
-        # The connection that had stood there longest had to go.
+        # The oldest connection lost its place.
         assert await idle[0].receive_some() == b""
         assert bob.counters["handshakes_displaced"] == 1
         assert len(bob._connections.arrivals._doorway) == 1
@@ -400,8 +400,9 @@ async def test_a_peer_in_handshake_can_lose_its_place() -> None:
 
 
 async def identify_in_a_crowd(asks: RealNetwork, asked: RealNetwork) -> PeerId:
-    """Dial as nodes do, which try again: after a pause of this process more strangers come at once than the
-    queue has places, and whoever was about to be answered has lost its own."""
+    """Dial and retry as nodes do: after a pause of this process more strangers arrive at once than the queue
+    has places, and a peer that was about to be answered has lost its own.
+    """
     for _ in range(4):
         with suppress(Unreachable):
             return await asks.identify(asked.addresses[0])
@@ -436,7 +437,7 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
             assert await identify_in_a_crowd(alice, bob) == bob.peer
             assert len(bob._connections.arrivals._doorway) <= 32
         nursery.cancel_scope.cancel()
-    # In the crowd of a busy machine the next may push out each before it is refused.
+    # On a busy machine, later strangers may evict each one before it is refused.
     async with running(alice, bob), trio.open_nursery() as nursery:
         for says in kinds:
             nursery.start_soon(be_strange, says)
@@ -448,12 +449,12 @@ async def test_an_honest_peer_is_answered_amid_strangers_of_every_kind(keys: tup
 # --- the machine's own limits ------------------------------------------------------------------------
 
 
-async def test_without_file_descriptors_strangers_wait_in_the_kernel() -> None:
+async def test_strangers_wait_in_the_kernel_without_file_descriptors() -> None:
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         waiting = trio.socket.socket()
         limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-        gc.collect()  # what other tests left is not to become free in between
+        gc.collect()  # descriptors that other tests left open must not be freed meanwhile
         lowest_free = os.dup(waiting.fileno())
         os.close(lowest_free)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
@@ -461,7 +462,7 @@ async def test_without_file_descriptors_strangers_wait_in_the_kernel() -> None:
             await waiting.connect(raw_address(bob))
             begun_at = trio.current_time()
             await until(lambda: bob.counters["connections_not_taken"] > TURNS_BURST + 3)
-            # Asked again now and then, not all the time.
+            # The loop retries at intervals, not continuously.
             assert trio.current_time() - begun_at > GATHER_SECONDS
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -481,14 +482,14 @@ async def test_a_node_takes_connections_where_a_selector_is_no_file(
             assert await alice.identify(bob.addresses[0]) == bob.peer
 
 
-async def test_a_node_takes_connections_of_both_families_by_one_turn_each() -> None:
+async def test_connections_of_both_families_are_accepted_by_turns() -> None:
     alice, bob = make_network("a"), make_network("b", listen=[LOOPBACK, ("::1", 0)])
     async with running(alice, bob):
         for address in bob.addresses:
             assert await alice.identify(address) == bob.peer
 
 
-async def test_a_node_that_leaves_sends_strangers_away() -> None:
+async def test_a_node_that_leaves_disconnects_strangers() -> None:
     bob = make_network("b")
     async with running(bob):
         silent = await trio.open_tcp_stream(*raw_address(bob))

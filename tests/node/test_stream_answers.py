@@ -1,4 +1,4 @@
-"""Limits on what others make this node open: streams to places that a peer only claims, and their number."""
+"""Limits on the connections that others make this node open: streams to merely claimed addresses."""
 
 import time
 from collections import Counter
@@ -25,7 +25,7 @@ CLAIMED = 8
 
 
 class Victim:
-    """Counts the connections that come to it, and closes each at once."""
+    """Count the incoming connections, and close each at once."""
 
     def __init__(self) -> None:
         self.connections = 0
@@ -98,7 +98,7 @@ async def test_claimed_addresses_are_dialled_a_few_times_then_rarely() -> None:
         nursery.cancel_scope.cancel()
 
 
-def test_peers_that_lead_nowhere_hold_up_nobody_that_has_answered() -> None:
+def test_unreachable_peers_delay_nobody_that_has_answered() -> None:
     good, sent = PeerId(bytes(32)), Counter[PeerId]()
 
     async def send(peer: PeerId, _protocol: str, _message: bytes) -> None:
@@ -117,7 +117,7 @@ def test_peers_that_lead_nowhere_hold_up_nobody_that_has_answered() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(short.run)
             for turn in range(300):
-                for number in range(14):  # 70 candidates a second
+                for number in range(14):  # 70 candidates per second
                     short.put(PeerId((1 + turn * 14 + number).to_bytes(32, "big")), PING, b"")
                 short.put(good, PING, b"")
                 await trio.sleep(0.2)

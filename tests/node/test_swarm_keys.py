@@ -1,4 +1,4 @@
-"""The key file of a private swarm: what it may look like, and what is said where it does not."""
+"""The key file of a private swarm: its valid forms, and the errors for others."""
 
 import base64
 import os
@@ -33,7 +33,7 @@ def test_keys_are_read_in_order_in_hex_and_base64_with_comments(tmp_path: Path) 
 
 
 @given(st.binary(min_size=32, max_size=32).filter(lambda key: len(set(key)) > 1))
-def test_every_key_is_read_from_both_ways_to_write_it(key: bytes) -> None:
+def test_every_key_is_read_from_both_notations(key: bytes) -> None:
     assert read_swarm_key(key.hex()) == read_swarm_key(base64.b64encode(key).decode()) == key
 
 
@@ -84,7 +84,7 @@ def test_a_key_file_that_others_may_read_is_refused_with_chmod(tmp_path: Path) -
         load_swarm_keys(tmp_path)
 
 
-def test_the_config_names_the_key_file_from_where_it_lies(tmp_path: Path) -> None:
+def test_the_config_names_the_key_file_relative_to_itself(tmp_path: Path) -> None:
     file = tmp_path / "node.toml"
     file.write_text('[swarm]\nkey_file = "home.key"\n')
     assert Config.load(file).swarm.key_file == tmp_path / "home.key"
@@ -93,7 +93,7 @@ def test_the_config_names_the_key_file_from_where_it_lies(tmp_path: Path) -> Non
     assert resolve({}, {"PEERLOOM_KEY_FILE": "/run/home.key"}).swarm.key_file == Path("/run/home.key")
 
 
-async def test_a_node_with_a_key_file_is_met_by_members_only(
+async def test_only_members_connect_to_a_node_with_a_key_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = key_file(tmp_path, KEYS[0].hex())
@@ -109,7 +109,7 @@ async def test_a_node_with_a_key_file_is_met_by_members_only(
             await outsider.identify(address)
 
 
-async def test_a_node_does_not_start_openly_where_its_key_file_is_wrong(tmp_path: Path) -> None:
+async def test_a_node_with_a_wrong_key_file_does_not_start_openly(tmp_path: Path) -> None:
     environment = {"PEERLOOM_KEY_FILE": str(tmp_path / "none"), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
     with pytest.raises(UsageError, match="there is none"):
         async with Node(resolve({}, environment | {"PEERLOOM_LISTEN": "127.0.0.1:0"})):

@@ -1,4 +1,4 @@
-"""RUN.toml of a person who names no model: what is filled in, and what is refused."""
+"""RUN.toml without a model: the defaults, and the refusals."""
 
 import tomllib
 from pathlib import Path
@@ -33,7 +33,7 @@ def test_a_run_without_a_model_takes_that_of_its_kind(tmp_path: Path, text: str,
     assert run.train.batch == TASKS[kind].train["batch"]
 
 
-def test_keys_that_are_given_stay_and_a_named_model_is_left_alone(tmp_path: Path) -> None:
+def test_given_keys_stay_and_a_named_model_gets_no_defaults(tmp_path: Path) -> None:
     text = 'data = "w.txt"\noptions = {layers = 1}\n[train]\nlearning_rate = 0.5\n'
     run, _ = read_run(text, tmp_path, "RUN.toml")
     assert (run.options["layers"], run.options["heads"]) == (1, 4)
@@ -43,12 +43,12 @@ def test_keys_that_are_given_stay_and_a_named_model_is_left_alone(tmp_path: Path
 
 
 @pytest.mark.parametrize("data", ["table.csv", "my.py:build"])
-def test_data_that_may_be_anything_has_no_default_model(tmp_path: Path, data: str) -> None:
+def test_data_without_a_clear_task_has_no_default_model(tmp_path: Path, data: str) -> None:
     with pytest.raises(UsageError, match="lacks the key 'model', and there is no default for"):
         read_run(f'data = "{data}"', tmp_path, "RUN.toml")
 
 
-def test_the_defaults_are_built_in_models_and_keys_that_exist() -> None:
+def test_the_defaults_are_existing_models_and_keys() -> None:
     for task in TASKS.values():
         assert task.model in BUILTIN
         document = "\n".join(f"{key} = {value}" for key, value in task.train.items())

@@ -1,4 +1,4 @@
-"""A command's own folder: gone with the command, however that ends."""
+"""A command's temporary folder: removed with the command, however it ends."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ def begin(temporary: Path) -> tuple["subprocess.Popen[str]", Path]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_command_that_is_ended_leaves_no_folder(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_command_that_is_terminated_leaves_no_folder(tmp_path: Path, number: signal.Signals) -> None:
     process, folder = begin(tmp_path)
     with process:
         assert (folder / "model").is_file()

@@ -1,4 +1,4 @@
-"""Traces: spans of all machines of a run on one clock, for its members alone, for Chrome and OTLP."""
+"""Traces: spans of all machines of a run on one clock, only for its members, for Chrome and OTLP."""
 
 import json
 import threading
@@ -126,7 +126,7 @@ def test_encoded_spans_decode_to_the_same(span: Span) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_no_bytes_make_more_than_a_refusal(data: bytes) -> None:
+def test_decoding_any_bytes_ends_in_a_refusal_at_worst(data: bytes) -> None:
     for kind in (SpanRequest, Told):
         try:
             decode(data, kind, bytes_max=ANSWER_BYTES_MAX)
@@ -152,7 +152,7 @@ def test_holders_under_an_earlier_plan_still_exchange_spans() -> None:
     spans.admit(plan(peers[0], peers[1]))
     spans.admit(plan(peers[0], peers[2]))
     assert spans.holders(run, peers) == [peers[0], peers[2], peers[1]]
-    assert spans.holders(run, ()) == [peers[0], peers[2]], "nobody waits for those that are gone"
+    assert spans.holders(run, ()) == [peers[0], peers[2]], "the trace does not wait for departed holders"
     assert all(spans.may_ask(run, peer) for peer in peers)
 
 
@@ -173,8 +173,10 @@ def test_a_frame_is_an_arrow_from_stage_to_stage_on_one_clock() -> None:
     end = next(event for event in events if event["ph"] == "f")
     assert (begin["pid"], begin["tid"], end["pid"], end["tid"]) == (1, 1, 2, 2)
     assert begin["id"] == end["id"]
-    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {4}, "as screens count"
-    assert end["ts"] == pytest.approx(0.5)  # 1 us by its own clock, which is half one ahead
+    assert {event["args"]["step"] for event in events if event["ph"] == "X"} == {4}, (
+        "steps are numbered as on screens"
+    )
+    assert end["ts"] == pytest.approx(0.5)  # 1 us by its own clock, which is half a us ahead
 
 
 def test_a_collector_gets_spans_of_one_trace() -> None:
@@ -187,7 +189,7 @@ def test_a_collector_gets_spans_of_one_trace() -> None:
             self.end_headers()
 
         def log_message(self, *arguments: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
         thread = threading.Thread(target=server.handle_request)
@@ -205,7 +207,7 @@ def test_a_collector_gets_spans_of_one_trace() -> None:
     assert json.loads(received[0]) == otlp_trace(document())
 
 
-def test_a_collector_that_is_not_there_is_an_error_of_use() -> None:
+def test_an_unreachable_collector_is_a_usage_error() -> None:
     with pytest.raises(UsageError):
         send_otlp("file:///etc/passwd", document())
     with pytest.raises(UsageError):

@@ -70,7 +70,7 @@ async def test_messages_too_long_for_a_datagram_go_by_stream() -> None:
             alice.send(bob.peer, PING, bytes(ONE_SHOT_BYTES_MAX + 1))
 
 
-async def test_a_taken_port_is_an_error_where_it_may_not_move() -> None:
+async def test_a_taken_port_is_an_error_if_it_is_fixed() -> None:
     async with running(alice := make_network("a")):
         place = ("127.0.0.1", alice.port)
         with pytest.raises(UsageError, match=f"127.0.0.1:{alice.port}: the port is taken"):
@@ -80,14 +80,14 @@ async def test_a_taken_port_is_an_error_where_it_may_not_move() -> None:
         bound.close()
 
 
-async def test_a_peer_known_by_a_name_only_is_reached_by_stream() -> None:
+async def test_a_peer_known_only_by_name_is_reached_by_stream() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     async with running(alice, bob):
         alice.learn(bob.peer, [Address("dns", "localhost", bob.port)])
         alice.send(bob.peer, PING, b"hello")
         assert await arrival(bob) == (alice.peer, b"hello")
-        # The stream has proved a numeric address, so the next one is a datagram.
+        # The stream has proved a numeric address, so the next message is a datagram.
         alice.send(bob.peer, PING, b"again")
         assert await arrival(bob) == (alice.peer, b"again")
         assert bob.counters["datagrams_received"] == 1
@@ -124,7 +124,7 @@ def raw_sessions(letter: str) -> Sessions:
 
 
 def raw_socket() -> socket.socket:
-    """On any port; what comes is to come within 10 s."""
+    """Bind any port; packets must arrive within 10 s."""
     made = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
     made.bind(("127.0.0.1", 0))
     made.setblocking(False)
@@ -171,7 +171,7 @@ async def test_only_newer_datagrams_move_a_peers_address() -> None:
             bob.send(peer, PING, b"to the new address")
             payloads: list[bytes] = []
             while not payloads:
-                # The first is a challenge: is it really there?
+                # The first packet is a challenge: is the peer really there?
                 received = alice.receive(0.0, await raw_arrival(new), raw_address(bob))
                 for answer in received.answers:
                     new.sendto(answer, raw_address(bob))
@@ -185,7 +185,7 @@ async def test_a_message_to_a_peer_that_starts_late_arrives(
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     async with running(alice):
-        # Both sockets are there already, so that nobody else takes the port, and bob is not.
+        # Both sockets exist already, so that no other process takes the port, and bob does not run yet.
         bound = await bind_all([LOOPBACK])
         alice.learn(bob.peer, [make_address("127.0.0.1", bound[0].port)])
         alice.send(bob.peer, PING, b"are you there yet?")
@@ -213,7 +213,7 @@ async def test_link_local_addresses_are_not_announced() -> None:
         await bind_all([("fe80::1", 0)])
 
 
-def test_a_place_is_called_by_the_system_with_its_zone_apart() -> None:
+def test_an_address_is_named_by_the_system_with_its_zone_apart() -> None:
     index = socket.if_nametoindex("lo")
     assert socket_name("fe80::1%lo", 7) == socket_name(f"fe80::1%{index}", 7) == ("fe80::1", 7, 0, index)
     assert socket_name("fd00::1", 7) == ("fd00::1", 7)
@@ -226,7 +226,7 @@ def test_a_place_is_called_by_the_system_with_its_zone_apart() -> None:
         socket_name("fe80::1%no-such-link", 7)
 
 
-async def test_garbage_is_counted_and_the_node_lives() -> None:
+async def test_garbage_is_counted_and_the_node_keeps_running() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.inbox(PING)
     async with running(alice, bob):
@@ -249,7 +249,7 @@ async def test_garbage_is_counted_and_the_node_lives() -> None:
         assert await arrival(bob) == (alice.peer, b"still there?")
 
 
-def test_only_strangers_packets_are_left_to_gather() -> None:
+def test_only_packets_of_strangers_are_left_to_gather() -> None:
     clock = trio.testing.MockClock()
 
     async def main() -> None:
@@ -284,7 +284,7 @@ def test_only_strangers_packets_are_left_to_gather() -> None:
 
 
 async def hang_up(connection: trio.SocketStream) -> None:
-    """Say that nothing more comes and read until the other side has closed, or reset the connection."""
+    """End the sending side and read until the other side has closed, or reset the connection."""
     with suppress(trio.BrokenResourceError):
         await connection.send_eof()
         while await connection.receive_some():
@@ -329,7 +329,7 @@ async def test_a_node_listens_at_several_addresses_of_both_families() -> None:
                 newcomer.learn(bob.peer, [address])
                 newcomer.send(bob.peer, PING, b"here")
                 assert await inbox.take(trio.current_time() + 20) == [(newcomer.peer, b"here")]
-                # The answer comes from the address that was asked, not from any other of bob's.
+                # The answer comes from the address that was asked, not from another address of bob's.
                 bob.send(newcomer.peer, PING, b"there")
                 assert await arrival(newcomer) == (bob.peer, b"there")
                 assert newcomer._book.for_datagram(bob.peer, trio.current_time()) == (address.of(None),)
@@ -340,12 +340,12 @@ async def test_a_node_listens_at_several_addresses_of_both_families() -> None:
             assert await arrival(bob) == (six.peer, b"six")
 
 
-async def test_all_addresses_of_both_families_do_not_take_each_others_port() -> None:
+async def test_wildcard_addresses_of_both_families_do_not_take_each_others_port() -> None:
     await skip_without_ipv6()
-    everywhere = "0.0.0.0"  # bound for a moment, and nobody serves there
+    everywhere = "0.0.0.0"  # bound for a moment, without a listener
     first = await bind_all([(everywhere, 0), ("::", 0)])
     try:
-        # Each port is free in the family in which the first has not taken it.
+        # Each port is free in the family that the first socket did not bind.
         second = await bind_all([("::", first[0].port), (everywhere, first[1].port)])
         assert [each.port for each in second] == [each.port for each in first]
         for each in second:
@@ -355,7 +355,7 @@ async def test_all_addresses_of_both_families_do_not_take_each_others_port() -> 
             each.close()
 
 
-async def test_one_place_that_cannot_be_had_leaves_the_others_free() -> None:
+async def test_one_unavailable_address_leaves_the_others_free() -> None:
     place = unused_address()
     with pytest.raises(UsageError, match="cannot listen"):
         await make_network("a", listen=[(place.host, place.port), ("192.0.2.1", 0)]).run()
@@ -370,14 +370,14 @@ async def test_an_address_of_another_machine_cannot_be_listened_on() -> None:
             await make_network("a", listen=(host, 0)).run()
 
 
-async def test_announced_addresses_are_told_as_they_are() -> None:
+async def test_announced_addresses_are_published_unchanged() -> None:
     announced = parse_address("/dns4/example.org/tcp/9747")
     alice = make_network("a", announce=[announced])
     async with running(alice):
         assert alice.addresses == (announced.of(alice.peer),)
 
 
-def test_listening_everywhere_announces_what_others_can_dial() -> None:
+def test_listening_everywhere_announces_dialable_addresses() -> None:
     for host in ("0.0.0.0", "::"):
         addresses = dialable([(host, 9747)])
         assert addresses
@@ -387,7 +387,7 @@ def test_listening_everywhere_announces_what_others_can_dial() -> None:
         assert all(loopback) or not any(loopback)
 
 
-async def test_a_node_on_both_families_is_reached_by_the_old_one() -> None:
+async def test_a_node_on_both_families_is_reached_over_ipv4() -> None:
     await skip_without_ipv6()
     alice, bob = make_network("a"), make_network("b", listen=("::", 0))
     alice.inbox(PING)

@@ -1,4 +1,4 @@
-"""Connections of the real network: used again, given up, bounded, and found dead. On 127.0.0.1."""
+"""Connections of the real network on 127.0.0.1: reused, abandoned, bounded, and found dead."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,7 +34,7 @@ from tests.node.nets import (
 
 
 async def ask(network: RealNetwork, peer: PeerId, protocol: str = BULK) -> bytes:
-    """One question and its answer, on a stream of its own."""
+    """One question and its answer, on a new stream."""
     stream = await network.open(peer, protocol)
     await stream.send(b"question")
     answer = await stream.receive()
@@ -54,7 +54,7 @@ async def answer_once(stream: Stream) -> None:
     await stream.send(await stream.receive())
 
 
-async def test_one_conversation_after_the_other_goes_over_one_connection() -> None:
+async def test_successive_conversations_use_one_connection() -> None:
     alice, bob = make_network("a"), make_network("b")
     bob.handle(BULK, answer_once)
     bob.handle(PING, echo)
@@ -74,7 +74,7 @@ async def test_one_conversation_after_the_other_goes_over_one_connection() -> No
         assert alice.counters["connections_used_again"] == 4
 
 
-async def test_an_idle_connection_holds_no_buffer_at_either_end() -> None:
+async def test_an_idle_connection_holds_no_buffer_on_either_side() -> None:
     async with acquainted(answer_once) as (alice, bob):
         await ask(alice, bob.peer)
         await until(lambda: number_idle(alice) == len(bob._connections.arrivals._waiting) == 1)
@@ -92,7 +92,7 @@ async def test_a_busy_peer_keeps_few_idle_connections_to_another() -> None:
         assert number_idle(alice) == IDLE_PER_PEER_MAX
 
 
-def test_idle_connections_are_closed_after_a_while_at_both_ends() -> None:
+def test_idle_connections_are_closed_after_a_while_on_both_sides() -> None:
     async def main() -> None:
         async with acquainted(answer_once) as (alice, bob):
             await ask(alice, bob.peer)
@@ -101,14 +101,14 @@ def test_idle_connections_are_closed_after_a_while_at_both_ends() -> None:
             assert number_idle(alice) == 1
             await trio.sleep(5 + connections.LOOK_SECONDS)
             assert number_open(alice) == number_open(bob) == 0
-            # And it can be asked again.
+            # The peer can still be asked again.
             await ask(alice, bob.peer)
             assert alice.counters["connections_used_again"] == 0
 
     trio.run(main, clock=MockClock(autojump_threshold=0.03))
 
 
-def test_a_connection_whose_other_side_does_not_close_is_given_up() -> None:
+def test_a_connection_that_the_other_side_never_closes_is_abandoned() -> None:
     async def answer_and_stay(stream: Stream) -> None:
         await answer_once(stream)
         await trio.sleep(10 * streams.LINGER_SECONDS)
@@ -123,21 +123,21 @@ def test_a_connection_whose_other_side_does_not_close_is_given_up() -> None:
 
 
 class FakeConnection:
-    """As much of a connection as resting takes."""
+    """The part of a connection that an idle one needs."""
 
     def __init__(self, peer: PeerId, ended: Callable[["FakeConnection"], None]) -> None:
         self.peer, self.is_quiet, self.whys = peer, True, list[str]()
         self._ended = ended
 
     def release(self) -> None:
-        """There is nothing to give back."""
+        """Do nothing: there is nothing to give back."""
 
     def end(self, why: str) -> None:
         self.whys.append(why)
         self._ended(self)
 
 
-def test_idle_connections_are_bounded_and_the_longest_idle_goes_first() -> None:
+def test_idle_connections_are_bounded_and_the_longest_idle_is_closed() -> None:
     idle: Any = IdleConnections(seconds=10, per_peer_max=2, number_max=3)
     peers = [PeerId(bytes((number,)) * 32) for number in range(3)]
     first, second, third, fourth, fifth = (
@@ -162,7 +162,7 @@ def test_idle_connections_are_bounded_and_the_longest_idle_goes_first() -> None:
 
 
 @pytest.mark.parametrize("is_seen", [True, False])
-async def test_a_peer_that_came_back_is_reached_without_anybody_noticing(
+async def test_a_restarted_peer_is_reached_transparently(
     is_seen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alice, bob = make_network("a"), make_network("b")
@@ -174,7 +174,7 @@ async def test_a_peer_that_came_back_is_reached_without_anybody_noticing(
                 await stream.aclose()
             await until(lambda: number_idle(alice) == 2)
         if not is_seen:
-            # As where the other machine has lost its power: nobody has told us.
+            # As after a power failure of the other machine: no packet reported the end.
             monkeypatch.setattr(tcp.Connection, "is_quiet", True)
         again = make_network("b", listen=("127.0.0.1", bob.port))
         again.handle(BULK, answer_once)
@@ -204,7 +204,7 @@ def number_waiting_is(network: RealNetwork, number: int) -> bool:
     return len(network._connections.arrivals._waiting) == number
 
 
-async def test_a_crowd_from_one_address_keeps_nobody_from_elsewhere_out(
+async def test_a_crowd_from_one_address_keeps_nobody_else_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(handlers, "INBOUND", Budget(4, 4, 4, 10.0))
@@ -224,11 +224,11 @@ async def test_a_crowd_from_one_address_keeps_nobody_from_elsewhere_out(
             await one_more()
         streams = [await alice.open(bob.peer, ECHO) for _ in range(2)]
         assert bob.counters["connections_displaced"] == 2
-        # As many as others have is as much as anybody gets.
+        # A source gets at most as many connections as the others have.
         with pytest.raises(Unreachable):
             await alice.open(bob.peer, ECHO)
         with suppress(EOFError, OSError):
-            await one_more()  # at the expense of its own crowd, once one of that has been silent for a while
+            await one_more()  # It evicts a connection of its own crowd, once one has been silent for a while
         for stream in streams:
             await stream.send(b"still here")
             assert await stream.receive() == b"still here"
@@ -237,7 +237,7 @@ async def test_a_crowd_from_one_address_keeps_nobody_from_elsewhere_out(
 
 
 @pytest.mark.parametrize("marks", [(Mark.END, Mark.END), (Mark.CLOSE, Mark.CLOSE), (Mark.CLOSE, Mark.END)])
-async def test_marks_that_make_no_sense_cost_the_connection(marks: tuple[Mark, Mark]) -> None:
+async def test_invalid_marks_end_the_connection(marks: tuple[Mark, Mark]) -> None:
     async def listen(stream: Stream) -> None:
         while True:
             await stream.receive()

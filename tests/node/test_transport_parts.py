@@ -56,7 +56,7 @@ async def test_an_inbox_waits_for_time_or_wake_and_drops_newest() -> None:
     assert counters["inbox_full"] == 2
 
 
-def test_one_alarm_ends_the_waits_of_all_inboxes_each_in_its_time() -> None:
+def test_one_alarm_ends_each_inboxs_wait_at_its_own_time() -> None:
     alarm, peer = Alarm(), PeerId(bytes(32))
     one, other = (QueueInbox(Counter(), alarm) for _ in range(2))
     running = trio.CancelScope()
@@ -78,14 +78,15 @@ def test_one_alarm_ends_the_waits_of_all_inboxes_each_in_its_time() -> None:
             await trio.testing.wait_all_tasks_blocked()
             nursery.start_soon(take, "other", other, 2)
             await trio.sleep_until(2.5)
-            other.put(peer, b"1")  # nobody waits; the next take has it at once, and the one after waits again
+            # No task waits: the next take returns it at once, and the one after waits again.
+            other.put(peer, b"1")
             assert await other.take(9) == [(peer, b"1")]
             await take("again", other, 2.75)
             await take("past", other, 1)
             await trio.sleep_until(4)
             with trio.move_on_at(5):
                 await one.take(6)
-            with trio.move_on_at(8):  # what was cancelled wakes nobody later
+            with trio.move_on_at(8):  # a cancelled wait wakes no task later
                 await take("never", one, inf)
             nursery.start_soon(take, "early", one, 100)
             await trio.testing.wait_all_tasks_blocked()
@@ -98,7 +99,7 @@ def test_one_alarm_ends_the_waits_of_all_inboxes_each_in_its_time() -> None:
     assert ended == list(times.items())
 
 
-def test_the_book_prefers_what_was_seen_and_spreads_when_that_is_old() -> None:
+def test_the_book_prefers_seen_addresses_and_tries_all_when_they_are_old() -> None:
     book, peer = AddressBook(), PeerId(bytes(32))
     claimed = [make_address("10.0.0.1", port) for port in range(1, 6)]
     proved, observed = make_address("10.0.0.2", 1), make_address("10.0.0.3", 1)
@@ -117,7 +118,7 @@ def peer_ids(count: int, *, first: int = 0) -> list[PeerId]:
     return [PeerId(number.to_bytes(32, "big")) for number in range(first, first + count)]
 
 
-def test_hearsay_is_bounded_and_pushes_out_no_peer_that_answered() -> None:
+def test_hearsay_is_bounded_and_evicts_no_peer_that_answered() -> None:
     book, friend = AddressBook(), PeerId(bytes(31) + b"f")
     here = make_address("10.0.0.9", 1)
     book.observe(friend, here, 0.0)
@@ -128,7 +129,7 @@ def test_hearsay_is_bounded_and_pushes_out_no_peer_that_answered() -> None:
     assert [peer for peer in peers if book.for_stream(peer)] == peers[-HEARSAY_MAX:]
 
 
-def test_the_source_with_most_peers_in_the_book_makes_room() -> None:
+def test_the_source_with_most_peers_in_the_book_is_evicted_from() -> None:
     book = AddressBook()
     friends = peer_ids(100)
     for number, friend in enumerate(friends):
@@ -160,7 +161,7 @@ def test_half_received_messages_share_one_limit() -> None:
     hold("third", 40)
     hold("first", 20)
     assert ended == []
-    # It has begun another one since, so the second has waited longest.
+    # It has begun another message since, so the second has waited longest.
     hold("first", 30, anew=True)
     assert ended == ["second"]
     hold("fourth", 90)
@@ -208,7 +209,7 @@ SIZES = st.one_of(st.integers(0, 200_000), st.sampled_from([EDGE - 8, EDGE - 7, 
     sizes=st.lists(st.tuples(SIZES, st.lists(SIZES, max_size=3)), max_size=5),
     step=st.sampled_from([977, 65_537, 10**6]),
 )
-def test_records_carry_messages_and_payloads_in_whatever_pieces_they_come(
+def test_records_carry_messages_and_payloads_in_any_pieces(
     sizes: list[tuple[int, list[int]]], step: int
 ) -> None:
     writer, reader = pair()
@@ -227,7 +228,7 @@ def test_records_carry_messages_and_payloads_in_whatever_pieces_they_come(
     spoken=st.lists(st.one_of(st.sampled_from(Mark), st.binary(max_size=300)), max_size=20),
     step=st.integers(1, 400),
 )
-def test_marks_come_between_messages_where_they_were_said(spoken: list[Mark | bytes], step: int) -> None:
+def test_marks_keep_their_place_between_messages(spoken: list[Mark | bytes], step: int) -> None:
     writer, reader = pair()
     data = b"".join(
         writer.mark(each) if isinstance(each, Mark) else writer.whole(each) or b"" for each in spoken
@@ -258,7 +259,7 @@ def test_a_long_payload_uses_a_counted_borrowed_buffer() -> None:
     assert reader.held_bytes == 0
 
 
-def test_a_reader_takes_little_memory_until_much_has_come_of_a_record() -> None:
+def test_a_reader_takes_little_memory_until_much_of_a_record_has_come() -> None:
     writer, reader = pair()
     long = writer.whole(bytes(60_000))
     assert long is not None
@@ -302,11 +303,11 @@ def test_the_pool_lends_memory_again_once_nothing_refers_to_it() -> None:
     assert address_of(again) == place
 
 
-def test_the_pool_frees_buffers_unused_between_two_looks() -> None:
+def test_the_pool_frees_buffers_unused_between_two_sweeps() -> None:
     pool = Pool()
     pool.lend(POOLED_BYTES_MIN)[0] = 7
     for _ in range(3):
-        # Borrowed between two looks, so it stays warm; it comes back at once, as nothing refers to it.
+        # Borrowed between two sweeps, so it stays; it returns at once, as nothing refers to it.
         pool.look()
         assert pool.lend(POOLED_BYTES_MIN)[0] == 7
     pool.look()
@@ -315,7 +316,7 @@ def test_the_pool_frees_buffers_unused_between_two_looks() -> None:
     assert pool.lend(POOLED_BYTES_MIN)[0] == 0
 
 
-def test_a_look_takes_nothing_that_is_lent() -> None:
+def test_a_sweep_frees_no_lent_buffer() -> None:
     pool = Pool()
     pool.lend(POOLED_BYTES_MIN)[0] = 7
     again = pool.lend(POOLED_BYTES_MIN)
@@ -333,7 +334,7 @@ def test_the_pool_keeps_recent_buffers_up_to_its_limit() -> None:
     places = [address_of(view) for view in views]
     while views:
         del views[0]
-    # Six are wanted at once again, so that no address can come back by chance.
+    # Six buffers are borrowed at once again, so that no address can repeat by chance.
     views = [pool.lend(length) for _ in range(6)]
     assert [address_of(view) for view in views[:4]] == places[:1:-1]
     del views
@@ -385,7 +386,7 @@ def test_authentic_records_that_break_the_framing_are_refused(records: list[byte
 
 
 @given(st.binary(max_size=HELLO_BYTES_MAX + 10))
-def test_random_bytes_as_a_hello_are_refused_or_are_one(data: bytes) -> None:
+def test_random_bytes_as_a_hello_are_refused_or_valid(data: bytes) -> None:
     for kind in (Hello, HelloAnswer):
         try:
             message: Any = decode(data, kind, bytes_max=HELLO_BYTES_MAX)

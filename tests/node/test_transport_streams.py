@@ -1,4 +1,4 @@
-"""Streams of the real network on 127.0.0.1: what arrives, how they end, and who is there."""
+"""Streams of the real network on 127.0.0.1: delivery, endings, and identity of the peer."""
 
 import os
 from collections.abc import AsyncIterator
@@ -34,7 +34,7 @@ LONGEST = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX)
 
 
 @pytest.mark.parametrize("suite", [suite.name for suite in preferred(has_aes=True)])
-async def test_messages_of_every_size_come_back_whole_over_a_stream(suite: str) -> None:
+async def test_messages_of_every_size_return_whole_over_a_stream(suite: str) -> None:
     alice, bob = make_network("a", suites=[suite]), make_network("b")
     bob.handle(BULK, echo, LONGEST)
     edge = RECORD_PLAIN_BYTES_MAX
@@ -60,7 +60,7 @@ async def echo_all(stream: Stream) -> None:
         await stream.send(*await stream.receive_with_payload(PAYLOAD_BYTES_MAX))
 
 
-async def test_payloads_of_every_size_come_back_beside_their_messages() -> None:
+async def test_payloads_of_every_size_return_beside_their_messages() -> None:
     edge = RECORD_PLAIN_BYTES_MAX
     async with conversation(echo_all) as (stream, _, _):
         kept = []
@@ -187,7 +187,7 @@ async def test_a_stream_that_ends_inside_a_message_is_closed_with_that_reason() 
             await stream.receive()
 
 
-async def test_a_sender_that_stalls_inside_a_message_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_sender_that_stalls_inside_a_message_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "STALL_SECONDS", 0.05)
     async with half_sent_message() as stream:
         with pytest.raises(StreamClosed, match="no byte in"):
@@ -222,16 +222,16 @@ async def test_a_peer_that_breaks_record_rules_loses_its_stream() -> None:
         await until(lambda: bob.counters["streams_broken"] == 1)
 
 
-# --- who is there ----------------------------------------------------------------------------------
+# --- identity of the peer ---------------------------------------------------------------------------
 
 
-async def test_identify_says_who_is_there() -> None:
+async def test_identify_returns_the_peers_id() -> None:
     alice, bob = make_network("a"), make_network("b")
     async with running(alice, bob):
         typed = parse_address(f"localhost:{bob.port}")
         assert await alice.identify(typed) == bob.peer
         assert await alice.identify(bob.addresses[0]) == bob.peer
-        # Having proved who is there, nothing need be learnt to open a stream.
+        # Identify has proved the peer, so opening a stream needs no lookup.
         bob.handle(BULK, echo)
         await (await alice.open(bob.peer, BULK)).aclose()
 
@@ -245,7 +245,7 @@ async def test_a_silent_responder_times_out(monkeypatch: pytest.MonkeyPatch) -> 
     await silent[0].aclose()
 
 
-async def test_every_way_to_fail_has_its_reason() -> None:
+async def test_every_failure_has_its_reason() -> None:
     alice, bob, other = make_network("a"), make_network("b"), make_network("o", swarm="other")
     async with running(alice, other):
         expected = [

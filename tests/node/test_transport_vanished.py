@@ -1,5 +1,4 @@
-"""A machine that vanishes, and one that only sleeps, in a network namespace of their own: real time, real
-kernel."""
+"""A machine that vanishes, and one that only sleeps, each in a network namespace: real time, real kernel."""
 
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ MESSAGES = [bytes((number,)) * 2**20 for number in range(24)]
 
 
 async def when_the_wire_is_cut() -> None:
-    """Nobody says anything any more: the waiting reader is told."""
+    """After all packets are dropped, the waiting reader gets an error."""
     async with conversation(echo) as (stream, alice, _):
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
@@ -30,7 +29,7 @@ async def when_the_wire_is_cut() -> None:
 
 
 async def when_the_reader_sleeps() -> None:
-    """Its kernel answers: nobody is given up, and nothing is lost."""
+    """The kernel of a stopped process answers: no connection is abandoned, and nothing is lost."""
     taken: list[bytes] = []
     done = trio.Event()
 
@@ -49,7 +48,7 @@ async def when_the_reader_sleeps() -> None:
 
 
 def play(name: str) -> None:
-    """One of both, with a quarter of a second for a minute."""
+    """One of the two scenarios, with timeouts of a quarter of a second instead of a minute."""
     tcp.VANISHED_SECONDS, connections.LOOK_SECONDS = 0.25, 0.05
 
     async def main() -> None:
@@ -60,7 +59,7 @@ def play(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["cut", "sleep"])
-def test_only_a_vanished_machine_is_given_up_not_a_sleeping_reader(name: str) -> None:
+def test_only_a_vanished_machine_is_abandoned_not_a_sleeping_reader(name: str) -> None:
     inside = ["unshare", "--map-root-user", "--net", "sh", "-c"]
     if shutil.which("unshare") is None or subprocess.run([*inside, "ip link set lo up"]).returncode:
         pytest.skip("no network namespaces for us on this machine")

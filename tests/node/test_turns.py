@@ -19,9 +19,9 @@ SEEDS = int(os.environ.get("PEERLOOM_TURNS_SEEDS", "1"))
 """`make soak` takes 50."""
 SHARES_OFF_MAX = 0.1
 RUNS_OFF_MAX = 2
-"""Beside a tenth of its share: a run is whole."""
+"""Slack beside a tenth of the share: runs are indivisible."""
 EARLY_MAX = 3
-"""A slot is kept for who has asked twice; until then who is there gets it."""
+"""A slot is reserved for a requester that asked twice; until then any requester that is there gets it."""
 A, B, C = (bytes([number]) * 32 for number in (1, 2, 3))
 
 
@@ -30,7 +30,7 @@ def run_id(number: int) -> bytes:
 
 
 def shares(weights: Mapping[bytes, float], slots: int = 2, hours: float = 30.0) -> dict[bytes, float]:
-    """Return each requester's slot-seconds at a provider that all always want more of."""
+    """Return each requester's slot-seconds at a provider of which all always want more."""
     turns, rng, now, number = FairQueue(slots), Random(7), 0.0, 0
     for requester, weight in weights.items():
         turns.weigh(requester, weight)
@@ -71,24 +71,24 @@ def test_a_requesters_higher_priority_preempts_its_own_run() -> None:
     assert turns.ask(0.0, low) is None
     turns.begin(0.0, low)
     assert isinstance(turns.ask(1.0, other), Wait)
-    assert turns.events == [], "another requester's run makes no room before a quantum is over"
+    assert turns.events == [], "another requester's run is not preempted before a quantum is over"
     assert isinstance(turns.ask(2.0, urgent), Wait)
     assert turns.events == [Preempt(low.run, is_own=True)]
     turns.ask(3.0, urgent)
     assert len(turns.events) == 1, "once"
     turns.end(4.0, low.run)
-    assert isinstance(turns.ask(4.0, other), Wait), "the slot that it gave up is kept for its requester"
+    assert isinstance(turns.ask(4.0, other), Wait), "the released slot is kept for its requester"
     assert turns.ask(4.1, urgent) is None
     turns.begin(4.1, urgent)
-    assert turns.used(104.1, A) == pytest.approx(104, rel=0.01), "its time, whatever its priority"
+    assert turns.used(104.1, A) == pytest.approx(104, rel=0.01), "the quantum holds for every priority"
     turns.events.clear()
     turns.ask(QUANTUM_SECONDS - 1.0, other)
     assert turns.events == []
     turns.ask(QUANTUM_SECONDS + 5.0, other)
-    assert turns.events == [Preempt(urgent.run)], "a swap of its own begins no new quantum"
+    assert turns.events == [Preempt(urgent.run)], "swapping its own runs begins no new quantum"
 
 
-def test_no_priority_or_deadline_puts_a_run_before_another_requesters() -> None:
+def test_no_priority_or_deadline_overtakes_another_requesters_run() -> None:
     turns = FairQueue(1)
     turns.begin(0.0, SlotWish(run_id(1), C, priority=0))
     first, second = SlotWish(run_id(2), A, priority=0), SlotWish(run_id(3), B, priority=9, deadline=1.0)
@@ -98,7 +98,7 @@ def test_no_priority_or_deadline_puts_a_run_before_another_requesters() -> None:
     assert turns.events == []
     turns.end(11.0, run_id(1))
     assert isinstance(turns.ask(11.0, second), Wait)
-    assert turns.ask(11.0, first) is None, "it has waited longest"
+    assert turns.ask(11.0, first) is None, "the run has waited longest"
 
 
 def test_waiting_times_come_from_progress_or_shares() -> None:
@@ -113,19 +113,19 @@ def test_waiting_times_come_from_progress_or_shares() -> None:
     assert turns.ask(1.0, SlotWish(run_id(3), B)) == Wait(0, QUANTUM_SECONDS - 1)
     alone = FairQueue(1)
     alone.begin(0.0, SlotWish(run_id(1), A))
-    assert alone.ask(0.0, SlotWish(run_id(2), A)) == Wait(0, None), "its own run says nothing of when it ends"
+    assert alone.ask(0.0, SlotWish(run_id(2), A)) == Wait(0, None), "the end of its own run is unknown"
 
 
-def test_a_slot_is_not_kept_for_who_asked_once_or_is_silent() -> None:
+def test_a_slot_is_reserved_only_for_an_active_repeated_request() -> None:
     turns = FairQueue(1)
     turns.begin(0.0, SlotWish(run_id(1), A))
     first, second = SlotWish(run_id(2), B), SlotWish(run_id(3), C)
     turns.ask(1.0, first)
     turns.ask(2.0, second)
     turns.end(3.0, run_id(1))
-    assert turns.ask(3.0, second) is None, "the first has asked but once"
+    assert turns.ask(3.0, second) is None, "the first has asked only once"
     turns.ask(4.0, first)
-    assert isinstance(turns.ask(5.0, second), Wait), "now it is patient"
+    assert isinstance(turns.ask(5.0, second), Wait), "the first has asked twice"
     assert turns.ask(5.0 + FORGET_SECONDS, second) is None
 
 
@@ -141,7 +141,7 @@ def test_a_requesters_earlier_deadline_goes_first() -> None:
     assert turns.ask(3.0, sooner) is None
 
 
-def test_a_run_that_waits_rises_above_later_ones_of_its_requester() -> None:
+def test_a_waiting_run_rises_above_its_requesters_later_ones() -> None:
     turns, now, humble = FairQueue(1), 0.0, SlotWish(run_id(0), B, priority=0)
     turns.begin(now, SlotWish(run_id(1), B, priority=9))
     for number in range(2, 10_000):
@@ -157,7 +157,7 @@ def test_a_run_that_waits_rises_above_later_ones_of_its_requester() -> None:
     assert now <= 10 * AGE_SECONDS + 60
 
 
-def test_a_run_that_waited_long_is_not_made_to_make_room_again() -> None:
+def test_a_run_that_waited_long_is_not_preempted_again() -> None:
     turns, humble = FairQueue(1), SlotWish(run_id(0), B, priority=0)
     turns.begin(0.0, SlotWish(run_id(1), B, priority=9))
     for hour in range(11):
@@ -171,7 +171,7 @@ def test_a_run_that_waited_long_is_not_made_to_make_room_again() -> None:
     assert turns.events == []
 
 
-def test_an_estimate_counts_those_before_it_by_what_runs_took_here() -> None:
+def test_an_estimate_multiplies_runs_ahead_by_past_durations() -> None:
     turns = FairQueue(1)
     for number in range(3):
         turns.begin(100.0 * number, SlotWish(run_id(number), A))
@@ -196,7 +196,7 @@ def test_an_estimate_counts_those_before_it_by_what_runs_took_here() -> None:
 def test_later_urgent_runs_starve_no_run(
     arrivals: list[tuple[int, int, int, int]], slots: int, weights: tuple[float, ...]
 ) -> None:
-    """Rounds of ten minutes; a preempted run asks again for what it has left, as the run's committer does."""
+    """Rounds of ten minutes; a preempted run asks again for its remaining time, as its committer does."""
     turns, pending, served = FairQueue(slots), dict[int, tuple[SlotWish, int]](), dict[int, int]()
     for number, weight in enumerate(weights):
         turns.weigh(bytes([number]) * 32, weight)
@@ -251,7 +251,7 @@ def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[flo
         assert len(serving) <= slots
     now += 1_000
     if len(serving) < slots:
-        assert turns.ask(now, SlotWish(run_id(99), A)) is None, "nobody else has asked for long"
+        assert turns.ask(now, SlotWish(run_id(99), A)) is None, "no other requester has asked for long"
 
 
 # Many requesters and providers
@@ -260,7 +260,8 @@ def test_slots_are_neither_overbooked_nor_idle(slots: int, calls: list[tuple[flo
 @dataclass
 class World:
     """Requesters that each want `need` of the providers at once, all or none, and ask again until they have
-    them: the rules of `node.placement.leases` in a calendar of events."""
+    them: the rules of `node.placement.leases` as an event queue.
+    """
 
     rng: Random
     providers: int
@@ -277,7 +278,7 @@ class World:
         self.leased = [{} for _ in self.turns]
 
     def play(self, submissions: int, requesters: int) -> float:
-        """Have all submitted at once; when the last was done."""
+        """Have all submit at once; return when the last run ended."""
         wishes = {}
         for number in range(submissions):
             run, requester = run_id(number), bytes([number % requesters]) * 32
@@ -307,9 +308,10 @@ class World:
     def drain(
         self, weights: Mapping[bytes, float], submissions: int, priorities: Sequence[int] = (PRIORITY,)
     ) -> dict[bytes, tuple[float, float]]:
-        """Have requesters submit runs of a minute, each for its weight and at these priorities in turn, all
-        at once; return the slot-seconds that each got and those of its share, of what was served while all
-        had runs that waited. A run that makes room is served anew, to its end."""
+        """Have requesters submit one-minute runs at once, each at its weight and with these priorities in
+        turn. Return two values: the slot-seconds that each got, and its share of the slot-seconds served
+        while all had waiting runs. A preempted run is served again from the start.
+        """
         for turns in self.turns:
             for requester, weight in weights.items():
                 turns.weigh(requester, weight)
@@ -420,7 +422,7 @@ def test_each_of_a_hundred_submissions_gets_its_turn(seed: int) -> None:
 def test_a_queue_of_a_hundred_drains_by_the_shares_of_its_requesters(
     seed: int, weights: tuple[int, ...]
 ) -> None:
-    """20 nodes, 30 slots: each serves three or four runs, and nobody sees more than its own."""
+    """20 nodes, 30 slots: each serves three or four runs, and sees only its own queue."""
     world = World(Random(seed), 20)
     off = world.drain(dict(zip((A, B, C), map(float, weights), strict=False)), 100)
     total = sum(seconds for seconds, _ in off.values())
@@ -430,7 +432,7 @@ def test_a_queue_of_a_hundred_drains_by_the_shares_of_its_requesters(
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 def test_a_queue_drains_by_priorities_and_within_each_by_shares(seed: int) -> None:
-    """Half of each one's runs are urgent: they go first, and each has its share of what was served."""
+    """Half of each requester's runs are urgent: they go first, and each requester gets its share of both."""
     world = World(Random(seed), 20)
     off = world.drain(dict.fromkeys((A, B, C), 1.0), 100, priorities=(7, 5))
     urgent = max(begun for wish, begun, _, _ in world.served if wish.priority == 7)

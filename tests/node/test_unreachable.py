@@ -1,4 +1,4 @@
-"""A node that no other gets through to offers no stages, is asked for none, and says what to do."""
+"""An unreachable node offers no stages, is asked for none, and says what to do."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -50,7 +50,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 def offers_slot(asked: Node, of: Node) -> bool:
-    """Whether a run of `asked` may place a stage at the other."""
+    """Whether a run of `asked` may place a stage on the other."""
     (offer,) = (offer for offer in asked._offers() if offer.peer == of.peer)
     return offer.has_slot
 
@@ -123,7 +123,7 @@ async def test_an_undialable_node_offers_its_slot_through_a_relay(
 
 @asynccontextmanager
 async def behind(nat: Nat, *, observer: bool = False) -> AsyncIterator[tuple[Node, list[Node]]]:
-    """A node behind a translator that has been judged, and four with addresses of their own."""
+    """A node behind a NAT whose reachability is known, and four with public addresses."""
     medium = SimNetworkFabric(
         SimLinks(NetworkModel(access=(Access(share=0.5), Access(share=0.5, nat=nat))), 1)
     )

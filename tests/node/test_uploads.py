@@ -1,4 +1,6 @@
-"""Weights, graphs and data on their way to peers that do not read: they hold little, and not for long."""
+"""Weights, graphs and data sent to peers that do not read: such uploads take little memory for a
+short time.
+"""
 
 import os
 import tracemalloc
@@ -30,11 +32,11 @@ from tests.stack import Swarm, simulate, swarm
 RUN = "0123456789abcdef"
 ALICE, BOB, CAROL = (Identity(bytes([number]) * 32).peer for number in (1, 2, 3))
 WEIGHTS = bytes(8 << 20)
-"""More than the network keeps of one stream."""
+"""More than the network buffers for one stream."""
 
 
 def scenario(test: Callable[[Swarm, Node], Awaitable[None]]) -> None:
-    """`test` with a node that keeps the weights of a run."""
+    """Run `test` with a node that keeps the weights of a run."""
 
     async def main() -> None:
         async with swarm("a") as group:
@@ -62,7 +64,7 @@ async def ask_and_never_read(network: Network, node: Node) -> Stream:
 
 
 async def drain(stream: Stream) -> int:
-    """How many bytes come until it ends."""
+    """Return the number of bytes that arrive until the stream ends."""
     received = 0
     with suppress(StreamClosed):
         while True:
@@ -74,7 +76,7 @@ async def fetch(network: Network, node: Node) -> bytes:
     return await calls.fetch(network, node.peer, wire.FetchWeights(RUN), seconds=20)
 
 
-def test_a_peer_that_never_reads_keeps_weights_from_nobody_else() -> None:
+def test_a_peer_that_never_reads_does_not_block_others_weights() -> None:
     async def test(group: Swarm, node: Node) -> None:
         async with strangers(group, node, 2) as (hostile, honest):
             for _ in range(FILES_PER_PEER_MAX):
@@ -82,13 +84,13 @@ def test_a_peer_that_never_reads_keeps_weights_from_nobody_else() -> None:
             await trio.sleep(0.5)
             with pytest.raises(Unreachable) as refused:
                 await fetch(hostile, node)
-            assert refused.value.reason == "busy", "a code, whatever the words are"
+            assert refused.value.reason == "busy", "the refusal has a code, whatever its text"
             assert await fetch(honest, node) == WEIGHTS
 
     scenario(test)
 
 
-def test_a_crowd_that_never_reads_makes_room_within_seconds() -> None:
+def test_a_crowd_that_never_reads_is_evicted_within_seconds() -> None:
     async def test(group: Swarm, node: Node) -> None:
         async with strangers(group, node, FILES_MAX // FILES_PER_PEER_MAX + 1) as (honest, *crowd):
             for hostile in crowd:
@@ -110,7 +112,7 @@ def test_a_stalled_receiver_loses_its_stream() -> None:
     scenario(test)
 
 
-def test_a_slow_receiver_that_goes_on_reading_gets_all() -> None:
+def test_a_slow_receiver_that_keeps_reading_gets_everything() -> None:
     async def test(group: Swarm, node: Node) -> None:
         async with strangers(group, node, 1) as (slow,):
             stream = await ask_and_never_read(slow, node)
@@ -124,7 +126,7 @@ def test_a_slow_receiver_that_goes_on_reading_gets_all() -> None:
     scenario(test)
 
 
-async def test_a_file_of_any_size_takes_a_chunk_of_memory(tmp_path: Path) -> None:
+async def test_a_file_of_any_size_takes_one_chunk_of_memory(tmp_path: Path) -> None:
     storage, size = FolderStorage(tmp_path), 128 << 20
     storage.write("large", b"")
     os.truncate(tmp_path / "large", size)
@@ -151,7 +153,7 @@ async def test_a_file_of_any_size_takes_a_chunk_of_memory(tmp_path: Path) -> Non
     assert peak < 8 << 20
 
 
-def test_a_permit_is_taken_only_from_a_peer_that_is_waited_for() -> None:
+def test_a_permit_is_revoked_only_from_a_stalled_peer() -> None:
     permits = Permits(2, 1, patience_seconds=2, clock=RealClock())
     taken: list[PeerId] = []
 
@@ -171,9 +173,9 @@ def test_a_permit_is_taken_only_from_a_peer_that_is_waited_for() -> None:
             nursery.start_soon(hold, ALICE, lambda permit: permit.works())
             nursery.start_soon(hold, BOB, lambda permit: permit.waits(100))
             await trio.sleep(SLOW_SECONDS / 2)
-            assert not is_free(CAROL), "a moment is no patience"
+            assert not is_free(CAROL), "the wait is still short"
             await trio.sleep(SLOW_SECONDS)
-            assert not is_free(BOB), "one peer has one"
+            assert not is_free(BOB), "a peer has one permit"
             assert is_free(CAROL)
             await trio.sleep(0.1)
             assert taken == [BOB]
