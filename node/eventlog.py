@@ -71,11 +71,13 @@ class EventLog:
         style: Format,
         levels: Mapping[str, int],
         failed: Callable[[BaseException], None] = lambda _error: None,
+        *,
+        bytes_max: int = LOG_BYTES_MAX,
     ) -> None:
-        """`failed` is told of each line that could not be written."""
+        """`failed` is told of each line that could not be written. A file has at most `bytes_max`."""
         self._levels = levels
         self._line: Callable[[Mapping[str, Any]], str] = _json if style == "json" else _text
-        self._file = LogFile(folder / LOG_NAME, LOG_BYTES_MAX, LOGS_KEPT, failed)
+        self._file = LogFile(folder / LOG_NAME, bytes_max, LOGS_KEPT, failed)
         self._file.setFormatter(Formatter("%(message)s"))
 
     def write(self, event: Mapping[str, Any]) -> None:

@@ -22,7 +22,6 @@ from node.runs.readiness import SpareSettings
 from node.runs.settings import RunServiceSettings
 from node.runtime import Node
 from node.service_settings import ServiceSettings
-from node.stages import host as host_module
 from node.stages.host import StageHost
 from partition.stage import Forwarded
 from tests.node.test_host import FORWARD, SPECIFICATION, gone
@@ -89,9 +88,7 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
             await trio.sleep(0.02)
 
 
-async def test_a_runs_next_stage_takes_over_the_last_ones_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_runs_next_stage_takes_over_the_last_ones_process() -> None:
     executor = RealExecutor()
     first = await executor.open_stage(encode(SPECIFICATION))
     pid, before = first.pid, await first.call(FORWARD)
@@ -114,9 +111,8 @@ async def test_a_runs_next_stage_takes_over_the_last_ones_process(
         assert await second.retire(dataclasses.replace(allowance, threads=SPECIFICATION.threads + 1)) is None
         async with second._lock:
             assert await second.retire(allowance) is None, "a call of its stage is being served"
-        monkeypatch.setattr(host_module, "RETIRE_SECONDS", 0.3)
         os.kill(pid, signal.SIGSTOP)
-        assert await second.retire(allowance) is None
+        assert await second.retire(allowance, seconds=0.3) is None
     finally:
         await second.aclose()
     assert gone(pid)

@@ -35,21 +35,26 @@ SUITES = (
 )
 
 
-def preferred(*, has_aes: bool) -> tuple[Suite, ...]:
+def _working(has_kem: bool | None) -> list[Suite]:
+    has_kem = kem.is_offered() if has_kem is None else has_kem
+    return [suite for suite in SUITES if has_kem or not suite.hybrid]
+
+
+def preferred(*, has_aes: bool, has_kem: bool | None = None) -> tuple[Suite, ...]:
     """Return all suites that work here, best first: those that keep a secret longest, then those this CPU is
     quicker with.
 
     `has_aes`: the CPU has instructions for AES, so that it is several times as fast as ChaCha; without them
-    it is several times as slow.
+    it is several times as slow. `has_kem`: the library has ML-KEM; None asks it.
     """
     first = "AESGCM" if has_aes else "ChaChaPoly"
-    works = [suite for suite in SUITES if not suite.hybrid or kem.is_offered()]
-    return tuple(sorted(works, key=lambda suite: (not suite.hybrid, suite.cipher != first)))
+    return tuple(sorted(_working(has_kem), key=lambda suite: (not suite.hybrid, suite.cipher != first)))
 
 
-def suites_named(names: Iterable[str]) -> tuple[Suite, ...]:
-    """Return suites by name, in that order; LocalProtocolError for one that does not exist or work here."""
-    by_name = {suite.name: suite for suite in SUITES if not suite.hybrid or kem.is_offered()}
+def suites_named(names: Iterable[str], *, has_kem: bool | None = None) -> tuple[Suite, ...]:
+    """Return suites by name, in that order; LocalProtocolError for one that does not exist or work here.
+    `has_kem` is as in `preferred`."""
+    by_name = {suite.name: suite for suite in _working(has_kem)}
     try:
         return tuple(by_name[name] for name in names)
     except KeyError as unknown:

@@ -27,7 +27,9 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
 
     write_log(settings.data_dir)
 
-    from node import process, state_documents  # after the settings: a mistyped flag need not wait for torch
+    # After the settings: a mistyped flag need not wait for torch.
+    from node import state_documents
+    from node.process import main
 
     screen = EventScreen(seeds=len(settings.join.seeds), environ=os.environ)
 
@@ -45,4 +47,4 @@ def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | N
             show(screen.lines(state_documents.screen_document(event)))
 
     into = None if record is None else Path(record).expanduser()
-    return process.main(settings, require_join_seconds=seconds, report=report, record=into)
+    return main(settings, require_join_seconds=seconds, report=report, record=into)

@@ -76,24 +76,28 @@ class TextLost(Exception):
 class FencedText:
     """One such process. `open` starts it, `aclose` ends it."""
 
-    def __init__(self, process: PipedProcess, scratch: Scratch) -> None:
+    def __init__(self, process: PipedProcess, scratch: Scratch, answer_seconds: float) -> None:
         self.facts = TextFacts((), 0, False)
         self.is_lost = False
         self._process = process
         self._scratch = scratch
+        self._answer_seconds = answer_seconds
         self._buffer = bytearray()
         self._turn = trio.Lock()
 
     @classmethod
-    async def open(cls, data: bytes, *, allow_unfenced: bool) -> "FencedText":
-        """Start a process for the files of a model, or for a model of bytes, which has none. Raises
-        UsageError: they cannot be read; RemoteProtocolError: they are malformed; TextLost."""
+    async def open(
+        cls, data: bytes, *, allow_unfenced: bool, answer_seconds: float = ANSWER_SECONDS
+    ) -> "FencedText":
+        """Start a process for the files of a model, or for a model of bytes, which has none. An answer that
+        takes longer than `answer_seconds` ends it. Raises UsageError: they cannot be read;
+        RemoteProtocolError: they are malformed; TextLost."""
         files = read_files(data) if data else {}
         scratch = await trio.to_thread.run_sync(Scratch)
         try:
             await trio.to_thread.run_sync(_write_files, Path(scratch.path), files)
             process = _start(scratch.path, len(files.get(TOKENIZER, b"")), allow_unfenced=allow_unfenced)
-            found = cls(process, scratch)
+            found = cls(process, scratch, answer_seconds)
         except BaseException:
             scratch.remove()
             raise
@@ -185,15 +189,15 @@ class FencedText:
         except RecursionError:
             raise UsageError(TOO_DEEP) from None
         try:
-            with trio.fail_after(ANSWER_SECONDS):
+            with trio.fail_after(self._answer_seconds):
                 await self._process.send(line)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
             await self.aclose()
             raise TextLost("it has ended") from None  # before it had the whole question
         except trio.TooSlowError:
             await self.aclose()
-            raise TextLost(_TOO_SLOW) from None
-        return await self._listen(ANSWER_SECONDS)
+            raise TextLost(_too_slow(self._answer_seconds)) from None
+        return await self._listen(self._answer_seconds)
 
     async def _listen(self, seconds: float) -> TextAnswer:
         line: bytes | None = None
@@ -202,7 +206,7 @@ class FencedText:
         is_own = not self.is_lost  # otherwise somebody else ended it meanwhile
         if line is None:
             await self.aclose()
-            raise TextLost(_TOO_SLOW, is_own=is_own)
+            raise TextLost(_too_slow(seconds), is_own=is_own)
         try:
             said = msgspec.json.decode(line, type=TextAnswer)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -230,7 +234,8 @@ class FencedText:
             await trio.to_thread.run_sync(self._scratch.remove)
 
 
-_TOO_SLOW = f"it took longer than {ANSWER_SECONDS:.0f} s"
+def _too_slow(seconds: float) -> str:
+    return f"it took longer than {seconds:.0f} s"
 
 
 def _printable(text: str) -> str:

@@ -30,14 +30,15 @@ ITEM = "item_"
 _PARTS = ("train", "test")
 
 
-def write_samples(source: Any, folder: Path, where: str) -> None:
-    """Write a source's samples into `folder`, which exists; errors name the source `where`.
+def write_samples(source: Any, folder: Path, where: str, bytes_max: int = SAMPLES_BYTES_MAX) -> None:
+    """Write a source's samples into `folder`, which exists; errors name the source `where`. At most
+    `bytes_max` are taken for either file.
 
     Raises:
         UsageError: no samples, or one that differs from the first, with its number.
     """
     with ExitStack() as stack:
-        parts = {name: stack.enter_context(_Part(name, where)) for name in _PARTS}
+        parts = {name: stack.enter_context(_Part(name, where, bytes_max)) for name in _PARTS}
         if isinstance(source, tuple) and len(source) == 2 and all(map(_is_source, source)):
             for part, each in zip(parts.values(), source, strict=True):
                 for sample in _samples(each, where):
@@ -124,9 +125,10 @@ def _rows(columns: Mapping[Any, Any], where: str) -> Iterator[dict[str, Array]]:
 class _Part:
     """The samples of one file, with a temporary file for each array."""
 
-    def __init__(self, name: str, where: str) -> None:
+    def __init__(self, name: str, where: str, bytes_max: int) -> None:
         self.count = 0
         self.columns: dict[str, _Column] = {}
+        self._bytes_max = bytes_max
         self._where = where if name == "train" else f"{where} (held out)"
         self._bytes = 0
         self._stack = ExitStack()
@@ -164,9 +166,9 @@ class _Part:
                 )
             self._bytes += column.file.write(np.ascontiguousarray(array, column.dtype).tobytes())
         self.count += 1
-        if self._bytes > SAMPLES_BYTES_MAX:
+        if self._bytes > self._bytes_max:
             raise UsageError(
-                f"{self._where}: more than {SAMPLES_BYTES_MAX >> 30} GiB after {self.count} samples",
+                f"{self._where}: more than {self._bytes_max >> 30} GiB after {self.count} samples",
                 "an iterator without an end? take some: itertools.islice(samples, 10_000)",
             )
 

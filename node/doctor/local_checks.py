@@ -7,7 +7,7 @@ import shutil
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -29,6 +29,7 @@ from node.seams import RealClock
 from node.services.capacity import find_device
 from node.services.torch_extra import cannot_compute
 from node.stages.fences import REMEDY, try_fences
+from node.stages.sandbox import Fenced
 from node.storage.folder import FOLDER_MARKS, IDENTITY_NAME, FolderStorage
 from node.storage.folder_lock import find_holder
 from node.storage.keys import STATIC_BYTES, STATIC_NAME, read_key
@@ -75,6 +76,8 @@ class Scene:
     ports: dict[Address, int] = field(default_factory=dict)
     echo_seconds: float = 1.0
     """After this a datagram to another node is taken for lost, and sent once more."""
+    try_fences: Callable[[str], Fenced] = try_fences
+    """Finds the fences of a process that computes on this device."""
 
     @property
     def folder(self) -> Path:
@@ -108,7 +111,7 @@ async def look_here(steps: Steps, scene: Scene) -> None:
     await steps.check("paths", partial(_paths, scene))
     await steps.check("local network", partial(_local, scene))
     await steps.check("computing", partial(in_thread, partial(_computing, scene.config)))
-    await steps.check("fences", partial(in_thread, partial(_fences, scene.config)))
+    await steps.check("fences", partial(in_thread, partial(_fences, scene)))
 
 
 def _folder(folder: Path) -> str:
@@ -407,8 +410,9 @@ def _computing(config: Config) -> str:
     return f"{device}, {counted(psutil.cpu_count() or 1, 'core')}, {free}, torch {torch}"
 
 
-def _fences(config: Config) -> str:
-    tried = try_fences(find_device(config.resources.device))
+def _fences(scene: Scene) -> str:
+    config = scene.config
+    tried = scene.try_fences(find_device(config.resources.device))
     if not tried.unfenced:
         return "a stage's process is held to its files, memory and processor, and has no network"
     missing = "; ".join(tried.unfenced)

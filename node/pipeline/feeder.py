@@ -43,7 +43,15 @@ class FeederShell:
     """Feeds this trainer's share of one run under one plan."""
 
     def __init__(
-        self, signer: Signer, run: Run, plan: Plan, batches: Batches, seams: Seams, send: Send
+        self,
+        signer: Signer,
+        run: Run,
+        plan: Plan,
+        batches: Batches,
+        seams: Seams,
+        send: Send,
+        *,
+        ahead_bytes_max: int = AHEAD_BYTES_MAX,
     ) -> None:
         self.core: core.Feeder = seams.core(core.Feeder, signer.peer, plan)
         self._signer = signer
@@ -56,6 +64,7 @@ class FeederShell:
         self._ahead: deque[int] = deque()
         self._ahead_of = -1
         self._ahead_bytes = 0
+        self._ahead_bytes_max = ahead_bytes_max
         self._pair_bytes = TRIP_BYTES
         self._work: deque[Any] = deque()
         self._more = trio.Event()
@@ -113,7 +122,7 @@ class FeederShell:
 
     async def _prepare(self) -> None:
         """Make frames of the next micro-batches before they are requested."""
-        if self._ahead_bytes >= AHEAD_BYTES_MAX:
+        if self._ahead_bytes >= self._ahead_bytes_max:
             self._ahead.clear()
             return
         count = min(len(self._ahead), max(1, TRIP_BYTES // self._pair_bytes))

@@ -99,14 +99,20 @@ class Readiness:
         self._is_kept_idle = False
         self._has_memory = True
 
-    async def run(self, is_allowed: Callable[[], bool], held_bytes: Callable[[], int]) -> None:
+    async def run(
+        self,
+        is_allowed: Callable[[], bool],
+        held_bytes: Callable[[], int],
+        free_bytes: Callable[[], int] = lambda: psutil.virtual_memory().available,
+    ) -> None:
         """Look at the machine now and then, until cancelled: whether its owner allows a process to wait, and
-        whether there is room for it. `held_bytes` is the memory of the waiting process, 0 for none."""
+        whether there is room for it. `held_bytes` is the memory of the waiting process, 0 for none;
+        `free_bytes` reads what is available."""
         self._is_allowed, self._held_bytes = is_allowed, held_bytes
         self._idle_since, settings = self._now, self._settings
         while True:
             await trio.sleep(self._settings.look_seconds)
-            free = await self._service.seams.executor.run(lambda: psutil.virtual_memory().available)
+            free = await self._service.seams.executor.run(free_bytes)
             self._has_memory = free >= (
                 settings.free_bytes_left_min if held_bytes() else settings.free_bytes_min
             )

@@ -6,7 +6,7 @@ batch system, says which GPUs this process may use, and in which order.
 """
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,15 @@ class Gpu:
     free_bytes: int
 
 
-def gpus(environment: Mapping[str, str], system: Path = Path("/sys")) -> tuple[list[Gpu], str]:
-    """Return the GPUs in torch's order, and why there are none."""
+def gpus(
+    environment: Mapping[str, str],
+    system: Path = Path("/sys"),
+    version_of: Callable[[str], str] = importlib.metadata.version,
+) -> tuple[list[Gpu], str]:
+    """Return the GPUs in torch's order, and why there are none. `version_of` gives that of an installed
+    package."""
     try:
-        build = importlib.metadata.version("torch").partition("+")[2]
+        build = version_of("torch").partition("+")[2]
     except importlib.metadata.PackageNotFoundError:
         return [], NO_TORCH
     if build == "cpu":

@@ -27,8 +27,9 @@ REMEDY = (
 )
 
 
-def try_fences(device: str) -> sandbox.Fenced:
-    """Return the fences of a process here that computes on `device`. Call it in a thread; raises nothing.
+def try_fences(device: str, python: str = sys.executable) -> sandbox.Fenced:
+    """Return the fences of a process here of `python` that computes on `device`. Call it in a thread; raises
+    nothing.
 
     If the trial itself fails, the result says that no fence is known to hold. It also removes scratch folders
     of killed nodes.
@@ -40,7 +41,7 @@ def try_fences(device: str) -> sandbox.Fenced:
         return _failed(f"no scratch folder: {error.strerror or error}")
     try:
         ended = subprocess.run(  # noqa: S603 - our own program, a device name checked by the config
-            [sys.executable, "-P", "-m", "node.stages.fences", device],
+            [python, "-P", "-m", "node.stages.fences", device],
             stdin=subprocess.DEVNULL,
             capture_output=True,
             cwd=scratch.path,

@@ -211,9 +211,9 @@ class StageHost:
             raise StageFailed(f"the stage is closed, or has no arena '{name}'")
         return memoryview(self._mappings[name])[: self._allowance.arenas[name]]
 
-    async def retire(self, allowance: Allowance) -> StageProgram | None:
-        """Have the process release this finished stage for one of the same run with this allowance. Return
-        the process; None if another process is needed."""
+    async def retire(self, allowance: Allowance, seconds: float = RETIRE_SECONDS) -> StageProgram | None:
+        """Have the process release this finished stage for one of the same run with this allowance, within
+        `seconds`. Return the process; None if another process is needed."""
         program = self._program
         if program is None or self._failure is not None or self._lock.statistics().locked:
             return None
@@ -221,7 +221,7 @@ class StageHost:
             return None
         async with self._lock:
             try:
-                self._watch.begin(RETIRE_SECONDS, "did not let go of its stage")
+                self._watch.begin(seconds, "did not let go of its stage")
                 await self._send(Header(0).encode())
                 is_free = read_header(await self._receive(HEADER_BYTES)) == Header(0)
             except (OSError, StageFailed, trio.ClosedResourceError):

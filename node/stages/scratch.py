@@ -31,14 +31,16 @@ _BLOCK_BYTES = 512
 
 
 class Scratch:
-    """A scratch folder. `path` is empty, private, and this process's own until `remove`. Its files count in
-    `budget`."""
+    """A scratch folder `below` another, by default the system's for temporary files. `path` is empty,
+    private, and this process's own until `remove`. Its files count in `budget`."""
 
-    def __init__(self, budget: ScratchBudget | None = None, *, prefix: str = PREFIX) -> None:
+    def __init__(
+        self, budget: ScratchBudget | None = None, *, prefix: str = PREFIX, below: str | None = None
+    ) -> None:
         self._budget = budget
         self._counted_bytes = 0
         while True:
-            self.path = tempfile.mkdtemp(prefix=prefix, dir=temporary_folder())
+            self.path = tempfile.mkdtemp(prefix=prefix, dir=below or temporary_folder())
             # Not a record lock, which a folder cannot have; a child must not inherit this one.
             self._lock = Descriptor(os.open(self.path, os.O_RDONLY))
             fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -95,9 +97,10 @@ def _sizes(folder: str) -> Iterator[int]:
                 yield status.st_blocks * _BLOCK_BYTES
 
 
-def remove_forgotten() -> None:
-    """Remove folders of killed nodes and commands; those of another user or a living process stay."""
-    folder = Path(temporary_folder())
+def remove_forgotten(below: str | None = None) -> None:
+    """Remove folders of killed nodes and commands, by default from the system's folder for temporary files;
+    those of another user or a living process stay."""
+    folder = Path(below or temporary_folder())
     for path in sorted([*folder.glob(f"{PREFIX}*"), *folder.glob(f"{COMMAND_PREFIX}*")]):
         try:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)

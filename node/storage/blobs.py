@@ -63,8 +63,15 @@ def hash_of(data: bytes | memoryview) -> bytes:
 class Blobs:
     """The blobs of one data folder; reads the existing ones when it is made."""
 
-    def __init__(self, storage: Storage, *, guest_bytes_max: int = GUEST_BYTES_MAX) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        *,
+        guest_bytes_max: int = GUEST_BYTES_MAX,
+        guest_pins_max: int = GUEST_PINS_MAX,
+    ) -> None:
         self.guest_bytes_max = guest_bytes_max
+        self._guest_pins_max = guest_pins_max
         self.files_bytes = 0
         """The bytes that other files of guests take of the budget (`node.storage.guests`)."""
         self.make_room: Callable[[int], bool] = _keep
@@ -214,8 +221,8 @@ class Blobs:
         used = self._guest_bytes + self.files_bytes
         if used > self.guest_bytes_max:
             return f"{used} bytes for others, at most {self.guest_bytes_max} are given"
-        if sum(pin.is_guest for pin in self._pins.values()) > GUEST_PINS_MAX:
-            return f"{GUEST_PINS_MAX} states of others are kept here already"
+        if sum(pin.is_guest for pin in self._pins.values()) > self._guest_pins_max:
+            return f"{self._guest_pins_max} states of others are kept here already"
         return None
 
     def unpin(self, label: str) -> None:

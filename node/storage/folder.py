@@ -119,7 +119,7 @@ class FolderStorage:
             with self._alone(name):
                 half.replace(target)
             for folder in self._folders(target):
-                _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+                self._sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
         half = target.with_name(f"{target.name}.{next(self._drafts)}{_TEMPORARY_SUFFIX}")
         half.unlink(missing_ok=True)
@@ -131,12 +131,19 @@ class FolderStorage:
         for name in names:
             path = self.file(name)
             try:
-                _sync(path, os.O_RDONLY)
+                self._sync(path, os.O_RDONLY)
             except FileNotFoundError:
                 continue
             folders |= dict.fromkeys(self._folders(path))
         for folder in folders:
-            _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+            self._sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def _sync(self, path: Path, flags: int) -> None:
+        descriptor = os.open(path, flags)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
     def _folders(self, path: Path) -> list[Path]:
         """Return all folders above a file up to the data folder: a new folder is an entry of its parent."""
@@ -203,7 +210,7 @@ class FolderStorage:
         half.replace(target)
         if durable:
             for folder in self._folders(target) if is_new else [target.parent]:
-                _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+                self._sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def remove_halves(self) -> None:
         """Remove the half files of writes interrupted by a crash. Only while nobody writes."""
@@ -237,11 +244,3 @@ def locked_folder(path: Path, scratch: ScratchBudget) -> Iterator[FolderStorage]
         with usable(path):
             storage.remove_halves()
         yield storage
-
-
-def _sync(path: Path, flags: int) -> None:
-    descriptor = os.open(path, flags)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,6 +1,7 @@
 """The fenced process that reads a served model's tokenizer and chat template."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,16 @@ import pytest
 import trio
 
 from crypto.errors import RemoteProtocolError
-from node.content import fenced_text, text_files
 from node.content.fenced_text import MESSAGES_MAX, FencedText, TextLost
-from node.content.text_files import CHUNK_BYTES, TextChunks, collect, keep, read_files, read_list
+from node.content.text_files import (
+    CHUNK_BYTES,
+    FILES_BYTES_MAX,
+    TextChunks,
+    collect,
+    keep,
+    read_files,
+    read_list,
+)
 from node.content.text_process import read_facts
 from node.content.text_questions import TextFacts
 from node.errors import UsageError
@@ -37,9 +45,7 @@ def write_folder(folder: Path, template: str = TEMPLATE) -> Path:
     return folder
 
 
-def test_a_strangers_template_is_bounded_in_memory_and_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_strangers_template_is_bounded_in_memory_and_time(tmp_path: Path) -> None:
     data = collect(write_folder(tmp_path / "model"))
 
     async def main() -> None:
@@ -50,7 +56,10 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(
             assert await text.render([{"role": "user", "content": "hello"}]) == [2, 1]
             with pytest.raises(UsageError, match="memory"):
                 await text.render([{"role": "user", "content": "grow"}])
-            monkeypatch.setattr(fenced_text, "ANSWER_SECONDS", 0.5)
+        finally:
+            await text.aclose()
+        text = await FencedText.open(data, allow_unfenced=False, answer_seconds=0.5)
+        try:
             with pytest.raises(TextLost, match="longer than") as lost:
                 await text.render([{"role": "user", "content": "loop"}])
             assert lost.value.is_own
@@ -130,10 +139,11 @@ def test_lists_and_files_of_other_forms_are_refused() -> None:
         read_files(b"\x81\xa8weights!\xc4\x01a")
 
 
-def test_files_that_are_too_large_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files, "FILES_BYTES_MAX", 100)
+def test_files_that_are_too_large_are_refused(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "model")
+    os.truncate(folder / "tokenizer.json", FILES_BYTES_MAX + 1)
     with pytest.raises(UsageError, match="of tokenizer and configuration"):
-        collect(write_folder(tmp_path / "model"))
+        collect(folder)
 
 
 def test_a_folder_says_how_its_model_is_usually_asked(tmp_path: Path) -> None:

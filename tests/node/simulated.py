@@ -20,6 +20,7 @@ def simulated_node(
     *join: str,
     settings: dict[str, Any] | None = None,
     clock: SimClock | None = None,
+    executor: SimExecutor | None = None,
     **options: Any,
 ) -> Node:
     """The node with this number and an empty disk; `settings` go to its Config, `options` to the node."""
@@ -33,7 +34,7 @@ def simulated_node(
         clock=clock or SimClock(),
         rng=seeded_rng(SEED, number),
         entropy=seeded_entropy(SEED, number),
-        executor=SimExecutor(),
+        executor=executor or SimExecutor(),
         storage=storage,
         capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, 5e9, ""),
         **options,

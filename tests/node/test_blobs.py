@@ -14,8 +14,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from crypto.errors import LocalProtocolError
 from node.seams import Storage
-from node.storage import blobs as blobs_file
-from node.storage import folder
 from node.storage.blobs import BLOB_BYTES_MAX, Blobs, NoRoom, hash_of
 from node.storage.folder import FolderStorage
 from sim.storage import MemoryStorage
@@ -141,11 +139,8 @@ def test_guests_have_a_budget_that_our_own_pins_do_not_touch(storage: Storage) -
     assert blobs.guest_bytes == 16, "blobs that we released count against the guest again"
 
 
-def test_guests_have_a_bounded_number_of_pins_of_any_size(
-    storage: Storage, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(blobs_file, "GUEST_PINS_MAX", 2)
-    blobs = Blobs(storage)
+def test_guests_have_a_bounded_number_of_pins_of_any_size(storage: Storage) -> None:
+    blobs = Blobs(storage, guest_pins_max=2)
     blobs.pin("mine", {})
     blobs.pin("guest/1", {}, is_guest=True)
     blobs.pin("guest/2", {}, is_guest=True)
@@ -155,17 +150,25 @@ def test_guests_have_a_bounded_number_of_pins_of_any_size(
     assert blobs.labels() == ["guest/1", "guest/2", "mine"]
 
 
-def test_a_pin_that_cannot_be_written_does_not_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blobs = Blobs(FolderStorage(tmp_path))
+class FillingStorage(FolderStorage):
+    """A folder on a disk that becomes full."""
+
+    is_full = False
+
+    def _sync(self, path: Path, flags: int) -> None:
+        if self.is_full:
+            raise OSError("no space left")
+        super()._sync(path, flags)
+
+
+def test_a_pin_that_cannot_be_written_does_not_exist(tmp_path: Path) -> None:
+    storage = FillingStorage(tmp_path)
+    blobs = Blobs(storage)
     name = blobs.put(b"one")
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(folder, "_sync", full)
-        with pytest.raises(OSError, match="no space"):
-            blobs.pin("a", sizes(b"one"))
+    storage.is_full = True
+    with pytest.raises(OSError, match="no space"):
+        blobs.pin("a", sizes(b"one"))
+    storage.is_full = False
     assert blobs.labels() == []
     blobs.sweep()
     assert not blobs.has(name)
@@ -178,18 +181,21 @@ def test_a_damaged_pin_counts_as_missing(storage: Storage) -> None:
     assert Blobs(storage).labels() == ["a"]
 
 
-def test_blobs_are_synced_together_when_they_are_pinned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[str] = []
-    sync = folder._sync
+class SyncedStorage(FolderStorage):
+    """A folder that notes what is made durable in it."""
 
-    def watch(path: Path, flags: int) -> None:
-        synced.append(str(path.relative_to(tmp_path)))
-        sync(path, flags)
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.synced: list[str] = []
 
-    monkeypatch.setattr(folder, "_sync", watch)
-    blobs = Blobs(FolderStorage(tmp_path))
+    def _sync(self, path: Path, flags: int) -> None:
+        self.synced.append(str(path.relative_to(self.path)))
+        super()._sync(path, flags)
+
+
+def test_blobs_are_synced_together_when_they_are_pinned(tmp_path: Path) -> None:
+    storage = SyncedStorage(tmp_path)
+    blobs, synced = Blobs(storage), storage.synced
     names = [blobs.put(bytes([number])) for number in range(20)]
     assert synced == []
     blobs.pin("a", dict.fromkeys(names, 1))

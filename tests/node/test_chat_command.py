@@ -1,7 +1,7 @@
 """The terminal's chat: a failed answer loses nothing, and each command works."""
 
-import io
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import trio
+from typer.testing import CliRunner
 
 from node.control import ControlServer, Emit
 from node.errors import NoNode, PeerloomError
@@ -88,10 +89,14 @@ def node(tmp_path: Path) -> Iterator[Node]:
     thread.join(60)
 
 
-def say(node: Node, monkeypatch: pytest.MonkeyPatch, *lines: str) -> int:
+def say(node: Node, *lines: str) -> int:
     """Return the exit code of a chat with these input lines."""
-    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines) + "\n"))
-    return run(["chat", "words", "--data-dir", str(node.folder)])
+    with CliRunner().isolation(input="\n".join(lines) + "\n") as (printed, errors, _):
+        code = run(["chat", "words", "--data-dir", str(node.folder)])
+        told = [each.getvalue().decode() for each in (printed, errors)]
+    sys.stdout.write(told[0])
+    sys.stderr.write(told[1])
+    return code
 
 
 def contents(messages: list[dict[str, str]]) -> list[str]:
@@ -99,30 +104,28 @@ def contents(messages: list[dict[str, str]]) -> list[str]:
 
 
 def test_a_failed_answer_is_reported_and_the_next_line_is_sent(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    node: Node, capsys: pytest.CaptureFixture[str]
 ) -> None:
     node.failures = {2: PeerloomError("words: the answer broke off", "ask again")}
-    assert say(node, monkeypatch, "one", "two", "three") == 0
+    assert say(node, "one", "two", "three") == 0
     assert contents(node.asked[2]) == ["one", "answer 1", "two", "answer 2", "three"]
     told = capsys.readouterr()
     assert "error: words: the answer broke off\n  do: ask again" in told.err
     assert told.out == "answer 1\nanswer 2\nanswer 3\n"
 
 
-def test_a_message_without_an_answer_is_retried_and_not_sent_twice(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_message_without_an_answer_is_retried_and_not_sent_twice(node: Node) -> None:
     node.is_away = True
-    assert say(node, monkeypatch, "one", "/models", "/retry", "two") == 0
+    assert say(node, "one", "/models", "/retry", "two") == 0
     assert contents(node.asked[0]) == ["one"]
     assert contents(node.asked[1]) == ["one", "answer 1", "two"]
     node.is_away = True
     # With piped input the exit code reports that the last line failed.
-    assert say(node, monkeypatch, "one") == 3
+    assert say(node, "one") == 3
 
 
 def test_chat_commands_change_the_request(
-    node: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    node: Node, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved = tmp_path / "talk.json"
     lines = [
@@ -136,7 +139,7 @@ def test_chat_commands_change_the_request(
         "/hlep",
         "/help",
     ]
-    assert say(node, monkeypatch, *lines, f"/save {saved}") == 2
+    assert say(node, *lines, f"/save {saved}") == 2
     assert contents(node.asked[1]) == ["Be brief.", "one", "answer 1", "/etc"]
     assert node.asked[2] == node.asked[1]
     assert contents(node.asked[3]) == ["Be brief.", "two"]
@@ -147,13 +150,11 @@ def test_chat_commands_change_the_request(
     assert "/hlep: no such command; did you mean 'help'" in errors
     assert "file exists" in errors
     assert "/retry" in errors
-    assert say(node, monkeypatch, "/quit", "one") == 0
+    assert say(node, "/quit", "one") == 0
     assert len(node.asked) == 4
 
 
-def test_the_services_that_answer_are_listed(
-    node: Node, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert say(node, monkeypatch, "/models") == 0
+def test_the_services_that_answer_are_listed(node: Node, capsys: pytest.CaptureFixture[str]) -> None:
+    assert say(node, "/models") == 0
     assert "words  ab  up to 64 tokens" in capsys.readouterr().err
     assert not node.asked

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import trio
 
-import node
 from crypto.identity import Identity, peer_text
 from node.cli.render import short_id
 from node.config import Config
@@ -62,9 +61,7 @@ def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     """Replace the node's process by `main`."""
 
     def put(main: Callable[..., int]) -> None:
-        fake = SimpleNamespace(main=main)
-        monkeypatch.setitem(sys.modules, "node.process", fake)
-        monkeypatch.setattr(node, "process", fake, raising=False)
+        monkeypatch.setitem(sys.modules, "node.process", SimpleNamespace(main=main))
 
     return put
 

@@ -17,7 +17,6 @@ import trio
 
 from crypto.contact import Address, make_address
 from node import config
-from node.doctor import local_checks as doctor
 from node.doctor.local_checks import Scene, _paths, look_here
 from node.doctor.remote_checks import look_there
 from node.doctor.steps import CheckStep, Steps
@@ -39,16 +38,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def scene(
-    tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SWARM, echo_seconds: float = 1.0
-) -> Scene:
+def scene(tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SWARM, **options: Any) -> Scene:
     settings = config.Config(
         data_dir=tmp_path / "data",
         listen=config.Listen(addresses=(config.read_listen("127.0.0.1:0"),), announce=announce),
         swarm=config.SwarmSettings(name=swarm),
         resources=config.Resources(allow_unfenced=True),  # these tests do not need a kernel with fences
     )
-    return Scene(settings, beacon_port=free_port(), echo_seconds=echo_seconds)
+    return Scene(settings, beacon_port=free_port(), **options)
 
 
 @asynccontextmanager
@@ -98,12 +95,9 @@ async def test_a_data_folder_that_is_a_file_is_reported_with_the_remedy(tmp_path
     assert "--data-dir" in found["data folder"].remedy
 
 
-async def test_a_missing_fence_is_reported_with_the_setting_that_waives_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_missing_fence_is_reported_with_the_setting_that_waives_it(tmp_path: Path) -> None:
     missing = Fenced(("limits: some",), ("files: no landlock (Function not implemented)",))
-    monkeypatch.setattr(doctor, "try_fences", lambda _: missing)
-    looked = scene(tmp_path)
+    looked = scene(tmp_path, try_fences=lambda _: missing)
     assert "allows" in (await here(looked))["fences"].detail
     looked.config = config.Config(data_dir=tmp_path / "data", listen=looked.config.listen)
     found = await here(looked)

@@ -58,9 +58,8 @@ def test_areas_have_levels(tmp_path: Path, levels: str, kinds: list[str]) -> Non
     assert [json.loads(line)["kind"] for line in written(tmp_path, "json", levels)] == kinds
 
 
-def test_the_log_is_rotated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(eventlog, "LOG_BYTES_MAX", 4_000)
-    log = EventLog(tmp_path, "json", read_levels(""))
+def test_the_log_is_rotated(tmp_path: Path) -> None:
+    log = EventLog(tmp_path, "json", read_levels(""), bytes_max=4_000)
     for _ in range(200):
         log.write(event_document(joined(1)))
     log.close()

@@ -4,13 +4,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import trio
 from msgspec.structs import replace
 
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from node.pipeline import feeder
 from node.pipeline.feeder import FeederShell
 from partition.plan.plan import plan_hash
 from partition.steps.frames import Frame
@@ -47,10 +45,13 @@ class CountingExecutor(SimExecutor):
         return await super().run(function, **how)
 
 
-async def fed(*steps: int, executor: SimExecutor | None = None) -> tuple[list[int], int]:
-    """Return the micro-batches made, and the number of frames sent, after these steps were opened."""
+async def fed(
+    *steps: int, executor: SimExecutor | None = None, of: int = STEPS, **limits: int
+) -> tuple[list[int], int]:
+    """Return the micro-batches made, and the number of frames sent, after these steps were opened, `of` a
+    run's. `limits` are the shell's."""
     data, sent = Data(), []
-    manifest = SimpleNamespace(steps=STEPS, evaluations=0, sizes=())
+    manifest = SimpleNamespace(steps=of, evaluations=0, sizes=())
     seams = SimpleNamespace(
         core=lambda kind, *arguments: kind(*arguments), executor=executor or SimExecutor()
     )
@@ -62,6 +63,7 @@ async def fed(*steps: int, executor: SimExecutor | None = None) -> tuple[list[in
         data,
         seams,
         lambda _, message, *__: sent.append(message),
+        **limits,
     )
     async with trio.open_nursery() as nursery:
         nursery.start_soon(feeds.run)
@@ -78,17 +80,13 @@ async def test_the_next_steps_data_is_made_early_and_sent_later() -> None:
     assert await fed(0, 1) == ([0, 1, 2, 3], 8), "made once, and nothing beyond the last step"
 
 
-async def test_data_made_in_advance_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feeder, "AHEAD_BYTES_MAX", 1)
-    assert await fed(0) == ([0, 1, 2], 4)
+async def test_data_made_in_advance_is_bounded() -> None:
+    assert await fed(0, ahead_bytes_max=1) == ([0, 1, 2], 4)
 
 
-async def test_small_micro_batches_are_made_in_one_thread_call(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_small_micro_batches_are_made_in_one_thread_call() -> None:
     executor = CountingExecutor()
     await fed(0, executor=executor)
     first, executor.trips = executor.trips, 0
-    monkeypatch.setitem(globals(), "STEPS", 3)
-    assert await fed(0, 1, executor=executor) == ([0, 1, 2, 3, 4, 5], 8)
+    assert await fed(0, 1, executor=executor, of=3) == ([0, 1, 2, 3, 4, 5], 8)
     assert executor.trips == first + 1, "the size of a micro-batch is known by then"

@@ -1,6 +1,6 @@
 """The GPUs that torch may use, in its order: as the environment permits them, and as Linux lists AMD's."""
 
-import importlib.metadata
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -44,20 +44,15 @@ def system_of(folder: Path, gpus_bytes: list[tuple[int, int]]) -> Path:
     return folder
 
 
-def test_gpus_of_amd_are_found_where_torch_was_built_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_of_amd_are_found_where_torch_was_built_for_them(tmp_path: Path) -> None:
     system = system_of(tmp_path, [(16 << 30, 1 << 30), (8 << 30, 0)])
-    version = importlib.metadata.version
-    monkeypatch.setattr(
-        importlib.metadata, "version", lambda name: "2.13.0+rocm7" if name == "torch" else version(name)
-    )
+    found_by = partial(gpus, version_of=lambda _: "2.13.0+rocm7")
     both = [Gpu(16 << 30, 15 << 30), Gpu(8 << 30, 8 << 30)]
-    assert gpus({}, system) == (both, "")
-    assert gpus({"HIP_VISIBLE_DEVICES": "1"}, system) == (both[1:], "")
-    found, why = gpus({"HIP_VISIBLE_DEVICES": ""}, system)
+    assert found_by({}, system) == (both, "")
+    assert found_by({"HIP_VISIBLE_DEVICES": "1"}, system) == (both[1:], "")
+    found, why = found_by({"HIP_VISIBLE_DEVICES": ""}, system)
     assert (found, why) == ([], "there is no such GPU of AMD, or this process may use none")
-    assert gpus({}, tmp_path / "nothing")[0] == []
+    assert found_by({}, tmp_path / "nothing")[0] == []
 
 
 def test_measuring_processes_see_the_nodes_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,10 +26,9 @@ from node.errors import StageFailed
 from node.executor import RealExecutor
 from node.quantities import Memory
 from node.seams import Executor
-from node.stages import limits as allowance_module
 from node.stages.framing import Header, joined, split
 from node.stages.host import StageHost
-from node.stages.limits import ANSWER_SECONDS, allowance_of
+from node.stages.limits import ANSWER_SECONDS, Allowance, allowance_of
 from node.stages.program import Spare, StageProgram
 from node.stages.scratch import Scratch, remove_forgotten
 from node.storage.budget import ScratchBudget
@@ -281,18 +279,15 @@ def holds_nothing_of_the_nodes(pid: int) -> None:
     assert sum(path.startswith("socket:") for path in held) == 1
 
 
-def test_a_killed_nodes_folder_is_removed_but_one_in_use_is_not(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_killed_nodes_folder_is_removed_but_one_in_use_is_not(tmp_path: Path) -> None:
     program = (
         "import os, signal; from node.stages.scratch import Scratch\n"
         "open(Scratch().path + '/left', 'w').close(); os.kill(os.getpid(), signal.SIGKILL)"
     )
     subprocess.run([sys.executable, "-c", program], env={**os.environ, "TMPDIR": str(tmp_path)}, check=False)
-    mine = Scratch()
+    mine = Scratch(below=str(tmp_path))
     assert len(os.listdir(tmp_path)) == 2
-    remove_forgotten()
+    remove_forgotten(str(tmp_path))
     assert os.listdir(tmp_path) == [Path(mine.path).name]
     mine.remove()
     mine.remove()
@@ -300,11 +295,10 @@ def test_a_killed_nodes_folder_is_removed_but_one_in_use_is_not(
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_folder_that_another_user_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+def test_a_folder_that_another_user_left_stays(tmp_path: Path) -> None:
     (tmp_path / "peerloom-stage-theirs").mkdir()
     os.chown(tmp_path / "peerloom-stage-theirs", 65_534, 65_534)
-    remove_forgotten()
+    remove_forgotten(str(tmp_path))
     assert os.listdir(tmp_path) == ["peerloom-stage-theirs"]
 
 
@@ -352,10 +346,17 @@ async def test_a_late_answer_fails_the_stage() -> None:
     assert gone(host.pid)
 
 
-async def test_a_stage_that_takes_too_much_memory_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+class BareAllowance(Allowance):
+    """Has no room for what a process takes before its specification."""
+
+    @property
+    def watched_bytes(self) -> int:
+        return self.own_bytes
+
+
+async def test_a_stage_that_takes_too_much_memory_is_killed() -> None:
     # Torch alone uses more than a MiB; the expected specification never comes.
-    monkeypatch.setattr(allowance_module, "LIBRARIES_BYTES", {"cpu": 0})
-    host = StageHost(dataclasses.replace(ALLOWANCE, own_bytes=1 << 20))
+    host = StageHost(BareAllowance(**vars(ALLOWANCE) | {"own_bytes": 1 << 20}))
     with pytest.raises(StageFailed, match=r"took \d+ MiB, at most 1 allowed"):
         await host._start_up(encode(SPECIFICATION), 30.0)
     await host.aclose()

@@ -1,14 +1,11 @@
 """When a spare process is loaded before a stage is requested: a node in virtual time."""
 
-from types import SimpleNamespace
-
-import psutil
-import pytest
 import trio
 from trio.testing import MockClock
 
 from node.runs.readiness import EXPECTED_SECONDS, SpareSettings
 from node.runs.runs import TRAINING_SECONDS
+from node.runtime import Node
 from sim.executor import SimExecutor
 from tests.node.simulated import simulated_node
 from tests.node.test_measurements import slow_medium
@@ -17,16 +14,22 @@ SPARES = SpareSettings()
 MARGIN_SECONDS = 2 * SPARES.look_seconds
 
 
-class Machine:
+class Machine(SimExecutor):
     """The node's view of the machine, and whether a spare process waits."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_kept = False
         self.is_allowed = True
         self.free_bytes = SPARES.free_bytes_min
 
-    def keep(self, machine: tuple[int, str] | None) -> None:
+    def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
         self.is_kept = machine is not None
+
+    async def watch(self, node: Node) -> None:
+        """Have the node look at it."""
+        look = node.runs.readiness.run
+        await look(lambda: self.is_allowed, lambda: int(self.is_kept), lambda: self.free_bytes)
 
     async def passes(self, seconds: float, *, is_kept: bool) -> None:
         """Let time pass, and return whether a process is kept."""
@@ -34,20 +37,12 @@ class Machine:
         assert self.is_kept == is_kept
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """The readiness of the test's node."""
-    found = Machine()
-    monkeypatch.setattr(SimExecutor, "keep_stage_ready", lambda _, wanted: found.keep(wanted))
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=found.free_bytes))
-    return found
+def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it() -> None:
+    machine = Machine()
 
-
-def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: Machine) -> None:
     async def scenario() -> None:
-        async with simulated_node(slow_medium(), 1) as node, trio.open_nursery() as nursery:
-            watch = node.runs.readiness.run
-            nursery.start_soon(watch, lambda: machine.is_allowed, lambda: int(machine.is_kept))
+        async with simulated_node(slow_medium(), 1, executor=machine) as node, trio.open_nursery() as nursery:
+            nursery.start_soon(machine.watch, node)
             await machine.passes(SPARES.idle_seconds - MARGIN_SECONDS, is_kept=False)
             await machine.passes(2 * MARGIN_SECONDS, is_kept=True)
             machine.free_bytes = SPARES.free_bytes_min - 1
@@ -72,14 +67,14 @@ def test_an_idle_node_keeps_a_process_where_owner_and_memory_allow_it(machine: M
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_an_expected_stages_process_loads_at_once_and_waits(machine: Machine) -> None:
+def test_an_expected_stages_process_loads_at_once_and_waits() -> None:
+    machine = Machine()
     machine.is_allowed = False  # this spare is needed soon, and none is kept for unexpected stages
     machine.free_bytes = 0
 
     async def scenario() -> None:
-        async with simulated_node(slow_medium(), 1) as node, trio.open_nursery() as nursery:
-            watch = node.runs.readiness.run
-            nursery.start_soon(watch, lambda: machine.is_allowed, lambda: int(machine.is_kept))
+        async with simulated_node(slow_medium(), 1, executor=machine) as node, trio.open_nursery() as nursery:
+            nursery.start_soon(machine.watch, node)
             node.runs.readiness.expect()
             assert machine.is_kept
             await machine.passes(EXPECTED_SECONDS - MARGIN_SECONDS, is_kept=True)

@@ -148,11 +148,11 @@ def test_sources_without_samples_are_refused_by_name(source: Any, words: str, tm
         write_samples(source, tmp_path, WHERE)
 
 
-def test_an_endless_iterator_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_endless_iterator_is_cut_off(tmp_path: Path) -> None:
     assert SAMPLES_BYTES_MAX >= 1 << 30
-    monkeypatch.setattr("node.content.samples.SAMPLES_BYTES_MAX", 1 << 20)
+    endless = ({"x": np.zeros(1000)} for _ in itertools.count())
     with pytest.raises(UsageError, match="more than 0 GiB after") as caught:
-        write_samples(({"x": np.zeros(1000)} for _ in itertools.count()), tmp_path, WHERE)
+        write_samples(endless, tmp_path, WHERE, bytes_max=1 << 20)
     assert "itertools.islice" in (caught.value.do or "")
 
 

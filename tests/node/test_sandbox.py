@@ -268,9 +268,8 @@ def test_the_trial_of_the_fences_predicts_what_a_stage_finds(tried: Tried, tmp_p
         assert "files: no landlock" in output
 
 
-def test_a_failed_trial_counts_as_no_fences(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    assert "the trial failed" in try_fences("cpu").unfenced[0]
+def test_a_failed_trial_counts_as_no_fences() -> None:
+    assert "the trial failed" in try_fences("cpu", "/nowhere/python").unfenced[0]
 
 
 INTERRUPTED = """

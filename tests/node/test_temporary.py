@@ -40,8 +40,7 @@ def test_a_command_that_is_terminated_leaves_no_folder(tmp_path: Path, number: s
     assert list(tmp_path.iterdir()) == []
 
 
-def test_only_folders_of_killed_commands_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+def test_only_folders_of_killed_commands_are_removed(tmp_path: Path) -> None:
     killed, left = begin(tmp_path)
     with killed:
         killed.kill()
@@ -50,7 +49,7 @@ def test_only_folders_of_killed_commands_are_removed(tmp_path: Path, monkeypatch
     living, folder = begin(tmp_path)
     with living:
         assert list(tmp_path.iterdir()) == [folder]
-        remove_forgotten()
+        remove_forgotten(str(tmp_path))
         assert (folder / "model").is_file()
         living.terminate()
         living.wait(30)

@@ -25,10 +25,10 @@ from partition.codecs.codec import (
 )
 from partition.model.graph import TENSORS_MAX
 from partition.plan.plan import STEPS_MAX
-from partition.steps import frames
 from partition.steps.frames import (
     FRAME_PURPOSE,
     HEADER_BYTES_MAX,
+    PAYLOAD_BYTES_MAX,
     Frame,
     FrameHeader,
     OpenedFrame,
@@ -127,10 +127,9 @@ def test_altered_data_is_refused_where_it_is_unpacked() -> None:
         unpack(opened.payload, bytes_max=51)
 
 
-def test_an_oversize_frame_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frames, "PAYLOAD_BYTES_MAX", len(PAYLOAD.data) - 1)
+def test_an_oversize_frame_is_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="at most"):
-        opened_by_bob(FRAME)
+        opened_by_bob(FRAME, bytes(PAYLOAD_BYTES_MAX + 1))
 
 
 @pytest.mark.parametrize("codec", ["raw", "zstd", "int8"])
