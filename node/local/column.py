@@ -35,15 +35,12 @@ from partition.run.local.column_messages import (
     Work,
     Worked,
 )
+from partition.run.local.courses import ColumnBroken
 from partition.run.local.seat import CALL_SECONDS_MAX
 from partition.run.tickets import Chain
 
 ATTACH_SECONDS_MAX = 5.0
 EXPORT_SECONDS_MAX = 300.0
-
-
-class ColumnBroken(Exception):
-    """A stage of the column has no holder any more."""
 
 
 class ColumnStage:

@@ -168,7 +168,7 @@ class FurtherStages:
         trainer = LocalTrainer(run, specification, opened, material.batches, service.seams.executor, me)
         keeper = Keeper(service, run, self._door.admission, self._own, copy_of=stage)
         held = AveragedStage(run, self._ending, part, keeper, trainer, me)
-        held.rounds.schedule.sends_less = service.sends_less
+        held.rounds.sends_less = service.sends_less
         holder = ColumnHolder(
             held,
             stage,

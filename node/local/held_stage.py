@@ -22,14 +22,14 @@ from node.local.trainer import LocalTrainer
 from node.local.trial import Trial
 from node.protocols.manifest import Run
 from partition.run.ending import Ending
-from partition.run.local.due import Due
-from partition.run.local.reports import is_at_end, is_begun, training
+from partition.run.local.member_stage import MemberStage
+from partition.run.local.reports import is_begun
 
 
 async def _nothing() -> None: ...
 
 
-class AveragedStage:
+class AveragedStage(MemberStage):
     """A stage and the rounds that average it. `part` is its roster, `trainer` has the numbers."""
 
     def __init__(
@@ -46,20 +46,19 @@ class AveragedStage:
         """The trial of others' states, where a stage can be tried alone."""
         self.taken_over: Callable[[], Awaitable[None]] = _nothing
         """Called when the numbers are others' now."""
-        self.has_state = False
         self.trainer = trainer
         self.part = part
         self._keeper = keeper
-        self.now = keeper.now
-        self.rounds = Rounds(me, run.manifest.local, trainer, part, keeper.now)
+        self.averaging = Rounds(me, run.manifest.local, trainer, part, keeper.now)
+        super().__init__(
+            trainer, self.averaging.schedule, ending, reports=lambda: self.reports, now=keeper.now
+        )
         self._run = run
         self._local_steps = run.manifest.local.local_steps
-        self._ending = ending
-        self._due = Due()
 
     async def open(self) -> None:
         """Prepare for the rounds, with the numbers that the model begins with."""
-        await self.rounds.open()
+        await self.averaging.open()
 
     @property
     def reports(self) -> Mapping[PeerId, Report]:
@@ -67,19 +66,8 @@ class AveragedStage:
         return self.part.roster.reports
 
     @property
-    def training(self) -> list[PeerId]:
-        """Return the members of the roster that have a state."""
-        return training(self.reports)
-
-    @property
-    def is_at_end(self) -> bool:
-        """Return whether the steps of the run are done, as far as others can be believed."""
-        return is_at_end(self.reports, self.trainer.step, self._run.manifest.steps)
-
-    @property
-    def step(self) -> int:
-        """The steps that these numbers have."""
-        return self.trainer.step
+    def axes(self) -> int:
+        return self.averaging.axes
 
     def report(self) -> None:
         """Tell the others how far this stage is."""
@@ -87,7 +75,7 @@ class AveragedStage:
         self.part.tell(
             step=trainer.step,
             samples=trainer.samples,
-            rounds=self.rounds.schedule.count,
+            rounds=self.rounds.count,
             lineage=self._run.id,
             has_state=self.has_state,
         )
@@ -102,7 +90,7 @@ class AveragedStage:
         reports, is_resumed = self.reports, False
         if own is not None:
             with suppress(ValueError):
-                self.rounds.take_over(own.table.rounds, await trainer.take_over(own))
+                self.averaging.take_over(own.table.rounds, await trainer.take_over(own))
                 await self.taken_over()
                 self._keeper.begin(trainer.step)
                 is_resumed = True
@@ -115,7 +103,7 @@ class AveragedStage:
         is_taken = await catch_up(
             self.part,
             self.trainer,
-            self.rounds,
+            self.averaging,
             steps=self._run.manifest.steps,
             local_steps=self._local_steps,
             trial=self.trial,
@@ -130,21 +118,16 @@ class AveragedStage:
             found = await self.part.states.fetch(
                 step, self._run.manifest.steps, bytes_max=self.trainer.state_bytes_max
             )
-            self.rounds.take_over(found.table.rounds, await self.trainer.take_over(found))
+            self.averaging.take_over(found.table.rounds, await self.trainer.take_over(found))
         except (Unreachable, ValueError):
             return False
         return True
 
     # Between two steps
 
-    def note_end(self) -> None:
-        """Count since when the run has been about to end."""
-        is_ending = self.is_at_end or self._ending.series.has_converged
-        self.rounds.schedule.ending_for = self._due.waited(self.now(), "an end", is_ending)
-
     async def average(self, nursery: trio.Nursery, *, is_still: bool) -> None:
         """Use a round that is over, and begin the next unless the numbers are to be `is_still`."""
-        rounds = self.rounds
+        rounds = self.averaging
         made = await rounds.use()
         if made is not None and made.error and self._is_behind:
             await self.catch_up()
@@ -163,18 +146,17 @@ class AveragedStage:
 
     async def copy(self) -> Snapshot:
         """Return this stage's state."""
-        return await self.trainer.snapshot(self.rounds.schedule.count, self._run.id, self.rounds.outer)
+        return await self.trainer.snapshot(self.rounds.count, self._run.id, self.averaging.outer)
 
     async def keep(self, nursery: trio.Nursery, *, is_training: bool) -> None:
         """Put the state away, if that is due."""
         if self._keeper.is_due(self.trainer.step):
-            await self._keeper.keep(self.trainer, self.rounds, nursery, is_training=is_training)
+            await self._keeper.keep(self.trainer, self.averaging, nursery, is_training=is_training)
 
     @property
     def _is_behind(self) -> bool:
         """Whether others held a round that this member had to be in."""
-        schedule = self.rounds.schedule
-        return schedule.needs_all and is_behind(self.reports, schedule.count)
+        return self.rounds.needs_all and is_behind(self.reports, self.rounds.count)
 
     async def close(self) -> None:
         """Hold it no more."""

@@ -84,7 +84,7 @@ class ColumnHolder:
 
         async def settle() -> None:
             held.note_end()
-            while held.rounds.schedule.ending_for >= 0 and held.rounds.lacks_mean(len(held.training)):
+            while held.rounds.ending_for >= 0 and held.lacks_mean():
                 await between()
                 await trio.sleep(LOOK_SECONDS)
 

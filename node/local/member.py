@@ -18,7 +18,6 @@ from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.checkpoints.weights import export_bytes_max
 from node.errors import StageFailed, Unreachable, UsageError
-from node.local.column import ColumnBroken
 from node.local.context import LocalRunsService, training_data
 from node.local.copies import Copies
 from node.local.crew import Crew
@@ -46,7 +45,8 @@ from partition.run.admission import Admission
 from partition.run.asks import Declined, Done
 from partition.run.conclusions import ModelEvaluated, Sends
 from partition.run.ending import Ending
-from partition.run.local.head_watch import HeadWatch, stranded_reason
+from partition.run.local.courses import ColumnBroken
+from partition.run.local.member_ending import MemberEnding
 from partition.run.local.regrouping import MERGE_SECONDS, RESUMED_SECONDS
 from partition.run.local_settings import LocalSettings
 from partition.stage import StageSpecification
@@ -91,10 +91,8 @@ class LocalMember:
         self.crew = Crew(service.signer.peer, run, ending, door.admission, is_training=is_training)
         self.teller = teller or Teller(run, service.seams.clock, service.publish)
         self.stopped_by: Fact | None = None
-        self.is_over = False
         self.begun = trio.Event()
         """Set once a member trains, or this one cannot go on."""
-        self.has_state = False
         self.reason = ""
         """Why this member left, where it did."""
         self._settings: LocalSettings = run.manifest.local
@@ -113,21 +111,44 @@ class LocalMember:
         self._carried = carried
         self.successor: dict[int, Snapshot] | None = None
         """The states with which this node goes on as the head, where it takes that one's place."""
-        self._diverged = 0
         self._stage = stage
         self._stages = stage_count(run)
         self._graph: Graph | None = None
-        self.results = LocalResults(service, run, ending, tell, self)
+        self._finish = MemberEnding(
+            self._me,
+            run.id,
+            self._settings,
+            ending,
+            self.crew,
+            requester=run.requester,
+            stage=stage,
+            stages=self._stages,
+            tell=partial(tell, ending),
+            now=self._now,
+            live=lambda: service.live(),
+            admitted=lambda: door.admission.admitted,
+        )
+        self.heads = self._finish.heads
+        self.results = LocalResults(service, run, ending, self._finish)
         self._evaluations = Evaluations(
-            service, run, ending, self.crew, self.results, self.teller, tell=tell, recover=self._recover
+            service, run, ending, self._finish, self.crew, self.results, self.teller
         )
         self.keeper = Keeper(service, run, door.admission, stage)
         self._holder: ColumnHolder | None = None
-        self.heads = HeadWatch(self._now(), is_holder=bool(stage))
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
         self._start = MemberStart(run.id, self.crew, door, lambda: service.live(), inviter, self._now)
 
     # What is known
+
+    @property
+    def has_state(self) -> bool:
+        """Whether there are numbers here to go on from."""
+        return self._finish.has_state
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is over here."""
+        return self._finish.is_over
 
     @property
     def step(self) -> int:
@@ -157,11 +178,11 @@ class LocalMember:
 
     def cancel(self, reason: str = "") -> None:
         """Take no further part; the run is over here, or for a `reason` it goes on without this node."""
-        self.is_over, self.reason = not reason, reason or self.reason
+        self._finish.is_over, self.reason = not reason, reason or self.reason
         self._life.cancel()
 
     async def _close(self) -> None:
-        self.has_state = False
+        self._finish.has_state = False
         if self._part is not None:
             self._part.close()
             self._part = None
@@ -231,16 +252,16 @@ class LocalMember:
         )
         assert self._part is not None
         self._held = AveragedStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
-        self._held.rounds.schedule.sends_less = self._service.sends_less
+        self._held.rounds.sends_less = self._service.sends_less
         self._held.taken_over = self._taken_over
         if self._stage:
             steps = self.run.manifest.steps
             holder = self._holder = ColumnHolder(
                 self._held, self._stage, self._door, self.ending, steps, payload_bytes_max=bytes_max
             )
-            holder.is_still = lambda: self._evaluations.schedule.is_waiting
+            holder.is_still = lambda: self._finish.schedule.is_waiting
             holder.begun = self._has_begun
-            holder.alone = self._end_if_stranded
+            holder.alone = lambda: self._finish.end_if_stranded(self.step)
             self.crew.open_server(holder.server)
         if self._stages > 1:
             material = Material(graph, plan, batches, self._holders, bytes_max)
@@ -332,7 +353,7 @@ class LocalMember:
                         held.trial = await Trial.open(trainer, first, is_apart=is_apart)
                     await self._begin(held)
                     is_begun = True
-                    self._evaluations.schedule.evaluated(trainer.step)
+                    self._finish.schedule.evaluated(trainer.step)
                     await self._wait_for_agreed(held, nursery)
                 await self._turn(held, nursery)
             except ColumnBroken as error:
@@ -350,7 +371,7 @@ class LocalMember:
 
     async def _turn(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """One step, and what is due before it. Raises ColumnBroken."""
-        trainer, schedule = held.trainer, self._evaluations.schedule
+        trainer, schedule = held.trainer, self._finish.schedule
         held.report()
         await self._between_steps(held, nursery)
         is_still = schedule.is_waiting or schedule.holds_still
@@ -359,13 +380,14 @@ class LocalMember:
             return
         begun = self._now()
         stepped = await trainer.train_step()
-        self._diverged = self._diverged + 1 if stepped.diverged else 0
+        self._finish.diverged = self._finish.diverged + 1 if stepped.diverged else 0
         if self._regrouping is not None:
             self._regrouping.stepped(self._now() - begun)
         replicas = 1 + len(self.crew.training)
         self.teller.stepped(trainer.step, stepped, self._now() - begun, replicas)
-        if self._diverged >= DIVERGED_MAX:
-            await self._recover(f"{DIVERGED_MAX} steps in a row were not finite")
+        if self._finish.diverged >= DIVERGED_MAX:
+            reason = f"{DIVERGED_MAX} steps in a row were not finite"
+            await self._evaluations.recover(held, reason)
 
     # Columns
 
@@ -396,63 +418,39 @@ class LocalMember:
         await trainer.drop_step()
 
     def _has_begun(self) -> None:
-        self.has_state = True
+        self._finish.has_state = True
         self.begun.set()
         self._service.readiness.stand_by()
-
-    def _end_if_stranded(self) -> None:
-        """Propose to end the run as failed where no head comes for this stage."""
-        if self.heads.is_stranded(self._now()) and self.ending.best is None:
-            self._follow_peers()  # those that only follow hear of it, too
-            self._evaluations.propose("failed", stranded_reason(self._stage), self.step)
 
     async def _begin(self, held: AveragedStage) -> None:
         """Go on from the state of the others, or from the own last one where nobody is further."""
         carried = None if self._carried is None else self._carried.get(0)
         await held.begin(carried)
-        held.has_state = self.has_state = True
+        held.has_state = self._finish.has_state = True
         if self._stages > 1:
             self._service.readiness.stand_by()
 
     async def _taken_over(self) -> None:
         """The numbers here are others' now."""
-        self._diverged = 0
+        self._finish.diverged = 0
         if self.crew.column is not None:  # its holders are told the new step when they are attached
             await self.crew.column.let_go()
 
     async def _between_steps(self, held: AveragedStage, nursery: trio.Nursery) -> None:
         """Use a round that is over, begin the next, hand on the state, evaluate."""
-        is_proposed = self._evaluations.schedule.is_waiting  # such numbers stay as they are
+        is_proposed = self._finish.schedule.is_waiting  # such numbers stay as they are
         await held.average(nursery, is_still=is_proposed)
         await held.hand_on()
-        if not self._diverged:
+        if not self._finish.diverged:
             await held.keep(nursery, is_training=self.crew.is_training)
         assert self._graph is not None
         await self._evaluations.look(self._graph, held)
-        await self._evaluations.judge(held)
-
-    async def _recover(self, reason: str) -> None:
-        """The numbers here are not finite any more: take those of others, or end."""
-        if self.crew.training and self._held is not None:
-            await self._held.catch_up()
-        elif self.ending.best is None:
-            self._evaluations.propose("failed", reason, self.step)
 
     # The end
 
     def evaluation_heard(self, heard: ModelEvaluated) -> None:
         """Note another member's evaluation."""
         self._evaluations.heard(self.step, heard)
-
-    @property
-    def judges(self) -> bool:
-        """Whether this member looks at a result before it holds it."""
-        return self.crew.judges(self._stage, self._stages, has_state=self.has_state)
-
-    @property
-    def trusts(self) -> bool:
-        """Whether this member holds a result that it does not look at."""
-        return self.crew.trusts(self._stage)
 
     # Others
 
@@ -466,26 +464,15 @@ class LocalMember:
         for part in self.crew.parts:
             part.admitted(peer)
 
-    def _follow_peers(self) -> None:
-        """Tell the core of the end who takes part."""
-        is_stranded = self.heads.is_stranded(self._now())
-        self.ending.can_go_on = self.has_state and not (self._diverged or is_stranded)
-        if self._trainer is not None:
-            self._trainer.shard.set_members([self._me, *self.crew.training])
-        trainers, voters = self.crew.electorate(self._stage, self._stages, has_state=self.has_state)
-        far = {*self.admission.admitted, self.run.requester}.intersection(self._service.live())
-        peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
-        self._tell(self.ending, partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters))
-
     async def _look(self) -> None:
         """Follow who takes part."""
         while True:
-            crew = self.crew
-            if crew.training:
+            training = self.crew.training
+            if training:
                 self.begun.set()
-            now = self._now()
-            self.heads.follow(now, crew.reports, crew.head, is_training=crew.is_training)
-            self._follow_peers()
+            self._finish.look()
+            if self._trainer is not None:
+                self._trainer.shard.set_members([self._me, *training])
             for part in self.crew.parts:
                 self._door.show(part.roster.claims)
             await trio.sleep(LOOK_SECONDS)

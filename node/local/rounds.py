@@ -70,10 +70,6 @@ class Rounds:
         """The number of rounds that average all members: one for each axis of their grid."""
         return len(self._part.walk.axes)
 
-    def lacks_mean(self, others: int) -> bool:
-        """Return whether a result made now would be this member's numbers alone."""
-        return self.schedule.lacks_mean(self._trainer.step, others, self.axes)
-
     def skip(self) -> None:
         """Count anew: nobody else is there."""
         self.schedule.skip(self._now(), self._trainer.step, self._trainer.samples)

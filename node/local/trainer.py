@@ -20,12 +20,13 @@ from gossip.averaging.robust.reduction import Vector
 from node.averaging.snapshot import Snapshot, make_snapshot
 from node.content.datasets import Array, Batches
 from node.errors import StageDiverged, StageFailed
-from node.local.column import ColumnBroken
 from node.local.shard import Shard
 from node.protocols.manifest import Run, own_data_of
 from node.seams import Executor, Stage, Storage
 from partition import stage as api
 from partition.codecs.codec import Payload, pack, typed
+from partition.run.local.courses import ColumnBroken
+from partition.run.local.member_stage import StageCounts
 from partition.stage import StageSpecification
 from partition.stage_layout import arena_bytes, gradient_bytes, parameter_layout
 
@@ -50,7 +51,7 @@ def state_bytes_max(specification: StageSpecification) -> int:
     return 4 * (arenas["parameters"] + arenas["moments"]) + (1 << 20)
 
 
-class LocalTrainer:
+class LocalTrainer(StageCounts):
     """One member's model. One call at a time."""
 
     def __init__(
@@ -65,9 +66,7 @@ class LocalTrainer:
         in_flight: int = 1,
     ) -> None:
         """`in_flight` micro-batches are under way in `stage` at once, which keeps them in order."""
-        self.step = 0
-        self.samples = 0
-        self.is_waiting = False
+        super().__init__(run.manifest.steps)
         is_own = own_data_of(run.manifest) is not None
         self.shard = Shard(run.id, run.manifest.seed, batches.train_samples, me, is_whole=is_own)
         self.stage = stage
@@ -94,11 +93,6 @@ class LocalTrainer:
                 count - count % size if count > size else count for count in batches.held_out_samples
             )
         return (validation, batches.validation) if validation else (test, batches.test)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no step is made here now: all of the run were, or stages are missing."""
-        return self.step >= self._manifest.steps or self.is_waiting
 
     async def train_step(self) -> Stepped:
         """Make one optimizer step on this member's next samples. Raises StageFailed."""

@@ -77,15 +77,15 @@ class ColumnLife(HolderLife):
                     for head in column.heads_to_ask(self.crew.others):
                         yield from self._attach(stage, head)
             column.looked()
-        elif self._regrouping is not None and self.has_state:
+        elif self._regrouping is not None and self.finish.has_state:
             yield from self._hand_over(self._regrouping)
-        self.own.is_waiting = bool(column.missing)
+        self.own.counts.is_waiting = bool(column.missing)
         return not column.missing
 
     def _work_here(self, holding: HeldPlace) -> None:
         seat = holding.rules.seat
         if seat.is_vacant and holding.is_ready:
-            holding.stage.step = self.own.step
+            holding.stage.counts.step = self.own.step
             seat.work_here(self.me)
 
     def _attach(self, stage: int, peer: PeerId) -> Task:

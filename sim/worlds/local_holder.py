@@ -7,7 +7,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.run.admission import Present
-from partition.run.local.head_watch import stranded_reason
 from sim.worlds.local_context import Attachment, CountedState
 from sim.worlds.local_life import LOOK_SECONDS, HeldPlace, LocalLife
 from sim.worlds.local_stage import LocalStage
@@ -40,14 +39,14 @@ class HolderLife(LocalLife):
         if kind == "apply":
             self.run.truth.apply(execution, head, self.me, stage.number)
             holding.rules.applied(1)
-            stage.step, stage.samples = step + 1, stage.samples + 1
+            stage.counts.step, stage.counts.samples = step + 1, stage.counts.samples + 1
             self._between(holding)
         return True
 
     def _between(self, holding: HeldPlace) -> None:
         stage = holding.stage
-        stage.is_waiting = holding.rules.seat.head is None
-        stage.between(is_still=stage is self.own and self.schedule.is_waiting)
+        stage.counts.is_waiting = holding.rules.seat.head is None
+        stage.between(is_still=stage is self.own and self.finish.schedule.is_waiting)
         self._keep()
 
     def _settle(self, holding: HeldPlace) -> Task:
@@ -66,7 +65,7 @@ class HolderLife(LocalLife):
             return
         stage.has_state = True
         if stage is self.own:
-            self.has_state = True
+            self.finish.has_state = True
         stage.report()
         holding.is_ready = True
         while not (rules.is_spare(self.now) or holding.is_released):
@@ -75,19 +74,15 @@ class HolderLife(LocalLife):
                 found = yield from stage.fetch(step, self.run.training.steps)
                 if found is not None and rules.seat.head is None:
                     stage.take(found)
-            deed = rules.next_deed(is_idle=stage.is_idle, has_converged=self.ending.series.has_converged)
+            has_converged = self.ending.series.has_converged
+            deed = rules.next_deed(is_idle=stage.counts.is_idle, has_converged=has_converged)
             if deed == "call":
                 self.greet([*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions])
             if deed != "hand on":
                 self._between(holding)
             if deed == "call" and stage is self.own:
-                self._end_if_stranded()
+                self.finish.end_if_stranded(stage.step)
             yield self.sleep(LOOK_SECONDS)
-
-    def _end_if_stranded(self) -> None:
-        if self.heads.is_stranded(self.now) and self.ending.best is None:
-            self._follow_peers()
-            self._propose("failed", stranded_reason(self.stage), "")
 
     # Stages beside the own one
 
@@ -117,7 +112,7 @@ class HolderLife(LocalLife):
     # Answers
 
     def _stands_in(self, asker: PeerId, stage: int) -> bool:
-        if not (self.stage and stage and self.has_state) or self.crew.head not in (None, asker):
+        if not (self.stage and stage and self.finish.has_state) or self.crew.head not in (None, asker):
             return False
         if len({self.stage, stage, *self.crew.taken}) > HELD_MAX:
             return False
@@ -138,7 +133,7 @@ class HolderLife(LocalLife):
             mates = [peer for peer in self.crew.holders if peer != head]
             return "refusal", mates if self.admission.admits(head) else [], False
         if self.admission.admits(head):
-            self.heads.seen(self.now)
+            self.finish.heads.seen(self.now)
         holding = next((each for each in self._holdings if each.stage.number == attachment.stage), None)
         if holding is None or not attachment.is_open:
             return "refusal", [], False
@@ -156,7 +151,7 @@ class HolderLife(LocalLife):
         self.run.truth.seat(self.me, attachment.stage, head)
         attachment.seated.silence.begin(self.now)
         holding.rules.applied(0)
-        holding.stage.step = step
+        holding.stage.counts.step = step
         return "attached", holding.stage.training
 
     def _serving(self, attachment: Attachment) -> HeldPlace | None:

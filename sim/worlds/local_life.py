@@ -5,24 +5,22 @@ The surroundings, the crew, and the core of the end. The sides of a column build
 """
 
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import Any
 
 from crypto.identity import PeerId
 from gossip.member import Status
 from partition.run.admission import Admission
 from partition.run.conclusions import PROTOCOL as LOCAL
-from partition.run.conclusions import Conclusion
 from partition.run.ending import Ending
+from partition.run.local.courses import ColumnBroken, Course, Sleep
 from partition.run.local.crew import MemberCrew
-from partition.run.local.evaluating import EvaluationSchedule
-from partition.run.local.head_watch import HeadWatch
 from partition.run.local.holder import StageHolder
+from partition.run.local.member_ending import MemberEnding
 from partition.run.local.seat import StageSeat
 from sim.worlds.life import Life
 from sim.worlds.local_context import Beginning, RunSurroundings
 from sim.worlds.local_stage import LocalStage
-from sim.worlds.tasks import Tasks, Wait
+from sim.worlds.tasks import Task, Tasks, Wait
 
 LOOK_SECONDS = 0.5
 
@@ -72,7 +70,6 @@ class LocalLife:
         self.admission = admission or Admission(life.signer, run.name, run.requester, begin.chain, wall=wall)
         self.tasks = Tasks(lambda action: run.when_awake(self.me, action))
         self.disk = run.disk(self.me)
-        self.has_state = False
         self.begin = begin
         self.own = LocalStage(self, begin.stage)
         self.crew = SimulatedCrew(
@@ -84,8 +81,20 @@ class LocalLife:
             admitted=lambda: self.admission.admitted,
         )
         self.crew.further = {}
-        self.heads = HeadWatch(self.now, is_holder=bool(begin.stage))
-        self.schedule = EvaluationSchedule(run.settings, self.ending)
+        self.finish = MemberEnding(
+            self.me,
+            run.name,
+            run.settings,
+            self.ending,
+            self.crew,
+            requester=run.requester,
+            stage=begin.stage,
+            stages=run.training.stages,
+            tell=self._tell,
+            now=lambda: self.now,
+            live=self.live,
+            admitted=lambda: self.admission.admitted,
+        )
 
     @property
     def now(self) -> float:
@@ -125,20 +134,22 @@ class LocalLife:
     def preferred(self) -> list[PeerId]:
         return [peer for peer in self.live() if self.run.has_slot(peer)]
 
-    def _follow_peers(self) -> None:
-        is_stranded, stages = self.heads.is_stranded(self.now), self.run.training.stages
-        self.ending.can_go_on = self.has_state and not is_stranded
-        trainers, voters = self.crew.electorate(self.stage, stages, has_state=self.has_state)
-        far = {*self.admission.admitted, self.run.requester}.intersection(self.live())
-        peers = {*self.crew.others, *self.crew.column_peers, *(far if is_stranded else ())}
-        self._tell(partial(self.ending.set_peers, peers=peers, trainers=trainers, voters=voters))
-
-    def _propose(self, outcome: str, reason: str, weights: str) -> None:
-        conclusion = Conclusion(
-            self.run.name, "done" if outcome == "done" else "failed", reason, self.own.step, weights, self.me
-        )
-        self.schedule.is_waiting = True
-        self._tell(lambda now: self.ending.propose(now, conclusion))
+    def follow(self, course: Course[Any], do: Callable[[Any], Task]) -> Task:
+        """Follow a course to its end, with each of its deeds done by `do`; return its result."""
+        answer, broken = None, None
+        while True:
+            try:
+                deed = course.send(answer) if broken is None else course.throw(broken)
+            except StopIteration as over:
+                return over.value
+            answer = broken = None
+            if isinstance(deed, Sleep):
+                yield self.sleep(deed.seconds)
+                continue
+            try:
+                answer = yield from do(deed)
+            except ColumnBroken as error:
+                broken = error
 
     def _keep(self) -> None:
         """Put the own state on the disk, if that is due."""

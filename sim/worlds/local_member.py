@@ -52,7 +52,7 @@ class SimulatedMember(EndingLife):
     def close(self) -> None:
         """Take no further part: this life in the run is over."""
         self.tasks.is_over = True
-        self.has_state = False
+        self.finish.has_state = False
         for attachment in [*self._streams.values(), *self._attaching]:
             attachment.end()
         for holding in self._holdings:
@@ -112,9 +112,7 @@ class SimulatedMember(EndingLife):
             number += 1
             if number % 4 == 1:
                 self.own.introduce()
-            crew = self.crew
-            self.heads.follow(self.now, crew.reports, crew.head, is_training=crew.is_training)
-            self._follow_peers()
+            self.finish.look()
             claims = self.own.roster.claims if self.own.roster else {}
             self._admit(partial(self.admission.show, peers=claims))
             for attachment in [each for each in self.run.attachments if each.holder == self.me]:
@@ -126,21 +124,21 @@ class SimulatedMember(EndingLife):
         own, carried = self.own, (self.begin.carried or {}).get(0, self.disk.own)
         while True:
             is_whole = yield from self._mend()
-            if is_whole and not self.has_state:
+            if is_whole and not self.finish.has_state:
                 if not (yield from own.begin(carried)):
                     self.run.left(self.me, "no member handed over its state")
                     return
-                own.has_state = self.has_state = True
-                self.schedule.evaluated(own.step)
+                own.has_state = self.finish.has_state = True
+                self.finish.schedule.evaluated(own.step)
                 self._let_go()
                 yield from self._wait_for_agreed()
                 continue
-            if is_whole or self.has_state:
+            if is_whole or self.finish.has_state:
                 is_whole = yield from self._turn()
             if not is_whole:
-                own.is_waiting = True
+                own.counts.is_waiting = True
                 self._let_go()
-                if not self.has_state:
+                if not self.finish.has_state:
                     yield self.sleep(LOOK_SECONDS)
 
     def _wait_for_agreed(self) -> Task:
@@ -155,12 +153,11 @@ class SimulatedMember(EndingLife):
 
     def _turn(self) -> Task:
         """Make one step, and what is due before it; return whether the column is whole."""
-        own, schedule = self.own, self.schedule
+        own, schedule = self.own, self.finish.schedule
         own.between(is_still=schedule.is_waiting)
         self._keep()
-        yield from self._evaluate_if_due()
-        yield from self._judge()
-        if schedule.is_waiting or schedule.holds_still or own.is_idle or own.is_at_end:
+        yield from self._end_if_due()
+        if schedule.is_waiting or schedule.holds_still or own.counts.is_idle or own.is_at_end:
             yield self.sleep(LOOK_SECONDS)
             return True
         execution = self.run.truth.begin(self.me)
@@ -172,7 +169,7 @@ class SimulatedMember(EndingLife):
             return False
         if own.step != step:
             return True  # it took over another state meanwhile
-        own.step, own.samples = step + 1, own.samples + 1
+        own.counts.step, own.counts.samples = step + 1, own.counts.samples + 1
         self.run.counted(self.me, step, self.run.truth.count(execution, step))
         return True
 
@@ -201,7 +198,7 @@ class SimulatedMember(EndingLife):
         lent = self._lent[stage] = LocalStage(self, stage)
         lent.enter()
         yield self.sleep(0.01)
-        lent.step, lent.has_state, lent.rounds.count = state.step, True, state.rounds
+        lent.counts.step, lent.has_state, lent.rounds.count = state.step, True, state.rounds
         lent.report()
 
     def take_back(self, stage: int) -> None:
@@ -217,7 +214,7 @@ class SimulatedMember(EndingLife):
             if lending.look(now) == "copy":
                 if is_lent:
                     is_lent = own.has_state = False
-                    own.step = 0
+                    own.counts.step = 0
                     own.report()
                 kept = self.disk.copies.get(0)
                 if every and (
@@ -230,7 +227,7 @@ class SimulatedMember(EndingLife):
             elif not is_lent:
                 if 0 in self.disk.copies:
                     is_lent = own.has_state = True
-                    own.step = self.disk.copies[0].step
+                    own.counts.step = self.disk.copies[0].step
                     own.report()
                 lending.looked(now, is_lent=is_lent)
             yield self.sleep(1.0)
@@ -243,7 +240,7 @@ class SimulatedMember(EndingLife):
             yield self.sleep(LOOK_SECONDS)
             head = rule.missed_head(self.now, has_free=any(map(self.run.has_slot, self.live())))
             if head is not None and (head not in self.live() or self.run.is_gone(head)):
-                if self.has_state and self.ending.best is None and rule.has_copy:
+                if self.finish.has_state and self.ending.best is None and rule.has_copy:
                     others = {n: each.stage.state for n, each in self.crew.further.items() if each.is_ready}
                     carried = {0: self.disk.copies[0], self.stage: self.own.state, **others}
                     self.run.succeed(self.me, carried)

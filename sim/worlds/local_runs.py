@@ -293,7 +293,7 @@ class LocalRun:
             case Settled():
                 self._ground.at(self.now, self._end, member, event.conclusion)
             case EvaluationHeard():
-                member.evaluation_heard()
+                member.finish.schedule.evaluated(member.own.step)
             case PeerAdmitted():
                 self._ground.at(self.now, member.admitted, event.peer)
 
@@ -342,7 +342,7 @@ class LocalRun:
 def standing_of(member: SimulatedMember) -> str:
     """Return where a member is, in words."""
     crew, best = member.crew, member.ending.best
-    state = "has a state" if member.has_state else "has no state"
+    state = "has a state" if member.finish.has_state else "has no state"
     head = "" if crew.head is None else " for a head"
     missing = f", lacks {crew.holders_of.missing}" if crew.holders_of is not None else ""
     further = f", also {sorted(crew.taken)}" if crew.taken else ""

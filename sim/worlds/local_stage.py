@@ -19,8 +19,8 @@ from gossip.roster import Report, Roster
 from gossip.rosters import Rosters
 from partition.run.admission import Admission
 from partition.run.ending import Ending
-from partition.run.local.due import Due
-from partition.run.local.reports import is_at_end, is_begun, training
+from partition.run.local.member_stage import MemberStage, StageCounts
+from partition.run.local.reports import is_begun, training
 from partition.run.local.round_schedule import RoundSchedule
 from sim.worlds.local_context import CountedState, RunSurroundings
 from sim.worlds.local_rounds import RoundTurn
@@ -53,17 +53,21 @@ def roster_name(run: bytes, stage: int) -> bytes:
     return blake3(run + stage.to_bytes(2, "big")).digest()
 
 
-class LocalStage:
+class LocalStage(MemberStage):
     """One stage of one member. It is in the roster of that stage from the beginning on."""
 
     def __init__(self, member: LocalStageOwner, number: int) -> None:
+        rounds = RoundSchedule(member.run.settings, needs_all=False)
+        super().__init__(
+            StageCounts(member.run.training.steps),
+            rounds,
+            member.ending,
+            reports=lambda: self.reports,
+            now=lambda: member.now,
+        )
         self.member = member
         self.number = number
-        self.step = self.samples = 0
-        self.has_state = self.is_waiting = False
-        self.rounds = RoundSchedule(member.run.settings, needs_all=False)
         self.roster: Roster | None = None
-        self._due = Due()
         self._made: tuple[bool, int] | None = None
 
     def enter(self) -> None:
@@ -96,24 +100,8 @@ class LocalStage:
         return {} if self.roster is None else self.roster.reports
 
     @property
-    def training(self) -> list[PeerId]:
-        return training(self.reports)
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether no step is made here now."""
-        return self.step >= self.member.run.training.steps or self.is_waiting
-
-    @property
-    def is_at_end(self) -> bool:
-        return is_at_end(self.reports, self.step, self.member.run.training.steps)
-
-    @property
     def state(self) -> CountedState:
-        return CountedState(self.step, self.samples, self.rounds.count)
-
-    def lacks_mean(self) -> bool:
-        return self.rounds.lacks_mean(self.step, len(self.training), 1)
+        return CountedState(self.step, self.counts.samples, self.rounds.count)
 
     def report(self) -> None:
         """Tell the others how far this stage is."""
@@ -121,7 +109,7 @@ class LocalStage:
             tell = partial(
                 roster.tell,
                 step=self.step,
-                samples=self.samples,
+                samples=self.counts.samples,
                 rounds=self.rounds.count,
                 lineage=self.member.run.name,
                 has_state=self.has_state,
@@ -132,9 +120,9 @@ class LocalStage:
 
     def take(self, state: CountedState) -> None:
         """Go on from a state."""
-        self.step, self.samples = state.step, state.samples
+        self.counts.step, self.counts.samples = state.step, state.samples
         self._made = None
-        self.rounds.take_over(self.member.now, state.rounds, self.step, self.samples)
+        self.rounds.take_over(self.member.now, state.rounds, self.step, self.counts.samples)
 
     def begin(self, carried: CountedState | None) -> Task:
         """Go on from the state of the others, or from the last one here where nobody is further; return
@@ -180,11 +168,6 @@ class LocalStage:
 
     # Between two steps
 
-    def note_end(self) -> None:
-        """Count since when the run has been about to end."""
-        is_ending = self.is_at_end or self.member.ending.series.has_converged
-        self.rounds.ending_for = self._due.waited(self.member.now, "an end", is_ending)
-
     def between(self, *, is_still: bool) -> None:
         """Use a round that is over, and begin the next unless the numbers are to be `is_still`."""
         now, rounds = self.member.now, self.rounds
@@ -198,12 +181,12 @@ class LocalStage:
             else:
                 rounds.failed()
         self.note_end()
-        if is_still or not rounds.is_due(self.step, is_idle=self.is_idle):
+        if is_still or not rounds.is_due(self.step, is_idle=self.counts.is_idle):
             return
         if not self.training:
-            rounds.skip(now, self.step, self.samples)
+            rounds.skip(now, self.step, self.counts.samples)
             return
-        window = rounds.begin(now, self.step, self.samples)
+        window = rounds.begin(now, self.step, self.counts.samples)
         life = rounds.life
 
         def over(members: int) -> None:

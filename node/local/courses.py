@@ -1,0 +1,36 @@
+"""The driver of a member's courses in local mode (`partition.run.local.courses`), under trio."""
+
+from collections.abc import Awaitable, Callable
+from contextlib import closing
+from typing import Any, TypeVar
+
+import trio
+
+from node.errors import StageFailed
+from partition.run.local.courses import ColumnBroken, Course, Sleep, StageLost
+
+R = TypeVar("R")
+
+
+async def follow(course: Course[R], do: Callable[[Any], Awaitable[Any]]) -> R:
+    """Follow a course to its end, with each of its deeds done by `do`; return its result. Raises
+    ColumnBroken, StageFailed, and what `do` raises."""
+    answer: Any = None
+    broken: ColumnBroken | None = None
+    with closing(course):
+        while True:
+            try:
+                deed = course.send(answer) if broken is None else course.throw(broken)
+            except StopIteration as over:
+                result: R = over.value
+                return result
+            except StageLost as lost:
+                raise StageFailed(str(lost)) from None
+            answer = broken = None
+            if isinstance(deed, Sleep):
+                await trio.sleep(deed.seconds)
+                continue
+            try:
+                answer = await do(deed)
+            except ColumnBroken as error:
+                broken = error

@@ -1,0 +1,209 @@
+"""A member's way to the end of a run in local mode: it evaluates, proposes, fetches, tries and holds results.
+
+Not here: whose turn it is (`partition.run.local.evaluating`), and how members agree (`partition.run.ending`).
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from functools import partial
+from math import isfinite
+
+from crypto.identity import PeerId
+from partition.run.conclusions import Conclusion, Sends
+from partition.run.ending import Ending
+from partition.run.local.courses import Course, Sleep
+from partition.run.local.crew import MemberCrew
+from partition.run.local.evaluating import EvaluationSchedule
+from partition.run.local.head_watch import HeadWatch, stranded_reason
+from partition.run.local.member_stage import MemberStage
+from partition.run.local_settings import LocalSettings
+
+FETCHES_MIN = 5
+FETCH_SECONDS = 120.0
+"""How often, and for how long, a member tries to fetch a result that others say they hold."""
+FETCH_AGAIN_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class ModelLoss:
+    """A model's mean loss over so many samples, inf where it is none, and the sums of its metrics."""
+
+    loss: float
+    samples: int
+    metrics: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class EvaluateModel:
+    """Evaluate the model that is here. The answer is `ModelLoss`, None where it could not be."""
+
+
+@dataclass(frozen=True)
+class MakeResult:
+    """Keep the model as the result. The answer is its hash, None where another conclusion came meanwhile."""
+
+
+@dataclass(frozen=True)
+class TryResult:
+    """Evaluate a result that is here. The answer says what is wrong with it, "" for nothing; it is None
+    where another conclusion came meanwhile."""
+
+    conclusion: Conclusion
+
+
+@dataclass(frozen=True)
+class FetchResult:
+    """Fetch a result from one of these, which say they hold it. The answer says whether it is here."""
+
+    holders: tuple[PeerId, ...]
+    weights: str
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Take over the state of others. No answer. StageLost: it `is_needed`, and nobody hands one over."""
+
+    is_needed: bool = True
+
+
+class MemberEnding:
+    """The end of one run for one member, which holds `stage` of so many `stages`, counted from 0."""
+
+    def __init__(
+        self,
+        me: PeerId,
+        run: bytes,
+        settings: LocalSettings,
+        ending: Ending,
+        crew: MemberCrew,
+        *,
+        requester: PeerId,
+        stage: int,
+        stages: int,
+        tell: Callable[[Callable[[float], Sends]], None],
+        now: Callable[[], float],
+        live: Callable[[], Collection[PeerId]],
+        admitted: Callable[[], Collection[PeerId]],
+    ) -> None:
+        """`tell` has a call act on `ending`. `live` returns the nodes that are alive, `admitted` the members
+        that are known."""
+        self.schedule = EvaluationSchedule(settings, ending)
+        self.heads = HeadWatch(now(), is_holder=bool(stage))
+        self.is_over = False
+        """Whether the run is over here."""
+        self.has_state = False
+        self.diverged = 0
+        """The number of the last steps in a row that were not finite."""
+        self._me = me
+        self._run = run
+        self._ending = ending
+        self._crew = crew
+        self._requester = requester
+        self._stage = stage
+        self._stages = stages
+        self._tell = tell
+        self._now = now
+        self._live = live
+        self._admitted = admitted
+
+    # Members
+
+    def look(self) -> None:
+        """Follow who takes part."""
+        crew = self._crew
+        self.heads.follow(self._now(), crew.reports, crew.head, is_training=crew.is_training)
+        self.follow_peers()
+
+    def follow_peers(self) -> None:
+        """Tell the core of the end who takes part."""
+        is_stranded, crew = self.heads.is_stranded(self._now()), self._crew
+        self._ending.can_go_on = self.has_state and not (self.diverged or is_stranded)
+        trainers, voters = crew.electorate(self._stage, self._stages, has_state=self.has_state)
+        far = {*self._admitted(), self._requester}.intersection(self._live())
+        peers = {*crew.others, *crew.column_peers, *(far if is_stranded else ())}
+        self._tell(partial(self._ending.set_peers, peers=peers, trainers=trainers, voters=voters))
+
+    def end_if_stranded(self, step: int) -> None:
+        """Propose to end the run as failed where no head comes for this stage."""
+        if self.heads.is_stranded(self._now()) and self._ending.best is None:
+            self.follow_peers()  # those that only follow hear of it, too
+            self.propose("failed", stranded_reason(self._stage), step)
+
+    # Results
+
+    def propose(self, outcome: str, reason: str, step: int, weights: str = "") -> None:
+        """Propose to end the run so."""
+        is_done, ending = outcome == "done", self._ending
+        conclusion = Conclusion(self._run, "done" if is_done else "failed", reason, step, weights, self._me)
+        self.schedule.is_waiting = True
+        self._tell(lambda now: ending.propose(now, conclusion))
+
+    def evaluate(self, own: MemberStage) -> Course[None]:
+        """Evaluate if it is this member's turn, and propose a result where the run is over."""
+        schedule, ending, is_at_end = self.schedule, self._ending, own.is_at_end
+        is_mine = schedule.look(
+            self._now(), own.step, own.rounds, self._crew.training,
+            axes=own.axes, is_at_end=is_at_end, is_idle=own.counts.is_waiting,
+        )  # fmt: skip
+        if not is_mine:
+            return
+        found: ModelLoss | None = yield EvaluateModel()
+        if found is None:
+            return
+        if not isfinite(found.loss):
+            yield from self.recover("the held-out loss is not finite", own.step)
+            return
+        step = own.step
+        schedule.evaluated(step)
+        self._tell(lambda _: ending.evaluate(step, found.samples, found.loss, found.metrics))
+        training = self._crew.training
+        reason = schedule.concludes(step, own.rounds, training, axes=own.axes, is_at_end=is_at_end)
+        if reason is not None and (weights := (yield MakeResult())) is not None:
+            self.propose("done", reason, own.step, weights)
+
+    def recover(self, reason: str, step: int) -> Course[None]:
+        """Go on from the numbers of others, for those here are not finite any more; or end."""
+        if self._crew.training:
+            yield CatchUp()
+        elif self._ending.best is None:
+            self.propose("failed", reason, step)
+
+    def judge(self, own: MemberStage) -> Course[None]:
+        """Hold the result that another proposed, once the run may be over and it is as good as it should be;
+        pass it over where it is not. Until then training goes on."""
+        ending, conclusion = self._ending, self._ending.best
+        if conclusion is None or ending.holds or not ending.is_here:
+            return
+        if own.counts.is_waiting:  # without its stages this member can neither go on nor try a result
+            self._tell(lambda now: ending.hold(now, conclusion))
+            return
+        if not self.schedule.may_judge(own.step, is_at_end=own.is_at_end):
+            return
+        fault: str | None = yield TryResult(conclusion)
+        if fault is None:
+            return
+        self.schedule.is_waiting = not fault
+        if fault:
+            self._tell(lambda now: ending.give_up(now, conclusion))
+        else:
+            self._tell(lambda now: ending.hold(now, conclusion))
+
+    def obtain(self, conclusion: Conclusion) -> Course[None]:
+        """Have the result of this conclusion here, then hold it, or have it looked at."""
+        ending, begun, attempts = self._ending, self._now(), 0
+        is_here = conclusion.outcome != "done"
+        while conclusion == ending.best and not ending.holds and not self.is_over:
+            if not is_here:
+                is_here = yield FetchResult(tuple(ending.holders), conclusion.weights)
+            if is_here:
+                judges = self._crew.judges(self._stage, self._stages, has_state=self.has_state)
+                if judges and conclusion.weights and not ending.is_decided:
+                    self._tell(lambda _: ending.fetched(conclusion))  # `judge` tries it
+                    return
+                if judges or self._crew.trusts(self._stage) or ending.is_decided:
+                    self._tell(lambda now: ending.hold(now, conclusion))
+                    return
+            attempts += 1
+            if attempts >= FETCHES_MIN and self._now() - begun >= FETCH_SECONDS:
+                self._tell(lambda now: ending.give_up(now, conclusion, is_missing=True))
+            yield Sleep(FETCH_AGAIN_SECONDS)
