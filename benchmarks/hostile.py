@@ -23,7 +23,7 @@ from crypto.facts import IdentitySigner
 from crypto.identity import Identity
 from node.protocols.manifest import make_run
 from node.storage.blobs import GUEST_BYTES_MAX
-from node.transport.half_open import HALF_OPEN_MAX
+from node.transport.settings import TRANSPORT
 from tests.hostile.attack import Attack
 from tests.hostile.client import BY_CONNECTIONS, BY_PACKETS, rates_of
 from tests.hostile.guests import Guests
@@ -69,7 +69,7 @@ def alone(played: Scene, attack: type[Attack], seconds: float, peace_share: floa
     strikes, count = outcome.strikes[attack.__name__], refused(outcome, [attack])
     if issubclass(attack, STANDING):
         # Half-open connections that remain were let in and not yet closed: count half of them.
-        count += min(strikes, HALF_OPEN_MAX) // 2
+        count += min(strikes, TRANSPORT.half_open_max) // 2
     if issubclass(attack, DrippingVisitors):
         # Each byte and each connection counts: a closed one comes again.
         count += strikes

@@ -268,6 +268,7 @@ class Node(Surface):
             beacon_port=BEACON_PORT if self.config.join.lan else None,
             keys=self._swarm_keys(),
             work_bits=self.config.swarm.work_bits,
+            settings=self._settings.transport,
         )
 
     def _neighbours(self, local: LocalNetwork) -> Neighbours:
@@ -367,7 +368,7 @@ class Node(Surface):
         )
         self._directory = Directory(self.discovery, self.seams, self._blobs, self.peer)
         self._lives = Lives(self.network, (m := self.membership).life, lambda: m.incarnation, m.met_life)
-        self.reach = ReachService(self.network, self._clock, counters=self._refused)
+        self.reach = ReachService(self.network, self._clock, self._settings.reach, counters=self._refused)
         self.inbound = self._make_inbound()
         self._remembered = RememberedPeers(
             self.seams, self._seeds, self.membership.live_addresses, self._is_met
@@ -429,6 +430,7 @@ class Node(Surface):
             tell=self._standing.tell_now,
             is_known=self._has_given,
             counters=self._refused,
+            settings=self._settings.relays,
         )
 
     def _make_joining(self) -> Bootstrap:

@@ -6,6 +6,9 @@ The node is given one value and gives each service its part. Owners set `node.co
 from dataclasses import dataclass, field
 
 from node.runs.settings import RunServiceSettings
+from node.services.autonat_core import ReachSettings
+from node.services.relays.settings import RelaySettings
+from node.transport.settings import TransportSettings
 from partition.run.settings import RunSettings
 
 
@@ -15,3 +18,6 @@ class ServiceSettings:
 
     runs: RunSettings = field(default_factory=RunSettings)
     run_service: RunServiceSettings = field(default_factory=RunServiceSettings)
+    transport: TransportSettings = field(default_factory=TransportSettings)
+    reach: ReachSettings = field(default_factory=ReachSettings)
+    relays: RelaySettings = field(default_factory=RelaySettings)

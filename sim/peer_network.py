@@ -14,8 +14,9 @@ from node.errors import Unreachable, WrongPeer
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Handler, StreamLimits
 from node.transport.connections import GRACE_SECONDS
 from node.transport.handlers import Handlers, serve
-from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
+from node.transport.handshake import CONNECT_SECONDS
 from node.transport.router import ONE_SHOT_BYTES_MAX
+from node.transport.settings import TRANSPORT
 from sim.executor import sleep_for, stand_still
 from sim.inbox import Datagrams, SimInbox
 from sim.local import SimLocal
@@ -372,7 +373,7 @@ class SimNetwork(SingleHomed):
         if target is None:
             raise Unreachable("refused", "the peer is not running")
         # The kernel of a stopped process accepts its connections, but makes no handshakes.
-        with trio.move_on_after(HANDSHAKE_SECONDS) as scope:
+        with trio.move_on_after(TRANSPORT.handshake_seconds) as scope:
             await stand_still(target.pace)
         if scope.cancelled_caught:
             raise Unreachable("timeout", "the peer took the connection, but did not shake hands")

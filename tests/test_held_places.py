@@ -26,8 +26,8 @@ from node.protocols import runs as wire
 from node.runs import traces
 from node.runtime import Node
 from node.seams import Network, Stream
-from node.transport.handlers import INBOUND_MAX
 from node.transport.punch_messages import PROTOCOL as PUNCH_PROTOCOL
+from node.transport.settings import TRANSPORT
 from partition.run.asks import Declined
 from tests.hostile.wire import PROTOCOLS
 from tests.stack import Swarm, simulate, swarm
@@ -152,7 +152,7 @@ def test_streams_held_by_64_peers_block_no_answer(protocol: str) -> None:
         async with trio.open_nursery() as nursery:
             for network in hostile:
                 network.handle(pieces.DATA_PROTOCOL, never_read)
-                for _number in range(min(limits.streams_per_peer_max, INBOUND_MAX // HOSTILE)):
+                for _number in range(min(limits.streams_per_peer_max, TRANSPORT.inbound_max // HOSTILE)):
                     nursery.start_soon(hold, network, node.peer, protocol, first_words(protocol))
             await trio.sleep(HOLD_SECONDS)
             with trio.fail_after(ANSWER_SECONDS):

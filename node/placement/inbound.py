@@ -26,6 +26,7 @@ from node.services.relays.ledger import Limits, RelayLedger
 from node.services.relays.places import WANTED
 from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
+from node.services.relays.settings import RELAYS, RelaySettings
 from node.services.traversal import Traversal
 from node.services.whereabouts import Whereabouts
 from node.transport.address_policy import is_global
@@ -69,7 +70,9 @@ class Inbound:
         tell: Callable[[], None],
         is_known: Callable[[PeerId], bool],
         counters: Counter[str],
+        settings: RelaySettings = RELAYS,
     ) -> None:
+        self._settings = settings
         self._node = node
         self._clock = clock
         self._profile = profile
@@ -106,6 +109,7 @@ class Inbound:
                     is_wanted=self._needs_relays,
                     changed=self.whereabouts.circuits_changed,
                     counters=self._counters,
+                    settings=self._settings,
                 )
                 nursery.start_soon(keep_running, "places at relays", places.run)
                 self._finder = RelayFinder(
@@ -116,6 +120,7 @@ class Inbound:
                     is_relay=lambda: self._node.provider.is_relay,
                     is_wanted=self._looks_for_relays,
                     counters=self._counters,
+                    settings=self._settings,
                 )
                 nursery.start_soon(keep_running, "relays of the DHT", self._finder.run)
                 traversal = Traversal(

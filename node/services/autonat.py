@@ -8,7 +8,7 @@ asker. Datagrams under the same name are sent back as they came, so that a path 
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from random import Random
 from typing import Annotated
 
@@ -25,9 +25,11 @@ from node.seams import Clock, Network, Stream
 from node.services.autonat_core import (
     ADDRESSES_MAX,
     FAMILY_OTHERS,
+    REACH,
     DialReport,
     FamilyVerdicts,
     Reachability,
+    ReachSettings,
     count_networks,
 )
 from node.transport.address_policy import is_global
@@ -122,11 +124,24 @@ def family_of(address: Address) -> int | None:
     return 6 if address.kind == "ip6" and is_global(address.host) else None
 
 
+AskDialBack = Callable[[Network, Clock, PeerId, Address | None], Awaitable[DialReport]]
+
+
 class ReachService:
     """The service. It dials others back from the start; `run` also finds out about this node, `echo` sends
-    datagrams back."""
+    datagrams back. `ask` is `ask_dial_back`, or stands for it."""
 
-    def __init__(self, network: Network, clock: Clock, *, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        network: Network,
+        clock: Clock,
+        settings: ReachSettings = REACH,
+        *,
+        counters: Counter[str],
+        ask: AskDialBack = ask_dial_back,
+    ) -> None:
+        self._settings = settings
+        self._ask_dial_back = ask
         self._network = network
         self._clock = clock
         self._counters = counters
@@ -150,12 +165,12 @@ class ReachService:
         `changed(verdict, asked, addresses)` is told of each answer; `addresses` are those that enough others
         have confirmed and that this node does not tell yet.
         """
-        core = Reachability(rng, self._clock.monotonic())
+        core = Reachability(rng, self._clock.monotonic(), self._settings)
         while True:
             with trio.move_on_at(core.deadline):
                 await self._moved.wait()
                 self._moved = trio.Event()
-                core = Reachability(rng, self._clock.monotonic())
+                core = Reachability(rng, self._clock.monotonic(), self._settings)
                 self.families, self._hurried = FamilyVerdicts(), 0
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
@@ -195,7 +210,7 @@ class ReachService:
         """Return what a peer says, without outcomes where it says nothing of use; None for one that cannot be
         reached."""
         try:
-            return await ask_dial_back(self._network, self._clock, peer, at)
+            return await self._ask_dial_back(self._network, self._clock, peer, at)
         except Unreachable:
             return None
         except (StreamClosed, RemoteProtocolError):

@@ -28,13 +28,6 @@ FAMILY_OTHERS = 2
 REPORTS_MAX = 16
 """Kept, the newest; more than are asked within an hour."""
 BELIEVED_SECONDS = 3_600.0
-SOON_SECONDS = 5.0
-"""Between two questions while nothing is known; twice as long after each peer that could not be asked."""
-LATER_SECONDS = 1_200.0
-"""Between two questions of a node that all reach: so the newest three are always younger than an hour."""
-DOUBT_SECONDS = 300.0
-"""The same where one of the newest could not: a router may have been set right, and until three came through
-nobody else learns where."""
 AGAIN_SECONDS = 65.0
 """A peer that answered is asked again after so long where no other is left: each is served once a minute."""
 UNASKED_SECONDS = 600.0
@@ -42,6 +35,31 @@ UNASKED_SECONDS = 600.0
 UNASKED_MAX = 256
 ADDRESSES_MAX = 4
 """The addresses of one report: a few ports at one host."""
+
+
+@dataclass(frozen=True)
+class ReachSettings:
+    """How often others are asked. Raises ValueError where the settings contradict each other."""
+
+    soon_seconds: float = 5.0
+    """Between two questions while nothing is known; twice as long after each peer that could not be asked, up
+    to `doubt_seconds`. 5."""
+
+    doubt_seconds: float = 300.0
+    """Between two questions of a node that one of the newest could not reach: a router may have been set
+    right, and until three came through nobody else learns where. At most `later_seconds`. 300."""
+
+    later_seconds: float = 1_200.0
+    """Between two questions of a node that all reach. At most a third of the time for which a report is
+    believed: so the newest three are always younger. 1,200."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.soon_seconds <= self.doubt_seconds <= self.later_seconds <= BELIEVED_SECONDS / OTHERS:
+            raise ValueError("reach settings: soon, doubt, later, and three questions while one is believed")
+
+
+REACH = ReachSettings()
+"""The usual settings."""
 
 
 @dataclass(frozen=True)
@@ -61,11 +79,12 @@ class DialReport:
 class Reachability:
     """Decides which peers to ask, when, and what follows from their answers. `now` is monotonic seconds."""
 
-    def __init__(self, rng: Random, now: float) -> None:
+    def __init__(self, rng: Random, now: float, settings: ReachSettings = REACH) -> None:
         self._rng = rng
+        self._settings = settings
         self._reports: OrderedDict[PeerId, DialReport] = OrderedDict()
         self._unasked: OrderedDict[PeerId, float] = OrderedDict()
-        self._pause = SOON_SECONDS
+        self._pause = settings.soon_seconds
         self._networks = OTHERS
         self._is_hurried = False
         self.deadline = now + self._pause
@@ -124,7 +143,7 @@ class Reachability:
 
     def answered(self, now: float, peer: PeerId, report: DialReport) -> None:
         """`peer` has said what it found."""
-        self._pause, self._is_hurried = SOON_SECONDS, False
+        self._pause, self._is_hurried = self._settings.soon_seconds, False
         self._reports.pop(peer, None)
         self._reports[peer] = report
         while len(self._reports) > REPORTS_MAX:
@@ -143,7 +162,7 @@ class Reachability:
         """`peer` could not be asked, or did not try."""
         self._unasked[peer] = now
         # In a swarm of older versions nobody answers for a long time.
-        self._pause = min(2 * self._pause, DOUBT_SECONDS)
+        self._pause = min(2 * self._pause, self._settings.doubt_seconds)
         self.deadline = now + self._pause
         while len(self._unasked) > UNASKED_MAX:
             self._unasked.popitem(last=False)
@@ -164,7 +183,8 @@ class Reachability:
 
     @property
     def _patience_seconds(self) -> float:
-        return LATER_SECONDS if all(report.worked for report in self._newest) else DOUBT_SECONDS
+        is_reached = all(report.worked for report in self._newest)
+        return self._settings.later_seconds if is_reached else self._settings.doubt_seconds
 
     def _forget(self, now: float) -> None:
         for peer in [peer for peer, report in self._reports.items() if report.at + BELIEVED_SECONDS < now]:

@@ -26,7 +26,7 @@ from crypto.token_buckets import TokenBucket, prefix_of
 from node.containment import contain, note
 from node.forks import keep_from_children
 from node.transport.half_open import HalfOpenQueue
-from node.transport.handshake import FLIGHT_BYTES_MAX, HANDSHAKE_SECONDS, Credentials
+from node.transport.handshake import FLIGHT_BYTES_MAX, Credentials
 from node.transport.handshake_limits import HandshakeGate
 
 TAKEN_AT_ONCE_MAX = 64
@@ -124,14 +124,15 @@ class PendingConnections:
         counters: Counter[str],
         has_room: Callable[[bytes], bool],
         shake_hands: Callable[[PendingConnection], None],
+        make_selector: Callable[[], selectors.BaseSelector] = selectors.DefaultSelector,
     ) -> None:
         self._credentials = credentials
         self._doorway = doorway
         self._counters = counters
         self._has_room = has_room
         self._shake_hands = shake_hands
-        self._selector = selectors.DefaultSelector()
-        if sys.platform == "linux":  # kqueue is not inherited at all
+        self._selector = make_selector()
+        if sys.platform == "linux" and isinstance(self._selector, _FILES):  # kqueue is not inherited at all
             keep_from_children(self._selector)
         # In the order of their deadlines.
         self._standing: dict[PendingConnection, None] = {}
@@ -168,7 +169,8 @@ class PendingConnections:
             self._counters["connections_over_limit"] += 1
             connection.close()
             return
-        stranger = PendingConnection(connection, source, trio.current_time() + HANDSHAKE_SECONDS)
+        due_at = trio.current_time() + self._credentials.handshake_seconds
+        stranger = PendingConnection(connection, source, due_at)
         gone = self._doorway.enter(stranger, source)
         if gone is not None:
             self._displace(gone)

@@ -20,16 +20,14 @@ from node.errors import StreamClosed
 from node.transport.accept_queue import PendingConnection, PendingConnections
 from node.transport.connection_pool import IDLE_SECONDS
 from node.transport.half_open import HalfOpenQueue
-from node.transport.handlers import INBOUND_PER_PEER_MAX
-from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, accept
+from node.transport.handshake import Credentials, accept
 from node.transport.multiplexed import MultiplexedPath, Way
 from node.transport.paths import Paths
 from node.transport.router import Hello, Router
+from node.transport.settings import TransportSettings
 from node.transport.streams import SecureStream
 from node.transport.tcp import STRANGERS_ASSEMBLY_BYTES_MAX, Connection, ReassemblyBudget
 
-REFUSALS_MAX = 16
-"""Wrong questions in a row on one connection: more than a peer of another version has protocols to try."""
 INBOUND_IDLE_SECONDS = 2 * IDLE_SECONDS
 """Twice as long as its opener keeps it: one that waits longer has been forgotten."""
 
@@ -65,15 +63,17 @@ class ServedConnections:
         router: Router,
         assembly: ReassemblyBudget,
         counters: Counter[str],
+        settings: TransportSettings,
     ) -> None:
         self._host = host
+        self._settings = settings
         self._credentials = credentials
         self._router = router
         self._assembly = assembly
         self._counters = counters
         self._strangers_assembly = ReassemblyBudget(STRANGERS_ASSEMBLY_BYTES_MAX)
         self._register = router.register
-        self._doorway = HalfOpenQueue[PendingConnection]()
+        self._doorway = HalfOpenQueue[PendingConnection](settings.half_open_max)
         # Those that wait for another hello, the longest first.
         self._waiting: dict[Connection, None] = {}
 
@@ -176,18 +176,18 @@ class ServedConnections:
 
     async def _serve_peer(self, connection: Connection) -> None:
         peer = connection.peer
-        if self._register.count(peer) > INBOUND_PER_PEER_MAX:
+        if self._register.count(peer) > self._settings.inbound_per_peer_max:
             # One that waits for another hello makes room: its opener dials again if it has one.
             spare = next((each for each in self._waiting if each.peer == peer), None)
             if spare is not None:
                 self._router.evict(spare)
-        busy = self._register.count(peer) > INBOUND_PER_PEER_MAX
+        busy = self._register.count(peer) > self._settings.inbound_per_peer_max
         try:
             refusals = 0
             for number in itertools.count():
                 welcomed = await self._welcome(connection, busy=busy, is_first=number == 0)
                 refusals = 0 if welcomed is not None else refusals + 1
-                is_over = busy or refusals > REFUSALS_MAX or connection.why is not None
+                is_over = busy or refusals > self._settings.refusals_max or connection.why is not None
                 if is_over or (welcomed is not None and not await self._converse(connection, *welcomed)):
                     break
         finally:
@@ -198,7 +198,7 @@ class ServedConnections:
         self, connection: Connection, *, busy: bool, is_first: bool
     ) -> tuple[Hello, str] | None:
         """Return what is wanted next; None if nothing, or it was refused."""
-        seconds = HANDSHAKE_SECONDS
+        seconds = self._settings.handshake_seconds
         if not is_first:
             seconds = INBOUND_IDLE_SECONDS
             connection.release()

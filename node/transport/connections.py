@@ -23,12 +23,13 @@ from node.transport.address_book import AddressBook
 from node.transport.arrivals import ServedConnections
 from node.transport.buffer_pool import Pool
 from node.transport.connection_pool import IdleConnections
-from node.transport.handshake import HANDSHAKE_SECONDS, Credentials, SecuredTransport, dial
+from node.transport.handshake import Credentials, SecuredTransport, dial
 from node.transport.multiplexed import MultiplexedPath, channel_session
 from node.transport.pace import Paces
 from node.transport.paths import Paths
 from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.router import Hello, Router, greet
+from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection, ReassemblyBudget
@@ -38,9 +39,6 @@ OPEN_SECONDS = 20.0
 """The time to try all addresses of a peer."""
 PREFERRED_DELAY_SECONDS = 2.0
 """The head start of the path that was measured as the fastest: it may be full of our data."""
-LOOK_SECONDS = 10.0
-"""The interval of checks for connections that are idle for too long or whose machine is gone, and for pooled
-memory that was not borrowed since the last one."""
 GRACE_SECONDS = 0.5
 """The time for handlers to finish their answers when the node leaves, and for streams to end in order."""
 
@@ -73,7 +71,9 @@ class Connections:
         router: Router,
         counters: Counter[str],
         paces: Paces | None = None,
+        settings: TransportSettings = TRANSPORT,
     ) -> None:
+        self._settings = settings
         self._credentials = credentials
         self._book = book
         self._counters = counters
@@ -83,9 +83,9 @@ class Connections:
         self._idle = IdleConnections()
         # Every one that stands, with the stream it carries; a dict for its order.
         self._open: dict[Connection, SecureStream | None] = {}
-        self.paths = Paths(self, credentials, counters)
-        self.arrivals = ServedConnections(self, credentials, router, self._assembly, counters)
-        self._vanished = VanishedConnections(lambda: tuple(self._open), counters)
+        self.paths = Paths(self, credentials, counters, settings.paths)
+        self.arrivals = ServedConnections(self, credentials, router, self._assembly, counters, settings)
+        self._vanished = VanishedConnections(lambda: tuple(self._open), counters, settings.vanished_seconds)
         self._leaving: trio.Event | None = None
         self._nursery: trio.Nursery | None = None
 
@@ -138,7 +138,7 @@ class Connections:
         with trio.CancelScope() as scope:
             task_status.started(scope)
             while True:
-                await trio.sleep(LOOK_SECONDS)
+                await trio.sleep(self._settings.look_seconds)
                 self._idle.expire(trio.current_time())
                 self._pool.look()
                 self.paths.look(trio.current_time())
@@ -422,7 +422,7 @@ class Connections:
     ) -> str:
         understood = False
         try:
-            with trio.fail_after(HANDSHAKE_SECONDS):
+            with trio.fail_after(self._settings.handshake_seconds):
                 me = self._credentials.identity.peer
                 protocol = await greet(connection, hello, me, message_bytes_max, ahead)
             understood = True
@@ -447,6 +447,7 @@ class Connections:
             self._counters,
             self._ended,
             self._paces,
+            self._settings,
             path,
             path.place if path is not None else None,
         )

@@ -8,9 +8,7 @@ trips, and is through before its turn comes.
 
 from typing import Generic, TypeVar
 
-HALF_OPEN_MAX = 128
-"""Each holds a socket, and a task once it shakes hands. With handshakes of 0.4 s over a slow path, 300
-strangers a second crowd out nobody, even if each has a source of its own."""
+from node.transport.settings import TRANSPORT
 
 Who = TypeVar("Who")
 
@@ -18,7 +16,7 @@ Who = TypeVar("Who")
 class HalfOpenQueue(Generic[Who]):
     """Knows who is half-open, by source, and makes room."""
 
-    def __init__(self, places_max: int = HALF_OPEN_MAX) -> None:
+    def __init__(self, places_max: int = TRANSPORT.half_open_max) -> None:
         self.places_max = places_max
         # By source those who stand there, longest first.
         self._standing: dict[bytes, dict[Who, None]] = {}

@@ -15,17 +15,7 @@ from crypto.registers import Budget, PlaceHolder, Register
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Handler, Stream, StreamLimits
-
-INBOUND_MAX = 512
-"""Connections from others at once; each in use costs a buffer of up to 128 KiB."""
-INBOUND_PER_PEER_MAX = 64
-"""So that one peer cannot take them all; a busy neighbour in a run has a dozen open."""
-INBOUND_PER_NETWORK_MAX = INBOUND_MAX // 2
-"""So that an owner of many addresses, or many peers behind one, leave room for others."""
-PATIENCE_SECONDS = 10.0
-"""How long a connection with a known peer may carry nothing before it makes room for another."""
-INBOUND = Budget(INBOUND_MAX, INBOUND_PER_PEER_MAX + 1, INBOUND_PER_NETWORK_MAX, PATIENCE_SECONDS)
-"""One more for each peer than it may use: on the last it is told that it has too many."""
+from node.transport.settings import TRANSPORT
 
 H = TypeVar("H", bound=PlaceHolder)
 
@@ -51,9 +41,9 @@ class Handlers(Generic[H]):
     """Handlers by the name of their protocol, and the register of those that have streams open here, or may
     open one: in the real network a connection, in the simulated one a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, budget: Budget = TRANSPORT.inbound) -> None:
         self._handlers: dict[str, tuple[Handler, StreamLimits]] = {}
-        self.register: Register[H] = Register(INBOUND)
+        self.register: Register[H] = Register(budget)
 
     def __contains__(self, protocol: object) -> bool:
         return protocol in self._handlers

@@ -34,10 +34,10 @@ from crypto.noise import (
 from crypto.swarm import Swarm
 from node.errors import NotListening, Unreachable, WrongPeer
 from node.forks import keep_from_children
+from node.transport.settings import TRANSPORT
 
 CONNECT_SECONDS = 5.0
 """TCP's first retries are after one and three seconds: two lost packets are survived."""
-HANDSHAKE_SECONDS = 5.0
 FLIGHT_BYTES_MAX = 2**11
 """Bytes read at once: the longest flight has 1,400. As much again, and one message, may be held."""
 UNSENT_BYTES_MAX = 2**20
@@ -46,14 +46,15 @@ of 16 KiB suits multiplexers; measured for 64 MiB, it takes seven times the writ
 KEEPALIVE_SECONDS = 30
 """A peer that vanished is noticed by the kernel, after a few times this."""
 
-_CPU_FILE = "/proc/cpuinfo"
+CPU_FILE = "/proc/cpuinfo"
 _CPU_BYTES = 2**14
 """The first processor's part of that file, and more."""
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """The keys and the swarm that this node proves in handshakes, and the suites it takes, best first.
+    """The keys and the swarm that this node proves in handshakes, the suites it takes, best first, and the
+    time that it gives a handshake.
 
     `static` is an X25519 private key of 32 bytes.
     """
@@ -63,6 +64,7 @@ class Credentials:
     swarm: Swarm
     entropy: Callable[[int], bytes]
     suites: tuple[Suite, ...]
+    handshake_seconds: float = TRANSPORT.handshake_seconds
 
     @cached_property
     def _knocks(self) -> ReplayCache:
@@ -100,15 +102,15 @@ class SecuredTransport:
     session: HandshakeResult
 
 
-def default_suites() -> tuple[Suite, ...]:
-    """All that work here, the best for this machine first."""
-    return preferred(has_aes=_has_aes())
+def default_suites(cpu_file: str = CPU_FILE) -> tuple[Suite, ...]:
+    """Return all that work here, the best for this machine first; `cpu_file` says what its processor can."""
+    return preferred(has_aes=_has_aes(cpu_file))
 
 
-def _has_aes() -> bool:
+def _has_aes(cpu_file: str) -> bool:
     """Return whether the CPU has instructions for AES, where that can be told by reading one file."""
     try:
-        with open(_CPU_FILE) as file:
+        with open(cpu_file) as file:
             text = file.read(_CPU_BYTES)
     except OSError:
         return True  # not Linux: a desktop of the last ten years
@@ -144,7 +146,7 @@ async def shake_hands(
     """
     session = None
     try:
-        with trio.fail_after(HANDSHAKE_SECONDS):
+        with trio.fail_after(credentials.handshake_seconds):
             if begun is None:
                 made = credentials.handshake(initiator=is_first, expected=expected if is_first else None)
                 session = await _shake_hands(transport, made, made.start(), came)
@@ -154,7 +156,8 @@ async def shake_hands(
                 session = None
                 raise WrongPeer("wrong key", f"{where} is somebody else")
     except trio.TooSlowError:
-        detail = f"{where} took the connection, but did not shake hands in {HANDSHAKE_SECONDS:g} s"
+        seconds = credentials.handshake_seconds
+        detail = f"{where} took the connection, but did not shake hands in {seconds:g} s"
         raise Unreachable("timeout", detail + _about_key(credentials)) from None
     except WrongIdentity as error:
         raise WrongPeer("wrong key", str(error)) from None

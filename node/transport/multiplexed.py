@@ -30,12 +30,11 @@ from node.transport.multiplexer import (
     ChannelOpened,
     Multiplexer,
 )
+from node.transport.settings import PathSettings
 from node.transport.tcp import Connection
 
 UNSENT_BYTES_MAX = 2**15
 """Bytes that the kernel queues beyond those in flight: a small message waits behind no more."""
-WATCH_SECONDS = 0.5
-"""The interval of checks on a path between two pings."""
 SILENCE = "nothing came on the path any more"
 """Why a dead path ends."""
 
@@ -108,6 +107,7 @@ class MultiplexedPath:
         opened: Callable[["MultiplexedPath", socket.socket], None],
         fell_silent: Callable[["MultiplexedPath"], None],
         counters: Counter[str],
+        settings: PathSettings,
     ) -> None:
         self.connection = connection
         self.peer: PeerId = connection.peer
@@ -128,7 +128,8 @@ class MultiplexedPath:
         self._opened = opened
         self._fell_silent = fell_silent
         self._counters = counters
-        self._core = Multiplexer(self.since, is_first=is_first)
+        self._core = Multiplexer(self.since, is_first=is_first, settings=settings)
+        self._watch_seconds = settings.watch_seconds
         self._ends: dict[int, _End] = {}
         self._stirred = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -267,7 +268,7 @@ class MultiplexedPath:
 
     async def _watch(self) -> None:
         while True:
-            await trio.sleep_until(min(self._core.deadline, trio.current_time() + WATCH_SECONDS))
+            await trio.sleep_until(min(self._core.deadline, trio.current_time() + self._watch_seconds))
             if not self._core.tick(trio.current_time()):
                 self._counters["paths_silent"] += 1
                 self.connection.end(SILENCE)

@@ -5,9 +5,8 @@ a TCP connection does. The rules:
 
 * A sender has credit for each channel, as HTTP/2 and yamux grant it, so a reader that pauses stops its own
   channel and no other. Credit grows for a reader that keeps up, up to a bound for all channels together.
-* What is in flight on the path is bounded by its delay: at most what keeps it busy for its shortest round
-  trip and QUEUE_SECONDS more (as FAST TCP, Jin et al. 2004). So a probe does not wait behind a long queue in
-  a relay or a router, however large their buffers are.
+* What is in flight on the path is bounded by its delay (`path_window`). So a probe does not wait behind a
+  long queue in a relay or a router, however large their buffers are.
 * Control frames leave first. Channels take turns by deficit, and one that had nothing queued goes before
   those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
 * A ping says whether the other side is there. Nothing of it grows with what the other side sends.
@@ -22,6 +21,8 @@ from enum import IntEnum
 from typing import assert_never
 
 from crypto.errors import LocalProtocolError, RemoteProtocolError
+from node.transport.path_window import PathWindow
+from node.transport.settings import PATHS, PathSettings
 
 DATA_BYTES_MAX = 2**14
 """One frame of bulk: what a probe may have to wait for in this node, 13 ms at 10 Mbit/s."""
@@ -34,34 +35,9 @@ CREDIT_BYTES_MAX = 2**21
 """The same of a channel whose reader keeps up: 160 Mbit/s over a round trip of 100 ms."""
 GRANTED_BYTES_MAX = 2**24
 """The credit of all readers together beyond CREDIT_BYTES each."""
-QUEUE_SECONDS = 0.02
-"""How much longer than its shortest round trip a path is kept busy for."""
-WINDOW_BYTES_MIN = 2**16
-"""In flight whatever the delay: an acknowledgement comes for each quarter of it."""
-WINDOW_BYTES_MAX = 2**24
 ACKNOWLEDGED_BYTES = 2**14
-STARTING_TRIPS = 8
-"""Round trips without a queue after which a path is tried with twice as much at a time, as at its start."""
-SHORTEST_SECONDS = 20.0
-"""How long a shortest round trip is believed: routes change."""
 QUEUED_BYTES_MAX = 2**16
 """Taken from one channel's writer before it has been sent."""
-PING_SECONDS = 1.0
-"""Between two pings while channels are open; a tenth of the time in which a run is to be back after its relay
-was lost, or a router was rebooted."""
-IDLE_PING_SECONDS = 15.0
-"""The same while none is: often enough for a carrier's router, which forgets a connection after a minute."""
-SILENT_SECONDS = 2.0
-"""Without a byte for so long after a ping a path is silent: another one is looked for. A link that loses two
-packets in a row is silent for a second."""
-DOUBTED_SECONDS = 3.0
-"""Without a byte for so long after a ping the path is dead, where something else says so too: its peer has
-come on another one."""
-DEAD_SECONDS = 7.5
-"""The same where nothing else does."""
-LATE_SECONDS = 2.0
-"""A process that looks so much too late has stood still itself: it asks again before it calls a path dead.
-It is the time since the last look that counts where a doubt has put the deadline into the past."""
 CONTROL_MAX = 4 * CHANNELS_MAX
 """Control frames that wait: more are answers to a peer that asks and does not read."""
 
@@ -135,7 +111,8 @@ class _Channel:
 class Multiplexer:
     """One side. `is_first` is true on exactly one of both: the side that dialled."""
 
-    def __init__(self, now: float, *, is_first: bool) -> None:
+    def __init__(self, now: float, *, is_first: bool, settings: PathSettings = PATHS) -> None:
+        self._settings = settings
         self._own, self._theirs = (1, 2) if is_first else (2, 1)
         self._last_theirs = 0
         self._parity = self._theirs % 2
@@ -147,17 +124,8 @@ class Multiplexer:
         self._fresh: OrderedDict[int, None] = OrderedDict()
         self._busy: OrderedDict[int, None] = OrderedDict()
         self._granted = 0
-        self._sent = self._acknowledged = 0
         self._came = self._told = 0
-        self._window = WINDOW_BYTES_MIN
-        # What was sent until when, the oldest first; one for each frame in flight.
-        self._marks: deque[tuple[int, float]] = deque()
-        # A round ends when what was sent until its beginning is acknowledged.
-        self._round_end = 0
-        self._round_trip = 0.0
-        self._was_full = False
-        self._trips_without_queue = STARTING_TRIPS
-        self._shortest: deque[tuple[float, float]] = deque(maxlen=64)
+        self._window = PathWindow()
         self._ping = 0
         self._pinged_at = self._ticked_at = now
         self._is_awaiting = self._is_doubted = False
@@ -185,12 +153,16 @@ class Multiplexer:
     def deadline(self) -> float:
         """When to call `tick` at the latest."""
         if self._is_awaiting:
-            return self._pinged_at + (DOUBTED_SECONDS if self._is_doubted else DEAD_SECONDS)
-        return self._pinged_at + (PING_SECONDS if self._channels else IDLE_PING_SECONDS)
+            return self._pinged_at + (
+                self._settings.doubted_seconds if self._is_doubted else self._settings.dead_seconds
+            )
+        return self._pinged_at + (
+            self._settings.ping_seconds if self._channels else self._settings.idle_ping_seconds
+        )
 
     def is_silent(self, now: float) -> bool:
         """Return whether the other side has let a ping wait for long."""
-        return self._is_awaiting and now - self._pinged_at >= SILENT_SECONDS
+        return self._is_awaiting and now - self._pinged_at >= self._settings.silent_seconds
 
     def room(self, channel: int) -> int:
         """Return how many bytes `write` takes now."""
@@ -276,7 +248,7 @@ class Multiplexer:
             raise RemoteProtocolError("a frame that nobody knows")
         kind = Kind(frame[0])
         if kind is Kind.ACKNOWLEDGED:
-            self._acknowledge(now, *_read(_ACKNOWLEDGED, frame))
+            self._window.acknowledge(now, *_read(_ACKNOWLEDGED, frame))
             return None
         if kind is Kind.CREDIT:
             self._credit(*_read(_CREDIT, frame))
@@ -294,7 +266,7 @@ class Multiplexer:
                 self._pong = number
             case Kind.PONG:
                 if number == self._ping:
-                    self._measure(now, now - self._pinged_at)
+                    self._window.measure(now, now - self._pinged_at)
                     self.round_trip_seconds = now - self._pinged_at
             case _:
                 assert_never(kind)
@@ -348,47 +320,6 @@ class Multiplexer:
             raise RemoteProtocolError("a channel that was never opened")
         return self._channels.get(channel)
 
-    # --- the path's delay ----------------------------------------------------------------------------
-
-    def _acknowledge(self, now: float, total: int) -> None:
-        if not self._acknowledged <= total <= self._sent:
-            raise RemoteProtocolError("an acknowledgement of what was not sent")
-        self._acknowledged = total
-        trip = 0.0
-        while self._marks and self._marks[0][0] <= total:
-            trip = now - self._marks.popleft()[1]
-        if trip:
-            self._measure(now, trip)
-            self._round_trip = max(self._round_trip, trip)
-        if total >= self._round_end and self._round_trip:
-            fitting = self._fitting(self._round_trip)
-            self._window = fitting if self._was_full else min(self._window, fitting)
-            self._round_end, self._round_trip, self._was_full = self._sent, 0.0, False
-
-    def _fitting(self, trip: float) -> int:
-        """Return what may be in flight after a round trip that took so long: half way to
-        what makes a queue of QUEUE_SECONDS. Twice as much while there has been no queue for long."""
-        shortest = self._shortest_seconds
-        self._trips_without_queue += 1
-        if trip > shortest + QUEUE_SECONDS / 4:
-            self._trips_without_queue = 0
-        if self._trips_without_queue > STARTING_TRIPS:
-            wanted = 2.0 * self._window
-        else:
-            wanted = self._window * (1 + (shortest + QUEUE_SECONDS) / trip) / 2
-        return round(max(WINDOW_BYTES_MIN, min(WINDOW_BYTES_MAX, wanted)))
-
-    def _measure(self, now: float, trip: float) -> None:
-        while self._shortest and self._shortest[0][0] < now - SHORTEST_SECONDS:
-            self._shortest.popleft()
-        while self._shortest and self._shortest[-1][1] >= trip:
-            self._shortest.pop()
-        self._shortest.append((now, trip))
-
-    @property
-    def _shortest_seconds(self) -> float:
-        return min((trip for _, trip in self._shortest), default=0.0)
-
     # --- what leaves ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
@@ -396,14 +327,14 @@ class Multiplexer:
         due_at, self._ticked_at = max(self.deadline, self._ticked_at), now
         if now < self.deadline:
             return True
-        if self._is_awaiting and now < due_at + LATE_SECONDS:
+        if self._is_awaiting and now < due_at + self._settings.late_seconds:
             return False
         self._ask(now)
         return True
 
     def doubt(self, now: float) -> None:
         """Something says that the path is dead: ping now, and wait less long for a sign of life."""
-        if not self._is_awaiting or now - self._ticked_at > LATE_SECONDS:
+        if not self._is_awaiting or now - self._ticked_at > self._settings.late_seconds:
             self._ask(now)
         self._is_doubted = True
 
@@ -433,16 +364,18 @@ class Multiplexer:
         return frame
 
     def _next_data(self, now: float) -> bytes | None:
-        is_full = self._sent - self._acknowledged + DATA_BYTES_MAX > self._window
+        is_full = self._window.is_full(DATA_BYTES_MAX)
         if self._fresh:
             # A channel's first bytes leave in any case: one frame a channel is no queue.
             channel = next(iter(self._fresh))
         elif is_full or not self._skip_empty():
-            self._was_full |= is_full and bool(self._busy)
+            if is_full and self._busy:
+                self._window.hold_back()
             return None
         else:
             channel = next(iter(self._busy))
-        self._was_full |= is_full
+        if is_full:
+            self._window.hold_back()
         found = self._channels[channel]
         frame = self._cut(channel, found, DATA_BYTES_MAX)
         found.deficit -= len(frame) - _HEAD.size
@@ -455,8 +388,7 @@ class Multiplexer:
             found.deficit += DATA_BYTES_MAX
         if not found.queue and found.is_closing:
             self._finish(channel)
-        self._sent += len(frame) - _HEAD.size
-        self._marks.append((self._sent, now))
+        self._window.send(now, len(frame) - _HEAD.size)
         return frame
 
     def _skip_empty(self) -> bool:

@@ -35,6 +35,7 @@ from node.transport.multicast import Multicast
 from node.transport.pace import Paces
 from node.transport.paths import Paths
 from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
+from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.short_messages import ShortMessages
 from node.transport.sockets import UdpSockets
 from node.transport.streams import SecureStream
@@ -70,7 +71,7 @@ class RealNetwork:
     `suites` by name, best first, are taken in place of all that work here; `beacon_port` is that of the local
     network's beacons, usually `multicast.BEACON_PORT`, None for no local network. A port that is taken is
     an error unless they `may_move` to one of the next ten. After the start `ports` says where it listens, in
-    the order of `listen`.
+    the order of `listen`. `settings` are for those who try out others.
 
     Long because it is the one face of all that a node does with its sockets.
     """
@@ -90,12 +91,13 @@ class RealNetwork:
         beacon_port: int | None = None,
         may_move: bool = True,
         work_bits: int = 0,
+        settings: TransportSettings = TRANSPORT,
     ) -> None:
         self._identity = identity
         chosen = suites_named(suites) if suites else default_suites()
         self._work_bits = work_bits
         which = Swarm(swarm, tuple(keys), work_bits)
-        self._credentials = Credentials(identity, static, which, entropy, chosen)
+        self._credentials = Credentials(identity, static, which, entropy, chosen, settings.handshake_seconds)
         self._clock = clock
         self._listen = tuple(listen)
         self._may_move = may_move
@@ -103,12 +105,12 @@ class RealNetwork:
         self._beacon_port = beacon_port
         self._local: Multicast | None = None
         self._counters: Counter[str] = Counter()
-        self._router = Router(self._counters, work_bits)
+        self._router = Router(self._counters, work_bits, settings)
         self._policy = AddressPolicy()
         self._book = AddressBook(self._policy)
         self.paces = Paces()
         self._connections = Connections(
-            self._credentials, self._book, self._router, self._counters, self.paces
+            self._credentials, self._book, self._router, self._counters, self.paces, settings
         )
         self._addresses: tuple[Address, ...] = ()
         self._bound: tuple[BoundSockets, ...] = ()

@@ -5,7 +5,7 @@ keeps the router's mapping. Not here: the dialling of peers (`puncher`), and thi
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import replace
 from math import inf
 from random import Random
@@ -20,7 +20,7 @@ from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock
-from node.transport.address_policy import is_global
+from node.transport.address_policy import Place, is_global
 from node.transport.network import RealNetwork
 from node.transport.punch_messages import (
     MESSAGE_BYTES_MAX,
@@ -50,6 +50,10 @@ Observer = tuple[PeerId, int]
 """A peer that is asked where it sees this node, and by which family of IP: 4 or 6."""
 
 
+Connect = Callable[[Sequence[Place], Address], Awaitable[trio.SocketStream]]
+"""Connects to an address from one of the places where this node listens."""
+
+
 class Observers:
     """Those of one node. `peers` are the peers that may be asked; `asked` are those that are, each with its
     stream; `seen` is what they said."""
@@ -61,7 +65,9 @@ class Observers:
         rng: Random,
         peers: Callable[[], Collection[PeerId]],
         counters: Counter[str],
+        connect: Connect = connect_from,
     ) -> None:
+        self._connect = connect
         self._network = network
         self._clock = clock
         self._rng = rng
@@ -203,7 +209,7 @@ class Observers:
         if self._is_on_internet(place.kind):
             # From the listening port only one of two such nodes could ask the other.
             return await self._network.open(peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX, at=place)
-        transport = await connect_from(self._network.listening, place)
+        transport = await self._connect(self._network.listening, place)
         leave_nothing(transport)
         secured = await secure(transport, self._network.credentials, place.of(peer), is_first=True)
         return await self._network.multiplexed.open_on(secured, PROTOCOL)

@@ -24,6 +24,7 @@ from node.transport.circuits import CircuitEnd
 from node.transport.handshake import Credentials, SecuredTransport
 from node.transport.multiplexed import MultiplexedPath, Way
 from node.transport.relay_messages import PROTOCOL as RELAY_PROTOCOL
+from node.transport.settings import PATHS, PathSettings
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
@@ -47,12 +48,6 @@ STOOD_SECONDS = 5.0
 """A path that stood for less long says nothing of others where it is lost: its peer may do so on purpose."""
 DOUBT_AGAIN_SECONDS = 60.0
 """From one lost path of a peer that puts other connections in doubt to the next."""
-PER_PEER_MAX = 4
-"""Paths to one peer: one by each of two relays, a punched one, and one that it has just dialled."""
-PATHS_MAX = 512
-"""As many as connections that come in (`handlers.INBOUND_MAX`). The one unused for longest makes room."""
-PER_RELAY_MAX = PATHS_MAX // 4
-"""Paths that one relay carries: it can make up peers behind it, each of which counts for itself."""
 CIRCUIT_SECONDS = 10.0
 """To the relay, to the peer, and a handshake through both."""
 _WAYS: tuple[Way, ...] = ("direct", "punched", "relayed")
@@ -119,7 +114,14 @@ class _Coming:
 class Paths:
     """All of one node."""
 
-    def __init__(self, host: PathHost, credentials: Credentials, counters: Counter[str]) -> None:
+    def __init__(
+        self,
+        host: PathHost,
+        credentials: Credentials,
+        counters: Counter[str],
+        settings: PathSettings = PATHS,
+    ) -> None:
+        self._settings = settings
         self._host = host
         self._credentials = credentials
         self._counters = counters
@@ -300,6 +302,7 @@ class Paths:
             opened=self._host.serve_channel,
             fell_silent=self._fell_silent,
             counters=self._counters,
+            settings=self._settings,
         )
         self._make_room(path.peer, path.relay)
         # Counted from now on: any number of them may be about to start.
@@ -437,13 +440,13 @@ class Paths:
     def _make_room(self, peer: PeerId, relay: PeerId | None) -> None:
         standing = [path for path in self if path.connection.why is None]
         own = [path for path in standing if path.peer == peer]
-        if len(own) >= PER_PEER_MAX:
+        if len(own) >= self._settings.per_peer_max:
             spare = min(own, key=lambda path: (not path.is_silent, path.is_kept, path.used_at))
             spare.end("more paths than needed")
             return
         carried = [path for path in standing if path.relay == relay] if relay is not None else []
-        if len(carried) >= PER_RELAY_MAX:
+        if len(carried) >= self._settings.per_relay_max:
             min(carried, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")
-        elif len(standing) >= PATHS_MAX:
+        elif len(standing) >= self._settings.paths_max:
             unkept = [path for path in standing if not path.is_kept] or standing
             min(unkept, key=lambda path: (len(path) > 0, path.used_at)).end("others need the room")

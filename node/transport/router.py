@@ -23,6 +23,7 @@ from node.errors import StreamClosed, Unreachable
 from node.seams import USUAL_STREAMS, Handler, StreamLimits
 from node.transport.handlers import Handlers, serve
 from node.transport.inbox import Alarm, QueueInbox
+from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.streams import SecureStream
 from node.transport.tcp import Connection
 
@@ -128,10 +129,15 @@ class Router:
     """The handlers and inboxes of one node. Its `alarm` is to be run while the node is. Peers whose ids have
     less than `work_bits` of work, or who want another number of them, are served nothing."""
 
-    def __init__(self, counters: Counter[str], work_bits: int = 0) -> None:
+    def __init__(
+        self,
+        counters: Counter[str],
+        work_bits: int = 0,
+        settings: TransportSettings = TRANSPORT,
+    ) -> None:
         self._counters = counters
         self._work_bits = work_bits
-        self._handlers: Handlers[Connection] = Handlers()
+        self._handlers: Handlers[Connection] = Handlers(settings.inbound)
         self._inboxes: dict[str, QueueInbox] = {}
         self.alarm = Alarm()
         self.streamed: Callable[[PeerId], None] | None = None

@@ -8,13 +8,14 @@ so only once it has the port alone (`listen`), so no other program can listen th
 import errno
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import trio
 
 from crypto.contact import Address
 from node.errors import Unreachable
 from node.forks import keep_from_children
+from node.transport.address_policy import Place
 from node.transport.handshake import Credentials, SecuredTransport, set_options, shake_hands
 from node.transport.sockets import socket_name
 
@@ -25,8 +26,28 @@ _OTHERS_FIRST = (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EISCONN)
 """The other side's connection has come in by the listening socket meanwhile: there can be no second one."""
 
 
+def open_at(family: int, place: Place) -> trio.socket.SocketType:
+    """Return a socket that connects from a place where this node listens. Raises Unreachable."""
+    made = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        keep_from_children(made)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        made.bind(socket_name(*place))
+    except (OSError, AttributeError) as error:  # not every system has SO_REUSEPORT
+        made.close()
+        raise Unreachable("unknown", f"port {place[1]} cannot be dialled from: {error}") from None
+    made.setblocking(False)
+    return trio.socket.from_stdlib_socket(made)
+
+
 async def connect_from(
-    places: Sequence[tuple[str, int]], address: Address, retries_seconds: Sequence[float] = ()
+    places: Sequence[Place],
+    address: Address,
+    retries_seconds: Sequence[float] = (),
+    open_socket: Callable[[int, Place], trio.socket.SocketType] = open_at,
 ) -> trio.SocketStream:
     """Connect to an IP address from one of the `places` where this node listens; once more after each of the
     pauses where it is refused.
@@ -40,7 +61,7 @@ async def connect_from(
         raise Unreachable("unknown", f"this node does not listen where it could reach {address.short}")
     pauses = iter(retries_seconds)
     while True:
-        connecting = _open(family, place)
+        connecting = open_socket(family, place)
         try:
             await connecting.connect(socket_name(address.host, address.port))
         except ConnectionRefusedError:
@@ -66,22 +87,6 @@ def leave_nothing(transport: trio.SocketStream) -> None:
     """Have the connection leave no trace when it is closed: else none from this port to the same place could
     follow for a minute. What is not sent by then is lost."""
     transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-
-
-def _open(family: int, place: tuple[str, int]) -> trio.socket.SocketType:
-    made = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        keep_from_children(made)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        if family == socket.AF_INET6:
-            made.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        made.bind(socket_name(*place))
-    except (OSError, AttributeError) as error:  # not every system has SO_REUSEPORT
-        made.close()
-        raise Unreachable("unknown", f"port {place[1]} cannot be dialled from: {error}") from None
-    made.setblocking(False)
-    return trio.socket.from_stdlib_socket(made)
 
 
 async def secure(

@@ -26,10 +26,9 @@ from node.transport.buffer_pool import Pool
 from node.transport.handshake import KEEPALIVE_SECONDS
 from node.transport.pace import BURST_SECONDS, PIECE_BYTES, Paces
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
+from node.transport.settings import TransportSettings
 from node.transport.sockets import address_of
 
-STALL_SECONDS = 60.0
-"""How long a sender may pause inside a message, which it had whole before it began."""
 ASSEMBLY_BYTES_MAX = 2**30
 """Half-received messages of all streams together: sixteen of the longest. Where it is reached, the message
 that began first is given up: who sends one in earnest is done with it, and who lets it drip is not."""
@@ -39,10 +38,6 @@ message."""
 CALLS_WITHOUT_REST_MAX = 16
 """Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
 after each takes as long as the call."""
-VANISHED_SECONDS = 45.0
-"""The kernel has repeated itself for so long without any answer: the other machine is gone. Looked at every
-few seconds, it is noticed in about a minute; TCP alone takes a quarter of an hour. Not by TCP_USER_TIMEOUT,
-which also ends a connection whose other side answers, but does not read."""
 KEEPALIVE_QUESTIONS = 3
 """A machine that vanished in silence is asked so often, ten seconds apart, after half a minute."""
 REPEATED_MIN = 2
@@ -108,6 +103,7 @@ class Connection:
         counters: Counter[str],
         ended: Callable[["Connection"], None],
         paces: Paces,
+        settings: TransportSettings,
         path: Carrier | None = None,
         place: Address | None = None,
     ) -> None:
@@ -131,6 +127,7 @@ class Connection:
         self._counters = counters
         self._tell_ended = ended
         self._paces = paces
+        self._stall_seconds = settings.stall_seconds
         self._narrowed = 0
         self._held_bytes = 0
         self._calls = 0
@@ -288,7 +285,7 @@ class Connection:
             raise self.offended(error) from None
         except trio.TooSlowError:
             self._counters["streams_stalled"] += 1
-            raise self.end(f"no byte in {STALL_SECONDS:g} s inside a message") from None
+            raise self.end(f"no byte in {self._stall_seconds:g} s inside a message") from None
         except (OSError, trio.ClosedResourceError):
             raise self.end("the connection broke") from None
         return received
@@ -362,7 +359,7 @@ class Connection:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
         if seconds and self._reader.inside:
             await trio.sleep(seconds)
-            self._stalls_at = trio.current_time() + STALL_SECONDS
+            self._stalls_at = trio.current_time() + self._stall_seconds
 
     async def _wait_for_bytes(self, *, inside: bool) -> bool:
         if self._is_woken:
@@ -381,7 +378,7 @@ class Connection:
             raise self.end("the connection ended inside a message" if inside else "the other side closed it")
         self._is_drained = count < room
         self._reader.filled(count)
-        self._stalls_at = trio.current_time() + STALL_SECONDS
+        self._stalls_at = trio.current_time() + self._stall_seconds
 
     # --- waiting and ending ------------------------------------------------------------------------
 
@@ -444,9 +441,8 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_seconds)
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
 
-    def has_vanished(self, silent_seconds: float | None = None) -> bool:
-        """Return whether the kernel has repeated itself and heard nothing for so long (`VANISHED_SECONDS` for
-        None); only Linux can say."""
+    def has_vanished(self, silent_seconds: float) -> bool:
+        """Return whether the kernel has repeated itself and heard nothing for so long; only Linux can say."""
         if self.why is not None or sys.platform != "linux":
             return False
         try:
@@ -455,8 +451,7 @@ class Connection:
             return False
         repeated = max(info[_RETRANSMITS_AT], info[_PROBES_AT])
         waited_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
-        least_seconds = VANISHED_SECONDS if silent_seconds is None else silent_seconds
-        return repeated >= REPEATED_MIN and waited_seconds >= least_seconds
+        return repeated >= REPEATED_MIN and waited_seconds >= silent_seconds
 
     def end(self, why: str) -> StreamClosed:
         """Close the socket; the first reason stays."""

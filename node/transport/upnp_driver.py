@@ -67,7 +67,16 @@ class _Granted:
 class UpnpMapper:
     """The mapping of one port. `act` at `deadline`; `host` is this machine's address towards the router."""
 
-    def __init__(self, router: str, host: str, port: int, clock: Clock, ssdp_port: int = SSDP_PORT) -> None:
+    def __init__(
+        self,
+        router: str,
+        host: str,
+        port: int,
+        clock: Clock,
+        ssdp_port: int = SSDP_PORT,
+        search_seconds: float = SEARCH_SECONDS,
+    ) -> None:
+        self._search_seconds = search_seconds
         self._router = router
         self._host = host
         self._port = port
@@ -136,7 +145,7 @@ class UpnpMapper:
                 for target in targets:
                     with suppress(OSError):
                         await asking.sendto(search(), (target, self._ssdp_port))
-                with trio.move_on_after(SEARCH_SECONDS / SEARCHES):
+                with trio.move_on_after(self._search_seconds / SEARCHES):
                     found = await self._answered(asking, faults)
                 if found is not None:
                     break

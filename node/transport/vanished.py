@@ -16,17 +16,21 @@ DOUBT_SECONDS = 4.0
 
 
 class VanishedConnections:
-    """`standing` are the connections that there are."""
+    """`standing` are the connections that there are; without an answer for `silent_seconds` one is ended."""
 
-    def __init__(self, standing: Callable[[], Collection[Connection]], counters: Counter[str]) -> None:
+    def __init__(
+        self, standing: Callable[[], Collection[Connection]], counters: Counter[str], silent_seconds: float
+    ) -> None:
         self._standing = standing
         self._counters = counters
+        self._silent_seconds = silent_seconds
         self._is_doubting = False
 
     def look(self, silent_seconds: float | None = None) -> None:
-        """End those on which the kernel has repeated itself and heard nothing for so long."""
+        """End those on which the kernel has repeated itself and heard nothing for so long, or as usual."""
+        least_seconds = self._silent_seconds if silent_seconds is None else silent_seconds
         for connection in self._standing():
-            if connection.has_vanished(silent_seconds):
+            if connection.has_vanished(least_seconds):
                 self._counters["connections_vanished"] += 1
                 connection.end("the other machine is gone")
 

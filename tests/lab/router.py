@@ -11,14 +11,21 @@ import struct
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 ROUTER_PORT = 5_351
+Forward = Callable[[str, str, int, str], object]
+"""Changes the map: the change, the transport, the port, and where it leads."""
+
 TRANSPORTS = {1: "udp", 2: "tcp", 17: "udp", 6: "tcp"}
 
 
 class Router:
-    def __init__(self, protocol: str, external: str) -> None:
+    """One router; `forward` changes its map of forwarded ports, as `nft` does."""
+
+    def __init__(self, protocol: str, external: str, forward: Forward | None = None) -> None:
         self.protocol = protocol
+        self.forward = forward or nft
         self.external = external
         self.began = time.monotonic()
         self.granted: dict[tuple[str, str, int], int] = {}
@@ -61,7 +68,7 @@ class Router:
         own = transport, host, inner
         before = self.granted.pop(own, None)
         if before is not None:
-            nft("delete", transport, before)
+            self.forward("delete", transport, before, "")
         if seconds == 0:
             return 0
         taken = {port for (kind, _, _), port in self.granted.items() if kind == transport}
@@ -69,7 +76,7 @@ class Router:
         while port in taken:
             port += 1
         self.granted[own] = port
-        nft("add", transport, port, f": {host} . {inner}")
+        self.forward("add", transport, port, f": {host} . {inner}")
         return port
 
 

@@ -14,6 +14,7 @@ from crypto.identity import Identity, PeerId
 from node.seams import USUAL_STREAMS, Handler, Network, RealClock, Stream, StreamLimits
 from node.transport.address_policy import Place
 from node.transport.network import RealNetwork
+from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.streams import SecureStream
 
 PING = "/peerloom/ping/1"
@@ -27,11 +28,12 @@ def make_network(
     swarm: str = "test",
     listen: Place | Sequence[Place] = LOOPBACK,
     identity: Identity | None = None,
+    kind: type[RealNetwork] = RealNetwork,
     **options: Any,
 ) -> RealNetwork:
     """`listen` may be one address or several; without an `identity` the network has that of its letter."""
     places = [listen] if isinstance(listen[0], str) else listen
-    return RealNetwork(
+    return kind(
         identity or Identity(letter.encode() * 32),
         os.urandom(32),
         swarm,
@@ -59,10 +61,10 @@ def acquaint(*networks: Network) -> None:
 
 @asynccontextmanager
 async def acquainted(
-    handler: Handler, limits: StreamLimits = USUAL_STREAMS
+    handler: Handler, limits: StreamLimits = USUAL_STREAMS, *, settings: TransportSettings = TRANSPORT
 ) -> AsyncIterator[tuple[RealNetwork, RealNetwork]]:
     """Two networks that know each other; `handler` serves BULK at the second."""
-    alice, bob = make_network("a"), make_network("b")
+    alice, bob = make_network("a", settings=settings), make_network("b", settings=settings)
     bob.handle(BULK, handler, limits)
     async with running(alice, bob):
         acquaint(alice, bob)
@@ -71,10 +73,10 @@ async def acquainted(
 
 @asynccontextmanager
 async def conversation(
-    handler: Handler, limits: StreamLimits = USUAL_STREAMS
+    handler: Handler, limits: StreamLimits = USUAL_STREAMS, *, settings: TransportSettings = TRANSPORT
 ) -> AsyncIterator[tuple[SecureStream, RealNetwork, RealNetwork]]:
     """A stream between the two that carries messages both ways within `limits`."""
-    async with acquainted(handler, limits) as (alice, bob):
+    async with acquainted(handler, limits, settings=settings) as (alice, bob):
         stream = await alice.open(bob.peer, BULK, message_bytes_max=limits.message_bytes_max)
         yield stream, alice, bob
 

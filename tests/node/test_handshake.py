@@ -1,6 +1,7 @@
 """The handshake of a stream on sockets: deadlines, outsiders, suites. Tests of deadlines use virtual time."""
 
 import os
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,13 +14,12 @@ from crypto.identity import Identity
 from crypto.noise import SUITES, preferred
 from crypto.swarm import Swarm
 from node.errors import Unreachable
-from node.transport import accept_queue, handshake
 from node.transport.handshake import (
-    HANDSHAKE_SECONDS,
     Credentials,
     default_suites,
     dial,
 )
+from node.transport.settings import TRANSPORT, TransportSettings
 from tests.node.nets import BULK, acquaint, echo, make_network, running, until
 
 KEY, OTHER_KEY = b"1" * 32, b"2" * 32
@@ -61,7 +61,7 @@ def test_a_dripped_answer_is_abandoned_at_the_deadline(swarm: Swarm) -> None:
             address = make_address(*listeners[0].socket.getsockname())
             with pytest.raises(Unreachable, match="did not shake hands"):
                 await dial(address, credentials("a", swarm))
-            assert trio.current_time() == pytest.approx(HANDSHAKE_SECONDS)
+            assert trio.current_time() == pytest.approx(TRANSPORT.handshake_seconds)
             nursery.cancel_scope.cancel()
 
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
@@ -99,16 +99,15 @@ async def test_members_of_a_private_swarm_connect_during_a_key_rotation() -> Non
             assert await stream.receive() == b"of one swarm"
 
 
-async def test_outsiders_are_counted_and_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in handshake, accept_queue:
-        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 0.2)
-    member = make_network("b", keys=[KEY])
+async def test_outsiders_are_counted_and_get_no_answer() -> None:
+    make = partial(make_network, settings=TransportSettings(handshake_seconds=0.2))
+    member = make("b", keys=[KEY])
     async with running(member):
-        for outsider in make_network("o", keys=[OTHER_KEY]), make_network("p", swarm="other", keys=[KEY]):
+        for outsider in make("o", keys=[OTHER_KEY]), make("p", swarm="other", keys=[KEY]):
             with pytest.raises(Unreachable, match="another swarm key is as silent"):
                 await outsider.identify(member.addresses[0])
         with pytest.raises(Unreachable):
-            await make_network("q").identify(member.addresses[0])
+            await make("q").identify(member.addresses[0])
         await until(lambda: member.counters["handshakes_by_outsiders"] == 3)
 
 
@@ -147,11 +146,7 @@ def test_a_handshake_uses_fresh_ephemeral_keys_each_time() -> None:
 @pytest.mark.parametrize(
     ("text", "first"), [("flags\t: fpu aes sse\n", "AESGCM"), ("flags : fpu vaes paes\n", "ChaChaPoly")]
 )
-def test_the_cpu_decides_which_cipher_comes_first(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any, text: str, first: str
-) -> None:
+def test_the_cpu_decides_which_cipher_comes_first(tmp_path: Any, text: str, first: str) -> None:
     (tmp_path / "cpuinfo").write_text(text)
-    monkeypatch.setattr(handshake, "_CPU_FILE", str(tmp_path / "cpuinfo"))
-    assert default_suites()[0].cipher == first
-    monkeypatch.setattr(handshake, "_CPU_FILE", str(tmp_path / "none"))
-    assert default_suites()[0].cipher == "AESGCM"
+    assert default_suites(str(tmp_path / "cpuinfo"))[0].cipher == first
+    assert default_suites(str(tmp_path / "none"))[0].cipher == "AESGCM"

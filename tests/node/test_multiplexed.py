@@ -3,6 +3,7 @@
 import errno
 import socket
 import tracemalloc
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 from typing import cast
@@ -17,7 +18,8 @@ from node.errors import StreamClosed, Unreachable
 from node.transport.multiplexed import MultiplexedPath
 from node.transport.multiplexer import Kind
 from node.transport.network import RealNetwork
-from node.transport.paths import DOUBT_AGAIN_SECONDS, PER_PEER_MAX, STOOD_SECONDS
+from node.transport.paths import DOUBT_AGAIN_SECONDS, STOOD_SECONDS, PathHost, Paths
+from node.transport.settings import PATHS, PathSettings, TransportSettings
 from tests.node.nets import PING, acquaint, echo, make_network, running, until
 from tests.node.test_relays import ask, behind_a_relay
 
@@ -98,7 +100,7 @@ async def test_concurrent_new_paths_are_bounded_like_established_ones() -> None:
         hostile.learn(other.peer, other.addresses)
         with trio.fail_after(10):
             dial = hostile._connections.dial_path
-            connections = [await dial(other.peer) for _ in range(3 * PER_PEER_MAX)]
+            connections = [await dial(other.peer) for _ in range(3 * PATHS.per_peer_max)]
             carry = partial(hostile.multiplexed.carry, is_first=True, way="direct", address=None)
             async with trio.open_nursery() as nursery:
                 for connection in connections:
@@ -107,14 +109,12 @@ async def test_concurrent_new_paths_are_bounded_like_established_ones() -> None:
                     await trio.lowlevel.checkpoint()
                 ended = [each.why for each in connections].count("more paths than needed")
                 nursery.cancel_scope.cancel()
-        assert ended == 2 * PER_PEER_MAX
+        assert ended == 2 * PATHS.per_peer_max
 
 
-@pytest.fixture
-def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, seconds in (("PING", 0.05), ("SILENT", 0.1), ("DOUBTED", 0.2)):
-        monkeypatch.setattr(f"node.transport.multiplexer.{name}_SECONDS", seconds)
-    monkeypatch.setattr("node.transport.multiplexed.WATCH_SECONDS", 0.02)
+HASTY = TransportSettings(
+    paths=PathSettings(ping_seconds=0.05, silent_seconds=0.1, doubted_seconds=0.2, watch_seconds=0.02)
+)
 
 
 def mute(network: RealNetwork, peer: PeerId) -> None:
@@ -127,9 +127,8 @@ def mute(network: RealNetwork, peer: PeerId) -> None:
     path.connection.send = lose  # type: ignore[assignment,method-assign]  # no packet is lost on this machine
 
 
-@pytest.mark.usefixtures("_hasty")
 async def test_a_silent_path_is_replaced_by_the_side_that_dialled_it() -> None:
-    one, other = make_network("h"), make_network("o")
+    one, other = make_network("h", settings=HASTY), make_network("o", settings=HASTY)
     one.handle(PING, echo)
     async with running(one, other):
         acquaint(one, other)
@@ -149,9 +148,8 @@ async def test_a_silent_path_is_replaced_by_the_side_that_dialled_it() -> None:
             assert await stream.receive() == b"two"
 
 
-@pytest.mark.usefixtures("_hasty")
 async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
-    one, other = make_network("h"), make_network("o")
+    one, other = make_network("h", settings=HASTY), make_network("o", settings=HASTY)
     other.handle(PING, echo)
     async with running(one, other):
         acquaint(one, other)
@@ -164,20 +162,18 @@ async def test_a_path_in_use_that_is_cut_is_replaced() -> None:
             channel.close()
 
 
-def test_lost_paths_of_a_peer_raise_doubts_once_a_minute(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_lost_paths_of_a_peer_raise_doubts_once_a_minute() -> None:
     doubts: list[float] = []
 
     async def main() -> None:
-        one = make_network("o")
-        monkeypatch.setattr(one._connections, "doubt", lambda: doubts.append(trio.current_time()))
+        host = SimpleNamespace(serving=None, doubt=lambda: doubts.append(trio.current_time()))
+        paths = Paths(cast("PathHost", host), make_network("o").credentials, Counter())
         began = trio.current_time()
 
         def lose(letter: str, stood_seconds: float) -> int:
             peer, since = make_network(letter).peer, trio.current_time() - stood_seconds
             lost = SimpleNamespace(peer=peer, way="direct", is_kept=True, since=since)
-            one.multiplexed._lose(cast("MultiplexedPath", lost))
+            paths._lose(cast("MultiplexedPath", lost))
             return len(doubts)
 
         while trio.current_time() < began + 2 * DOUBT_AGAIN_SECONDS:
@@ -186,7 +182,7 @@ def test_lost_paths_of_a_peer_raise_doubts_once_a_minute(
         began = trio.current_time()
         while trio.current_time() < began + 2 * DOUBT_AGAIN_SECONDS:
             assert lose("x", STOOD_SECONDS) <= 2
-            one.multiplexed.look(trio.current_time())
+            paths.look(trio.current_time())
             await trio.sleep(4)
         assert lose("y", STOOD_SECONDS) == 3
 
@@ -205,10 +201,10 @@ async def test_an_idle_path_that_is_cut_is_not_replaced() -> None:
         assert not path.is_lost
 
 
-async def test_peers_behind_one_relay_are_counted_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.transport.paths.PER_RELAY_MAX", 2)
+async def test_peers_behind_one_relay_are_counted_separately() -> None:
     guests = [make_network(letter) for letter in "xyz"]
-    async with behind_a_relay() as world, running(*guests):
+    narrow = TransportSettings(paths=PathSettings(per_relay_max=2))
+    async with behind_a_relay(settings=narrow) as world, running(*guests):
         await until(lambda: bool(world.hidden.circuits))
         for count, guest in enumerate(guests, start=1):
             guest.learn(world.hidden.peer, world.hidden.circuits)

@@ -15,14 +15,6 @@ from node.transport.multiplexer import (
     CHANNELS_MAX,
     CREDIT_BYTES,
     DATA_BYTES_MAX,
-    DEAD_SECONDS,
-    DOUBTED_SECONDS,
-    IDLE_PING_SECONDS,
-    LATE_SECONDS,
-    PING_SECONDS,
-    QUEUE_SECONDS,
-    SILENT_SECONDS,
-    WINDOW_BYTES_MIN,
     ChannelClosed,
     ChannelData,
     ChannelOpened,
@@ -30,6 +22,8 @@ from node.transport.multiplexer import (
     Kind,
     Multiplexer,
 )
+from node.transport.path_window import QUEUE_SECONDS, WINDOW_BYTES_MIN
+from node.transport.settings import PATHS
 
 
 def pair() -> tuple[Multiplexer, Multiplexer]:
@@ -189,35 +183,35 @@ def test_a_path_is_used_in_full_and_its_queue_stays_short(rate: float, trip: flo
 
 
 def test_a_silent_path_is_found_dead_sooner_while_it_carries_channels() -> None:
-    for has_channel, seconds in ((True, PING_SECONDS), (False, IDLE_PING_SECONDS)):
+    for has_channel, seconds in ((True, PATHS.ping_seconds), (False, PATHS.idle_ping_seconds)):
         one, other = pair()
         if has_channel:
             opened(one, other)
         assert one.deadline == seconds
         assert one.tick(seconds)
-        assert one.deadline == seconds + DEAD_SECONDS
-        assert not one.tick(seconds + DEAD_SECONDS)
+        assert one.deadline == seconds + PATHS.dead_seconds
+        assert not one.tick(seconds + PATHS.dead_seconds)
 
 
 def test_a_path_in_doubt_is_pinged_at_once_and_found_dead_sooner() -> None:
     one, other = pair()
     one.doubt(5.0)
-    assert one.deadline == 5.0 + DOUBTED_SECONDS
+    assert one.deadline == 5.0 + PATHS.doubted_seconds
     assert not one.is_silent(5.0)
-    assert one.is_silent(5.0 + SILENT_SECONDS)
+    assert one.is_silent(5.0 + PATHS.silent_seconds)
     pump(5.5, one, other)
     pump(6.0, other, one)
-    assert not one.is_silent(5.0 + SILENT_SECONDS)
-    assert one.tick(5.0 + DOUBTED_SECONDS)
+    assert not one.is_silent(5.0 + PATHS.silent_seconds)
+    assert one.tick(5.0 + PATHS.doubted_seconds)
     one.doubt(20.0)
-    assert not one.tick(20.0 + DOUBTED_SECONDS)
+    assert not one.tick(20.0 + PATHS.doubted_seconds)
 
 
 def test_a_path_doubted_late_is_dead_at_the_next_check() -> None:
     one, other = pair()
     opened(one, other)
-    assert one.tick(PING_SECONDS)
-    doubted = PING_SECONDS + DOUBTED_SECONDS + LATE_SECONDS + 0.6
+    assert one.tick(PATHS.ping_seconds)
+    doubted = PATHS.ping_seconds + PATHS.doubted_seconds + PATHS.late_seconds + 0.6
     assert one.tick(doubted - 0.1)
     one.doubt(doubted)
     assert one.is_silent(doubted)
@@ -227,28 +221,28 @@ def test_a_path_doubted_late_is_dead_at_the_next_check() -> None:
 def test_a_suspended_process_pings_again_before_a_doubt_counts() -> None:
     one, other = pair()
     opened(one, other)
-    assert one.tick(PING_SECONDS)
-    woken = PING_SECONDS + DOUBTED_SECONDS + LATE_SECONDS + 0.6
+    assert one.tick(PATHS.ping_seconds)
+    woken = PATHS.ping_seconds + PATHS.doubted_seconds + PATHS.late_seconds + 0.6
     one.doubt(woken)
     assert one.tick(woken)
-    assert one.deadline == woken + DOUBTED_SECONDS
+    assert one.deadline == woken + PATHS.doubted_seconds
 
 
 def test_an_answered_ping_keeps_a_path_and_measures_its_round_trip() -> None:
     one, other = pair()
-    assert one.tick(IDLE_PING_SECONDS)
-    pump(IDLE_PING_SECONDS + 0.05, one, other)
-    pump(IDLE_PING_SECONDS + 0.1, other, one)
+    assert one.tick(PATHS.idle_ping_seconds)
+    pump(PATHS.idle_ping_seconds + 0.05, one, other)
+    pump(PATHS.idle_ping_seconds + 0.1, other, one)
     assert one.round_trip_seconds == pytest.approx(0.1)
-    assert one.deadline == 2 * IDLE_PING_SECONDS
+    assert one.deadline == 2 * PATHS.idle_ping_seconds
 
 
 def test_a_suspended_process_pings_again() -> None:
     one, _ = pair()
-    one.tick(IDLE_PING_SECONDS)
-    woken = IDLE_PING_SECONDS + DEAD_SECONDS + LATE_SECONDS + 1
+    one.tick(PATHS.idle_ping_seconds)
+    woken = PATHS.idle_ping_seconds + PATHS.dead_seconds + PATHS.late_seconds + 1
     assert one.tick(woken)
-    assert one.deadline == woken + DEAD_SECONDS
+    assert one.deadline == woken + PATHS.dead_seconds
 
 
 # --- a hostile other side ------------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.seams import RealClock
-from node.transport import simultaneous
 from node.transport.address_book import AddressBook
 from node.transport.address_policy import AddressPolicy
 from node.transport.observers import Observers
@@ -38,7 +37,7 @@ from node.transport.punching import (
     PunchBudget,
     SeenPlaces,
 )
-from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from
+from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, open_at
 from node.transport.streams import SecureStream
 from tests.node.nets import make_network, running, unused_address
 
@@ -284,9 +283,7 @@ async def test_waiting_tasks_share_one_lookup() -> None:
     assert observers.count <= 2
 
 
-async def test_a_host_that_does_not_answer_is_not_dialled_again_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_host_that_does_not_answer_is_not_dialled_again_at_once() -> None:
     network = make_network("n")
     dialled: list[Address] = []
 
@@ -295,17 +292,14 @@ async def test_a_host_that_does_not_answer_is_not_dialled_again_at_once(
         dialled.append(address)
         raise Unreachable("refused", "a test")
 
-    monkeypatch.setattr("node.transport.observers.connect_from", refuse)
-    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
+    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1)], Counter(), refuse)
     network._book.prove(peer(1), OUTSIDE)
     for _ in range(5):
         await observers.look()
     assert len(dialled) == 1
 
 
-async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others() -> None:
     network = make_network("n")
     dialled: list[Address] = []
 
@@ -313,8 +307,7 @@ async def test_claimed_ipv6_addresses_are_dialled_as_rarely_as_others(
         dialled.append(address)
         raise Unreachable("refused", "a test")
 
-    monkeypatch.setattr("node.transport.observers.connect_from", refuse)
-    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1)], Counter())
+    observers = Observers(network, RealClock(), Random(1), lambda: [peer(1)], Counter(), refuse)
     claimed = make_address("2a0f:1::3", 9747)
     network._book.prove(peer(1), OUTSIDE)
     network.learn(peer(1), [claimed])
@@ -340,24 +333,20 @@ def test_a_host_rests_twice_as_long_each_time_and_memory_is_bounded() -> None:
     assert len(rests) == RESTS_MAX
 
 
-async def test_a_refused_dial_is_repeated_twice_only_within_a_punch(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_refused_dial_is_repeated_twice_only_within_a_punch() -> None:
     network, made = make_network("n"), 0
-    original = simultaneous._open
 
     def count(family: int, place: tuple[str, int]) -> trio.socket.SocketType:
         nonlocal made
         made += 1
-        return original(family, place)
+        return open_at(family, place)
 
-    monkeypatch.setattr(simultaneous, "_open", count)
     async with running(network):
         closed = unused_address()
         for pauses, expected in (((), 1), (PUNCH_RETRIES_SECONDS, 3)):
             made = 0
             with trio.fail_after(30), pytest.raises(Unreachable, match="refuses"):
-                await connect_from(network.listening, closed, pauses)
+                await connect_from(network.listening, closed, pauses, count)
             assert made == expected
 
 

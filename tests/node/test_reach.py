@@ -18,7 +18,7 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.errors import Unreachable
-from node.seams import Network, RealClock, Stream
+from node.seams import Clock, Network, RealClock, Stream
 from node.services.autonat import (
     ECHOES_PER_SECOND_MAX,
     HOST_SERVED_MAX,
@@ -35,14 +35,13 @@ from node.services.autonat import (
 from node.services.autonat_core import (
     AGAIN_SECONDS,
     BELIEVED_SECONDS,
-    DOUBT_SECONDS,
     FAMILY_OTHERS,
-    LATER_SECONDS,
     OTHERS,
-    SOON_SECONDS,
+    REACH,
     DialReport,
     FamilyVerdicts,
     Reachability,
+    ReachSettings,
 )
 from node.transport.network import RealNetwork
 from sim.network.instants import nearest_instant
@@ -87,7 +86,7 @@ def test_three_reports_of_one_network_do_not_make_a_node_unreachable() -> None:
     for number in range(9):
         core.answered(number, peer(number), DialReport(number, there(1), ((OWN, "timeout"),)))
         assert core.verdict is None
-        assert core.deadline <= number + SOON_SECONDS, "the node keeps asking"
+        assert core.deadline <= number + REACH.soon_seconds, "the node keeps asking"
     for number in (10, 11):
         assert core.verdict is None
         core.answered(number, peer(number), report(number, number, "timeout"))
@@ -126,7 +125,7 @@ def test_a_peer_that_refuses_to_dial_is_left_alone() -> None:
 
 
 def test_three_peers_are_asked_soon_then_rarely_and_more_often_in_doubt() -> None:
-    for reason, seconds in (("", LATER_SECONDS), ("timeout", DOUBT_SECONDS)):
+    for reason, seconds in (("", REACH.later_seconds), ("timeout", REACH.doubt_seconds)):
         core = Reachability(Random(1), 0.0)
         asked: list[PeerId] = []
         now = 0.0
@@ -153,7 +152,7 @@ def test_an_answer_ends_the_pauses_after_failed_requests() -> None:
     chosen = core.next(now, others)
     assert chosen is not None
     core.answered(now + 0.1, chosen, report(now + 0.1, 1, "timeout"))
-    assert core.deadline == pytest.approx(now + 0.1 + SOON_SECONDS)
+    assert core.deadline == pytest.approx(now + 0.1 + REACH.soon_seconds)
 
 
 def test_a_recent_failure_makes_the_next_request_sooner() -> None:
@@ -162,9 +161,9 @@ def test_a_recent_failure_makes_the_next_request_sooner() -> None:
         core.answered(number, peer(number), report(number, number, reason))
         if number >= 2:
             assert core.verdict is True
-            assert core.deadline == number + DOUBT_SECONDS
+            assert core.deadline == number + REACH.doubt_seconds
     core.answered(9, peer(9), report(9, 9))
-    assert core.deadline == 9 + LATER_SECONDS
+    assert core.deadline == 9 + REACH.later_seconds
 
 
 def test_a_swarm_of_two_asks_the_same_peer_again() -> None:
@@ -177,7 +176,7 @@ def test_a_swarm_of_two_asks_the_same_peer_again() -> None:
             times.append(now)
             core.answered(now, chosen, report(now, 1))
     assert len(times) > 3
-    assert all(after - before >= LATER_SECONDS for before, after in pairwise(times))
+    assert all(after - before >= REACH.later_seconds for before, after in pairwise(times))
 
 
 def test_a_hurried_node_asks_peers_that_answered_a_minute_ago() -> None:
@@ -242,11 +241,13 @@ def test_reports_of_others_take_bounded_memory(said: list[tuple[int, str, bool]]
 
 @asynccontextmanager
 async def reaching(
-    *letters: str,
+    *letters: str, settings: ReachSettings = REACH
 ) -> AsyncIterator[tuple[list[RealNetwork], list[ReachService], Counter[str]]]:
     networks = [make_network(letter) for letter in letters]
     counters: Counter[str] = Counter()
-    services = [ReachService(network, RealClock(), counters=counters) for network in networks]
+    services = [
+        ReachService(network, RealClock(), counters=counters, settings=settings) for network in networks
+    ]
     async with running(*networks):
         acquaint(*networks)
         yield networks, services, counters
@@ -270,11 +271,12 @@ async def test_a_listening_node_is_dialled_back_at_its_address() -> None:
         assert found.there == make_address("127.0.0.1", bob.port)
 
 
-async def test_a_node_that_has_moved_asks_for_new_reports_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.01)
-    async with reaching("a", "b") as ((alice, bob), (reach, other), _), trio.open_nursery() as nursery:
+async def test_a_node_that_has_moved_asks_for_new_reports_at_once() -> None:
+    hasty = ReachSettings(soon_seconds=0.01)
+    async with (
+        reaching("a", "b", settings=hasty) as ((alice, bob), (reach, other), _),
+        trio.open_nursery() as nursery,
+    ):
         told: list[tuple[bool | None, int]] = []
 
         def changed(verdict: bool | None, asked: int, found: tuple[Address, ...]) -> None:
@@ -470,7 +472,7 @@ class TwoFamilies:
 
 
 def asked_by_family(
-    monkeypatch: pytest.MonkeyPatch, theirs: Collection[int], working: Collection[int]
+    theirs: Collection[int], working: Collection[int]
 ) -> tuple[Counter[int | None], ReachService, list[Any]]:
     """Have a node ask thirty others for two hours; return how often it asked for each family, and its last
     report. A peer cannot be asked over a broken family.
@@ -479,7 +481,7 @@ def asked_by_family(
     told: list[Any] = []
     network = TwoFamilies(theirs)
 
-    async def ask(_: object, clock: SimClock, other: PeerId, at: Address | None = None) -> DialReport:
+    async def ask(_: object, clock: Clock, other: PeerId, at: Address | None = None) -> DialReport:
         await trio.sleep(0.1)
         asked[None if at is None else family_of(at)] += 1
         family = (4 if 4 in working else 6) if at is None else family_of(at)
@@ -489,31 +491,28 @@ def asked_by_family(
         return DialReport(clock.monotonic(), there, ((network.addresses[0 if family == 4 else 1], ""),))
 
     async def scenario() -> ReachService:
-        reach = ReachService(cast("Network", network), SimClock(), counters=Counter())
+        reach = ReachService(cast("Network", network), SimClock(), counters=Counter(), ask=ask)
         with trio.move_on_after(7_200):
             others = [peer(number) for number in range(1, 31)]
             await reach.run(Random(1), lambda: others, lambda *found: told.append(found))
         return reach
 
-    monkeypatch.setattr("node.services.autonat.ask_dial_back", ask)
     return asked, trio.run(scenario, clock=MockClock(autojump_threshold=0)), told
 
 
-def test_a_broken_family_does_not_affect_the_others_verdict(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked, reach, told = asked_by_family(monkeypatch, (4, 6), (4,))
+def test_a_broken_family_does_not_affect_the_others_verdict() -> None:
+    asked, reach, told = asked_by_family((4, 6), (4,))
     assert told[OTHERS - 1][:2] == (True, OTHERS)
     assert asked[6] <= 12
     assert reach.families.verdict(4, 7_200) is True
 
 
-def test_a_family_without_peers_is_asked_for_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, _, _ = asked_by_family(monkeypatch, (4,), (4,))
-    assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS
+def test_a_family_without_peers_is_asked_for_slowly() -> None:
+    asked, _, _ = asked_by_family((4,), (4,))
+    assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / REACH.later_seconds
 
 
-def test_both_families_are_judged_soon_if_others_have_both(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked, reach, _ = asked_by_family(monkeypatch, (4, 6), (4, 6))
+def test_both_families_are_judged_soon_if_others_have_both() -> None:
+    asked, reach, _ = asked_by_family((4, 6), (4, 6))
     assert reach.families.unknown((4, 6), 7_200) == set()
-    assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / LATER_SECONDS
+    assert asked.total() <= OTHERS + FAMILY_OTHERS + 7_200 / REACH.later_seconds

@@ -11,13 +11,12 @@ from random import Random
 from types import SimpleNamespace
 from typing import Any, cast
 
-import pytest
 import trio
 
 from crypto.contact import Address, make_address
 from crypto.encoding import encode
 from crypto.facts import IdentitySigner
-from crypto.identity import Identity
+from crypto.identity import Identity, PeerId
 from dht.records import Record
 from node.seams import RealClock
 from node.services.discovery import Discovery
@@ -35,6 +34,7 @@ from node.services.relays.finding import (
 from node.services.relays.ledger import Limits, RelayLedger
 from node.services.relays.reservations import Reservations
 from node.services.relays.server import RelayServer
+from node.services.relays.settings import RelaySettings
 from node.transport.network import RealNetwork
 from tests.node.nets import PING, echo, make_network, running, until
 from tests.node.test_relays import ask
@@ -43,6 +43,17 @@ from tests.node.test_transport_parts import peer_ids
 FAR_SECONDS = 0.15
 PEERS = peer_ids(2 * TRIED_MAX)
 PLACE = "45.1.0.2:9747"
+HASTY = RelaySettings(publish_look_seconds=0.2, look_seconds=0.2, search_seconds=0.2)
+
+
+class LaggingNetwork(RealNetwork):
+    """A network that has a long way to one peer."""
+
+    far: PeerId | None = None
+
+    async def keep_ready(self, peer: PeerId, at: Address) -> None:
+        await trio.sleep(FAR_SECONDS if peer == self.far else 0)
+        await super().keep_ready(peer, at)
 
 
 @dataclass
@@ -58,7 +69,7 @@ class Listed:
 async def in_a_dht(letters: str, *, relays: str, asker: str) -> AsyncIterator[dict[str, Listed]]:
     """Nodes that each know only the first; `relays` are published."""
     nodes: dict[str, Listed] = {}
-    networks = {letter: make_network(letter) for letter in letters}
+    networks = {letter: make_network(letter, kind=LaggingNetwork) for letter in letters}
     async with running(*networks.values()), trio.open_nursery() as nursery:
         hub = networks[letters[0]]
         for letter, network in networks.items():
@@ -79,6 +90,7 @@ async def in_a_dht(letters: str, *, relays: str, asker: str) -> AsyncIterator[di
                 is_relay=partial(relays.__contains__, letter),
                 is_wanted=partial(eq, letter, asker),
                 counters=Counter(),
+                settings=HASTY,
             )
             nodes[letter] = Listed(network, discovery, finder)
             await nursery.start(discovery.run)
@@ -92,20 +104,11 @@ async def in_a_dht(letters: str, *, relays: str, asker: str) -> AsyncIterator[di
         nursery.cancel_scope.cancel()
 
 
-async def test_a_node_with_one_known_peer_uses_the_nearest_relay(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for name in ("PUBLISH_LOOK_SECONDS", "SEARCH_SECONDS", "LOOK_SECONDS"):
-        monkeypatch.setattr(f"node.services.relays.finding.{name}", 0.2)
+async def test_a_node_with_one_known_peer_uses_the_nearest_relay() -> None:
     async with in_a_dht("hnfx", relays="nf", asker="x") as nodes, trio.open_nursery() as nursery:
         near, far, hidden = nodes["n"].network, nodes["f"].network, nodes["x"].network
-        welcome = far._router.welcome
-
-        async def late(*args: Any, **options: Any) -> Any:
-            await trio.sleep(FAR_SECONDS)
-            return await welcome(*args, **options)
-
-        monkeypatch.setattr(far._router, "welcome", late)
+        assert isinstance(hidden, LaggingNetwork)
+        hidden.far = far.peer
         for relay in (near, far):
             RelayServer(relay, RealClock(), RelayLedger(Limits(is_on=True), os.urandom), Counter())
         finder = nodes["x"].finder

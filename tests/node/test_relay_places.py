@@ -2,15 +2,13 @@
 
 from node.services.relays.places import (
     ANSWER_SECONDS,
-    LOST_SECONDS,
-    REFUSED_SECONDS,
     RENEW_SECONDS,
-    STOOD_SECONDS,
     TRIED_MAX,
     WANTED,
     PlaceLease,
     PlaceSearch,
 )
+from node.services.relays.settings import RELAYS as USUAL
 from node.transport.paths import idle_seconds
 from tests.node.test_transport_parts import peer_ids
 
@@ -28,11 +26,11 @@ def test_a_relay_that_refused_rests_longer_than_a_lost_one() -> None:
     search = PlaceSearch()
     assert search.next(0.0, RELAYS[:1]) == RELAYS[0]
     search.ended(1.0, RELAYS[0])
-    assert search.next(REFUSED_SECONDS, RELAYS[:1]) is None
-    assert search.next(1.0 + REFUSED_SECONDS, RELAYS[:1]) == RELAYS[0]
-    search.kept(1.0 + REFUSED_SECONDS, RELAYS[0])
+    assert search.next(USUAL.refused_seconds, RELAYS[:1]) is None
+    assert search.next(1.0 + USUAL.refused_seconds, RELAYS[:1]) == RELAYS[0]
+    search.kept(1.0 + USUAL.refused_seconds, RELAYS[0])
     search.ended(200.0, RELAYS[0])
-    assert search.next(200.0 + LOST_SECONDS, RELAYS[:1]) == RELAYS[0]
+    assert search.next(200.0 + USUAL.lost_seconds, RELAYS[:1]) == RELAYS[0]
 
 
 def test_a_relay_that_hangs_up_rests_longer_each_time() -> None:
@@ -40,24 +38,26 @@ def test_a_relay_that_hangs_up_rests_longer_each_time() -> None:
     for _ in range(6):
         began = now
         while search.next(now, RELAYS[:1]) is None:
-            now += LOST_SECONDS
+            now += USUAL.lost_seconds
         pauses.append(now - began)
         search.kept(now, RELAYS[0])
         search.ended(now, RELAYS[0])
     assert pauses == [
         0.0,
-        LOST_SECONDS,
-        4 * LOST_SECONDS,
-        16 * LOST_SECONDS,
-        64 * LOST_SECONDS,
-        REFUSED_SECONDS,
+        USUAL.lost_seconds,
+        4 * USUAL.lost_seconds,
+        16 * USUAL.lost_seconds,
+        64 * USUAL.lost_seconds,
+        USUAL.refused_seconds,
     ]
-    now += REFUSED_SECONDS
+    now += USUAL.refused_seconds
     assert search.next(now, RELAYS[:1]) == RELAYS[0]
     search.kept(now, RELAYS[0])
-    now += STOOD_SECONDS
+    now += USUAL.stood_seconds
     search.ended(now, RELAYS[0])
-    assert search.next(now + LOST_SECONDS, RELAYS[:1]) == RELAYS[0], "a place that lasted resets the pause"
+    assert search.next(now + USUAL.lost_seconds, RELAYS[:1]) == RELAYS[0], (
+        "a place that lasted resets the pause"
+    )
 
 
 def test_resting_relays_are_bounded() -> None:

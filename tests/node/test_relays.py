@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -34,6 +34,7 @@ from node.services.relays.ledger import (
 )
 from node.services.relays.reservations import TAKING_MAX, Reservations
 from node.services.relays.server import STREAMS, RelayServer
+from node.services.relays.settings import RELAYS, RelaySettings
 from node.transport.network import RealNetwork
 from node.transport.relay_messages import (
     BUSY,
@@ -52,6 +53,7 @@ from node.transport.relay_messages import (
     Request,
     TakeCircuit,
 )
+from node.transport.settings import TRANSPORT, TransportSettings
 from tests.node.nets import (
     BULK,
     PING,
@@ -88,13 +90,19 @@ class Hidden:
 
 
 @asynccontextmanager
-async def behind_a_relay(limits: Limits = Limits(is_on=True, bytes_per_second=0)) -> AsyncIterator[Hidden]:  # noqa: B008 - frozen
-    hidden, guest, relay = (make_network(letter) for letter in "hgr")
+async def behind_a_relay(
+    limits: Limits = Limits(is_on=True, bytes_per_second=0),  # noqa: B008 - frozen
+    *,
+    settings: TransportSettings = TRANSPORT,
+    relays: RelaySettings = RELAYS,
+    make_ledger: Callable[[Limits, Callable[[int], bytes]], RelayLedger] = RelayLedger,
+) -> AsyncIterator[Hidden]:
+    hidden, guest, relay = (make_network(letter, settings=settings) for letter in "hgr")
     for network in (hidden, guest):
         network.handle(PING, echo)
         network.handle(BULK, count_bytes, LIMITS)
     counters: Counter[str] = Counter()
-    server = RelayServer(relay, RealClock(), RelayLedger(limits, os.urandom), counters)
+    server = RelayServer(relay, RealClock(), make_ledger(limits, os.urandom), counters)
     wanted = [relay.peer]
     places = Reservations(
         hidden,
@@ -103,6 +111,7 @@ async def behind_a_relay(limits: Limits = Limits(is_on=True, bytes_per_second=0)
         is_wanted=lambda: True,
         changed=lambda: guest.learn(hidden.peer, hidden.circuits),
         counters=counters,
+        settings=relays,
     )
     async with running(hidden, guest, relay), trio.open_nursery() as nursery:
         hidden.learn(relay.peer, relay.addresses)
@@ -280,9 +289,8 @@ async def test_a_dialable_guest_is_dialled_directly() -> None:
         assert back.source == world.guest.addresses[0].of(None)
 
 
-async def test_a_lost_relay_is_reported_at_once_and_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.services.relays.places.LOST_SECONDS", 0.1)
-    async with behind_a_relay() as world:
+async def test_a_lost_relay_is_reported_at_once_and_asked_again() -> None:
+    async with behind_a_relay(relays=RelaySettings(lost_seconds=0.1)) as world:
         await until(lambda: bool(world.hidden.circuits))
         for path in world.relay.multiplexed:
             path.end("a test")
@@ -318,22 +326,19 @@ async def test_circuits_to_nobody_and_through_a_dead_relay_fail_with_a_reason() 
             await world.guest.open(nobody, PING)
 
 
-async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with behind_a_relay() as world:
-        await until(lambda: bool(world.hidden.circuits))
-        wanted, real = make_network("w").peer, world.hidden.peer
-        world.guest.learn(wanted, [world.relay.addresses[0].through(wanted)])
-        # The relay connects each request for the wanted peer to another node.
-        ledger = world.server.ledger
-        announce = ledger.announce
+async def test_a_relay_cannot_put_another_node_at_the_end_of_a_circuit() -> None:
+    wanted, real = make_network("w").peer, make_network("h").peer
 
-        def announce_another(now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
+    class Swapping(RelayLedger):
+        """A ledger that connects each request for the wanted peer to another node."""
+
+        def announce(self, now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
             assert target == wanted
-            return announce(now, first, real, source)
+            return super().announce(now, first, real, source)
 
-        monkeypatch.setattr(ledger, "announce", announce_another)
+    async with behind_a_relay(make_ledger=Swapping) as world:
+        await until(lambda: bool(world.hidden.circuits))
+        world.guest.learn(wanted, [world.relay.addresses[0].through(wanted)])
         world.server._kept[wanted] = world.server._kept[real]
         with pytest.raises(Unreachable) as caught:
             await world.guest.open(wanted, PING)

@@ -19,7 +19,6 @@ from crypto.identity import PeerId
 from crypto.swarm import Swarm
 from crypto.token_buckets import prefix_of
 from node.errors import Unreachable
-from node.transport import accept_queue, handshake
 from node.transport.accept_queue import (
     GATHER_SECONDS,
     READ_BYTES_MAX,
@@ -28,14 +27,15 @@ from node.transport.accept_queue import (
     PendingConnections,
 )
 from node.transport.half_open import HalfOpenQueue
-from node.transport.handshake import HANDSHAKE_SECONDS
 from node.transport.handshake_limits import SOURCE_BURST, SOURCE_RATE
 from node.transport.network import RealNetwork
+from node.transport.settings import TRANSPORT, TransportSettings
 from tests.node.nets import LOOPBACK, make_network, raw_address, running, until
 from tests.node.test_handshake import KEY, OTHER_KEY, PRIVATE, credentials
 
 OPEN = Swarm("test")
 HERE = "127.0.0.1"
+HANDSHAKE_SECONDS = TRANSPORT.handshake_seconds
 
 
 class Room:
@@ -367,11 +367,9 @@ async def test_an_honest_peer_connects_during_a_flood_of_half_handshakes() -> No
 # --- bounded places before the handshake ------------------------------------------------------------
 
 
-async def test_strangers_who_fill_all_places_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in handshake, accept_queue:
-        monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 30.0)
-    alice, bob = make_network("a"), make_network("b")
-    bob._connections.arrivals._doorway = HalfOpenQueue(places_max=2)
+async def test_strangers_who_fill_all_places_keep_nobody_out() -> None:
+    settings = TransportSettings(handshake_seconds=30.0, half_open_max=2)
+    alice, bob = make_network("a", settings=settings), make_network("b", settings=settings)
     async with running(alice, bob):
         idle = [await trio.open_tcp_stream(*raw_address(bob)) for _ in range(2)]
         await until(lambda: len(bob._connections.arrivals._doorway) == 2)
@@ -385,8 +383,7 @@ async def test_strangers_who_fill_all_places_keep_nobody_out(monkeypatch: pytest
 
 
 async def test_a_peer_in_handshake_can_lose_its_place() -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob._connections.arrivals._doorway = HalfOpenQueue(places_max=1)
+    alice, bob = make_network("a"), make_network("b", settings=TransportSettings(half_open_max=1))
     async with running(alice, bob):
         half = await trio.open_tcp_stream(*raw_address(bob))
         await half.send_all(first_flight(OPEN))

@@ -13,7 +13,7 @@ from node.config import Config, resolve
 from node.errors import Unreachable, UsageError
 from node.runtime import Node
 from node.storage.swarm_keys import KEY_FILE_BYTES_MAX, load_swarm_keys, read_swarm_key
-from node.transport import handshake
+from node.transport.settings import TransportSettings
 from tests.node.nets import make_network
 
 KEYS = [bytes(range(start, start + 32)) for start in range(SWARM_KEYS_MAX + 1)]
@@ -94,17 +94,20 @@ def test_the_config_names_the_key_file_relative_to_itself(tmp_path: Path) -> Non
 
 
 async def test_only_members_connect_to_a_node_with_a_key_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     path = key_file(tmp_path, KEYS[0].hex())
     environment = {"PEERLOOM_KEY_FILE": str(path), "PEERLOOM_DATA_DIR": str(tmp_path / "data")}
     environment |= {"PEERLOOM_LISTEN": "127.0.0.1:0", "PEERLOOM_SWARM": "test"}
     environment["PEERLOOM_CALIBRATE"] = "false"
     async with Node(resolve({}, environment)) as node:
-        member, outsider = make_network("m", keys=[KEYS[0]]), make_network("o", keys=[KEYS[1]])
+        hasty = TransportSettings(handshake_seconds=0.2)
+        member, outsider = (
+            make_network("m", keys=[KEYS[0]]),
+            make_network("o", keys=[KEYS[1]], settings=hasty),
+        )
         address = node.network.addresses[0]
         assert await member.identify(address) == node.peer
-        monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.2)
         with pytest.raises(Unreachable):
             await outsider.identify(address)
 

@@ -17,7 +17,6 @@ from crypto.sessions.packets import payload_bytes_max
 from crypto.swarm import Swarm
 from node.errors import UsageError
 from node.seams import Network
-from node.transport import network
 from node.transport.listen import bind_all, dialable
 from node.transport.router import ONE_SHOT_BYTES_MAX
 from node.transport.sockets import (
@@ -179,24 +178,17 @@ async def test_only_newer_datagrams_move_a_peers_address() -> None:
             assert payloads == [b"to the new address"]
 
 
-async def test_a_message_to_a_peer_that_starts_late_arrives(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    alice, bob = make_network("a"), make_network("b")
-    bob.inbox(PING)
+async def test_a_message_to_a_peer_that_starts_late_arrives() -> None:
+    alice = make_network("a")
     async with running(alice):
-        # Both sockets exist already, so that no other process takes the port, and bob does not run yet.
-        bound = await bind_all([LOOPBACK])
-        alice.learn(bob.peer, [make_address("127.0.0.1", bound[0].port)])
+        (bound,) = await bind_all([LOOPBACK])
+        bob = make_network("b", listen=("127.0.0.1", bound.port), may_move=False)
+        bob.inbox(PING)
+        alice.learn(bob.peer, [make_address("127.0.0.1", bound.port)])
         alice.send(bob.peer, PING, b"are you there yet?")
-        await raw_arrival(bound[0].udp)
-
-        async def taken(places: object, *, may_move: bool) -> object:
-            return bound
-
-        monkeypatch.setattr(network, "bind_all", taken)
+        await raw_arrival(bound.udp)
+        bound.close()
         async with running(bob):
-            assert bob.port == bound[0].port
             assert await arrival(bob) == (alice.peer, b"are you there yet?")
 
 

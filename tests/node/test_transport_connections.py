@@ -10,13 +10,13 @@ import trio
 from trio.testing import MockClock
 
 from crypto.identity import PeerId
-from crypto.registers import Budget
 from node.errors import Unreachable
 from node.seams import Stream
-from node.transport import arrivals, connections, handlers, streams, tcp
+from node.transport import streams, tcp
 from node.transport.connection_pool import IDLE_PER_PEER_MAX, IDLE_SECONDS, IdleConnections
 from node.transport.network import RealNetwork
 from node.transport.records import Mark
+from node.transport.settings import TRANSPORT, TransportSettings
 from tests.hostile.attack import Target
 from tests.hostile.guests import ECHO, Guest
 from tests.node.nets import (
@@ -99,7 +99,7 @@ def test_idle_connections_are_closed_after_a_while_on_both_sides() -> None:
             await until(lambda: number_idle(alice) == 1)
             await trio.sleep(IDLE_SECONDS - 5)
             assert number_idle(alice) == 1
-            await trio.sleep(5 + connections.LOOK_SECONDS)
+            await trio.sleep(5 + TRANSPORT.look_seconds)
             assert number_open(alice) == number_open(bob) == 0
             # The peer can still be asked again.
             await ask(alice, bob.peer)
@@ -185,9 +185,15 @@ async def test_a_restarted_peer_is_reached_transparently(
             assert alice.counters["connections_used_again"] == 0
 
 
-async def test_idle_connections_make_room_for_active_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handlers, "INBOUND", Budget(2, 2, 2, 10.0))
-    alice, bob, carol, dave = (make_network(letter) for letter in "abcd")
+def of_places(places: int) -> TransportSettings:
+    """Settings by which each peer and each network may take all the places there are."""
+    return TransportSettings(
+        inbound_max=places, inbound_per_peer_max=places - 1, inbound_per_network_max=places
+    )
+
+
+async def test_idle_connections_make_room_for_active_ones() -> None:
+    alice, bob, carol, dave = (make_network(letter, settings=of_places(2)) for letter in "abcd")
     bob.handle(BULK, answer_once)
     async with running(alice, bob, carol, dave):
         acquaint(alice, bob, carol, dave)
@@ -204,11 +210,8 @@ def number_waiting_is(network: RealNetwork, number: int) -> bool:
     return len(network._connections.arrivals._waiting) == number
 
 
-async def test_a_crowd_from_one_address_keeps_nobody_else_out(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(handlers, "INBOUND", Budget(4, 4, 4, 10.0))
-    alice, bob = make_network("a"), make_network("b")
+async def test_a_crowd_from_one_address_keeps_nobody_else_out() -> None:
+    alice, bob = make_network("a"), make_network("b", settings=of_places(4))
     bob.handle(ECHO, echo)
     async with running(alice, bob):
         acquaint(alice, bob)
@@ -249,11 +252,8 @@ async def test_invalid_marks_end_the_connection(marks: tuple[Mark, Mark]) -> Non
         await until(lambda: number_open(bob) == 0)
 
 
-async def test_a_peer_that_requests_only_unknown_protocols_is_disconnected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(arrivals, "REFUSALS_MAX", 3)
-    alice, bob = make_network("a"), make_network("b")
+async def test_a_peer_that_requests_only_unknown_protocols_is_disconnected() -> None:
+    alice, bob = make_network("a"), make_network("b", settings=TransportSettings(refusals_max=3))
     async with running(alice, bob):
         acquaint(alice, bob)
         for _ in range(10):

@@ -13,9 +13,9 @@ from crypto.errors import RemoteProtocolError
 from crypto.noise import preferred
 from node.errors import StreamClosed, Unreachable
 from node.seams import Stream, StreamLimits
-from node.transport import handshake, tcp
-from node.transport.handlers import INBOUND_PER_PEER_MAX
+from node.transport import tcp
 from node.transport.records import MESSAGE_BYTES_MAX, PAYLOAD_BYTES_MAX, RECORD_PLAIN_BYTES_MAX
+from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.streams import SecureStream
 from tests.node.nets import (
     BULK,
@@ -187,16 +187,15 @@ async def test_a_stream_that_ends_inside_a_message_is_closed_with_that_reason() 
             await stream.receive()
 
 
-async def test_a_sender_that_stalls_inside_a_message_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "STALL_SECONDS", 0.05)
-    async with half_sent_message() as stream:
+async def test_a_sender_that_stalls_inside_a_message_is_abandoned() -> None:
+    async with half_sent_message(settings=TransportSettings(stall_seconds=0.05)) as stream:
         with pytest.raises(StreamClosed, match="no byte in"):
             await stream.receive()
 
 
 @asynccontextmanager
 async def half_sent_message(
-    *, hang_up: bool = False, go_on: trio.Event | None = None
+    *, hang_up: bool = False, go_on: trio.Event | None = None, settings: TransportSettings = TRANSPORT
 ) -> AsyncIterator[SecureStream]:
     """A stream on which the other side sends the first half of a message, and the rest on `go_on`."""
 
@@ -210,7 +209,7 @@ async def half_sent_message(
             await stream.receive()
         stream.connection.end("cut")
 
-    async with conversation(send_half) as (stream, _, _):
+    async with conversation(send_half, settings=settings) as (stream, _, _):
         yield stream
 
 
@@ -236,11 +235,11 @@ async def test_identify_returns_the_peers_id() -> None:
         await (await alice.open(bob.peer, BULK)).aclose()
 
 
-async def test_a_silent_responder_times_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "HANDSHAKE_SECONDS", 0.1)
+async def test_a_silent_responder_times_out() -> None:
+    hasty = make_network("a", settings=TransportSettings(handshake_seconds=0.1))
     silent = await trio.open_tcp_listeners(0, host="127.0.0.1")
     with pytest.raises(Unreachable, match="did not shake hands") as refusal:
-        await make_network("a").identify(make_address(*silent[0].socket.getsockname()))
+        await hasty.identify(make_address(*silent[0].socket.getsockname()))
     assert refusal.value.reason == "timeout"
     await silent[0].aclose()
 
@@ -275,13 +274,18 @@ async def test_two_swarms_never_mix_by_datagram_either() -> None:
 
 
 async def test_one_peer_cannot_take_all_the_streams() -> None:
-    async with acquainted(echo, StreamLimits(streams_per_peer_max=2 * INBOUND_PER_PEER_MAX)) as (alice, bob):
-        streams = [await alice.open(bob.peer, BULK) for _ in range(INBOUND_PER_PEER_MAX)]
+    async with acquainted(echo, StreamLimits(streams_per_peer_max=2 * TRANSPORT.inbound_per_peer_max)) as (
+        alice,
+        bob,
+    ):
+        streams = [await alice.open(bob.peer, BULK) for _ in range(TRANSPORT.inbound_per_peer_max)]
         with pytest.raises(Unreachable, match="too many streams"):
             await alice.open(bob.peer, BULK)
         for stream in streams:
             await stream.aclose()
-        await until(lambda: bob._connections.arrivals._register.count(alice.peer) < INBOUND_PER_PEER_MAX)
+        await until(
+            lambda: bob._connections.arrivals._register.count(alice.peer) < TRANSPORT.inbound_per_peer_max
+        )
         await (await alice.open(bob.peer, BULK)).aclose()
 
 

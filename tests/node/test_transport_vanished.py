@@ -10,15 +10,16 @@ import trio
 
 from node.errors import StreamClosed
 from node.seams import Stream
-from node.transport import connections, tcp
+from node.transport.settings import TransportSettings
 from tests.node.nets import conversation, echo
 
 MESSAGES = [bytes((number,)) * 2**20 for number in range(24)]
+HASTY = TransportSettings(vanished_seconds=0.25, look_seconds=0.05)
 
 
 async def when_the_wire_is_cut() -> None:
     """After all packets are dropped, the waiting reader gets an error."""
-    async with conversation(echo) as (stream, alice, _):
+    async with conversation(echo, settings=HASTY) as (stream, alice, _):
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
         await trio.run_process(["ip", "link", "set", "lo", "down"])
@@ -34,12 +35,12 @@ async def when_the_reader_sleeps() -> None:
     done = trio.Event()
 
     async def sleep_and_read(stream: Stream) -> None:
-        await trio.sleep(8 * tcp.VANISHED_SECONDS)
+        await trio.sleep(8 * HASTY.vanished_seconds)
         while len(taken) < len(MESSAGES):
             taken.append(await stream.receive())
         done.set()
 
-    async with conversation(sleep_and_read) as (stream, alice, _):
+    async with conversation(sleep_and_read, settings=HASTY) as (stream, alice, _):
         for message in MESSAGES:
             await stream.send(message)
         await done.wait()
@@ -49,7 +50,6 @@ async def when_the_reader_sleeps() -> None:
 
 def play(name: str) -> None:
     """One of the two scenarios, with timeouts of a quarter of a second instead of a minute."""
-    tcp.VANISHED_SECONDS, connections.LOOK_SECONDS = 0.25, 0.05
 
     async def main() -> None:
         with trio.fail_after(20):

@@ -16,7 +16,8 @@ from node.commands import ALONE_TEXT, Commands
 from node.errors import RunFailed
 from node.events import Event, RunChanged, RunPlanned
 from node.runtime import Node
-from node.services.autonat_core import OTHERS
+from node.service_settings import ServiceSettings
+from node.services.autonat_core import OTHERS, ReachSettings
 from node.services.metadata import UNREACHABLE_WORD
 from sim.network.links import SimLinks
 from sim.network.model import Access, Nat, NetworkModel
@@ -25,6 +26,8 @@ from sim.seeds import seeded_identity
 from tests import stack
 from tests.node.nets import unused_address
 from tests.node.simulated import SEED, simulated_node
+
+HASTY = ServiceSettings(reach=ReachSettings(soon_seconds=0.1))
 
 
 def settings(
@@ -55,16 +58,13 @@ def offers_slot(asked: Node, of: Node) -> bool:
     return offer.has_slot
 
 
-async def test_a_node_with_a_dead_announced_port_gets_no_stage(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.1)
+async def test_a_node_with_a_dead_announced_port_gets_no_stage(tmp_path: Path) -> None:
     dead = unused_address().port
     async with AsyncExitStack() as stack:
 
         async def begin(name: str, *join: str, announce: int = 0) -> Node:
             made = settings(tmp_path, name, *join, announce=announce)
-            return await stack.enter_async_context(Node(made))
+            return await stack.enter_async_context(Node(made, settings=HASTY))
 
         first = await begin("a")
         others = [first, *[await begin(name, first.addresses[0]) for name in "bc"]]
@@ -84,16 +84,13 @@ async def test_a_node_with_a_dead_announced_port_gets_no_stage(
         assert f"let TCP and UDP port {dead} through" in lines
 
 
-async def test_an_undialable_node_offers_its_slot_through_a_relay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("node.services.autonat_core.SOON_SECONDS", 0.1)
+async def test_an_undialable_node_offers_its_slot_through_a_relay(tmp_path: Path) -> None:
     dead = unused_address().port
     async with AsyncExitStack() as stack:
 
         async def begin(name: str, *join: str, announce: int = 0) -> Node:
             made = settings(tmp_path, name, *join, announce=announce, has_relays=True)
-            return await stack.enter_async_context(Node(made))
+            return await stack.enter_async_context(Node(made, settings=HASTY))
 
         first = await begin("a")
         await begin("b", first.addresses[0])

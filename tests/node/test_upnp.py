@@ -243,11 +243,10 @@ def test_a_hostile_description_is_refused(router: UpnpRouter, kind: str) -> None
     assert router.calls == []
 
 
-def test_a_machine_without_upnp_is_asked_again_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("node.transport.upnp_driver.SEARCH_SECONDS", 0.1)
+def test_a_machine_without_upnp_is_asked_again_later() -> None:
     with closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as silent:
         silent.bind((HOST, 0))
-        made = UpnpMapper(HOST, HOST, PORT, Clock(), ssdp_port=silent.getsockname()[1])
+        made = UpnpMapper(HOST, HOST, PORT, Clock(), ssdp_port=silent.getsockname()[1], search_seconds=0.1)
         trio.run(made.act)
     assert made.outcome == "no answer"
     assert made.deadline > NOW + LATER_SECONDS / 2

@@ -9,7 +9,8 @@ import trio
 
 from node.errors import StreamClosed, Unreachable
 from node.seams import Stream
-from node.transport.handshake import CONNECT_SECONDS, HANDSHAKE_SECONDS
+from node.transport.handshake import CONNECT_SECONDS
+from node.transport.settings import TRANSPORT
 from sim.executor import SimExecutor
 from sim.network.clocks import LocalClock
 from sim.network.links import SimLinks
@@ -235,7 +236,7 @@ def test_a_frozen_peer_shakes_no_hands() -> None:
             medium.freeze(B, 100)
             with pytest.raises(Unreachable, match="shake hands"):
                 await one.open(B, TALK)
-            assert now() == pytest.approx(0.2 + HANDSHAKE_SECONDS)
+            assert now() == pytest.approx(0.2 + TRANSPORT.handshake_seconds)
             await trio.sleep_until(98)
             await one.open(B, TALK)
             assert now() == pytest.approx(100)

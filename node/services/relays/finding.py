@@ -26,6 +26,7 @@ from node.containment import contain, keep_running
 from node.errors import Unreachable
 from node.seams import Clock
 from node.services.discovery import Discovery
+from node.services.relays.settings import RELAYS, RelaySettings
 from node.transport.address_policy import is_global
 from node.transport.network import RealNetwork
 
@@ -38,10 +39,6 @@ SHARDS_READ = 3
 RECORD_SECONDS = 3_600.0
 """How long a relay is listed after it has last said that it is one."""
 RENEW_SECONDS = 1_200.0
-PUBLISH_LOOK_SECONDS = 10.0
-LOOK_SECONDS = 1.0
-SEARCH_SECONDS, SEARCH_SECONDS_MAX = 15.0, 600.0
-"""From one search to the next while more relays are wanted, and twice as long after each."""
 TRIED_MAX = 8
 """Relays that a search dials, each of another public network."""
 FOUND_MAX = 16
@@ -144,8 +141,10 @@ class RelayFinder:
         is_relay: Callable[[], bool],
         is_wanted: Callable[[], bool],
         counters: Counter[str],
+        settings: RelaySettings = RELAYS,
     ) -> None:
         self._network = network
+        self._settings = settings
         self._clock = clock
         self._discovery = discovery
         self._rng = rng
@@ -168,7 +167,7 @@ class RelayFinder:
     async def _be_listed(self) -> None:
         told, at = b"", 0.0
         while True:
-            await trio.sleep(PUBLISH_LOOK_SECONDS)
+            await trio.sleep(self._settings.publish_look_seconds)
             value = self._own_record() if self._is_relay() else b""
             now = self._clock.monotonic()
             if value and (value != told or now - at >= RENEW_SECONDS):
@@ -183,15 +182,15 @@ class RelayFinder:
         return encode(RelayRecord(RECORD_VERSION, address_texts(own)))
 
     async def _search_often(self) -> None:
-        pause_seconds = SEARCH_SECONDS
+        pause_seconds = self._settings.search_seconds
         while True:
-            await trio.sleep(LOOK_SECONDS)
+            await trio.sleep(self._settings.look_seconds)
             if not self._is_wanted():
-                pause_seconds = SEARCH_SECONDS
+                pause_seconds = self._settings.search_seconds
                 continue
             await self.search()
             await trio.sleep(pause_seconds)
-            pause_seconds = min(2 * pause_seconds, SEARCH_SECONDS_MAX)
+            pause_seconds = min(2 * pause_seconds, self._settings.search_seconds_max)
 
     async def search(self) -> None:
         """Read what the DHT has, and measure some of it."""

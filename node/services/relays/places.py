@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from crypto.identity import PeerId
+from node.services.relays.settings import RELAYS, RelaySettings
 from node.transport.network import CIRCUITS_TOLD_MAX
 
 WANTED = CIRCUITS_TOLD_MAX
@@ -17,12 +18,6 @@ RENEW_SECONDS = 20.0
 place lasts thirty times as long."""
 ANSWER_SECONDS = 5.0
 """For the answer to that."""
-REFUSED_SECONDS = 60.0
-"""How long a relay that refused, or failed, is left alone; where it was lost a shorter while."""
-LOST_SECONDS = 0.5
-STOOD_SECONDS = 60.0
-"""A place that was lost sooner counts against its relay: it may grant places only to hang up. Each further
-such loss has it left alone four times as long, up to REFUSED_SECONDS."""
 TRIED_MAX = 256
 """Relays that are left alone: as many as a swarm has members in view that are worth a try."""
 
@@ -30,7 +25,8 @@ TRIED_MAX = 256
 class PlaceSearch:
     """The relays of one node: those that are asked or kept, and those that are left alone for a while."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: RelaySettings = RELAYS) -> None:
+        self._settings = settings
         self._asked: dict[PeerId, None] = {}
         self._left_alone: dict[PeerId, float] = {}
         self._kept_since: dict[PeerId, float] = {}
@@ -71,7 +67,7 @@ class PlaceSearch:
         """A relay refused or failed, or a place that it kept is lost."""
         self._asked.pop(relay, None)
         since = self._kept_since.pop(relay, None)
-        seconds = REFUSED_SECONDS if since is None else self._lost_seconds(now, relay, since)
+        seconds = self._settings.refused_seconds if since is None else self._lost_seconds(now, relay, since)
         self._left_alone.pop(relay, None)
         self._left_alone[relay] = now + seconds
         _shorten(self._left_alone)
@@ -79,11 +75,12 @@ class PlaceSearch:
     def _lost_seconds(self, now: float, relay: PeerId, since: float) -> float:
         """Return how long to leave alone a relay at which a place is lost."""
         before = self._short.pop(relay, 0)
-        if now - since >= STOOD_SECONDS:
-            return LOST_SECONDS
+        if now - since >= self._settings.stood_seconds:
+            return self._settings.lost_seconds
         self._short[relay] = before + 1
         _shorten(self._short)
-        return float(min(REFUSED_SECONDS, LOST_SECONDS * 4.0 ** min(before, 16)))
+        longer_seconds = self._settings.lost_seconds * 4.0 ** min(before, 16)
+        return float(min(self._settings.refused_seconds, longer_seconds))
 
 
 def _shorten(table: dict[PeerId, Any]) -> None:

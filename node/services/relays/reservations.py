@@ -19,6 +19,7 @@ from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock
 from node.services.relays.places import ANSWER_SECONDS, PlaceLease, PlaceSearch
+from node.services.relays.settings import RELAYS, RelaySettings
 from node.transport.network import RealNetwork
 from node.transport.relay_messages import (
     MESSAGE_BYTES_MAX,
@@ -51,6 +52,7 @@ class Reservations:
         is_wanted: Callable[[], bool],
         changed: Callable[[], None],
         counters: Counter[str],
+        settings: RelaySettings = RELAYS,
     ) -> None:
         self._network = network
         self._clock = clock
@@ -60,7 +62,7 @@ class Reservations:
         self._counters = counters
         self._circuits: dict[PeerId, Address] = {}
         self._asking: dict[PeerId, trio.CancelScope] = {}
-        self._search = PlaceSearch()
+        self._search = PlaceSearch(settings)
         self._taking: Counter[PeerId] = Counter()
         self._readying: set[PeerId] = set()
 

@@ -11,7 +11,7 @@ from crypto.contact import Address
 from crypto.encoding import decode, encode
 from node.seams import Network, RealClock
 from node.services.autonat import PROTOCOL, Echo, ReachService, ask_dial_back
-from node.services.autonat_core import DOUBT_SECONDS, OTHERS, SOON_SECONDS
+from node.services.autonat_core import OTHERS, REACH
 from tests.node.behaviour.worlds import TALK, World, arrival, echo, on_both_networks
 
 CLOCK = RealClock()
@@ -70,7 +70,7 @@ async def test_a_dial_back_of_a_hidden_peer_confirms_nothing(world: World) -> No
 async def test_one_that_got_through_makes_a_node_sure(world: World) -> None:
     alice = world.network("a")
     async with asking(alice, strangers(world)) as told:
-        await trio.sleep(OTHERS * SOON_SECONDS + 60)
+        await trio.sleep(OTHERS * REACH.soon_seconds + 60)
         assert told == [(True, number, ()) for number in range(1, OTHERS + 1)]
 
 
@@ -78,7 +78,7 @@ async def test_one_that_got_through_makes_a_node_sure(world: World) -> None:
 async def test_a_hidden_peer_knows_it_once_three_have_tried(world: World) -> None:
     hidden = world.hidden("h")
     async with asking(hidden, strangers(world)) as told:
-        await trio.sleep(OTHERS * SOON_SECONDS + 60)
+        await trio.sleep(OTHERS * REACH.soon_seconds + 60)
         assert [(verdict, asked) for verdict, asked, _ in told] == [(None, 1), (None, 2), (False, 3)]
         assert not any(unknown for _, _, unknown in told)
 
@@ -91,10 +91,10 @@ async def test_a_peer_learns_its_address_after_port_forwarding(
     hidden.handle(TALK, echo)
     async with asking(hidden, strangers(world)) as told, trio.open_nursery() as nursery:
         await nursery.start(stranger.run)
-        await trio.sleep(OTHERS * SOON_SECONDS + 60)
+        await trio.sleep(OTHERS * REACH.soon_seconds + 60)
         assert told[-1][0] is False
         async with world.forwarding(hidden):
-            await trio.sleep((OTHERS + 1) * DOUBT_SECONDS)
+            await trio.sleep((OTHERS + 1) * REACH.doubt_seconds)
             verdict, _, unknown = told[-1]
             assert (verdict, unknown) == (True, (world.outside(hidden).of(None),))
             # Before that no single one was believed.

@@ -1,0 +1,85 @@
+"""How many bytes a multiplexed path may have in flight: enough to keep it busy, and no long queue.
+
+A sans-IO core, after FAST TCP (Jin et al. 2004): what is in flight is bounded by the path's delay, at most
+what keeps it busy for its shortest round trip and QUEUE_SECONDS more. `multiplexer` says what leaves.
+"""
+
+from collections import deque
+
+from crypto.errors import RemoteProtocolError
+
+QUEUE_SECONDS = 0.02
+"""How much longer than its shortest round trip a path is kept busy for."""
+WINDOW_BYTES_MIN = 2**16
+"""In flight whatever the delay: an acknowledgement comes for each quarter of it."""
+WINDOW_BYTES_MAX = 2**24
+STARTING_TRIPS = 8
+"""Round trips without a queue after which a path is tried with twice as much at a time, as at its start."""
+SHORTEST_SECONDS = 20.0
+"""How long a shortest round trip is believed: routes change."""
+
+
+class PathWindow:
+    """The bytes in flight on one path, and how many they may be."""
+
+    def __init__(self) -> None:
+        self._sent = self._acknowledged = 0
+        self._bytes_max = WINDOW_BYTES_MIN
+        # What was sent until when, the oldest first; one for each frame in flight.
+        self._marks: deque[tuple[int, float]] = deque()
+        # A round ends when what was sent until its beginning is acknowledged.
+        self._round_end = 0
+        self._round_trip = 0.0
+        self._was_full = False
+        self._trips_without_queue = STARTING_TRIPS
+        self._shortest: deque[tuple[float, float]] = deque(maxlen=64)
+
+    def is_full(self, more: int) -> bool:
+        """Return whether there is no room for so many bytes `more`."""
+        return self._sent - self._acknowledged + more > self._bytes_max
+
+    def hold_back(self) -> None:
+        """Note that bytes wait, or leave all the same, because it is full."""
+        self._was_full = True
+
+    def send(self, now: float, count: int) -> None:
+        """Note that bytes leave."""
+        self._sent += count
+        self._marks.append((self._sent, now))
+
+    def acknowledge(self, now: float, total: int) -> None:
+        """The other side has so many bytes in all. Raises RemoteProtocolError: so many never left."""
+        if not self._acknowledged <= total <= self._sent:
+            raise RemoteProtocolError("an acknowledgement of what was not sent")
+        self._acknowledged = total
+        trip = 0.0
+        while self._marks and self._marks[0][0] <= total:
+            trip = now - self._marks.popleft()[1]
+        if trip:
+            self.measure(now, trip)
+            self._round_trip = max(self._round_trip, trip)
+        if total >= self._round_end and self._round_trip:
+            fitting = self._fitting(self._round_trip)
+            self._bytes_max = fitting if self._was_full else min(self._bytes_max, fitting)
+            self._round_end, self._round_trip, self._was_full = self._sent, 0.0, False
+
+    def measure(self, now: float, trip: float) -> None:
+        """A round trip took so many seconds."""
+        while self._shortest and self._shortest[0][0] < now - SHORTEST_SECONDS:
+            self._shortest.popleft()
+        while self._shortest and self._shortest[-1][1] >= trip:
+            self._shortest.pop()
+        self._shortest.append((now, trip))
+
+    def _fitting(self, trip: float) -> int:
+        """Return what may be in flight after a round trip that took so long: half way to
+        what makes a queue of QUEUE_SECONDS. Twice as much while there has been no queue for long."""
+        shortest = min((each for _, each in self._shortest), default=0.0)
+        self._trips_without_queue += 1
+        if trip > shortest + QUEUE_SECONDS / 4:
+            self._trips_without_queue = 0
+        if self._trips_without_queue > STARTING_TRIPS:
+            wanted = 2.0 * self._bytes_max
+        else:
+            wanted = self._bytes_max * (1 + (shortest + QUEUE_SECONDS) / trip) / 2
+        return round(max(WINDOW_BYTES_MIN, min(WINDOW_BYTES_MAX, wanted)))

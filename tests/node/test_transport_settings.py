@@ -1,0 +1,42 @@
+"""The settings of the transport refuse what contradicts itself, each rule by itself."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from node.services.autonat_core import REACH
+from node.services.relays.settings import RELAYS
+from node.transport.settings import PATHS, TRANSPORT
+
+CONTRADICTIONS: list[tuple[Any, dict[str, Any], str]] = [
+    (TRANSPORT, {"handshake_seconds": 0.0}, "handshake"),
+    (TRANSPORT, {"stall_seconds": 0.0}, "stall"),
+    (TRANSPORT, {"vanished_seconds": 5.0}, "vanished machine"),
+    (TRANSPORT, {"half_open_max": 0}, "half_open_max"),
+    (TRANSPORT, {"inbound_per_peer_max": 257}, "those of its network"),
+    (TRANSPORT, {"inbound_max": 255}, "those of its network"),
+    (TRANSPORT, {"patience_seconds": -1.0}, "patience"),
+    (TRANSPORT, {"refusals_max": -1}, "refusals_max"),
+    (PATHS, {"ping_seconds": 16.0}, "idle"),
+    (PATHS, {"silent_seconds": 4.0}, "silent, doubted, dead"),
+    (PATHS, {"dead_seconds": 2.5}, "silent, doubted, dead"),
+    (PATHS, {"watch_seconds": 2.5}, "seen while"),
+    (PATHS, {"late_seconds": 0.5}, "not late"),
+    (PATHS, {"per_peer_max": 513}, "one peer"),
+    (PATHS, {"per_relay_max": 513}, "one relay"),
+    (RELAYS, {"lost_seconds": 61.0}, "lost place"),
+    (RELAYS, {"publish_look_seconds": 1_201.0}, "publish_look_seconds"),
+    (RELAYS, {"look_seconds": 16.0}, "each search"),
+    (RELAYS, {"search_seconds_max": 14.0}, "longest"),
+    (REACH, {"soon_seconds": 301.0}, "soon"),
+    (REACH, {"later_seconds": 1_201.0}, "believed"),
+]
+
+
+@pytest.mark.parametrize(("usual", "changed", "rule"), CONTRADICTIONS, ids=lambda value: str(value)[:40])
+def test_settings_that_contradict_each_other_are_refused(
+    usual: Any, changed: dict[str, Any], rule: str
+) -> None:
+    with pytest.raises(ValueError, match=rule):
+        replace(usual, **changed)
