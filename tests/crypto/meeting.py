@@ -1,4 +1,4 @@
-"""Two or three `Sessions` without a network between them: packets are carried by hand."""
+"""Two or three `Sessions` without a network: packets are carried by hand."""
 
 import random
 from collections import Counter
@@ -17,7 +17,7 @@ SWARM = Swarm("test")
 
 
 class Node:
-    """One peer's sessions, where it is, and what came to it."""
+    """One peer's sessions, its address, and its received messages."""
 
     def __init__(
         self,
@@ -62,13 +62,13 @@ class Node:
 
 
 def carry(now: float, sender: Node, receiver: Node, packets: list[bytes]) -> None:
-    """Bring packets over, then what answers them, until nobody answers."""
+    """Deliver packets and their answers, until no more answers come."""
     for packet in packets:
         carry(now, receiver, sender, receiver.receive(now, packet, sender.source).answers)
 
 
 def acquainted(first: int = 1, second: int = 2, **limits: int) -> tuple[Node, Node]:
-    """Two that have a session; `limits` are those of the second."""
+    """Two peers with a session; `limits` are those of the second."""
     one, other = Node(first), Node(second, limits=SessionLimits(**limits))
     carry(0.0, one, other, one.send(0.0, other, b"hello"))
     assert other.payloads == [b"hello"]
@@ -77,6 +77,6 @@ def acquainted(first: int = 1, second: int = 2, **limits: int) -> tuple[Node, No
 
 
 def wake(now: float, node: Node, others: dict[PeerId, Node]) -> None:
-    """Bring the packets that are due at one node to the others."""
+    """Deliver the packets that are due at one node to the others."""
     for peer, packet in node.sessions.wake(now):
         carry(now, node, others[peer], [packet])

@@ -1,4 +1,4 @@
-"""The X25519 key that follows from a peer id, against the private side and known worthless points."""
+"""The X25519 key derived from a peer id, against the private side and known weak points."""
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
@@ -18,7 +18,7 @@ def test_both_sides_of_an_identity_give_one_key_pair(seed: bytes) -> None:
     assert agreement_public(Identity(seed).peer) == private.public_key().public_bytes_raw()
 
 
-def test_a_known_pair_of_libsodiums() -> None:
+def test_a_known_pair_from_libsodium_is_reproduced() -> None:
     # From libsodium's own test of the conversion (test/default/ed25519_convert.c).
     seed = bytes.fromhex("421151a459faeade3d247115f94aedae42318124095afabe4d1451a559faedee")
     assert (
@@ -55,7 +55,7 @@ EIGHT = order_of_eight()
 
 @pytest.mark.parametrize("y", [0, 1, P - 1, EIGHT, P - EIGHT, P, P + 1, 2**255 - 1])
 @pytest.mark.parametrize("sign", [0, 1])
-def test_worthless_and_doubly_written_points_are_refused(y: int, sign: int) -> None:
+def test_weak_points_and_non_canonical_encodings_are_refused(y: int, sign: int) -> None:
     with pytest.raises(RemoteProtocolError):
         agreement_public(PeerId((y | sign << 255).to_bytes(32, "little")))
 

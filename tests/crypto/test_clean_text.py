@@ -1,4 +1,4 @@
-"""Text of peers is clean once it is decoded, in every message and fact, wherever it goes from there."""
+"""Peers' text is sanitized when it is decoded, in every message and fact, wherever it is used."""
 
 import re
 import unicodedata
@@ -17,12 +17,12 @@ from node.protocols.manifest import Manifest, PlaceWish
 from tests.hostile.wire import everything
 
 STEERING = "\x1b]0;a\x07\u202e\r\n\x9b\x7f\u2066\u2028"
-"""A title of a terminal, a turned direction, line breaks, two more ways to begin a sequence."""
+"""Escape sequences: a terminal's title, a reversed direction, line breaks, two other introducers."""
 BYTES_MAX = 1 << 24
 SAMPLES = ("", "done", "digits", "float32", "a", "0" * 16, "0" * 64)
-"""One of them is what each pattern of a message lets in."""
+"""Every pattern of a message accepts one of them."""
 CHECKED = {Chunk, DataManifest, Manifest}
-"""These hold their numbers against each other, so what is made here is refused; their parts are tried."""
+"""These compare their numbers with each other and refuse made-up values; their parts are tested instead."""
 
 
 class Known(msgspec.Struct, tag="known"):
@@ -30,14 +30,14 @@ class Known(msgspec.Struct, tag="known"):
 
 
 class Other(msgspec.Struct, tag="other"):
-    """The other one."""
+    """The other message."""
 
 
 KINDS: frozenset[type] = (everything() | {SampleColumn, PlaceWish}) - CHECKED
 
 
 def fields(kind: types.StructType, depth: int) -> Any:
-    """Return a struct as its decoder wants it, with a value in each field."""
+    """Return a struct as its decoder expects it, with a value in each field."""
     found = {field.encode_name: value(field.type, depth + 1) for field in kind.fields}
     tag = [] if kind.tag is None else [kind.tag]
     if kind.array_like:
@@ -46,7 +46,7 @@ def fields(kind: types.StructType, depth: int) -> Any:
 
 
 def value(kind: types.Type, depth: int = 0) -> Any:  # noqa: C901 - a case for each kind of type
-    """Return what the type lets in, with as much steering text as it lets in."""
+    """Return a value of the type, with as many control characters as the type allows."""
     match kind:
         case types.Metadata(type=inner):
             return value(inner, depth)
@@ -100,14 +100,14 @@ def is_clean(text: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS, key=repr))
-def test_every_text_of_a_message_is_clean_once_decoded(kind: type) -> None:
+def test_every_text_of_a_message_is_sanitized_when_decoded(kind: type) -> None:
     data = encode(value(types.type_info(kind)))
     decoded: Any = decode(data, kind, bytes_max=BYTES_MAX)
     assert [text for text in texts(decoded) if not is_clean(text)] == []
 
 
-def test_the_samples_have_something_to_clean() -> None:
-    """A type without text says nothing; the others would all steer a terminal, were they not cleaned."""
+def test_the_samples_contain_text_to_sanitize() -> None:
+    """A type without text is skipped; all others would steer a terminal if they were not sanitized."""
     steering = [
         kind
         for kind in KINDS
@@ -116,18 +116,18 @@ def test_the_samples_have_something_to_clean() -> None:
     assert len(steering) > 30
 
 
-def test_errors_quote_messages_cleaned() -> None:
+def test_errors_quote_messages_sanitized() -> None:
     with pytest.raises(RemoteProtocolError) as caught:
         decode(encode({"type": STEERING}), Known | Other, bytes_max=1_000)
     assert is_clean(str(caught.value))
 
 
-def test_words_of_all_languages_stay_as_they_are() -> None:
+def test_words_of_all_languages_are_unchanged() -> None:
     for text in ("lab-1", "Übung \u00a0 mit", "日本語", "кириллица", "عربي", "a\U0001f600"):
         assert clean_text(text) == text
     assert clean_text("two\nlines\tand \x1b[31mred\u202e") == "two lines and ?[31mred?"
 
 
-def test_text_of_our_own_comes_back_as_it_was() -> None:
+def test_our_own_text_is_unchanged() -> None:
     data = encode({"a\tb": "c\nd"})
     assert decode(data, dict[str, str], bytes_max=100, cleans_text=False) == {"a\tb": "c\nd"}

@@ -1,4 +1,4 @@
-"""Addresses as people and peers write them; messages that are refused unread."""
+"""Addresses as people and peers write them, and messages that are refused undecoded."""
 
 from typing import Any
 
@@ -103,7 +103,7 @@ def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_as_a_message_are_refused_or_are_one(data: bytes) -> None:
+def test_random_bytes_as_a_message_are_refused_or_valid(data: bytes) -> None:
     try:
         message: Fact = decode(data, Fact, bytes_max=250)
     except RemoteProtocolError:
@@ -111,7 +111,7 @@ def test_random_bytes_as_a_message_are_refused_or_are_one(data: bytes) -> None:
     assert decode(encode(message), Fact, bytes_max=1_000) == message
 
 
-def test_a_message_longer_than_allowed_is_refused_unread() -> None:
+def test_a_message_longer_than_allowed_is_refused_undecoded() -> None:
     fact = SIGNER.sign("test", b"body")
     data = encode(fact)
     read: Fact = decode(memoryview(data), Fact, bytes_max=len(data))

@@ -1,8 +1,8 @@
-"""Addresses and peer ids compared with the packages `multiaddr` and `libp2p`, where the extra `oracle` has
-put them.
+"""Addresses and peer ids compared with the packages `multiaddr` and `libp2p`, if the extra `oracle` is
+installed.
 
-Ours are a subset: an IP address or a name, a port, a peer. Within it we read and refuse what they do, except
-names, where theirs follows IDNA and the multiaddr specification does not.
+Ours are a subset: an IP address or a name, a port, a peer. Within it both accept and refuse the same text,
+except names: theirs follow IDNA, which the multiaddr specification does not require.
 """
 
 import ipaddress
@@ -26,8 +26,9 @@ CID_HEAD = b"\x01\x72"
 
 
 def is_plain(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
-    """Return whether glibc, and so theirs, writes it without RFC 4291's "IPv4-compatible" form, which RFC
-    4291 itself deprecates and Go does not know."""
+    """Return whether glibc, and so theirs, avoids RFC 4291's "IPv4-compatible" form for this address. RFC
+    4291 itself deprecates that form, and Go does not write it.
+    """
     return not 2**16 <= int(address) < 2**32
 
 
@@ -43,7 +44,7 @@ zones = st.from_regex(r"[a-z]{1,5}[0-9]{0,3}", fullmatch=True)
 
 @st.composite
 def addresses(draw: st.DrawFn) -> Address:
-    """Any that we can have."""
+    """Any address of our kinds."""
     port, peer = draw(st.integers(1, 65_535)), draw(st.none() | peers)
     kind = draw(st.sampled_from(["ip4", "ip6", "zone", "dns", "dns4", "dns6"]))
     if kind == "zone":
@@ -56,7 +57,7 @@ def addresses(draw: st.DrawFn) -> Address:
 
 @st.composite
 def spellings(draw: st.DrawFn) -> str:
-    """An address of our kinds as somebody may write it: many spellings of one, and some that are none."""
+    """An address of our kinds in many spellings, some of them invalid."""
     ip = draw(ips_6)
     hosts = {
         "ip4": st.ip_addresses(v=4).map(str)
@@ -82,7 +83,7 @@ def cid_text(peer: PeerId) -> str:
 
 
 def theirs(text: str) -> Any | None:
-    """Return the address as `multiaddr` reads it, through its bytes and back; None where it refuses."""
+    """Return the address as `multiaddr` reads it, through its bytes and back; None if it refuses."""
     try:
         return multiaddr.Multiaddr(multiaddr.Multiaddr(text).to_bytes())
     except (ValueError, multiaddr.exceptions.Error):
@@ -122,8 +123,8 @@ def test_we_refuse_the_addresses_that_multiaddr_refuses(address: Address, data: 
 
 
 @pytest.mark.parametrize("name", ["my_service", "r3---sn-4g5e6nez.example"])
-def test_names_that_only_idna_forbids_are_names_here(name: str) -> None:
-    # They are in use: RFC 2181, section 11, lets a DNS name hold anything, and resolvers look them up.
+def test_names_that_only_idna_forbids_are_valid_here(name: str) -> None:
+    # Such names are in use: RFC 2181, section 11, allows any bytes in a DNS name, and resolvers look them up.
     assert theirs(f"/dns/{name}/tcp/1") is None
     assert parse_address(f"/dns/{name}/tcp/1") == Address("dns", name, 1)
 
@@ -145,7 +146,7 @@ def test_a_peer_id_as_a_cid_is_the_same_peer(peer: PeerId) -> None:
 
 
 @given(peers, st.data())
-def test_libp2p_reads_the_damaged_peer_ids_that_we_read(peer: PeerId, data: st.DataObject) -> None:
+def test_libp2p_accepts_the_damaged_peer_ids_that_we_accept(peer: PeerId, data: st.DataObject) -> None:
     text = peer_text(peer)
     at = data.draw(st.integers(0, len(text) - 1))
     damaged = text[:at] + data.draw(st.text("0IOlz1Ab~", max_size=2)) + text[at + 1 :]

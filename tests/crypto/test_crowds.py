@@ -1,4 +1,4 @@
-"""Eviction from a bounded table: members of the greediest source make room, and none that takes less."""
+"""Eviction from a bounded table: members of the greediest source are evicted, others are not."""
 
 from collections import Counter
 
@@ -30,7 +30,7 @@ def test_the_largest_group_is_known_after_any_changes(steps: list[tuple[int, byt
         assert all(groups.size(group) == sizes[group] for group in (b"a", b"b", b"c"))
 
 
-def test_networks_are_those_that_are_handed_out() -> None:
+def test_networks_are_the_prefixes_that_providers_assign() -> None:
     assert network_of(prefix_of("10.1.2.3")) == network_of(prefix_of("10.1.2.200"))
     assert network_of(prefix_of("10.1.2.3")) != network_of(prefix_of("10.1.3.3"))
     assert network_of(prefix_of("2001:db8:1:1::")) == network_of(prefix_of("2001:db8:1:2::"))
@@ -45,23 +45,23 @@ def crowd(*hosts: str) -> Crowd[int]:
     return made
 
 
-def test_a_greedy_address_goes_before_a_network_of_many_addresses() -> None:
+def test_a_greedy_address_is_evicted_before_a_large_network() -> None:
     local = [f"10.0.0.{host}" for host in range(1, 50)]
     made = crowd(*local, *["203.0.113.7"] * 5)
     assert list(made.greedier(prefix_of("192.0.2.1"))) == [49, 50, 51, 52, 53]
-    # A newcomer at the greedy address itself has to find room there.
+    # A newcomer at the greedy address itself must evict from it.
     assert list(made.greedier(prefix_of("203.0.113.7"))) == []
     assert list(made.equals(prefix_of("203.0.113.7"))) == [49, 50, 51, 52, 53]
 
 
-def test_among_equal_addresses_the_greedier_network_makes_room() -> None:
+def test_the_greedier_network_makes_room_among_equal_addresses() -> None:
     made = crowd("203.0.113.1", "203.0.113.2", "203.0.113.3", "192.0.2.1", "198.51.100.1")
     assert list(made.greedier(prefix_of("10.0.0.1"))) == [0, 1, 2]
     assert list(made.greedier(prefix_of("203.0.113.4"))) == []
     assert list(made.equals(prefix_of("203.0.113.4"))) == [0, 1, 2]
 
 
-def test_where_nobody_is_greedy_all_are_equal() -> None:
+def test_without_a_greedy_source_all_are_equal() -> None:
     made = crowd("203.0.113.1", "192.0.2.1")
     assert list(made.greedier(prefix_of("10.0.0.1"))) == []
     assert list(made.equals(prefix_of("10.0.0.1"))) == [0, 1]

@@ -40,7 +40,7 @@ def test_the_cid_of_a_peer_id_reads_as_the_same_peer() -> None:
 @pytest.mark.parametrize(
     "text", [CID.upper(), "b" + "a" * 64, CID[:-1] + "=", CID[:-1] + "1", CID[:-1] + "é"]
 )
-def test_a_damaged_cid_is_no_peer_id(text: str) -> None:
+def test_a_damaged_cid_is_not_a_peer_id(text: str) -> None:
     with pytest.raises(ValueError, match=r"peer id|base32|padding"):
         parse_peer(text)
 
@@ -48,7 +48,7 @@ def test_a_damaged_cid_is_no_peer_id(text: str) -> None:
 @given(
     st.text(max_size=60) | st.text("123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz", min_size=44)
 )
-def test_other_texts_are_no_peer_ids(text: str) -> None:
+def test_other_texts_are_not_peer_ids(text: str) -> None:
     for candidate in (text, ("12D3KooW" + text)[:52].ljust(52, "z")):
         try:
             assert peer_text(parse_peer(candidate)) == candidate
@@ -65,7 +65,7 @@ def test_an_identity_comes_from_entropy_and_hides_its_secret() -> None:
         Identity(b"short")
 
 
-def test_a_signature_holds_for_its_data_and_its_peer_only() -> None:
+def test_a_signature_holds_only_for_its_data_and_its_peer() -> None:
     signature = ALICE.sign(b"data")
     assert verify(ALICE.peer, b"data", signature)
     assert not verify(ALICE.peer, b"date", signature)
@@ -73,7 +73,7 @@ def test_a_signature_holds_for_its_data_and_its_peer_only() -> None:
     assert not verify(PeerId(b"short"), b"data", signature)
 
 
-def test_a_fact_holds_for_its_purpose_and_swarm_only() -> None:
+def test_a_fact_holds_only_for_its_purpose_and_swarm() -> None:
     fact = SIGNER.sign("contact", b"body")
     assert SIGNER.check("contact", fact) == SIGNER.peer == ALICE.peer
     for signer, purpose in ((SIGNER, "record"), (IdentitySigner(ALICE, "other"), "contact")):
@@ -89,7 +89,7 @@ def test_random_facts_are_refused(body: bytes, author: bytes, signature: bytes) 
         SIGNER.check("contact", Fact(author, body, signature))
 
 
-def test_purpose_and_swarm_cannot_run_into_each_other() -> None:
+def test_purpose_and_swarm_cannot_be_confused() -> None:
     assert signed_bytes("ab", "c", b"") != signed_bytes("a", "bc", b"")
     with pytest.raises(LocalProtocolError):
         signed_bytes("a\0b", "c", b"")

@@ -1,4 +1,6 @@
-"""Noise's engine against the published vectors, against the `noiseprotocol` package, and against garbage."""
+"""The Noise engine against the published vectors, against the `noiseprotocol` package, and
+against garbage.
+"""
 
 import hashlib
 import json
@@ -34,7 +36,9 @@ from crypto.noise import (
 )
 
 VECTORS = Path(__file__).parent / "noise_vectors.json"
-"""Those of cacophony, which other implementations of Noise are tested against; the file names its source."""
+"""The vectors of cacophony, with which other implementations of Noise are tested; the file names
+its source.
+"""
 ALICE = Identity(b"a" * 32)
 needs_kem = pytest.mark.skipif(not kem.is_offered(), reason="this installation has no ML-KEM")
 
@@ -119,7 +123,7 @@ def test_the_published_vectors_are_reproduced_byte_by_byte(pattern: str, cipher:
 @pytest.mark.parametrize("cipher", CIPHERS)
 @pytest.mark.parametrize("pattern", PATTERNS)
 @pytest.mark.parametrize("we_open", [True, False])
-def test_the_noiseprotocol_package_understands_us_in_both_roles(
+def test_the_noiseprotocol_package_interoperates_in_both_roles(
     we_open: bool, pattern: str, cipher: str
 ) -> None:
     theirs = NoiseConnection.from_name(f"Noise_{pattern}_25519_{cipher}_SHA256".encode())
@@ -191,8 +195,8 @@ def test_a_hybrid_handshake_carries_its_payloads_and_ends_alike(cipher: str, psk
 
 
 @needs_kem
-def test_a_hybrid_is_what_its_description_says_byte_by_byte() -> None:
-    # Written down a second time, from the description: no vectors are published for it.
+def test_a_hybrid_follows_its_description_byte_by_byte() -> None:
+    # A second implementation from the description: no vectors are published for it.
     from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 
     name = b"Peerloom_XXhfs_25519+MLKEM768_ChaChaPoly_SHA256"
@@ -239,7 +243,7 @@ def hkdf(salt: bytes, material: bytes) -> tuple[bytes, bytes]:
 
 @needs_kem
 @given(message=st.integers(0, 2), where=st.integers(0), bit=st.integers(0, 7), cut=st.booleans())
-def test_a_hybrid_handshake_with_one_changed_bit_or_byte_less_is_refused(
+def test_a_hybrid_handshake_with_a_damaged_message_is_refused(
     message: int, where: int, bit: int, cut: bool
 ) -> None:
     one, other = hybrid(True), hybrid(False)
@@ -275,8 +279,8 @@ def test_without_ml_kem_the_hybrids_are_not_offered() -> None:
         suites_named(["MLKEM768-AESGCM"], has_kem=False)
 
 
-def test_ml_kem_is_missed_where_the_library_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # None in sys.modules is what an import of a missing module meets.
+def test_ml_kem_is_reported_missing_if_the_library_lacks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    # None in sys.modules makes the import fail as for a missing module.
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric.mlkem", None)
     assert not kem.is_offered.__wrapped__()
 
@@ -305,7 +309,7 @@ def test_unknown_fields_of_an_identity_payload_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("cipher", CIPHERS)
-def test_a_refused_record_leaves_the_counter_where_it_was(cipher: str) -> None:
+def test_a_refused_record_does_not_advance_the_counter(cipher: str) -> None:
     sending, receiving = CipherState(cipher, b"k" * 32), CipherState(cipher, b"k" * 32)
     first = sending.encrypt(b"one")
     with pytest.raises(RemoteProtocolError):

@@ -1,7 +1,7 @@
-"""A full XX handshake with py-libp2p's Noise in both roles, where the extra `oracle` has put it.
+"""A full XX handshake with py-libp2p's Noise in both roles, if the extra `oracle` is installed.
 
-It knows ChaChaPoly and, unless told, an empty prologue; so this is the engine and the identity payload, not
-what is before them on our wire.
+py-libp2p supports ChaChaPoly, and by default an empty prologue; so this tests the engine and the identity
+payload, not the bytes before them on our wire.
 """
 
 from typing import Any
@@ -40,7 +40,7 @@ class RawConnection:
 
 
 class Wire:
-    """Our side of the memory: frames of a message behind two bytes of length."""
+    """Our side of the memory: frames with two bytes of length before each message."""
 
     def __init__(self, stream: trio.abc.Stream) -> None:
         self._stream = stream
@@ -61,7 +61,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("we_open", [True, False])
-async def test_py_libp2p_completes_a_handshake_and_both_learn_the_other(we_open: bool) -> None:
+async def test_py_libp2p_completes_a_handshake_that_identifies_both(we_open: bool) -> None:
     private = ed25519.Ed25519PrivateKey.from_bytes(b"l" * 32)
     theirs = peer_id.ID.from_pubkey(private.get_public_key())
     pattern = patterns.PatternXX(theirs, private, x25519.X25519PrivateKey.from_bytes(THEIR_STATIC))

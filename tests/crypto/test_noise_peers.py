@@ -1,4 +1,4 @@
-"""Two peers meet: they settle on a suite, prove who they are, and nobody in between changes a thing."""
+"""The handshake of two peers: they agree on a suite and prove their identities, and tampering is detected."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -38,7 +38,9 @@ needs_kem = pytest.mark.skipif(not kem.is_offered(), reason="this installation h
 
 
 def side(initiator: bool, **changes: Any) -> PeerHandshake:
-    """Return one side of a handshake between Alice, who opens it, and Bob. Its entropy is always the same."""
+    """Return one side of a handshake between Alice, who initiates, and Bob. Its entropy is always
+    the same.
+    """
     static = (b"sA" if initiator else b"sB") * 16
     drawn = [0]
 
@@ -58,11 +60,11 @@ def side(initiator: bool, **changes: Any) -> PeerHandshake:
 
 
 class Starved(Exception):
-    """Neither side can go on with the bytes it has; in a real node a deadline ends that."""
+    """Neither side can continue with its bytes; in a real node a deadline ends the handshake."""
 
 
 class Talk:
-    """Carries flights between two sides, each through `wire`, until both have a session."""
+    """A carrier of flights between two sides, each through `wire`, until both have a session."""
 
     def __init__(self, alice: PeerHandshake, bob: PeerHandshake, wire: Wire) -> None:
         self.sides = (alice, bob)
@@ -106,7 +108,7 @@ def shake(
 
 
 def feed(each: PeerHandshake, data: bytes) -> bytes:
-    """Hand it as much of `data` as it takes, piece by piece; all that it answers."""
+    """Feed it as much of `data` as it accepts, piece by piece; return all its answers."""
     answers = b""
     while data and len(data) >= each.wanted and each.session is None:
         taken, data = data[: each.wanted], data[each.wanted :]
@@ -129,12 +131,12 @@ def check_sessions(alice: HandshakeResult, bob: HandshakeResult, suite: Suite) -
     assert alice.receiving.decrypt(bob.sending.encrypt(b"back")) == b"back"
 
 
-# --- which suite -----------------------------------------------------------------------------------
+# --- choice of the suite ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
 @pytest.mark.parametrize("suite", preferred(has_aes=True), ids=lambda suite: suite.name)
-def test_both_sides_learn_who_the_other_is_with_every_suite(suite: Suite, swarm: Swarm) -> None:
+def test_both_sides_learn_the_others_identity_with_every_suite(suite: Suite, swarm: Swarm) -> None:
     ours = {"suites": (suite,), "swarm": swarm}
     check_sessions(*shake(side(True, **ours), side(False, **ours)), suite)
 
@@ -150,12 +152,12 @@ def test_both_sides_learn_who_the_other_is_with_every_suite(suite: Suite, swarm:
         ((CHACHA, HYBRID_CHACHA), (HYBRID, HYBRID_CHACHA), HYBRID_CHACHA, 5),
     ],
 )
-def test_the_initiators_best_that_the_responder_takes_is_chosen(
+def test_the_initiators_first_suite_that_the_responder_supports_is_chosen(
     offered: Sequence[Suite], taken: Sequence[Suite], suite: Suite, flights: int, swarm: Swarm
 ) -> None:
     talk = Talk(side(True, suites=offered, swarm=swarm), side(False, suites=taken, swarm=swarm), unchanged)
     check_sessions(*talk.run(), suite)
-    # A right guess costs no trip.
+    # A right guess saves a round trip.
     assert len(talk.flights) == flights
 
 
@@ -170,7 +172,7 @@ def test_without_a_common_suite_both_sides_name_the_others_suites(swarm: Swarm) 
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
-def test_a_responder_stops_before_it_computes_for_a_whole_first_flight(swarm: Swarm) -> None:
+def test_a_responder_refuses_before_computing_a_whole_first_flight(swarm: Swarm) -> None:
     drawn = list[int]()
 
     def entropy(count: int) -> bytes:
@@ -188,7 +190,7 @@ def test_a_responder_stops_before_it_computes_for_a_whole_first_flight(swarm: Sw
     assert bob.receive(b"") != b""
 
 
-def test_a_suite_from_later_is_passed_over() -> None:
+def test_an_unknown_newer_suite_is_skipped() -> None:
     later = Suite(9, "later", "AESGCM", hybrid=False)
     check_sessions(*shake(side(True, suites=(later, CHACHA)), side(False)), CHACHA)
     check_sessions(*shake(side(True, suites=(CHACHA, later)), side(False, suites=(later, CHACHA))), CHACHA)
@@ -198,7 +200,7 @@ def test_a_suite_from_later_is_passed_over() -> None:
 
 
 def offer_with(*suites: int) -> Wire:
-    """Somebody in between puts another list into the offer."""
+    """An attacker replaces the list in the offer."""
 
     def wire(number: int, flight: bytes) -> bytes:
         if number:
@@ -210,7 +212,7 @@ def offer_with(*suites: int) -> Wire:
 
 
 @pytest.mark.parametrize("suites", [(1,), (1, 3), (1, 2, 3), (2, 1)])
-def test_an_offer_that_lost_its_better_suites_on_the_way_is_refused(suites: tuple[int, ...]) -> None:
+def test_an_offer_stripped_of_its_better_suites_is_refused(suites: tuple[int, ...]) -> None:
     alice, bob = side(True, suites=PLAIN), side(False, suites=PLAIN)
     with pytest.raises((RemoteProtocolError, Starved)):
         shake(alice, bob, offer_with(*suites))
@@ -218,7 +220,7 @@ def test_an_offer_that_lost_its_better_suites_on_the_way_is_refused(suites: tupl
 
 
 def test_an_answer_that_names_a_worse_suite_is_refused() -> None:
-    # The one in between says to Alice that Bob takes ChaCha only, and to Bob that Alice does.
+    # The attacker tells Alice that Bob supports only ChaCha, and tells Bob the same of Alice.
     alice, bob = begun(side(True, suites=PLAIN)), begun(side(False, suites=PLAIN))
     again = feed(alice, bytes((CHACHA.number, 1, CHACHA.number)))
     answer = feed(bob, bytes((3, 1, CHACHA.number)) + again)
@@ -289,7 +291,7 @@ def test_tampered_flights_end_in_a_refusal_or_the_deadline(
         talk.run()
     except (RemoteProtocolError, Starved):
         return
-    # Bytes after the last flight of a side belong to the records, which have a key of their own.
+    # Bytes after the last flight of a side belong to the records, which have their own key.
     assert not touched or (change == "twice" and changed >= len(talk.flights) - 2)
 
 
@@ -307,7 +309,7 @@ def test_flights_of_an_old_handshake_are_refused_in_any_order(order: list[int], 
 
 
 @pytest.mark.parametrize("swarm", [OPEN, PRIVATE])
-def test_a_replayed_handshake_ends_where_it_needs_a_key(swarm: Swarm) -> None:
+def test_a_replayed_handshake_fails_where_it_needs_a_key(swarm: Swarm) -> None:
     talk = Talk(side(True, swarm=swarm), side(False, swarm=swarm), unchanged)
     talk.run()
     bob = begun(side(False, swarm=swarm, entropy=lambda count: b"f" * count))
@@ -325,7 +327,7 @@ def test_random_bytes_to_a_responder_are_refused_or_wait_for_more(swarm: Swarm, 
     assert bob.wanted <= MESSAGE_BYTES_MAX
 
 
-def test_sizes_are_refused_before_anything_is_read_for_them() -> None:
+def test_oversized_announcements_are_refused_before_reading() -> None:
     for start in (b"\x03\x01\x01" + (MESSAGE_BYTES_MAX + 1).to_bytes(2, "big"), b"\x03\x00", b"\x03\x09"):
         bob = begun(side(False))
         with pytest.raises(RemoteProtocolError, match=r"of (1537 bytes|0 suites|9 suites)"):
@@ -336,7 +338,7 @@ def test_sizes_are_refused_before_anything_is_read_for_them() -> None:
             feed(bob, start)
 
 
-def test_a_first_message_with_a_payload_or_a_worthless_key_is_refused() -> None:
+def test_a_first_message_with_a_payload_or_a_weak_key_is_refused() -> None:
     for message, words in ((static_public_key(b"e" * 32) + b"payload", "payload"), (bytes(32), "worthless")):
         bob = begun(side(False))
         with pytest.raises(RemoteProtocolError, match=words):
@@ -355,17 +357,17 @@ def test_calls_out_of_turn_are_our_own_bug() -> None:
         side(True, suites=())
 
 
-# --- who may meet whom -------------------------------------------------------------------------------
+# --- authorization -----------------------------------------------------------------------------------
 
 
-def test_an_expected_peer_is_accepted_and_another_refused_with_both_named() -> None:
+def test_an_unexpected_peer_is_refused_and_both_ids_are_named() -> None:
     shake(side(True, expected=BOB.peer), side(False))
     with pytest.raises(WrongIdentity) as refusal:
         shake(side(True, expected=ALICE.peer), side(False))
     assert (refusal.value.expected, refusal.value.found) == (ALICE.peer, BOB.peer)
 
 
-def test_an_impostor_never_learns_who_asked() -> None:
+def test_an_impostor_never_learns_the_initiator() -> None:
     talk = Talk(side(True, expected=ALICE.peer), side(False), unchanged)
     with pytest.raises(WrongIdentity):
         talk.run()
@@ -382,7 +384,7 @@ def test_an_impostor_never_learns_who_asked() -> None:
         (PRIVATE, Swarm("other", (KEY,))),
     ],
 )
-def test_two_swarms_do_not_meet(ours: Swarm, theirs: Swarm) -> None:
+def test_peers_of_two_swarms_fail_the_handshake(ours: Swarm, theirs: Swarm) -> None:
     alice, bob = side(True, swarm=ours), side(False, swarm=theirs)
     with pytest.raises((RemoteProtocolError, Starved)):
         shake(alice, bob)
@@ -400,7 +402,7 @@ def test_an_outsider_gets_no_answer(theirs: Swarm) -> None:
     assert not bob.knows_swarm
 
 
-def test_a_first_flight_that_comes_again_gets_no_answer() -> None:
+def test_a_replayed_first_flight_gets_no_answer() -> None:
     knocks = ReplayCache(knocks_max=2)
     flights = [side(True, swarm=PRIVATE, entropy=lambda n, i=i: bytes((i,)) * n).start() for i in range(1, 4)]
 
@@ -413,23 +415,23 @@ def test_a_first_flight_that_comes_again_gets_no_answer() -> None:
             return b""
 
     assert [bool(answer(number)) for number in (0, 0, 1, 0, 1)] == [True, False, True, False, False]
-    # The oldest is forgotten, once so many others have come.
+    # The oldest is forgotten after this many others.
     assert [bool(answer(number)) for number in (2, 1, 0)] == [True, False, True]
 
 
 def test_a_member_reveals_nothing_to_a_responder_without_the_key() -> None:
-    # It knows all but the key, and answers as well as it can.
+    # The responder lacks only the key, and answers as well as it can.
     alice = begun(side(True, swarm=PRIVATE))
     with pytest.raises(RemoteProtocolError, match="tag"):
         feed(alice, bytes((AES.number,)) + b"\x00\x68" + bytes(0x68) + bytes(32))
 
 
 @pytest.mark.parametrize("keys", [(KEY, OTHER_KEY), (OTHER_KEY, KEY)])
-def test_a_rotation_lets_in_who_begins_with_any_of_the_keys(keys: tuple[bytes, ...]) -> None:
+def test_a_rotation_accepts_initiators_with_any_of_the_keys(keys: tuple[bytes, ...]) -> None:
     both = Swarm("test", keys)
     for swarm in (PRIVATE, Swarm("test", (OTHER_KEY,))):
         check_sessions(*shake(side(True, swarm=swarm), side(False, swarm=both)), AES)
-    # Towards others the first is used.
+    # This side initiates with the first key.
     assert (keys[0] == KEY) == _meets(side(True, swarm=both), side(False, swarm=PRIVATE))
 
 

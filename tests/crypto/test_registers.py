@@ -1,4 +1,4 @@
-"""The register of places: who gets one, and who loses one for it."""
+"""The register of places: which holder gets one, and which one is evicted for it."""
 
 from math import inf
 
@@ -15,7 +15,7 @@ LONG = 10.0
 
 
 class Holding:
-    """A place's holder, silent since a moment."""
+    """A place's holder, silent for a moment."""
 
     def __init__(self, silent_since: float = inf) -> None:
         self.silent_since = silent_since
@@ -25,7 +25,7 @@ def register(places_max: int = 4, per_peer_max: int = 4, per_network_max: int = 
     return Register(Budget(places_max, per_peer_max, per_network_max, LONG))
 
 
-def test_a_silent_holder_makes_room_for_who_waits() -> None:
+def test_a_silent_holder_makes_room_for_a_waiting_one() -> None:
     places, silent = register(1), Holding(0.0)
     assert places.admit(0.0, silent, b"a", HOME) == ()
     assert places.admit(STRANGER_PATIENCE_SECONDS, Holding(), b"b", HOME) == (silent,)
@@ -39,13 +39,13 @@ def test_a_holder_that_is_served_keeps_its_place() -> None:
     assert places.admit(1e6, Holding(), b"b", HOME) is None
 
 
-def test_nobody_loses_a_place_while_there_is_room() -> None:
+def test_no_holder_is_evicted_while_there_is_room() -> None:
     places = register(2)
     places.admit(0.0, Holding(0.0), b"a", HOME)
     assert places.admit(1e6, Holding(), b"b", HOME) == ()
 
 
-def test_strangers_go_before_a_peer_that_completed_something() -> None:
+def test_strangers_are_evicted_before_a_peer_that_completed_something() -> None:
     places, old, stranger = register(2), Holding(0.0), Holding(1.0)
     places.admit(0.0, old, b"a", HOME)
     places.credit(old)
@@ -62,7 +62,7 @@ def test_a_known_peer_has_the_patience_of_its_budget() -> None:
     assert places.admit(LONG, Holding(), b"b", HOME) == (known,)
 
 
-def test_the_silent_of_the_greediest_source_goes_first() -> None:
+def test_the_silent_holder_of_the_greediest_source_is_evicted_first() -> None:
     places, lone = register(3), Holding(0.0)
     crowd = [Holding(1.0), Holding(2.0)]
     places.admit(0.0, lone, b"a", prefix_of("203.0.113.1"))
@@ -79,7 +79,7 @@ def test_one_peer_gets_no_more_than_its_budget() -> None:
     assert places.admit(0.0, Holding(), b"b", HOME) == ()
 
 
-def test_one_network_gets_no_more_than_its_budget_but_a_local_one() -> None:
+def test_one_network_gets_no_more_than_its_budget_unless_local() -> None:
     places = register(8, per_network_max=2)
     sources = [prefix_of(f"198.51.100.{number}") for number in range(3)]
     for number in range(2):
@@ -89,7 +89,7 @@ def test_one_network_gets_no_more_than_its_budget_but_a_local_one() -> None:
         assert places.admit(0.0, Holding(), b"at home %d" % number, HOME) == ()
 
 
-def test_a_peer_with_nothing_takes_a_place_of_the_greediest() -> None:
+def test_a_peer_without_a_place_takes_one_of_the_greediest() -> None:
     places = register(3)
     held = [Holding() for _ in range(3)]
     for each in held:
@@ -97,7 +97,7 @@ def test_a_peer_with_nothing_takes_a_place_of_the_greediest() -> None:
     assert places.admit(0.0, Holding(), b"b", HOME) == (held[2],)
 
 
-def test_a_peer_with_nothing_need_not_wait_for_patience_among_equals() -> None:
+def test_a_peer_without_a_place_need_not_wait_among_equals() -> None:
     places = register(2)
     held = [Holding(0.1), Holding(0.2)]
     for number, each in enumerate(held):
@@ -106,7 +106,7 @@ def test_a_peer_with_nothing_need_not_wait_for_patience_among_equals() -> None:
     assert places.admit(0.2 + SLOW_SECONDS, Holding(0.5), b"b", HOME) == (held[0],)
 
 
-def test_a_protocol_has_a_budget_of_its_own() -> None:
+def test_a_protocol_has_its_own_budget() -> None:
     places = register(4)
     places.open("/a", Budget(1, 1, 1, LONG))
     places.open("/b", Budget(1, 1, 1, LONG))

@@ -1,4 +1,4 @@
-"""Datagram sessions between two or three peers: how they begin, last, are renewed and move."""
+"""Datagram sessions between two or three peers: how they start, last, are renewed and move."""
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ def refused(node: Node, packet: bytes, now: float = 0.0) -> str:
     return refusal.value.reason
 
 
-# --- whom nothing reaches, and who is refused ------------------------------------------------------------
+# --- unreachable and refused peers ------------------------------------------------------------------------
 
 
 def test_a_peer_is_unanswered_after_two_vain_initiations() -> None:
@@ -55,23 +55,23 @@ def test_a_peer_is_unanswered_after_two_vain_initiations() -> None:
         named.append(list(alice.sessions.unanswered))
     assert named == [[], [bob.peer]]
     alice.sessions.wake(3 * RETRY_SECONDS)
-    assert alice.sessions.unanswered == [], "once for each initiation"
+    assert alice.sessions.unanswered == [], "one report for each initiation"
     packets = [packet for _, packet in alice.sessions.wake(alice.sessions.deadline)]
     carry(8 * RETRY_SECONDS, alice, bob, packets)
     alice.sessions.wake(alice.sessions.deadline)
     assert alice.sessions.unanswered == []
 
 
-def test_a_knock_brings_a_session_about_and_delivers_nothing() -> None:
+def test_a_knock_starts_a_session_and_delivers_nothing() -> None:
     alice, bob = Node(1), Node(2)
     carry(0.0, alice, bob, alice.sessions.knock(0.0, bob.peer))
     assert (alice.counters["sessions_begun"], bob.counters["sessions_begun"]) == (1, 1)
     assert (alice.payloads, bob.payloads) == ([], [])
     alice.sessions.knock(1.0, bob.peer)
-    assert alice.sessions.knock(1.0, bob.peer) == [], "one handshake at a time"
+    assert alice.sessions.knock(1.0, bob.peer) == [], "only one handshake at a time"
 
 
-def test_swarms_that_want_another_work_have_no_session_with_each_other() -> None:
+def test_swarms_with_different_work_have_no_common_session() -> None:
     alice, bob = Node(1, swarm=Swarm("test", work_bits=4)), Node(2, swarm=Swarm("test", work_bits=5))
     (initiation,) = alice.send(0.0, bob, b"question")
     assert refused(bob, initiation) == "seal"
@@ -83,10 +83,10 @@ def test_an_id_that_is_not_admitted_gets_no_session() -> None:
     assert refused(bob, initiation) == "work"
 
 
-# --- beginning ---------------------------------------------------------------------------------------
+# --- start --------------------------------------------------------------------------------------------
 
 
-def test_the_first_packet_brings_the_request_and_the_second_trip_the_reply() -> None:
+def test_the_request_needs_one_packet_and_the_reply_a_second_trip() -> None:
     alice, bob = Node(1), Node(2)
     (initiation,) = alice.send(0.0, bob, b"question")
     received = bob.receive(0.0, initiation, alice.source)
@@ -121,12 +121,12 @@ def test_a_message_of_any_length_arrives_with_the_handshake(size: int) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["", "/", "ping", "/pi ng", "/ping\n", "/" + "x" * PROTOCOL_BYTES_MAX])
-def test_a_name_that_is_no_protocol_is_our_own_bug(protocol: str) -> None:
+def test_an_invalid_protocol_name_is_our_own_bug(protocol: str) -> None:
     with pytest.raises(LocalProtocolError):
         payload_bytes_max(protocol)
 
 
-def test_both_beginning_at_once_ends_with_one_session_and_both_messages() -> None:
+def test_simultaneous_initiations_end_with_one_session_and_both_messages() -> None:
     for first, second in ((1, 2), (2, 1)):
         alice, bob = Node(first), Node(second)
         ours, theirs = alice.send(0.0, bob, b"from alice"), bob.send(0.0, alice, b"from bob")
@@ -141,13 +141,13 @@ def test_both_beginning_at_once_ends_with_one_session_and_both_messages() -> Non
         assert all(len(one.send(3.0, other, b"")[0]) < 100 for one, other in ((alice, bob), (bob, alice)))
 
 
-def test_crossing_initiations_that_both_arrive_end_with_one_session_too() -> None:
+def test_crossing_initiations_that_both_arrive_end_with_one_session() -> None:
     alice, bob = Node(1), Node(2)
     (ours,), (theirs,) = alice.send(0.0, bob, b"from alice"), bob.send(0.0, alice, b"from bob")
     (first, second) = (alice, bob) if alice.peer < bob.peer else (bob, alice)
     to_second = first.receive(0.0, theirs if first is alice else ours, second.source).answers
     to_first = second.receive(0.0, ours if first is alice else theirs, first.source).answers
-    # The smaller id's initiation is said again, and has come already.
+    # The smaller id's initiation is repeated, and has arrived already.
     assert [refused(second, packet) for packet in to_second] == ["replay"]
     carry(0.0, second, first, to_first)
     assert (alice.payloads, bob.payloads) == ([b"from bob"], [b"from alice"])
@@ -167,7 +167,7 @@ def test_lost_handshake_packets_are_repeated_without_duplicate_delivery() -> Non
     assert bob.payloads == [b"first", b"second"]
 
 
-def test_waiting_messages_are_bounded_and_finally_given_up() -> None:
+def test_waiting_messages_are_bounded_and_finally_dropped() -> None:
     alice, bob = Node(1), Node(2)
     for _ in range(QUEUE_MAX + 5):
         alice.send(0.0, bob, b"x")
@@ -181,10 +181,10 @@ def test_waiting_messages_are_bounded_and_finally_given_up() -> None:
     assert 4 <= sent <= 10
 
 
-# --- who may ------------------------------------------------------------------------------------------
+# --- authorization ----------------------------------------------------------------------------------
 
 
-def test_another_swarm_another_key_and_another_receiver_get_no_answer() -> None:
+def test_another_swarm_key_or_receiver_gets_no_answer() -> None:
     alice, bob = Node(1), Node(2)
     (packet,) = alice.send(0.0, bob, b"x")
     assert refused(Node(2, swarm=Swarm("other")), packet) == "swarm"
@@ -192,7 +192,7 @@ def test_another_swarm_another_key_and_another_receiver_get_no_answer() -> None:
     assert refused(Node(3), packet) == "swarm"
 
 
-def test_keys_change_without_a_gap() -> None:
+def test_keys_rotate_without_a_gap() -> None:
     old, new = b"o" * 32, b"n" * 32
     for ours, theirs in (((old,), (old, new)), ((new, old), (old, new)), ((new,), (new, old))):
         for turn in (1, -1):
@@ -204,7 +204,7 @@ def test_keys_change_without_a_gap() -> None:
 
 
 def initiation(sender: Identity, claimed: PeerId, receiver: PeerId, payload: bytes | None = None) -> bytes:
-    """One that only a member makes, in whatever name and with whatever payload."""
+    """An initiation that only a member can make, with any identity and any payload."""
     handshake = Handshake(
         initiator=True,
         static=agreement_private(sender.seed),
@@ -236,10 +236,10 @@ def test_initiations_under_a_false_identity_are_refused() -> None:
     | st.binary(min_size=32, max_size=32),
     rest=st.binary(max_size=900),
 )
-def test_garbage_with_a_right_mac_is_only_refused(kind: int, ephemeral: bytes, rest: bytes) -> None:
+def test_garbage_with_a_valid_mac_is_only_refused(kind: int, ephemeral: bytes, rest: bytes) -> None:
     bob = Node(2)
     packets = bob.send(0.0, Node(1), b"x")
-    # In an open swarm anybody can make the mac; a response or cookie even names a handshake of ours.
+    # In an open swarm any peer can make the mac; a response or cookie even names one of our handshakes.
     names = bytes(4) + packets[0][1:5] if kind == RESPONSE else packets[0][1:5]
     body = bytes((kind,)) + names + (ephemeral + rest).ljust(380, b"\0")
     if kind != INITIATION:
@@ -262,7 +262,7 @@ def test_a_member_with_a_malformed_payload_is_refused() -> None:
     stamp=st.integers(1, 2**64 - 1),
     anew=st.booleans(),
 )
-def test_an_offer_is_read_as_it_was_written(name: bytes, payload: bytes, stamp: int, anew: bool) -> None:
+def test_an_offer_survives_a_round_trip(name: bytes, payload: bytes, stamp: int, anew: bool) -> None:
     peer = Node(1).peer
     offer = read_offer(
         write_offer(InitiationOffer(peer, stamp, anew, SessionRequest(name, payload, stamp=stamp)))
@@ -290,9 +290,7 @@ def test_an_initiation_counts_once_and_an_older_one_not_at_all() -> None:
     where=st.integers(0),
     bit=st.integers(0, 7),
 )
-def test_one_changed_bit_is_refused_and_what_was_meant_still_arrives(
-    which: str, where: int, bit: int
-) -> None:
+def test_one_changed_bit_is_refused_and_the_original_still_arrives(which: str, where: int, bit: int) -> None:
     alice, bob = Node(1), Node(2)
     (packet,) = alice.send(0.0, bob, b"hello")
     receiver, sender = bob, alice
@@ -310,7 +308,7 @@ def test_one_changed_bit_is_refused_and_what_was_meant_still_arrives(
 
 
 @given(st.lists(st.integers(0, 40), max_size=80))
-def test_each_packet_opens_once_in_whatever_order_they_come(order: list[int]) -> None:
+def test_each_packet_opens_once_in_any_order(order: list[int]) -> None:
     alice, bob = acquainted()
     sent = [alice.send(0.0, bob, b"%d" % number)[0] for number in range(41)]
     opened: set[int] = set()
@@ -324,7 +322,7 @@ def test_each_packet_opens_once_in_whatever_order_they_come(order: list[int]) ->
 
 
 @given(st.lists(st.integers(0, 3_000), max_size=60))
-def test_a_window_remembers_all_that_it_can_hold(counters: list[int]) -> None:
+def test_a_replay_window_covers_its_full_size(counters: list[int]) -> None:
     window, seen = Window(), set[int]()
     for counter in counters:
         highest = max(seen, default=-1)
@@ -343,7 +341,7 @@ def test_a_strangers_largest_counter_is_only_refused() -> None:
 # --- renewal ------------------------------------------------------------------------------------------
 
 
-def test_a_session_is_renewed_under_traffic_and_nothing_is_lost() -> None:
+def test_a_session_is_renewed_under_traffic_without_loss() -> None:
     alice, bob = acquainted()
     under_way: list[bytes] = []
     sent = []
@@ -352,7 +350,7 @@ def test_a_session_is_renewed_under_traffic_and_nothing_is_lost() -> None:
         payload = b"%d" % step
         sent.append(payload)
         packets = alice.send(now, bob, payload)
-        # Every packet comes a step late, so that some of the old session follow the new one.
+        # Every packet arrives a step late, so some of the old session follow the new one.
         carry(now, alice, bob, under_way)
         under_way = packets
         carry(now, bob, alice, bob.send(now, alice, b"pong"))
@@ -363,7 +361,7 @@ def test_a_session_is_renewed_under_traffic_and_nothing_is_lost() -> None:
     assert alice.counters["silences_noticed"] == 0
 
 
-def test_the_responder_renews_if_only_it_has_something_to_say() -> None:
+def test_the_responder_renews_if_only_it_sends() -> None:
     alice, bob = acquainted()
     people = {alice.peer: alice, bob.peer: bob}
     for step in range(400):
@@ -371,7 +369,7 @@ def test_the_responder_renews_if_only_it_has_something_to_say() -> None:
         wake(step + 0.5, alice, people)
         wake(step + 0.5, bob, people)
     assert len(alice.arrived) == 400
-    # The second at 150 s, by bob; from then on one every 120 s.
+    # The second is by bob at 150 s; from then on there is one every 120 s.
     assert alice.counters["sessions_begun"] == 4
 
 
@@ -395,7 +393,7 @@ def test_an_idle_peer_answers_soon_and_is_not_answered() -> None:
     assert alice.counters["silences_noticed"] == 0
 
 
-def test_a_peer_that_restarted_is_met_again_whoever_speaks_first() -> None:
+def test_a_restarted_peer_gets_a_new_session_whoever_sends_first() -> None:
     alice, bob = acquainted()
     bob = Node(2, now=10.0, wall=WALL, life=1)
     carry(10.0, bob, alice, bob.send(10.0, alice, b"I am back"))
@@ -421,7 +419,7 @@ def test_doubted_sessions_are_renewed_with_the_next_message() -> None:
     assert (alice.payloads, bob.payloads[-1]) == ([b"so it is"], b"it is me")
 
 
-def test_a_held_back_initiation_does_not_displace_a_live_session() -> None:
+def test_a_delayed_initiation_does_not_displace_a_live_session() -> None:
     alice, bob = acquainted()
     (held,) = Node(1, wall=WALL + 5_000, life=3).send(0.0, bob, b"late")
     bob.receive(1.0, held, ELSEWHERE)
@@ -430,7 +428,7 @@ def test_a_held_back_initiation_does_not_displace_a_live_session() -> None:
     assert alice.payloads == [b"me too"]
 
 
-def test_nothing_is_sent_to_an_id_that_is_no_key() -> None:
+def test_nothing_is_sent_to_an_id_that_is_not_a_key() -> None:
     alice = Node(1)
     assert alice.sessions.send(0.0, PeerId(bytes(32)), PING, b"x") == []
     assert alice.counters["datagrams_dropped_no_key"] == 1

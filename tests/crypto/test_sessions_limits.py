@@ -1,4 +1,4 @@
-"""Limits on what strangers, floods and forged addresses can cost datagram sessions."""
+"""Limits on the cost of strangers, floods and forged addresses to datagram sessions."""
 
 import gc
 import random
@@ -24,7 +24,9 @@ def stranger(number: int, *, now: float = 0.0) -> Sessions:
 
 
 def flood(target: Node, now: float, count: int, *, first: int = 1_000) -> list[int]:
-    """Initiations of strangers from one source that never go on; the lengths of all answers."""
+    """Send initiations of strangers from one source that never continue; return the lengths of
+    all answers.
+    """
     answered = []
     for number in range(first, first + count):
         (packet,) = stranger(number, now=now).send(now, target.peer, PING, b"")
@@ -47,7 +49,7 @@ def test_an_unproven_address_gets_at_most_three_times_its_bytes(size: int) -> No
         for packet in mallory.send(now, bob.peer, PING, bytes(size)) if step % 5 == 0 else []:
             came += len(packet)
             went += sum(map(len, bob.receive(now, packet, VICTIM).answers))
-        # The application has much to say to the sender.
+        # The application has many bytes for the sender.
         for _ in range(5):
             went += sum(map(len, bob.sessions.send(now, mallory_peer(7), PING, bytes(1_100))))
         went += sum(len(packet) for _, packet in bob.sessions.wake(now))
@@ -87,7 +89,7 @@ def test_a_forged_move_sends_the_victim_only_challenges() -> None:
     for step in range(100):
         now = 1.0 + step * 0.1
         (packet,) = alice.send(now, bob, b"")
-        # Somebody on the way changes the source.
+        # An attacker on the path changes the source.
         received = bob.receive(now, packet, VICTIM)
         assert not received.newest
         went += sum(map(len, received.answers))
@@ -107,7 +109,7 @@ def test_a_challenge_answered_from_another_address_proves_nothing() -> None:
     (challenge,) = bob.receive(1.0, packet, VICTIM).answers
     (proof,) = alice.receive(1.0, challenge, bob.source).answers
     received = bob.receive(1.0, proof, alice.source)
-    assert received.newest  # alice is where she was
+    assert received.newest  # alice's address is unchanged
     (packet,) = alice.send(1.0, bob, b"")
     assert not bob.receive(1.0, packet, VICTIM).newest
 
@@ -125,7 +127,7 @@ def test_a_flood_of_strangers_is_answered_with_cookies_and_leaves_sessions_alone
     assert (alice.payloads, bob.payloads) == ([b"me too"], [b"still here"])
 
 
-def test_an_honest_peer_shows_its_cookie_and_comes_in_during_a_flood() -> None:
+def test_an_honest_peer_is_admitted_by_cookie_during_a_flood() -> None:
     alice, bob = Node(1), Node(2)
     flood(bob, 0.0, 300)
     carry(0.0, alice, bob, alice.send(0.0, bob, b"let me in"))
@@ -136,7 +138,7 @@ def test_an_honest_peer_shows_its_cookie_and_comes_in_during_a_flood() -> None:
     assert alice.payloads == [b"welcome"]
 
 
-def test_a_session_is_renewed_during_a_flood_and_loses_nothing_meanwhile() -> None:
+def test_a_session_is_renewed_during_a_flood_without_loss() -> None:
     alice, bob = acquainted()
     for step in range(1_200, 1_220):
         now = step / 10
@@ -150,7 +152,7 @@ def test_a_session_is_renewed_during_a_flood_and_loses_nothing_meanwhile() -> No
     assert alice.counters["sessions_begun"] == bob.counters["sessions_begun"] == 2
 
 
-def test_a_cookie_is_of_no_use_elsewhere_nor_for_long() -> None:
+def test_a_cookie_expires_and_is_bound_to_its_address() -> None:
     cookies, key = Cookies(random.Random(1).randbytes), b"k" * 32
     here, there = ("10.0.0.1", 1), ("10.0.0.2", 1)
     cookie = open_cookie(cookies.answer(0.0, key, 5, b"m" * 16, here), key, b"m" * 16)
@@ -194,7 +196,7 @@ def test_one_source_with_cookies_is_held_to_its_own_rate() -> None:
     assert refusals == ["busy"] * (150 - int(limits.SOURCE_BURST))
 
 
-def test_strangers_push_out_strangers_and_no_friends() -> None:
+def test_strangers_evict_strangers_and_no_friends() -> None:
     alice, bob = acquainted(peers_max=10, strangers_max=6, wanted_max=5)
     flood(bob, 1.0, 50)
     assert len(bob.sessions.peers) <= 1 + 6
@@ -208,14 +210,14 @@ def test_strangers_push_out_strangers_and_no_friends() -> None:
 
 
 class Crowd:
-    """Peers that somebody invents; each shakes hands as it should, from one of a few addresses."""
+    """Invented peers; each completes valid handshakes, from one of a few addresses."""
 
     def __init__(self, hosts: list[str]) -> None:
         self.members: dict[PeerId, Node] = {}
         self._hosts = hosts
 
     def come(self, now: float, target: Node, count: int) -> None:
-        """Add `count` peers that have a session with `target`, if it gives them one."""
+        """Add `count` peers and try to give each a session with `target`."""
         for _ in range(count):
             number = len(self.members)
             member = Node(3, life=number, now=now)
@@ -226,7 +228,7 @@ class Crowd:
             carry_or_refuse(now, member, target, member.send(now, target, b"in"))
 
     def speak(self, now: float, target: Node) -> None:
-        """All that have a session use it."""
+        """Have every peer with a session send over it."""
         for peer, member in self.members.items():
             if peer in target.sessions.peers:
                 carry_or_refuse(now, member, target, member.send(now, target, b"."))
@@ -266,7 +268,7 @@ def test_a_crowd_with_valid_handshakes_shuts_nobody_out(hosts: list[str]) -> Non
     kept = set(bob.sessions.peers)
     assert {friend.peer for friend in friends} <= kept
     assert len(kept & set(crowd.members)) >= 40
-    # Everybody has spoken just now, and still newcomers come in with their first packets.
+    # All have just sent a packet, and newcomers are still admitted with their first packets.
     newcomers = [Node(number) for number in range(200, 210)]
     for number, newcomer in enumerate(newcomers):
         newcomer.source = (f"192.0.{number}.1", 9_000)
@@ -277,7 +279,7 @@ def test_a_crowd_with_valid_handshakes_shuts_nobody_out(hosts: list[str]) -> Non
     assert len(bob.sessions.peers) <= 60 + 10
 
 
-def test_a_crowd_that_never_goes_on_keeps_no_newcomer_waiting() -> None:
+def test_a_crowd_that_never_continues_keeps_no_newcomer_waiting() -> None:
     bob, newcomer = Node(2, limits=SessionLimits(strangers_max=10)), Node(3)
     (packet,) = newcomer.send(0.0, bob, b"let me in")
     answers = bob.receive(0.0, packet, newcomer.source).answers
@@ -288,7 +290,7 @@ def test_a_crowd_that_never_goes_on_keeps_no_newcomer_waiting() -> None:
     assert bob.payloads == [b"let me in", b"in time"]
 
 
-def test_peers_named_by_others_push_out_few_sessions() -> None:
+def test_peers_named_by_others_evict_few_sessions() -> None:
     bob = Node(2, limits=SessionLimits(peers_max=30, wanted_max=5))
     friends = friends_of(bob, 30)
     for number in range(100):
@@ -297,7 +299,7 @@ def test_peers_named_by_others_push_out_few_sessions() -> None:
     assert len(bob.sessions.peers) == 30
 
 
-def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after() -> None:
+def test_an_initiation_captured_before_a_crowd_is_still_refused_afterwards() -> None:
     alice, bob, crowd = (
         Node(1),
         Node(2, limits=SessionLimits(memories_max=50, peers_max=10, seen_max=10, wanted_max=5)),
@@ -306,7 +308,7 @@ def test_an_initiation_caught_before_a_crowd_came_is_still_refused_after() -> No
     (caught,) = alice.send(0.0, bob, b"pay")
     carry(0.0, alice, bob, [caught])
     for step in range(30):
-        # A crowd of few, each with a session for some minutes; alice has long gone.
+        # A crowd of few, each with a session for some minutes; alice left long ago.
         now = 300.0 + 200.0 * step
         bob.sessions.wake(now)
         crowd.come(now, bob, 8)
@@ -344,7 +346,7 @@ def test_messages_to_strangers_do_not_displace_those_to_others() -> None:
 
 
 def come_with_cookies(bob: Node, now: float, sources: list[Source], *, first: int) -> int:
-    """How many of these strangers, each from its source, get their handshake computed."""
+    """Return how many of these strangers, each from its own source, get their handshake computed."""
     computed = 0
     for number, source in enumerate(sources):
         eager = stranger(first + number, now=now)
@@ -370,7 +372,7 @@ def test_one_network_with_cookies_leaves_handshakes_for_others() -> None:
     assert bob.counters["busy"] == 500 - (limits.SHOWN_BURST - limits.SPARED)
 
 
-def test_where_no_other_asks_one_network_has_all_handshakes() -> None:
+def test_one_network_gets_all_handshakes_if_no_other_asks() -> None:
     bob = Node(2)
     flood(bob, 0.0, 250)
     crowd: list[Source] = [(f"203.0.113.{number % 200}", 7) for number in range(500)]

@@ -1,5 +1,6 @@
 """Three peers under every misfortune of a network: loss, disorder, copies, replays, changes, forged and new
-addresses, and time. Nothing comes twice or changed; once the network is good everything arrives."""
+addresses, and time. No message arrives twice or changed; once the network is good every message arrives.
+"""
 
 from typing import Any, NamedTuple
 
@@ -15,9 +16,9 @@ from tests.crypto.meeting import PING, Node
 
 PEERS = 3
 VICTIM: Source = ("203.0.113.7", 7)
-"""Nobody is here; somebody on the way writes it as the source of others' packets."""
+"""No peer has this address; an attacker on the path writes it as the source of others' packets."""
 GOOD_SECONDS = 15.0
-"""The longest backoff, and then some."""
+"""The longest backoff, and a margin."""
 
 Number = st.integers(0, PEERS - 1)
 Which = st.integers(0, 200)
@@ -46,7 +47,7 @@ class BadNetwork(RuleBasedStateMachine):
         self.to_victim = [0] * PEERS
         self.moves = 0
 
-    # --- what the peers do -----------------------------------------------------------------------------
+    # --- actions of the peers ----------------------------------------------------------------------------
 
     @rule(sender=Number, receiver=Number, size=st.sampled_from([0, 100, 900, payload_bytes_max(PING) - 8]))
     def send(self, sender: int, receiver: int, size: int) -> None:
@@ -73,7 +74,7 @@ class BadNetwork(RuleBasedStateMachine):
         self.moves += 1
         self.nodes[number].source = ("198.51.100.1", self.moves)
 
-    # --- what the network does -------------------------------------------------------------------------
+    # --- actions of the network --------------------------------------------------------------------------
 
     @rule(which=Which, keep=st.booleans())
     def deliver(self, which: int, keep: bool) -> None:
@@ -112,7 +113,7 @@ class BadNetwork(RuleBasedStateMachine):
             self.flight.remove(packet)
             self.take(packet._replace(source=VICTIM))
 
-    # --- how it goes together --------------------------------------------------------------------------
+    # --- invariants ---------------------------------------------------------------------------------------
 
     def where(self, sender: int, receiver: int) -> Source:
         """Return the address in an address book. An address that was silent for long counts as hearsay."""
@@ -164,8 +165,9 @@ class BadNetwork(RuleBasedStateMachine):
             assert len(node.sessions.peers) < PEERS
 
     def teardown(self) -> None:
-        """From now on the network is good, and everybody knows where everybody is. The first that is sent may
-        still be lost with a session of which the other side knows nothing; what follows is not."""
+        """From now on the network is good, and every peer knows all addresses. The first message may still be
+        lost with a session that the other side has forgotten; later ones must arrive.
+        """
         for one, other in self.book:
             self.book[one, other] = self.nodes[other].source
         self.talk_in_peace()

@@ -1,8 +1,8 @@
-"""Small files in the layouts that people's programs write, and what each is to be read as.
+"""Small files in the layouts of common programs, and the expected reading of each.
 
 Sources: the documents of torchvision's `ImageFolder`, Keras' `image_dataset_from_directory` and data sets,
 fastai's `ImageDataLoaders.from_folder`, Hugging Face's `imagefolder` and `datasets`, MedMNIST, pandas, R,
-numpy, Excel, SQL tools. A layout is read right, or refused with a key to set.
+numpy, Excel, SQL tools. A layout is read correctly, or refused with a key to set.
 """
 
 import json
@@ -25,9 +25,9 @@ Write = Callable[[Path], Path]
 
 @dataclass(frozen=True)
 class Layout:
-    """`write` puts the source into an empty folder. Read with `keys` it has `rows` of x, and labels that are
-    the words or numbers `labels`; or it is refused with `refused`, a part of the error, which names the key
-    `asks`."""
+    """`write` puts the source into an empty folder. With `keys` the reader returns `rows` of x and the words
+    or numbers `labels`; or it refuses with an error that contains `refused` and names the key `asks`.
+    """
 
     write: Write
     keys: dict[str, Any] = field(default_factory=dict)
@@ -94,7 +94,7 @@ def parquet(columns: dict[str, Any], **metadata: Any) -> Write:
 
 
 def images(*paths: str, bits: int = 8, extra: dict[str, str] | None = None) -> Write:
-    """Images of 6 x 5 at these paths, all of a level of 40 % grey, and texts at others."""
+    """Images of 6 x 5 at these paths, each 40 % grey, and texts at others."""
 
     def write(folder: Path) -> Path:
         image = pytest.importorskip("PIL.Image")
@@ -128,7 +128,7 @@ def folders(*parts: str) -> list[str]:
 
 TWO = {"cats": 2, "dogs": 2}
 LAYOUTS: dict[str, Layout] = {
-    # Excel: five locales, and what it does by itself
+    # Excel: five locales, and its default conversions
     "excel en-US": Layout(text("d.csv", table(end="\r\n"), "utf-8-sig"), rows=X, labels=WORDS),
     "excel de-DE": Layout(
         text("d.csv", table(separator=";", decimal=",", end="\r\n"), "utf-8-sig"), rows=X, labels=WORDS

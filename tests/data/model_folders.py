@@ -14,7 +14,7 @@ SPECIAL = ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<pad>")
 
 
 def write_tokenizer(path: Path, **more: Any) -> None:
-    """A tokenizer of the letters of ASCII as its tokens, and the special ones."""
+    """A tokenizer whose tokens are the ASCII characters and the special ones."""
     tokenizers = pytest.importorskip("tokenizers")
     letters = {
         token: number for number, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), "\n", "?!"])

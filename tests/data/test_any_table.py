@@ -49,7 +49,7 @@ WORDS = st.one_of(
 
 @dataclass(frozen=True)
 class Table:
-    """The meaning of a table: names and fields of the features, the label, and the position of its column."""
+    """The meaning of a table: names and fields of the features, the label, and its column."""
 
     names: list[str]
     rows: list[list[str]]
@@ -108,7 +108,7 @@ def as_meant(table: Table, samples: SampleParts) -> None:
     for found, word in zip(labels, table.words, strict=True):
         assert found == word or float(word) == pytest.approx(found, rel=1e-6)
         assert found == word or "_" not in word
-    assert len(set(labels)) == len(set(table.words)), "two words are not one class"
+    assert len(set(labels)) == len(set(table.words)), "two words belong to two classes"
 
 
 @settings(max_examples=80, deadline=None)
@@ -120,7 +120,7 @@ def as_meant(table: Table, samples: SampleParts) -> None:
     st.booleans(),
     st.sampled_from([csv.QUOTE_MINIMAL, csv.QUOTE_NONNUMERIC, csv.QUOTE_ALL]),
 )
-def test_a_table_of_text_is_read_as_it_was_meant_or_refused(
+def test_a_table_of_text_is_read_correctly_or_refused(
     table: Table, separator: str, encoding: str, end: str, says_label: bool, quoting: int
 ) -> None:
     file = io.StringIO()
@@ -138,7 +138,7 @@ def test_a_table_of_text_is_read_as_it_was_meant_or_refused(
 
 @settings(max_examples=20, deadline=None)
 @given(tables(), st.booleans())
-def test_a_parquet_table_is_read_as_it_was_meant_or_refused(table: Table, says_label: bool) -> None:
+def test_a_parquet_table_is_read_correctly_or_refused(table: Table, says_label: bool) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     lines = table.lines()

@@ -1,4 +1,4 @@
-"""The fenced process that reads a served model's tokenizer and chat template."""
+"""The fenced process that loads a served model's tokenizer and chat template."""
 
 import json
 import os
@@ -72,7 +72,7 @@ def test_a_strangers_template_is_bounded_in_memory_and_time(tmp_path: Path) -> N
     trio.run(main)
 
 
-async def test_a_chat_of_too_many_messages_is_refused_and_never_cut(tmp_path: Path) -> None:
+async def test_a_chat_of_too_many_messages_is_refused_and_never_truncated(tmp_path: Path) -> None:
     text = await FencedText.open(collect(write_folder(tmp_path / "model")), allow_unfenced=True)
     try:
         with pytest.raises(UsageError, match="4,097 messages"):
@@ -81,7 +81,7 @@ async def test_a_chat_of_too_many_messages_is_refused_and_never_cut(tmp_path: Pa
         await text.aclose()
 
 
-async def test_tools_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> None:
+async def test_tools_with_too_deep_nesting_are_refused(tmp_path: Path) -> None:
     template = "{{ tools | tojson }}{{ messages[0]['content'] }}"
     text = await FencedText.open(collect(write_folder(tmp_path / "model", template)), allow_unfenced=True)
     deep: dict[str, Any] = {}
@@ -95,7 +95,7 @@ async def test_tools_that_are_nested_too_deeply_are_refused(tmp_path: Path) -> N
         await text.aclose()
 
 
-def test_a_tokenizer_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+def test_an_unreadable_tokenizer_is_refused(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "model")
     (folder / "tokenizer.json").write_text('{"model": 7}')
     data = collect(folder)
@@ -130,7 +130,7 @@ def test_a_folder_without_a_tokenizer_has_no_text_files(tmp_path: Path) -> None:
     assert collect(tmp_path) == b""
 
 
-def test_lists_and_files_of_other_forms_are_refused() -> None:
+def test_malformed_lists_and_files_are_refused() -> None:
     with pytest.raises(ValueError, match="other chunks"):
         TextChunks(bytes(64), 5)
     with pytest.raises(RemoteProtocolError):
@@ -146,7 +146,7 @@ def test_files_that_are_too_large_are_refused(tmp_path: Path) -> None:
         collect(folder)
 
 
-def test_a_folder_says_how_its_model_is_usually_asked(tmp_path: Path) -> None:
+def test_a_folder_gives_its_models_default_sampling(tmp_path: Path) -> None:
     asked = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 7, "eos_token_id": 5}
     (tmp_path / "generation_config.json").write_text(json.dumps(asked))
     facts = read_facts(tmp_path, 9, has_template=False)

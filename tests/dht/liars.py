@@ -1,7 +1,7 @@
 """Kademlia cores that lie, for `tests.dht.table_world`: false neighbours, false values, and silence.
 
-They act in concert: each knows all other liars, answers a lookup with those nearest to its key, hands out no
-record that it was given, and hands out forged ones instead. Signatures of the simulation are keyed hashes
+They collude: each knows all other liars, answers a lookup with the liars nearest to its key, withholds the
+records that it was given, and hands out forged ones instead. Signatures of the simulation are keyed hashes
 that any simulated peer could make, so a forgery here carries a wrong one, as it would with real keys.
 """
 
@@ -19,23 +19,23 @@ from dht.records import BODY_BYTES_MAX, RecordBody, sign_record
 from dht.settings import KademliaSettings
 
 NAMED = 8
-"""Liars named in an answer: as many as honest nodes have room for."""
+"""Liars named in an answer: as many as an honest node could name."""
 
 
 class FalseNeighbours(Kademlia):
-    """Names the liars nearest to each key, and no records."""
+    """A node that names the liars nearest to each key, and no records."""
 
     liars: Sequence[PeerId] = ()
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Lie about everything but being alive."""
+        """Lie about everything except being alive."""
         sends = super().receive(now, sender, message)
         if isinstance(message, FindNode | FindValue | Store):
             return [(peer, self.lie(message, answer) if peer == sender else answer) for peer, answer in sends]
         return sends
 
     def lie(self, message: Message, answer: Message) -> Message:
-        """The answer that is sent in place of the right one."""
+        """Return the answer that is sent instead of the right one."""
         match answer:
             case Nodes():
                 return Nodes(answer.id, answer.addresses, self.named(message), answer.token)
@@ -46,22 +46,22 @@ class FalseNeighbours(Kademlia):
         return answer
 
     def named(self, message: Message) -> tuple[Hint, ...]:
-        """The liars nearest to what is sought."""
+        """Return the liars nearest to the target."""
         place = int.from_bytes(_key_of(message), "big")
         nearest = sorted(self.liars, key=lambda peer: node_number(peer) ^ place)[:NAMED]
         return tuple(Hint(peer, ()) for peer in nearest)
 
 
 class FalseValues(FalseNeighbours):
-    """Hands out a forged record for every key, and ghosts for neighbours."""
+    """A node that hands out a forged record for every key, and invented neighbours."""
 
     def named(self, message: Message) -> tuple[Hint, ...]:
-        """Peers that do not exist, as near to what is sought as one likes."""
+        """Return peers that do not exist, arbitrarily near to the target."""
         del message
         return tuple(Hint(PeerId(self.rng.randbytes(32)), ()) for _ in range(NAMED))
 
     def lie(self, message: Message, answer: Message) -> Message:
-        """A record with somebody else's name under it, where records are asked for."""
+        """Return a record under another peer's name if records are requested."""
         told = super().lie(message, answer)
         if isinstance(told, Values) and isinstance(message, FindValue):
             own = sign_record(self.signer, Key(message.key), b"forged", sequence=2**40, expires=2**40)
@@ -71,10 +71,10 @@ class FalseValues(FalseNeighbours):
 
 
 class Silent(FalseNeighbours):
-    """Answers pings, so that it stands in tables, and nothing else."""
+    """A node that answers pings, so that tables keep it, and nothing else."""
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take requests, and say nothing to whoever looks or stores."""
+        """Receive requests, and never answer lookups or stores."""
         sends = Kademlia.receive(self, now, sender, message)
         if isinstance(message, FindNode | FindValue | Store):
             return [(peer, answer) for peer, answer in sends if peer != sender]
@@ -82,7 +82,7 @@ class Silent(FalseNeighbours):
 
 
 def _key_of(message: Message) -> bytes:
-    """Return the key that a request is about, b"" if it is about none."""
+    """Return the key of a request, b"" if it has none."""
     if isinstance(message, Store):
         return decode(message.record.body, RecordBody, bytes_max=BODY_BYTES_MAX).key
     return message.key if isinstance(message, FindNode | FindValue) else b""
@@ -92,7 +92,7 @@ KINDS = (FalseNeighbours, FalseValues, Silent)
 
 
 def liar_of(kinds: Sequence[type[FalseNeighbours]] = KINDS) -> Callable[..., Kademlia]:
-    """Return what makes a liar, each of the kinds in turn by its id."""
+    """Return a factory of liars that cycles through the kinds by id."""
 
     def make(
         signer: Signer, settings: KademliaSettings, rng: Random, addresses: tuple[Address, ...]

@@ -39,8 +39,9 @@ def record(
 
 
 class Swarm:
-    """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change what a node sends, and
-    `far_seconds` puts a node farther away from all others."""
+    """Nodes by number; node `i` has the identity `signer(i)`. `tamper` may change a node's packets, and
+    `far_seconds` adds distance between a node and all others.
+    """
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Swarm:
         return node
 
     def grow(self, count: int, where: Callable[[int], Address] = address) -> list[Kademlia]:
-        """`count` nodes, each joining by a random earlier one, in a settled table."""
+        """`count` nodes that joined one by one through a random earlier one, in a settled table."""
         nodes: list[Kademlia] = []
         for number in range(count):
             node = self.start(number, where(number))
@@ -94,7 +95,7 @@ class Swarm:
             if self.rng.random() >= self.loss:
                 far = self.far_seconds.get(node.peer, 0.0) + self.far_seconds.get(peer, 0.0)
                 self._push(self.now + self.rng.uniform(0.02, 0.08) + far, node.peer, peer, data)
-        # One entry for each deadline it ever had; those that no longer hold wake nobody.
+        # One entry for each deadline ever set; outdated entries wake no node.
         if node.deadline < inf:
             self._push(node.deadline, node.peer, node.peer, None)
 
@@ -103,7 +104,7 @@ class Swarm:
         heapq.heappush(self._heap, (at, self._sent, sender, receiver, data))
 
     def run(self, seconds: float) -> None:
-        """Let virtual time pass. Dead nodes are those no longer in `nodes`."""
+        """Let virtual time pass. Dead nodes are no longer in `nodes`."""
         end = self.now + seconds
         while self._heap and self._heap[0][0] <= end:
             at, _, sender, receiver, data = heapq.heappop(self._heap)
@@ -125,7 +126,7 @@ class Swarm:
         self.send(node, sends)
 
     def ask(self, node: Kademlia, order: Callable[[float], tuple[int, Sends]], kind: type[Kind]) -> Kind:
-        """Let `node` do one thing and wait for the event that ends it."""
+        """Let `node` act, and wait for the event that ends the action."""
         request, sends = order(self.now)
         self.send(node, sends)
         for _ in range(240):
@@ -145,12 +146,12 @@ def token(node: Kademlia, sender: PeerId, now: float = 0.0) -> bytes:
 
 
 def lone(number: int = 0) -> Kademlia:
-    """A node that knows nobody."""
+    """A node without contacts."""
     return Swarm(17).start(number)
 
 
 def met(node: Kademlia, peer: PeerId, texts: tuple[str, ...] = ()) -> Kademlia:
-    """`node`, which has heard of `peer` and got its answer."""
+    """`node`, with `peer` as an answered contact."""
     ((_, ping),) = node.add(0.0, peer, [])
     assert isinstance(ping, Ping)
     node.receive(0.0, peer, Pong(ping.id, texts))

@@ -1,12 +1,11 @@
-"""A world of Kademlia cores alone: what the DHT does under churn, splits and attack without membership's
-help.
+"""A world of Kademlia cores alone: the DHT under churn, splits and attack without membership's help.
 
-`sim.worlds.cores` has SWIM beside Kademlia, which says at once who died and costs most of the events. Here a
-node finds out by itself, so figures from here are the harder ones, and hours of a thousand nodes take
-minutes. The population is constant: when a life ends, one with a new id begins and knows nothing.
+`sim.worlds.cores` has SWIM beside Kademlia, which reports deaths at once and costs most of the events. Here a
+node detects them itself, so figures from here are the harder ones, and hours of a thousand nodes take
+minutes. The population is constant: when a life ends, one with a new id starts without any contacts.
 
-Attackers are cores of other classes, given by number (`tests.dht.liars`). Where a node is seen is the
-world's to say, so nobody can claim an address.
+Attackers are cores of other classes, given by number (`tests.dht.liars`). The world decides where a node is
+seen, so no node can claim an address.
 """
 
 import math
@@ -43,8 +42,7 @@ MakeCore = Callable[..., Kademlia]
 
 @dataclass
 class Found:
-    """One lookup: whether the record was there to be found, whether it was, how soon and in how many
-    rounds."""
+    """One lookup: whether the record existed, whether it was found, how soon, and in how many rounds."""
 
     at: float
     is_found: bool
@@ -56,7 +54,7 @@ class Found:
 
 @dataclass
 class Entry:
-    """One record that the world stored: who did, and its newest sequence."""
+    """One record that the world stored: its publisher, and its newest sequence."""
 
     key: Key
     publisher: PeerId
@@ -84,19 +82,21 @@ class Figures:
 
     found: list[Found] = field(default_factory=list)
     stores: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """When, how many keep it, of how many tried, and how long it took."""
+    """The time, the number of holders, the number tried, and the duration."""
     replicas: list[tuple[float, list[int]]] = field(default_factory=list)
-    """When, and how many live nodes hold each record."""
+    """The time, and the number of live holders of each record."""
     stale: list[float] = field(default_factory=list)
     """The share of dead contacts in all tables, by sample."""
     recall: list[float] = field(default_factory=list)
     hunts: list[tuple[float, int, int, float]] = field(default_factory=list)
-    """Seconds, nodes found, those of them that are up with that advert, and the share of `count` that is."""
+    """Seconds, nodes found, those of them that are up with that advert, and their share of `count`."""
     unended: int = 0
 
 
 class TableWorld:
-    """A world of nodes started at once from `seed`. `median_seconds`: of their sessions, inf for no churn."""
+    """A world of nodes started at once from `seed`. `median_seconds` is the median session, inf without
+    churn.
+    """
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class TableWorld:
     # Lives.
 
     def begin(self, *, acquainted: bool = False, peer: PeerId | None = None, endless: bool = False) -> Life:
-        """One more node, which joins through others unless it is `acquainted`."""
+        """Add a node that joins through others unless it is `acquainted`."""
         number = self._next
         self._next += 1
         peer = peer or seeded_peer(self.seed, number)
@@ -170,7 +170,7 @@ class TableWorld:
         self.begin()
 
     def kill(self, peer: PeerId) -> None:
-        """A node stops, without a word."""
+        """Stop a node without a goodbye."""
         self.engine.kill(peer, self.now)
         del self.lives[peer]
         for place in [place for place in self._waiting if place[0] == peer]:
@@ -181,7 +181,7 @@ class TableWorld:
         return self._rng.sample(joined, min(count, len(joined)))
 
     def _acquaint(self) -> None:
-        """Those that run at the beginning have known each other for long: tables as joins would make them."""
+        """Give the first nodes tables as after long acquaintance."""
         peers = sorted(self.lives, key=node_number)
         for place, peer in enumerate(peers):
             table = self.lives[peer].core.table
@@ -203,19 +203,19 @@ class TableWorld:
     # Actions.
 
     def at(self, time: float, action: Callable[..., object], *arguments: Any) -> None:
-        """Do something at an instant."""
+        """Schedule an action at an instant."""
         self._agenda.at(time, lambda: _do(action, arguments))
         self.engine.halt(self._agenda.due)
 
     def run(self, until: float) -> None:
-        """Let everything up to an instant happen."""
+        """Run all events up to an instant."""
         while (due := self._agenda.due) <= until:
             self.engine.run(due)
             self._agenda.do_first()
         self.engine.run(until)
 
     def every(self, rate: float, until: float, action: Callable[[], None]) -> None:
-        """Do something `rate` times a second on average, until an instant."""
+        """Repeat an action `rate` times a second on average, until an instant."""
         rng = seeded_rng(self.seed, "every", str(rate), action.__name__)
 
         def again() -> None:
@@ -237,7 +237,7 @@ class TableWorld:
         entry: Entry | None = None,
         lasts: float = 14_400.0,
     ) -> Entry | None:
-        """A random node, or this one, stores a record, or a newer version of an `entry`."""
+        """Have a random node, or this one, store a record, or a newer version of an `entry`."""
         life = life or self.pick()
         if life is None:
             return None
@@ -265,7 +265,7 @@ class TableWorld:
         return entry
 
     def look(self, life: Life | None = None, *, entry: Entry | None = None, paths: int = 1) -> None:
-        """A random node, or this one, looks for a random record, or this one."""
+        """Have a random node, or this one, look for a random record, or this one."""
         life = life or self.pick()
         live = [each for each in self.entries if each.is_stored and each.expires > self.now]
         if life is None or not live:
@@ -289,7 +289,7 @@ class TableWorld:
         self.order(life, lambda core, now: core.find(now, sought.key, paths=paths), ended)
 
     def measure_recall(self) -> None:
-        """How many of the 20 truly nearest that are up a lookup of a random key names."""
+        """Return how many of the 20 nearest live nodes a lookup of a random key names."""
         life = self.pick()
         if life is None:
             return
@@ -304,7 +304,7 @@ class TableWorld:
         self.order(life, lambda core, now: core.locate(now, key), ended)
 
     def hunt(self, query: Query, life: Life | None = None) -> None:
-        """A random node, or this one, searches by capability."""
+        """Have a random node, or this one, search by capability."""
         life = life or self.pick()
         if life is None:
             return
@@ -340,7 +340,7 @@ class TableWorld:
             )
 
     def pick(self) -> Life | None:
-        """A random node that has joined and whose core is an honest one."""
+        """A random node that has joined and whose core is honest."""
         for _ in range(64):
             life = self.lives[self._rng.choice(list(self.lives))] if self.lives else None
             if life is not None and life.has_joined and type(life.core) is Kademlia:
@@ -367,7 +367,7 @@ class TableWorld:
         self.figures.stale.append(dead / max(1, contacts))
 
     def holders(self, entry: Entry) -> dict[PeerId, int]:
-        """Return which live nodes hold a record, in which sequence."""
+        """Return which live nodes hold a record, with which sequence."""
         kept = {peer: life.core.records.kept(entry.key, entry.publisher) for peer, life in self.lives.items()}
         return {peer: record.sequence for peer, record in kept.items() if record is not None}
 
@@ -376,7 +376,7 @@ class TableWorld:
     def order(
         self, life: Life, order: Callable[[Kademlia, float], tuple[int, Sends]], ended: Callable[[Any], None]
     ) -> None:
-        """Let a node do something; `ended` is told of the event that ends it."""
+        """Have a node act; `ended` receives the event that ends the action."""
 
         def begin(core: Any, now: float) -> Sends:
             number, sends = order(core, now)
@@ -399,7 +399,7 @@ class TableWorld:
 
 
 def grind(seed: int, key: Key, count: int, tries: int) -> list[PeerId]:
-    """Return the `count` of so many invented ids that are nearest to a key: what an attacker makes."""
+    """Return the `count` nearest to a key among `tries` invented ids, as an attacker makes them."""
     place = int.from_bytes(key, "big")
     made = [PeerId(draw(seed, "ground", number)[:32]) for number in range(tries)]
     nearest = sorted((node_number(peer) ^ place, peer) for peer in made)
@@ -407,19 +407,20 @@ def grind(seed: int, key: Key, count: int, tries: int) -> list[PeerId]:
 
 
 def _do(action: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-    """Call an action of the agenda, whatever it returns."""
+    """Call an action of the agenda and discard its result."""
     action(*arguments)
 
 
 def _own_network(number: int) -> str:
-    """Each node in a /24 of its own, of public addresses."""
+    """Put each node in its own /24 of public addresses."""
     place = number + 1
     return f"{20 + (place >> 16)}.{place >> 8 & 255}.{place & 255}.1"
 
 
 def some_advert(number: int, rng: Random) -> Advert:
-    """Return what a node of a mixed swarm offers: a tenth have GPUs, memory from 2 to 128 GB, three
-    regions."""
+    """Return the offer of a node in a mixed swarm: a tenth have GPUs, memory from 2 to 128 GB,
+    three regions.
+    """
     device = "cuda" if rng.random() < 0.1 else "cpu"
     memory = rng.choice((2, 8, 8, 16, 32, 128)) * GIGABYTE
     region = rng.choice(("eu-west", "us-east", "asia"))

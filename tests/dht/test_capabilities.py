@@ -1,4 +1,4 @@
-"""Adverts and searches by capability: classes, shards, and what is found under them."""
+"""Adverts and searches by capability: classes, shards, and the results."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,7 +36,7 @@ def advert(
 
 
 def many(seed: int, settings: KademliaSettings) -> Swarm:
-    """A swarm with signatures that cost nothing: it checks hundreds of adverts."""
+    """A swarm with free signatures: it checks hundreds of adverts."""
     return Swarm(
         seed, settings=settings, signer_of=lambda number: HashSigner(seeded_peer(seed, number), "test", seed)
     )
@@ -56,7 +56,7 @@ def offering(swarm: Swarm, node: Kademlia, offered: Advert | None) -> None:
     st.sampled_from(["cpu", "cuda"]),
     st.sampled_from(["", "eu"]),
 )
-def test_every_advert_that_fits_stands_in_a_class_that_is_searched(
+def test_every_matching_advert_is_in_a_searched_class(
     wanted: int, offered: int, device: str, region: str
 ) -> None:
     query = Query(device=device, memory_bytes=wanted, near=region)
@@ -85,14 +85,14 @@ def test_the_size_of_a_network_is_known_within_a_factor_of_two() -> None:
     assert 2 ** first_depth(1_000) > 1_000 / SHARD_ADVERTS_MAX
 
 
-def test_a_record_that_is_no_advert_is_none() -> None:
+def test_a_record_that_is_not_an_advert_is_ignored() -> None:
     key = record_key("test", b"key")
     assert read_advert(check_record(signer(0), record(1, key, b"\x00nonsense"))) is None
     later = encode_advert(Advert(ADVERT_VERSION + 1, "cpu", 1, 1.0, True, ""))
     assert read_advert(check_record(signer(0), record(1, key, later))) is None
 
 
-def test_a_search_finds_what_fits_and_nothing_else() -> None:
+def test_a_search_finds_only_matching_nodes() -> None:
     swarm = many(41, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(30)
     for number, node in enumerate(nodes):
@@ -119,7 +119,7 @@ def test_a_search_finds_what_fits_and_nothing_else() -> None:
     assert hunt(swarm, asker, Query("mps")).offers == ()
 
 
-def test_the_dead_are_not_found_and_other_ones_take_their_places() -> None:
+def test_the_dead_are_not_found_and_others_replace_them() -> None:
     swarm = many(42, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(24)
     for node in nodes:
@@ -133,7 +133,7 @@ def test_the_dead_are_not_found_and_other_ones_take_their_places() -> None:
     assert all(offer.peer in swarm.nodes for offer in found.offers)
 
 
-def test_shards_grow_with_their_class_and_shrink_with_it() -> None:
+def test_shards_follow_the_size_of_their_class() -> None:
     swarm = many(43, KademliaSettings(k=8, find_width=4, advert_renew_seconds=60, advert_seconds=150))
     nodes = swarm.grow(40)
     for node in nodes:
@@ -153,7 +153,7 @@ def test_shards_grow_with_their_class_and_shrink_with_it() -> None:
     assert {offer.peer for offer in hunt(swarm, nodes[1], Query("cpu")).offers} == {nodes[0].peer}
 
 
-def test_those_with_near_coordinates_are_asked_first() -> None:
+def test_nodes_with_near_coordinates_are_asked_first() -> None:
     swarm = many(44, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(20)
     for number, node in enumerate(nodes):
@@ -167,7 +167,8 @@ def test_those_with_near_coordinates_are_asked_first() -> None:
 
 def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
     """Five nodes of one region are near and nine far; one of the far claims to be the nearest, and its
-    latency gives it away."""
+    latency exposes it.
+    """
     swarm = many(46, KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(16)
     near, liar, elsewhere = nodes[1:6], nodes[15], nodes[6]
@@ -182,11 +183,11 @@ def test_a_search_near_a_place_lists_nodes_by_latency() -> None:
     found = hunt(swarm, nodes[0], Query("cpu", near="eu", count=6))
     named = [offer.peer for offer in found.offers]
     assert set(named[:5]) == {node.peer for node in near}
-    assert named[5:] == [liar.peer], "nobody that is farther by estimate is asked before it is needed"
+    assert named[5:] == [liar.peer], "nodes with a farther estimate are asked only when needed"
     assert [offer.seconds for offer in found.offers] == sorted({offer.seconds for offer in found.offers})
 
 
-def test_a_lone_node_finds_nobody_and_says_so_at_once() -> None:
+def test_a_lone_node_finds_nobody_and_reports_it_at_once() -> None:
     node = lone()
     node.advertise(0.0, advert())
     number, sends = node.hunt(0.0, Query("cpu"))
@@ -194,7 +195,7 @@ def test_a_lone_node_finds_nobody_and_says_so_at_once() -> None:
     assert node.events[-1] == CapabilitiesFound(number, ())
 
 
-def test_no_more_searches_run_at_once_than_their_limit() -> None:
+def test_concurrent_searches_are_bounded() -> None:
     swarm = Swarm(45)
     nodes = swarm.grow(3)
     for _ in range(70):

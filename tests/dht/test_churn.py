@@ -12,7 +12,7 @@ from tests.dht.table_world import GIGABYTE, TableWorld, grind, some_advert
 KEY = record_key("table", b"sought")
 
 
-def test_records_outlive_the_sessions_of_those_that_stored_them() -> None:
+def test_records_outlive_the_sessions_of_their_publishers() -> None:
     settings = KademliaSettings(republish_seconds=150, refresh_seconds=150)
     world = TableWorld(45, 1, median_seconds=300, settings=settings)
     for number in range(10):
@@ -104,7 +104,7 @@ def test_a_search_by_capability_returns_nodes_that_are_still_there() -> None:
     assert max(seconds for seconds, _, _, _ in world.figures.hunts) <= 4
 
 
-def test_a_search_by_capability_sends_no_hundreds_of_messages() -> None:
+def test_a_search_by_capability_takes_fewer_than_hundreds_of_messages() -> None:
     world = TableWorld(40, 5, median_seconds=1_800, advert_of=some_advert)
     world.run(320)
     asker = world.pick()
@@ -117,4 +117,4 @@ def test_a_search_by_capability_sends_no_hundreds_of_messages() -> None:
     world.hunt(Query("cpu", 8 * GIGABYTE, count=10), asker)
     world.run(325)
     assert world.figures.hunts[0][1] >= 9
-    assert sent() - before <= 160  # 226 to 252 where six holders of every depth were asked
+    assert sent() - before <= 160  # 226 to 252 when six holders of every depth were asked

@@ -1,4 +1,4 @@
-"""A node that others cannot reach asks as any other, and stands in nobody's table."""
+"""An unreachable node queries like any other, and no table lists it."""
 
 from random import Random
 
@@ -14,7 +14,7 @@ def tables_with(swarm: Swarm, peer: object) -> int:
     return sum(node.table.get(peer) is not None for node in swarm.nodes.values())  # type: ignore[arg-type]  # a PeerId
 
 
-def test_a_client_stores_and_finds_and_stands_in_no_table() -> None:
+def test_a_client_stores_and_finds_but_is_in_no_table() -> None:
     swarm = Swarm(1)
     nodes = swarm.grow(30)
     client = swarm.start(99)
@@ -52,7 +52,7 @@ def test_a_node_that_becomes_a_client_leaves_tables_and_may_return() -> None:
     assert swarm.refused == []
 
 
-def test_others_store_nothing_with_a_client_that_was_named_to_them() -> None:
+def test_others_store_nothing_with_a_client_named_to_them() -> None:
     swarm = Swarm(3)
     nodes = swarm.grow(12)
     client = nodes[5]

@@ -1,4 +1,4 @@
-"""How the Kademlia core comes to know peers, and how it finds out whether they are still there."""
+"""How the Kademlia core learns contacts, and how it checks that they are alive."""
 
 from collections import Counter
 
@@ -25,7 +25,7 @@ def test_a_stranger_who_asks_is_a_contact_only_after_it_answered_us() -> None:
     assert receiver == stranger
     assert node.events == [PeerHeard(stranger, (make_address("10.0.0.9", 1, stranger),))]
     assert node.table.get(stranger) is None
-    # While that ping is out, and after, more questions make no more pings.
+    # During that ping, and after it, more questions trigger no more pings.
     assert len(node.receive(0.1, stranger, Ping(6, ()))) == 1
     node.receive(0.2, stranger, Pong(ping.id, ("10.0.0.9:1",)))
     assert node.table.get(stranger) is not None
@@ -42,7 +42,7 @@ def test_a_hint_from_elsewhere_is_pinged_at_its_address() -> None:
     assert node.add(0.0, node.peer, [place]) == []
 
 
-def test_a_peer_that_moved_is_known_by_its_new_address() -> None:
+def test_a_peer_that_moved_gets_its_new_address() -> None:
     node = met(lone(), signer(1).peer)
     node.receive(1.0, signer(1).peer, Ping(9, ("10.0.0.9:99",)))
     contact = node.table.get(signer(1).peer)
@@ -73,7 +73,7 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
     ((_, ping),) = node.add(100.0, far[2], [])
     sends = node.receive(100.0, far[2], Pong(ping.id, ()))
     assert [(peer, type(message)) for peer, message in sends] == [(far[0], Ping)]
-    # The oldest stays if it answers, and goes when it has failed several times.
+    # The oldest stays if it answers, and is removed after several failures.
     assert node.table.get(far[0]) is not None
     now = 100.0
     while node.table.get(far[0]) is not None:
@@ -84,7 +84,7 @@ def test_a_full_bucket_pings_its_oldest_before_a_newcomer_takes_its_place() -> N
 
 
 def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
-    """Return the requests to each peer while nobody answers, until `seconds`."""
+    """Return the requests to each peer while none is answered, until `seconds`."""
     counts: Counter[tuple[PeerId, type]] = Counter()
     while node.deadline <= seconds:
         counts.update((peer, type(message)) for peer, message in node.wake(node.deadline))
@@ -92,7 +92,7 @@ def asked(node: Kademlia, seconds: float) -> Counter[tuple[PeerId, type]]:
 
 
 def halves(*, far: int, near: int) -> tuple[Kademlia, list[PeerId], list[PeerId]]:
-    """A node that met so many of the other half of the key space and of its own, and k = 2."""
+    """A node with k = 2 that met this many of the other half of the key space and of its own."""
     node = Swarm(18, settings=KademliaSettings(k=2, alpha=1, find_width=1)).start(0)
     peers = [signer(number).peer for number in range(1, 40)]
     distant = [peer for peer in peers if distance(node_key(peer), node.key) >> 159][:far]
@@ -110,7 +110,7 @@ def test_a_full_bucket_is_pinged_instead_of_refreshed() -> None:
     node, far, near = halves(far=2, near=1)
     counts = asked(node, JUST_AFTER)
     assert all(counts[peer, Ping] for peer in (*far, *near))
-    # A lookup went into the bucket of its own key, by way of all known contacts.
+    # A lookup went into the bucket of its own key, through all known contacts.
     assert {peer for peer, kind in counts if kind is FindNode} == {*far, *near}
     assert sum(counts[peer, FindNode] for peer in far) <= 2 * len(far)
 
@@ -121,7 +121,7 @@ def test_the_bucket_of_its_own_key_is_refreshed_though_full() -> None:
     assert far == []
 
 
-def test_where_all_are_watched_by_somebody_else_is_seldom_looked_into() -> None:
+def test_a_bucket_of_contacts_watched_by_others_is_seldom_checked() -> None:
     refreshes, questions = 80, []
     for watched in (3, 4):
         swarm = Swarm(19)
@@ -148,7 +148,7 @@ def test_watched_contacts_are_seldom_pinged_for_their_silence() -> None:
     assert [peer for peer, message in sends if isinstance(message, Ping)] == [far[1]]
 
 
-def test_a_watched_peer_that_became_a_client_is_found_out() -> None:
+def test_a_watched_peer_that_became_a_client_is_detected() -> None:
     node, far, _ = halves(far=2, near=1)
     node.add(0.0, far[0], [])
     questions: list[Ping] = []
@@ -190,7 +190,7 @@ def test_a_contact_added_while_its_ping_is_out_is_watched_too() -> None:
     assert node.table.get(peer).watched  # type: ignore[union-attr]  # it answered
 
 
-def test_a_member_that_moved_is_asked_where_it_is() -> None:
+def test_a_member_that_moved_is_asked_at_its_new_address() -> None:
     node = met(lone(), signer(1).peer, ("10.0.0.9:1",))
     ((receiver, question),) = node.add(1.0, signer(1).peer, [make_address("10.0.0.9", 99)])
     assert receiver == signer(1).peer
@@ -204,10 +204,10 @@ def test_a_replacement_of_a_lost_contact_is_pinged() -> None:
     full = node.table.bucket_of(node_key(far[0]))
     assert list(full.replacement_nodes) == [node_key(far[2])]
     assert [(peer, type(message)) for peer, message in node.remove(70.0, far[0])] == [(far[2], Ping)]
-    assert node.remove(71.0, far[1]) == []  # nobody waits
+    assert node.remove(71.0, far[1]) == []  # no caller waits
 
 
-def test_a_contact_that_was_met_before_is_watched_from_the_hint_on() -> None:
+def test_a_contact_seen_before_is_watched_from_the_hint_on() -> None:
     node = lone()
     peer = signer(1).peer
     _, (_, ping) = node.receive(0.0, peer, Ping(5, ("10.0.0.9:1",)))
@@ -217,7 +217,7 @@ def test_a_contact_that_was_met_before_is_watched_from_the_hint_on() -> None:
     seen = [contact.watched]
     assert node.add(1.0, peer, []) == []
     seen.append(contact.watched)
-    node.unwatch(signer(2).peer)  # whom it does not know
+    node.unwatch(signer(2).peer)  # which it does not know
     node.unwatch(peer)
     assert [*seen, contact.watched] == [False, True, False]
 

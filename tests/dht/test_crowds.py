@@ -1,6 +1,7 @@
-"""One owner of addresses with as many ids as it likes: it neither surrounds a key nor fills a store.
+"""One owner of addresses with unlimited ids neither surrounds a key nor fills a store.
 
-The addresses are public ones, for local networks are not divided into groups."""
+The addresses are public ones, since local networks are not divided into groups.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +28,7 @@ FIRST_SYBIL = 100_000
 
 
 def public(number: int) -> Address:
-    """Each in a network of its own."""
+    """Addresses that are each in their own network."""
     return make_address(f"8.{number // 250}.{number % 250}.1", 9747)
 
 
@@ -37,7 +38,7 @@ def crowded(number: int) -> Address:
 
 
 def near(key: Key, count: int, *, among: int = 3_000) -> list[int]:
-    """Numbers of ids made to be nearest to a key: a few tenths of a second of work."""
+    """Numbers of ids ground to be nearest to a key: a few tenths of a second of work."""
     made = range(FIRST_SYBIL, FIRST_SYBIL + among)
     return sorted(made, key=lambda number: distance(node_key(signer(number).peer), key))[:count]
 
@@ -47,7 +48,7 @@ def find(node: Kademlia, now: float) -> tuple[int, Sends]:
 
 
 def conspire(hints: tuple[Hint, ...], message: Message) -> Message:
-    """Name nobody but each other, and know no record."""
+    """A node that names only its accomplices, and no record."""
     if isinstance(message, Nodes):
         return msgspec.structs.replace(message, hints=hints)
     if isinstance(message, Values):
@@ -56,7 +57,7 @@ def conspire(hints: tuple[Hint, ...], message: Message) -> Message:
 
 
 def surround(swarm: Swarm, claims: Callable[[int], Address]) -> set[PeerId]:
-    """Ids of one owner join next to KEY. They say that they keep records, and do not."""
+    """Have ids of one owner join next to KEY. They claim to keep records, and do not."""
     numbers = near(KEY, SYBILS)
     hints = tuple(Hint(signer(number).peer, (claims(number).short,)) for number in numbers)
     honest = list(swarm.nodes.values())
@@ -79,7 +80,7 @@ def test_ids_of_one_network_do_not_surround_a_key(is_lying: bool) -> None:
     nodes = swarm.grow(60, public)
     seen = {node.peer: public(number).host for number, node in enumerate(nodes)}
     if is_lying:
-        # Each claims a network of its own; where a peer is seen it cannot choose.
+        # Each claims its own network; it cannot choose the address where it is seen.
         seen |= {signer(number).peer: crowded(number).host for number in near(KEY, SYBILS)}
         for node in nodes:
             node.origins.host_of = seen.get
@@ -96,7 +97,7 @@ def test_ids_of_one_network_do_not_surround_a_key(is_lying: bool) -> None:
         assert [each.value for each in found.records] == [b"v"]
 
 
-def test_a_swarm_within_one_network_finds_and_stores_as_any() -> None:
+def test_a_swarm_within_one_network_works_like_any_other() -> None:
     swarm = Swarm(32)
     nodes = swarm.grow(40, crowded)
     stored = swarm.ask(nodes[0], lambda now: nodes[0].store(now, record(0, KEY)), RecordStored)
@@ -112,7 +113,7 @@ def test_a_swarm_within_one_network_finds_and_stores_as_any() -> None:
 
 
 def keep(node: Kademlia, sender: int, place: Address, author: int, key: Key = KEY) -> str:
-    """One Store and what is answered; the sender's later ping is not."""
+    """Send one Store and return the answer; the sender's later ping is not answered."""
     given = token(node, signer(sender).peer)
     message = Store(1, (place.short,), record(author, key), given)
     sends = node.receive(0.0, signer(sender).peer, message)
@@ -131,7 +132,7 @@ def test_invented_publishers_of_one_network_leave_room_under_a_key() -> None:
     kept = {each.publisher for each in node.records.get(WALL, KEY)}
     assert {signer(author).peer for author in range(1, 9)} <= kept
     assert len(kept) == publishers_max
-    # And they are not pushed out again.
+    # And later ones do not evict them.
     for author in range(3_000, 3_050):
         keep(node, author, crowded(author % 7), author)
     assert {signer(author).peer for author in range(1, 9)} <= {
@@ -144,7 +145,7 @@ def small_node() -> Kademlia:
     return Swarm(17, settings=small).start(0)
 
 
-def test_one_address_fills_only_its_part_of_a_store() -> None:
+def test_one_address_fills_only_its_share_of_a_store() -> None:
     node = small_node()
     keys = [record_key("junk", number.to_bytes(2, "big")) for number in range(400)]
     for number, key in enumerate(keys[:100]):
@@ -171,7 +172,7 @@ def test_records_near_a_node_survive_the_limit_of_one_address() -> None:
     assert sum(key in nearest[:80] for key in kept) >= 30
 
 
-def test_passing_on_a_record_does_not_make_it_the_senders() -> None:
+def test_forwarding_a_record_does_not_charge_it_to_the_sender() -> None:
     node = lone()
     assert keep(node, 1, public(1), 1) == ""
     for author in range(1_000, 1_063):
@@ -197,14 +198,14 @@ def test_a_store_far_from_the_node_is_refused() -> None:
         nearer = sum(distance(node_key(peer), key) < distance(node.key, key) for peer in others)
         if nearer < node.settings.k:
             assert answer == ""
-    # A record that is kept already may be renewed, wherever it belongs.
+    # A record that is kept already may be renewed at any distance.
     kept = next(key for key, answer in answers.items() if answer == "")
     for peer in sorted(others, key=lambda peer: distance(node_key(peer), kept))[:100]:
         node.table.answered(1.0, Contact(peer))
     assert keep(node, 1_000, public(1), 1_000 + junk.index(kept) // 100, kept) == ""
 
 
-def test_an_honest_store_is_refused_by_nobody_for_its_distance() -> None:
+def test_no_node_refuses_an_honest_store_for_its_distance() -> None:
     swarm = Swarm(34)
     nodes = swarm.grow(120)
     for author in range(20):
@@ -217,7 +218,7 @@ def test_an_honest_store_is_refused_by_nobody_for_its_distance() -> None:
 
 
 def flooded_table(seed: int) -> Table:
-    """A table of many networks, and ten times as many contacts of one that came later."""
+    """A table of many networks, and ten times as many later contacts of one network."""
     rng = Random(seed)
     table = Table(node_key(PeerId(bytes(32))), k=8, failures_max=2)
     for number in range(60):
@@ -252,7 +253,7 @@ def test_a_network_that_fills_buckets_makes_room_for_others() -> None:
         assert groups.count(b"crowd") <= BUCKET_GROUP_MAX
 
 
-def test_the_nearest_are_of_few_of_one_network_while_there_are_others() -> None:
+def test_few_of_the_nearest_share_a_network_while_others_exist() -> None:
     table = flooded_table(5)
     key = node_key(PeerId(b"k" * 32))
     nearest = table.nearest(key, 8)
@@ -263,7 +264,7 @@ def test_the_nearest_are_of_few_of_one_network_while_there_are_others() -> None:
     assert distances == sorted(distances)
 
 
-def test_where_others_are_too_few_each_group_gives_as_many_more() -> None:
+def test_groups_fill_the_places_that_others_leave_empty() -> None:
     members = [Contact(PeerId(bytes([number]) * 32), (), b"ab"[number % 2 :][:1]) for number in range(12)]
     assert spread(members, 6, 3) == members[:6]
     one = [Contact(PeerId(bytes([number]) * 32), (), b"a") for number in range(12)]
@@ -276,7 +277,7 @@ def test_where_others_are_too_few_each_group_gives_as_many_more() -> None:
     assert crowding_one([*one, *alone], b"a", 2) is None
 
 
-def test_local_peers_have_no_group_unless_that_is_set() -> None:
+def test_local_peers_have_no_group_by_default() -> None:
     texts = (
         "10.0.0.1:1",
         "127.0.0.1:1",
@@ -295,7 +296,7 @@ def test_local_peers_have_no_group_unless_that_is_set() -> None:
     assert place.group == bytes((8, 8, 8))
 
 
-def test_the_group_of_a_contact_is_where_it_was_seen() -> None:
+def test_a_contacts_group_is_that_of_its_observed_address() -> None:
     node = lone()
     node.origins.host_of = {signer(1).peer: "45.67.89.1"}.get
     ((_, ping),) = node.add(0.0, signer(1).peer, [public(1)])

@@ -1,4 +1,4 @@
-"""The Kademlia core among others: what is stored is found, by everybody, whoever dies or lies."""
+"""The Kademlia core among others: every node finds stored records, despite deaths and liars."""
 
 from collections.abc import Callable
 from functools import partial
@@ -69,7 +69,7 @@ def test_every_stored_record_is_found_from_every_node() -> None:
     assert swarm.refused == []
 
 
-def test_records_are_found_where_one_packet_in_ten_is_lost() -> None:
+def test_records_are_found_despite_ten_percent_packet_loss() -> None:
     swarm = Swarm(2, loss=0.1)
     nodes = swarm.grow(40)
     stored = store(swarm, nodes[3], record(3, KEY))
@@ -86,7 +86,7 @@ def test_a_record_outlives_the_death_of_half_its_replicas() -> None:
     started = swarm.now
     alive = [node for node in nodes if node.peer in swarm.nodes]
     assert all(find(swarm, node) == [b"v"] for node in alive)
-    # The dead are waited for side by side.
+    # The time-outs of the dead run concurrently.
     assert swarm.now - started < 2.0 * len(alive)
 
 
@@ -114,17 +114,17 @@ def test_a_lower_sequence_is_refused_by_all_and_the_count_says_so() -> None:
     assert find(swarm, nodes[9]) == [b"new"]
 
 
-def test_a_store_that_reached_nobody_does_not_say_success() -> None:
+def test_a_store_that_reached_nobody_reports_no_success() -> None:
     swarm = Swarm(6)
     nodes = swarm.grow(30)
-    # Everybody is found alive and then falls silent to Stores.
+    # All nodes answer the lookup and then ignore Stores.
     for node in nodes:
         node.records.put = lambda *_, **__: Refusal.FULL  # type: ignore[method-assign]  # a full disk everywhere
     stored = store(swarm, nodes[0], record(0, KEY))
     assert (stored.acknowledged, stored.tried, stored.refusals) == (0, 20, (Refusal.FULL,))
 
 
-def test_a_store_counts_only_those_alive_when_all_others_die() -> None:
+def test_a_store_counts_only_the_living_when_all_others_die() -> None:
     swarm = Swarm(7)
     nodes = swarm.grow(25)
     for node in nodes[1:]:
@@ -142,18 +142,18 @@ def test_an_expired_record_is_gone_everywhere() -> None:
     assert sum(len(node.records) for node in nodes) == 0
 
 
-def test_pages_bring_all_publishers_of_a_key() -> None:
+def test_pages_return_all_publishers_of_a_key() -> None:
     swarm = Swarm(9)
     nodes = swarm.grow(22)
     for author in range(12):
         store(swarm, nodes[author], record(author, KEY, bytes([author]) * VALUE_BYTES_MAX))
     values = find(swarm, nodes[21])
     assert sorted(value[0] for value in values) == list(range(12))
-    # One record with its hints is the most that a reply carries.
+    # A reply has room for one record with its hints.
     assert max(len(data) for *_, data in swarm.trace) <= swarm.settings.payload_bytes_max + 300
 
 
-def test_locate_names_the_nearest_alive_in_order() -> None:
+def test_locate_returns_the_nearest_live_nodes_in_order() -> None:
     swarm = Swarm(10)
     nodes = swarm.grow(60)
     node = nodes[17]
@@ -181,7 +181,7 @@ def test_a_lonely_node_stores_with_itself_and_finds_it() -> None:
     assert node.events[3:] == [NodesFound(request, KEY, ())]
 
 
-def test_joining_by_nobody_says_so_and_goes_on_trying() -> None:
+def test_a_failing_join_is_reported_and_retried() -> None:
     swarm = Swarm(12)
     node = swarm.start(0)
     swarm.send(node, node.join(0.0, [signer(1).peer]))
@@ -192,7 +192,7 @@ def test_joining_by_nobody_says_so_and_goes_on_trying() -> None:
     assert swarm.events[node.peer][-1] == Joined(contacts=1)
 
 
-def test_after_an_outage_of_all_others_a_node_finds_back() -> None:
+def test_a_node_rejoins_after_an_outage_of_all_others() -> None:
     swarm = Swarm(13)
     nodes = swarm.grow(8)
     asleep = {node.peer: swarm.nodes.pop(node.peer) for node in nodes[1:]}
@@ -204,7 +204,7 @@ def test_after_an_outage_of_all_others_a_node_finds_back() -> None:
     assert len(nodes[0].table) == 7
 
 
-def test_the_dead_leave_the_table_and_newcomers_hold_what_is_stored_again() -> None:
+def test_the_dead_leave_the_table_and_newcomers_get_the_records() -> None:
     swarm = Swarm(14, settings=KademliaSettings(republish_seconds=300, refresh_seconds=200))
     nodes = swarm.grow(30)
     store(swarm, nodes[0], record(0, KEY))
@@ -226,7 +226,7 @@ def test_a_forgotten_record_is_not_stored_again() -> None:
     store(swarm, nodes[0], record(0, KEY))
     nodes[0].forget(KEY)
     before = len(swarm.trace)
-    swarm.run(54)  # its own time is up after 55 s at most, and no holder comes before that
+    swarm.run(54)  # its own timer ends after 55 s at most, and no holder republishes before that
     assert len(swarm.trace) == before
 
 
@@ -269,7 +269,7 @@ def test_a_message_from_ourselves_is_refused() -> None:
         node.receive(0.0, node.peer, Ping(1, ()))
 
 
-def test_a_forged_record_is_neither_stored_nor_taken_from_an_answer() -> None:
+def test_a_forged_record_is_neither_stored_nor_accepted_from_an_answer() -> None:
     node = met(lone(), signer(1).peer)
     forged = msgspec.structs.replace(record(2, KEY), author=signer(3).peer)
     with pytest.raises(RemoteProtocolError):
@@ -288,7 +288,7 @@ def test_a_forged_record_is_neither_stored_nor_taken_from_an_answer() -> None:
         with pytest.raises(RemoteProtocolError):
             node.receive(0.0, signer(1).peer, Values(asked.id, (), facts, more, ()))
     assert len(node.records) == 0
-    # A bad answer is no answer: the right one is still welcome.
+    # A bad answer counts as none: the right one is still accepted.
     node.receive(0.1, signer(1).peer, Values(asked.id, (), (record(2, KEY),), False, ()))
     event = node.events[-1]
     assert isinstance(event, RecordsFound)
@@ -296,7 +296,7 @@ def test_a_forged_record_is_neither_stored_nor_taken_from_an_answer() -> None:
 
 
 def ghosts(swarm: Swarm, message: Message, *, count: int) -> Message:
-    """Names peers that do not exist, nearer to the key than anybody."""
+    """A node that names peers that do not exist, nearer to the key than any other."""
     if not isinstance(message, Nodes | Values):
         return message
     made = [PeerId(swarm.rng.randbytes(32)) for _ in range(2_000)]
@@ -323,7 +323,7 @@ def endless(message: Message) -> Message:
     ],
     ids=["ghosts near the key", "an oversize list", "no records", "endless pages"],
 )
-def test_a_fifth_of_liars_neither_ends_nor_blows_up_a_lookup(
+def test_a_fifth_of_liars_neither_ends_nor_inflates_a_lookup(
     lie: Callable[[Swarm], Callable[[Message], Message]],
 ) -> None:
     swarm = Swarm(19)
@@ -353,7 +353,7 @@ def test_the_same_seed_gives_the_same_trace() -> None:
     assert trace() == trace()
 
 
-def test_random_messages_from_anybody_never_break_a_node() -> None:
+def test_random_messages_never_crash_a_node() -> None:
     rng = Random(21)
     node = lone()
     for number in range(1, 30):
@@ -384,14 +384,14 @@ def test_settings_out_of_bounds_are_named() -> None:
         KademliaSettings(payload_bytes_max=100)
 
 
-def test_an_address_too_long_for_a_hint_is_not_told() -> None:
+def test_an_address_too_long_for_a_hint_is_omitted() -> None:
     long = Address("dns", "a" * 63 + ".example", 1)
     node = Kademlia(signer(0), KademliaSettings(), Random(1), (long,))
     ((_, ping),) = node.add(0.0, signer(1).peer, [])
     assert ping.addresses == ()
 
 
-def test_a_clock_that_others_moved_drops_no_stored_record() -> None:
+def test_a_corrected_clock_drops_no_stored_record() -> None:
     node = lone()
     kept = check_record(signer(0), record(1, KEY, expires=int(WALL + 3_600)))
     node.adopt(0.0, kept)

@@ -1,4 +1,4 @@
-"""The lookup as a state machine: it comes to its end whoever is silent or lies, within its limits."""
+"""The lookup as a state machine: it ends within its limits, despite silent peers and liars."""
 
 from random import Random
 
@@ -41,7 +41,7 @@ def answer(lookup: Lookup, contact: Contact, names: list[PeerId]) -> None:
     st.sets(st.sampled_from(PEERS)),
     st.sets(st.sampled_from(PEERS)),
 )
-def test_any_lookup_ends_within_its_requests_and_asks_nobody_twice(
+def test_a_lookup_ends_within_its_requests_and_asks_each_peer_once(
     moves: list[tuple[int, Random]], silent: set[PeerId], liars: set[PeerId]
 ) -> None:
     lookup = begin(PEERS[:3])
@@ -52,7 +52,7 @@ def test_any_lookup_ends_within_its_requests_and_asks_nobody_twice(
         new = lookup.next()
         asked += new
         waiting += new
-        assert waiting, "a lookup that is not over always waits for somebody"
+        assert waiting, "an unfinished lookup always waits for a peer"
         place, rng = next(steps, (0, Random(0)))
         contact = waiting.pop(place % len(waiting))
         if contact.peer in silent:
@@ -83,14 +83,14 @@ def test_a_lookup_ends_when_the_nearest_alive_have_answered() -> None:
     assert asked < 12
 
 
-def test_alone_there_is_nothing_to_wait_for() -> None:
+def test_a_lone_lookup_ends_at_once() -> None:
     lookup = begin([OWN])
     assert lookup.done
     assert lookup.next() == []
     assert lookup.nearest == []
 
 
-def test_a_slow_peer_holds_nobody_up_and_its_late_answer_is_taken() -> None:
+def test_a_slow_peer_delays_nothing_and_its_late_answer_counts() -> None:
     order = nearest(PEERS)
     lookup = begin(order[:5])
     slow, *others = lookup.next()
@@ -113,7 +113,7 @@ def test_a_lookup_without_progress_widens_to_all_the_nearest() -> None:
     assert len(lookup.next()) == 7
 
 
-def test_a_peer_that_names_ghosts_loses_only_its_own_hints() -> None:
+def test_a_peer_that_names_invented_peers_loses_only_its_own_hints() -> None:
     order = nearest(PEERS)
     liar, honest = order[40], order[41]
     settings = KademliaSettings(k=20)
@@ -129,7 +129,7 @@ def test_a_peer_that_names_ghosts_loses_only_its_own_hints() -> None:
                 lookup.passed_over(contact.peer)
             else:
                 answer(lookup, contact, [])
-    # Once the first four had not answered nobody asked for the rest that the liar alone had named.
+    # After the first four did not answer, the rest that only the liar had named were not asked.
     assert ghosts <= 4 + settings.alpha
     assert [contact.peer for contact in lookup.nearest] == [order[10], order[30], liar, honest]
 
@@ -153,7 +153,7 @@ def test_a_find_ends_earlier_once_it_holds_a_record() -> None:
     assert lookup.done
 
 
-def test_the_highest_sequence_of_each_publisher_is_kept_and_publishers_are_bounded() -> None:
+def test_the_newest_record_of_each_publisher_is_kept_within_a_bound() -> None:
     lookup = begin([], KademliaSettings(found_max=2), values=True)
     for author, sequence in ((1, 1), (2, 5), (1, 3), (1, 2), (3, 9)):
         lookup.learn(check_record(signer(0), record(author, KEY, sequence=sequence)))

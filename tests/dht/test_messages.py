@@ -1,4 +1,4 @@
-"""Keys and messages: what comes from the wire is bounded and checked before anything looks at it."""
+"""Keys and messages: bytes from the wire are bounded and checked before use."""
 
 import pytest
 from hypothesis import given
@@ -64,12 +64,12 @@ def decode_or_refuse(data: bytes) -> None:
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_refused_or_are_a_message(data: bytes) -> None:
+def test_random_bytes_are_refused_or_a_valid_message(data: bytes) -> None:
     decode_or_refuse(data)
 
 
 @given(messages, st.integers(0, 400), st.integers(1, 255))
-def test_a_message_with_one_byte_changed_is_refused_or_is_a_message(
+def test_a_message_with_one_changed_byte_is_refused_or_valid(
     message: Message, place: int, change: int
 ) -> None:
     data = bytearray(encode(message))
@@ -98,7 +98,7 @@ def test_a_message_out_of_bounds_is_refused(message: Message) -> None:
 
 
 @given(st.lists(st.binary(max_size=30), max_size=20), st.integers(0, 300))
-def test_a_list_is_cut_to_the_first_that_fit(items: list[bytes], room: int) -> None:
+def test_a_list_is_cut_to_the_first_entries_that_fit(items: list[bytes], room: int) -> None:
     cut = cut_to_fit(items, room)
     assert list(cut) == items[: len(cut)]
     assert sum(len(encode(item)) for item in cut) <= room
@@ -115,13 +115,13 @@ def test_a_list_is_cut_to_the_first_that_fit(items: list[bytes], room: int) -> N
         ("/dns6/peer.example/tcp/9747", "/dns6/peer.example/tcp/9747"),
     ],
 )
-def test_an_address_is_as_short_as_it_can_be_and_reads_back(typed: str, text: str) -> None:
+def test_an_address_has_a_minimal_encoding_that_reads_back(typed: str, text: str) -> None:
     address = parse_address(typed)
     assert address_texts([address.of(PEER)]) == (text,)
     assert readable_addresses([text], PEER) == (address.of(PEER),)
 
 
-def test_addresses_beyond_the_bound_are_left_out() -> None:
+def test_addresses_beyond_the_bound_are_omitted() -> None:
     long = make_address("a" * 63 + ".example", 1)
     rest = [make_address("10.0.0.1", port) for port in (1, 2, 3)]
     assert address_texts([long, *rest]) == ("10.0.0.1:1", "10.0.0.1:2")

@@ -1,8 +1,8 @@
 """Faults of the `kademlia` package that this DHT is built on: each test fails on the plain package, and
 passes on ours.
 
-A test asserts both: that the package still has the fault, so that what mends it is still needed, and that
-ours has not. The package is run without sockets, on an event loop of its own.
+A test asserts both: the package still has the fault, so its repair is still needed, and ours does not have
+it. The package runs without sockets, on its own event loop.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ from tests.dht.swarm import WALL, Swarm, lone, met, record, signer, token
 
 KEY = record_key("test", b"name")
 PAYLOAD_BYTES = 77
-"""The request of the reference measurement, which drew 794 bytes."""
+"""The request of the reference measurement, whose answer had 794 bytes."""
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -57,7 +57,7 @@ def ids(count: int, seed: int = 1) -> list[bytes]:
 
 
 class Transport:
-    """Takes what the package sends."""
+    """A transport that collects the package's packets."""
 
     def __init__(self) -> None:
         self.sent: list[tuple[bytes, tuple[str, int]]] = []
@@ -83,8 +83,8 @@ def protocol(k: int = 20, own: bytes = bytes(20)) -> Any:
     return made
 
 
-def test_a_flood_of_ids_makes_no_hundreds_of_buckets() -> None:
-    # Crowds whose ids share 151 bits: a full bucket of them is split, one bit after the other, down to there.
+def test_a_flood_of_ids_makes_few_buckets() -> None:
+    # Crowds whose ids share 151 bits: a full bucket of them is split bit by bit down to there.
     rng, flood = Random(2), []
     for _ in range(8):
         prefix = rng.getrandbits(151) << 9
@@ -104,8 +104,8 @@ def test_a_flood_of_ids_makes_no_hundreds_of_buckets() -> None:
     assert len(table.buckets) < 30
 
 
-def test_a_contact_is_taken_into_a_full_bucket_without_an_event_loop() -> None:
-    # The first two have five bits in common: a bucket of them is not split, and its head is pinged at once.
+def test_a_contact_enters_a_full_bucket_without_an_event_loop() -> None:
+    # The first two share five bits: their bucket is not split, and its head is pinged at once.
     first, second, third = (Node(bytes([number]) + bytes(19)) for number in (0, 7, 3))
     made = protocol(k=2, own=b"\xff" * 20)
     made.call_ping = lambda node: asyncio.sleep(0, node)
@@ -121,7 +121,7 @@ def test_a_contact_is_taken_into_a_full_bucket_without_an_event_loop() -> None:
     assert any(bucket.full for bucket in ours.buckets)
 
 
-def test_the_nearest_that_are_known_are_all_named() -> None:
+def test_all_the_nearest_known_contacts_are_named() -> None:
     async def package() -> float:
         own, others = bytes(20), ids(400)
         table = RoutingTable(protocol(k=20, own=own), 20, Node(own))
@@ -140,7 +140,7 @@ def test_the_nearest_that_are_known_are_all_named() -> None:
 
 
 def recall(held: list[Any], name: Any) -> float:
-    """How many of the 20 nearest of those held are named, for random keys."""
+    """Return how many of the 20 nearest held contacts are named, for random keys."""
     shares = []
     for key in ids(50, seed=9):
         nearest = sorted(held, key=lambda each: distance(each, key))[:20]
@@ -168,7 +168,7 @@ def test_the_last_heard_contact_comes_last_with_its_new_address() -> None:
     assert contact.addresses == ("10.9.9.9:1",)
 
 
-def test_no_clock_is_read_behind_the_callers_back() -> None:
+def test_the_core_reads_no_clock() -> None:
     assert "time.monotonic()" in inspect.getsource(kademlia.routing)
     assert "time.monotonic()" in inspect.getsource(kademlia.storage)
     for kind in (Table, RecordStore, Kademlia):
@@ -185,7 +185,7 @@ def test_a_peer_that_waits_for_a_place_is_handed_records_once() -> None:
         for each in near[:2]:
             made.welcome_if_new(Node(each, "10.0.0.1", 1))
         waiting = near[2]
-        # The full bucket is not split: a newcomer waits, and stays new for ever.
+        # The full bucket is not split: a newcomer waits, and counts as new for ever.
         places = made.router.buckets[0].replacement_nodes
         made.router.add_contact = lambda node: places.update({node.id: node})
         made.router.find_neighbors = lambda node, k=None, exclude=None: []
@@ -211,7 +211,7 @@ def test_a_peer_that_waits_for_a_place_is_handed_records_once() -> None:
     assert handed == []
 
 
-def test_a_store_that_nobody_keeps_has_failed() -> None:
+def test_a_store_without_any_holder_fails() -> None:
     async def package() -> bool:
         server = Server()
         server.protocol = protocol()
@@ -233,7 +233,7 @@ def test_a_store_that_nobody_keeps_has_failed() -> None:
     assert not stored.is_safe
 
 
-def test_a_reply_counts_only_from_whom_was_asked() -> None:
+def test_a_reply_counts_only_from_the_asked_peer() -> None:
     async def package() -> Any:
         made = protocol()
         answer = made.find_node(("10.0.0.1", 1), bytes(20), bytes(20))
@@ -248,7 +248,7 @@ def test_a_reply_counts_only_from_whom_was_asked() -> None:
         node.receive(0.0, signer(2).peer, Nodes(asked.id, (), ()))
 
 
-def test_a_malformed_reply_ends_no_lookup() -> None:
+def test_a_malformed_reply_does_not_end_a_lookup() -> None:
     async def package() -> Any:
         made = protocol()
         peers = [Node(each, "10.0.0.1", place) for place, each in enumerate(ids(3))]
@@ -288,7 +288,7 @@ def test_records_of_others_are_limited() -> None:
     assert len(store) <= 100
 
 
-def test_a_small_packet_of_a_stranger_draws_no_large_answer() -> None:
+def test_a_strangers_small_packet_gets_no_large_answer() -> None:
     async def package() -> float:
         made = protocol()
         for place, each in enumerate(ids(200)):
@@ -304,7 +304,7 @@ def test_a_small_packet_of_a_stranger_draws_no_large_answer() -> None:
         return len(made.transport.sent[0][0]) / len(request)
 
     assert run(package()) > 8
-    # Ours answers nobody before a session is proven: claiming an address yields nothing there.
+    # Ours answers only after a session is proven: claiming an address yields nothing there.
     entropy = Random(5).randbytes
     sessions = Sessions(Identity(bytes(32)), Name("test", ()), entropy, now=0.0, wall_milliseconds=1)
     for first in range(256):
@@ -314,7 +314,7 @@ def test_a_small_packet_of_a_stranger_draws_no_large_answer() -> None:
             assert sum(map(len, answered)) <= 3 * len(packet)
 
 
-def test_nobody_overwrites_the_value_of_another() -> None:
+def test_no_peer_overwrites_the_value_of_another() -> None:
     made = protocol()
     made.router.is_new_node = lambda node: False
     made.rpc_store(("10.0.0.1", 1), bytes(20), b"key", "mine")
@@ -336,7 +336,7 @@ def test_nobody_overwrites_the_value_of_another() -> None:
 
 
 class Bomb:
-    """Runs code where it is unpickled."""
+    """An object that runs code when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

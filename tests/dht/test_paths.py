@@ -1,4 +1,4 @@
-"""Disjoint paths, per-peer timeouts, limits of address groups, and proof of work: what liars do not get."""
+"""Disjoint paths, per-peer timeouts, limits of address groups, and proof of work: defences against liars."""
 
 from random import Random
 
@@ -46,7 +46,7 @@ def test_no_peer_is_asked_on_two_paths_and_all_paths_end(
         new = lookup.next()
         asked += [contact.peer for contact in new]
         waiting += new
-        assert waiting, "a lookup that is not over always waits for somebody"
+        assert waiting, "an unfinished lookup always waits for a peer"
         place, named = next(steps, (0, 0))
         contact = waiting.pop(place % len(waiting))
         if contact.peer in silent:
@@ -58,14 +58,14 @@ def test_no_peer_is_asked_on_two_paths_and_all_paths_end(
     assert {contact.peer for contact in lookup.answers}.isdisjoint(silent)
 
 
-def test_a_path_without_liars_finds_what_the_others_do_not() -> None:
+def test_a_path_without_liars_finds_what_the_others_hide() -> None:
     swarm = Swarm(21, settings=KademliaSettings(k=8, find_width=4))
     nodes = swarm.grow(40)
     by_distance = sorted(nodes, key=lambda node: distance(node.key, KEY))
     publisher = by_distance[-1]
     stored = swarm.ask(publisher, lambda now: publisher.store(now, record_of(publisher.peer)), RecordStored)
     assert stored.acknowledged == 8
-    # All but two of those that the lookup starts from name only each other, and hide what they hold.
+    # All but two of the lookup's starting contacts name only each other, and hide their records.
     asker = by_distance[-2]
     seeds = [contact.peer for contact in asker.table.nearest(KEY, 16)]
     liars = [peer for peer in seeds if peer not in {node.peer for node in by_distance[3:6]}]
@@ -90,7 +90,7 @@ def record_of(peer: PeerId, value: bytes = b"v") -> Fact:
     return record(author, KEY, value, expires=WALL + 20_000)
 
 
-# How long an answer is awaited.
+# Timeouts.
 
 
 def test_a_far_peer_gets_more_time_than_a_near_one() -> None:
@@ -108,7 +108,7 @@ def test_a_far_peer_gets_more_time_than_a_near_one() -> None:
     assert patience.silence_seconds(unknown) <= KademliaSettings().request_seconds
 
 
-def test_an_answer_that_came_too_late_makes_the_next_one_awaited_longer() -> None:
+def test_an_answer_after_its_timeout_raises_the_next_timeout() -> None:
     node = met(lone(), signer(1).peer)
     for start in (100.0, 200.0, 300.0):
         _, ((_, ping),) = node.ping(start, signer(1).peer)
@@ -138,7 +138,7 @@ def test_one_network_is_limited_in_a_table_and_in_a_bucket() -> None:
     for number in range(400, 600):
         table.answered(float(number), placed(number, number % 200 + 1))
     groups = [contact.group for contact in table]
-    assert crowded > 20  # alone, a network is all there is
+    assert crowded > 20  # alone, a network is not limited
     assert max(groups.count(group) for group in set(groups)) <= 3
     for number in range(600, 900):
         table.answered(float(number), placed(number, 0))
@@ -166,7 +166,7 @@ def with_work(bits: int, salt: int = 0) -> Identity:
     return Identity(find_seed(rng.randbytes, bits))
 
 
-def test_an_id_is_found_with_the_work_that_is_asked_for() -> None:
+def test_an_id_is_found_with_the_required_work() -> None:
     for bits in (0, 1, 6):
         assert has_work(with_work(bits).peer, bits)
     works = [work_of(PeerId(Random(number).randbytes(32))) for number in range(4_000)]
@@ -176,7 +176,7 @@ def test_an_id_is_found_with_the_work_that_is_asked_for() -> None:
         KademliaSettings(work_bits=WORK_BITS_MAX + 1)
 
 
-def test_a_peer_without_work_is_neither_answered_nor_met_nor_asked() -> None:
+def test_a_peer_without_work_is_neither_answered_nor_added_nor_asked() -> None:
     settings = KademliaSettings(work_bits=8)
     node = Swarm(30, settings=settings).start(0)
     lazy = next(peer for peer in PEERS if not has_work(peer, 8))

@@ -1,4 +1,4 @@
-"""Records: nobody can forge one, an older one never replaces a newer, and the store stays bounded."""
+"""Records: none can be forged, an older one never replaces a newer, and the store stays bounded."""
 
 import msgspec
 import pytest
@@ -33,7 +33,7 @@ def checked(author: int, **what: object) -> Record:
     return check_record(signer(0), record(author, key, **what))  # type: ignore[arg-type]  # a test's shorthand
 
 
-def test_a_record_says_what_its_publisher_signed() -> None:
+def test_a_record_contains_what_its_publisher_signed() -> None:
     fact = sign_record(signer(7), KEY, b"value", sequence=3, expires=int(WALL))
     assert check_record(signer(0), fact) == Record(signer(7).peer, KEY, b"value", 3, int(WALL), fact)
 
@@ -55,7 +55,7 @@ def test_a_forged_or_altered_record_is_refused() -> None:
 
 
 @given(st.binary(max_size=1_200))
-def test_a_well_signed_body_of_random_bytes_is_refused(body: bytes) -> None:
+def test_a_validly_signed_body_of_random_bytes_is_refused(body: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         check_record(signer(0), signer(1).sign("dht-record", body))
 
@@ -104,7 +104,7 @@ def test_any_order_of_arrival_ends_in_the_same_record(order: list[tuple[int, byt
     assert [(held.sequence, held.value) for held in store.get(WALL, KEY)] == [(2, b"b")]
 
 
-def test_an_expired_record_is_gone_after_ten_minutes_of_slack() -> None:
+def test_an_expired_record_is_removed_after_ten_minutes_of_slack() -> None:
     store = RecordStore(KademliaSettings())
     assert store.put(WALL, checked(1, expires=WALL + 100)) is None
     edge = WALL + 100 + CLOCK_SLACK_SECONDS
@@ -135,16 +135,16 @@ def test_the_store_is_bounded_per_key_per_publisher_and_in_all() -> None:
     assert store.put(WALL, checked(5, key=keys[4])) is None
     near, far = Key(bytes(20)), Key(b"\xff" * 20)
     assert store.put(WALL, checked(6, key=far)) is Refusal.FULL
-    # One that is nearer to the node takes the place of the farthest.
+    # A nearer record replaces the farthest.
     assert store.put(WALL, checked(6, key=near)) is None
     farthest = max((KEY, keys[1], keys[3], keys[4]), key=lambda key: distance(key, near))
     assert len(store.get(WALL, farthest)) < 3
-    # A newer record of one that is kept needs no room.
+    # A newer version of a kept record needs no room.
     assert store.put(WALL, checked(1, sequence=9)) is None
     assert len(store) == 6
 
 
-def test_room_comes_back_when_records_expire() -> None:
+def test_expired_records_free_their_room() -> None:
     store = RecordStore(SMALL)
     for author in (1, 2, 3):
         store.put(WALL, checked(author, expires=WALL + 1))
@@ -153,7 +153,7 @@ def test_room_comes_back_when_records_expire() -> None:
     assert store.put(later, checked(4)) is None
 
 
-def test_records_under_a_key_come_in_the_order_of_their_publishers() -> None:
+def test_records_under_a_key_are_ordered_by_publisher() -> None:
     store = RecordStore(KademliaSettings())
     for author in range(9):
         store.put(WALL, checked(author))

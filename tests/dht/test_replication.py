@@ -1,4 +1,6 @@
-"""How records come to their holders and stay: tokens, immutable values, republishing, hand-over, repair."""
+"""How records reach and stay with their holders: tokens, immutable values, republishing,
+hand-over, repair.
+"""
 
 from math import inf
 
@@ -90,7 +92,7 @@ def refusal(node: Kademlia, sender: int, given: bytes, now: float = 0.0) -> str:
     return answer.refused
 
 
-def test_only_who_asked_lately_may_store() -> None:
+def test_only_recent_askers_may_store() -> None:
     node = lone()
     given = token(node, signer(1).peer)
     assert refusal(node, 1, b"") == Refusal.UNPROVEN
@@ -106,12 +108,12 @@ def test_two_nodes_give_different_tokens() -> None:
 # Republishing.
 
 
-def test_holders_keep_a_record_alive_whose_publisher_is_gone() -> None:
+def test_holders_keep_a_departed_publishers_record_alive() -> None:
     swarm = Swarm(2, settings=KademliaSettings(k=8, find_width=4, republish_seconds=200, refresh_seconds=150))
     nodes = swarm.grow(14)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
     del swarm.nodes[nodes[0].peer]
-    for number in range(30, 44):  # in the end, none is left of those that held it first
+    for number in range(30, 44):  # at the end, none of its first holders is left
         del swarm.nodes[order_of(swarm)[0].peer]
         introducer = order_of(swarm)[-1].peer
         newcomer = swarm.start(number)
@@ -130,12 +132,12 @@ def test_one_holder_republishes_for_all() -> None:
     before = len(swarm.trace)
     swarm.run(480)
     times = sorted({node.replication._due[KEY, nodes[0].peer] for node in swarm.nodes.values()})
-    assert times[0] > swarm.now  # all know of a later storing than the first
+    assert times[0] > swarm.now  # all have seen a later store than the first
     stores = len(swarm.trace) - before
-    assert stores < 12 * 12 * 4  # a few storings, and not one by each holder
+    assert stores < 12 * 12 * 4  # a few stores, and not one by each holder
 
 
-def test_an_expired_record_is_not_stored_again_by_anybody() -> None:
+def test_an_expired_record_is_not_stored_again() -> None:
     swarm = Swarm(4, settings=KademliaSettings(republish_seconds=100, refresh_seconds=10_000))
     nodes = swarm.grow(5)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + swarm.now + 90))
@@ -148,7 +150,7 @@ def test_an_expired_record_is_not_stored_again_by_anybody() -> None:
 # Handing over.
 
 
-def test_a_newcomer_is_handed_once_what_it_is_to_hold() -> None:
+def test_a_newcomer_receives_its_records_once() -> None:
     swarm = Swarm(5, settings=NEVER)
     nodes = swarm.grow(8)
     keys = [record_key("test", bytes([number])) for number in range(10)]
@@ -160,14 +162,14 @@ def test_a_newcomer_is_handed_once_what_it_is_to_hold() -> None:
     assert {each.key for each in newcomer.records} == set(keys)
     assert not swarm.refused
     sent = len(swarm.trace)
-    for node in nodes:  # it comes again: nobody hands it anything a second time
+    for node in nodes:  # when it comes again, no node hands it anything a second time
         swarm.send(node, node.remove(swarm.now, newcomer.peer))
         swarm.send(node, node.add(swarm.now, newcomer.peer, [address(50)]))
     swarm.run(5)
     assert len(swarm.trace) - sent <= 2 * 2 * len(nodes)  # pings and pongs, both ways
 
 
-def test_a_newcomer_far_from_the_key_is_handed_nothing() -> None:
+def test_a_newcomer_far_from_the_key_receives_nothing() -> None:
     swarm = Swarm(6, settings=KademliaSettings(k=4, find_width=2, republish_seconds=inf))
     nodes = swarm.grow(40)
     stored(swarm, nodes[0], record(0, KEY, expires=WALL + 20_000))
@@ -182,7 +184,7 @@ def test_a_newcomer_far_from_the_key_is_handed_nothing() -> None:
 # Copies left by finds.
 
 
-def test_a_find_gives_the_newest_to_a_holder_of_an_old_one() -> None:
+def test_a_find_sends_the_newest_record_to_holders_of_an_old_one() -> None:
     swarm = Swarm(7, settings=NEVER)
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, b"new", sequence=2))
@@ -230,7 +232,7 @@ def test_copies_are_few_and_never_go_back_to_an_old_sequence() -> None:
 # Too few holders.
 
 
-def test_a_store_that_reaches_too_few_says_so() -> None:
+def test_a_store_that_reaches_too_few_reports_it() -> None:
     swarm = Swarm(9)
     nodes = swarm.grow(8)
     assert stored(swarm, nodes[0], record(0, KEY)).is_safe
@@ -247,7 +249,7 @@ def test_a_small_swarm_needs_no_more_holders_than_it_has() -> None:
     assert (both.acknowledged, both.wanted, both.is_safe) == (2, 2, True)
 
 
-def test_a_client_that_reaches_nobody_is_told_that_it_failed() -> None:
+def test_a_client_that_reaches_nobody_is_told_that_its_store_failed() -> None:
     node = lone()
     node.appear([], client=True)
     node.store(0.0, record(0, KEY))
@@ -258,14 +260,14 @@ def test_a_client_that_reaches_nobody_is_told_that_it_failed() -> None:
 # Splits.
 
 
-def test_two_halves_that_were_split_meet_again_and_agree_on_the_newest() -> None:
+def test_two_rejoined_halves_agree_on_the_newest_record() -> None:
     settings = KademliaSettings(republish_seconds=600, refresh_seconds=200, lost_retry_seconds=30)
     swarm = Swarm(11, settings=settings)
     nodes = swarm.grow(12)
     stored(swarm, nodes[0], record(0, KEY, b"old", sequence=1, expires=WALL + 20_000))
     left = {node.peer: node for node in nodes[:6]}
     right = {node.peer: node for node in nodes[6:]}
-    # Each half lives while the other stands still: a node that stands still is dead to the others.
+    # Each half runs while the other is stopped: stopped nodes are dead to the others.
     swarm.nodes = dict(right)
     swarm.run(900)
     swarm.nodes = dict(left)
@@ -282,7 +284,7 @@ def test_two_halves_that_were_split_meet_again_and_agree_on_the_newest() -> None
     assert values == [b"new"] * 12
 
 
-# Contacts that may be met.
+# Contacts that may become members of a table.
 
 
 def test_a_contact_that_asks_and_never_answers_loses_its_place() -> None:
@@ -313,14 +315,14 @@ def test_a_bad_answer_costs_its_sender_its_place() -> None:
     node.receive(0.015, honest, Values(asked[honest].id, (), (record(4, KEY),), False, ()))
     assert [len(event.records) for event in node.events if isinstance(event, RecordsFound)] == [1]
     assert node.table.get(liar) is None
-    assert node.receive(0.1, liar, Ping(1, ()))[1:] == []  # it is answered, and not met
+    assert node.receive(0.1, liar, Ping(1, ()))[1:] == []  # it is answered, and not added
 
 
 # A store in a known neighbourhood.
 
 
 def sent_by(swarm: Swarm, node: Kademlia, since: int) -> list[Message]:
-    """Return the messages that a node sent after the first `since` of the trace."""
+    """Return the messages that a node sent after the first `since` entries of the trace."""
     data = [data for _, sender, _, data in swarm.trace[since:] if sender == node.peer]
     return [decode(each, Message, bytes_max=MESSAGE_BYTES_MAX) for each in data]
 
@@ -330,13 +332,13 @@ def test_a_store_among_known_nodes_is_one_request_to_each_holder() -> None:
     nodes = swarm.grow(12)
     since, begun = len(swarm.trace), swarm.now
     assert stored(swarm, nodes[3], record(3, KEY)).acknowledged == 12
-    assert swarm.now - begun < 0.25  # two ways of 20 to 80 ms, asked for every 100 ms
+    assert swarm.now - begun < 0.25  # two ways of 20 to 80 ms, polled every 100 ms
     sends = sent_by(swarm, nodes[3], since)
     assert [type(message) for message in sends] == [Store] * 11
     assert len(holders(swarm)) == 12
 
 
-def test_a_store_goes_on_to_a_nearer_node_that_holders_name() -> None:
+def test_a_store_continues_to_a_nearer_node_that_holders_name() -> None:
     swarm = Swarm(22, settings=KademliaSettings(k=4, find_width=3))
     nodes = swarm.grow(10)
     others = order_of(swarm)
@@ -356,7 +358,7 @@ def test_a_store_goes_on_to_a_nearer_node_that_holders_name() -> None:
     assert newcomer in holders(swarm)
 
 
-def test_a_token_that_no_longer_holds_costs_one_more_round_trip() -> None:
+def test_an_outdated_token_costs_one_more_round_trip() -> None:
     swarm = Swarm(23)
     nodes = swarm.grow(8)
     for node in nodes[1:]:
@@ -366,7 +368,7 @@ def test_a_token_that_no_longer_holds_costs_one_more_round_trip() -> None:
     assert len([message for message in sent_by(swarm, nodes[0], since) if isinstance(message, Store)]) == 14
 
 
-def test_tokens_of_minutes_ago_are_not_relied_on() -> None:
+def test_tokens_of_minutes_ago_are_not_used() -> None:
     swarm = Swarm(24, settings=KademliaSettings(refresh_seconds=10_000))
     nodes = swarm.grow(8)
     swarm.run(TOKEN_SECONDS + 60)
@@ -376,7 +378,7 @@ def test_tokens_of_minutes_ago_are_not_relied_on() -> None:
     assert kinds.count(FindNode) == kinds.count(Store) == 7
 
 
-def test_a_client_keeps_nothing_for_who_held_its_token() -> None:
+def test_a_client_keeps_no_state_for_its_token_holders() -> None:
     node = lone()
     given = token(node, signer(1).peer)
     node.appear((), client=True)

@@ -1,4 +1,4 @@
-"""The routing table: bounded whatever ids turn up, ordered by who was heard of, exact about nearest."""
+"""The routing table: bounded for any ids, ordered by last contact, exact about the nearest."""
 
 from itertools import pairwise
 from random import Random
@@ -21,7 +21,7 @@ def table(k: int = K) -> Table:
 
 
 class TableRules(RuleBasedStateMachine):
-    """Any order of answers, failures and removals keeps the table's shape."""
+    """Any order of answers, failures and removals keeps the table's invariants."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class TableRules(RuleBasedStateMachine):
         for bucket in self.table.buckets:
             assert len(bucket.nodes) <= K
             assert len(bucket.replacement_nodes) <= K
-            # Nobody waits while there is a place.
+            # No contact waits while there is a place.
             assert len(bucket.nodes) == K or not bucket.replacement_nodes
             for contact in (*bucket.nodes.values(), *bucket.replacement_nodes.values()):
                 assert bucket.has_in_range(contact)
@@ -122,7 +122,7 @@ def test_a_contact_heard_again_moves_to_the_end_of_its_bucket() -> None:
     assert [contact.peer for contact in contacts] == [PEERS[1], PEERS[2], PEERS[0]]
 
 
-def test_the_newest_replacement_takes_the_place_of_a_contact_that_failed() -> None:
+def test_the_newest_replacement_replaces_a_failed_contact() -> None:
     far = [peer for peer in PEERS if distance(node_key(peer), node_key(OWN)) >> 159]
     contacts = table()
     for peer in far[: K + 2]:
@@ -152,7 +152,7 @@ def test_a_failed_contact_is_not_named_until_it_answers() -> None:
     contacts.failed(1.0, PEERS[0], asked=0.5)
     assert contacts.nearest(node_key(PEERS[0]), 1) == []
     assert len(contacts.nearest(node_key(PEERS[0]), 1, failing=True)) == 1
-    contacts.heard(1.0, PEERS[0])  # it asks, which proves nothing: only an answer does
+    contacts.heard(1.0, PEERS[0])  # a request from it proves nothing: only an answer does
     assert contacts.nearest(node_key(PEERS[0]), 1) == []
     contacts.answered(1.0, Contact(PEERS[0]))
     assert len(contacts.nearest(node_key(PEERS[0]), 1)) == 1

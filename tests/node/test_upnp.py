@@ -1,4 +1,4 @@
-"""Asking a router for a port by UPnP, against a real one on loopback, and what a hostile one gets from it."""
+"""UPnP port mapping against a real router on loopback, and the limits on a hostile one."""
 
 import socket
 import threading
@@ -30,7 +30,7 @@ HOST, EXTERNAL, PORT = "127.0.0.1", "45.1.0.2", 9747
 
 
 class Clock:
-    """One that stands still unless it is set."""
+    """A clock that stands still unless it is set."""
 
     now = NOW
 
@@ -62,7 +62,7 @@ def state(made: UpnpMapper) -> PortMappingState:
     return PortMappingState(HOST, made.outcome, made.mapping, made.reason)
 
 
-def test_a_router_maps_a_port_again_and_takes_it_back(router: UpnpRouter) -> None:
+def test_a_router_renews_and_removes_a_port_mapping(router: UpnpRouter) -> None:
     made = asked(router, 2)
     assert router.granted == {
         (transport, PORT): (HOST, PORT, LIFETIME_SECONDS) for transport in ("tcp", "udp")
@@ -83,7 +83,7 @@ def test_a_port_of_another_machine_is_replaced_by_the_next(router: UpnpRouter) -
     assert not router.granted
 
 
-def test_a_router_that_maps_for_ever_alone_is_asked_so(router: UpnpRouter) -> None:
+def test_a_router_with_only_permanent_leases_gets_permanent_requests(router: UpnpRouter) -> None:
     router.permanent_only = True
     assert asked(router).outcome == "mapped"
     assert {seconds for _, _, seconds in router.granted.values()} == {0}
@@ -124,7 +124,7 @@ def test_a_refresh_that_fails_leaves_the_address_while_the_lease_is_valid(router
     assert made.outcome == "mapped"
 
 
-def test_a_router_that_takes_calls_elsewhere_after_a_reboot_is_found_again(router: UpnpRouter) -> None:
+def test_a_router_with_a_new_url_after_a_reboot_is_found_again(router: UpnpRouter) -> None:
     clock = Clock()
     made = asked_by(clock, router)
     before, router.control = len(router.calls), "/ctl/new"
@@ -151,7 +151,7 @@ def test_a_mapping_is_removed_even_after_a_failed_refresh(router: UpnpRouter, se
     assert not router.granted
 
 
-def test_a_router_behind_another_one_is_shown_and_not_told(router: UpnpRouter) -> None:
+def test_a_router_behind_another_is_shown_but_not_announced(router: UpnpRouter) -> None:
     router.external = "100.64.0.2"
     made = asked(router)
     assert state(made).address is None
@@ -159,7 +159,7 @@ def test_a_router_behind_another_one_is_shown_and_not_told(router: UpnpRouter) -
 
 
 @pytest.mark.parametrize("external", ["", "not-an-address", "::1", "1.2.3.4.5"])
-def test_an_external_address_that_is_none_maps_nothing(router: UpnpRouter, external: str) -> None:
+def test_an_invalid_external_address_maps_nothing(router: UpnpRouter, external: str) -> None:
     router.external = external
     assert asked(router).outcome == "refused"
     assert not router.granted
@@ -167,7 +167,7 @@ def test_an_external_address_that_is_none_maps_nothing(router: UpnpRouter, exter
 
 @pytest.fixture
 def victim() -> Iterator[tuple[int, list[bytes]]]:
-    """A port of another machine, and what came there."""
+    """A port of another machine, and the bytes that arrived there."""
     came: list[bytes] = []
     with closing(socket.create_server(("127.0.0.2", 0))) as listening:
 
@@ -197,7 +197,7 @@ def test_no_other_machine_is_dialled_for_a_router(
     url = f"http://127.0.0.2:{port}/elsewhere"
     setattr(router, how, url)
     if how == "location":
-        router.first_answers = (found_at(url),) * ANSWERS_MAX  # as many as are looked at
+        router.first_answers = (found_at(url),) * ANSWERS_MAX  # as many as the search examines
     assert asked(router).outcome == "refused"
     assert not came
 
@@ -209,13 +209,13 @@ JUNK = (
 )
 
 
-def test_a_router_is_found_behind_answers_that_say_nothing_of_it(router: UpnpRouter) -> None:
+def test_a_router_is_found_behind_irrelevant_answers(router: UpnpRouter) -> None:
     router.first_answers = JUNK
     assert asked(router).outcome == "mapped"
 
 
-def test_where_no_answer_to_a_search_is_usable_the_last_says_why(router: UpnpRouter) -> None:
-    # As many as are looked at: nobody waits for another.
+def test_a_search_without_usable_answer_reports_the_last_reason(router: UpnpRouter) -> None:
+    # As many descriptions as the search examines are fetched concurrently.
     router.first_answers, router.location = (JUNK * ANSWERS_MAX)[-ANSWERS_MAX:], ""
     made = asked(router)
     assert (made.outcome, made.reason) == ("refused", "it names a place on another machine")
@@ -263,20 +263,20 @@ ENCODINGS = ["gb2312", "big5", "foo", "hex", "idna", "utf-16", "utf-7", "rot13"]
 
 
 @pytest.mark.parametrize("encoding", ENCODINGS)
-def test_a_document_in_an_encoding_that_cannot_be_read_is_refused(encoding: str) -> None:
+def test_a_document_in_an_unreadable_encoding_is_refused(encoding: str) -> None:
     with pytest.raises(UpnpFault, match="no XML"):
         control_point(description("/\u4e2d", encoding), HOST, 80, "/")
 
 
 @pytest.mark.parametrize("url", ["http://[", "//[/x", "http://\u2100/", "http://[::1", "http://a:b/"])
-def test_a_place_that_is_no_url_is_refused(url: str) -> None:
+def test_an_invalid_url_is_refused(url: str) -> None:
     for document in (description(url), description("/ctl", base=url)):
         with pytest.raises(UpnpFault, match="a place"):
             control_point(document, HOST, 80, "/")
 
 
 @given(st.binary(max_size=200))
-def test_nonsense_is_refused_and_nothing_else_is_raised(data: bytes) -> None:
+def test_nonsense_raises_only_the_refusal(data: bytes) -> None:
     for read in (
         lambda: location(b"HTTP/1.1 200 OK\r\nLOCATION: http://" + data + b"\r\n", HOST),
         lambda: location(data, HOST),

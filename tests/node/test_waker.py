@@ -36,7 +36,7 @@ def open_waker(deadline: float) -> tuple[Core, Waker]:
 def wait(deadline: float, *calls: tuple[float, str, float]) -> tuple[float | None, float]:
     """Wait once; at each call's time set a deadline, then call `stir` or `hasten`.
 
-    Return what the wait returned, and how long it lasted.
+    Return the result of the wait, and how long it lasted.
     """
 
     async def main() -> tuple[float | None, float]:
@@ -63,11 +63,11 @@ def test_wait_ends_at_the_deadline_and_returns_it() -> None:
     assert wait(3.0) == (3.0, 3.0)
 
 
-def test_stir_ends_the_wait_without_a_time() -> None:
+def test_stir_without_a_deadline_ends_the_wait() -> None:
     assert wait(3.0, (1.0, "stir", 3.0)) == (None, 1.0)
 
 
-def test_stir_at_a_deadline_that_has_passed_wakes_the_core() -> None:
+def test_stir_at_a_past_deadline_wakes_the_core() -> None:
     assert wait(inf, (2.0, "stir", 1.0)) == (2.0, 2.0)
 
 

@@ -1,4 +1,6 @@
-"""An installation without the extra `compute`: a member that computes nothing, and says what is missing."""
+"""An installation without the extra `compute`: a member that offers no compute and names the
+missing package.
+"""
 
 import os
 import signal
@@ -16,12 +18,12 @@ from tests.test_bare_machines import QUIET, start, wait_for_node
 
 SECONDS_MAX = 60.0
 LEFT_OUT = ("torch", "functorch", "torchgen", "__editable__", "nvidia")
-"""Beginnings of names of torch, what it brings, and this checkout, which is found by PYTHONPATH."""
+"""Prefixes of torch's modules, of its dependencies, and of this checkout, which PYTHONPATH finds."""
 
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """An interpreter whose site-packages are this one's, but for torch."""
+    """An interpreter with the site-packages of this one except torch."""
     folder = tmp_path_factory.mktemp("without") / "venv"
     venv.EnvBuilder(symlinks=True).create(folder)
     there = folder / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)

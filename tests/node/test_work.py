@@ -1,4 +1,4 @@
-"""Proof of work on node ids, as a swarm's setting: keys are made with it, and ids without it are nobody."""
+"""Proof of work on node ids, as a swarm's setting: keys are made with it, and ids without it are ignored."""
 
 import os
 from contextlib import AsyncExitStack
@@ -26,7 +26,7 @@ from tests.gossip.swarm import peer_of
 from tests.node.simulated import SEED, simulated_node
 
 
-def test_a_node_makes_its_id_with_the_work_that_its_swarm_wants(tmp_path: Path) -> None:
+def test_a_node_makes_its_id_with_the_work_that_its_swarm_requires(tmp_path: Path) -> None:
     with locked_folder(tmp_path / "data", ScratchBudget(Memory(bytes=1), tmp_path / "data")) as storage:
         keys = keys_of(storage, os.urandom, 6)
         assert keys.is_new
@@ -36,7 +36,9 @@ def test_a_node_makes_its_id_with_the_work_that_its_swarm_wants(tmp_path: Path) 
         wanted = work_of(keys.identity.peer) + 1
         with pytest.raises(UsageError, match=f"swarm.work_bits wants {wanted}"):
             keys_of(storage, os.urandom, wanted)
-        assert keys_of(storage, os.urandom, 6).identity.peer == keys.identity.peer, "nothing is overwritten"
+        assert keys_of(storage, os.urandom, 6).identity.peer == keys.identity.peer, (
+            "the key is not overwritten"
+        )
 
 
 def test_the_setting_is_bounded_in_file_flag_and_environment(tmp_path: Path) -> None:
@@ -49,7 +51,7 @@ def test_the_setting_is_bounded_in_file_flag_and_environment(tmp_path: Path) -> 
             resolve({}, {"PEERLOOM_WORK_BITS": wrong})
 
 
-def test_an_id_without_work_is_listed_by_nobody_whoever_tells_of_it() -> None:
+def test_an_id_without_work_enters_no_list_by_any_path() -> None:
     medium = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     peers = [seeded_identity(SEED, number).peer for number in range(12)]
     able = [number for number in range(12) if has_work(peers[number], 1)]
@@ -78,7 +80,7 @@ def test_an_id_without_work_is_listed_by_nobody_whoever_tells_of_it() -> None:
     trio.run(scenario, clock=MockClock(autojump_threshold=0))
 
 
-def test_work_is_of_the_id_and_no_other_bits() -> None:
+def test_work_is_checked_on_the_bits_of_the_id() -> None:
     found = [work_of(peer_of(number)) for number in range(4_096)]
     for bits in (1, 4, 8):
         share = sum(has_work(peer_of(number), bits) for number in range(4_096)) / 4_096

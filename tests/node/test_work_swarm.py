@@ -1,4 +1,4 @@
-"""`[swarm] work_bits` through the door of a person: real nodes, each by its node.toml, one without work."""
+"""`[swarm] work_bits` as a user sets it: real nodes, each with its node.toml, one without work."""
 
 from collections.abc import Callable
 from itertools import count
@@ -17,15 +17,15 @@ from node.library.sync import SyncNode
 from tests.node.nets import PING, make_network, running, until
 
 BITS = 6
-"""Mined in milliseconds."""
+"""These bits are mined in milliseconds."""
 SETTLED_SECONDS = 0.6
-"""Several probes and syncs of the preset `local`: what is ever listed is listed by then."""
+"""Several probes and syncs of the preset `local`: every valid member is listed by then."""
 
 Start = Callable[..., SyncNode]
 
 
 def seed_with(is_right: Callable[[PeerId], bool]) -> bytes:
-    """Return the first seed whose peer id is right."""
+    """Return the first seed whose peer id fits."""
     seeds = (number.to_bytes(32, "big") for number in count(1))
     return next(seed for seed in seeds if is_right(Identity(seed).peer))
 
@@ -59,7 +59,7 @@ def names(me: SyncNode) -> list[str]:
     return sorted(member.name for member in me.members())
 
 
-def test_an_id_without_work_is_listed_by_nobody_and_told_why(start: Start) -> None:
+def test_an_id_without_work_is_listed_by_nobody_and_gets_the_reason(start: Start) -> None:
     with start("a", BITS) as a, start("b", BITS, a.addresses[0]) as b:
         b.wait_for_members(1)
         with start("c", 0, a.addresses[0], seed=without_work()) as c:
@@ -77,7 +77,7 @@ def test_an_id_without_work_is_listed_by_nobody_and_told_why(start: Start) -> No
             assert (names(a), names(b), names(c)) == (["b"], ["a"], [])
 
 
-async def test_settings_that_differ_say_so_whatever_the_ids_have() -> None:
+async def test_different_settings_are_reported_for_every_id() -> None:
     able = Identity(seed_with(lambda peer: has_work(peer, BITS)))
     members = make_network("a", work_bits=BITS)
     other = make_network("d", identity=able, work_bits=BITS - 1)
@@ -90,7 +90,7 @@ async def test_settings_that_differ_say_so_whatever_the_ids_have() -> None:
     )
 
 
-async def test_an_id_without_work_that_claims_it_gets_neither_stream_nor_datagram() -> None:
+async def test_a_false_claim_of_work_gets_neither_stream_nor_datagram() -> None:
     honest = make_network(
         "a", identity=Identity(seed_with(lambda peer: has_work(peer, BITS))), work_bits=BITS
     )

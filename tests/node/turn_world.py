@@ -14,7 +14,9 @@ TICK_SECONDS = 30.0
 
 @dataclass
 class Requester:
-    """Keeps `outstanding` runs of `run_seconds` submitted, `runs` in all; `keys` says with which key each."""
+    """A requester that keeps `outstanding` runs of `run_seconds` submitted, `runs` in all; `keys` gives the
+    key of each run.
+    """
 
     name: str
     run_seconds: float = 600.0
@@ -44,8 +46,9 @@ class _Run:
 
 @dataclass
 class World:
-    """`played` is the slot-seconds of each requester; `waits` its longest wait for a slot; `begun` how often
-    a slot was taken."""
+    """`played` is the slot-seconds of each requester, `waits` its longest wait for a slot, `begun` the number
+    of times that a slot was taken.
+    """
 
     slots: list[int]
     requesters: list[Requester]
@@ -57,7 +60,7 @@ class World:
     counted_from: float = 0.0
 
     def play(self, seconds: float) -> "World":
-        """Play so long, or until a requester has nothing left to submit."""
+        """Play for this long, or until a requester has submitted all its runs."""
         rng = Random(self.seed)
         providers = [FairQueue(slots, bytes([number])) for number, slots in enumerate(self.slots)]
         keys = {each.name: each.keys() for each in self.requesters}

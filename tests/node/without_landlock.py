@@ -1,7 +1,7 @@
-"""Another kernel for one program: `python -m tests.node.without_landlock PROGRAM ARGUMENTS...`.
+"""Run a program as on a kernel without landlock: `python -m tests.node.without_landlock PROGRAM
+ARGUMENTS...`.
 
-A seccomp filter answers landlock's first call as a kernel does that has none, to the program and to all that
-it starts.
+A seccomp filter answers landlock's first call as such a kernel does, for the program and its children.
 """
 
 import ctypes

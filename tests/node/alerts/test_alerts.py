@@ -1,4 +1,6 @@
-"""Alerts: when a rule holds, that it is told once and cleared, and how a webhook or a command hears."""
+"""Alerts: when a rule holds, that it is reported once and cleared, and how webhooks and commands
+are called.
+"""
 
 import json
 import math
@@ -46,7 +48,7 @@ def watching(*happened: events.Event) -> AlertRules:
     return rules
 
 
-def test_a_quiet_node_raises_nothing() -> None:
+def test_a_healthy_node_raises_nothing() -> None:
     assert kinds(watching(*run_events(steps=100))) == set()
 
 
@@ -57,14 +59,14 @@ def test_a_loss_that_is_not_finite_keeps_its_alert() -> None:
     assert kinds(rules) == set()
 
 
-def test_a_loss_that_rises_is_told_and_noise_is_not() -> None:
+def test_a_rising_loss_is_reported_but_noise_is_not() -> None:
     falling = [step(number, loss=2.0 * 0.98**number + 0.2 * (number % 3)) for number in range(100)]
     assert kinds(watching(*falling)) == set()
     rising = [step(100 + number, loss=3.0) for number in range(20)]
     assert kinds(watching(*falling, *rising)) == {"loss_rising"}
 
 
-def test_steps_that_become_slow_are_told_and_one_slow_step_is_not() -> None:
+def test_slow_steps_are_reported_but_one_slow_step_is_not() -> None:
     usual = [step(number) for number in range(20)]
     assert kinds(watching(*usual, step(20, seconds=30.0), step(21))) == set()
     slow = [step(20 + number, seconds=4.0) for number in range(SLOW_STEPS)]
@@ -74,7 +76,7 @@ def test_steps_that_become_slow_are_told_and_one_slow_step_is_not() -> None:
     assert kinds(rules) == set()
 
 
-def test_a_degraded_run_is_told_after_a_while() -> None:
+def test_a_degraded_run_is_reported_after_a_while() -> None:
     rules = watching(events.RunChanged(at=STARTED, run=RUN, state="degraded", reason="one replica is gone"))
     assert kinds(rules, wall=STARTED + 10.0) == set()
     assert kinds(rules, wall=STARTED + 40.0, monotonic=130.0) >= {"replicas_below_wanted"}
@@ -93,7 +95,7 @@ def test_a_full_disk_a_set_clock_and_a_rude_peer_are_told() -> None:
     assert kinds(rules, monotonic=1_000.0, wall=STARTED + 1_100.0, protocol_errors=1_000) == set()
 
 
-def test_runs_are_bounded() -> None:
+def test_watched_runs_are_bounded() -> None:
     rules = AlertRules()
     for number in range(500):
         rules.take(
@@ -141,7 +143,7 @@ async def test_an_alert_is_an_event_a_post_and_a_command(tmp_path: Path) -> None
     assert list(node.state.alerts) == [("disk_nearly_full", "")]
 
 
-def test_an_alert_is_told_once_and_cleared_once() -> None:
+def test_an_alert_is_reported_once_and_cleared_once() -> None:
     free = [1 << 20, 1 << 20, 90 << 30, 90 << 30]
     node = Told()
     service = Alerts(node, lambda _: (free.pop(0), 100 << 30))
@@ -159,7 +161,7 @@ def test_an_alert_is_told_once_and_cleared_once() -> None:
 
 
 @pytest.mark.parametrize("text", ["ftp://x/", "javascript:1", "http://", "nothing"])
-def test_only_urls_of_the_web_are_webhooks(text: str) -> None:
+def test_only_http_urls_are_webhooks(text: str) -> None:
     with pytest.raises(UsageError):
         config.resolve({"alert_webhook": text}, {})
 
@@ -170,15 +172,17 @@ def test_a_run_below_its_goal_raises_an_alert_after_the_stated_time() -> None:
     def now(rules: AlertRules, seconds: float) -> set[str]:
         return kinds(rules, wall=STARTED + seconds, monotonic=seconds)
 
-    slow = watching(step(0), goal, *(step(number) for number in range(1, 31)))  # 8 samples a second
-    assert now(slow, 15) == set(), "it has not trained for that long"
+    slow = watching(step(0), goal, *(step(number) for number in range(1, 31)))  # 8 samples per second
+    assert now(slow, 15) == set(), "the run has not trained for that long"
     assert now(slow, 30) == {"run_below_goal"}
     fast = watching(step(0), goal, *(step(number) for number in range(1, 31)))
     for number in range(1, 31):
-        fast.take(step(number))  # twice as many
+        fast.take(step(number))  # twice as many samples per step
     assert now(fast, 30) == set()
-    assert now(fast, 60) == {"run_below_goal"}, "without any step it trains nothing"
-    assert now(watching(step(0), *(step(number) for number in range(1, 31))), 60) == set(), "it has no goal"
+    assert now(fast, 60) == {"run_below_goal"}, "a run without a step has no rate"
+    assert now(watching(step(0), *(step(number) for number in range(1, 31))), 60) == set(), (
+        "the run has no goal"
+    )
 
 
 def test_a_paused_run_is_not_below_its_goal() -> None:
@@ -189,5 +193,5 @@ def test_a_paused_run_is_not_below_its_goal() -> None:
     assert kinds(rules, wall=STARTED + 40, monotonic=40) == set()
     rules.take(resumed)
     rules.take(step(55))
-    assert kinds(rules, wall=STARTED + 60, monotonic=60) == set(), "it begins anew"
+    assert kinds(rules, wall=STARTED + 60, monotonic=60) == set(), "the measurement starts again"
     assert kinds(rules, wall=STARTED + 80, monotonic=80) == {"run_below_goal"}

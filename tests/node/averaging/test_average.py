@@ -66,7 +66,7 @@ async def average_all(
     return [result for result in results if result is not None]
 
 
-async def test_four_nodes_hold_the_same_weighted_mean_and_say_whose(tmp_path: Path) -> None:
+async def test_four_nodes_hold_the_same_weighted_mean_and_name_its_members(tmp_path: Path) -> None:
     generator = np.random.default_rng(1)
     given: list[dict[str, Any]] = [
         {"w": generator.normal(size=(300, 1_000)).astype(np.float32), "b": generator.normal(size=7)}
@@ -108,7 +108,7 @@ async def test_torch_tensors_come_back_as_tensors_of_their_types(tmp_path: Path)
     assert first.tensors["v"].dtype == torch.float32
 
 
-async def test_other_shapes_never_meet_and_the_reason_says_so(tmp_path: Path) -> None:
+async def test_other_shapes_are_refused_with_the_reason(tmp_path: Path) -> None:
     async with nodes(tmp_path, 2) as found:
         results: list[AveragingResult] = []
 
@@ -143,7 +143,7 @@ async def test_unsupported_tensors_are_refused_by_name(
 
 
 @pytest.mark.slow
-async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Path) -> None:
+async def test_a_node_that_dies_in_a_round_reports_no_false_success(tmp_path: Path) -> None:
     given = [{"w": np.full(2_000_000, n, np.float32)} for n in range(3)]
     numbers: dict[str, int] = {}
     results: list[AveragingResult] = []
@@ -155,7 +155,7 @@ async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Pat
     async with nodes(tmp_path, 2) as found, trio.open_nursery() as nursery:
         own = settings(tmp_path, "third")
         seeds = (parse_address(found[0].addresses[0]),)
-        # Cancelled, so without a goodbye, once some of its tensor has gone out.
+        # Cancelled without a goodbye, once part of its tensor was sent.
         async with (
             trio.open_nursery() as dying,
             Node(replace(own, join=config.JoinSettings(lan=False, seeds=seeds))) as third,
@@ -177,13 +177,14 @@ async def test_a_node_that_dies_in_a_round_leaves_no_false_success(tmp_path: Pat
     assert len({result.tensors["w"].tobytes() for result in results if result.is_averaged}) <= 1
 
 
-async def test_participants_outside_each_others_member_list_meet_by_their_records(
+async def test_participants_without_each_other_in_view_meet_by_their_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with nodes(tmp_path, 3) as found:
         third = found[2].peer
         for node in found[:2]:
-            # As in a large swarm: their lists hold a peer that takes no part, and not each other.
+            # As in a large swarm: each list holds a peer that does not participate, and not the other
+            # participant.
             monkeypatch.setattr(node.averaging, "_live", lambda node=node: [node.peer, third])
         results = await average_all(found[:2], [{"w": np.ones(4)}, {"w": np.zeros(4)}])
         assert [result.error for result in results] == ["", ""]

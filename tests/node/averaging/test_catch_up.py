@@ -1,4 +1,4 @@
-"""How fast a late peer gets the state of a run, from one peer and from four, over capped uploads."""
+"""How fast a late peer fetches the state of a run, from one peer and from four, over capped uploads."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -31,12 +31,12 @@ from sim.worlds.scheduling import run_virtually
 PARAMETERS = int(os.environ.get("PEERLOOM_CATCH_UP_PARAMETERS", "4_000_000"))
 FULL_PARAMETERS, FULL_MBIT = 50_000_000, 50.0
 UPLOAD_MBIT = FULL_MBIT * PARAMETERS / FULL_PARAMETERS
-"""So a smaller state takes as long as the full one does over 50 Mbit/s."""
+"""This rate makes a smaller state take as long as the full one does over 50 Mbit/s."""
 RUN, SIGNATURE = bytes(32), bytes([1]) * 32
 
 
 async def seconds_from(donors: int, snapshot: Snapshot) -> float:
-    """Virtual seconds until the state is here."""
+    """Return the virtual seconds until the state has arrived."""
     model = NetworkModel(access=(Access(share=1.0, up_mbit_per_second=UPLOAD_MBIT),))
     fabric = SimNetworkFabric(SimLinks(model, 1))
     networks = [fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(donors + 1)]
@@ -89,7 +89,7 @@ def test_four_peers_hand_a_state_over_three_times_as_fast_as_one() -> None:
     assert found[1] / found[4] >= 3.0, found
 
 
-def test_states_of_impossible_or_unlikely_steps_are_not_taken() -> None:
+def test_states_of_impossible_or_unlikely_steps_are_rejected() -> None:
     likely, unlikely, impossible = (_snapshot(step) for step in (5, 900, 5_000))
 
     async def play() -> None:
@@ -114,22 +114,22 @@ def test_a_state_of_several_holders_precedes_a_newer_single_one() -> None:
     assert play(5, 9, holders_min=2) == (None, 0)
 
 
-def test_an_outlier_among_three_states_is_not_taken() -> None:
-    """Each is larger than the sample, and the one that is made up of the newest step."""
+def test_an_outlier_among_three_states_is_rejected() -> None:
+    """Each state is larger than the sample; the invented one claims the newest step."""
     honest = [_drifted(1), _drifted(2)]
     lie = make_snapshot(10, 1, RUN, {"parameters": _of(np.ones(PARAMETERS, np.float32))})
     likely = LikelySteps(0, 10, is_nearest=True)
 
     async def play() -> None:
-        for seed in range(2):  # the newest, one at random: it comes first in any order
+        for seed in range(2):  # the newest step, with random values: it comes first in any order
             for order in ([*honest, lie], [lie, *honest]):
                 assert await _fetched(order, likely=likely, seed=seed) == (5, 0)
-        assert (await _fetched([honest[0], lie], likely=likely))[0] in (5, 10), "nobody can say"
+        assert (await _fetched([honest[0], lie], likely=likely))[0] in (5, 10), "two states give no majority"
 
     run_virtually(play)
 
 
-def test_a_state_whose_sample_does_not_come_is_not_taken() -> None:
+def test_a_state_whose_sample_does_not_arrive_is_rejected() -> None:
     likely = LikelySteps(0, 10, is_nearest=True)
     honest = [_drifted(seed) for seed in (1, 2, 3)]
 
@@ -142,7 +142,7 @@ def test_a_state_whose_sample_does_not_come_is_not_taken() -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_numbers_of_each_type_are_read_from_chunks_that_cut_arrays(dtype: Kind) -> None:
-    """An odd count of bytes lies before, so that numbers lie across the edges of chunks."""
+    """An odd number of bytes comes first, so that numbers lie across the edges of chunks."""
     count = 3 * CHUNK_BYTES // ITEM_BYTES[dtype]
     values = np.random.default_rng(1).integers(-64, 64, count).astype(np.float32)
     bits = (values.view(np.uint32) >> 16).astype(np.uint16)
@@ -158,7 +158,9 @@ def test_numbers_of_each_type_are_read_from_chunks_that_cut_arrays(dtype: Kind) 
 
 
 def _drifted(seed: int) -> Snapshot:
-    """A state of a member that has trained apart: a little unlike others, and larger than the sample."""
+    """A state of a member that has trained alone: slightly different from the others, and larger than the
+    sample.
+    """
     common = np.random.default_rng(0).normal(size=PARAMETERS).astype(np.float32)
     own = np.random.default_rng(seed).normal(size=PARAMETERS).astype(np.float32)
     return make_snapshot(5, 1, RUN, {"parameters": _of(common + 0.1 * own)})
@@ -180,8 +182,10 @@ async def _fetched(
     seed: int = 1,
     kept: list[Snapshot] | None = None,
 ) -> tuple[int | None, int]:
-    """The step that is chosen of those offered, at most 1,000 and likely not above 10, None where none is;
-    how many refused. `kept` are those of which chunks are handed out, None for all."""
+    """Return the step chosen among the offers and the number of refusals. A step is at most 1,000 and
+    plausible up to 10; None means that no step fits. `kept` are the states with available chunks, None for
+    all.
+    """
     fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
     networks = [
         fabric.attach(Identity(bytes([number + 1]) * 32).peer) for number in range(len(snapshots) + 1)

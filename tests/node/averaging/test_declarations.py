@@ -1,4 +1,4 @@
-"""Declarations under one name by more peers than a key of the DHT holds. Virtual time, whole nodes."""
+"""Declarations under one name by more peers than one DHT key holds. Whole nodes in virtual time."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ from sim.worlds.scheduling import run_virtually
 from tests.stack import Swarm, swarm
 
 KEPT = 4
-"""Publishers under one key: as 64 of them crowd out further ones, these do."""
+"""Fewer publishers than the 64 of a real key crowd out further ones here."""
 NAMES = "abcdefghijkl"
 NAME = bytes(32)
 
@@ -31,7 +31,7 @@ def declarations(group: Swarm) -> dict[str, Declarations]:
 
 
 async def settle(found: list[Declarations], looks: int = 5) -> list[set[PeerId]]:
-    """Declare and look, all together, as participants do; what each sees at last."""
+    """Have all declare and look at once, as participants do; return the final view of each."""
     seen: dict[int, set[PeerId]] = {}
 
     async def follow(place: int) -> None:
@@ -46,19 +46,19 @@ async def settle(found: list[Declarations], looks: int = 5) -> list[set[PeerId]]
     return [seen[place] for place in range(len(found))]
 
 
-def test_all_declarers_are_seen_where_a_key_holds_only_some_of_them() -> None:
+def test_all_declarers_are_seen_beyond_the_capacity_of_a_key() -> None:
     async def play() -> None:
         async with swarm(NAMES) as group:
             seen = await settle(list(declarations(group).values()))
             everybody = {node.peer for node in group.nodes.values()}
             assert all(each == everybody for each in seen), [len(each) for each in seen]
-            for node in group.nodes.values():  # and no key was asked to hold more than it may
+            for node in group.nodes.values():  # and no key was asked to hold more than its limit
                 assert len(await node.discovery.find("test", NAME)) < len(NAMES)
 
     run_virtually(play)
 
 
-def test_records_of_those_that_have_gone_hide_nobody() -> None:
+def test_records_of_departed_peers_hide_nobody() -> None:
     async def play() -> None:
         async with swarm(NAMES) as group:
             all_of_them = declarations(group)

@@ -1,7 +1,7 @@
-"""A run of more participants than a node keeps: groups form by declarations in the DHT. Virtual time.
+"""A run of more participants than a node tracks: groups form by declarations in the DHT. Virtual time.
 
-With six of eleven others kept an estimate is off by a third (with 1,024 of them by 3 %): in one of the two
-grids that take turns the twelve stand together, in the other seven and five apart.
+Tracking six of eleven others, an estimate is off by a third (with 1,024 of them by 3 %). In one of the two
+alternating grids all twelve are in one cell, in the other seven and five are apart.
 """
 
 from functools import partial

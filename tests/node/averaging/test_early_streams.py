@@ -1,4 +1,4 @@
-"""Streams of attempts that a node is not in: what they may make it hold. Real nodes on loopback."""
+"""Limits on streams for attempts that a node does not take part in. Real nodes on loopback."""
 
 from pathlib import Path
 from typing import Any
@@ -61,13 +61,11 @@ async def test_a_chunk_of_an_unknown_attempt_is_not_read(
             with trio.fail_after(20):
                 await few_left.wait()
             assert len(victim.averaging.early) == STREAMS_PER_PEER_MAX
-            assert not taken_bytes, "it was all of them"
+            assert not taken_bytes, "all streams were counted"
             nursery.cancel_scope.cancel()
 
 
-async def test_a_stream_that_says_nothing_loses_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_silent_stream_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(early_streams, "EARLY_SECONDS_MAX", 0.2)
     async with nodes(tmp_path, 2) as (victim, hostile):
         victim.averaging.open("run", bytes(32))

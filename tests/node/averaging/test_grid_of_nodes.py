@@ -25,7 +25,7 @@ SIGNATURE = bytes([7]) * 32
 async def play(
     runs: list[Participation], values: list[Any], rounds: int, size_max: int = GROUP
 ) -> list[tuple[float, list[int]]]:
-    """Rounds of all, and after each the variance over all peers and the sizes of the groups."""
+    """Have all average, and return the variance over all peers and the group sizes after each round."""
     found = []
     wanted = RoundWish(window_seconds=2.0, patience_seconds=10.0, size_max=size_max)
     sizes: list[int] = []
@@ -45,7 +45,7 @@ async def play(
     return found
 
 
-def test_grid_nodes_agree_in_one_round_for_each_axis() -> None:
+def test_grid_nodes_agree_after_one_round_per_axis() -> None:
     found: list[tuple[float, list[int]]] = []
     draws = np.random.default_rng(1)
     values: list[Any] = [draws.standard_normal(64) for _ in NAMES]
@@ -72,8 +72,8 @@ def test_grid_nodes_agree_in_one_round_for_each_axis() -> None:
     assert all(value == pytest.approx(mean, abs=1e-6) for value in values), told
 
 
-def test_honest_nodes_of_a_grid_stay_among_themselves_beside_liars() -> None:
-    """Liars send a million in every round, whatever came of the last. In soak they are three of 27."""
+def test_honest_nodes_of_a_grid_group_without_the_liars() -> None:
+    """Liars send a million in every round, whatever the outcome of the last. In soak they are three of 27."""
     names, size, liars = (NAMES, 9, 3) if len(NAMES) == 27 else (NAMES[:8], 4, 1)
     draws = np.random.default_rng(2)
     values: list[Any] = [draws.standard_normal(64) for _ in names]

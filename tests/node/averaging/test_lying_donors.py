@@ -1,6 +1,6 @@
-"""A late peer takes the state that honest members hold, whatever two of five hand over, and soon.
+"""A late peer fetches the state that honest members hold, quickly, although two of five donors lie.
 
-PEERLOOM_MEMBER_SEEDS multiplies how many seeds are tried.
+PEERLOOM_MEMBER_SEEDS multiplies the number of seeds.
 """
 
 import os
@@ -24,17 +24,17 @@ SEEDS = range(80 * int(os.environ.get("PEERLOOM_MEMBER_SEEDS", "1")))
 RUN, SIGNATURE = bytes(32), bytes([1]) * 32
 HONEST, LIARS = 3, 2
 SECONDS_MAX = 120.0
-"""A silent holder costs eight seconds for a chunk, and one that offers nothing ten."""
+"""A silent holder costs eight seconds per chunk, and one that offers nothing ten."""
 
 
 def honest_state() -> Snapshot:
-    """Some chunks of numbers, after five steps."""
+    """A state of several chunks, after five steps."""
     vector = np.random.default_rng(1).normal(size=2 * CHUNK_BYTES // 4 + 100).astype(np.float32)
     return make_snapshot(5, 1, RUN, {"parameters": ("float32", vector.shape, vector.view(np.uint8))})
 
 
 async def fetched(seed: int, honest: Snapshot, said: set[str]) -> tuple[Snapshot, float]:
-    """Return the state that is taken, and after how many seconds."""
+    """Return the state that the newcomer accepts, and the seconds until then."""
     rng = Random(seed)
     fabric = SimNetworkFabric(SimLinks(NetworkModel(), seed))
     me, *others = (
@@ -75,7 +75,7 @@ async def fetched(seed: int, honest: Snapshot, said: set[str]) -> tuple[Snapshot
     return found, took
 
 
-def test_a_newcomer_takes_the_honest_state_whatever_two_of_five_hand_over() -> None:
+def test_a_newcomer_takes_the_honest_state_despite_two_liars_of_five() -> None:
     honest, said = honest_state(), set[str]()
 
     async def play() -> None:

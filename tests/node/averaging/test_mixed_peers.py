@@ -1,4 +1,4 @@
-"""Rounds of a target batch among peers of which some idle, are slow, or come and go. Virtual time."""
+"""Rounds with a target batch among peers that idle, are slow, or come and go. Virtual time."""
 
 from collections.abc import Sequence
 
@@ -18,7 +18,7 @@ SLOWDOWN_MAX = 0.05
 
 
 class Trainer:
-    """A peer whose rounds are the steps of the run; one that is behind goes on where the others are."""
+    """A peer whose rounds are the steps of the run; when it is behind it continues at the others' step."""
 
     def __init__(self, run: Participation, step_seconds: float) -> None:
         self.run = run
@@ -32,7 +32,7 @@ class Trainer:
         )
 
     async def train(self, steps: int | None = None) -> None:
-        """Make so many steps of its own, or train for ever."""
+        """Make this many steps of its own, or train for ever."""
         made = 0
         while steps is None or made < steps:
             self.tell(0)
@@ -49,8 +49,9 @@ class Trainer:
 
 
 def slowdown(names: str, others: Sequence[tuple[str, float, int | None]]) -> float:
-    """Return by which share those of one speed make fewer rounds a second once these others have come: each
-    with its seconds a step, and how many steps it makes."""
+    """Return by which share a group of equal peers makes fewer rounds a second once `others` have joined:
+    each with its seconds per step, and its number of steps.
+    """
     rates: list[float] = []
 
     async def play() -> None:
@@ -76,12 +77,12 @@ def slowdown(names: str, others: Sequence[tuple[str, float, int | None]]) -> flo
     return 1 - rates[1] / rates[0]
 
 
-def test_a_peer_that_makes_one_step_and_idles_costs_others_little() -> None:
+def test_a_peer_that_idles_after_one_step_costs_others_little() -> None:
     assert slowdown("abc", [("i", STEP_SECONDS, 1)]) < SLOWDOWN_MAX
 
 
 @pytest.mark.slow
-def test_a_peer_that_trains_for_a_while_and_idles_costs_others_little() -> None:
+def test_a_peer_that_idles_after_training_costs_others_little() -> None:
     assert slowdown("abc", [("i", STEP_SECONDS, 20)]) < SLOWDOWN_MAX
 
 

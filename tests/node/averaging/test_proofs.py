@@ -1,4 +1,6 @@
-"""A member that signs two results of one round is proved to lie, by real nodes, and is out of the run."""
+"""A member that signs two results of one round is proved to lie, by real nodes, and is excluded
+from the run.
+"""
 
 from contextlib import AsyncExitStack
 from functools import partial
@@ -34,7 +36,7 @@ ROOM = 16
 
 
 class TwoFaced(Attempt):
-    """Sends `victim` another reduced part than the others, under a seal of its own."""
+    """A member that sends `victim` another reduced part than the others, under its own seal."""
 
     victim: Any = None
 
@@ -65,7 +67,7 @@ class TwoFaced(Attempt):
 
 
 @pytest.mark.slow
-async def test_a_double_sealer_stays_out_over_flood_and_restart(
+async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("node.averaging.proofs.ProofTable", partial(ProofTable, kept_max=ROOM))
@@ -86,7 +88,7 @@ async def test_a_double_sealer_stays_out_over_flood_and_restart(
         results = await average_all(found, given, peers=3)
         honest = results[1:]
         vectors = {each.tensors["w"].tobytes() for each in honest if each.is_averaged}
-        assert len(vectors) <= 1, "nobody holds other bytes than another honest one"
+        assert len(vectors) <= 1, "all honest members hold the same bytes"
         with trio.fail_after(20):
             for events in told:
                 while not isinstance(event := await events.receive(), LiarProved):
@@ -95,7 +97,7 @@ async def test_a_double_sealer_stays_out_over_flood_and_restart(
         monkeypatch.setattr("node.averaging.participation.Attempt", Attempt)
         again = await average_all(found[1:], given[1:], peers=2)
         assert [each.error for each in again] == [""] * 3
-        assert len(again[0].shares) == 3, "without the liar"
+        assert len(again[0].shares) == 3, "the liar takes no part"
         key = victim.averaging.runs[0].key
         await flood(found[2], victim, key)
         assert victim.averaging.proofs.is_out(key, liar.peer)
@@ -105,7 +107,7 @@ async def test_a_double_sealer_stays_out_over_flood_and_restart(
 
 
 async def flood(teller: Node, victim: Node, run: bytes) -> None:
-    """Tell `victim` of more fresh keys than it has room for that each prove themselves liars."""
+    """Send `victim` proofs against more fresh keys than it has room for, each signed by its own key."""
     with victim.watch() as told, trio.fail_after(60):
         for number in range(ROOM + 1):
             signer = IdentitySigner(Identity(bytes([number]) * 32), "averaging")
@@ -116,7 +118,7 @@ async def flood(teller: Node, victim: Node, run: bytes) -> None:
 
 
 async def tell(teller: Node, peer: PeerId, evidence: Evidence) -> None:
-    """Tell a peer of a proof; again, while it still holds earlier streams open."""
+    """Send a peer a proof, and send it again while the earlier streams are open."""
     while True:
         try:
             async with conversation(teller.network, peer, PROTOCOL, seconds=20.0) as stream:
@@ -127,7 +129,7 @@ async def tell(teller: Node, peer: PeerId, evidence: Evidence) -> None:
 
 
 def sealed_twice(run: bytes, liar: Signer) -> Evidence:
-    """Two seals of one invented attempt in the run of this key, which anybody can sign of itself."""
+    """Two seals of one invented attempt in the run by this key, which any peer can sign about itself."""
     members = sorted((liar.peer, PeerId(bytes(32))))
     named = group_of(tuple(GroupMember(peer, bytes(NONCE_BYTES), 1) for peer in members), ITEMS)
     group = msgspec.structs.replace(named, name=run)

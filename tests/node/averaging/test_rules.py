@@ -1,4 +1,6 @@
-"""Rules by whole nodes on real sockets: liars are survived, and other rules are named, never mixed."""
+"""Aggregation rules on whole nodes over real sockets: liars are bounded; different rules never mix and are
+named.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +47,9 @@ async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Pat
         assert [(each.error, each.aggregate, each.liars_max) for each in several] == [("", rule, liars)] * 4
         assert len({each.tensors["w"].tobytes() for each in several}) == 1
         share = several[0].shares[peer_text(found[0].peer)]
-        assert share == pytest.approx(1 / 4 if rule == "median" else 4 / 7), "bounded, and told"
+        assert share == pytest.approx(1 / 4 if rule == "median" else 4 / 7), (
+            "the round is bounded and reported"
+        )
         is_honest = (several[0].tensors["w"] <= honest.max(axis=0)).all()
         assert is_honest == (rule != "mean")
     first, second = results["apart", 0].error, results["apart", 1].error
@@ -53,7 +57,7 @@ async def test_nodes_survive_a_liar_and_name_peers_of_another_rule(tmp_path: Pat
     assert '1 average these tensors by aggregate = "mean", this peer by "median"' in second
 
 
-async def test_a_rule_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
+async def test_an_impossible_rule_is_a_usage_error(tmp_path: Path) -> None:
     async with nodes(tmp_path, 1) as (me,):
         with pytest.raises(UsageError, match="average: aggregate 'best': there are auto, mean, median"):
             await me.average({"w": LIE}, "x", aggregate="best")
@@ -61,7 +65,7 @@ async def test_a_rule_that_cannot_be_is_a_usage_error(tmp_path: Path) -> None:
             await me.average({"w": LIE}, "x", codec="topk64", aggregate="median")
 
 
-async def test_auto_is_the_mean_in_a_swarm_with_a_key(tmp_path: Path) -> None:
+async def test_auto_selects_the_mean_in_a_swarm_with_a_key(tmp_path: Path) -> None:
     key_file = tmp_path / "swarm.key"
     key_file.write_text(bytes(range(32)).hex() + "\n")
     key_file.chmod(0o600)

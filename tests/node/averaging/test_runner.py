@@ -1,4 +1,4 @@
-"""Calls into an attempt that are handed over together: what one raises concerns its caller alone."""
+"""Calls that are handed to an attempt as one batch: an exception of one call reaches only its caller."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class _Faulty(Attempt):
-    """Raises for one peer what nobody expects."""
+    """A core that raises an unexpected exception for one peer."""
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         if peer == BROKEN:
@@ -38,7 +38,7 @@ class _Faulty(Attempt):
 
 
 class _Busy(SimExecutor):
-    """Takes a second for each hand-over, in which further calls gather."""
+    """An executor that takes a second per batch, in which further calls gather."""
 
     handed_over = 0
 
@@ -54,7 +54,7 @@ async def _hear(stream: Stream) -> None:
             await stream.receive_with_payload(CHUNK_BYTES_MAX)
 
 
-def test_a_call_that_fails_ends_its_caller_alone() -> None:
+def test_a_failing_call_ends_only_its_caller() -> None:
     async def play() -> None:
         fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         group = group_of(members_of(4), ITEMS)
@@ -82,7 +82,7 @@ def test_a_call_that_fails_ends_its_caller_alone() -> None:
             for other in others:
                 await nursery.start(other.run)
             nursery.start_soon(runner.run)
-            await trio.sleep(0.5)  # the attempt is being started: what is called now goes together
+            await trio.sleep(0.5)  # the attempt is starting: calls from now on form one batch
             nursery.start_soon(lose_broken)
             nursery.start_soon(lose, DEAD)
             await trio.sleep(1.0)
@@ -90,7 +90,7 @@ def test_a_call_that_fails_ends_its_caller_alone() -> None:
             assert over == []
             await trio.sleep(1.0)
             assert sorted(over) == sorted([BROKEN, DEAD])
-            assert not attempt.is_closed, "and the attempt goes on"
+            assert not attempt.is_closed, "the attempt continues"
             assert not refused
             await runner.cancel()
             assert (await runner.result()).reason  # type: ignore[union-attr]  # it was cancelled

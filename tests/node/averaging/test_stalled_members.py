@@ -17,20 +17,22 @@ from tests.stack import swarm
 SIGNATURE = bytes([7]) * 32
 ROUND_SECONDS = 0.4
 SMALL, LARGE = 64, 16_384
-"""Numbers of which one member reduces all, and of which each member reduces a part."""
+"""Vectors that one member reduces alone, and vectors of which each member reduces a part."""
 STALL_SECONDS = 6.0
 APART_SECONDS = 9.0
-"""The most that a stall of that length may cost; it was 21 to 46 s."""
+"""The most that a stall of that length may cost; it used to be 21 to 46 s."""
 GAP_SECONDS = 15.0
-"""The most that a member costs at a time that goes silent within an attempt: its time-outs, 10 s, and a
-round. It was 16 to 50 s."""
+"""The most that successive members may cost that fall silent within an attempt: their time-outs, 10 s, and a
+round. It used to be 16 to 50 s.
+"""
 SILENT_SECONDS = 7.0
-"""The most that a silent member may cost once: the first sign of it is waited for 3.5 s, a proposal of it for
-2 s."""
+"""The most that a silent member may cost once: the time-out for its first sign is 3.5 s, for its proposal 2
+s.
+"""
 
 
 class Members:
-    """Honest members that average again and again, and when each completed a round."""
+    """Honest members that average repeatedly, and when each completed a round."""
 
     def __init__(self, runs: dict[str, Participation], items: int) -> None:
         self.runs = runs
@@ -56,7 +58,7 @@ class Members:
 
     @property
     def longest_seconds(self) -> float:
-        """The longest time that any of them went without a round, until the last one of all."""
+        """Return the longest time that any of them went without a round, until the last round of all."""
         return max(
             later - earlier
             for times in self.completed_at.values()
@@ -127,7 +129,7 @@ def test_a_stall_costs_honest_members_little_more_than_its_length(
 
 
 @pytest.mark.parametrize(("names", "items"), [("ab", SMALL), ("ab", LARGE), ("abc", LARGE)])
-def test_a_member_that_enters_groups_and_sends_nothing_is_blamed_alone(
+def test_only_the_silent_member_of_a_group_is_blamed(
     monkeypatch: pytest.MonkeyPatch, names: str, items: int
 ) -> None:
     original, silent_peers = Participation._attempt, set[bytes]()

@@ -1,9 +1,8 @@
-"""Whole nodes average again and again while one is killed or comes back every half to two seconds.
+"""Whole nodes average repeatedly while one of them is killed or restarted every half to two seconds.
 
 After the stress test of PCCL (Keiblinger et al. 2025), in virtual time, with real streams, groups and
-attempts; whoever convenes or reduces is killed like any other. Once all may be in one group, and once they
-stand in a grid of several axes. PEERLOOM_STRESS_SECONDS and PEERLOOM_STRESS_PEERS make it longer and larger:
-600 and 10 in `make soak`.
+attempts; conveners and reducers are killed too. One variant has all in one group, the other a grid of several
+axes. PEERLOOM_STRESS_SECONDS and PEERLOOM_STRESS_PEERS make it longer and larger: 600 and 10 in `make soak`.
 """
 
 import os
@@ -42,7 +41,7 @@ class Stress:
         self.longest = 0.0
 
     async def average(self, node: Node, name: str) -> None:
-        """Average again and again, as long as this node lives."""
+        """Average repeatedly, as long as this node lives."""
         run = node.averaging.open("stress", SIGNATURE)
         await run.settle(3.0)
         draws = np.random.default_rng(ord(name))
@@ -53,7 +52,7 @@ class Stress:
             self.axes_max = max(self.axes_max, len(run.walk.axes))
             if made.vector is not None:
                 held = self.means.setdefault(made.attempt, (made.vector.tobytes(), made.shares))
-                assert held == (made.vector.tobytes(), made.shares), "one attempt, one mean"
+                assert held == (made.vector.tobytes(), made.shares), "all members of an attempt have one mean"
                 assert abs(sum(made.shares.values()) - 1) < 1e-6
                 self.successes += 1
                 self.since[name] = trio.current_time()
@@ -96,7 +95,7 @@ async def play(stress: Stress, group: Swarm, nursery: trio.Nursery) -> int:
 
 
 @pytest.mark.parametrize(("group_size", "axes"), [(16, 1), (3, 2)])
-def test_averaging_by_whole_nodes_goes_on_while_they_die_and_return(group_size: int, axes: int) -> None:
+def test_averaging_continues_while_nodes_die_and_return(group_size: int, axes: int) -> None:
     stress, kills = Stress(group_size), 0
 
     async def main() -> None:
@@ -109,4 +108,4 @@ def test_averaging_by_whole_nodes_goes_on_while_they_die_and_return(group_size: 
     found = f"{stress.successes} successes, {kills} kills, longest wait {stress.longest:.1f} s"
     assert stress.axes_max >= axes, found
     assert stress.successes >= SECONDS / 2, found
-    assert len(stress.means) < stress.successes, "several report one attempt"
+    assert len(stress.means) < stress.successes, "several members report one attempt"

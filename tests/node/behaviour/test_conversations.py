@@ -1,4 +1,4 @@
-"""Guarantees of every network about reaching a peer and the messages on a stream."""
+"""Guarantees of every network about dialling a peer and the messages on a stream."""
 
 import pytest
 import trio
@@ -38,7 +38,7 @@ async def test_messages_and_payloads_of_every_size_arrive_whole_and_in_order(wor
 
 
 @on_both_networks
-async def test_messages_sent_in_a_row_come_in_that_order(world: World) -> None:
+async def test_successive_messages_arrive_in_order(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _), trio.open_nursery() as nursery:
 
         async def send_all() -> None:
@@ -50,7 +50,7 @@ async def test_messages_sent_in_a_row_come_in_that_order(world: World) -> None:
 
 
 @on_both_networks
-async def test_tasks_that_send_at_once_do_not_mix_their_messages(world: World) -> None:
+async def test_concurrent_senders_do_not_mix_their_messages(world: World) -> None:
     messages = [content(number, 2_000_000) for number in range(4)]
     async with conversation(world, echo) as (stream, _, _), trio.open_nursery() as nursery:
         for message in messages:
@@ -59,7 +59,7 @@ async def test_tasks_that_send_at_once_do_not_mix_their_messages(world: World) -
 
 
 @on_both_networks
-async def test_many_conversations_with_one_peer_do_not_mix(world: World) -> None:
+async def test_concurrent_conversations_with_one_peer_do_not_mix(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     bob.handle(TALK, echo)
 
@@ -100,7 +100,7 @@ async def test_an_oversized_own_message_raises_and_keeps_the_stream(world: World
         assert await stream.receive() == b"small"
 
 
-# --- who is there, and what it speaks --------------------------------------------------------------
+# --- identity and protocols -----------------------------------------------------------------------
 
 
 @on_both_networks
@@ -157,7 +157,7 @@ async def test_peers_without_address_or_process_are_unreachable(world: World) ->
 
 
 @on_both_networks
-async def test_another_peer_than_the_expected_one_is_refused_with_both_named(world: World) -> None:
+async def test_an_unexpected_peer_is_refused_and_both_ids_are_named(world: World) -> None:
     alice, bob, carol = world.network("a"), world.network("b"), world.network("c")
     async with running(alice, bob):
         alice.learn(carol.peer, [bob.addresses[0].of(carol.peer)])
@@ -172,7 +172,7 @@ async def test_another_peer_than_the_expected_one_is_refused_with_both_named(wor
 
 
 @on_both_networks
-async def test_to_identify_says_who_is_there_and_makes_that_peer_reachable(world: World) -> None:
+async def test_identify_returns_the_peer_and_makes_it_reachable(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     bob.handle(TALK, echo)
     async with running(bob), trio.open_nursery() as nursery:
@@ -184,7 +184,7 @@ async def test_to_identify_says_who_is_there_and_makes_that_peer_reachable(world
 
 
 @on_both_networks
-async def test_a_name_has_one_handler_and_the_form_of_a_name(world: World) -> None:
+async def test_a_protocol_has_one_handler_and_a_well_formed_name(world: World) -> None:
     alice = world.network("a")
     alice.handle(TALK, echo)
     for name in (TALK, "no slash"):

@@ -13,7 +13,7 @@ from tests.node.behaviour.worlds import TALK, World, conversation, echo, on_both
 
 
 async def read_to_the_end(stream: Stream) -> list[bytes]:
-    """All messages, until the other side is known to send no more."""
+    """Read all messages until the other side ends its half of the stream."""
     messages = []
     while True:
         try:
@@ -23,7 +23,7 @@ async def read_to_the_end(stream: Stream) -> list[bytes]:
 
 
 async def send_until_closed(stream: Stream) -> None:
-    """Send without reading, until nobody listens any more."""
+    """Send without reading, until the other side is known to be gone."""
     with suppress(StreamClosed):
         while True:
             await stream.send(bytes(50_000))
@@ -85,7 +85,7 @@ async def test_a_handler_that_returns_closes_its_stream_in_order(world: World) -
 
 
 @on_both_networks
-async def test_a_cut_is_not_an_end(world: World) -> None:
+async def test_a_reset_is_not_a_clean_end(world: World) -> None:
     async with conversation(world, echo) as (stream, _, bob):
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
@@ -118,7 +118,7 @@ async def test_a_waiting_receive_learns_of_a_local_close(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_writer_that_never_reads_finds_out_that_nobody_listens(world: World) -> None:
+async def test_a_writer_that_never_reads_learns_that_the_reader_is_gone(world: World) -> None:
     async def leave_at_once(stream: Stream) -> None:
         await stream.receive()
 
@@ -159,7 +159,7 @@ async def test_a_leaving_peer_finishes_answers_and_ends_streams(world: World) ->
 
 
 @on_both_networks
-async def test_a_handler_that_does_not_end_keeps_nobody_from_leaving(world: World) -> None:
+async def test_a_handler_that_does_not_end_does_not_prevent_leaving(world: World) -> None:
     async def never_end(stream: Stream) -> None:
         await trio.sleep_forever()
 
@@ -170,7 +170,7 @@ async def test_a_handler_that_does_not_end_keeps_nobody_from_leaving(world: Worl
         await stream.receive()
 
 
-# --- what handlers do ------------------------------------------------------------------------------
+# --- handlers ------------------------------------------------------------------------------------
 
 
 async def _offended(stream: Stream) -> None:
@@ -212,7 +212,7 @@ async def test_a_strangers_fault_ends_only_its_stream(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_bug_of_our_own_handler_comes_out_of_run(world: World) -> None:
+async def test_a_bug_in_our_own_handler_propagates_out_of_run(world: World) -> None:
     async def buggy(stream: Stream) -> None:
         raise KeyError(stream.protocol)
 

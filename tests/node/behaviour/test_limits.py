@@ -14,7 +14,7 @@ WIDE = "/peerloom/wide/1"
 
 
 async def fail_with(stream: Stream, message: bytes) -> None:
-    """Send what is too long, and learn by the end of the stream that it was."""
+    """Send an oversized message, and learn of the refusal by the end of the stream."""
     with suppress(StreamClosed):
         await stream.send(message)
     with pytest.raises(StreamClosed):
@@ -55,7 +55,7 @@ async def test_a_message_beyond_its_protocols_limit_ends_the_stream(
 
 
 @on_both_networks
-async def test_an_answer_is_as_long_as_who_opened_the_stream_takes(world: World) -> None:
+async def test_an_answer_may_be_as_long_as_the_opener_accepts(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
 
     async def answer_at_length(stream: Stream) -> None:
@@ -99,7 +99,7 @@ async def test_streams_of_a_protocol_are_limited_per_peer(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_stream_that_is_cut_leaves_its_place_to_another(world: World) -> None:
+async def test_a_reset_stream_frees_its_place(world: World) -> None:
     alice, bob, carol = (world.network(letter) for letter in "abc")
     bob.handle(TALK, echo, StreamLimits(message_bytes_max=10, streams_per_peer_max=1))
     async with running(alice, bob, carol):

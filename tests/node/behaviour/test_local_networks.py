@@ -1,4 +1,4 @@
-"""Guarantees of every network about the local one, and beacons that find others on each."""
+"""Guarantees of every network about local discovery, and beacons that find neighbours on each."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,11 +18,11 @@ from tests.node.behaviour.worlds import World, content, on_both_networks, runnin
 
 WAIT_SECONDS = 5.0
 BATCH = 64
-"""No more at once than a kernel's buffer has room for."""
+"""A kernel's buffer has room for this many at once."""
 
 
 def local_of(network: Network) -> LocalNetwork:
-    """A test without multicast is none."""
+    """Skip a test on a machine without multicast."""
     local = network.local
     assert local is not None
     if getattr(local, "interfaces", ("simulated",)) == ():
@@ -31,7 +31,7 @@ def local_of(network: Network) -> LocalNetwork:
 
 
 async def heard(local: LocalNetwork, *, but: bytes = b"") -> list[tuple[str, bytes]]:
-    """Return the packets that come within some seconds; own ones may come back."""
+    """Return the packets that arrive within some seconds, possibly with this node's own."""
     packets = []
     until = trio.current_time() + WAIT_SECONDS
     while trio.current_time() < until:
@@ -40,7 +40,7 @@ async def heard(local: LocalNetwork, *, but: bytes = b"") -> list[tuple[str, byt
 
 
 @on_both_networks
-async def test_the_local_network_is_there_while_a_network_runs_that_uses_it(world: World) -> None:
+async def test_local_discovery_works_while_its_network_runs(world: World) -> None:
     near, without = world.network("n", has_local=True), world.network("w")
 
     def used() -> tuple[bool, bool]:
@@ -53,7 +53,7 @@ async def test_the_local_network_is_there_while_a_network_runs_that_uses_it(worl
 
 
 @on_both_networks
-async def test_a_packet_reaches_all_who_are_near_and_says_from_which_host(world: World) -> None:
+async def test_a_packet_reaches_all_neighbours_and_names_its_host(world: World) -> None:
     alice, bob, carol = (world.network(letter, has_local=True) for letter in "abc")
     without = world.network("w")
     async with running(alice, bob, carol, without):
@@ -65,7 +65,7 @@ async def test_a_packet_reaches_all_who_are_near_and_says_from_which_host(world:
 
 
 @on_both_networks
-async def test_a_waiting_take_ends_at_its_time(world: World) -> None:
+async def test_a_waiting_take_ends_at_its_deadline(world: World) -> None:
     alice = world.network("a", has_local=True)
     async with running(alice):
         begun = trio.current_time()
@@ -75,7 +75,7 @@ async def test_a_waiting_take_ends_at_its_time(world: World) -> None:
 
 
 @on_both_networks
-async def test_packets_that_nobody_takes_are_bounded_and_the_newest_are_dropped(world: World) -> None:
+async def test_unread_packets_are_bounded_and_the_newest_are_dropped(world: World) -> None:
     alice, bob = world.network("a", has_local=True), world.network("b", has_local=True)
     async with running(alice, bob):
         for batch in range(2 * PACKETS_MAX // BATCH):
@@ -89,7 +89,7 @@ async def test_packets_that_nobody_takes_are_bounded_and_the_newest_are_dropped(
 
 
 @on_both_networks
-async def test_beacons_show_neighbours_to_the_swarm_alone(
+async def test_beacons_show_neighbours_only_to_the_swarm(
     world: World,
 ) -> None:
     alice, bob, other = (world.network(letter, has_local=True) for letter in "abo")

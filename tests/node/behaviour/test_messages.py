@@ -75,23 +75,23 @@ async def test_undeliverable_messages_are_counted_and_raise_nothing(
 
 
 @on_both_networks
-async def test_an_inbox_is_bounded_and_what_does_not_fit_is_counted(world: World) -> None:
+async def test_an_inbox_is_bounded_and_dropped_messages_are_counted(world: World) -> None:
     alice, bob = world.network("a"), world.network("b")
     inbox = bob.inbox(TALK)
     async with running(alice, bob):
         while not bob.counters["inbox_full"]:
-            # No more at once than a kernel's buffer has room for.
+            # A kernel's buffer has room for this many at once.
             for number in range(64):
                 alice.send(bob.peer, TALK, bytes(number))
             await trio.sleep(0.1)
         taken = await inbox.take(trio.current_time() + 60)
         assert len(taken) == world.inbox_max
-        # It is the newest that were dropped.
+        # The newest messages were dropped.
         assert sorted(taken[:64]) == [(alice.peer, bytes(number)) for number in range(64)]
 
 
 @on_both_networks
-async def test_a_waiting_take_ends_at_its_time_and_when_it_is_woken(world: World) -> None:
+async def test_a_waiting_take_ends_at_its_deadline_or_when_woken(world: World) -> None:
     alice = world.network("a")
     inbox = alice.inbox(TALK)
     async with running(alice):

@@ -1,4 +1,4 @@
-"""Guarantees of every network about its peer's addresses, and what others learn of them."""
+"""Guarantees of every network about a peer's addresses, and how others learn them."""
 
 import pytest
 import trio
@@ -19,7 +19,7 @@ async def test_a_networks_announced_address_leads_to_its_peer(world: World) -> N
         for address in bob.addresses:
             assert address.peer == bob.peer
             assert await alice.identify(address.of(None)) == bob.peer
-        # The peer found there is known from then on.
+        # The peer found there is known from now on.
         bob.inbox(TALK)
         alice.send(bob.peer, TALK, b"found")
         assert await arrival(bob) == (alice.peer, b"found")
@@ -27,7 +27,7 @@ async def test_a_networks_announced_address_leads_to_its_peer(world: World) -> N
 
 
 @on_both_networks
-async def test_a_streams_ends_see_each_others_hosts(
+async def test_both_ends_of_a_stream_see_the_others_host(
     world: World,
 ) -> None:
     seen = []
@@ -87,7 +87,7 @@ async def test_announced_addresses_are_added_once_and_limited(world: World) -> N
 
 
 @on_both_networks
-async def test_a_hidden_peer_is_elsewhere_than_it_says_and_nobody_gets_in(world: World) -> None:
+async def test_a_hidden_peers_claimed_address_is_wrong_and_unreachable(world: World) -> None:
     hidden, bob = world.hidden("h"), world.network("b")
     hidden.handle(TALK, echo)
     bob.handle(TALK, echo)
@@ -106,7 +106,7 @@ async def test_a_hidden_peer_is_elsewhere_than_it_says_and_nobody_gets_in(world:
             await bob.open(hidden.peer, TALK)
         bob.send(hidden.peer, TALK, b"too early")
         assert await inbox.take(trio.current_time() + 5) == []
-        # The other way it is as with anybody: who is asked may answer.
+        # The hidden peer can dial out, and the other side answers on that stream.
         stream = await hidden.open(bob.peer, TALK)
         await stream.send(b"hello")
         assert await stream.receive() == b"hello"
@@ -118,13 +118,13 @@ async def test_a_hidden_peer_is_elsewhere_than_it_says_and_nobody_gets_in(world:
             taken = await inbox.take(trio.current_time() + 60)
             assert taken
             came += [data for _, data in taken]
-        # Messages that could not leave before may arrive now or never.
+        # Messages that were undeliverable before may arrive now or never.
         assert set(came) <= {b"too early", b"an answer"}
         nursery.cancel_scope.cancel()
 
 
 @on_both_networks
-async def test_whether_it_is_reached_is_known_beforehand_or_has_to_be_asked(world: World) -> None:
+async def test_reachability_is_known_beforehand_or_has_to_be_asked(world: World) -> None:
     alice, hidden = world.network("a"), world.hidden("h")
     assert alice.reachable in (True, None)
     assert hidden.reachable is None

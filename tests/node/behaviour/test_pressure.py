@@ -1,5 +1,6 @@
 """Guarantees of every network to a writer that is faster than its reader, about deadlines and
-cancellation."""
+cancellation.
+"""
 
 from contextlib import suppress
 
@@ -76,7 +77,7 @@ async def test_a_send_past_its_deadline_leaves_a_consistent_stream(world: World)
 
 
 @on_both_networks
-async def test_a_send_that_is_cancelled_before_it_begins_costs_nothing(world: World) -> None:
+async def test_a_send_cancelled_before_it_starts_costs_nothing(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _):
         for _ in range(30):
             with trio.CancelScope() as scope:
@@ -110,7 +111,7 @@ async def test_receives_past_their_deadline_lose_nothing(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_receive_that_is_cancelled_while_a_message_waits_leaves_it(world: World) -> None:
+async def test_a_cancelled_receive_leaves_the_waiting_message(world: World) -> None:
     async with conversation(world, echo) as (stream, _, _):
         for _ in range(3):
             await stream.send(b"message")

@@ -15,13 +15,13 @@ from node.services.autonat_core import OTHERS, REACH
 from tests.node.behaviour.worlds import TALK, World, arrival, echo, on_both_networks
 
 CLOCK = RealClock()
-"""Virtual, as all time here."""
+"""Virtual seconds."""
 Found = tuple[bool | None, int, tuple[Address, ...]]
 
 
 @asynccontextmanager
 async def asking(network: Network, others: Sequence[Network]) -> AsyncIterator[list[Found]]:
-    """`network` knows the others, who serve it, and asks them; what it is told."""
+    """A network that knows the others, its dial-back servers, asks them and records their verdicts."""
     told: list[Found] = []
     async with trio.open_nursery() as nursery:
         for each in (network, *others):
@@ -41,7 +41,7 @@ async def asking(network: Network, others: Sequence[Network]) -> AsyncIterator[l
 
 
 def strangers(world: World) -> list[Network]:
-    """Return peers of as many networks as an address needs to be believed."""
+    """Return peers in as many networks as are needed to confirm an address."""
     return [world.network(letter, abroad=number) for number, letter in enumerate("xyz"[:OTHERS], 1)]
 
 
@@ -67,7 +67,7 @@ async def test_a_dial_back_of_a_hidden_peer_confirms_nothing(world: World) -> No
 
 
 @on_both_networks
-async def test_one_that_got_through_makes_a_node_sure(world: World) -> None:
+async def test_one_success_proves_reachability(world: World) -> None:
     alice = world.network("a")
     async with asking(alice, strangers(world)) as told:
         await trio.sleep(OTHERS * REACH.soon_seconds + 60)
@@ -75,7 +75,7 @@ async def test_one_that_got_through_makes_a_node_sure(world: World) -> None:
 
 
 @on_both_networks
-async def test_a_hidden_peer_knows_it_once_three_have_tried(world: World) -> None:
+async def test_a_hidden_peer_knows_it_after_three_failures(world: World) -> None:
     hidden = world.hidden("h")
     async with asking(hidden, strangers(world)) as told:
         await trio.sleep(OTHERS * REACH.soon_seconds + 60)
@@ -97,7 +97,7 @@ async def test_a_peer_learns_its_address_after_port_forwarding(
             await trio.sleep((OTHERS + 1) * REACH.doubt_seconds)
             verdict, _, unknown = told[-1]
             assert (verdict, unknown) == (True, (world.outside(hidden).of(None),))
-            # Before that no single one was believed.
+            # Before that no single report was believed.
             assert [found for _, _, found in told if found] == [unknown]
             hidden.announce(unknown[0])
             assert hidden.addresses[-1] == world.outside(hidden)
@@ -109,10 +109,10 @@ async def test_a_peer_learns_its_address_after_port_forwarding(
 
 
 @on_both_networks
-async def test_a_datagram_is_sent_back_as_it_came(world: World) -> None:
+async def test_a_datagram_is_echoed_unchanged(world: World) -> None:
     hidden, bob = world.hidden("h"), world.network("b")
     for network in (hidden, bob):
-        network.inbox(PROTOCOL)  # before anything comes
+        network.inbox(PROTOCOL)  # before any answer
     async with trio.open_nursery() as nursery:
         for network in (hidden, bob):
             await nursery.start(network.run)

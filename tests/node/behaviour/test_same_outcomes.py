@@ -15,11 +15,11 @@ from tests.node.behaviour.worlds import RealWorld, SimulatedWorld, World, conver
 DEEDS = st.sampled_from(["send", "send", "receive", "receive", "say the end", "close"])
 ACTIONS = st.lists(st.tuples(st.sampled_from([0, 1]), DEEDS), max_size=9)
 STEP_SECONDS, PATIENCE_SECONDS = 0.2, 0.15
-"""A step is longer than a trip, and all steps together shorter than a closed stream is listened to."""
+"""A step is longer than a trip, and all steps together are shorter than the time-out of a closed stream."""
 
 
 async def act(stream: Stream, action: str, number: int) -> str:
-    """Do it, and say what came of it."""
+    """Perform the action and describe its outcome."""
     try:
         with trio.move_on_after(PATIENCE_SECONDS):
             if action == "send":
@@ -57,7 +57,7 @@ async def outcomes(world: World, actions: list[tuple[int, str]]) -> list[str]:
                 has_heard[side] = True
             speaks = action in ("send", "say the end")
             if speaks and has_closed[not side] and not has_heard[side] and not has_closed[side]:
-                # When somebody who does not listen learns that nobody else does is no promise.
+                # No network promises when a peer that is not reading learns that the other side is gone.
                 outcome = "may be heard"
             has_closed[side] = has_closed[side] or action == "close"
             found.append(outcome)
@@ -72,12 +72,12 @@ def play(kind: type[World], actions: list[tuple[int, str]]) -> list[str]:
 
 @settings(max_examples=15)
 @given(ACTIONS)
-def test_every_order_of_actions_comes_out_the_same(actions: list[tuple[int, str]]) -> None:
+def test_every_order_of_actions_has_the_same_outcomes(actions: list[tuple[int, str]]) -> None:
     assert play(RealWorld, actions) == play(SimulatedWorld, actions)
 
 
 @pytest.mark.parametrize("first", ["say the end", "close"])
-def test_every_pair_of_actions_after_a_first_comes_out_the_same(first: str) -> None:
+def test_every_pair_of_actions_after_a_first_has_the_same_outcomes(first: str) -> None:
     for pair in itertools.product(("send", "receive", "say the end", "close"), repeat=2):
         actions = [(0, "send"), (0, first), (1, pair[0]), (1, pair[1]), (1, "receive"), (0, "receive")]
         assert play(RealWorld, actions) == play(SimulatedWorld, actions), actions

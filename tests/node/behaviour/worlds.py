@@ -1,9 +1,9 @@
-"""Two worlds with the same promises: real networks on 127.0.0.1, and simulated ones. A behaviour is a
-scenario that cannot tell which of them it plays in.
+"""Two worlds with the same guarantees: real networks on 127.0.0.1, and simulated ones. A behaviour is a
+scenario that cannot tell in which of them it plays.
 
-Time is virtual in both: where everybody waits, the clock jumps. Bytes on loopback are there at once, so in
-the real world a short pause of the machine is enough to know that nothing is on its way; not too short a one,
-for while another test floods the loopback the kernel hands packets on some ten milliseconds later.
+Time is virtual in both: where every task waits, the clock jumps. Bytes on loopback arrive at once, so in the
+real world a short real pause is enough to know that nothing is on its way. The pause may not be too short:
+while another test floods the loopback, the kernel delivers packets some ten milliseconds later.
 """
 
 import functools
@@ -46,27 +46,29 @@ class World(Protocol):
     pause_seconds: float
 
     def network(self, letter: str, *, abroad: int = 0, has_local: bool = False) -> Network:
-        """The network of a peer of its own, in another network than the peers of another number `abroad`."""
+        """Return the network of a new peer, in another network than peers whose `abroad` differs."""
 
     def hidden(self, letter: str) -> Network:
-        """That of a peer behind a router which lets nobody in."""
+        """Return the network of a peer behind a router that blocks incoming connections."""
 
     def outside(self, network: Network) -> Address:
-        """Where others see a peer: what it says itself, or the outer side of its router. Once it runs."""
+        """Return the address where others see a running peer: its own, or the outer side of its router."""
 
     def forwarding(self, network: Network) -> AbstractAsyncContextManager[None]:
-        """Meanwhile the router of a hidden peer lets streams in."""
+        """Let streams through the router of a hidden peer for the duration of the context."""
 
     def close(self) -> None:
-        """The scenario is over."""
+        """End the scenario."""
 
     def cut(self, network: Network) -> None:
-        """All its streams break, without a word to anybody."""
+        """Reset all its streams without a notice to the other side."""
 
 
 class RealWorld:
     """Sockets on loopback. A hidden peer listens at 127.0.0.2; what leaves this machine's loopback comes from
-    127.0.0.1, so that is the outer side of its router. There its port is taken, and nobody listens."""
+    127.0.0.1, so that address is the outer side of its router. The peer's port is taken there, without a
+    listener.
+    """
 
     inbox_max = INBOX_MESSAGES_MAX
     pause_seconds = 0.05
@@ -116,7 +118,7 @@ class RealWorld:
 
 
 async def _relay(inner: Address, outer: trio.SocketStream) -> None:
-    """Pump data to the inner address, and back."""
+    """Copy bytes to the inner address, and back."""
 
     async def pump(one: trio.SocketStream, other: trio.SocketStream) -> None:
         with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
@@ -130,7 +132,7 @@ async def _relay(inner: Address, outer: trio.SocketStream) -> None:
 
 
 class SimulatedWorld:
-    """One medium for all, without loss. A hidden peer is behind a restricted translator."""
+    """One lossless medium for all. A hidden peer is behind a restricted translator."""
 
     inbox_max = INBOX_MAX
     pause_seconds = 0.0
@@ -172,8 +174,9 @@ class SimulatedWorld:
 
 
 def on_both_networks(scenario: Callable[[World], Awaitable[None]]) -> Callable[[type[World]], None]:
-    """Make a test of a scenario: played on each network, under a clock that jumps. A deadlock ends after an
-    hour that takes no time. Scenarios that a machine cannot play are skipped."""
+    """Make a test of a scenario: played on each network, under a clock that jumps. A deadlock ends after a
+    virtual hour. A scenario that this machine cannot play is skipped.
+    """
 
     @pytest.mark.parametrize("kind", [RealWorld, SimulatedWorld], ids=["real", "simulated"])
     def play(kind: type[World]) -> None:
@@ -195,7 +198,7 @@ def on_both_networks(scenario: Callable[[World], Awaitable[None]]) -> Callable[[
 
 @asynccontextmanager
 async def running(*networks: Network) -> AsyncIterator[None]:
-    """They listen, and know each other."""
+    """Yield two networks that listen and know each other."""
     async with trio.open_nursery() as nursery:
         for network in networks:
             await nursery.start(network.run)
@@ -218,19 +221,19 @@ async def conversation(
 
 
 async def echo(stream: Stream) -> None:
-    """Every message comes back, with its payload."""
+    """Send every message back, with its payload."""
     while True:
         await stream.send(*await stream.receive_with_payload(2**26))
 
 
 async def arrival(network: Network, protocol: str = TALK) -> tuple[PeerId, bytes]:
-    """The next message of the inbox, alone."""
+    """Return the next message of the inbox, which must be the only one."""
     (message,) = await network.inbox(protocol).take(trio.current_time() + 60)
     return message
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    """Counters move when another task gets its turn."""
+    """Wait for a counter, which moves when another task runs."""
     while not condition():  # noqa: ASYNC110 - a counter wakes nobody
         await trio.sleep(0.01)
 

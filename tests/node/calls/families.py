@@ -1,4 +1,4 @@
-"""Chat templates in the manner of model families, and conversations to render by them."""
+"""Chat templates in the style of model families, and conversations to render with them."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Rules drawn by a seed, each with what judges an answer, and answers drawn from what a rule allows."""
+"""Seeded random rules, each with a judge of answers, and random answers that a rule allows."""
 
 import ast
 import json
@@ -27,14 +27,14 @@ REGEXES = [
 
 @dataclass(frozen=True)
 class RuleCase:
-    """A rule, and what raises for an answer that breaks it."""
+    """A rule, and a judge that raises for an answer that breaks it."""
 
     rule: AnswerRule
     judge: Callable[[str], object]
 
 
 def rule_case(seed: int) -> RuleCase:
-    """The case of a seed: schemas as a rule, expressions, choices and grammars now and then."""
+    """Return the case of a seed: mostly schemas, with some expressions, choices and grammars."""
     rng = random.Random(seed)
     match seed % 8:
         case 5:
@@ -66,7 +66,7 @@ def _word(rng: random.Random) -> str:
 
 
 def _grammar(rng: random.Random) -> str:
-    """Lists and tuples of numbers and words, some levels deep; in Lark, or as GBNF."""
+    """Nested lists and tuples of numbers and words, in Lark or as GBNF."""
     if rng.random() < 0.5:
         words = " | ".join(f"\"'{word}'\"" for word in ("a", "bc", "dé"))
         return f'root ::= "[" item (", " item)* "]"\nitem ::= root | [0-9] | {words}\n'
@@ -126,8 +126,9 @@ def _recursive(rng: random.Random) -> dict[str, Any]:
 
 
 def draw_answer(masks: Masks, tokens: list[bytes], rule: AnswerRule, seed: int, replays: int = 0) -> str:
-    """Return an answer that the rule allows, by random logits that favour its end. `replays` times the rule
-    is dropped and the tokens are fed again, as when a process dies."""
+    """Return an answer that the rule allows, by random logits that favour its end. The rule is dropped
+    `replays` times and the tokens are fed again, as when a process dies.
+    """
     rng = random.Random(seed)
     bits, is_over = masks.begin(1, rule, [])
     made: list[int] = []
@@ -140,7 +141,7 @@ def draw_answer(masks: Masks, tokens: list[bytes], rule: AnswerRule, seed: int, 
         allowed = [number for number in allowed if number not in stops]
         closing = [number for number in allowed if CLOSING.search(tokens[number])]
         made.append(rng.choice(closing if closing and rng.random() < 0.7 else allowed))
-        assert len(made) < STEPS_MAX, "it does not end"
+        assert len(made) < STEPS_MAX, "the answer does not end"
         if replays and rng.random() < 0.2:
             replays -= 1
             masks.end(1)

@@ -1,4 +1,4 @@
-"""Calls of tools and reasoning read out of answers, in any parts that an answer may come in."""
+"""Tool calls and reasoning parsed from answers, however an answer is split into parts."""
 
 import json
 from dataclasses import replace
@@ -21,11 +21,11 @@ from tests.node.calls.test_templates import FORMATS
 SCHEMAS = {tool["function"]["name"]: tool["function"]["parameters"] for tool in TOOLS}
 ENDS = ("<|im_end|>", "<|eot_id|>", "</s>", "<end_of_turn>", "<turn|>", "<|end_of_text|>", "<|call|>")
 SINGLE = ("llama31",)
-"""Templates that take one call a turn."""
+"""Templates that allow one call per turn."""
 
 
 def joined(parts: list[Part]) -> list[Part]:
-    """Parts with what follows on each other as one."""
+    """Merge consecutive parts of the same type."""
     found: list[Part] = []
     for part in parts:
         last = found[-1] if found else None
@@ -69,7 +69,7 @@ def answer_by(name: str, turn: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_calls_are_read_as_the_familys_template_writes_them(name: str) -> None:
+def test_calls_are_parsed_as_the_familys_template_writes_them(name: str) -> None:
     has = lambda token: token == "<|python_tag|>"  # noqa: E731
     form, reasoning = detect_calls(TEMPLATES[name], has), detect_reasoning(TEMPLATES[name], has)
     calls = [CALL] if name in SINGLE else [CALL, OTHER]
@@ -102,7 +102,7 @@ CALL_FORMATS = st.sampled_from(
 
 @given(CALL_FORMATS, TEXTS, st.lists(st.integers(0, 200), max_size=12), st.integers(-1, 2), st.booleans())
 @settings(max_examples=150, deadline=None, derandomize=True)
-def test_an_answer_is_read_alike_however_it_is_cut(
+def test_an_answer_is_parsed_alike_however_it_is_split(
     calls: Any, text: str, cuts: list[int], reasoning: int, is_open: bool
 ) -> None:
     options = {"reasoning": reasoning, "is_reasoning": is_open and reasoning >= 0}
@@ -115,7 +115,7 @@ def test_an_answer_is_read_alike_however_it_is_cut(
 
 @given(TEXTS)
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_without_tools_and_reasoning_a_text_stays_as_it_is(text: str) -> None:
+def test_a_text_without_tools_and_reasoning_is_unchanged(text: str) -> None:
     assert read("hermes", text, [5], tools={}) == ([TextPart(text)] if text else [])
 
 
@@ -129,7 +129,7 @@ def test_without_tools_and_reasoning_a_text_stays_as_it_is(text: str) -> None:
     st.lists(st.integers(0, 80), max_size=6),
 )
 @settings(max_examples=60, deadline=None, derandomize=True)
-def test_any_arguments_come_out_as_they_went_in(calls: Any, value: Any, cuts: list[int]) -> None:
+def test_any_arguments_survive_a_round_trip(calls: Any, value: Any, cuts: list[int]) -> None:
     key = "parameters" if calls == "llama" else "arguments"
     written = json.dumps({"name": "look_up", key: {"word": value}}, ensure_ascii=False)
     around = {
@@ -153,7 +153,7 @@ def test_malformed_calls_are_text() -> None:
     assert read("mistral", "[TOOL_CALLS] [] x", [])[-1] == TextPart("[TOOL_CALLS] [] x")
 
 
-def test_reasoning_is_told_from_the_answer() -> None:
+def test_reasoning_is_separated_from_the_answer() -> None:
     text = "<think>\nwell <tool_call>\n</think>\n\nyes"
     assert read("hermes", text, [3, 9], reasoning=0) == [ReasoningPart("well <tool_call>"), TextPart("yes")]
     assert read("hermes", "so</think>yes", [], reasoning=0, is_reasoning=True) == [
@@ -164,12 +164,12 @@ def test_reasoning_is_told_from_the_answer() -> None:
     assert read("hermes", text, [], reasoning=-1)[0] == TextPart("<think>\nwell <tool_call>\n</think>\n\nyes")
 
 
-def test_a_call_that_is_cut_off_is_never_over() -> None:
+def test_a_truncated_call_is_never_complete() -> None:
     parts = read("hermes", '<tool_call>{"name": "now", "arguments": {"a": ', [])
     assert parts == [CallBegun(0, "now"), CallArguments(0, '{"a": ')]
 
 
-def test_long_gemma_arguments_are_read_at_once() -> None:
+def test_long_gemma_arguments_are_parsed_in_linear_time() -> None:
     blanks = " " * 20_000
     assert gemma_arguments("{" + blanks + "}", "<q>") == {}
     assert gemma_arguments("{" + blanks, "<q>") is None
@@ -192,7 +192,7 @@ DEEPSEEK_CALL = f"{DEEPSEEK['calls▁begin']}{DEEPSEEK['call▁begin']}now{DEEPS
         ("deepseek", DEEPSEEK_CALL + "x", DEEPSEEK_CALL + "{}" + DEEPSEEK["call▁end"]),
     ],
 )
-def test_a_call_after_a_broken_one_is_another(form: Any, broken: str, whole: str) -> None:
+def test_a_call_after_a_malformed_one_is_parsed_separately(form: Any, broken: str, whole: str) -> None:
     text = broken + ' x": ' + whole
     parts = read(form, text, list(range(len(text))))
     assert [part.number for part in parts if isinstance(part, CallBegun)] == [0, 1]

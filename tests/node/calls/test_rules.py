@@ -1,4 +1,4 @@
-"""Answers held to schemas, expressions, grammars and calls: each one parses and is valid."""
+"""Answers constrained to schemas, expressions, grammars and calls: each one parses and is valid."""
 
 import json
 import pydoc_data.topics
@@ -83,7 +83,7 @@ SCHEMAS = {tool.name: json.loads(tool.schema) for tool in TOOLS}
 @pytest.mark.parametrize(
     "calls", ["hermes", "llama", "mistral", "deepseek", "granite", "harmony", "gemma", ""]
 )
-def test_forced_calls_are_read_as_they_were_held_to(calls: CallFormat) -> None:
+def test_forced_calls_are_parsed_as_they_were_constrained(calls: CallFormat) -> None:
     known, tokens = trained()
     special = special_ids(known)
     masks = Masks(list(tokens), special, [0], "```", known)
@@ -106,7 +106,7 @@ def test_forced_calls_are_read_as_they_were_held_to(calls: CallFormat) -> None:
     [(each, True) for each in ("hermes", "llama", "mistral", "deepseek", "granite", "harmony")]
     + [(each, False) for each in ("hermes", "llama", "mistral", "deepseek", "granite")],
 )
-def test_calls_behind_any_text_follow_their_schema(calls: CallFormat, has_marks: bool) -> None:
+def test_calls_after_any_text_follow_their_schema(calls: CallFormat, has_marks: bool) -> None:
     known, tokens = trained()
     masks, table = of_bytes(), BYTES
     if has_marks:
@@ -133,19 +133,19 @@ def test_calls_behind_any_text_follow_their_schema(calls: CallFormat, has_marks:
         assert allows(lead + call)
         assert not allows(call.replace('"at"', '"ut"'))
         assert not allows(lead + call.replace('"at"', '"ut"'))
-        assert not allows(lead + call[: call.index('"at"')]), "a call that breaks off"
+        assert not allows(lead + call[: call.index('"at"')]), "the call is truncated"
         reader = AnswerReader(calls, tools=SCHEMAS)
         assert calls_of(joined(reader.push(lead + call) + reader.finish()))
 
 
-def test_families_without_json_are_not_held_to_strict_calls() -> None:
+def test_families_without_json_do_not_constrain_strict_calls() -> None:
     rule = AnswerRule("text", "", TOOLS)
     assert [held_calls(rule, calls) for calls in ("gemma", "", "hermes")] == [None, None, "hermes"]
     assert held_calls(AnswerRule("calls", "", TOOLS), "gemma") == "json"
     assert held_calls(AnswerRule("schema"), "gemma") == "gemma"
 
 
-def test_reasoning_comes_before_what_is_held_to_a_rule() -> None:
+def test_reasoning_precedes_constrained_text() -> None:
     rule = AnswerRule("choice", '["yes","no"]', reasoning=0, is_reasoning=True)
     masks = of_bytes()
     begin, end = REASONING[0]
@@ -175,7 +175,7 @@ def test_reasoning_comes_before_what_is_held_to_a_rule() -> None:
         (AnswerRule("schema", json.dumps({"enum": ["x" * 1_000 + str(n) for n in range(200)]}) + " "), None),
     ],
 )  # fmt: skip
-def test_rules_that_cannot_be_followed_are_refused(rule: AnswerRule, reason: str | None) -> None:
+def test_impossible_rules_are_refused(rule: AnswerRule, reason: str | None) -> None:
     if reason is None:
         of_bytes().begin(1, rule, [])
         return
@@ -190,7 +190,9 @@ def test_tokens_are_spelled_as_llguidance_spells_them() -> None:
     oracle = llguidance.LLTokenizer(known.to_str())
     special = special_ids(known)
     for number, token in enumerate(tokens):
-        if number not in special and token != b"\xff":  # which it takes for the begin of a special one
+        if (
+            number not in special and token != b"\xff"
+        ):  # which llguidance takes for the start of a special token
             assert oracle.decode_bytes([number]) == token
     pieces = tokenizers.Tokenizer(
         tokenizers.models.BPE(

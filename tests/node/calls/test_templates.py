@@ -35,7 +35,7 @@ def test_thirty_templates_render_as_transformers_does() -> None:
                 for prompts, options in ((True, OPTIONS[0]), (False, OPTIONS[1]), (True, OPTIONS[1])):
                     try:
                         wanted = by_transformers(text, turns, tools, prompts, options)
-                    except Exception:  # what jinja raises, and what templates do
+                    except Exception:  # the exceptions of jinja, and of templates
                         with pytest.raises(ValueError, match="template refuses"):
                             template.render(turns, prompts=prompts, tools=tools or (), options=options)
                         continue
@@ -63,7 +63,7 @@ FORMATS: dict[str, CallFormat] = {
     "granite3": "granite",
     "gpt_oss": "harmony",
 }
-"""The format of each template that takes tools; the others get them described in Hermes' format."""
+"""The format of each template that supports tools; the others describe tools in Hermes' format."""
 
 
 def test_the_format_of_calls_follows_from_the_template() -> None:
@@ -77,7 +77,7 @@ def test_the_format_of_calls_follows_from_the_template() -> None:
     assert detect_reasoning("", lambda token: token in ("[THINK]", "[/THINK]")) == 1
 
 
-def test_a_template_without_tools_gets_them_described() -> None:
+def test_a_template_without_tools_describes_them_in_text() -> None:
     turns = describe_tools(CALLED[1], TOOLS)
     assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
     assert turns[0]["content"].startswith("Be short.")

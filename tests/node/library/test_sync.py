@@ -49,9 +49,9 @@ def open_node(tmp_path: Path) -> Callable[..., SyncNode]:
     return make
 
 
-def test_the_blocking_form_is_what_the_generator_makes_of_the_surface() -> None:
+def test_the_blocking_form_is_generated_from_the_surface() -> None:
     written = (Path(generate.__file__).parent / "blocking.py").read_text(encoding="utf-8")
-    assert generate.generate() == written, "python -m node.library.generate"
+    assert generate.generate() == written, "run python -m node.library.generate"
 
 
 def test_both_forms_have_the_same_methods_and_types() -> None:
@@ -69,7 +69,7 @@ def test_both_forms_have_the_same_methods_and_types() -> None:
         assert not inspect.iscoroutinefunction(blocking)
 
 
-def test_two_nodes_meet_and_a_script_reads_who_is_there(open_node: Callable[..., SyncNode]) -> None:
+def test_two_nodes_meet_and_a_script_lists_members(open_node: Callable[..., SyncNode]) -> None:
     with open_node("a") as a, open_node("b", (a.addresses[0],)) as b:
         b.wait_for_members(1)
         assert [member.name for member in b.members()] == ["a"]
@@ -78,7 +78,7 @@ def test_two_nodes_meet_and_a_script_reads_who_is_there(open_node: Callable[...,
         a.wait_for_members(1)
 
 
-def test_a_node_in_a_program_keeps_to_the_settings_it_follows(tmp_path: Path) -> None:
+def test_a_node_in_a_program_applies_the_settings_it_follows(tmp_path: Path) -> None:
     owner = IdentitySigner(Identity(bytes([1]) * 32), "library")
     asked = replace(settings(tmp_path, "a"), follow=config.Follow(owner.peer))
     body = SettingsBody(2, "fleet", (SharedSetting("hours", "22:00-07:00"),))
@@ -89,7 +89,7 @@ def test_a_node_in_a_program_keeps_to_the_settings_it_follows(tmp_path: Path) ->
         assert again.status()["follow"]["settings"] == ["hours = 22:00-07:00"]
 
 
-def test_a_later_join_says_what_became_of_each_address(open_node: Callable[..., SyncNode]) -> None:
+def test_a_later_join_reports_the_outcome_for_each_address(open_node: Callable[..., SyncNode]) -> None:
     with open_node("a") as a, open_node("b") as b:
         tried = b.join([a.addresses[0], b.addresses[0]])
         assert [each.outcome for each in tried] == ["ok", "self"]
@@ -98,7 +98,7 @@ def test_a_later_join_says_what_became_of_each_address(open_node: Callable[..., 
             b.join(["10.0.0.5:99999"])
 
 
-def test_events_begin_with_those_that_were_kept_and_end_with_the_node(
+def test_events_start_with_the_kept_ones_and_end_with_the_node(
     open_node: Callable[..., SyncNode],
 ) -> None:
     seen: list[object] = []
@@ -119,7 +119,7 @@ def test_events_begin_with_those_that_were_kept_and_end_with_the_node(
     assert not thread.is_alive(), "the end of the node ends its events"
 
 
-def test_a_broadcast_is_heard_by_other_programs_until_their_node_leaves(
+def test_a_broadcast_reaches_other_programs_until_their_node_leaves(
     open_node: Callable[..., SyncNode],
 ) -> None:
     heard: list[Broadcast] = []
@@ -135,7 +135,7 @@ def test_a_broadcast_is_heard_by_other_programs_until_their_node_leaves(
             first = b.broadcasts()
             waiting = threading.Thread(target=lambda: heard.append(next(first)))
             waiting.start()
-            for count in range(200):  # a listener may begin to listen late
+            for count in range(200):  # a listener may start late
                 a.broadcast("price", b"%d" % count)
                 waiting.join(0.05)
                 if not waiting.is_alive() and len(heard) > 1:
@@ -157,14 +157,14 @@ def test_too_few_members_are_an_error_that_says_how_many(open_node: Callable[...
 def test_the_blocking_form_works_while_asyncio_runs_in_the_same_thread(
     open_node: Callable[..., SyncNode],
 ) -> None:
-    async def cell() -> int:  # as a notebook's cell does
+    async def cell() -> int:  # like the cell of a notebook
         with open_node("a") as a:
             return len(a.members())
 
     assert asyncio.run(cell()) == 0
 
 
-def test_calls_into_a_node_that_was_closed_raise_at_once(open_node: Callable[..., SyncNode]) -> None:
+def test_calls_into_a_closed_node_raise_at_once(open_node: Callable[..., SyncNode]) -> None:
     me = open_node("a").open()
     me.close()
     me.close()
@@ -200,9 +200,7 @@ def test_an_argument_beside_a_config_is_refused(form: Callable[..., object], tmp
             form(settings(tmp_path, "a"), **{key: value})
 
 
-def test_scripts_of_one_user_take_folders_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_scripts_of_one_user_get_separate_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.delenv("PEERLOOM_DATA_DIR", raising=False)
     options = {"listen": ["127.0.0.1:0"], "lan": False, "swarm": "scripts"}
@@ -222,7 +220,7 @@ def test_errors_at_a_nodes_start_are_raised_by_open(
 
 
 class Loop:
-    """A subject of a portal that is no node."""
+    """A subject of a portal that is not a node."""
 
     async def __aenter__(self) -> "Loop":
         return self
@@ -242,7 +240,7 @@ class Loop:
             yield number
 
 
-def test_a_waiting_call_ends_when_the_loop_does() -> None:
+def test_a_waiting_call_ends_with_its_loop() -> None:
     portal = Portal(Loop)
     loop = portal.open()
     caught: list[BaseException] = []
@@ -260,7 +258,7 @@ def test_a_waiting_call_ends_when_the_loop_does() -> None:
     assert len(caught) == 1
 
 
-def test_a_call_raises_the_loops_error_and_the_loop_goes_on() -> None:
+def test_a_call_raises_the_loops_error_and_the_loop_continues() -> None:
     portal = Portal(Loop)
     loop = portal.open()
     with pytest.raises(ValueError, match="as asked"):

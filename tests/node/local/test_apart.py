@@ -1,4 +1,4 @@
-"""A member of a run in local mode that a cut leaves alone trains on, and comes back by weight."""
+"""A member of a run in local mode that a partition isolates trains on, and its state is merged by weight."""
 
 import pytest
 import trio
@@ -21,7 +21,7 @@ def steps_of(group: Swarm, name: str) -> int:
 
 
 async def mean_of_all(made: list[Round]) -> Round:
-    """Wait for a round in which all three are."""
+    """Wait for a round of all three members."""
     del made[:]
     with trio.fail_after(60):
         while True:
@@ -32,7 +32,7 @@ async def mean_of_all(made: list[Round]) -> Round:
 
 
 @pytest.mark.slow
-def test_a_member_that_was_cut_off_merges_by_what_it_learnt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_isolated_member_is_merged_by_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Round] = []
     average = Participation.average
 
@@ -64,7 +64,7 @@ def test_a_member_that_was_cut_off_merges_by_what_it_learnt_alone(monkeypatch: p
             await trio.sleep(PARTED_SECONDS)
             alone = steps_of(group, "c") - before
             group.medium.heal()
-            assert alone > 4, f"it trains on: {alone} steps"
+            assert alone > 4, f"the member trains on: {alone} steps"
             share = (await mean_of_all(made)).shares[nodes["c"]]
             assert usual < 0.5 < share, f"{usual}, {share} after {alone} steps"
             found = await ends(group, "abc", 400.0)

@@ -1,4 +1,4 @@
-"""A round of averaging whose beginning is cut short by a head that comes back."""
+"""The start of an averaging round, cancelled by a head that attaches again."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -39,7 +39,7 @@ class Copied:
 
 
 class Alone:
-    """A participation whose rounds end as soon as they begin."""
+    """A participation whose rounds end as soon as they start."""
 
     aggregate = "mean"
 
@@ -55,7 +55,7 @@ class Alone:
         return cast("Round", SimpleNamespace(vector=vector, shares={}, error=""))
 
 
-def test_a_head_may_attach_again_while_a_round_begins() -> None:
+def test_a_head_may_attach_again_while_a_round_starts() -> None:
     trainer, part = Copied(), Alone()
 
     async def test(server: StageServer, holder: Network, head: Network, other: Network) -> None:

@@ -1,8 +1,8 @@
-"""One column among deaths, partitions and newcomers drawn from a seed, in all phases of its run.
+"""One column under seeded deaths, partitions and newcomers, in all phases of its run.
 
-Whole nodes in virtual time. Whatever befalls them: no two nodes work as the same stage for one head for
-longer than a column takes to notice, no stage is without a holder for long while somebody could hold it, and
-the run ends with one result on all that are left. PEERLOOM_COLUMN_SEEDS says how many seeds are played.
+Whole nodes in virtual time. Under all of them, no two nodes serve as the same stage for one head for longer
+than a column takes to notice; no stage lacks a holder for long while a node could hold it; and the run ends
+with one result on all remaining nodes. PEERLOOM_COLUMN_SEEDS is the number of seeds.
 """
 
 import os
@@ -26,12 +26,14 @@ SEEDS = int(os.environ.get("PEERLOOM_COLUMN_SEEDS", "0"))
 STEPS = 60
 DISTURBED_SECONDS = 30.0
 APART_SECONDS = 12.0
-"""Between two deaths: that of a head and of the holder of its copies at once cost the stage."""
+"""Seconds between two deaths: without them a head and the holder of its copies could die together, and the
+stage would be lost.
+"""
 PARTED_SECONDS = (2.0, 15.0)
 TWICE_SECONDS_MAX = CALL_SECONDS_MAX
-"""For so long a head that was cut off may wait for an answer, while its holder works for another."""
+"""A head behind a partition may wait this long for an answer while its holder works for another head."""
 NOBODY_SECONDS_MAX = 60.0
-"""From the last trouble on."""
+"""Seconds from the last disturbance on."""
 END_SECONDS_MAX = 600.0
 LOOK_SECONDS = 0.5
 
@@ -81,7 +83,7 @@ class Watch:
 
 
 async def disturb(watch: Watch, rng: Random, nursery: trio.Nursery) -> list[str]:
-    """Disturb the column until DISTURBED_SECONDS are over; return the disturbances."""
+    """Disturb the column until DISTURBED_SECONDS have passed, and return the disturbances."""
     group, said = watch.group, list[str]()
     until, died_at, number = trio.current_time() + DISTURBED_SECONDS, -APART_SECONDS, 0
     while trio.current_time() < until:

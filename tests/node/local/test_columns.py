@@ -29,7 +29,7 @@ from tests.stack import Swarm, swarm
 STEPS = 30
 LOCAL = LocalSettings(local_steps=3)
 STEPS = 36
-"""Of a run in which somebody dies after ten."""
+"""The steps of a run in which a member dies after ten."""
 
 
 async def begin(
@@ -41,7 +41,7 @@ async def begin(
     microbatches: int = 2,
     microbatch: int = 16,
 ) -> Run:
-    """Ask for a run in columns."""
+    """Request a run in columns."""
     wanted = stack.manifest(
         stages=stages,
         replicas=replicas,
@@ -65,7 +65,7 @@ def steps_of(events: list[Event]) -> list[int]:
 
 
 def stages_of(group: Swarm) -> dict[str, int]:
-    """Which stage each living node holds."""
+    """Return the stage that each living node holds."""
     found = {}
     for name, node in group.nodes.items():
         for each in local_runs(node).members.values():
@@ -74,7 +74,7 @@ def stages_of(group: Swarm) -> dict[str, int]:
 
 
 async def reached(group: Swarm, step: int) -> None:
-    """Wait until the first node has made so many steps."""
+    """Wait until the first node has made this many steps."""
     with trio.fail_after(120):
         while True:
             members = list(local_runs(group.nodes["a"]).members.values())
@@ -84,7 +84,7 @@ async def reached(group: Swarm, step: int) -> None:
 
 
 async def columns(group: Swarm, count: int, names: str) -> dict[str, str]:
-    """The holder of the last stage by the head of each column, once there are so many whole ones."""
+    """Wait for `count` whole columns; return the holder of the last stage by the head of each."""
     with trio.fail_after(120):
         while True:
             found = {}
@@ -111,7 +111,7 @@ def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
                 name: [e for e in group.events[name] if isinstance(e, AveragingEnded) and e.outcome == "ok"]
                 for name in "abcd"
             }
-            assert all(averaged.values()), "each stage averages"
+            assert all(averaged.values()), "the holders of each stage average"
             assert {event.run.count(":") for events in averaged.values() for event in events} == {2}
             result = stack.weights(group, "d", run)
             first = stack.MODELS[run.manifest.graph]
@@ -121,14 +121,14 @@ def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
 
 
 class _SameDraws(trainer.LocalTrainer):
-    """Random operators draw by micro-batch, whose numbers follow from the run's id."""
+    """A model whose random operators draw by micro-batch, whose numbers follow from the run's id."""
 
     def __init__(self, *arguments: Any, in_flight: int) -> None:
         super().__init__(*arguments, in_flight=in_flight)
         self._first = 0
 
 
-def test_one_column_trains_as_one_process_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_column_trains_like_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient of a step goes through both stages: the loss falls as with the whole model."""
 
     async def play(stages: int, names: str, losses: list[float]) -> None:
@@ -137,7 +137,7 @@ def test_one_column_trains_as_one_process_does(monkeypatch: pytest.MonkeyPatch) 
             await ends(group, names, 400.0)
             losses += [e.loss for e in group.events["a"] if isinstance(e, StepCommitted)]
 
-    # The samples are drawn by the run's id, which is another for another number of stages.
+    # The run's id seeds the samples, and it differs for another number of stages.
     monkeypatch.setattr(trainer, "Shard", lambda _, *rest, **named: Shard(bytes(32), *rest, **named))
     monkeypatch.setattr(member, "LocalTrainer", _SameDraws)
     one: list[float] = []
@@ -148,8 +148,10 @@ def test_one_column_trains_as_one_process_does(monkeypatch: pytest.MonkeyPatch) 
     assert np.allclose(one, two, rtol=1e-4), (one, two)
 
 
-def test_as_many_microbatches_as_stages_are_under_way_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With eight in a step two equal stages take little more than half the time, for the same losses."""
+def test_as_many_microbatches_as_stages_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With eight micro-batches in a step, two equal stages take little more than half the time, for the same
+    losses.
+    """
 
     async def play(found: dict[str, list[Any]]) -> None:
         async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
@@ -169,7 +171,7 @@ def test_as_many_microbatches_as_stages_are_under_way_at_once(monkeypatch: pytes
     run_virtually(lambda: play(two))
     monkeypatch.setattr(member, "LocalTrainer", OneByOne)
     run_virtually(lambda: play(one))
-    assert two["losses"] == one["losses"], "the same sums, to the bit"
+    assert two["losses"] == one["losses"], "both sums are equal bit for bit"
     assert np.median(two["seconds"]) < 0.65 * np.median(one["seconds"]), (one, two)
 
 
@@ -193,7 +195,7 @@ def test_a_death_stops_only_its_own_column(dies: str) -> None:
     run_virtually(play)
 
 
-def test_a_head_and_a_holder_that_are_left_over_make_a_column() -> None:
+def test_a_left_over_head_and_holder_form_a_column() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
             await begin(group, steps=200)
@@ -201,7 +203,7 @@ def test_a_head_and_a_holder_that_are_left_over_make_a_column() -> None:
             other = next(name for name in whole if name != "a")
             await reached(group, 10)
             group.kill(whole["a"])  # the holder of a's column
-            group.kill(other)  # and the head of the other
+            group.kill(other)  # and the head of the other column
             with trio.fail_after(120):
                 while await columns(group, 1, "a") != {"a": whole[other]}:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.2)
@@ -213,7 +215,7 @@ def test_a_head_and_a_holder_that_are_left_over_make_a_column() -> None:
 
 
 def test_a_free_node_becomes_head_of_an_orphaned_holder() -> None:
-    """It hears of the holder, which does not know it, from the other head."""
+    """The free node learns of the holder, which does not know it, from the other head."""
 
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -238,7 +240,7 @@ def test_a_head_that_never_had_a_column_ends_with_the_others() -> None:
             with trio.fail_after(60):
                 while list((held := stages_of(group)).values()).count(0) < 2:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.1)
-            # Whoever is to hold the second head's other stage, or does already.
+            # The node that holds, or will hold, the second head's other stage.
             victim = next(name for name in "abcd" if name != whole["a"] and held.get(name, 1))
             group.kill(victim)
             found = await ends(group, "abcd".replace(victim, ""), 400.0)
@@ -291,7 +293,7 @@ def test_runs_unfit_for_columns_are_refused_at_submission() -> None:
     with pytest.raises(UsageError, match=r"RUN.toml: plan.stages 2: .*wte.weight"):
         check_columns(wanted, tied.graph, "RUN.toml")
     check_columns(replace(wanted, stages=1), tied.graph, "RUN.toml")
-    check_columns(replace(wanted, local=None), tied.graph, "RUN.toml")  # exact mode sums them
+    check_columns(replace(wanted, local=None), tied.graph, "RUN.toml")  # exact mode sums gradients
     many = stack.manifest(stages=64, local=LOCAL)
     with pytest.raises(UsageError, match="5 layers cannot be cut into 64 stages"):
         check_columns(many, stack.MODELS[many.graph].graph, "RUN.toml")
@@ -299,13 +301,13 @@ def test_runs_unfit_for_columns_are_refused_at_submission() -> None:
 
 @pytest.fixture
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two minutes less of training to be played."""
+    """A schedule with two minutes less of training."""
     monkeypatch.setattr(head_watch, "HEADLESS_SECONDS", 120.0)
     monkeypatch.setattr(head_watch, "FOLLOWING_SECONDS", 60.0)
 
 
-def test_holders_that_no_head_comes_for_end_the_run_and_say_why(short_patience: None) -> None:
-    """Each head held the only copy of the first stage: nobody can go on."""
+def test_holders_without_a_head_end_the_run_with_a_reason(short_patience: None) -> None:
+    """Each head held the only copy of the first stage: no node can continue."""
 
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group:
@@ -318,12 +320,14 @@ def test_holders_that_no_head_comes_for_end_the_run_and_say_why(short_patience: 
             found = await ends(group, holders, head_watch.HEADLESS_SECONDS + 120.0)
             assert {event.outcome for event in found} == {"failed"}
             assert all("no head has come for stage 2" in event.detail for event in found)
-            assert not any(local_runs(group.nodes[name]).members for name in holders), "their slots are free"
+            assert not any(local_runs(group.nodes[name]).members for name in holders), (
+                "the holders' slots are free"
+            )
 
     run_virtually(play)
 
 
-def test_a_requester_that_only_follows_hears_that_no_head_is_left(short_patience: None) -> None:
+def test_a_requester_that_only_follows_learns_that_no_head_is_left(short_patience: None) -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group:
             group.nodes["a"].limit(accept_runs="never")
@@ -340,8 +344,10 @@ def test_a_requester_that_only_follows_hears_that_no_head_is_left(short_patience
     run_virtually(play)
 
 
-def test_memory_is_counted_for_all_microbatches_that_may_wait_at_a_stage() -> None:
-    """A column has as many under way as stages, in each of them; a plan's schedule fewer in later ones."""
+def test_memory_is_counted_for_all_microbatches_waiting_at_a_stage() -> None:
+    """Each stage of a column may hold as many micro-batches as the column has stages; a plan's schedule holds
+    fewer in later stages.
+    """
     alone = Identity(bytes(32)).peer
     model = stack.simple_cnn("float32")
     exact = stack.manifest(stages=3, dtype="float32", microbatch=64)

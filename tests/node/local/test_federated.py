@@ -1,4 +1,4 @@
-"""Federated runs by whole nodes: each trains on a data set of its own, and no byte of one leaves its node."""
+"""Federated runs by whole nodes: each trains on its own data set, and no byte of the set leaves its node."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,7 +37,7 @@ NAME = "scans"
 
 
 def write_sets(folder: Path, names: str, *, shares: tuple[float, ...] = ()) -> dict[str, Path]:
-    """A share of the digits for each name, disjoint."""
+    """Return disjoint shares of the digits, one for each name."""
     data = load_digits()
     order = np.random.default_rng(3).permutation(data.train_samples)
     held_out = np.random.default_rng(4).permutation(data.test_samples)
@@ -72,7 +72,7 @@ def wanted(path: Path, steps: int = 16, **local: Any) -> Manifest:
 
 
 async def submit(group: Swarm, requester: str, manifest: Manifest, held: Dataset | None) -> Run:
-    """As the command `train` hands a run over."""
+    """Submit a run as the command `train` does."""
     node = group.nodes[requester]
     run = stack.prepare(node, manifest)
     if held is not None:
@@ -83,7 +83,7 @@ async def submit(group: Swarm, requester: str, manifest: Manifest, held: Dataset
 
 @contextmanager
 def overheard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
-    """All that goes over streams, in the clear."""
+    """A tap that records all stream bytes before encryption."""
     found: list[bytes] = []
     send = SimStream.send
 
@@ -97,20 +97,22 @@ def overheard(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bytes]]:
 
 
 def marks(path: Path) -> list[bytes]:
-    """Stretches of bytes that only the samples of this set have: whole rows of pixels that are not empty."""
+    """Return byte strings that occur only in the samples of this set: whole rows of pixels that are not
+    empty.
+    """
     images = np.load(path / "train.npz")["x"]
     return [image.tobytes()[64:192] for image in images if np.count_nonzero(image.ravel()[16:48]) > 12]
 
 
 def found_in(data: bytes, stretches: list[bytes]) -> int:
-    """Return how many of `stretches` are in `data`, which is gone through once: for two pixels of each."""
+    """Return how many of `stretches` occur in `data`, in one pass: each is found by two of its pixels."""
     wanted: dict[bytes, list[tuple[int, bytes]]] = {}
     for stretch in stretches:
         at = next((at for at in range(48, 80, 4) if all(np.frombuffer(stretch[at : at + 8], np.float32))), 0)
         wanted.setdefault(stretch[at : at + 8], []).append((at, stretch))
     keys, found = np.frombuffer(b"".join(wanted), np.uint64), set()
     is_likely = np.zeros(1 << 16, bool)
-    is_likely[keys >> 48] = True  # a pixel has one of seventeen values, and parameters have others
+    is_likely[keys >> 48] = True  # a pixel has one of seventeen values; parameters have others
     for shift in range(min(8, len(data))):
         values = np.frombuffer(data, np.uint64, (len(data) - shift) // 8, shift)
         likely = np.flatnonzero(is_likely[values >> 48])
@@ -147,14 +149,14 @@ def test_federated_members_train_on_own_data_and_send_none(
     with overheard(monkeypatch) as heard:
         run_virtually(play)
     said = b"\0".join(heard)
-    assert len(said) > 1_000_000, "parameters travelled"
+    assert len(said) > 1_000_000, "parameters were sent"
     assert found_in(said, stretches) == 0
 
 
-def test_the_same_ear_hears_samples_where_data_travels(
+def test_the_same_tap_detects_samples_when_data_is_sent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So the test above can fail."""
+    """This shows that the test above can fail."""
     path = write_sets(tmp_path, "a")["a"]
 
     async def play() -> None:
@@ -194,14 +196,14 @@ def test_own_data_is_not_served_by_its_hash(tmp_path: Path) -> None:
             plain = stack.manifest(data=digest)
             with pytest.raises(Unreachable):
                 await group.nodes["a"].runs.data.load(plain, [group.nodes["b"].peer])
-            with pytest.raises(Unreachable):  # nor does the run's own hash stand for any
+            with pytest.raises(Unreachable):  # nor does the run's own hash identify any data
                 await group.nodes["a"].runs.data.load(run.manifest, [group.nodes["b"].peer])
 
     run_virtually(play)
 
 
-def test_only_nodes_that_offer_such_a_set_take_part(tmp_path: Path) -> None:
-    """`b` has none of that name, `c` one of other shapes, `d` one with a number that is none."""
+def test_only_nodes_that_offer_a_matching_set_take_part(tmp_path: Path) -> None:
+    """`b` has no set of that name, `c` one of other shapes, `d` one with a value that is not finite."""
     paths = write_sets(tmp_path, "abcd")
     np.savez(paths["c"] / "train.npz", x=np.zeros((40, 1, 9, 9), np.float32), y=np.zeros(40, np.int64))
     np.savez(paths["c"] / "test.npz", x=np.zeros((40, 1, 9, 9), np.float32), y=np.zeros(40, np.int64))
@@ -225,8 +227,8 @@ def test_only_nodes_that_offer_such_a_set_take_part(tmp_path: Path) -> None:
             for reason in said[1:]:
                 assert reason is not None
                 assert "none of x float32[1,8,8], y int64[] that this model takes" in reason
-                assert str(tmp_path) not in reason, "where it lies is nobody's business"
-                assert "nan" not in reason, "nor what is in it"
+                assert str(tmp_path) not in reason, "the offer does not reveal the path"
+                assert "nan" not in reason, "the offer does not reveal the content"
             with pytest.raises(UsageError, match=r"x of sample 5 at \[0, 3, 3\] is nan"):
                 await group.nodes["d"].runs.own_data.find(run, graph)
 
@@ -253,7 +255,7 @@ def test_updates_are_weighted_by_samples(tmp_path: Path, monkeypatch: pytest.Mon
     assert told == {float(load_folder(path).train_samples) for path in paths.values()}
 
 
-def test_a_requester_without_a_part_in_it_lends_only_the_shape(tmp_path: Path) -> None:
+def test_a_requester_without_a_set_provides_only_the_shape(tmp_path: Path) -> None:
     paths = write_sets(tmp_path, "abc")
 
     async def play() -> None:
@@ -273,7 +275,7 @@ def test_a_requester_without_a_part_in_it_lends_only_the_shape(tmp_path: Path) -
     run_virtually(play)
 
 
-# What cannot be asked for
+# Impossible requests
 
 RUN = 'model = "simple-cnn"\ndata = "digits"\n[train]\nfederated = true\n'
 
@@ -287,14 +289,14 @@ RUN = 'model = "simple-cnn"\ndata = "digits"\n[train]\nfederated = true\n'
          "with plan.stages = 2 labels and activations of each sample would travel"),
     ],
 )  # fmt: skip
-def test_a_federated_run_is_refused_where_samples_would_travel(text: str, said: str) -> None:
+def test_a_federated_run_is_refused_if_samples_would_travel(text: str, said: str) -> None:
     run_file = toml.parse(text, RunFile, name="RUN.toml").value
     with pytest.raises(UsageError) as caught:
         check_run_file(run_file, "RUN.toml")
     assert said in str(caught.value)
 
 
-def test_a_manifest_that_names_data_beside_its_members_own_is_refused(tmp_path: Path) -> None:
+def test_a_manifest_with_data_beside_its_members_own_is_refused(tmp_path: Path) -> None:
     path = write_sets(tmp_path, "a")["a"]
     good = wanted(path)
     signer = IdentitySigner(Identity(bytes(32)), "test")

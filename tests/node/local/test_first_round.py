@@ -1,4 +1,6 @@
-"""The start of a run in local mode, by whole nodes in virtual time: nobody trains alone while others open."""
+"""The start of a run in local mode, by whole nodes in virtual time: no member trains alone while
+others load.
+"""
 
 import pytest
 import trio
@@ -16,7 +18,7 @@ STEPS = 12
 
 
 class SlowStart(SimExecutor):
-    """Opens a stage as a real machine does: after the seconds in which a process loads torch."""
+    """An executor that opens a stage as slowly as a real machine, where a process first loads torch."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(lambda request: SLOW if _computes(request) else 0.0)
@@ -47,7 +49,7 @@ def test_members_that_agreed_are_in_the_first_round() -> None:
                 assert len(made[0].averaged) == 3, name
                 assert len(made) >= 0.8 * STEPS / QUICK.local_steps, name
             begun = [first_step_at(group.events[name]) for name in "abc"]
-            assert max(begun) - min(begun) < 2.0, "all begin together"
+            assert max(begun) - min(begun) < 2.0, "all members start together"
             said = [e.reason for e in group.events["a"] if isinstance(e, RunChanged)]
             assert "waiting for 2 members that agreed to begin" in said
 
@@ -77,7 +79,7 @@ def test_a_missing_member_delays_the_start_for_a_bounded_time(fate: str) -> None
     run_virtually(play)
 
 
-def test_a_held_out_set_that_takes_minutes_does_not_fail_the_placement() -> None:
+def test_a_slow_held_out_set_does_not_fail_the_placement() -> None:
     async def play() -> None:
         async with swarm("a", stage_seconds=3.0, preset="lan") as group:
             _, events = await train(group, QUICK, steps=1, test_samples=360)

@@ -1,4 +1,6 @@
-"""A run in local mode ends with a mean of its members, not with what one of them learnt since the last."""
+"""A run in local mode ends with a mean of its members, not with one member's progress since the
+last round.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -23,12 +25,12 @@ from tests.node.local.test_runs import SLOW, ends, train
 from tests.stack import Swarm, swarm
 
 LOCAL_STEPS, STEPS = 4, 15
-"""Three steps follow the last round that is due by itself."""
+"""Three steps follow the last scheduled round."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Held:
-    """A round of one member: what it offered, and what came of it."""
+    """A round of one member: its input and its outcome."""
 
     run: str
     peer: PeerId
@@ -38,7 +40,7 @@ class _Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> list[_Held]:
-    """All rounds that are held."""
+    """Return all rounds that were held."""
     found: list[_Held] = []
     average = Participation.average
 
@@ -52,7 +54,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> list[_Held]:
 
 
 def values_of(group: Swarm, name: str, run: Any) -> list[Vector]:
-    """The numbers of each tensor of the result."""
+    """Return the numbers of each tensor of the result."""
     return [np.asarray(tensor).reshape(-1) for tensor in stack.weights(group, name, run).values()]
 
 
@@ -61,8 +63,8 @@ def has_all(vector: Vector | None, values: Vector) -> bool:
 
 
 @pytest.mark.parametrize("local", [{}, {"patience": 1, "improvement": 100.0}], ids=["steps", "convergence"])
-def test_the_result_is_a_mean_of_all(held: list[_Held], local: dict[str, Any]) -> None:
-    """By steps, and by evaluations, which are of numbers that have not been averaged either."""
+def test_the_result_is_a_mean_of_all_members(held: list[_Held], local: dict[str, Any]) -> None:
+    """The run ends by steps, or by evaluations, which also use weights that have not been averaged."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
@@ -71,7 +73,7 @@ def test_the_result_is_a_mean_of_all(held: list[_Held], local: dict[str, Any]) -
             assert [end.outcome for end in await ends(group, "abc")] == ["done"] * 3
             values = np.concatenate(values_of(group, "a", run))
             means = [each.made for each in held if has_all(each.made.vector, values)]
-            assert means, "no member averaged what is the result"
+            assert means, "no member's average equals the result"
             assert max(len(made.shares) for made in means) == 3
             result = await group.nodes["a"].run(run.text).result()
             told = [event for event in group.events["a"] if isinstance(event, AveragingEnded)][-1]
@@ -83,7 +85,7 @@ def test_the_result_is_a_mean_of_all(held: list[_Held], local: dict[str, Any]) -
 
 
 def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
-    """Four members in pairs stand in a grid of two axes, so the mean of all takes two rounds."""
+    """Four members in pairs form a grid of two axes, so the mean of all takes two rounds."""
 
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
@@ -94,13 +96,13 @@ def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
             last_round = next(each.made for each in held if has_all(each.made.vector, values))
             final = last_round.attempt
             offered = {each.peer: each.offered for each in held if each.made.attempt == final}
-            # One of the two may have made its last step just before, so that its numbers are nobody's mean.
+            # One of the two may have made its last step just before, so its weights are not a mean.
             met: set[PeerId] = set(last_round.shares)
             for each in held:
                 last = offered.get(each.peer)
                 if last is not None and each.made.vector is not None and np.allclose(each.made.vector, last):
                     met |= each.made.shares.keys()
-            assert len(met) >= 3, "whoever made the result had averaged with another before"
+            assert len(met) >= 3, "the author of the result had averaged with another member before"
 
     run_virtually(play)
 
@@ -129,7 +131,7 @@ def test_a_damped_run_takes_partial_means_and_ends_whole(
             run, _ = await train(group, settings, steps=STEPS)
             await ends(group, "ab")
             values = np.concatenate(values_of(group, "a", run))
-            assert any(has_all(each.made.vector, values) for each in held), "the result is nobody's mean"
+            assert any(has_all(each.made.vector, values) for each in held), "the result is no member's mean"
 
     run_virtually(play)
     gaps = [each.made.vector - each.offered for each in held if each.made.vector is not None]
@@ -139,11 +141,11 @@ def test_a_damped_run_takes_partial_means_and_ends_whole(
         for share in (0.25, 1.0)
         if any(gap.any() and np.allclose(move, share * gap, 1e-3, 1e-6) for gap in gaps)
     ]
-    assert shares.count(0.25) >= 2, "members took a quarter of a round"
+    assert shares.count(0.25) >= 2, "members applied a quarter of a round"
     assert shares[-1] == 1.0
 
 
-def test_members_that_are_gone_do_not_keep_a_run_from_its_end() -> None:
+def test_departed_members_do_not_prevent_the_end_of_a_run() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group:
             died_at = 0.0
@@ -174,7 +176,7 @@ def test_both_stages_of_columns_end_with_a_mean(held: list[_Held]) -> None:
             for each in held:
                 if each.made.vector is not None and len(each.made.shares) == 2:
                     means[each.run].append(each.made.vector)
-            assert len(means) == 2, "each stage averages"
+            assert len(means) == 2, "the holders of each stage average"
             for values in values_of(group, "a", run):
                 found = [name for name, vectors in means.items() if any(has_all(v, values) for v in vectors)]
                 assert found, f"{len(values)} numbers of one tensor are no mean"

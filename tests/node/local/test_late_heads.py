@@ -1,4 +1,4 @@
-"""Members that are asked late to train a run in local mode begin with what the others have learnt."""
+"""Members that join a run in local mode late start from the state of the others."""
 
 import pytest
 import trio
@@ -21,7 +21,7 @@ SAVE_EVERY = 4
 
 
 async def begin(group: Swarm, *, stages: int, local: LocalSettings) -> None:
-    """The first node asks for a run and only follows it."""
+    """The first node requests a run and only follows it."""
     group.nodes["a"].limit(accept_runs="never")
     wanted = stack.manifest(
         stages=stages,
@@ -45,7 +45,7 @@ def step_of(group: Swarm, name: str) -> int:
 
 
 async def begun(group: Swarm, name: str, step: int = 1) -> list[int]:
-    """The steps that this member tells of, once it has made so many."""
+    """Return the steps that this member reports, once it has made `count`."""
     with trio.fail_after(120):
         while step_of(group, name) < step or not steps_of(group.events[name]):  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.2)
@@ -57,20 +57,20 @@ def losses_of(group: Swarm, name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_head_after_the_last_begins_with_what_that_one_learnt(stages: int) -> None:
-    """The requester, which trains nothing, has a copy."""
+def test_a_head_after_the_last_starts_from_its_state(stages: int) -> None:
+    """The requester, which does not train, has a copy of the state."""
 
     async def play() -> None:
         names = "abc"[: 1 + stages]
         async with swarm(names, stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin(group, stages=stages, local=LOCAL if stages > 1 else QUICK)
             head = "b" if stages == 1 else next(iter(await columns(group, 1, names)))
-            await begun(group, head, 70)  # a copy of a state that had learnt something has been made
+            await begun(group, head, 70)  # a trained state has been copied
             first = losses_of(group, head)[0]
             group.kill(head)
             await nursery.start(stack._live, group, "d", "a", 1, SLOW)
             steps = await begun(group, "d", 40)
-            assert min(steps) >= 40 - 4 * SAVE_EVERY, "it does not begin anew"
+            assert min(steps) >= 40 - 4 * SAVE_EVERY, "the new head does not start from the first values"
             assert [event.step for event in group.events["d"] if isinstance(event, StateFetched)]
             assert losses_of(group, "d")[0] < 0.75 * first
             nursery.cancel_scope.cancel()
@@ -78,13 +78,13 @@ def test_a_head_after_the_last_begins_with_what_that_one_learnt(stages: int) -> 
     run_virtually(play)
 
 
-def test_no_node_is_asked_without_a_copy_of_the_head() -> None:
-    """It may come back with its disk, which is better than a first stage that has learnt nothing."""
+def test_no_head_is_asked_without_a_copy_of_the_state() -> None:
+    """The head may come back with its disk, which is better than an untrained first stage."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             group.nodes["a"].limit(accept_runs="never")
-            await begin_columns(group, replicas=1, steps=1_000)  # which keeps no states
+            await begin_columns(group, replicas=1, steps=1_000)  # the requester keeps no states
             (head,) = await columns(group, 1, "bc")
             await begun(group, head, 20)
             group.kill(head)
@@ -96,8 +96,8 @@ def test_no_node_is_asked_without_a_copy_of_the_head() -> None:
     run_virtually(play)
 
 
-def test_a_head_that_is_back_within_minutes_goes_on_from_its_disk() -> None:
-    """The holder of the other stage has taken its place by then, and each is a whole column."""
+def test_a_head_that_returns_within_minutes_resumes_from_its_disk() -> None:
+    """The holder of the other stage has replaced it by then, and each is a whole column."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -119,7 +119,7 @@ def test_a_head_that_is_back_within_minutes_goes_on_from_its_disk() -> None:
     run_virtually(play)
 
 
-def test_a_head_beside_others_begins_with_their_state() -> None:
+def test_a_head_beside_others_starts_from_their_state() -> None:
     async def play() -> None:
         async with swarm("abcd", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             await begin_columns(group, steps=400)
@@ -135,8 +135,8 @@ def test_a_head_beside_others_begins_with_their_state() -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Even if none of the others is heard of at first."""
+def test_a_newcomer_waits_for_its_inviters_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This holds even if it hears of no other member at first."""
     monkeypatch.setattr(start, "SETTLE_SECONDS", 0.0)
 
     async def play() -> None:
@@ -156,8 +156,8 @@ def test_a_newcomer_waits_for_the_word_of_whoever_asked_it(monkeypatch: pytest.M
 
 
 @pytest.mark.slow
-def test_a_holder_after_the_only_one_begins_with_what_that_one_learnt() -> None:
-    """The head of the column has a copy of every stage that nobody else holds."""
+def test_a_holder_after_the_only_one_starts_from_its_state() -> None:
+    """The head of the column has a copy of every stage with a single holder."""
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:

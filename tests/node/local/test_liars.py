@@ -33,7 +33,7 @@ STEPS = 24
 
 
 class _Without:
-    """The node's service, as if one peer offered nothing."""
+    """Wrap the node's service so that one peer offers nothing."""
 
     def __init__(self, service: Any, peer: PeerId) -> None:
         self._service = service
@@ -52,12 +52,12 @@ def run_of(group: Swarm) -> Any:
 
 
 def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has announced itself with a state of more steps, and tells evaluations and a settled end."""
+    """The stranger announces a state of more steps, and claims evaluations and a settled end."""
 
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
             liar, seen = group.nodes["x"], [False]
-            for name in "ab":  # it has a free slot, and is not asked: it is not in this run
+            for name in "ab":  # the stranger has a free slot, and is not asked: it is not in this run
                 local = local_runs(group.nodes[name])
                 monkeypatch.setattr(local, "_service", _Without(local._service, liar.peer))
 
@@ -98,7 +98,9 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
                 }
                 joined = {each.peer for each in group.events[name] if isinstance(each, AveragingJoined)}
                 assert liar.peer not in averaged | joined
-            assert [each for each in group.events["x"] if isinstance(each, AveragingEnded)], "it tried"
+            assert [each for each in group.events["x"] if isinstance(each, AveragingEnded)], (
+                "the stranger tried"
+            )
             nursery.cancel_scope.cancel()
 
     async def average(part: Any, liar: Any) -> None:
@@ -111,7 +113,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
     run_virtually(play)
 
 
-def test_a_stranger_is_handed_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_gets_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             refused: list[str] = []
@@ -161,7 +163,9 @@ def test_join_requests_of_strangers_and_expired_ones_are_refused(kind: str) -> N
 async def lie_with(
     kind: str, local: LocalSettings, tell: Callable[[Any, Any], Awaitable[None]], steps: int = STEPS
 ) -> tuple[list[RunEnded], dict[str, list[Event]], str]:
-    """Three members of which the last lies once it has averaged; the ends of the honest two."""
+    """Play a run of three members of which the last lies once it has averaged; return the ends of the honest
+    two.
+    """
     del kind
     async with swarm("abc", stage_seconds=SLOW) as group:
         told: list[str] = []
@@ -181,7 +185,7 @@ async def lie_with(
 
 
 class _Liar(Ending):
-    """A peer that answers every message with the claim that the run is settled by its own lie."""
+    """Answer every message with the claim that the run is settled by its own false result."""
 
     def __init__(self, me: PeerId, run: bytes, settings: LocalSettings, lie: Said) -> None:
         super().__init__(me, run, settings)
@@ -234,6 +238,6 @@ def test_a_member_that_claims_a_settled_end_with_junk_ends_nothing() -> None:
         assert len({event.weights for event in found}) == 1
         assert found[0].weights not in lied
         steps = [each.step for name in "ab" for each in events[name] if isinstance(each, StepCommitted)]
-        assert max(steps) == STEPS - 1, "they did not stop early"
+        assert max(steps) == STEPS - 1, "the honest members did not stop early"
 
     run_virtually(play)

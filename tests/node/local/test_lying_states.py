@@ -1,4 +1,4 @@
-"""A member of a run in local mode hands out a state that is worse than it says: nobody goes on from it."""
+"""No node continues from a state that is worse than the member that hands it out claims."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from tests.node.local.test_runs import ADAM, QUICK, SLOW
 from tests.stack import Swarm, swarm
 
 FAST = OptimizerSettings(kind="adam", learning_rate=0.005)
-"""So that a few steps make a state far better than the values that all begin with."""
+"""A few steps at this rate improve a state far beyond the initial values."""
 DILOCO = LocalSettings(local_steps=2, strategy="diloco")
 AHEAD_STEPS = 12
-"""So far ahead a liar says it is: of two states that differ the newest is tried first."""
+"""A liar claims to be this far ahead: of two different states the newest is tried first."""
 Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 
 async def begin(group: Swarm, local: LocalSettings, optimizer: OptimizerSettings = ADAM) -> None:
-    """The first node asks all others to train, and trains nothing itself."""
+    """The first node asks all others to train, and does not train itself."""
     node = group.nodes["a"]
     node.limit(accept_runs="never")
     wanted = stack.manifest(
@@ -52,7 +52,7 @@ def junk(arrays: Arrays) -> None:
 
 
 def moments(arrays: Arrays) -> None:
-    """A first step of gigantic length, from the very numbers that are right."""
+    """A first step of gigantic length, taken from the correct weights."""
     arrays["moments"][: arrays["moments"].size // 2] = 1e6
     arrays["moments"][arrays["moments"].size // 2 :] = 0.0
 
@@ -99,7 +99,7 @@ def refused_by(group: Swarm, name: str) -> int:
     ("change", "local"),
     [(junk, QUICK), pytest.param(moments, QUICK, marks=pytest.mark.slow), (no_outer, DILOCO)],
 )
-def test_a_late_member_begins_by_itself_where_every_state_is_useless(
+def test_a_late_member_starts_fresh_if_every_state_is_useless(
     change: Callable[[Arrays], None], local: LocalSettings
 ) -> None:
     async def play() -> None:
@@ -109,7 +109,7 @@ def test_a_late_member_begins_by_itself_where_every_state_is_useless(
             for name, lie in zip("bc", lies, strict=True):
                 await begun(group, name, 8)
                 lie.install(group, name)
-            await trio.sleep(SNAPSHOT_SECONDS)  # honest copies are handed out so long
+            await trio.sleep(SNAPSHOT_SECONDS)  # honest copies are handed out this long
             await nursery.start(stack._live, group, "d", "a", 1, SLOW)
             steps = await begun(group, "d", 4)
             assert sum(lie.told for lie in lies) > 0
@@ -122,7 +122,7 @@ def test_a_late_member_begins_by_itself_where_every_state_is_useless(
 
 
 def test_a_returning_member_keeps_its_better_state() -> None:
-    """The liar hands out numbers that have learnt nothing, as if they were of a later step."""
+    """The liar hands out untrained weights, as if they were of a later step."""
 
     def untrained(arrays: Arrays) -> None:
         arrays["parameters"][:] = np.random.default_rng(1).normal(scale=0.01, size=arrays["parameters"].size)

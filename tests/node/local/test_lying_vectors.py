@@ -1,4 +1,4 @@
-"""A member of a run in local mode that lies in what it averages: the rule of the run bounds what it does."""
+"""A member of a run in local mode that lies in its averages: the run's rule bounds the damage."""
 
 from math import log
 from typing import Any
@@ -20,16 +20,17 @@ from tests.node.local.test_runs import SLOW, train
 from tests.stack import swarm
 
 GUESS = log(10)
-"""The loss of a model that knows nothing of ten digits."""
+"""The loss of an untrained model on ten digits."""
 RUINED = 10
 
 
 @pytest.mark.parametrize(("choice", "rule"), [("mean", "mean"), ("auto", "nnm-trimmed-mean")])
-def test_a_recruited_liar_ruins_a_run_by_mean_and_no_other(
+def test_a_recruited_liar_ruins_only_a_run_by_mean(
     monkeypatch: pytest.MonkeyPatch, choice: Any, rule: str
 ) -> None:
-    """Node d is asked to join, as any with a free slot is, and averages ten times the opposite of what it
-    learnt, at the largest weight."""
+    """Node d is asked to join, like any node with a free slot, and averages ten times its negated progress,
+    at the largest weight.
+    """
 
     async def play() -> None:
         losses: list[float] = []
@@ -45,7 +46,7 @@ def test_a_recruited_liar_ruins_a_run_by_mean_and_no_other(
                 if isinstance(event, RunEvaluated):
                     losses.append(event.loss)
                     if event.loss > RUINED * GUESS:
-                        scope.cancel()  # it will not come back
+                        scope.cancel()  # the liar does not come back
 
             monkeypatch.setattr(Participation, "average", lie)
             with trio.CancelScope() as scope:
@@ -79,7 +80,7 @@ def test_a_rule_that_contradicts_a_run_file_is_named(train_table: dict[str, Any]
         check_run_file(run_file, "RUN.toml")
 
 
-def test_a_run_file_says_the_rule_to_all_members() -> None:
+def test_a_run_file_sets_the_rule_for_all_members() -> None:
     run_file = RunFile(model="m", train=TrainTable(mode="local", aggregate="median"))
     check_run_file(run_file, "RUN.toml")
     assert run_file.local == LocalSettings(aggregate="median")

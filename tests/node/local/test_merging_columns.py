@@ -1,5 +1,6 @@
-"""Columns whose machines die while no other is free: the nodes that are left hold their stages, and give them
-to a machine that joins. Whole nodes in virtual time."""
+"""Columns whose machines die while no other is free: the remaining nodes hold their stages, and hand them
+over to a machine that joins. Whole nodes in virtual time.
+"""
 
 import pytest
 import trio
@@ -13,11 +14,11 @@ from tests.node.local.test_runs import ADAM, SLOW, ends
 from tests.stack import Swarm, swarm
 
 GOES_ON_SECONDS = 10.0
-"""From a death until the next step."""
+"""Seconds from a death until the next step."""
 
 
 async def begin(group: Swarm, *, stages: int, steps: int = 150, requester: str = "a") -> None:
-    """Ask for a run in one column."""
+    """Request a run in one column."""
     wanted = stack.manifest(
         stages=stages,
         replicas=1,
@@ -35,7 +36,7 @@ async def begin(group: Swarm, *, stages: int, steps: int = 150, requester: str =
 
 
 def held(group: Swarm, name: str) -> set[int]:
-    """Which stages a node holds."""
+    """Return the stages that a node holds."""
     found: set[int] = set()
     for member in local_runs(group.nodes[name]).members.values():
         found |= {member._stage, *member.crew.further}
@@ -47,7 +48,7 @@ def steps_made(group: Swarm, name: str) -> int:
 
 
 async def stepping(group: Swarm, name: str) -> float:
-    """How long it takes until the head `name` has made another step."""
+    """Return the seconds until the head `name` has made another step."""
     begun, before = trio.current_time(), steps_made(group, name)
     with trio.fail_after(60):
         while steps_made(group, name) <= before:  # noqa: ASYNC110 - virtual time
@@ -56,7 +57,7 @@ async def stepping(group: Swarm, name: str) -> float:
 
 
 @pytest.mark.parametrize("dies", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_a_column_goes_on_without_one_of_its_holders(dies: int) -> None:
+def test_a_column_continues_without_one_of_its_holders(dies: int) -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             await begin(group, stages=3)

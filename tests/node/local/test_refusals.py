@@ -1,4 +1,4 @@
-"""Runs in local mode of whole nodes that refuse results: they end with one, or say that they do not."""
+"""Runs in local mode whose nodes refuse results: they end with one result, or report that they do not."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +24,7 @@ MINUTES_SECONDS = 900.0
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[int], bool]) -> list[str]:
-    """Have the members refuse those results, counted as they are tried; return the verdicts."""
+    """Have the members refuse the results with these numbers, in order of trial; return the verdicts."""
     verdicts: list[str] = []
 
     def judge(*arguments: Any, **named: Any) -> str:
@@ -38,7 +38,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, is_refused: Callable[[int], bool]) -
 def test_a_result_that_the_others_refuse_is_not_settled_by_its_author(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both others refuse the first one: then another member has its turn."""
+    """Both others refuse the first result: then another member proposes."""
 
     async def play() -> None:
         verdicts = refuse(monkeypatch, lambda number: number < 2)
@@ -70,12 +70,12 @@ def test_the_requester_breaks_a_tie_of_two(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.slow
-def test_members_that_never_agree_end_apart_and_show_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The requester follows without training, so nobody breaks the tie of the two that train."""
+def test_members_that_never_agree_end_apart_and_report_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The requester follows without training, so no third member breaks the tie of the two that train."""
 
     async def play() -> None:
         refuse(monkeypatch, lambda number: True)
-        # Without rounds their models differ, and the last one is waited for in vain.
+        # Without rounds their models differ, and the last round never happens.
         monkeypatch.setattr(Rounds, "is_due", False)
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             group.nodes["a"].limit(accept_runs="never")
@@ -102,8 +102,8 @@ def test_members_that_never_agree_end_apart_and_show_it(monkeypatch: pytest.Monk
     run_virtually(play)
 
 
-def test_a_node_that_is_asked_as_the_run_ends_hears_of_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its members have left when it looks for them, and never knew it."""
+def test_a_node_asked_to_join_at_the_end_learns_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The members have left when it looks for them, and never knew it."""
 
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
@@ -114,7 +114,7 @@ def test_a_node_that_is_asked_as_the_run_ends_hears_of_that(monkeypatch: pytest.
             wall = asker.seams.clock.wall()
             ticket = make_ticket(asker.signer, run.id, late.peer, wall)
             late.limit(accept_runs="swarm")
-            await trio.sleep(20.0)  # its members do not tell of it all the time any more
+            await trio.sleep(20.0)  # its members no longer announce the run all the time
             await ask(asker.network, late.peer, Join(run.fact, (ticket,)), seconds=20)
             (found,) = await ends(group, "x")
             assert found.outcome == "done"

@@ -21,7 +21,7 @@ SAVE_EVERY = 4
 
 
 async def begin(group: Swarm) -> None:
-    """Ask for a run whose members keep their states."""
+    """Request a run whose members keep their states."""
     wanted = stack.manifest(
         stages=1,
         replicas=0,
@@ -39,7 +39,7 @@ async def begin(group: Swarm) -> None:
 
 
 async def trained(group: Swarm, steps: int) -> None:
-    """Wait until all members have made so many steps."""
+    """Wait until all members have made this many steps."""
     with trio.fail_after(120):
         while True:
             members = [list(local_runs(node).members.values()) for node in group.nodes.values()]
@@ -52,7 +52,7 @@ def steps_of(events: list[Event]) -> list[int]:
     return [event.step for event in events if isinstance(event, StepCommitted)]
 
 
-def test_a_run_whose_members_all_stop_goes_on_from_their_last_states() -> None:
+def test_a_run_whose_members_all_stop_resumes_from_their_last_states() -> None:
     storages: dict[str, MemoryStorage] = {}
 
     async def first() -> None:
@@ -69,11 +69,11 @@ def test_a_run_whose_members_all_stop_goes_on_from_their_last_states() -> None:
             assert [event.outcome for event in found] == ["done"] * 3
             assert len({event.weights for event in found}) == 1
             for name in "abc":
-                assert min(steps_of(group.events[name])) >= 16, "it does not begin anew"
+                assert min(steps_of(group.events[name])) >= 16, "the run does not start again"
                 assert not storages[name].sizes("runs").keys() & {
                     f"runs/{found[0].run}/local",
                     f"runs/{found[0].run}/local.state",
-                }, "what was kept is gone once the run is over"
+                }, "the kept states are removed after the run"
 
     run_virtually(first)
     run_virtually(second)
@@ -117,7 +117,7 @@ def test_a_member_returning_after_the_end_learns_of_it() -> None:
     run_virtually(play)
 
 
-def test_a_damaged_state_is_none_and_a_damaged_run_is_forgotten() -> None:
+def test_a_damaged_state_is_ignored_and_a_damaged_run_forgotten() -> None:
     storage = MemoryStorage()
     vector = np.arange(1_000_000, dtype=np.float32)
     snapshot = make_snapshot(7, 2, bytes(32), {"v": ("float32", (vector.size,), vector.view(np.uint8))})
@@ -126,7 +126,7 @@ def test_a_damaged_state_is_none_and_a_damaged_run_is_forgotten() -> None:
     assert found is not None
     assert found.table == snapshot.table
     assert np.array_equal(found.data, snapshot.data)
-    assert load_state(storage, "r", 1_000) is None, "larger than the model"
+    assert load_state(storage, "r", 1_000) is None, "the damaged state is larger than the model"
     data = bytearray(storage.read(state_name("r")) or b"")
     for place in (0, 9, len(data) // 2, len(data) - 1):
         damaged = bytearray(data)

@@ -1,4 +1,4 @@
-"""Which result lies on a member's disk, where a run in local mode has several conclusions for a while."""
+"""Which result is on a member's disk while a run in local mode has several conclusions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -28,7 +28,7 @@ from tests import stack
 ME, OTHER, THIRD = (Identity(bytes([number]) * 32) for number in (1, 2, 3))
 OLD, NEW = b"the model of a conclusion that is given up", b"the model that all settle on"
 SECONDS = {OLD: 5.0, NEW: 1.0}
-"""The seconds that fetching them takes."""
+"""Seconds to fetch them."""
 
 
 def test_a_slow_fetch_of_an_abandoned_conclusion_keeps_the_settled_result(
@@ -60,7 +60,7 @@ def test_a_slow_fetch_of_an_abandoned_conclusion_keeps_the_settled_result(
                 nursery.start_soon(member.results.fetch, conclusion)
                 await trio.sleep(2.0)
         assert ending.best == second
-        assert ending.is_here, "it is looked at before it is held"
+        assert ending.is_here, "the result is verified before it is kept"
         assert digest_of(storage, run.text) == second.weights
 
     monkeypatch.setattr(module, "fetch_result", fetch_slowly)

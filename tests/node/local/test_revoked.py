@@ -46,7 +46,7 @@ def test_a_revoked_member_leaves_and_the_others_end_the_run() -> None:
             found = await ends(group, "ac")
             assert [each.outcome for each in found] == ["done", "done"]
             for name, count in before.items():
-                later = rounds(group, name)[count + 1 :]  # the one under way may have had it
+                later = rounds(group, name)[count + 1 :]  # the round in progress may have included it
                 assert later
                 assert not any(out in each.averaged for each in later)
             told = [each for each in group.events["b"] if isinstance(each, RunChanged) and each.reason]

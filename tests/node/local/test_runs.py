@@ -32,7 +32,7 @@ async def train(
     on_event: Callable[[Event], Awaitable[None]] | None = None,
     **changes: Any,
 ) -> tuple[Run, list[Event]]:
-    """Play a run in local mode, asked for by the first node."""
+    """Play a run in local mode, requested by the first node."""
     fields: dict[str, Any] = {
         "stages": 1,
         "replicas": 0,
@@ -77,7 +77,7 @@ def test_members_average_and_end_with_one_model_on_all() -> None:
     run_virtually(play)
 
 
-def test_a_death_stops_nobody_and_one_member_alone_goes_on() -> None:
+def test_a_death_stops_nobody_and_the_last_member_continues() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW) as group:
             seen = 0
@@ -128,7 +128,8 @@ def test_a_run_ends_everywhere_once_its_evaluations_stop_improving() -> None:
             found = await ends(group, "abc")
             assert {event.detail for event in found} == {"its evaluations stopped improving"}
             assert len({event.weights for event in found}) == 1
-            # Whoever evaluated most has found it: the others hear of it, some before their third evaluation.
+            # The member with the most evaluations found it; the others hear of it, some before their third
+            # evaluation.
             seen = [[e.loss for e in group.events[name] if isinstance(e, RunEvaluated)] for name in "abc"]
             losses = max(seen, key=len)
             best = losses.index(min(losses[:-2]))
@@ -179,7 +180,7 @@ def test_a_member_that_withholds_evaluations_cannot_prevent_the_end(
     run_virtually(play)
 
 
-def test_one_member_that_claims_all_steps_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_member_that_claims_all_steps_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             claimed: list[int] = []
@@ -203,6 +204,6 @@ def test_one_member_that_claims_all_steps_ends_no_run(monkeypatch: pytest.Monkey
                 for event in group.events[name]
                 if isinstance(event, StepCommitted)
             ]
-            assert max(honest) == 15, "one that does not lie has made all steps"
+            assert max(honest) == 15, "an honest member has made all steps"
 
     run_virtually(play)

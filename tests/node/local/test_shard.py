@@ -14,13 +14,11 @@ def peers(count: int) -> list[PeerId]:
 
 
 @given(count=st.integers(1, 9), samples=st.integers(20, 3_000), seed=st.integers(0, 99))
-def test_shards_of_members_that_see_the_same_ones_divide_the_data(
-    count: int, samples: int, seed: int
-) -> None:
+def test_members_with_the_same_view_divide_the_data(count: int, samples: int, seed: int) -> None:
     shards = [Shard(RUN, seed, samples, each) for each in peers(count)]
     for shard in shards:
         shard.set_members(peers(count))
-    if samples >= 200:  # with few samples a member may own none, and draws from all
+    if samples >= 200:  # with few samples a member may own none; then it draws from all
         rows = sorted(row for shard in shards for row in shard.rows)
         assert rows == list(range(samples))
 

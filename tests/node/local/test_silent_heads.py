@@ -1,4 +1,4 @@
-"""A head that attaches to a holder of a stage and says nothing does not keep it from others."""
+"""A silent head that attached to a stage's holder does not block other heads."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, cast
@@ -26,7 +26,7 @@ RUN = bytes(32)
 
 
 class Idle:
-    """A stage that has nothing to compute."""
+    """A stage without computation."""
 
     async def call(self, request: object) -> object:
         del request
@@ -84,7 +84,7 @@ def scenario(test: Callable[[StageServer, Network, Network, Network], Awaitable[
     simulate(main)
 
 
-def test_a_silent_head_makes_room_for_one_that_works() -> None:
+def test_a_silent_head_makes_room_for_a_working_one() -> None:
     async def test(server: StageServer, holder: Network, one: Network, other: Network) -> None:
         _, attached = await ask(one, holder, attach())
         assert isinstance(attached, column.Attached)
@@ -114,7 +114,7 @@ def test_a_head_with_steps_may_be_silent_for_one_round() -> None:
     scenario(test)
 
 
-def test_a_holder_gives_up_a_head_that_asks_for_nothing_at_all() -> None:
+def test_a_holder_gives_up_a_head_without_any_request() -> None:
     async def test(server: StageServer, holder: Network, one: Network, other: Network) -> None:
         del other
         await ask(one, holder, attach())
@@ -125,7 +125,7 @@ def test_a_holder_gives_up_a_head_that_asks_for_nothing_at_all() -> None:
 
 
 @pytest.mark.parametrize("step", [-1, STEPS_MAX + 1, 2**52])
-def test_a_step_that_no_run_has_is_no_message(step: int) -> None:
+def test_an_impossible_step_is_an_invalid_message(step: int) -> None:
     data = msgspec.msgpack.encode(["attach", RUN, 1, step, []])
     with pytest.raises(RemoteProtocolError):
         decode(data, column.Question, bytes_max=column.MESSAGE_BYTES_MAX)

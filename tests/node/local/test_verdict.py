@@ -1,4 +1,4 @@
-"""When a member believes a proposed result, by the held-out losses that it measured itself."""
+"""When a member accepts a proposed result, by its own held-out losses."""
 
 from math import inf, nan
 
@@ -17,11 +17,11 @@ from node.local.verdict import HeldOutLosses, fault_of, is_usable
         (0.5, nan, 0.5, True, False),
         (0.5, 0.5, 0.48, False, True),
         (0.5, 0.5, 0.52, False, True),
-        (0.5, 0.5, 1.5, False, False),  # said not to improve, and it does
+        (0.5, 0.5, 1.5, False, False),  # reported as no improvement, though it is one
         (0.5, 0.5, 1.5, True, True),
         (0.5, 0.5, inf, False, True),  # no evaluation was heard here
-        (2.31, 2.33, 2.3, True, True),  # nothing was learnt by anybody
-        (inf, 0.5, 0.5, True, True),  # the own model is none
+        (2.31, 2.33, 2.3, True, True),  # no member learned anything
+        (inf, 0.5, 0.5, True, True),  # the own model is junk
     ],
 )
 def test_a_result_about_as_good_as_the_own_model_is_kept(

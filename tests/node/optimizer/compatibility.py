@@ -66,11 +66,11 @@ OPTIMIZERS: dict[str, dict[str, Any] | str] = {
     "SGD": {"momentum": 0.9},
     "SparseAdam": "its gradients are sparse, which cannot be averaged; Adam can",
 }
-"""Each optimizer class of torch with its options, or why it is refused."""
+"""Each optimizer class of torch with its options, or the reason why it is refused."""
 
 
 def optimizer_of(name: str, parameters: Any) -> torch.optim.Optimizer:
-    """One of torch's optimizers that is not refused."""
+    """One of torch's accepted optimizers."""
     options = OPTIMIZERS[name]
     assert isinstance(options, dict)
     made: torch.optim.Optimizer = getattr(torch.optim, name)(parameters, lr=0.01, **options)
@@ -144,4 +144,4 @@ MORE: tuple[tuple[str, str, str], ...] = (
         "test_frameworks.py::test_the_trainer_of_transformers_takes_it",
     ),
 )
-"""Other parts of scripts: each with how it behaves, and the test that shows it."""
+"""Other parts of scripts: the behaviour of each, and the test that proves it."""

@@ -1,4 +1,4 @@
-"""Nodes for tests of training scripts; tests of a module share them, each under a run of its own."""
+"""Nodes for tests of training scripts; the tests of a module share them, each under its own run."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -13,7 +13,7 @@ from node.library.sync import SyncNode
 
 
 def open_node(stack: ExitStack, folder: Path, *others: SyncNode) -> SyncNode:
-    """A node that knows these."""
+    """A node that knows these peers."""
     settings = config.Config(
         name=folder.name,
         data_dir=folder,
@@ -29,7 +29,7 @@ def open_node(stack: ExitStack, folder: Path, *others: SyncNode) -> SyncNode:
 
 @pytest.fixture(scope="module")
 def me(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SyncNode]:
-    """A node, alone."""
+    """A node without other peers."""
     with ExitStack() as stack:
         yield open_node(stack, tmp_path_factory.mktemp("alone") / "me")
 

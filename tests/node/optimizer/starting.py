@@ -16,9 +16,9 @@ from node.library.sync import SyncNode, sync
 
 WAIT_SECONDS_MAX = 2.0
 TRAINING_SECONDS = 8.0
-"""After the last process has begun: twice as long as any of the waits that are looked for took to begin."""
+"""Seconds after the last process has started: twice as long as any of the tested waits took to begin."""
 PAUSE_SECONDS = 0.05
-"""A batch takes so long, most of it asleep: eight processes of real batches want more cores than two."""
+"""The length of a batch, mostly asleep: eight processes with real batches would need more than two cores."""
 TARGET, BATCH = 256, 16
 ANSWER_SECONDS = 120.0
 
@@ -26,12 +26,13 @@ ANSWER_SECONDS = 120.0
 @dataclass(frozen=True)
 class Found:
     """The observations of one process. Seconds in which it was runnable without a core do not count as waits:
-    they are due to other programs of the machine."""
+    other programs of the machine cause them.
+    """
 
     made_seconds: float
     longest_seconds: float
     starved_seconds: float
-    """Taken off the longest wait."""
+    """Subtracted from the longest wait."""
     steps: int
     loaded: int
     digest: str
@@ -39,9 +40,10 @@ class Found:
 
 
 def start_processes(folder: Path, staggers: list[float], *, seeds: str, width: int = 64) -> list[Found]:
-    """Start a process for each of `staggers`; each makes its optimizer so many seconds after all know each
-    other. `seeds`: whether their models begin "equal" or each with its "own" numbers."""
-    context = multiprocessing.get_context("forkserver")  # torch is imported once
+    """Start a process for each of `staggers`; each makes its optimizer that many seconds after all know each
+    other. `seeds` says whether their models start "equal" or each with its "own" numbers.
+    """
+    context = multiprocessing.get_context("forkserver")  # import torch once
     context.set_forkserver_preload(["torch", "torch.optim", "node.library.sync", "node.optimizer.open"])
     pipes: list[Connection] = []
     processes: list[Any] = []
@@ -83,7 +85,7 @@ def start_processes(folder: Path, staggers: list[float], *, seeds: str, width: i
 
 
 def _answer(pipe: Connection) -> Any:
-    assert pipe.poll(ANSWER_SECONDS), "a process does not answer"
+    assert pipe.poll(ANSWER_SECONDS), "a process did not answer"
     return pipe.recv()
 
 
@@ -117,7 +119,7 @@ def _peer(
 
 
 def _train(pipe: Connection, me: SyncNode, number: int, model: Any, plain: Any, until: float) -> Any:
-    """Train to the end of the measurement, and on until all are there."""
+    """Train to the end of the measurement, and on until all have finished."""
     import torch
 
     begun = time.monotonic()
@@ -149,12 +151,12 @@ def _train(pipe: Connection, me: SyncNode, number: int, model: Any, plain: Any, 
 
 
 def _starved_seconds() -> dict[str, float]:
-    """How long each thread of this process has wanted a core and had none."""
+    """Return how long each thread of this process was runnable without a core."""
     found = {}
     for thread in os.listdir("/proc/self/task"):
         try:
             text = Path(f"/proc/self/task/{thread}/schedstat").read_text()
-        except OSError:  # it has just ended
+        except OSError:  # the thread has just ended
             continue
         found[thread] = int(text.split()[1]) / 1e9
     return found

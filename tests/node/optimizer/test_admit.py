@@ -42,7 +42,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SyncNode]]:
 
 @pytest.fixture
 def begin() -> Iterator[Callable[..., Trainer]]:
-    """Have a node train, until the test is over."""
+    """Have a node train until the test is over."""
     made: list[Trainer] = []
 
     def start(me: SyncNode, name: str, **options: Any) -> Trainer:
@@ -58,7 +58,7 @@ def begin() -> Iterator[Callable[..., Trainer]]:
 
 
 class Uninvited(LyingParticipant):
-    """Knows the run's name, its owner and its tensors, and admits everybody itself."""
+    """A peer that knows the run's name, owner and tensors, and admits every peer itself."""
 
     def __init__(self, me: SyncNode, run_id: str, owner: PeerId, monkeypatch: pytest.MonkeyPatch) -> None:
         class Ajar(TicketGate):
@@ -109,7 +109,7 @@ def test_an_uninvited_peer_takes_part_in_nothing(
     stranger.close()
 
 
-def test_a_revoked_member_and_those_it_vouched_for_leave(
+def test_a_revoked_member_and_those_it_invited_leave(
     nodes: list[SyncNode], begin: Callable[..., Trainer]
 ) -> None:
     a, b, c = nodes
@@ -130,7 +130,7 @@ def test_a_revoked_member_and_those_it_vouched_for_leave(
     until(lambda: all(m.optimizer.global_step > s + 2 for m, s in zip(members, steps, strict=True)))
     with pytest.raises(UsageError, match="was revoked"):
         b.optimizer(adamw(model_of()), name, target_batch_size=64, admit="vouched", invitation=invitation)
-    # The owner invites it again, for a moment.
+    # The owner invites it again, briefly.
     again = a.invite(name, b.id, hours=SOON_HOURS)
     second.close()
     fourth = begin(b, name, admit="vouched", invitation=again)
@@ -139,7 +139,7 @@ def test_a_revoked_member_and_those_it_vouched_for_leave(
     until(lambda: first.optimizer.stats.peers == 0)
 
 
-def test_arrays_are_averaged_with_invited_peers_alone(nodes: list[SyncNode]) -> None:
+def test_arrays_are_averaged_only_with_invited_peers(nodes: list[SyncNode]) -> None:
     a, b, c = nodes
     name = next(NAMES)
     tensors = {"w": np.ones(3, np.float32)}
@@ -204,7 +204,7 @@ def test_the_command_line_invites_and_revokes(
         a.revoke(name, "nobody")
 
 
-def test_an_open_run_says_at_the_start_that_anybody_takes_part(
+def test_an_open_run_warns_at_the_start_that_any_peer_may_join(
     nodes: list[SyncNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     me, name = nodes[0], next(NAMES)
@@ -220,7 +220,7 @@ def test_an_open_run_says_at_the_start_that_anybody_takes_part(
     assert next(run for run in me.status()["averaging"] if run["run"] == name)["admit"] == "open"
 
 
-def test_an_invited_run_is_averaged_by_the_mean() -> None:
+def test_an_invited_run_uses_the_mean() -> None:
     from node.optimizer.settings import Settings
 
     settings = Settings("r", target_batch_size=8, admit=ADMIT)

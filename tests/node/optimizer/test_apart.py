@@ -1,4 +1,4 @@
-"""Peers of a target batch that went on alone, each from the same state, and meet again."""
+"""Peers with a target batch that continued alone from the same state, and meet again."""
 
 from contextlib import ExitStack
 from functools import partial
@@ -12,9 +12,9 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 STEPS_MAX = 40
 
 
-def test_peers_that_stepped_alone_from_one_state_come_to_one_again(tmp_path: Path) -> None:
+def test_peers_that_stepped_alone_converge_to_one_state(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        # Two swarms of one node each, that a third one joins later.
+        # Two swarms of one node each, which a third node joins later.
         nodes: list[SyncNode] = [open_node(stack, tmp_path / name) for name in ("one", "other")]
         models = [model_of(), model_of()]
         optimizers: list[PeerOptimizer] = together(

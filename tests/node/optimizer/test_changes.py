@@ -1,4 +1,4 @@
-"""Changes during a run are noticed and named: of parameters, of groups, by a cell that runs again."""
+"""Changes during a run are noticed and named: of parameters, of groups, of a cell that runs again."""
 
 import gc
 import re
@@ -21,7 +21,7 @@ Pair = tuple[SyncNode, SyncNode]
 
 
 def frozen() -> torch.nn.Sequential:
-    """A model whose first layer is not trained yet."""
+    """A model whose first layer is frozen at first."""
     model = model_of()
     model[0].requires_grad_(False)
     return model
@@ -30,7 +30,7 @@ def frozen() -> torch.nn.Sequential:
 def make_pair(
     pair: Pair, run: str, make: Callable[[], torch.nn.Sequential], **options: Any
 ) -> list[tuple[torch.nn.Sequential, PeerOptimizer]]:
-    """Two peers of one run, that know each other."""
+    """Two peers of one run that know each other."""
     models = [make(), make()]
     if "local_steps" in options:  # a group forms once both are ready, however busy the machine is
         options["window_seconds"] = WINDOW_SECONDS
@@ -62,8 +62,8 @@ def test_parameters_that_are_thawed_later_are_averaged_too(pair: Pair) -> None:
     assert weights(peers[0][0]) == weights(peers[1][0])
 
 
-def test_parameters_that_are_thawed_are_part_of_a_target_batch(pair: Pair) -> None:
-    # On a busy machine one of them may be seconds behind; by itself the other would make a step of its own.
+def test_unfrozen_parameters_join_a_target_batch(pair: Pair) -> None:
+    # On a busy machine one peer may be seconds behind; then the other would make a step alone.
     peers = make_pair(pair, "thawed batch", frozen, target_batch_size=64, window_seconds=20.0)
 
     def train(at: int, steps: int) -> None:
@@ -77,7 +77,7 @@ def test_parameters_that_are_thawed_are_part_of_a_target_batch(pair: Pair) -> No
     together(*(lambda at=at: train(at, 2) for at in range(2)))
     for model, _ in peers:
         model[0].requires_grad_(True)
-    for steps in range(4, 12):  # a round may fail on a busy machine, and the next one brings them together
+    for steps in range(4, 12):  # a round may fail on a busy machine; the next one synchronizes them
         together(*(partial(train, at, steps) for at in range(2)))
         if weights(peers[0][0]) == weights(peers[1][0]):
             break
@@ -108,7 +108,7 @@ def test_a_peer_whose_parameters_differ_is_named_with_them(pair: Pair) -> None:
         ({"target_batch_size": 32, "aggregate": "median"}, 'average by aggregate = "median"'),
     ],
 )
-def test_a_setting_that_keeps_peers_apart_is_named(pair: Pair, options: dict[str, Any], named: str) -> None:
+def test_a_setting_that_separates_peers_is_named(pair: Pair, options: dict[str, Any], named: str) -> None:
     model, other = model_of(), model_of()
     run = f"apart {options}"
     common: dict[str, Any] = {"aggregate": "mean", "join_seconds": JOIN_SECONDS}
@@ -133,7 +133,9 @@ def test_a_setting_that_keeps_peers_apart_is_named(pair: Pair, options: dict[str
         ({"weight_decay": 0.5}, "1 made step 1 by another weight_decay, eps or other number"),
     ],
 )
-def test_peers_that_step_by_other_numbers_are_named(pair: Pair, options: dict[str, Any], named: str) -> None:
+def test_peers_with_different_step_settings_are_named(
+    pair: Pair, options: dict[str, Any], named: str
+) -> None:
     models = [model_of(), model_of()]
     rows = [{"lr": 0.01}, {"lr": 0.01} | options]
     optimizers = together(
@@ -179,7 +181,7 @@ def test_a_layer_that_was_replaced_is_named(me: SyncNode) -> None:
     assert "2.weight, 2.bias are in the optimizer and no longer in the model" in optimizer.status
 
 
-def test_all_frozen_for_a_while_breaks_nothing(me: SyncNode) -> None:
+def test_freezing_everything_for_a_while_breaks_nothing(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "all frozen", target_batch_size=32)
     model.requires_grad_(False)
@@ -190,7 +192,7 @@ def test_all_frozen_for_a_while_breaks_nothing(me: SyncNode) -> None:
     assert optimizer.stats.global_step == 1
 
 
-def test_a_cell_that_is_run_again_takes_over_its_place(
+def test_a_cell_that_runs_again_replaces_its_optimizer(
     me: SyncNode, capfd: pytest.CaptureFixture[str]
 ) -> None:
     model = model_of()
@@ -202,14 +204,14 @@ def test_a_cell_that_is_run_again_takes_over_its_place(
     for each, optimizer in ((model, first), (again, second)):
         backward(each, batch_of(0))
         optimizer.step()
-        assert optimizer.stats.global_step == 1, "the first is the plain optimizer now"
+        assert optimizer.stats.global_step == 1, "the first one is a plain optimizer now"
     del second, optimizer
     gc.collect()
     third = me.optimizer(adamw(model_of()), "cell", local_steps=3)
     assert third.status.startswith("alone in run 'cell'")
 
 
-def test_another_model_under_the_same_name_is_told_what_to_do(me: SyncNode) -> None:
+def test_another_model_under_the_same_name_gets_a_remedy(me: SyncNode) -> None:
     first = me.optimizer(adamw(model_of()), "two models", local_steps=3)
     with pytest.raises(ValueError, match=r"4 there, 2 here.*close\(\) it first.*another run_id"):
         me.optimizer(adamw(torch.nn.Linear(2, 2)), "two models", local_steps=3)
@@ -217,7 +219,7 @@ def test_another_model_under_the_same_name_is_told_what_to_do(me: SyncNode) -> N
     me.optimizer(adamw(torch.nn.Linear(2, 2)), "two models", local_steps=3).close()
 
 
-def test_too_many_runs_are_said_apart_from_one_that_is_held(me: SyncNode) -> None:
+def test_too_many_runs_and_a_held_run_have_different_errors(me: SyncNode) -> None:
     held: list[PeerOptimizer] = []
 
     def open_many() -> None:

@@ -1,7 +1,7 @@
-"""Training frameworks take the wrapper for an optimizer of torch; alone it gives what the plain one gives.
+"""Training frameworks accept the wrapper as an optimizer of torch; alone it gives the plain results.
 
-Each runs where it is installed (extra `frameworks`). Lightning hands a closure to `step` where it optimizes
-automatically.
+Each test runs if its framework is installed (extra `frameworks`). Lightning passes a closure to `step` where
+it optimizes automatically.
 """
 
 from pathlib import Path
@@ -79,7 +79,7 @@ def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> N
     pytest.importorskip("accelerate")
 
     class Regression(torch.nn.Module):
-        """As `Trainer` wants a model: it returns its loss."""
+        """A model as `Trainer` expects it: it returns its loss."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -112,7 +112,7 @@ def test_the_trainer_of_transformers_takes_it(me: SyncNode, tmp_path: Path) -> N
     assert not torch.equal(before, flat(model))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own, of torch 2.13
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # Lightning's own warning, of torch 2.13
 @pytest.mark.parametrize("is_automatic", [True, False])
 def test_lightning_trains_with_it(me: SyncNode, tmp_path: Path, is_automatic: bool) -> None:
     lightning = pytest.importorskip("lightning")
@@ -120,7 +120,7 @@ def test_lightning_trains_with_it(me: SyncNode, tmp_path: Path, is_automatic: bo
     wrapped = me.optimizer(adamw(model), f"lightning {is_automatic}", local_steps=2)
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]  # a module that may be missing
-        """Any module, with an optimizer that was made outside."""
+        """A Lightning module around any module, with an optimizer made outside."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Taking over the state of others in a run of the optimizer, with and without a participant that lies.
+"""Adopting the state of others in a run of the optimizer, with and without a lying participant.
 
 Real nodes in threads of this process.
 """
@@ -30,16 +30,16 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 
 torch.set_num_threads(1)
 RUNS = itertools.count()
-"""Each test has a run of its own on the same nodes."""
+"""Each test has its own run on the same nodes."""
 Options = dict[str, float]
 FAR = 2**39
-"""A step that no run makes, and that a message may say."""
+"""A step that no run reaches, though a message may state it."""
 GARBAGE = 30.0
 BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
 LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
 SLOW = bool(os.environ.get("PEERLOOM_LATE_MEMBERS"))
 STALL_SECONDS = 25.0
-"""A claim must not hold a step for so long: it was 31 s, and takes a second or two."""
+"""A claim must not delay a step this long: it used to be 31 s, and takes a second or two."""
 
 
 def norm(model: torch.nn.Module) -> float:
@@ -47,13 +47,14 @@ def norm(model: torch.nn.Module) -> float:
 
 
 class Trainer:
-    """A script that trains: a model, its optimizer, and a loop in a thread of its own."""
+    """A script that trains: a model, its optimizer, and a loop in its own thread."""
 
     def __init__(
         self, me: SyncNode, number: int, run_id: str, options: Options, *, tries_states: bool = False
     ) -> None:
-        """Join the run, in which nobody else is to be waited for where it is the first. `tries_states`: it
-        gives its loss on data of its own."""
+        """Join the run without waiting for others if it is the first. With `tries_states` it reports its loss
+        on its own data.
+        """
         self.me = me
         self.number = number
         self.model = model_of(number)
@@ -97,7 +98,7 @@ class Trainer:
         self._thread.start()
 
     def end(self) -> None:
-        """Make no further step. One that waits for others goes on alone."""
+        """Stop making steps. A step that waits for others proceeds alone."""
         self._ended.set()
         self.goes_on.set()
         if self.optimizer._session is not None:
@@ -117,7 +118,9 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SyncNode]]:
 
 
 class Run:
-    """A run of its own on the nodes of this file: honest members on the first ones, then who comes later."""
+    """Prepare a separate run on the nodes of this file: honest members on the first ones, then those that
+    join later.
+    """
 
     def __init__(self, nodes: list[SyncNode], options: Options) -> None:
         self.name = f"run-{next(RUNS)}"
@@ -132,7 +135,9 @@ class Run:
         return made
 
     def join_late(self, *, tries_states: bool = False) -> Trainer:
-        """Join, and train until the state of others is here: on a busy machine it comes in a later call."""
+        """Join, and train until the state of others has arrived: on a busy machine it arrives in a later
+        call.
+        """
         made = self.join(tries_states=tries_states)
         end = time.monotonic() + 60
         for number in itertools.count():
@@ -156,7 +161,7 @@ class Run:
 
     @contextmanager
     def lie_near(self, member: Trainer) -> Iterator[None]:
-        """Have a liar claim the step of a member, whatever that is."""
+        """Have a liar repeat every claimed step of a member."""
         liar = self.lie(member.optimizer.global_step)
         ended = threading.Event()
 
@@ -220,7 +225,7 @@ def test_a_far_step_of_one_liar_moves_nobody(
 
 
 def test_a_liar_at_the_step_of_others_has_no_second_holder(start: Callable[[Options], Run]) -> None:
-    """It has the smallest lineage, which wins ties, and members wait for it in each round."""
+    """Its lineage is the smallest, which wins ties, and members wait for it in each round."""
     run = start({**BATCH, "window_seconds": 0.2})
     run.train(2)
     before = max(norm(each.model) for each in run.members)
@@ -244,12 +249,12 @@ def test_a_newcomer_never_takes_the_lie_among_three_states(start: Callable[[Opti
             run.leave(newcomer)
 
 
-def test_a_newcomer_with_own_data_takes_the_other_state_of_two(start: Callable[[Options], Run]) -> None:
+def test_a_newcomer_with_own_data_takes_the_honest_state_of_two(start: Callable[[Options], Run]) -> None:
     run = start(LOCAL)
     run.train(1)
     first = float(model_of(2)(batch_of(0)).square().sum(1).mean().detach())
     until(lambda: run.members[0].loss() < first)
-    # In its first rounds it would take over what others began with.
+    # In its first rounds it would adopt the others' initial values.
     until(lambda: run.members[0].optimizer.global_step > 2 * YOUNG_ROUNDS * LOCAL["local_steps"])
     with run.lie_near(run.members[0]):
         for _ in range(3):
@@ -266,10 +271,10 @@ def test_a_state_that_is_worse_on_own_data_is_refused(start: Callable[[Options],
     assert (stats.peers, stats.states_loaded, stats.states_refused) == (1, 0, 1)
     assert "its loss on own data is" in status
     assert weights(newcomer.model) == weights(model_of(1))
-    assert not newcomer.optimizer.state, "nor does the optimizer remember anything of it"
+    assert not newcomer.optimizer.state, "the optimizer keeps nothing of the refused state"
 
 
-def test_a_loss_function_that_raises_does_so_where_the_optimizer_is_made(nodes: list[SyncNode]) -> None:
+def test_an_exception_of_a_loss_function_reaches_the_constructor(nodes: list[SyncNode]) -> None:
     with pytest.raises(ZeroDivisionError):
         nodes[0].optimizer(adamw(model_of()), "raises", local_steps=4, own_loss=lambda: 1 / 0)
     assert "raises" not in [run.name for run in nodes[0]._portal.subject.averaging.runs]
@@ -283,7 +288,7 @@ def test_a_loss_function_that_raises_does_so_where_the_optimizer_is_made(nodes: 
         (3, SLACK_STEPS + 5),
     ],
 )
-def test_a_member_that_paused_takes_over_the_step_of_the_others(
+def test_a_paused_member_adopts_the_step_of_the_others(
     start: Callable[[Options], Run], count: int, steps: int
 ) -> None:
     run = start({"target_batch_size": 32, "window_seconds": 0.2})
@@ -297,7 +302,7 @@ def test_a_member_that_paused_takes_over_the_step_of_the_others(
     assert paused.optimizer.global_step >= reached + steps
 
 
-def test_a_newcomer_takes_over_from_the_last_of_the_members(start: Callable[[Options], Run]) -> None:
+def test_a_newcomer_adopts_the_state_of_the_last_member(start: Callable[[Options], Run]) -> None:
     run = start(BATCH)
     run.train(2)
     run.members.pop(0).close()
@@ -319,8 +324,8 @@ def test_a_state_that_is_not_finite_is_never_taken(start: Callable[[Options], Ru
     assert math.isfinite(norm(newcomer.model))
 
 
-def test_a_mask_of_infinities_is_no_reason_to_refuse_a_state() -> None:
-    """A buffer that holds the same here may hold what is not finite."""
+def test_a_mask_of_infinities_does_not_invalidate_a_state() -> None:
+    """Values that are not finite are allowed in a buffer that holds the same values here."""
     model = model_of()
     model.register_buffer("mask", torch.full((3,), -math.inf))
     layout = Layout([*model.named_parameters(), *model.named_buffers()])
@@ -369,8 +374,8 @@ def test_a_scheduler_jumps_to_a_far_step(make: Callable[..., LRScheduler]) -> No
 
 
 @pytest.mark.parametrize("groups", [1, 500])
-def test_a_scheduler_without_closed_form_moves_by_a_bounded_number_of_steps(groups: int) -> None:
-    """With a group for each tensor, as some recipes have it, a step costs as many times more."""
+def test_a_scheduler_without_closed_form_moves_a_bounded_number_of_steps(groups: int) -> None:
+    """With a group per tensor, as in some recipes, a step costs that many times more."""
     tensors = [{"params": [torch.zeros(1, requires_grad=True)]} for _ in range(groups)]
     schedules = Schedules([torch.optim.SGD(tensors, 0.1)])
     scheduler = schedules.add(MultiplicativeLR, {"lr_lambda": lambda _: 0.5})

@@ -1,4 +1,4 @@
-"""Every optimizer class of torch trains with peers, and hands its memory over, or is refused when wrapped."""
+"""Every optimizer class of torch trains with peers and transfers its state, or is refused when wrapped."""
 
 import inspect
 import threading
@@ -17,7 +17,7 @@ REFUSED = [name for name, options in OPTIMIZERS.items() if isinstance(options, s
 
 def model_of(seed: int = 0) -> torch.nn.Linear:
     torch.manual_seed(seed)
-    return torch.nn.Linear(6, 4, bias=False)  # Muon trains matrices alone
+    return torch.nn.Linear(6, 4, bias=False)  # Muon accepts only matrices
 
 
 def backward(model: torch.nn.Module, number: int) -> None:
@@ -35,7 +35,7 @@ def test_the_table_has_every_optimizer_of_torch() -> None:
 
 
 @pytest.mark.parametrize("name", GOOD)
-def test_alone_each_class_is_the_plain_one(me: SyncNode, name: str) -> None:
+def test_alone_each_class_equals_the_plain_one(me: SyncNode, name: str) -> None:
     plain, model = model_of(), model_of()
     expected = optimizer_of(name, plain.parameters())
     optimizer = me.optimizer(optimizer_of(name, model.parameters()), name, target_batch_size=8)
@@ -55,7 +55,7 @@ def test_a_class_that_cannot_train_with_peers_is_refused(me: SyncNode, name: str
         me.optimizer(made, "refused", target_batch_size=8)
 
 
-def test_a_late_peer_takes_over_the_memory_of_each_class(pair: tuple[SyncNode, SyncNode]) -> None:
+def test_a_late_peer_adopts_the_state_of_each_class(pair: tuple[SyncNode, SyncNode]) -> None:
     def make(seed: int) -> tuple[torch.nn.ModuleList, list[torch.optim.Optimizer]]:
         models = torch.nn.ModuleList(model_of(seed) for _ in GOOD)
         made = zip(GOOD, models, strict=True)

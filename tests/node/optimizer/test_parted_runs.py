@@ -51,7 +51,7 @@ def test_the_half_that_is_behind_takes_the_state_of_the_other() -> None:
     assert taken.first <= STEP + 5 <= taken.last
     assert taken.holders_min == VOICES_MIN
     half.expectations.missed_state()
-    assert half.takes() is None, "they did not hand it over: it goes on until it has averaged again"
+    assert half.takes() is None, "without the others' state it continues until it has averaged again"
 
 
 def test_the_half_that_is_ahead_keeps_its_state() -> None:
@@ -60,7 +60,7 @@ def test_the_half_that_is_ahead_keeps_its_state() -> None:
     assert half.takes() is None
 
 
-def test_a_single_one_of_the_other_half_has_no_say() -> None:
+def test_a_single_member_of_the_other_half_is_ignored() -> None:
     half = _Half()
     half.hears(STEP + 5, OTHERS[0])
     assert half.takes() is None

@@ -1,6 +1,6 @@
-"""A participant that lies plausibly about everything, beside three honest scripts and by the wrapper's door.
+"""A participant lies plausibly about everything beside three honest scripts, through the wrapper.
 
-Real nodes in threads of this process. PEERLOOM_PLAUSIBLE_SEEDS says how many seeds are played.
+Real nodes in threads of this process. PEERLOOM_PLAUSIBLE_SEEDS is the number of seeds.
 """
 
 import os
@@ -19,12 +19,13 @@ SEEDS = range(1, 1 + int(os.environ.get("PEERLOOM_PLAUSIBLE_SEEDS", "1")))
 HONEST = 3
 STEPS = 12
 ROUNDS_MIN = 1
-"""Rounds that the liar began: honest members exclude it for longer and longer."""
+"""Rounds that the liar started: honest members exclude it for longer each time."""
 KINDS = {"step", "rounds", "samples", "state", "vector", "weight", "silence"}
 GROWTH_MAX = 2.0
 STEP_SECONDS_MAX = 60.0
 """The limit for one call on a busy machine: two attempts of a round with their window, and the trial of
-another peer's state, take 15 s on a quiet one."""
+another peer's state, take 15 s on an idle one.
+"""
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""Samples are counted where they enter a gradient, whatever the model is and however a loop skips batches."""
+"""Samples are counted where they enter a gradient, for any model and any loop that skips batches."""
 
 import copy
 import gc
@@ -53,13 +53,13 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def before_backward(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """`continue` once the loss is there."""
+    """A loop that skips a batch by `continue` after computing the loss."""
     optimizer.zero_grad()
     loss_of(model, batch)
 
 
 def after_backward(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """A guard that looks at the gradients; the next batch begins with `zero_grad`."""
+    """A guard that inspects the gradients; the next batch starts with `zero_grad`."""
     optimizer.zero_grad()
     backward(loss_of(model, batch))
 
@@ -79,7 +79,7 @@ def by_zeros(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) ->
 
 
 def by_a_scaler(optimizer: PeerOptimizer, model: nn.Module, batch: torch.Tensor) -> None:
-    """A GradScaler that finds infinities skips the step."""
+    """A GradScaler that finds infinities and skips the step."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer.zero_grad()
     backward(scaler.scale(loss_of(model, batch) * math.inf))
@@ -98,7 +98,7 @@ def test_a_skipped_batch_is_no_part_of_the_step(me: SyncNode, skip: Skip) -> Non
         optimizer.zero_grad()
         backward(loss_of(model, batch_of(number)))
         optimizer.step()
-        assert optimizer.stats.global_step == (number == 3), "the first alone fills no batch"
+        assert optimizer.stats.global_step == (number == 3), "the first batch alone does not reach the target"
     expected = sgd(plain)
     backward(loss_of(plain, torch.cat([batch_of(0), batch_of(3)])))
     expected.step()
@@ -116,7 +116,7 @@ def test_each_batch_of_an_accumulation_counts(me: SyncNode) -> None:
 
 
 class OfDicts(nn.Module):
-    """A model of one dictionary, as tokenizers give it."""
+    """A model that takes one dictionary, as tokenizers return it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,15 +161,15 @@ def test_a_step_of_unknown_samples_asks_for_their_number(me: SyncNode, options: 
     backward(batch_of(0)[0] @ weight)
     with pytest.raises(ValueError, match=r"cannot be seen: .*optimizer\.step\(samples=N\).*batch_size=N"):
         optimizer.step()
-    assert torch.equal(weight, torch.ones(6)), "nothing was made of it"
+    assert torch.equal(weight, torch.ones(6)), "the step was not made"
     optimizer.step(samples=8)
     assert (optimizer.stats.step_samples, optimizer.stats.global_step) == (8, 1)
-    weight.grad = torch.ones(6)  # by hand, as functional code does
+    weight.grad = torch.ones(6)  # by hand, as in functional code
     optimizer.step()
-    assert optimizer.stats.step_samples == 8, "as the last one, and it was said"
+    assert optimizer.stats.step_samples == 8, "the step reuses the last count, with a warning"
 
 
-def test_a_number_of_the_persons_own_comes_before_what_is_seen(me: SyncNode) -> None:
+def test_an_explicit_number_overrides_the_counted_one(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(sgd(model), "own", target_batch_size=1_000, batch_size=4)
     for _ in range(2):
@@ -225,7 +225,7 @@ def test_a_saved_model_loads_without_this_package(me: SyncNode, tmp_path: Path) 
     backward(loss_of(copied, batch_of(1)))
     backward(loss_of(model, batch_of(1)))
     optimizer.step()
-    assert optimizer.stats.step_samples == BATCH, "a copy's batches are its own"
+    assert optimizer.stats.step_samples == BATCH, "a copy counts its own batches"
     model.load_state_dict(copied.state_dict())
 
 
@@ -238,7 +238,7 @@ def test_a_compiled_model_is_counted_too(me: SyncNode) -> None:
     assert (optimizer.stats.step_samples, optimizer.stats.global_step) == (BATCH, 1)
 
 
-def test_torch_is_as_it_was_once_nobody_counts() -> None:
+def test_torch_is_restored_once_nothing_counts() -> None:
     model = model_of()
     counters = [SampleCounter(list(model.parameters())) for _ in range(2)]
     backward(loss_of(model, batch_of(0)))
@@ -247,7 +247,7 @@ def test_torch_is_as_it_was_once_nobody_counts() -> None:
     counters.clear()
     gc.collect()
     backward(loss_of(model, batch_of(0)))
-    assert torch.autograd.backward is not watched or samples._counters, "other tests may count still"
+    assert torch.autograd.backward is not watched or samples._counters, "other tests may still count"
 
 
 class Decoder(nn.Module):
@@ -323,14 +323,14 @@ def of_two_batches() -> torch.Tensor:
 
 
 def of_features() -> torch.Tensor:
-    """As a style is compared: by a matrix of features, in which no sample is left."""
+    """A style loss: it compares matrices of features, in which the samples are no longer visible."""
     out = model_of()(batch_of(0))
     loss: torch.Tensor = (out.T @ out).square().mean()
     return loss
 
 
 def of_chosen_rows() -> torch.Tensor:
-    """As detectors do: their heads see places that were chosen in all images."""
+    """A detector: its heads see positions that were chosen in all images."""
     rows = nn.Linear(6, 8)(batch_of(0, 5))[torch.tensor([0, 0, 2])]
     loss: torch.Tensor = nn.Linear(8, 2)(rows).square().mean()
     return loss
@@ -350,7 +350,7 @@ def of_one_number() -> torch.Tensor:
         (of_one_number, "shows no rows"),
     ],
 )
-def test_a_graph_that_does_not_show_samples_says_why(loss: Callable[[], torch.Tensor], why: str) -> None:
+def test_a_graph_that_hides_samples_gives_a_reason(loss: Callable[[], torch.Tensor], why: str) -> None:
     found = LossReader().samples([loss()])
     assert isinstance(found, str)
     assert why in found

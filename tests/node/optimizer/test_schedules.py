@@ -55,14 +55,14 @@ def test_a_scheduler_is_a_function_of_the_step_alone(name: str) -> None:
     schedules = Schedules([optimizer])
     schedules.add(make, {})
     expected = {step: by_torch(make, step) for step in (0, 1, 7, 30, 41, STEPS)}
-    for step in (1, 30, 7, STEPS, 0, 41, 41):  # back and forth, as a peer takes over states of others
+    for step in (1, 30, 7, STEPS, 0, 41, 41):  # back and forth, as when a peer adopts the states of others
         schedules.move_to(step)
         assert hyperparameters(optimizer) == expected[step], step
     late = sgd()
     of_late = Schedules([late])
     of_late.move_to(41)
     of_late.add(make, {})
-    assert hyperparameters(late) == expected[41], "made when the run has begun"
+    assert hyperparameters(late) == expected[41], "the scheduler was made during the run"
 
 
 @pytest.mark.parametrize("name", [name for name, made in SCHEDULERS.items() if not made.is_function])
@@ -126,7 +126,7 @@ def test_two_schedulers_of_one_optimizer_multiply() -> None:
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3 * 0.5)
 
 
-def test_a_schedule_goes_on_from_a_checkpoint() -> None:
+def test_a_schedule_resumes_from_a_checkpoint() -> None:
     optimizer = sgd()
     schedules = Schedules([optimizer])
     schedules.add(lr_scheduler.CosineAnnealingLR, {"T_max": 50})
@@ -145,7 +145,7 @@ def test_a_schedule_goes_on_from_a_checkpoint() -> None:
     assert hyperparameters(again) == hyperparameters(optimizer)
 
 
-def test_rates_that_are_tensors_stay_the_same_tensors() -> None:
+def test_tensor_rates_stay_the_same_tensors() -> None:
     rate = torch.tensor(0.1)
     optimizer = torch.optim.Adam([torch.zeros(2, requires_grad=True)], lr=rate)
     kept = optimizer.param_groups[0]["lr"]

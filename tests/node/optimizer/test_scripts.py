@@ -1,4 +1,4 @@
-"""Scripts use the optimizer with averages of weights, checkpoints, and torch's own DDP."""
+"""Scripts that use the optimizer with averages of weights, checkpoints, and torch's own DDP."""
 
 import copy
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 
 @pytest.fixture
 def process_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Torch's own group, of this process alone."""
+    """Torch's own group with only this process."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
@@ -126,7 +126,7 @@ def test_a_closure_is_called_once_and_its_loss_returned(me: SyncNode) -> None:
     assert weights(plain) == weights(model)
 
 
-def test_a_copy_of_a_model_trains_apart(me: SyncNode) -> None:
+def test_a_copy_of_a_model_trains_separately(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "copy", target_batch_size=32)
     backward(model, batch_of(0))

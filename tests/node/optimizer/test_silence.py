@@ -1,6 +1,6 @@
-"""Members that are listed in a run of the optimizer and give nothing: what they cost the others.
+"""The cost of members that are listed in a run of the optimizer and contribute nothing.
 
-Real nodes in threads of this process. What is counted are rounds that were held up, not seconds.
+Real nodes in threads of this process. The tests count delayed rounds, not seconds.
 """
 
 import itertools
@@ -31,7 +31,7 @@ BATCH: Options = {"target_batch_size": 64, "window_seconds": 5.0}
 LOCAL: Options = {"local_steps": 4, "window_seconds": 5.0}
 ROUNDS = 10
 HELD_UP_MAX = 5
-"""The most of these rounds: one or two are usual, more where a slow machine lets back-offs end meanwhile."""
+"""The most delayed rounds: one or two are usual, more where a slow machine lets back-offs end meanwhile."""
 LONE_STEPS = 6
 
 
@@ -70,7 +70,7 @@ def peer_of(me: SyncNode) -> PeerId:
 
 @pytest.fixture
 def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[GroupWish]]:
-    """The wishes of a node for groups that are over."""
+    """Return a node's finished wishes for groups."""
     made: list[tuple[PeerId, GroupWish]] = []
     original = Expectations.ended
 
@@ -84,7 +84,7 @@ def wishes(monkeypatch: pytest.MonkeyPatch) -> Callable[[SyncNode], list[GroupWi
 
 
 def held_up(wishes: Sequence[GroupWish], silent: PeerId) -> int:
-    """How many of these waited for the silent member, or went on with it to an exchange."""
+    """Return how many of these waited for the silent member, or included it in an exchange."""
     return sum(
         silent in wish.expected or (wish.group is not None and silent in wish.group.peers) for wish in wishes
     )
@@ -92,7 +92,7 @@ def held_up(wishes: Sequence[GroupWish], silent: PeerId) -> int:
 
 @pytest.mark.parametrize("options", [BATCH, LOCAL])
 @pytest.mark.parametrize("silence", ["absent", "ready"])
-def test_a_silent_member_holds_up_few_rounds(
+def test_a_silent_member_delays_few_rounds(
     nodes: list[SyncNode],
     start: Start,
     wishes: Callable[[SyncNode], list[GroupWish]],
@@ -117,7 +117,7 @@ def test_a_silent_member_holds_up_few_rounds(
         silent.close()
 
 
-def test_a_lone_trainer_goes_on_beside_a_silent_member(
+def test_a_lone_trainer_continues_beside_a_silent_member(
     nodes: list[SyncNode], start: Start, wishes: Callable[[SyncNode], list[GroupWish]]
 ) -> None:
     options: Options = {"target_batch_size": 32, "window_seconds": 0.5}
@@ -132,8 +132,10 @@ def test_a_lone_trainer_goes_on_beside_a_silent_member(
         silent.close()
 
 
-def test_a_round_begun_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) -> None:
-    """The training thread asks for it, another one closes the optimizer: nobody answers that wish."""
+def test_a_round_started_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) -> None:
+    """The training thread requests a round while another one closes the optimizer: no peer
+    answers that wish.
+    """
     silent = SilentParticipant(nodes[2], adamw(model_of(9)), "left", **BATCH)  # type: ignore[arg-type]  # no `samples`
     silent.close()
 
@@ -148,8 +150,9 @@ def test_a_round_begun_as_its_run_is_left_ends_at_once(nodes: list[SyncNode]) ->
 
 @pytest.fixture
 def miss(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], Callable[[], bool]]:
-    """Have a member lose the result of its next round that succeeds, as one whose machine stalls does; return
-    whether it has."""
+    """Have a member lose the result of its next successful round, as a stalled machine does; return whether
+    it has.
+    """
     original = Participation.average
     victims: set[PeerId] = set()
 
@@ -170,7 +173,7 @@ def miss(monkeypatch: pytest.MonkeyPatch) -> Callable[[Trainer], Callable[[], bo
 
 
 def comes_back(late: Trainer, other: Trainer, loaded: int) -> None:
-    """Wait until a member has taken over the state of another, both average again, and hold the same."""
+    """Wait until a member has adopted the state of another, both average again, and hold the same."""
     until(lambda: late.optimizer.stats.states_loaded > loaded)
     rounds = late.optimizer.stats.rounds
     until(lambda: late.optimizer.stats.rounds >= rounds + 3)
@@ -180,7 +183,7 @@ def comes_back(late: Trainer, other: Trainer, loaded: int) -> None:
 def test_a_member_that_missed_a_round_catches_up_beside_a_silent_one(
     nodes: list[SyncNode], start: Start, miss: Callable[[Trainer], Callable[[], bool]]
 ) -> None:
-    """The silent one says that it has made each step, and never hands its state over."""
+    """The silent member claims each step, and never hands over its state."""
     name, members = start(BATCH, 2)
     silent = SilentParticipant(nodes[2], adamw(model_of(9)), name, silence="ready", **BATCH)  # type: ignore[arg-type]  # no `samples`
     try:
@@ -195,7 +198,7 @@ def test_a_member_that_missed_a_round_catches_up_beside_a_silent_one(
 def test_a_member_that_missed_a_round_catches_up_beside_a_paused_one(
     start: Start, miss: Callable[[Trainer], Callable[[], bool]]
 ) -> None:
-    """With nothing but the word of the one that made the step, all three trained apart for good."""
+    """With only the claim of the one that made the step, all three trained apart for good."""
     _, members = start({"target_batch_size": 64, "window_seconds": 0.5}, 3)
     *members, paused = members
     paused.goes_on.clear()

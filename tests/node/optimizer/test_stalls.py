@@ -1,6 +1,6 @@
 """One stall of an honest member, as of a machine that swaps or sleeps, costs little more than its length.
 
-On real nodes; `tests/node/averaging/test_stalled_members.py` has other points of a round, in virtual time.
+On real nodes; `tests/node/averaging/test_stalled_members.py` covers other points of a round, in virtual time.
 """
 
 import time
@@ -19,9 +19,9 @@ from tests.node.optimizer.test_wrapper import open_nodes, until
 
 torch.set_num_threads(1)
 STALL_SECONDS = 4.5
-"""Longer than a silent member is waited for."""
+"""Longer than the time-out for a silent member."""
 APART_SECONDS = 15.0
-"""From the stall on, for the next three rounds. It was 30 to 90 s."""
+"""Seconds from the stall on, for the next three rounds. It used to be 30 to 90 s."""
 
 
 def two_parts(seed: int = 0) -> torch.nn.Module:

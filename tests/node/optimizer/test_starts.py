@@ -1,6 +1,6 @@
-"""Scripts that start a run at the same time: none waits for a state that nobody has, all begin with one.
+"""Scripts that start a run together: none waits for a missing state, and all start from one state.
 
-Real nodes in threads of this process. With PEERLOOM_STARTS, in `make soak`, real processes: so many starts
+Real nodes in threads of this process. With PEERLOOM_STARTS, in `make soak`, real processes: this many starts
 each of 2, 4 and 8, staggered by up to three seconds.
 """
 
@@ -33,7 +33,7 @@ from tests.node.optimizer.test_wrapper import (
 torch.set_num_threads(1)
 STARTS = int(os.environ.get("PEERLOOM_STARTS", "0"))
 SECONDS = 25.0
-"""More than any of these takes on a slow machine, and less than the waits of 30 s that there were."""
+"""More than any of these tests takes on a slow machine, and less than the former waits of 30 s."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ Start = Callable[..., tuple[torch.nn.Module, PeerOptimizer]]
 
 @pytest.fixture
 def start(nodes: list[SyncNode], request: pytest.FixtureRequest) -> Iterator[Start]:
-    """Make the optimizer of one node, which begins with parameters of its own, in this test's run."""
+    """Make the optimizer of one node in this test's run, with its own initial parameters."""
     with ExitStack() as stack:
 
         def make(number: int, **options: int) -> tuple[torch.nn.Module, PeerOptimizer]:
@@ -61,7 +61,7 @@ def start(nodes: list[SyncNode], request: pytest.FixtureRequest) -> Iterator[Sta
 
 
 def train(model: torch.nn.Module, optimizer: PeerOptimizer, number: int) -> float:
-    """Make one batch; how long `step` took."""
+    """Make one batch, and return how long `step` took."""
     backward(model, batch_of(number))
     begun = time.monotonic()
     optimizer.step()
@@ -69,7 +69,7 @@ def train(model: torch.nn.Module, optimizer: PeerOptimizer, number: int) -> floa
 
 
 @pytest.mark.parametrize("options", [{"target_batch_size": 256}, {"local_steps": 5}])
-def test_scripts_that_start_at_once_begin_with_one_state(start: Start, options: dict[str, int]) -> None:
+def test_scripts_that_start_together_share_one_initial_state(start: Start, options: dict[str, int]) -> None:
     begun = time.monotonic()
     found = together(*(partial(start, number, **options) for number in range(3)))
     rounds = [threading.Event() for _ in found]
@@ -79,7 +79,7 @@ def test_scripts_that_start_at_once_begin_with_one_state(start: Start, options: 
         longest = 0.0
         while not all(each.is_set() for each in rounds):
             longest = max(longest, train(model, optimizer, 100 * number))
-            # On a machine so busy that one began alone, it comes to the others in a round or two.
+            # On a machine so busy that one started alone, it joins the others in a round or two.
             is_one = "local_steps" not in options or len({each._lineage for _, each in found}) == 1
             if (optimizer.stats.rounds >= 2 and is_one) or time.monotonic() - begun > 3 * SECONDS:
                 rounds[number].set()
@@ -97,7 +97,7 @@ def test_scripts_that_start_at_once_begin_with_one_state(start: Start, options: 
         assert all(weights(model) == steps[optimizer.global_step] for model, optimizer in found)
 
 
-def test_a_script_that_has_made_no_step_yet_hands_its_state_out(start: Start) -> None:
+def test_a_script_without_a_step_hands_out_its_state(start: Start) -> None:
     model, _ = start(0, target_batch_size=64)
     begun = time.monotonic()
     other, optimizer = start(1, target_batch_size=64)
@@ -106,7 +106,7 @@ def test_a_script_that_has_made_no_step_yet_hands_its_state_out(start: Start) ->
     assert weights(other) == weights(model)
 
 
-def test_a_script_that_has_made_no_batch_yet_holds_no_step_up(start: Start) -> None:
+def test_a_script_without_a_batch_delays_no_step(start: Start) -> None:
     _, idle = start(0, target_batch_size=32, window_seconds=60, round_seconds_max=120)
     model, optimizer = start(1, target_batch_size=32, window_seconds=60, round_seconds_max=120)
     until(lambda: idle.stats.peers == optimizer.stats.peers == 1)
@@ -133,7 +133,7 @@ def test_a_step_returns_while_an_idle_peer_owes_its_state(
     for number in range(3):
         train(model, first, number)
     other, late = start(1, target_batch_size=32)
-    assert late.stats.states_loaded == 0, "the first makes no copy between two of its steps"
+    assert late.stats.states_loaded == 0, "the first peer makes no copy between two steps"
     waited = train(other, late, 50)
     assert STATE_WAIT_SECONDS / 2 < waited < SECONDS
     assert late.status.startswith("catching up: waiting for ")

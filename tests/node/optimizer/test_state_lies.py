@@ -1,9 +1,9 @@
 """Each message about states in an optimizer's run, each plausible lie in it, each position of a peer: pure.
 
-Three honest members and one liar speak to the core of a peer's roster; `RunPosition` then says which state it
-takes over, and the offers of all four are chosen from. `LIES` is complete: a message or a field of a report
-without a row fails. Not here: messages of a round (`tests.gossip.averaging.test_lies_by_state`), chunks of a
-state (`tests.node.averaging.test_lying_donors`).
+Three honest members and one liar speak to the core of a peer's roster; `RunPosition` then decides which state
+the peer adopts among the offers of all four. `LIES` is complete: a message or a field of a report without a
+row fails. Messages of a round are in `tests.gossip.averaging.test_lies_by_state`, chunks of a state in
+`tests.node.averaging.test_lying_donors`.
 """
 
 from collections.abc import Callable
@@ -137,7 +137,7 @@ def heard(position: Position, lie: Lie) -> list[Report]:
 
 @pytest.mark.parametrize("local_steps", [None, LOCAL_STEPS], ids=["target batch", "local steps"])
 @pytest.mark.parametrize("where", POSITIONS)
-def test_no_lie_about_states_brings_a_peer_elsewhere_than_to_honest_members(
+def test_no_lie_about_states_leads_a_peer_away_from_honest_members(
     where: str, local_steps: int | None
 ) -> None:
     at = POSITIONS[where]
@@ -148,17 +148,17 @@ def test_no_lie_about_states_brings_a_peer_elsewhere_than_to_honest_members(
             place.moved(at.step, at.rounds)
         reports = heard(at, lie)
         others = place.others(reports)
-        assert len(reports) <= 1 + len(MEMBERS), f"{name}: names are nobody's word for another"
+        assert len(reports) <= 1 + len(MEMBERS), f"{name}: no member reports for another"
         taken = place.state_to_take(at.step, at.lineage, others, others)
         if at.step == at.others and at.lineage == HONEST:
-            assert taken is None, f"{name}: a peer that is right keeps its state"
+            assert taken is None, f"{name}: a peer with the right state keeps it"
             continue
         if taken is None:
-            assert local_steps is not None, f"{name}: it stays behind"
-            assert at.is_joined, f"{name}: a newcomer stays out"
-            continue  # with local steps everybody goes on from its own
+            assert local_steps is not None, f"{name}: the peer stays behind"
+            assert at.is_joined, f"{name}: the newcomer does not join"
+            continue  # with local steps every peer continues from its own state
         if taken.lineage is not None:
-            assert taken.lineage == HONEST, f"{name}: it begins with what most have"
+            assert taken.lineage == HONEST, f"{name}: the newcomer starts from the majority state"
             continue
         assert taken.first <= at.others <= taken.last <= at.others + 2 * SLACK_STEPS * (local_steps or 1), (
             name
@@ -172,6 +172,6 @@ def test_no_lie_about_states_brings_a_peer_elsewhere_than_to_honest_members(
             assert LIAR not in chosen, f"{name}, {offer_name}"
 
 
-def test_names_that_are_invented_enter_no_roster() -> None:
+def test_invented_names_enter_no_roster() -> None:
     (_, lie), *_ = LIES["Names"].items()
     assert len(heard(POSITIONS["with the others"], lie)) == len(MEMBERS)

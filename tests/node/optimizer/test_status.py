@@ -1,4 +1,6 @@
-"""A status is one sentence: what a peer waits for, for how long, what ends it; and why it brings nothing."""
+"""A status is one sentence: what a peer waits for, how long, and what ends it; and why it contributes
+nothing.
+"""
 
 import math
 import re
@@ -14,7 +16,7 @@ from tests.node.optimizer.test_wrapper import adamw, backward, batch_of, model_o
 Pair = tuple[SyncNode, SyncNode]
 
 
-def test_a_peer_reports_non_finite_gradients_and_spoils_no_step(pair: Pair) -> None:
+def test_non_finite_gradients_are_reported_and_spoil_no_step(pair: Pair) -> None:
     peers = make_pair(pair, "sick gradients", model_of, target_batch_size=64)
     (model, well), (sick_model, sick) = peers
     for number in range(2):
@@ -32,7 +34,7 @@ def test_a_peer_reports_non_finite_gradients_and_spoils_no_step(pair: Pair) -> N
             backward(trained, batch_of(10 + at))
             optimizer.step()
 
-    for steps in range(2, 10):  # a round may fail on a busy machine, and the next one brings them together
+    for steps in range(2, 10):  # a round may fail on a busy machine; the next one synchronizes them
         together(partial(train, 0, steps), partial(train, 1, steps))
         if weights(model) == weights(sick_model):
             break
@@ -42,7 +44,7 @@ def test_a_peer_reports_non_finite_gradients_and_spoils_no_step(pair: Pair) -> N
     assert well.stats.samples_dropped == 0
 
 
-def test_a_peer_whose_parameters_are_not_finite_is_told_what_ends_it(pair: Pair) -> None:
+def test_a_peer_with_non_finite_parameters_gets_a_remedy(pair: Pair) -> None:
     peers = make_pair(pair, "sick parameters", model_of, local_steps=1)
     model, optimizer = peers[0]
     healthy = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -58,7 +60,7 @@ def test_a_peer_whose_parameters_are_not_finite_is_told_what_ends_it(pair: Pair)
     assert "brings nothing" not in optimizer.status
 
 
-def test_a_batch_that_is_not_full_says_what_it_waits_for(me: SyncNode) -> None:
+def test_an_incomplete_batch_says_what_it_waits_for(me: SyncNode) -> None:
     model = model_of()
     optimizer = me.optimizer(adamw(model), "waits", target_batch_size=100)
     backward(model, batch_of(0))
@@ -67,7 +69,7 @@ def test_a_batch_that_is_not_full_says_what_it_waits_for(me: SyncNode) -> None:
     assert re.fullmatch(wanted, optimizer.status)
 
 
-def test_a_state_that_lasts_counts_from_when_it_began() -> None:
+def test_a_lasting_status_counts_from_its_beginning() -> None:
     line = StatusLine("joining")
     assert line.sentence() == "joining"
     line.say("step 3: 4 of 8 samples, 1 peers")

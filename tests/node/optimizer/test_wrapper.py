@@ -91,12 +91,12 @@ def until(condition: Callable[[], Any], seconds: float = 60.0) -> None:
     waiting = threading.Event()
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never came about"
+        assert time.monotonic() < end, "the condition never held"
         waiting.wait(0.005)
 
 
 def together(*functions: Callable[[], Any]) -> list[Any]:
-    """Run functions in threads of their own; what they returned."""
+    """Run functions in their own threads, and return their results."""
     results: list[Any] = [None] * len(functions)
     errors: list[BaseException] = []
 
@@ -118,7 +118,7 @@ def together(*functions: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("make", [adamw, groups])
 @pytest.mark.parametrize("options", [{"target_batch_size": 32}, {"local_steps": 3}])
-def test_alone_it_is_the_plain_optimizer_to_the_bit(
+def test_alone_it_equals_the_plain_optimizer_bit_for_bit(
     nodes: Callable[[int], list[SyncNode]], make: Make, options: dict[str, int]
 ) -> None:
     plain, wrapped = model_of(), model_of()
@@ -133,7 +133,7 @@ def test_alone_it_is_the_plain_optimizer_to_the_bit(
     assert optimizer.stats.global_step == 12
     assert optimizer.status.startswith("alone in run 'r', for ")
     assert optimizer.status.endswith(" s; it trains by itself until another peer joins")
-    # Its state goes into a plain optimizer, and a plain one's into it.
+    # Its state loads into a plain optimizer, and a plain one's into it.
     again = make(plain)
     again.load_state_dict(optimizer.state_dict())
     optimizer.load_state_dict(expected.state_dict())
@@ -143,7 +143,7 @@ def test_alone_it_is_the_plain_optimizer_to_the_bit(
     assert weights(plain) == weights(wrapped)
 
 
-def test_small_batches_gather_until_the_target_is_full(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_small_batches_accumulate_until_the_target_is_full(nodes: Callable[[int], list[SyncNode]]) -> None:
     model, plain = model_of(), model_of()
     optimizer = nodes(1)[0].optimizer(adamw(model), "r", target_batch_size=96)
     for number in range(6):
@@ -158,7 +158,7 @@ def test_small_batches_gather_until_the_target_is_full(nodes: Callable[[int], li
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-4)
 
 
-def test_two_peers_make_the_step_of_all_their_samples(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_two_peers_make_one_step_from_all_their_samples(nodes: Callable[[int], list[SyncNode]]) -> None:
     a, b = nodes(2)
     models = [model_of(), model_of()]
     first = a.optimizer(adamw(models[0]), "r", target_batch_size=96)
@@ -177,7 +177,7 @@ def test_two_peers_make_the_step_of_all_their_samples(nodes: Callable[[int], lis
         until(lambda: second.stats.total_samples == 32)
         backward(models[1], batch_of(10 * step + 1, 64))
         backward(models[0], batch_of(10 * step + 2, 16))
-        # The second sees a full batch and waits for the first, whose next batch is in it too.
+        # The second sees a full batch and waits for the first, whose next batch is included.
         together(second.step, follow)
         assert first.stats.global_step == second.stats.global_step == step + 1
         assert weights(models[0]) == weights(models[1])
@@ -192,7 +192,7 @@ def test_two_peers_make_the_step_of_all_their_samples(nodes: Callable[[int], lis
     assert schedules[0].last_epoch == 3
 
 
-def test_a_late_peer_catches_up_and_one_that_missed_rounds_too(
+def test_a_late_peer_and_one_that_missed_rounds_catch_up(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     a, b = nodes(2)
@@ -224,7 +224,7 @@ def test_a_late_peer_catches_up_and_one_that_missed_rounds_too(
     assert second.scheduler(CosineAnnealingLR, T_max=20).get_last_lr() == schedule.get_last_lr()
 
 
-def test_local_steps_are_averaged_in_the_background_and_to_equal_bytes(
+def test_local_steps_are_averaged_in_the_background_to_equal_bytes(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     found = nodes(3)
@@ -241,14 +241,14 @@ def test_local_steps_are_averaged_in_the_background_and_to_equal_bytes(
     until(lambda: all(each.stats.peers == 2 for each in optimizers))
 
     def train(number: int) -> None:
-        for step in range(15):  # a round begins at the tenth
+        for step in range(15):  # a round starts at the tenth step
             backward(models[number], batch_of(100 * number + step))
             optimizers[number].step()
 
     together(*(lambda number=number: train(number) for number in range(3)))
     assert together(*(lambda each=each: each.finish(WINDOW_SECONDS) for each in optimizers)) == [True] * 3
     assert [(each.stats.rounds, each.stats.rounds_failed) for each in optimizers] == [(1, 0)] * 3
-    assert len({weights(model) for model in models}) == 3, "each has trained on by itself"
+    assert len({weights(model) for model in models}) == 3, "each peer has trained on alone"
     assert together(*(each.average_now for each in optimizers)) == [True] * 3
     last = [each.stats.last_round for each in optimizers]
     assert {len(made.shares) for made in last} == {3}
@@ -256,7 +256,7 @@ def test_local_steps_are_averaged_in_the_background_and_to_equal_bytes(
     assert all(each.stats.blocked_seconds < WINDOW_SECONDS / 2 for each in optimizers)
 
 
-def test_optimizers_and_settings_unfit_for_peers_are_refused_by_name(
+def test_unsuitable_optimizers_and_settings_are_refused_by_name(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     (me,) = nodes(1)
@@ -289,7 +289,7 @@ def test_frozen_parameters_are_neither_sent_nor_stored(nodes: Callable[[int], li
     assert [name for name, _, _ in optimizer.rows] == ["2.weight", "2.bias"]
 
 
-def test_several_optimizers_are_one_and_their_states_are_numbered_through(
+def test_several_optimizers_act_as_one_with_continuous_state_numbers(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     def make(model: torch.nn.Sequential) -> list[torch.optim.Optimizer]:
@@ -309,7 +309,7 @@ def test_several_optimizers_are_one_and_their_states_are_numbered_through(
         for each in expected:
             each.step()
     assert weights(plain) == weights(model)
-    state = copy.deepcopy(optimizer.state_dict())  # torch's own hold the tensors themselves
+    state = copy.deepcopy(optimizer.state_dict())  # torch's own optimizers hold the tensors themselves
     assert sorted(state["state"]) == [0, 1, 2, 3]
     loaded = me.optimizer(make(other), "s", local_steps=2)
     loaded.load_state_dict(state)
@@ -321,7 +321,7 @@ def test_several_optimizers_are_one_and_their_states_are_numbered_through(
     assert weights(model) == weights(other)
 
 
-def test_a_grad_scaler_and_schedulers_of_torch_take_it_for_an_optimizer(
+def test_a_grad_scaler_and_schedulers_accept_the_wrapper(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     plain, model = model_of(), model_of()
@@ -341,10 +341,10 @@ def test_a_grad_scaler_and_schedulers_of_torch_take_it_for_an_optimizer(
             schedule.step()
     assert weights(plain) == weights(model)
     assert isinstance(pairs[1][1], PeerOptimizer)
-    assert pairs[1][1].stats.global_step == 5, "the batch that was not finite does not count"
+    assert pairs[1][1].stats.global_step == 5, "the batch with non-finite gradients does not count"
 
 
-def test_training_goes_on_when_the_node_has_ended(tmp_path: Path) -> None:
+def test_training_continues_after_the_node_has_ended(tmp_path: Path) -> None:
     settings = config.Config(
         name="a",
         data_dir=tmp_path / "a",
@@ -403,7 +403,7 @@ mine = halfway_package:Mine
 
 
 def install(folder: Path) -> None:
-    """Put a package there as an installer does: its module, and what it says of its entry points."""
+    """Write a package as an installer does: its module, and the metadata of its entry points."""
     (folder / "halfway_package.py").write_text(PACKAGE)
     told = folder / "halfway_package-1.0.dist-info"
     told.mkdir()
@@ -414,7 +414,7 @@ def install(folder: Path) -> None:
 def one_round(
     nodes: Callable[[int], list[SyncNode]], make: Make, local_steps: int = 50, **options: Any
 ) -> tuple[list[torch.nn.Sequential], list[PeerOptimizer]]:
-    """Two peers that begin alike, make three steps on their own batches, and hold one round."""
+    """Two peers that start alike, make three steps on their own batches, and hold one round."""
     found = nodes(2)
     models = [model_of(), model_of()]
     optimizers = together(
@@ -433,7 +433,7 @@ def one_round(
     return models, optimizers
 
 
-def test_moments_are_averaged_with_the_parameters_where_asked(
+def test_moments_are_averaged_with_the_parameters_on_request(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     models, optimizers = one_round(nodes, adamw, average_moments=True)
@@ -452,7 +452,7 @@ def test_moments_are_averaged_with_the_parameters_where_asked(
             torch.testing.assert_close(state[number][key], mean)
 
 
-def test_an_installed_package_brings_its_own_strategy_and_codec_by_entry_point(
+def test_an_installed_package_adds_a_strategy_and_codec_by_entry_point(
     nodes: Callable[[int], list[SyncNode]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     packages = tmp_path / "site-packages"
@@ -474,10 +474,10 @@ def test_an_installed_package_brings_its_own_strategy_and_codec_by_entry_point(
         plugins.own_codecs("other", "float32")
 
 
-def test_damping_takes_its_share_of_a_mean_and_average_now_all(
+def test_damping_applies_a_share_of_a_mean_and_average_now_all_of_it(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
-    """The optimizer's steps are of no length: all that changes the weights is what a round brings."""
+    """The optimizer's steps have length zero: only rounds change the weights."""
     models, optimizers = one_round(nodes, motionless, local_steps=4, damping=0.25)
     with torch.no_grad():
         for parameter in models[1].parameters():
@@ -486,7 +486,7 @@ def test_damping_takes_its_share_of_a_mean_and_average_now_all(
     mean = (before[0] + before[1]) / 2
     for model, optimizer in zip(models, optimizers, strict=True):
         backward(model, batch_of(0))
-        optimizer.step()  # the fourth: a round begins
+        optimizer.step()  # the fourth step starts a round
     assert together(*(lambda each=each: each.finish(WINDOW_SECONDS) for each in optimizers)) == [True] * 2
     assert [(each.stats.rounds, each.stats.rounds_failed) for each in optimizers] == [(1, 0)] * 2
     for model, own in zip(models, before, strict=True):
@@ -507,7 +507,7 @@ def test_damping_takes_its_share_of_a_mean_and_average_now_all(
         ({"local_steps": 5, "strategy": "diloco", "damping": 0.5}, "damping= is for strategy average"),
     ],
 )
-def test_a_damping_without_meaning_is_refused(options: dict[str, Any], named: str) -> None:
+def test_an_invalid_damping_is_refused(options: dict[str, Any], named: str) -> None:
     with pytest.raises(ValueError, match=named):
         Settings("r", **options)
 
@@ -519,7 +519,7 @@ def test_outer_steps_bring_peers_to_one_model(nodes: Callable[[int], list[SyncNo
     assert weights(models[0]) != weights(model_of())
 
 
-def test_peers_by_the_median_survive_one_that_sends_noise(nodes: Callable[[int], list[SyncNode]]) -> None:
+def test_peers_using_the_median_survive_one_that_sends_noise(nodes: Callable[[int], list[SyncNode]]) -> None:
     models = [model_of(), model_of(), model_of()]
     options: dict[str, Any] = {"local_steps": 1_000, "aggregate": "median", "join_seconds": 0.5}
     optimizers = [

@@ -1,4 +1,4 @@
-"""Nodes that serve tokens in the place of models, where a test asks for it."""
+"""Nodes that serve tokens instead of models, for tests that request them."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.node.serving.scene import TokensServed
 
 @pytest.fixture
 def tokens_served(monkeypatch: pytest.MonkeyPatch) -> type[TokensServed]:
-    """The stages of this test's nodes, which it may make slow, large or broken."""
+    """The stages of this test's nodes; a test may make them slow, large or broken."""
     kind = TokensServed.anew()
     monkeypatch.setattr(hosting, "HeldStage", kind)
     return kind

@@ -25,7 +25,7 @@ STAGE_SECONDS = 0.05
 
 
 class TokensServed:
-    """In the place of `node.serving.stage.HeldStage`; each test has its own by `anew`."""
+    """A replacement for `node.serving.stage.HeldStage`; each test gets a new class by `anew`."""
 
     opened: ClassVar[list[tuple[PeerId, int]]]
     seconds = STAGE_SECONDS
@@ -37,7 +37,7 @@ class TokensServed:
 
     @classmethod
     def anew(cls) -> "type[TokensServed]":
-        """Return a class of which no stage is open yet, and none broken."""
+        """Return a class without open or broken stages."""
         return type(cls.__name__, (cls,), {"opened": [], "broken": set()})
 
     def __init__(self, service: Service, number: int, me: PeerId) -> None:
@@ -98,7 +98,7 @@ def manifest(**changes: Any) -> ServiceManifest:
 
 
 async def ask(node: Node, service: Service, wish: GenerationWish, seen: list[int] | None = None) -> list[int]:
-    """All tokens of an answer; `seen` has them as they come."""
+    """Return all tokens of an answer; `seen` receives them as they come."""
     found: list[int] = [] if seen is None else seen
     async with node.serving.answer(service, wish) as generation:
         async for token in generation:
@@ -115,7 +115,7 @@ async def serving(
     offer: Offering | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[Swarm, Service]]:
-    """A swarm in which a service answers that node `at` has published."""
+    """A swarm that serves a service published by node `at`."""
     async with swarm(names, network=network, offer=offer) as group:
         service = await group.nodes[at].serving.published.begin(manifest(**changes), [group.nodes[at].peer])
         await group.nodes[at].serving.published.await_ready(service)
@@ -123,7 +123,7 @@ async def serving(
 
 
 def holders(group: Swarm) -> dict[str, int]:
-    """Which node holds which stage."""
+    """Return which node holds which stage."""
     return {
         name: member.number
         for name, node in group.nodes.items()
@@ -133,7 +133,7 @@ def holders(group: Swarm) -> dict[str, int]:
 
 
 async def until(holds: Callable[[], bool], seconds: float = 30) -> None:
-    """Wait until something holds."""
+    """Wait until the condition holds."""
     with trio.fail_after(seconds):
         while not holds():  # noqa: ASYNC110 - virtual time: waiting costs nothing
             await trio.sleep(0.02)

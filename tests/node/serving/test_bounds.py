@@ -1,4 +1,4 @@
-"""One peer has of the stages of a node what its owner allows: by [offer], through whole nodes."""
+"""Limits of [offer] on one peer's use of a node's stages, through whole nodes."""
 
 import pytest
 import trio
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def stranger(group: Swarm) -> Node:
-    """The node that holds no stage, so that both count it as another peer."""
+    """The node without a stage, so that both others count it as another peer."""
     return group.nodes[next(name for name in group.nodes if name not in holders(group))]
 
 
@@ -48,7 +48,9 @@ def test_a_peer_has_no_more_tokens_a_minute_than_the_owner_allows() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(peer_tokens_per_minute=10)) as (group, service):
             node = stranger(group)
-            assert await ask(node, service, wish(5, 14)) == reference(wish(5, 14)), "it is not cut off"
+            assert await ask(node, service, wish(5, 14)) == reference(wish(5, 14)), (
+                "the answer is not cut off"
+            )
             what = await refused(node, service)
             assert "its owner allows 10 tokens a minute to each peer: more in" in what
             await trio.sleep(30)
@@ -70,7 +72,7 @@ def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(tokens_served: ty
     simulate(main)
 
 
-def test_a_waiting_answer_begins_once_another_of_its_peer_is_over() -> None:
+def test_a_waiting_answer_starts_after_another_of_its_peer_ends() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(peer_sessions=1)) as (group, service):
             node, first, second = stranger(group), list[int](), list[int]()

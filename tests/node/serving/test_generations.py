@@ -1,4 +1,4 @@
-"""A node remembers some figures of each of its answers."""
+"""A node keeps figures of each of its answers."""
 
 from types import SimpleNamespace
 from typing import Any

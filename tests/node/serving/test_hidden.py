@@ -1,4 +1,4 @@
-"""Hidden states of a prompt, asked of whole nodes in virtual time."""
+"""Hidden states of a prompt, requested from whole nodes in virtual time."""
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ async def _width(*_: object) -> int:
 
 
 def test_hidden_states_are_whole_though_a_node_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Asking, "_hidden_width", _width)  # its graph is none
+    monkeypatch.setattr(Asking, "_hidden_width", _width)  # without a graph
 
     async def main() -> None:
         async with serving("abc") as (group, service), trio.open_nursery() as nursery:
@@ -58,7 +58,7 @@ def test_an_empty_or_wrong_prompt_has_no_hidden_states(monkeypatch: pytest.Monke
     simulate(main)
 
 
-def test_a_stranger_that_calls_a_prompt_too_long_ends_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_over_long_prompt_is_a_refusal_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Asking, "_hidden_width", _width)
 
     def refuse(_self: SessionProvider, _now: float, door: PeerId, message: object) -> Sends:

@@ -1,4 +1,4 @@
-"""The answer of a node that is asked for its services fits one message, however much it holds."""
+"""A node's list of its services fits one message, however many it holds."""
 
 from crypto.encoding import encode
 from crypto.facts import Fact
@@ -17,7 +17,7 @@ PEERS = [Identity(number.to_bytes(32)).peer for number in range(1, ROLL_ROWS_MAX
 
 
 def listing(service: int, stage: int) -> Listing:
-    """A stage of a service with as many members as there can be; the first is the node asked."""
+    """A stage of a service with the most possible members; the first is the node asked."""
     fact = Fact(bytes(36), bytes([service]) * MANIFEST_BYTES_MAX, bytes(64))
     rows = (ServiceRow(PEERS[0], stage, True), *(ServiceRow(peer, 1, True, False) for peer in PEERS[1:]))
     return Listing(fact, rows, 1 << 20, 1 << 50, 1 << 50, bytes(16), 1 << 36, 1 << 36)
@@ -32,7 +32,7 @@ def test_many_stages_of_one_service_fit_the_answer() -> None:
     assert found.listings[0].rows == listing(1, 0).rows
 
 
-def test_many_services_fit_the_answer_and_each_names_others() -> None:
+def test_many_services_fit_the_answer_which_names_more_holders() -> None:
     found = make_found(listing(service, 0) for service in range(SERVICES_MAX))
     assert len(encode(found)) <= REPLY_BYTES_MAX
     assert len(found.listings) == SERVICES_MAX

@@ -1,5 +1,4 @@
-"""The HTTP door of models over whole nodes in virtual time: how soon a stage forgets what nobody waits
-for."""
+"""The HTTP API of models over whole nodes in virtual time: stages quickly forget abandoned answers."""
 
 import json
 from contextlib import AsyncExitStack
@@ -23,8 +22,9 @@ PROMPT = [number % VOCABULARY for number in range(CONTEXT - 40)]
 
 
 async def ask(node: Node, body: dict[str, Any], seen: list[bytes] | None = None, key: str = "") -> str:
-    """One request with a key, else a new one, as the HTTP server has it answered: what it holds is let go at
-    its end."""
+    """Handle one request as the HTTP server does, with this key or a new one; its resources are released at
+    its end.
+    """
     api = ModelApi(node.seams, ServiceAnswers(node.serving))
     if not key:
         made: Any = await api.keys.handlers["keys.new"]({}, keep)
@@ -54,7 +54,7 @@ async def keep(_event: object) -> None:
 @pytest.mark.parametrize(
     ("prompt", "is_streamed"), [([1, 2], True), ([1, 2], False), (PROMPT, True), (PROMPT, False)]
 )
-def test_every_stage_forgets_an_answer_that_is_given_up(prompt: list[int], is_streamed: bool) -> None:
+def test_every_stage_forgets_an_abandoned_answer(prompt: list[int], is_streamed: bool) -> None:
     async def main() -> None:
         async with serving("abc") as (group, _), trio.open_nursery() as nursery:
             door = group.nodes["c"]
@@ -62,7 +62,7 @@ def test_every_stage_forgets_an_answer_that_is_given_up(prompt: list[int], is_st
             nursery.start_soon(ask, door, body)
             stages = [node.serving.provider for node in group.nodes.values()]
             await until(lambda: sum(stage.sessions for stage in stages) == 2)
-            await trio.sleep(0.12)  # in the midst of the prompt, where that is long
+            await trio.sleep(0.12)  # in the middle of the prompt, if that is long
             began = trio.current_time()
             nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
@@ -87,7 +87,7 @@ def test_a_service_of_tokens_has_no_text() -> None:
     simulate(main)
 
 
-def test_two_choices_of_a_long_prompt_read_it_once_and_both_answer() -> None:
+def test_two_choices_of_a_long_prompt_share_its_prefill() -> None:
     async def main() -> None:
         async with serving("abc") as (group, _):
             seen: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Into which stages a model is cut to be served, and which nodes suit them."""
+"""How a served model is cut into stages, and which nodes suit them."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -30,7 +30,7 @@ def offer(peer: PeerId, gigaflops: float = 10.0, memory_bytes: int = 4 << 30) ->
 
 
 def links(far: PeerId) -> Knowledge:
-    """All measured, and those of one peer slow."""
+    """Links that are all measured, slow at one peer."""
     observed = {
         one: Observed(
             tuple(
@@ -62,7 +62,7 @@ def test_a_model_that_fits_one_node_is_not_split() -> None:
 
 
 def kinds(*groups: Sequence[PeerId]) -> Knowledge:
-    """Each group has one kind of machine, as quick as its offer says."""
+    """Groups of machines, each of one kind and as fast as its offer says."""
     rows = {
         peer: msgspec.structs.replace(REFERENCE, hardware=f"processor {number}")
         for number, group in enumerate(groups)
@@ -72,7 +72,7 @@ def kinds(*groups: Sequence[PeerId]) -> Knowledge:
 
 
 @pytest.mark.parametrize("stages", [1, 2])
-def test_a_service_begins_where_another_machine_of_the_kind_is_free(stages: int) -> None:
+def test_a_service_starts_where_another_machine_of_the_kind_is_free(stages: int) -> None:
     alone, alike = OTHERS[:1], PEERS
     offers = [offer(alone[0], 11.0), *(offer(peer, 10.0) for peer in alike)]
     _, peers = plan_service(graph(), offers, stages, kinds(alone, alike))

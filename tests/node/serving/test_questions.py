@@ -1,4 +1,4 @@
-"""Questions to a service become tokens: long chats are cut at few renderings."""
+"""Chats become prompts of tokens: long chats are truncated with few renderings."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -31,7 +31,7 @@ class CountingText:
 @pytest.mark.parametrize("turns", [1, 2, 3, 11, 12, 13, 24, 25, 26, 500])
 @pytest.mark.parametrize("system", [0, 1])
 @pytest.mark.parametrize("is_even", [False, True])
-def test_a_long_chat_is_cut_where_it_fits_at_few_renderings(turns: int, system: int, is_even: bool) -> None:
+def test_a_long_chat_is_truncated_to_fit_with_few_renderings(turns: int, system: int, is_even: bool) -> None:
     count = 2 * turns if is_even else 2 * turns - 1
     messages = [{"role": "system", "content": "short"}] * system
     messages += [{"role": ("user", "assistant")[n % 2], "content": str(n)} for n in range(count)]

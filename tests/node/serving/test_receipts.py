@@ -1,4 +1,4 @@
-"""Receipts of answers: who computed for a door can show what it gave, and has a larger share of others."""
+"""Receipts of answers: a node that computed for a door can prove it, and gets a larger share of others."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tests.stack import simulate, swarm
 pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
-def test_those_who_compute_an_answer_have_receipts_of_it(tmp_path: Path) -> None:
+def test_nodes_that_compute_an_answer_get_receipts(tmp_path: Path) -> None:
     (tmp_path / "words.peerloom").write_bytes(encode_graph(graph()))
 
     async def main() -> None:
@@ -32,7 +32,7 @@ def test_those_who_compute_an_answer_have_receipts_of_it(tmp_path: Path) -> None
                 assert door.runs.receipts.contribution(peer).given > 0
                 (row, _) = next(iter(group.nodes[each].runs.receipts._earned.values()))
                 assert (row.run, row.measurer, row.provider) == (service.id, door.peer, peer)
-                assert row.microbatches == 5 + 39, "the tokens of the prompt and those that were made"
+                assert row.microbatches == 5 + 39, "the tokens of the prompt and of the answer"
             assert not door.runs.receipts._earned
 
     simulate(main)

@@ -1,4 +1,4 @@
-"""Services that only some peers may hold, whole nodes in virtual time."""
+"""Services that only some peers may hold. Whole nodes in virtual time."""
 
 import pytest
 import trio
@@ -13,7 +13,7 @@ from tests.stack import simulate, swarm
 pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
-def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:
+def test_only_the_named_peers_hold_a_restricted_service() -> None:
     async def main() -> None:
         async with swarm("abcd") as group:
             door, named = group.nodes["a"], [group.nodes[name].peer for name in "ad"]
@@ -22,7 +22,7 @@ def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:
             await door.serving.published.await_ready(service)
             assert set(holders(group)) == {"a", "d"}
             assert await ask(group.nodes["b"], service, wish()) == reference(wish())
-            # Nobody else takes its place, whoever asks for it.
+            # No other peer takes its place, whoever asks for it.
             group.kill("d")
             await trio.sleep(20)
             assert set(holders(group)) == {"a"}
@@ -32,7 +32,7 @@ def test_a_restricted_service_is_held_by_the_named_peers_alone() -> None:
     simulate(main)
 
 
-def test_a_door_takes_no_route_over_a_peer_outside_the_service() -> None:
+def test_a_door_uses_no_route_through_a_peer_outside_the_service() -> None:
     async def main() -> None:
         async with swarm("abc") as group:
             door = group.nodes["a"]

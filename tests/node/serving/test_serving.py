@@ -1,4 +1,4 @@
-"""Services of whole nodes in virtual time: placed, found, answered, kept, ended."""
+"""Services of whole nodes in virtual time: placed, found, answering, maintained, ended."""
 
 from itertools import pairwise
 from typing import Any
@@ -32,7 +32,7 @@ def test_a_service_answers_at_every_node() -> None:
     simulate(main)
 
 
-def test_an_answer_goes_on_when_a_spare_loads_a_killed_stage() -> None:
+def test_an_answer_continues_when_a_spare_loads_a_killed_stage() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             door = group.nodes["a"]
@@ -54,7 +54,7 @@ def test_an_answer_goes_on_when_a_spare_loads_a_killed_stage() -> None:
 
 
 @pytest.mark.parametrize("holder", "ab")  # the door's own node, and another
-def test_a_stage_that_ends_while_nobody_asks_is_held_anew(holder: str) -> None:
+def test_a_stage_that_ends_without_sessions_is_held_again(holder: str) -> None:
     async def main() -> None:
         async with serving("ab") as (group, service):
             hosting = group.nodes[holder].serving.hosting
@@ -68,7 +68,7 @@ def test_a_stage_that_ends_while_nobody_asks_is_held_anew(holder: str) -> None:
     simulate(main)
 
 
-def test_a_node_rests_from_a_stage_that_keeps_ending_there(tokens_served: type[TokensServed]) -> None:
+def test_a_node_pauses_a_stage_that_keeps_ending_there(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("a", cuts=()) as (group, service):
             for _ in range(300):
@@ -82,7 +82,7 @@ def test_a_node_rests_from_a_stage_that_keeps_ending_there(tokens_served: type[T
     simulate(main)
 
 
-def test_with_a_replica_an_answer_pauses_for_no_more_than_the_silence() -> None:
+def test_an_answer_with_a_replica_pauses_at_most_for_the_time_out() -> None:
     async def main() -> None:
         async with serving("abcd", replicas=2) as (group, service):
             await until(lambda: len(holders(group)) == 4)
@@ -104,8 +104,8 @@ def test_with_a_replica_an_answer_pauses_for_no_more_than_the_silence() -> None:
     simulate(main)
 
 
-def test_a_node_that_leaves_moves_its_answers_first(tokens_served: type[TokensServed]) -> None:
-    """It goes on to answer while another node loads its stage, so nobody waits for that."""
+def test_a_leaving_node_moves_its_answers_first(tokens_served: type[TokensServed]) -> None:
+    """It keeps answering while another node loads its stage, so no answer waits for that."""
     tokens_served.load_seconds = 3.0
 
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_a_node_that_leaves_moves_its_answers_first(tokens_served: type[TokensSe
 
 
 @pytest.mark.parametrize("seconds", [0.02, 0.1])
-def test_a_token_takes_its_computation_and_one_delay_for_each_hop(seconds: float) -> None:
+def test_a_token_costs_its_computation_and_one_delay_per_hop(seconds: float) -> None:
     """S stages: the door to the first, S - 1 between them, and the last straight back to the door."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ def test_a_token_takes_its_computation_and_one_delay_for_each_hop(seconds: float
     simulate(main)
 
 
-def test_an_answer_that_is_given_up_is_forgotten_in_every_stage() -> None:
+def test_an_abandoned_answer_is_forgotten_in_every_stage() -> None:
     async def main() -> None:
         async with serving("ab") as (group, service):
             async with group.nodes["a"].serving.answer(service, wish(tokens=100)) as generation:
@@ -200,7 +200,7 @@ def test_a_service_without_a_spare_answers_once_a_node_is_free(
             await other.serving.published.stop(taken)
             began = trio.current_time()
             await door.serving.published.await_ready(service)
-            assert trio.current_time() - began < 8.0, "its members do not wait for their next turn"
+            assert trio.current_time() - began < 8.0, "its members do not wait for their next round"
             assert await ask(door, service, wish()) == reference(wish())
 
     simulate(main)
@@ -242,7 +242,7 @@ def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> No
     simulate(main)
 
 
-def test_an_answer_waits_for_a_stage_that_is_being_loaded(tokens_served: type[TokensServed]) -> None:
+def test_an_answer_waits_for_a_loading_stage(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             tokens_served.load_seconds = 2 * ROUTE_SECONDS_MAX
@@ -257,14 +257,14 @@ def test_an_answer_waits_for_a_stage_that_is_being_loaded(tokens_served: type[To
     simulate(main)
 
 
-def test_its_publisher_alone_ends_a_service() -> None:
+def test_only_its_publisher_ends_a_service() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             with pytest.raises(UsageError):
                 await group.nodes["b"].serving.published.stop(service)
             await group.nodes["a"].serving.published.stop(service)
             await trio.sleep(20)
-            assert holders(group) == {}, "and no member begins it again"
+            assert holders(group) == {}, "no member starts it again"
             with pytest.raises(UsageError):
                 await group.nodes["c"].serving.finder.find("tokens")
             ended = [event for event in group.events["a"] if isinstance(event, ServiceChanged)][-1]
@@ -273,7 +273,7 @@ def test_its_publisher_alone_ends_a_service() -> None:
     simulate(main)
 
 
-def test_a_stage_that_nobody_takes_is_no_service() -> None:
+def test_a_stage_that_nobody_accepts_makes_no_service() -> None:
     async def main() -> None:
         async with swarm("a") as group:
             with pytest.raises(RunFailed, match="nobody takes stage 2 of 2: no node offers a free slot"):
@@ -284,7 +284,7 @@ def test_a_stage_that_nobody_takes_is_no_service() -> None:
     simulate(main)
 
 
-def test_a_stage_that_cannot_be_loaded_is_tried_elsewhere(tokens_served: type[TokensServed]) -> None:
+def test_a_stage_that_fails_to_load_is_tried_elsewhere(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with swarm("abc") as group:
             tokens_served.broken.add(group.nodes["b"].peer)
@@ -303,7 +303,7 @@ def test_a_served_stage_takes_a_slot() -> None:
     simulate(main)
 
 
-def test_tokenizers_read_at_once_are_bounded_by_the_room_of_a_node(
+def test_concurrent_tokenizer_loads_are_bounded_by_a_nodes_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(texts, "READERS_USED_MAX", 0)

@@ -1,4 +1,4 @@
-"""A node that is left alone with a stage takes the missing one too, in virtual time: answers go on."""
+"""A node that remains alone with a stage also takes the missing one, in virtual time: answers continue."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -25,7 +25,7 @@ TOKENS = 60
 
 
 def held(group: Swarm, service: Service) -> dict[str, list[ServiceMembership]]:
-    """The stages of a service that each living node holds, the one held for good first."""
+    """Return the stages of a service that each living node holds, the permanent one first."""
     return {
         name: node.serving.hosting.of(service.id)
         for name, node in group.nodes.items()
@@ -40,8 +40,9 @@ def stages(group: Swarm, service: Service) -> dict[str, list[int]]:
 async def disturbed(
     group: Swarm, service: Service, disturb: Callable[[], object], tokens: int = TOKENS
 ) -> float:
-    """An answer at node a in the middle of which something happens: it is the same, and all moves are exact;
-    the longest pause."""
+    """Play an answer at node a that an event interrupts: it must be the same, with exact moves. Return the
+    longest pause.
+    """
     times: list[float] = []
     seen: list[int] = []
     async with group.nodes["a"].serving.answer(service, wish(tokens=tokens)) as generation:
@@ -56,9 +57,7 @@ async def disturbed(
 
 
 @pytest.mark.parametrize("slots", [1, 2])
-def test_an_answer_goes_on_at_the_one_node_that_is_left(
-    slots: int, tokens_served: type[TokensServed]
-) -> None:
+def test_an_answer_continues_at_the_one_remaining_node(slots: int, tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("ab", offer=Offering(slots=slots)) as (group, service):
             first = stages(group, service)["a"]
@@ -66,11 +65,11 @@ def test_an_answer_goes_on_at_the_one_node_that_is_left(
             assert pause < tokens_served.load_seconds + 3
             assert stages(group, service) == {"a": [*first, 1 - first[0]]}
             main_stage, other = held(group, service)["a"]
-            assert (main_stage.turn is other.turn) is (slots == 1), "in one slot they compute in turn"
+            assert (main_stage.turn is other.turn) is (slots == 1), "two stages in one slot compute in turn"
             assert (main_stage.slot == other.slot) is (slots == 1)
             assert len(group.nodes["a"].serving.hosted()) == slots
             assert other.machine.memory_bytes <= main_stage.machine.memory_bytes
-            # New answers begin there, and the document says who holds what.
+            # New answers start there, and the document lists the holders.
             assert await ask(group.nodes["a"], service, wish(seed=3)) == reference(wish(seed=3))
             rows = (await group.nodes["a"].serving.finder.routes(service)).values()
             assert [[each.peer for each in row] for row in rows] == [[group.nodes["a"].peer]] * 2
@@ -82,7 +81,7 @@ def test_an_answer_goes_on_at_the_one_node_that_is_left(
     simulate(main)
 
 
-def test_an_answer_goes_on_at_a_node_alone_whose_stage_ended(tokens_served: type[TokensServed]) -> None:
+def test_an_answer_continues_at_a_lone_node_whose_stage_ended(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("a", cuts=()) as (group, service):
             (member,) = held(group, service)["a"]
@@ -93,7 +92,7 @@ def test_an_answer_goes_on_at_a_node_alone_whose_stage_ended(tokens_served: type
     simulate(main)
 
 
-def test_a_node_without_memory_for_it_takes_no_second_stage(tokens_served: type[TokensServed]) -> None:
+def test_a_node_without_memory_takes_no_second_stage(tokens_served: type[TokensServed]) -> None:
     tokens_served.needed_bytes = 1 << 60
 
     async def main() -> None:
@@ -106,7 +105,7 @@ def test_a_node_without_memory_for_it_takes_no_second_stage(tokens_served: type[
     simulate(main)
 
 
-def test_a_member_has_no_other_take_a_stage_that_is_held() -> None:
+def test_a_member_does_not_duplicate_a_held_stage() -> None:
     async def main() -> None:
         async with serving("abc", offer=Offering(slots=3), cuts=(1, 2)) as (group, service):
             await trio.sleep(3)
@@ -116,7 +115,7 @@ def test_a_member_has_no_other_take_a_stage_that_is_held() -> None:
             recruiter, rows = hosting.recruiter, hosting.of(service.id)[0].upkeep.rows()
             told = await recruiter.ask_to_host(group.nodes[other].peer, service, first[holder][0], rows)
             assert told == "another member holds the stage"
-            # It may leave, and then asks another to take over.
+            # The member may leave, and then asks another to take over.
             told = await recruiter.ask_to_host(group.nodes[other].peer, service, first[asker][0], rows)
             assert told is None
             assert stages(group, service)[holder] == first[holder]
@@ -124,7 +123,7 @@ def test_a_member_has_no_other_take_a_stage_that_is_held() -> None:
     simulate(main)
 
 
-def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom(
+def test_a_node_that_cannot_load_the_second_stage_tries_less_often(
     tokens_served: type[TokensServed],
 ) -> None:
     async def main() -> None:
@@ -147,7 +146,7 @@ def test_a_node_that_cannot_load_the_second_stage_tries_ever_more_seldom(
     simulate(main)
 
 
-def test_a_node_that_leaves_has_the_other_take_its_stage_first(tokens_served: type[TokensServed]) -> None:
+def test_a_leaving_node_first_hands_its_stage_over(tokens_served: type[TokensServed]) -> None:
     tokens_served.load_seconds = 3.0
 
     async def main() -> None:
@@ -162,7 +161,7 @@ def test_a_node_that_leaves_has_the_other_take_its_stage_first(tokens_served: ty
     simulate(main)
 
 
-def test_a_stopgap_lets_go_once_another_node_answers(tokens_served: type[TokensServed]) -> None:
+def test_a_stopgap_is_released_once_another_node_answers(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
         async with serving("abc") as (group, service):
             (free,) = {"a", "b", "c"} - stages(group, service).keys()
@@ -190,7 +189,7 @@ def test_a_stopgap_lets_go_once_another_node_answers(tokens_served: type[TokensS
     simulate(main)
 
 
-def test_a_node_that_leaves_takes_no_stage_again() -> None:
+def test_a_leaving_node_takes_no_stage_again() -> None:
     async def main() -> None:
         async with serving("a", cuts=()) as (group, service):
             node = group.nodes["a"]

@@ -1,4 +1,4 @@
-"""The same nodes train a run and answer: neither disturbs the other, and no node exceeds its slots."""
+"""Nodes that train a run also serve: neither disturbs the other, and no node exceeds its slots."""
 
 import pytest
 import trio

@@ -1,5 +1,6 @@
-"""Requests in the shape in which two coding agents send them: long lists of tools, the whole input each time,
-and fields that are of other servers."""
+"""Requests in the form of two coding agents: long lists of tools, the whole input each time, and fields that
+only other servers know.
+"""
 
 from typing import Any
 
@@ -44,7 +45,7 @@ def schema(number: int) -> dict[str, Any]:
 
 
 def responses_tools() -> list[dict[str, Any]]:
-    """Functions, and kinds of tools that are of other servers."""
+    """Functions, and kinds of tools that only other servers know."""
     tools: list[dict[str, Any]] = [
         {"type": "function", "name": name, "description": LONG, "strict": False, "parameters": schema(number)}
         for number, name in enumerate(NAMES * 6)
@@ -70,7 +71,7 @@ def responses_tools() -> list[dict[str, Any]]:
 
 
 def responses_input() -> list[dict[str, Any]]:
-    """All that was said, done and found."""
+    """The conversation so far, with the results of tools."""
     return [
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": LONG}]},
         {
@@ -129,7 +130,7 @@ def responses_input() -> list[dict[str, Any]]:
 
 
 def responses_request() -> dict[str, Any]:
-    """`/v1/responses`, a few turns into a task."""
+    """Return a `/v1/responses` request, a few turns into a task."""
     return {
         "model": NAME,
         "instructions": LONG,
@@ -150,7 +151,7 @@ def responses_request() -> dict[str, Any]:
 
 
 def messages_request() -> dict[str, Any]:
-    """`/v1/messages`, a few turns into a task."""
+    """Return a `/v1/messages` request, a few turns into a task."""
     cached = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
     tools: list[dict[str, Any]] = [
         {"name": f"{name}_{number}", "description": LONG, "input_schema": schema(number)}

@@ -1,5 +1,4 @@
-"""A page whose node finds one service of two stages, which a person talks with; its answers move and fail as
-they are told to."""
+"""A page whose node finds one service of two stages for a chat; its answers move and fail as a test sets."""
 
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ SERVICE = "ab" * 8
 
 
 class MovingGeneration(SaidGeneration):
-    """An answer that goes over to another route after `moves_after` tokens, and says so to nobody."""
+    """An answer that silently moves to another route after `moves_after` tokens."""
 
     def __init__(self, world: "ChatServing", wish: GenerationWish) -> None:
         super().__init__(world, wish)
@@ -129,6 +128,6 @@ def page_of_chats(**settings: Any) -> Iterator[tuple[str, ChatServing]]:
 
 
 def question(text: str = "hi", tokens: int = 24) -> dict[str, Any]:
-    """Return the request of the page."""
+    """Return the page's request."""
     asked = Question(messages=({"role": "user", "content": text},), tokens_max=tokens)
     return {"service": SERVICE, "question": {"messages": asked.messages, "tokens_max": asked.tokens_max}}

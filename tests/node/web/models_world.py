@@ -1,7 +1,7 @@
-"""A page on a real socket whose node's service is a made-up model of bytes: the driver without a swarm.
+"""A page on a real socket whose node serves an invented model of bytes: the driver without a swarm.
 
-It says `ANSWER` over and over, or once what a test has it say. With a tokenizer a conversation becomes its
-turns, a line each. Where an answer follows a rule it says anything that may come, drawn by the wish's seed.
+The model repeats `ANSWER`, or says a test's text once. With a tokenizer a conversation becomes its turns, a
+line each. Under a rule it says any allowed text, drawn by the wish's seed.
 """
 
 import random
@@ -31,7 +31,7 @@ CONTEXT = 4_096
 
 
 class SaidText:
-    """As a fenced process that knows a template: a conversation is its turns, a line each."""
+    """A fenced process that knows a template: a conversation becomes its turns, a line each."""
 
     tail = ""
     facts = TextFacts((), 256, has_template=True)
@@ -58,7 +58,7 @@ class SaidText:
 
 
 class SaidGeneration:
-    """An answer that comes a byte at a time, `seconds` apart."""
+    """An answer that arrives one byte at a time, `seconds` apart."""
 
     def __init__(self, world: "SaidServing", wish: GenerationWish) -> None:
         self.route: tuple[bytes, ...] = (b"someone",) if world.answers else ()
@@ -106,13 +106,13 @@ class SaidGeneration:
                 raise StopAsyncIteration
             if says[self._made - 1] in allowed:
                 return Token(says[self._made - 1], -0.5)
-            self._is_free = False  # what it wants to say is not allowed: it says anything that is
+            self._is_free = False  # its own text is not allowed: it says any allowed byte
         closing = [token for token in allowed if token in b'"}]0123456789']
         return Token(self._random.choice(closing or allowed), -0.5)
 
 
 class SaidServing:
-    """In the place of `node.serving.serving.Serving`."""
+    """A replacement for `node.serving.serving.Serving`."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -125,7 +125,7 @@ class SaidServing:
         self.tail = ""
         self.answers = True
         self.shared = 0
-        """Tokens of prompts that had been read before."""
+        """The number of cached prompt tokens."""
         self.going = 0
         self.wishes: list[GenerationWish] = []
         self.finder = self
@@ -165,7 +165,7 @@ class SaidServing:
 
     @asynccontextmanager
     async def reading(self, _service: Any, purpose: str = "") -> AsyncIterator[Any]:
-        if purpose:  # the real thing, for a model of bytes
+        if purpose:  # the real class, for a model of bytes
             if self.rules is None or self.rules.is_lost:
                 self.rules = await FencedText.open(b"", allow_unfenced=True)
                 self.rules_opened += 1
@@ -195,7 +195,7 @@ class SaidServing:
 async def models(
     *, text: str = "tokenizer", web: Web | None = None, limits: WebSettings | None = None, **settings: Any
 ) -> AsyncGenerator[tuple[Served, SaidServing, str], None]:
-    """A page whose node serves the model, the model, and a key."""
+    """Yield a page whose node serves the model, the model, and a key."""
     said = SaidServing()
     for name, value in settings.items():
         setattr(said, name, value)

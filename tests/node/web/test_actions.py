@@ -1,4 +1,4 @@
-"""Actions of a person on the page: only with the token and from this origin, and what comes of it."""
+"""Actions of a user on the page: only with the token and from this origin."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ TOKEN = bytes(range(16)).hex()
 
 
 async def act(page: Served, name: str, body: Any, **headers: str) -> tuple[int, Any]:
-    """(status, document) of an action with the token."""
+    """Return (status, document) of an action with the token."""
     headers = {"content_type": "application/json", "x_peerloom_token": TOKEN, **headers}
     status, _, answer = await page.ask(
         f"/api/actions/{name}", method="POST", body=json.dumps(body).encode(), **headers
@@ -47,7 +47,7 @@ def told(folder: Path) -> Told:
         ({"content_type": "text/plain"}, 415),
     ],
 )
-async def test_nobody_else_starts_a_run_or_changes_a_limit(
+async def test_outsiders_cannot_start_a_run_or_change_a_limit(
     name: str, headers: dict[str, str], status: int, tmp_path: Path
 ) -> None:
     async with served(told(tmp_path)) as page:
@@ -67,14 +67,14 @@ async def test_nobody_else_starts_a_run_or_changes_a_limit(
         (RUN.replace("steps = 2", "steps = -2"), "steps"),
     ],
 )
-async def test_a_text_that_is_no_run_is_refused_with_the_reason(text: str, said: str, tmp_path: Path) -> None:
+async def test_an_invalid_run_file_is_refused_with_the_reason(text: str, said: str, tmp_path: Path) -> None:
     async with served(told(tmp_path)) as page:
         status, document = await act(page, "start", {"text": text})
         assert status == 409
         assert said in document["error"]
 
 
-async def test_a_run_is_handed_to_the_node_itself(tmp_path: Path) -> None:
+async def test_a_run_is_submitted_to_the_node_itself(tmp_path: Path) -> None:
     model = tmp_path / "own.peerloom"
     model.write_bytes(b"captured before")
     async with served(told(tmp_path)) as page:
@@ -92,7 +92,7 @@ async def test_a_model_that_cannot_be_prepared_is_refused_with_the_reason(tmp_pa
         assert "there is no file /none.peerloom" in document["error"]
 
 
-async def test_whether_stages_of_others_are_taken_is_changed_and_shown(tmp_path: Path) -> None:
+async def test_accepting_stages_can_be_changed_and_is_shown(tmp_path: Path) -> None:
     async with served(told(tmp_path)) as page:
         status, document = await act(page, "limits", {"accept_runs": "never"})
         assert (status, document["result"]["accept_runs"]) == (200, "never")
@@ -100,7 +100,7 @@ async def test_whether_stages_of_others_are_taken_is_changed_and_shown(tmp_path:
         assert (await act(page, "limits", {"accept_runs": "sometimes"}))[0] == 409
 
 
-def test_others_hear_that_a_node_takes_no_more_stages() -> None:
+def test_others_learn_that_a_node_accepts_no_more_stages() -> None:
     async def scenario() -> None:
         import trio
 
@@ -115,7 +115,7 @@ def test_others_hear_that_a_node_takes_no_more_stages() -> None:
     simulate(scenario)
 
 
-def test_the_planner_says_what_a_run_would_be_without_some_peers() -> None:
+def test_the_planner_predicts_a_run_without_some_peers() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group:
             node, found = group.nodes["a"], dict[str, Any]()

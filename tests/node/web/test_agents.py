@@ -1,4 +1,4 @@
-"""Requests as coding agents send them, and requests like theirs with something wrong in them."""
+"""Requests of coding agents, and requests like theirs with an error in them."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from tests.node.web.world import Served
 
 CALL = 'I run it.\n<tool_call>\n{"name": "shell_0", "arguments": {"command": ["ls"]}}\n</tool_call>'
 ROOM = 1 << 22
-"""Tokens that the made-up model takes: such a request has some hundred thousand letters."""
+"""Tokens that the invented model accepts: such a request has some hundred thousand characters."""
 JUNK: list[Any] = [
     None,
     True,
@@ -87,7 +87,7 @@ async def test_requests_of_coding_agents_are_answered(monkeypatch: pytest.Monkey
 
 
 def small(body: dict[str, Any]) -> dict[str, Any]:
-    """A request with a few of its tools: what is wrong with many is wrong with some."""
+    """A request with only a few of its tools: an error in many is also an error in few."""
     return {**body, "tools": body["tools"][:2] + body["tools"][-2:]}
 
 
@@ -120,13 +120,13 @@ def bases() -> list[tuple[str, dict[str, Any]]]:
 
 
 def places(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The way to everything in a document."""
+    """Yield the path to every value in a document."""
     keys = value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
     return [(*here, key) for key in keys] + [way for key in keys for way in places(value[key], (*here, key))]
 
 
 def mutated(rng: random.Random, body: dict[str, Any]) -> bytes:
-    """A request with something else in it than it should have."""
+    """Return a request with one invalid value."""
     body = json.loads(json.dumps(body))
     for _ in range(rng.randint(1, 3)):
         *way, last = rng.choice(places(body) or [("model",)])
@@ -154,7 +154,7 @@ def mutated(rng: random.Random, body: dict[str, Any]) -> bytes:
 
 
 @pytest.mark.parametrize("count", [70, pytest.param(1_000, marks=pytest.mark.slow)])
-async def test_requests_with_something_wrong_have_a_clear_answer(count: int) -> None:
+async def test_requests_with_an_error_get_a_clear_answer(count: int) -> None:
     rng = random.Random(count)
     refused = 0
     async with models() as (page, said, key):

@@ -1,4 +1,4 @@
-"""The chat of the page over HTTP: who may ask, what is told while an answer comes, that nothing is kept."""
+"""The chat of the page over HTTP: access, events during an answer, and that nothing is stored."""
 
 import json
 from typing import Any
@@ -19,7 +19,7 @@ JSON = "application/json"
 
 
 async def told(page: Served, asked: Any) -> list[tuple[str, Any]]:
-    """(kind, document) of all events of an answer."""
+    """Return (kind, document) of all events of an answer."""
     status, headers, body = await page.ask(
         CHAT, method="POST", body=json.dumps(asked).encode(), content_type=JSON
     )
@@ -33,7 +33,7 @@ def text_of(events: list[tuple[str, Any]]) -> str:
     return "".join(each["text"] for kind, each in events if kind == "piece")
 
 
-async def test_an_answer_comes_piece_by_piece_and_says_how_it_went() -> None:
+async def test_an_answer_arrives_in_pieces_and_reports_its_figures() -> None:
     async with chats() as (page, said):
         events = await told(page, question(tokens=len(SAID)))
         assert events[0] == ("begin", {"service": SERVICE, "route": [peer_key(peer(1)), peer_key(peer(2))]})
@@ -50,7 +50,7 @@ async def test_an_answer_comes_piece_by_piece_and_says_how_it_went() -> None:
         assert (await page.json(f"/api/service-text?service={SERVICE}"))["has_template"]
 
 
-async def test_a_move_is_told_before_the_answer_goes_on() -> None:
+async def test_a_move_is_reported_before_the_answer_continues() -> None:
     async with chats(moves_after=8, pause_seconds=2 * chat.LOOK_SECONDS) as (page, _):
         events = await told(page, question(tokens=20))
         kinds = [kind for kind, _ in events]
@@ -61,7 +61,7 @@ async def test_a_move_is_told_before_the_answer_goes_on() -> None:
         assert "piece" in kinds[kinds.index("moved") :]
 
 
-async def test_an_answer_that_fails_says_why_and_keeps_its_text() -> None:
+async def test_an_answer_that_fails_gives_the_reason_and_keeps_its_text() -> None:
     async with chats(breaks_after=5) as (page, said):
         events = await told(page, question())
         assert text_of(events) == "Grü"
@@ -93,7 +93,7 @@ async def test_only_the_pages_owner_is_answered(headers: dict[str, str], status:
         assert not said.wishes
 
 
-async def test_a_window_that_is_closed_ends_its_answer() -> None:
+async def test_a_closed_window_ends_its_answer() -> None:
     async with chats(seconds=0.02) as (page, said):
         body = json.dumps(question(tokens=4_000)).encode()
         head = f"POST {CHAT} HTTP/1.1\r\nhost: {page.host}\r\ncontent-type: {JSON}\r\n"
@@ -103,10 +103,10 @@ async def test_a_window_that_is_closed_ends_its_answer() -> None:
         await until(lambda: said.going == 1)
         assert await stream.receive_some(100)
         await stream.aclose()
-        await until(lambda: said.going == 0)  # all of it would take 80 s
+        await until(lambda: said.going == 0)  # the whole answer would take 80 s
 
 
-async def test_no_word_of_a_chat_is_in_events_or_metrics() -> None:
+async def test_events_and_metrics_contain_no_text_of_a_chat() -> None:
     async with chats(moves_after=4) as (page, _):
         await told(page, question("the secret of the seventh seal"))
         for path in ("/api/view", "/api/export", "/metrics"):
@@ -115,7 +115,7 @@ async def test_no_word_of_a_chat_is_in_events_or_metrics() -> None:
             assert ANSWER[:5].encode() not in body
 
 
-async def test_as_many_answers_as_pages_may_have_and_no_more() -> None:
+async def test_concurrent_answers_of_pages_are_bounded() -> None:
     async with chats(limits=WebSettings(chats_max=0)) as (page, _):
         status, _, body = await page.ask(
             CHAT, method="POST", body=json.dumps(question()).encode(), content_type=JSON

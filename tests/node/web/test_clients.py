@@ -1,4 +1,4 @@
-"""The official clients of OpenAI and Anthropic against the HTTP door, on real sockets."""
+"""The official clients of OpenAI and Anthropic against the HTTP API, on real sockets."""
 
 import json
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TOOLS = [
 
 
 async def ask(page: Served, key: str, work: Callable[[Any], T]) -> T:
-    """Return what `work` returns of an OpenAI client, in a thread of its own."""
+    """Return the result of `work` with an OpenAI client, in its own thread."""
 
     def run() -> T:
         with openai.OpenAI(api_key=key, base_url=f"http://{page.host}/v1", max_retries=0) as client:
@@ -44,7 +44,7 @@ async def message(page: Served, key: str, work: Callable[[Any], T]) -> T:
         return await trio.to_thread.run_sync(run, abandon_on_cancel=True)
 
 
-async def test_completions_answer_whole_and_streamed() -> None:
+async def test_completions_arrive_whole_and_streamed() -> None:
     async with models(text="bytes") as (page, said, key):
         fields = {"model": NAME, "prompt": "hi", "max_tokens": BYTES, "seed": 3, "temperature": 0.5, "n": 2}
         whole = await ask(page, key, lambda client: client.completions.create(**fields, logprobs=2))
@@ -66,7 +66,7 @@ async def test_completions_answer_whole_and_streamed() -> None:
         assert [(end.text, end.finish_reason) for end in ends] == [("", "length")] * 2
 
 
-async def test_chat_answers_whole_and_streamed() -> None:
+async def test_chat_answers_arrive_whole_and_streamed() -> None:
     async with models() as (page, said, key):
         turns = [{"role": "developer", "content": "short"}, {"role": "user", "content": "hi"}]
         fields = {"model": NAME, "messages": turns, "max_tokens": BYTES, "tools": TOOLS}
@@ -82,11 +82,11 @@ async def test_chat_answers_whole_and_streamed() -> None:
         assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == TOLD
         assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == [None, "length"]
         assert not any(chunk.choices[0].delta.tool_calls for chunk in chunks)
-        # No half letters: each piece is text by itself, and the bytes of a letter come together.
+        # No piece splits a character: the bytes of one arrive together.
         assert all("\ufffd" not in (chunk.choices[0].delta.content or "") for chunk in chunks)
 
 
-async def test_responses_answer_whole_and_streamed() -> None:
+async def test_responses_arrive_whole_and_streamed() -> None:
     async with models() as (page, said, key):
         items = [
             {"role": "user", "content": [{"type": "input_text", "text": "hi"}]},
@@ -133,7 +133,7 @@ async def test_responses_answer_whole_and_streamed() -> None:
         assert "".join(event.delta for event in events if event.type.endswith("text.delta")) == TOLD
 
 
-async def test_messages_answer_whole_and_streamed() -> None:
+async def test_messages_arrive_whole_and_streamed() -> None:
     async with models() as (page, _, key):
         turns: list[Any] = [
             {"role": "user", "content": "hi"},
@@ -162,7 +162,7 @@ async def test_messages_answer_whole_and_streamed() -> None:
         assert counted.input_tokens == len("system: short\nuser: hi")
 
 
-async def test_clients_read_problems_in_their_own_form() -> None:
+async def test_clients_read_errors_in_their_own_form() -> None:
     async with models(text="bytes") as (page, said, key):
         turns = [{"role": "user", "content": "hi"}]
         with pytest.raises(openai.BadRequestError, match="no chat template") as refused:
@@ -189,7 +189,7 @@ async def test_clients_read_problems_in_their_own_form() -> None:
         assert missing.value.response.headers["retry-after"] == "2"
 
 
-async def test_an_answer_that_breaks_off_is_told_in_its_stream() -> None:
+async def test_an_interrupted_answer_is_reported_in_its_stream() -> None:
     async with models(breaks_after=4) as (page, said, key):
         fields = {"model": NAME, "prompt": "hi", "max_tokens": 99}
         got: list[str] = []

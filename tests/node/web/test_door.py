@@ -1,4 +1,4 @@
-"""The page's HTTP door on real sockets: what it serves, what it refuses, and that nobody brings it down."""
+"""The page's HTTP server on real sockets: what it serves and refuses, and that no client crashes it."""
 
 import json
 from contextlib import AsyncExitStack, suppress
@@ -24,7 +24,7 @@ def told() -> Told:
 
 
 @pytest.mark.parametrize("path", ["/", "/run", f"/run/{'ab' * 8}", "/plan", "/models", "/node", "/events"])
-async def test_every_view_has_a_url_of_its_own(path: str) -> None:
+async def test_every_view_has_its_own_url(path: str) -> None:
     async with served(told()) as page:
         status, headers, body = await page.ask(path)
         assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
@@ -32,7 +32,7 @@ async def test_every_view_has_a_url_of_its_own(path: str) -> None:
         assert "default-src 'none'" in headers["content-security-policy"]
 
 
-async def test_a_known_file_is_not_sent_again() -> None:
+async def test_an_unchanged_file_is_not_sent_again() -> None:
     async with served() as page:
         _, headers, _ = await page.ask("/static/app.js")
         status, _, body = await page.ask("/static/app.js", if_none_match=headers["etag"])
@@ -90,7 +90,7 @@ async def test_other_origins_and_rebound_names_are_refused(headers: dict[str, st
         assert page.node.asked == []
 
 
-async def test_an_action_needs_the_token_and_does_what_the_command_does() -> None:
+async def test_an_action_needs_the_token_and_acts_like_the_command() -> None:
     async with served(told()) as page:
         body = b'{"run": "abababababababab"}'
         wanted = {"content_type": "application/json", "origin": f"http://{page.host}"}
@@ -130,12 +130,12 @@ async def first_line(page: Served, path: str, method: str) -> bytes:
             return bytes(await connection.receive_some(1_000)).partition(b"\r\n")[0]
 
 
-async def test_a_scraper_of_this_machine_needs_no_token_for_metrics() -> None:
+async def test_a_local_scraper_needs_no_token_for_metrics() -> None:
     async with served(told()) as page:
         assert b" 200 " in (await first_line(page, "/metrics", "GET"))
 
 
-async def test_the_token_stays_the_same_from_start_to_start() -> None:
+async def test_the_token_survives_a_restart() -> None:
     node = told()
     async with served(node) as page:
         token = page.page.token
@@ -154,7 +154,7 @@ async def test_neither_40_streams_nor_140_silent_connections_keep_the_owner_out(
                 await each.send_all(f"GET /api/stream HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode())
         with trio.fail_after(20):  # idle ones are closed only after 30 s
             while True:
-                with suppress(IndexError):  # turned away before a word
+                with suppress(IndexError):  # refused without an answer
                     status, _, _ = await page.ask("/api/view")
                     break
                 await trio.sleep(0.05)
@@ -172,7 +172,7 @@ async def test_the_owner_is_served_soon_beside_200_silent_connections() -> None:
         answers = 0
         with trio.fail_after(20):  # idle ones are closed only after 30 s
             while answers < 3:
-                with suppress(IndexError):  # turned away before a word
+                with suppress(IndexError):  # refused without an answer
                     assert (await page.ask("/api/view"))[0] == 200
                     answers += 1
                 await trio.sleep(0.05)
@@ -183,7 +183,7 @@ async def test_the_owner_is_served_soon_beside_200_silent_connections() -> None:
 
 
 async def connected(page: Served, stack: AsyncExitStack) -> trio.SocketStream:
-    """One more client, once the door has taken it or turned it away."""
+    """Connect one more client, once the server has accepted or refused it."""
     server = page.page._door
     assert server is not None
 
@@ -206,7 +206,7 @@ async def is_answered(page: Served, client: trio.SocketStream) -> bool:
         return (await client.receive_some(100)).startswith(b"HTTP/1.1 200")
 
 
-async def test_newcomers_displace_no_young_client_of_a_full_doorway() -> None:
+async def test_newcomers_displace_no_young_connection_at_the_limit() -> None:
     few = WebSettings(connections_max=1, doorway_max=3, doorway_seconds=60, request_seconds_max=30)
     async with served(told(), few) as page, AsyncExitStack() as stack:
         tricklers = [await connected(page, stack) for _ in range(3)]
@@ -219,7 +219,7 @@ async def test_newcomers_displace_no_young_client_of_a_full_doorway() -> None:
         assert await is_answered(page, honest)
 
 
-async def test_the_oldest_in_the_doorway_makes_room_once_it_had_its_time() -> None:
+async def test_the_oldest_connection_is_evicted_after_its_minimum_time() -> None:
     few = WebSettings(connections_max=1, doorway_max=1, doorway_seconds=0, request_seconds_max=30)
     async with served(told(), few) as page, AsyncExitStack() as stack:
         for _ in range(3):
@@ -227,7 +227,7 @@ async def test_the_oldest_in_the_doorway_makes_room_once_it_had_its_time() -> No
         assert await is_answered(page, await connected(page, stack))
 
 
-async def test_a_crowd_in_the_doorway_makes_room_for_another_address() -> None:
+async def test_a_crowd_from_one_address_makes_room_for_another() -> None:
     few = WebSettings(connections_max=1, doorway_max=3, doorway_seconds=60, request_seconds_max=30)
     async with served(told(), few) as page, AsyncExitStack() as stack:
         for _ in range(4):
@@ -239,7 +239,7 @@ async def test_a_crowd_in_the_doorway_makes_room_for_another_address() -> None:
         assert await is_answered(page, await connected(page, stack))
 
 
-def test_a_form_is_no_action_even_with_the_token() -> None:
+def test_a_form_is_not_an_action_even_with_the_token() -> None:
     headers = {"content-type": "text/plain", "x-peerloom-token": "secret"}
     refusal = refuse_action(headers, "secret")
     assert refusal is not None
@@ -268,7 +268,7 @@ def test_a_link_from_elsewhere_opens_the_page() -> None:
         (b"GET / HTTP/1.1\r\n\r\n", b" 400 "),
     ],
 )  # fmt: skip
-async def test_bytes_that_are_no_request_get_a_status(data: bytes, status: bytes) -> None:
+async def test_bytes_that_are_not_a_request_get_a_status(data: bytes, status: bytes) -> None:
     async with served() as page:
         assert status in (await page.raw(data)).partition(b"\r\n")[0]
 
@@ -280,12 +280,12 @@ async def test_one_connection_carries_many_requests() -> None:
         assert (await page.raw(one * 4 + last)).count(b"HTTP/1.1 200") == 5
 
 
-async def test_slow_requests_are_given_up() -> None:
+async def test_slow_requests_are_abandoned() -> None:
     async with served(settings=WebSettings(request_seconds_max=0.1)) as page:
         assert b" 408 " in await page.raw(b"GET / HT")
 
 
-async def test_idle_connections_are_closed_without_a_word() -> None:
+async def test_idle_connections_are_closed_silently() -> None:
     async with served(settings=WebSettings(idle_seconds_max=0.1)) as page:
         assert await page.raw(b"") == b""
 
@@ -349,7 +349,7 @@ VALUES = [b"localhost", b"5", b"-1", b"chunked", b"100-continue", b"websocket"]
         max_size=8,
     )
 )  # fmt: skip
-def test_nothing_that_is_sent_brings_the_door_down(attempts: list[bytes]) -> None:
+def test_no_input_crashes_the_server(attempts: list[bytes]) -> None:
     async def check() -> None:
         async with served() as page:
             for attempt in attempts:

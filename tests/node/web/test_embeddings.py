@@ -1,4 +1,4 @@
-"""Requests for vectors that are large: they are read beside the event loop, and bounded before they are."""
+"""Large requests for embeddings: they are tokenized off the event loop, and bounded before that."""
 
 import threading
 from contextlib import AsyncExitStack
@@ -15,7 +15,7 @@ from tests.node.web.models_world import NAME, SaidServing, models
 from tests.node.web.test_clients import ask, openai
 
 
-async def test_long_inputs_are_read_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_inputs_are_tokenized_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     convert, threads = msgspec.convert, list[threading.Thread]()
 
     def noting(given: Any, *rest: Any, **options: Any) -> Any:
@@ -33,7 +33,7 @@ async def test_long_inputs_are_read_beside_the_event_loop(monkeypatch: pytest.Mo
     assert threading.main_thread() not in threads
 
 
-async def test_the_length_of_an_input_is_checked_before_its_tokens() -> None:
+async def test_the_length_of_an_input_is_checked_before_tokenizing() -> None:
     said = SaidServing()
     said.service.manifest.vector = 8
     request = EmbeddingsRequest(model=NAME, input="")

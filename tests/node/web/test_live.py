@@ -1,4 +1,4 @@
-"""News for open pages: snapshots, deltas, and where a page goes on that was away."""
+"""Updates for open pages: snapshots, deltas, and the position where a page resumes."""
 
 import json
 from types import SimpleNamespace
@@ -25,7 +25,7 @@ def told(members: int = 4) -> Told:
     return node
 
 
-async def test_a_page_begins_with_all_and_goes_on_with_what_is_new() -> None:
+async def test_a_page_starts_with_a_snapshot_and_continues_with_deltas() -> None:
     async with served(told()) as page, stream(page) as messages:
         kind, _, whole = await messages.next()
         assert kind == "reset"
@@ -65,7 +65,7 @@ async def test_a_run_is_shown_with_how_its_data_was_read() -> None:
         assert "label     'kind', by the key `label`" in lines
 
 
-async def test_a_page_that_was_away_goes_on_where_it_was() -> None:
+async def test_a_page_that_was_away_resumes_where_it_was() -> None:
     async with served(told()) as page, stream(page):
         async with stream(page) as messages:
             _, seen, _ = await messages.next()
@@ -77,12 +77,12 @@ async def test_a_page_that_was_away_goes_on_where_it_was() -> None:
 
 
 @pytest.mark.parametrize("last", ["another-life.1", "x", ".", "0" * 999, "\xff.1"])
-async def test_a_page_of_another_life_begins_anew(last: str) -> None:
+async def test_a_page_of_another_life_starts_again(last: str) -> None:
     async with served(told()) as page, stream(page, last) as messages:
         assert (await messages.next())[0] == "reset"
 
 
-async def test_a_page_that_fell_behind_begins_anew() -> None:
+async def test_a_page_that_fell_behind_starts_again() -> None:
     async with served(told(), WebSettings(deltas_kept_max=2)) as page, stream(page) as watching:
         _, seen, _ = await watching.next()
         for number in range(20, 24):
@@ -111,7 +111,7 @@ async def test_deltas_add_up_to_the_whole() -> None:
         assert sorted(rows.values(), key=str) == sorted(expected, key=str)
 
 
-async def test_nobody_looks_and_nothing_is_encoded() -> None:
+async def test_nothing_is_encoded_without_an_open_page() -> None:
     async with served(told()) as page:
         deltas = page.page.live
         for number in range(100, 200):
@@ -121,7 +121,7 @@ async def test_nobody_looks_and_nothing_is_encoded() -> None:
         assert deltas._snapshot is None
 
 
-async def test_a_browser_that_reads_nothing_holds_up_nobody() -> None:
+async def test_a_browser_that_reads_nothing_delays_nobody() -> None:
     node = told(200)
     async with served(node) as page, await trio.open_tcp_stream("127.0.0.1", page.port) as asleep:
         await asleep.send_all(f"GET /api/stream HTTP/1.1\r\nhost: {page.host}\r\n\r\n".encode())
@@ -136,7 +136,7 @@ async def test_a_browser_that_reads_nothing_holds_up_nobody() -> None:
             assert (await page.ask("/api/view"))[0] == 200
 
 
-async def test_a_thousand_peers_are_one_small_snapshot() -> None:
+async def test_a_thousand_peers_fit_one_small_snapshot() -> None:
     async with served(told(1_000)) as page:
         _, _, body = await page.ask("/api/view")
         assert len(json.loads(body)["members"]) == 1_000
@@ -153,7 +153,7 @@ async def test_links_are_those_of_peers_that_were_heard() -> None:
         assert (await page.json("/api/view"))["links"] == {views.peer_key(peer(1)): 0.02}
 
 
-async def test_members_that_are_not_dialled_are_shown_with_their_way() -> None:
+async def test_undialled_members_are_shown_with_their_path() -> None:
     node = told()
     relayed = {"way": "relayed", "relay": peer_text(peer(2)), "bytes_per_second": 1_250_000}
     paths = {peer(1): relayed, peer(2): {"way": "direct", "relay": None, "bytes_per_second": None}}
@@ -172,7 +172,7 @@ async def test_events_are_found_by_number_kind_and_text() -> None:
         assert rest["last"] == len(page.node.history.after(0))
 
 
-async def test_an_export_holds_every_event_that_is_found() -> None:
+async def test_an_export_holds_every_event_that_matches() -> None:
     async with served(told(500)) as page:
         _, headers, body = await page.ask("/api/export?kind=MemberJoined")
         assert "attachment" in headers["content-disposition"]

@@ -1,4 +1,4 @@
-"""`/metrics`: what it counts, that its labels are bounded, and that what is deployed asks for what exists."""
+"""`/metrics`: the counted values, the bound on labels, and deployed rules that use existing names."""
 
 import json
 import re
@@ -43,7 +43,7 @@ async def scraped(node: Told) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_it_counts_what_happened() -> None:
+async def test_metrics_count_events() -> None:
     found = await scraped(told())
     assert found["peerloom_members", "alive"] == 3
     assert found["peerloom_members", "dead"] == 1
@@ -60,7 +60,7 @@ async def test_it_counts_what_happened() -> None:
 
 
 def answered(node: Told, stages: int = 1) -> Told:
-    """The same with an answer of a model, whose stages are held here, in each way that it is counted."""
+    """The same, with an answer of a model whose stages are held here, counted in each way."""
     for event in serving_events(STARTED, peer(1), peer(2)):
         node.publish(event)
     listing = SimpleNamespace(sessions=2, tokens=300, tokens_max=4_096)
@@ -69,13 +69,13 @@ def answered(node: Told, stages: int = 1) -> Told:
     return node
 
 
-async def test_a_session_over_two_stages_of_this_node_is_one() -> None:
+async def test_a_session_over_two_local_stages_counts_once() -> None:
     found = await scraped(answered(told(), 2))
     assert found["peerloom_model_sessions", "gpt"] == 2
     assert found["peerloom_model_cache_tokens", "gpt"] == 600
 
 
-async def test_it_counts_answers_of_models() -> None:
+async def test_metrics_count_answers_of_models() -> None:
     found = await scraped(answered(told()))
     assert found["peerloom_answers_total", "gpt", "length"] == 1
     assert found["peerloom_answers_total", "gpt", "failed"] == 0
@@ -103,7 +103,7 @@ async def test_requests_over_http_are_counted_by_their_model() -> None:
     assert b"mistyped" not in body
 
 
-def test_more_models_than_a_dashboard_has_are_counted_together() -> None:
+def test_models_beyond_the_label_limit_are_counted_together() -> None:
     counted = model_metrics.ModelMetrics()
     (ended,) = (
         each for each in serving_events(STARTED, peer(1), peer(2)) if isinstance(each, GenerationEnded)
@@ -119,7 +119,7 @@ def test_more_models_than_a_dashboard_has_are_counted_together() -> None:
     assert sums[model_metrics.OTHER] == 5
 
 
-async def test_no_peer_and_no_run_is_a_label() -> None:
+async def test_peers_and_runs_are_not_labels() -> None:
     few, node = await scraped(told()), told()
     for number in range(10, 200):
         node.publish(joined(number))
@@ -169,7 +169,7 @@ async def test_deployed_rules_ask_only_for_metrics_that_exist() -> None:
         assert names_of(expression) <= known, expression
 
 
-async def test_labels_that_are_deployed_exist() -> None:
+async def test_deployed_labels_exist() -> None:
     found = await scraped(told())
     text = (ROOT / "deploy/alerts.yml").read_text()
     assert ("peerloom_members", "alive") in found

@@ -1,5 +1,6 @@
-"""The HTTP door of models on real sockets: keys, limits, clients that hang up, say nothing, or send
-rubbish."""
+"""The HTTP API of models on real sockets: keys, limits, and clients that hang up, are silent, or send
+garbage.
+"""
 
 import json
 import ssl
@@ -29,7 +30,7 @@ LONG: dict[str, Any] = {**ASKED, "max_tokens": 4_000}
 
 
 async def post(page: Served, key: str, body: Any, path: str = COMPLETIONS) -> tuple[int, dict[str, str], Any]:
-    """(status, headers, document) of one request."""
+    """Return (status, headers, document) of one request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     status, headers, answer = await page.ask(path, method="POST", body=data, authorization=f"Bearer {key}")
     return status, headers, json.loads(answer)
@@ -60,7 +61,7 @@ async def test_a_key_is_needed_on_this_machine_too(path: str) -> None:
         assert (await page.ask("/v1/models"))[0] == 401
 
 
-async def test_a_revoked_key_opens_nothing_and_none_is_kept_in_the_clear() -> None:
+async def test_a_revoked_key_is_refused_and_keys_are_stored_hashed() -> None:
     async with models() as (page, _, key):
         ring = page.page.models.keys
         stored = page.node.seams.storage.read(KEYS_NAME)
@@ -83,7 +84,7 @@ async def test_an_answer_ends_when_its_client_hangs_up(is_streamed: bool) -> Non
         if is_streamed:
             assert await stream.receive_some(100)
         await stream.aclose()
-        await until(lambda: said.going == 0)  # all of it would take 80 s
+        await until(lambda: said.going == 0)  # the whole answer would take 80 s
 
 
 async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused() -> None:
@@ -107,7 +108,7 @@ async def test_requests_beyond_a_keys_limit_wait_and_then_are_refused() -> None:
         await until(lambda: not queue.going and not queue.waiting)
 
 
-def test_keys_that_wait_take_turns() -> None:
+def test_waiting_keys_take_turns() -> None:
     queue = RequestQueue(WebSettings().waiting_max, total_max=1)
     first = queue.enter(0, "a")
     waiting = [queue.enter(0, key) for key in "aaabb"]
@@ -122,7 +123,7 @@ def test_keys_that_wait_take_turns() -> None:
     assert all(each.at is not None for each in waiting)
 
 
-def test_a_full_queue_says_when_to_come_again() -> None:
+def test_a_full_queue_says_when_to_retry() -> None:
     queue = RequestQueue(WebSettings().waiting_max)
     for _ in range(WebSettings().waiting_max + 1):
         queue.enter(0, "a", 1)
@@ -160,9 +161,10 @@ PATHS = st.sampled_from([*model_api.FORMS, model_api.COUNT_PATH, "/v1/models/x",
     "count",
     [60, pytest.param(1_000, marks=pytest.mark.slow)],
 )
-def test_malformed_requests_have_a_clear_answer(count: int) -> None:
-    """Every answer is a 200 with what was asked or a 4xx with a reason, and none costs the next one
-    anything."""
+def test_malformed_requests_get_a_clear_answer(count: int) -> None:
+    """Every answer is a 200 with the requested content or a 4xx with a reason, and no request affects the
+    next one.
+    """
 
     @given(st.lists(st.tuples(PATHS, BODIES), min_size=20, max_size=20))
     @settings(
@@ -196,13 +198,13 @@ async def test_two_hundred_silent_connections_stop_no_stream() -> None:
                 answered.append((await post(page, key, {**ASKED, "max_tokens": 100}))[0])
 
             async def is_served() -> bool:
-                with suppress(IndexError):  # turned away before a word
+                with suppress(IndexError):  # refused without an answer
                     await ask()
                     return True
                 return False
 
             nursery.start_soon(ask)
-            await trio.testing.wait_all_tasks_blocked(0.1)  # it is being answered
+            await trio.testing.wait_all_tasks_blocked(0.1)  # this one is being answered
             for _ in range(200):
                 with suppress(OSError):
                     stream = await trio.open_tcp_stream("127.0.0.1", page.port)
@@ -213,7 +215,7 @@ async def test_two_hundred_silent_connections_stop_no_stream() -> None:
         assert answered == [200, 200]
 
 
-async def test_counting_tokens_takes_a_turn_as_answers_do() -> None:
+async def test_counting_tokens_queues_like_an_answer() -> None:
     asked = {"model": NAME, "messages": [{"role": "user", "content": "a"}]}
     async with models() as (page, _, key):
         assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 200
@@ -221,7 +223,7 @@ async def test_counting_tokens_takes_a_turn_as_answers_do() -> None:
         assert (await post(page, key, asked, "/v1/messages/count_tokens"))[0] == 429
 
 
-async def test_a_long_body_is_read_as_a_short_one_is() -> None:
+async def test_a_long_body_is_parsed_like_a_short_one() -> None:
     padded = {**ASKED, "padding": "x" * 200_000}
     async with models(text="bytes") as (page, _, key):
         assert (await post(page, key, padded))[0] == 200
@@ -250,7 +252,7 @@ def test_keys_never_leave_this_machine_in_the_clear(tmp_path: Path) -> None:
         resolve({"web": "off", "web_proxy": True}, {})
 
 
-async def test_a_door_beyond_this_machine_speaks_tls_and_shows_no_page(tmp_path: Path) -> None:
+async def test_a_public_server_uses_tls_and_shows_no_page(tmp_path: Path) -> None:
     cert = tmp_path / "cert.pem"
     cert.write_bytes(certificate())
     async with models(web=resolve({"web": "127.0.0.1:0", "web_cert": str(cert)}, {}).web) as (page, _, key):
@@ -284,7 +286,7 @@ async def test_a_door_beyond_this_machine_speaks_tls_and_shows_no_page(tmp_path:
 
 
 def certificate() -> bytes:
-    """A certificate for localhost that signs itself, and its key."""
+    """A self-signed certificate for localhost, and its key."""
     from datetime import UTC, datetime, timedelta
 
     from cryptography import x509
@@ -310,7 +312,7 @@ def certificate() -> bytes:
     return made.public_bytes(pem) + key.private_bytes(pem, form, serialization.NoEncryption())
 
 
-def test_a_certificate_that_cannot_be_read_is_said_at_the_start(tmp_path: Path) -> None:
+def test_an_unreadable_certificate_is_an_error_at_the_start(tmp_path: Path) -> None:
     from node.web.page import _tls_of
 
     with pytest.raises(UsageError, match=r"--web-cert .*no such file"):

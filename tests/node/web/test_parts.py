@@ -1,4 +1,4 @@
-"""The pure parts of the page: the history, the courses of runs, what-if, and the files it is made of."""
+"""The pure parts of the page: the history, the curves of runs, what-if, and the static files."""
 
 import re
 import tomllib
@@ -34,7 +34,7 @@ def state_of(*happened: events.Event) -> State:
 
 
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(-5, 80))
-def test_a_reader_gets_what_came_after_its_number(kept: int, count: int, after: int) -> None:
+def test_a_reader_gets_everything_after_its_number(kept: int, count: int, after: int) -> None:
     history = EventHistory(kept)
     happened = [events.NodeStopped(at=float(number)) for number in range(1, count + 1)]
     for event in happened:
@@ -44,7 +44,7 @@ def test_a_reader_gets_what_came_after_its_number(kept: int, count: int, after: 
     assert history.dropped == max(0, count - kept)
 
 
-def test_a_full_curve_stays_whole_and_gets_coarser() -> None:
+def test_a_full_curve_covers_all_and_gets_coarser() -> None:
     course = charts.Charts()
     for event in run_events(steps=5 * charts.POINTS_MAX):
         course.take(event)
@@ -82,7 +82,7 @@ def test_a_newcomer_of_a_later_plan_is_a_join() -> None:
     assert peer_key(peer(7)) in marks[1][1][3]
 
 
-def test_a_death_is_marked_though_the_plan_without_the_dead_came_first() -> None:
+def test_a_death_is_marked_even_after_the_plan_without_the_dead() -> None:
     course = charts.Charts()
     for event in run_events():
         course.take(event)
@@ -92,7 +92,7 @@ def test_a_death_is_marked_though_the_plan_without_the_dead_came_first() -> None
     assert [(run, mark[2]) for run, mark in marks] == [(RUN, "death")]
 
 
-def test_the_page_names_commands_as_its_node_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_page_writes_commands_in_the_form_of_its_node(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("_PEERLOOM_PROGRAM", "'/a \"b/bin/peerloom'")
     program.cache_clear()
     try:
@@ -113,7 +113,7 @@ def test_the_slowest_stage_takes_twice_as_long_without_one_replica() -> None:
     assert same["predicted_seconds"] == same["step_seconds"]
 
 
-def test_without_a_whole_stage_the_run_needs_a_spare() -> None:
+def test_a_run_without_a_whole_stage_needs_a_spare() -> None:
     happened = [started(), *(joined(number) for number in range(1, 5)), *run_events()]
     both = {peer_key(peer(1)), peer_key(peer(2))}
     state = state_of(*happened)
@@ -148,7 +148,7 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
     assert wrong == []
 
 
-def test_the_page_shows_limits_as_a_person_writes_them() -> None:
+def test_the_page_shows_limits_as_a_user_writes_them() -> None:
     shown = limits.document(resolve({}, {}))
     assert (shown["disk"], shown["scratch"], shown["upload"], shown["cores"]) == (
         "16GiB",

@@ -1,4 +1,4 @@
-"""Clients that are slow, silent or huge cost memory that is bounded, and no other stream its pace."""
+"""Slow, silent and huge clients use bounded memory, and do not slow down other streams."""
 
 import gc
 import statistics
@@ -21,21 +21,21 @@ from tests.source import ROOT
 
 TOKEN_SECONDS = 0.02
 FORMS = {"short": (40, (6, 6, 2, 40)), "long": (1_500, (40, 40, 40, 200))}
-"""Tokens that are timed; slow readers, slow senders, huge bodies and silent connections."""
+"""Tokens whose times are measured; slow readers, slow senders, huge bodies and silent connections."""
 SLACK_SECONDS = {"short": 0.1, "long": 0.004}
-"""Beyond the 20 %: three test processes share two cores; alone, what a scheduler's turn takes."""
+"""Tolerance beyond the 20 %: three test processes share two cores; alone, it is one turn of the scheduler."""
 GROWTH_BYTES_MAX = 200 << 20
 
 
 class _Threads:
-    """As a node has it: what takes long is no work of the event loop's."""
+    """An executor as a node has it: slow work does not run on the event loop."""
 
     async def run(self, work: Callable[[], Any]) -> Any:
         return await trio.to_thread.run_sync(work)
 
 
 async def gaps(page: Served, key: str, tokens: int) -> list[float]:
-    """The seconds between events of a stream that reads as fast as it can."""
+    """Return the seconds between events of a stream that reads as fast as it can."""
     found: list[float] = []
     async with await trio.open_tcp_stream("127.0.0.1", page.port) as stream:
         await stream.send_all(request(page, key, {**ASKED, "max_tokens": tokens, "stream": True}))
@@ -57,7 +57,7 @@ def p95(values: list[float]) -> float:
 
 @asynccontextmanager
 async def started(command: list[str]) -> AsyncIterator[None]:
-    """A process for the time of the block, from the time that it says something."""
+    """Run a process for the time of the block, from its first output on."""
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE, cwd=ROOT)
     try:
         assert process.stdout is not None

@@ -1,4 +1,4 @@
-"""Several answers that ask one fenced process: none gets in another's way."""
+"""Concurrent answers share one fenced process, and do not disturb each other."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -17,7 +17,7 @@ from node.web.forms.asking import FormProblem
 
 
 class SlowText:
-    """Spells tokens as bytes, once it may."""
+    """A process that spells tokens as bytes once released."""
 
     def __init__(self) -> None:
         self.may = trio.Event()
@@ -28,7 +28,7 @@ class SlowText:
         return [b"%d" % token for token in tokens]
 
 
-async def test_choices_that_spell_at_once_keep_their_tokens() -> None:
+async def test_concurrent_choices_keep_their_tokens() -> None:
     fenced = SlowText()
     text = ServiceText(cast(Any, fenced))
     await text.spell(range(SPELLED_MAX))
@@ -44,13 +44,13 @@ async def test_choices_that_spell_at_once_keep_their_tokens() -> None:
         fenced.may = trio.Event()
         fenced.may.set()
         await text.spell([6_000])
-        await text.spell([7_000])  # more than are kept by now: all are forgotten
+        await text.spell([7_000])  # more rules than are cached: all are forgotten
         slow.set()
     assert {token: told[token] for token in (1, 5_000)} == {1: b"1", 5_000: b"5000"}
 
 
 class DyingProcesses:
-    """Processes for rules, the first of which end: `ends` says for each question whether it was to blame."""
+    """Processes for rules, the first of which end: `ends` says for each request whether it was to blame."""
 
     def __init__(self, *ends: bool | None) -> None:
         self.ends = list(ends)
@@ -82,7 +82,7 @@ class DyingProcesses:
 
 
 @pytest.mark.parametrize("others", range(BEGINNINGS_MAX))
-async def test_anothers_grammar_that_ends_the_process_costs_no_answer(others: int) -> None:
+async def test_a_grammar_that_ends_the_process_costs_no_other_answer(others: int) -> None:
     processes = DyingProcesses(*[False] * others, None, *[False] * (others + 1), None)
     async with processes.constraint() as constraint:
         assert (await constraint.begin()).tolist() == [False, True] + [False] * 6
@@ -102,7 +102,7 @@ async def test_a_grammar_that_ends_its_process_ends_its_own_answer(is_begun: boo
     assert processes.begun == 1
 
 
-async def test_an_answer_gives_up_where_each_new_process_ends() -> None:
+async def test_an_answer_fails_if_each_new_process_ends() -> None:
     processes = DyingProcesses(*[False] * 9)
     async with processes.constraint() as constraint:
         with pytest.raises(FormProblem, match="it has ended") as problem:

@@ -1,4 +1,4 @@
-"""Strict tools, tools that take a text, and what was read before, through the official clients."""
+"""Strict tools, tools with plain text, and cached tokens, through the official clients."""
 
 import json
 from typing import Any
@@ -25,7 +25,7 @@ def saying(said: SaidServing, text: str) -> None:
     callers(said, text)
 
 
-async def test_strict_calls_follow_their_schema_where_the_model_may_choose() -> None:
+async def test_strict_calls_follow_their_schema_in_auto_mode() -> None:
     async with models() as (page, said, key):
         function = {"name": "look", "parameters": SCHEMA}
         chat: dict[str, Any] = {"model": NAME, "messages": USER, "parallel_tool_calls": False}
@@ -59,7 +59,7 @@ async def test_strict_calls_follow_their_schema_where_the_model_may_choose() -> 
         assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (PLAIN, "stop")
 
 
-async def test_a_tool_that_takes_a_text_is_called_with_it() -> None:
+async def test_a_tool_with_plain_text_is_called_with_it() -> None:
     async with models() as (page, said, key):
         written = json.dumps({"name": "patch", "arguments": {"input": PATCH}})
         saying(said, f"<tool_call>\n{written}\n</tool_call>")
@@ -73,7 +73,7 @@ async def test_a_tool_that_takes_a_text_is_called_with_it() -> None:
         events = await ask(page, key, lambda c: list(c.responses.create(**fields, stream=True)))
         deltas = [each.delta for each in events if each.type == "response.custom_tool_call_input.delta"]
         assert "".join(deltas) == PATCH
-        assert len(deltas) > 9, "as it comes"
+        assert len(deltas) > 9, "the text is streamed"
         done = [each for each in events if each.type == "response.custom_tool_call_input.done"]
         assert [each.input for each in done] == [PATCH]
         assert events[-1].response.output[0].input == PATCH
@@ -107,13 +107,13 @@ async def test_a_tool_that_takes_a_text_is_called_with_it() -> None:
         ("no JSON", "no JSON"),
     ],
 )
-def test_a_text_is_read_out_of_arguments_as_they_come(written: str, text: str, size: int) -> None:
+def test_a_text_is_parsed_from_arguments_while_they_stream(written: str, text: str, size: int) -> None:
     reader = TextArgument()
     told = [reader.push(written[at : at + size]) for at in range(0, len(written), size)]
     assert "".join(told) + reader.finish() == text
 
 
-async def test_tokens_that_were_read_before_are_counted() -> None:
+async def test_cached_tokens_are_counted() -> None:
     async with models() as (page, said, key):
         said.shared = 5
         fields: dict[str, Any] = {"model": NAME, "messages": USER, "max_tokens": 3}

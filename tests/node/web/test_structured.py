@@ -1,5 +1,6 @@
 """Structured output through the official clients, by a real fenced process and a model of bytes that says
-anything that a rule allows."""
+anything that a rule allows.
+"""
 
 import json
 from typing import Any
@@ -64,7 +65,7 @@ async def refuse(page: Served, key: str) -> None:
             )
 
 
-async def test_every_form_holds_answers_to_a_rule_or_refuses_it() -> None:
+async def test_every_form_constrains_answers_or_refuses_the_rule() -> None:
     async with models() as (page, said, key):
         form = {"type": "json_schema", "json_schema": {"name": "thing", "schema": SCHEMA, "strict": True}}
         chat: dict[str, Any] = {"model": NAME, "messages": USER, "response_format": form, "n": 2}
@@ -144,7 +145,7 @@ async def test_an_answer_under_a_rule_survives_the_death_of_its_process(
 
     async def dying(self: FencedText, stream: int, token: int) -> Any:
         if next(counts) == 3:
-            await self.aclose()  # as where another answer's grammar took too much memory
+            await self.aclose()  # as when another answer's grammar took too much memory
         return await asked(self, stream, token)
 
     monkeypatch.setattr(FencedText, "advance_rule", dying)

@@ -31,11 +31,11 @@ def callers(said: SaidServing, says: str = SAYS) -> None:
 
 
 def creating(form: str, **fields: Any) -> Callable[[Any], Any]:
-    """A function that asks a client for one answer."""
+    """A function that requests one answer from a client."""
     return lambda client: attrgetter(form)(client).create(**fields)
 
 
-async def test_chat_completions_have_calls_and_reasoning() -> None:
+async def test_chat_completions_contain_calls_and_reasoning() -> None:
     async with models() as (page, said, key):
         callers(said)
         fields: dict[str, Any] = {"model": NAME, "messages": USER, "tools": CHAT_TOOLS, "n": 2}
@@ -67,10 +67,10 @@ async def test_chat_completions_have_calls_and_reasoning() -> None:
         assert [json.loads(arguments[number]) for number in (0, 1)] == INPUTS
         assert [(number, name) for number, _, name in heads] == [(0, "look"), (1, "look")]
         assert [chunk.choices[0].finish_reason for chunk in chunks][-2:] == ["tool_calls"] * 2
-        assert len([chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]) > 6  # as they come
+        assert len([chunk for chunk in chunks if chunk.choices[0].delta.tool_calls]) > 6  # while they arrive
 
 
-async def test_the_clients_own_streams_gather_calls() -> None:
+async def test_the_clients_own_streams_collect_calls() -> None:
     async with models() as (page, said, key):
         callers(said)
 
@@ -121,7 +121,7 @@ async def test_responses_have_items_for_calls_and_reasoning() -> None:
         assert [json.loads(text) for text in by_item.values()] == INPUTS
         assert events[-1].response.output == whole.output or len(events[-1].response.output) == 4
 
-        # The next turn: everything that was said comes back, with what the tools gave.
+        # The next turn: the whole conversation comes back, with the results of the tools.
         items = [item.model_dump(exclude_none=True) for item in whole.output]
         results = [
             {"type": "function_call_output", "call_id": item.call_id, "output": f"found {number}"}
@@ -174,7 +174,7 @@ async def test_messages_have_blocks_for_calls_and_thinking() -> None:
         ]
 
 
-async def test_choices_of_tools_are_kept_to() -> None:
+async def test_the_requested_choice_of_tools_is_followed() -> None:
     async with models() as (page, said, key):
         callers(said)
         fields: dict[str, Any] = {"model": NAME, "messages": USER, "tools": CHAT_TOOLS}
@@ -200,7 +200,7 @@ async def test_choices_of_tools_are_kept_to() -> None:
             await message(page, key, lambda c: c.messages.create(**body, tool_choice=named))
 
 
-async def test_a_prompt_that_begins_reasoning_is_gone_on_with() -> None:
+async def test_a_prompt_that_starts_reasoning_is_continued() -> None:
     async with models() as (page, said, key):
         callers(said, "so</think>\n\nyes")
         said.tail = "<|im_start|>assistant\n<think>\n"

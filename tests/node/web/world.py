@@ -1,4 +1,4 @@
-"""A page on a real socket of this machine, of a node that only exists as its state and its events."""
+"""A page on a real socket of this machine, whose node exists only as its state and its events."""
 
 import json
 from collections.abc import AsyncGenerator, Callable
@@ -179,7 +179,7 @@ class Told:
 
 @dataclass
 class Served:
-    """A page that is served, and the node it tells of."""
+    """A running page, and its node."""
 
     node: Told
     page: Page
@@ -190,7 +190,7 @@ class Served:
         return f"127.0.0.1:{self.port}"
 
     async def raw(self, data: bytes, *, seconds: float = 10.0) -> bytes:
-        """All that comes back for these bytes, until the server closes."""
+        """Send these bytes; return everything that comes back until the server closes."""
         with trio.fail_after(seconds):
             stream = await trio.open_tcp_stream("127.0.0.1", self.port)
             async with stream:
@@ -200,13 +200,13 @@ class Served:
                     async for chunk in stream:
                         received += chunk
                 except trio.BrokenResourceError:
-                    pass  # it closed without reading all: what it said before counts
+                    pass  # the server closed without reading everything: its answer counts
                 return bytes(received)
 
     async def ask(
         self, path: str, *, method: str = "GET", body: bytes = b"", **headers: str
     ) -> tuple[int, dict[str, str], bytes]:
-        """(status, headers, body) of one request; `headers` names have _ for -."""
+        """Return (status, headers, body) of one request; `headers` names have _ for -."""
         fields = {"host": self.host, "connection": "close", "x-peerloom-token": self.page.token}
         fields |= {name.replace("_", "-"): value for name, value in headers.items()}
         if body or method == "POST":
@@ -219,7 +219,7 @@ class Served:
         return int(first.split(" ")[1]), pairs, rest
 
     async def json(self, path: str) -> Any:
-        """The document at `path`, which must be there."""
+        """Return the document at `path`, which must exist."""
         status, _, body = await self.ask(path)
         assert status == 200, body
         return json.loads(body)
@@ -229,7 +229,7 @@ class Served:
 async def served(
     node: Told | None = None, settings: WebSettings | None = None
 ) -> AsyncGenerator[Served, None]:
-    """A page for the time of the block."""
+    """Run a page for the time of the block."""
     node = node or Told()
     page = Page(node, settings)
     async with trio.open_nursery() as nursery:
@@ -241,7 +241,7 @@ async def served(
 
 @asynccontextmanager
 async def stream(page: Served, last: str = "") -> AsyncGenerator["Messages", None]:
-    """The live stream of a page, as a browser has it."""
+    """The live stream of a page, as a browser reads it."""
     async with await trio.open_tcp_stream("127.0.0.1", page.port) as connection:
         resumed = f"last-event-id: {last}\r\n" if last else ""
         resumed += f"x-peerloom-token: {page.page.token}\r\n"
@@ -250,14 +250,14 @@ async def stream(page: Served, last: str = "") -> AsyncGenerator["Messages", Non
 
 
 class Messages:
-    """Reads server-sent events of a chunked answer."""
+    """A reader of server-sent events in a chunked answer."""
 
     def __init__(self, connection: trio.SocketStream) -> None:
         self._connection = connection
         self._buffer = b""
 
     async def next(self) -> tuple[str, str, Any]:
-        """(kind, id, document) of the next event."""
+        """Return (kind, id, document) of the next event."""
         with trio.fail_after(10):
             while True:
                 start = self._buffer.find(b"event: ")
@@ -271,7 +271,7 @@ class Messages:
                 self._buffer += received
 
     async def until(self, name: str) -> Any:
-        """The next document that holds `name`."""
+        """Return the next document that holds `name`."""
         while True:
             _, _, document = await self.next()
             if document.get(name):
