@@ -190,9 +190,8 @@ def test_tokens_are_spelled_as_llguidance_spells_them() -> None:
     oracle = llguidance.LLTokenizer(known.to_str())
     special = special_ids(known)
     for number, token in enumerate(tokens):
-        if (
-            number not in special and token != b"\xff"
-        ):  # which llguidance takes for the start of a special token
+        # llguidance takes 0xff for the start of a special token.
+        if number not in special and token != b"\xff":
             assert oracle.decode_bytes([number]) == token
     pieces = tokenizers.Tokenizer(
         tokenizers.models.BPE(

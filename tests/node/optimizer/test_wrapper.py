@@ -474,7 +474,7 @@ def test_an_installed_package_adds_a_strategy_and_codec_by_entry_point(
         plugins.own_codecs("other", "float32")
 
 
-def test_damping_applies_a_share_of_a_mean_and_average_now_all_of_it(
+def test_damping_applies_a_share_of_a_mean_and_average_now_all(
     nodes: Callable[[int], list[SyncNode]],
 ) -> None:
     """The optimizer's steps have length zero: only rounds change the weights."""
