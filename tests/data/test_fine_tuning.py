@@ -1,4 +1,6 @@
-"""Records for a language model: which tokens count, how samples are cut and padded, and what is asked."""
+"""Records for a language model: which tokens count in the loss, how samples are cut and padded, and what is
+unclear.
+"""
 
 import json
 from pathlib import Path
@@ -24,7 +26,9 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def read_for(source: Path, kind: str = "Qwen2ForCausalLM", *, window: Any = 0, **more: Any) -> SampleParts:
-    """Records as a model of this kind learns them; `config` is the folder's, the rest are keys of [data]."""
+    """Return records as a model of this kind learns them; `config` is the folder's, the rest are keys of
+    [data].
+    """
     folder = write_folder(Path("m"), kind, **more.pop("config", {}))
     table = msgspec.convert({"source": str(source), **more}, DataTable)
     language = Language(str(folder / "tokenizer.json"), str(folder), window)
@@ -32,8 +36,9 @@ def read_for(source: Path, kind: str = "Qwen2ForCausalLM", *, window: Any = 0, *
 
 
 def learnt(samples: SampleParts) -> list[tuple[str, str]]:
-    """Return for each sample, in order, the visible text and the text that counts; `.` stands for the
-    rest."""
+    """Return for each sample, in order, the visible text and the text that counts; `.` stands for
+    the rest.
+    """
     import tokenizers
 
     known = cast("Any", tokenizers.Tokenizer.from_file("m/tokenizer.json"))
@@ -107,7 +112,7 @@ def test_only_the_answers_of_a_chat_count(keys: dict[str, str], template: str, c
     assert short == counted.replace("so", "yes") if "last" in keys else short.startswith("yes<|end|>")
 
 
-def test_a_template_that_hides_answers_is_asked_about() -> None:
+def test_a_template_that_hides_answers_needs_a_decision() -> None:
     hides = TEMPLATE.replace(
         "{{ message.content }}", "{{ message.content if loop.last or message.role == 'user' else '' }}"
     )
@@ -125,7 +130,7 @@ def test_chats_of_sharegpt_are_read_by_their_roles() -> None:
     assert learnt(found)[0] == ("<|user|>hi<|end|>\n<|assistant|>yes<|end|>", "yes<|end|>\n")
 
 
-def test_labels_have_the_numbers_of_the_models_folder() -> None:
+def test_labels_use_the_numbers_of_the_models_folder() -> None:
     rows = [{"text": f"t{n}", "label": word} for n, word in enumerate(["good", "bad", "bad", "good"])]
     words = {"config": {"id2label": {"0": "good", "1": "bad"}}}
     found = read_for(write_lines(Path("d.jsonl"), *rows), "BertForSequenceClassification", **words)
@@ -177,7 +182,7 @@ def test_a_prompt_and_completion_become_both_sides_of_a_translator() -> None:
         ([{}], "", {"source": '{"prompt": "a", "prompt": "b"}\n'}, "two fields are called", ""),
     ],
 )  # fmt: skip
-def test_records_that_can_be_meant_otherwise_are_refused(
+def test_ambiguous_records_are_refused(
     rows: list[Any], kind: str, config: dict[str, Any], said: str, asks: str
 ) -> None:
     source = write_lines(Path("d.jsonl"), *rows)
@@ -189,7 +194,7 @@ def test_records_that_can_be_meant_otherwise_are_refused(
     assert asks in (caught.value.written[1] or "")
 
 
-def test_the_line_of_the_error_decides_between_columns(capsys: Capture) -> None:
+def test_a_line_of_the_error_decides_between_columns(capsys: Capture) -> None:
     write_folder(Path("m"))
     write_lines(Path("d.jsonl"), *[{"instruction": "a", "input": "b", "output": "c"}] * 3)
     assert (
@@ -205,7 +210,7 @@ def test_the_line_of_the_error_decides_between_columns(capsys: Capture) -> None:
     assert shown["samples"][0] == "'a\\nb' -> 'c'"
 
 
-def test_json_lines_without_a_tokenizer_are_asked_about(capsys: Capture) -> None:
+def test_json_lines_without_a_tokenizer_need_a_decision(capsys: Capture) -> None:
     write_lines(Path("d.jsonl"), {"a": 1, "label": 0}, {"a": 2, "label": 1})
     assert run(["data", "show", "d.jsonl"]) == 2
     assert 'form = "bytes"' in capsys.readouterr().err

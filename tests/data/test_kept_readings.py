@@ -1,4 +1,4 @@
-"""The node that asks for a run keeps how its data was read, and what lay beside its weights."""
+"""The requester keeps how its data was read, and the files beside its weights."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from tests.data.model_folders import write_folder
 from tests.stack import simple_cnn, simulate, swarm
 
 
-def test_a_reading_is_kept_and_errors_name_the_persons_file(tmp_path: Path) -> None:
+def test_a_reading_is_kept_and_errors_name_the_users_file(tmp_path: Path) -> None:
     model = tmp_path / "model.peerloom"
     model.write_bytes(simple_cnn().data)
     rng = np.random.default_rng(1)

@@ -1,4 +1,4 @@
-"""Each layout that people's programs write is read right, or refused with the key that decides."""
+"""Each layout of common programs is read correctly, or refused with the key that decides."""
 
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,13 @@ from tests.data.layouts import LAYOUTS, Layout
 
 
 def read_here(source: Path, **keys: Any) -> SampleParts:
-    """A source as it is read by these keys of [data], in this process."""
+    """Return a source as read with these keys of [data], in this process."""
     table = msgspec.convert({"source": str(source), **keys}, DataTable)
     return read(SourceWish(str(source), source.parent, table))
 
 
 def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | float]]:
-    """Rows and labels as they lie in the source, labels as words where they have some."""
+    """Return rows and labels in the order of the source, labels as words if they have names."""
     rows = {
         int(number): (arrays["x"][at].tolist(), arrays["y"][at].item())
         for part, arrays in samples.parts.items()
@@ -32,12 +32,12 @@ def in_order(samples: SampleParts) -> tuple[list[list[float]], list[str | float]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_is_read_right_or_refused_with_a_key(name: str, tmp_path: Path) -> None:
+def test_a_layout_is_read_correctly_or_refused_with_a_key(name: str, tmp_path: Path) -> None:
     check(LAYOUTS[name], tmp_path)
 
 
 def check(layout: Layout, tmp_path: Path) -> None:
-    """Read a layout, and hold what comes of it to what is meant."""
+    """Read a layout, and compare the result with the expected one."""
     source = layout.write(tmp_path)
     if layout.refused:
         with pytest.raises(UsageError) as caught:
@@ -56,6 +56,6 @@ def check(layout: Layout, tmp_path: Path) -> None:
     assert "\n".join(found.reading.lines())
 
 
-def test_sixteen_bits_are_as_grey_as_eight(tmp_path: Path) -> None:
+def test_sixteen_bit_images_have_the_grey_levels_of_eight(tmp_path: Path) -> None:
     x = read_here(LAYOUTS["16 bits"].write(tmp_path)).parts["train"]["x"]
     np.testing.assert_allclose(x, 0.4, atol=1e-4)

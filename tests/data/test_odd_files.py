@@ -1,4 +1,4 @@
-"""Files that are not quite what they seem are read right, or refused with what decides."""
+"""Unusual files are read correctly, or refused with the key that decides."""
 
 import gzip
 from pathlib import Path
@@ -103,15 +103,15 @@ ODD: dict[str, Layout] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_an_odd_file_is_read_right_or_refused_with_what_decides(name: str, tmp_path: Path) -> None:
+def test_an_odd_file_is_read_correctly_or_refused_with_a_key(name: str, tmp_path: Path) -> None:
     check(ODD[name], tmp_path)
 
 
-def test_images_beside_the_folders_of_classes_are_stated(tmp_path: Path) -> None:
+def test_images_outside_the_class_folders_are_reported(tmp_path: Path) -> None:
     found = read_here(images(*folders(""), "stray.png")(tmp_path))
     assert "1 images beside the folders of classes, such as 'stray.png'" in found.reading.skipped
 
 
-def test_numbers_that_vanish_in_float32_are_stated(tmp_path: Path) -> None:
+def test_numbers_that_vanish_in_float32_are_reported(tmp_path: Path) -> None:
     found = read_here(text("d.csv", "a,label\n1e-50,x\n2e-50,y\n")(tmp_path))
     assert any("are 0: x is float32" in each for each in found.reading.notes)

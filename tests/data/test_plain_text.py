@@ -1,4 +1,4 @@
-"""A file that would be learnt byte by byte is asked about where it may be something else."""
+"""A file that could be read as a table needs a decision before it is read as bytes."""
 
 import struct
 from pathlib import Path
@@ -57,13 +57,15 @@ def test_doubtful_texts_are_refused_until_a_key_decides(
         "1\n2\n3\n" * 99,
     ],
 )
-def test_a_text_stays_a_text(content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_clear_text_is_read_as_text(
+    content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "t.txt").write_text(content)
     assert run(["data", "show", str(tmp_path / "t.txt")]) == 0
     assert "its bytes in windows" in capsys.readouterr().out
 
 
-def test_pictures_that_pillow_reads_are_all_samples(tmp_path: Path) -> None:
+def test_all_images_that_pillow_reads_become_samples(tmp_path: Path) -> None:
     paths = [f"{name}/{n}.{suffix}" for name in "ab" for n, suffix in enumerate(("png", "tif", "gif", "pgm"))]
     found = read_here(images(*paths)(tmp_path))
     assert {each.word: each.samples for each in found.reading.classes} == {"a": 4, "b": 4}

@@ -1,4 +1,4 @@
-"""How data is read is shown before training, and kept with the run; what is unclear is asked about."""
+"""The reading of data is shown before training, and kept with the run; ambiguous data needs a decision."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def fenced(name: str, folder: Path) -> Any:
     return read_fenced(SourceWish(name, folder, DataTable(name)), folder)
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_name(capsys: Capture) -> None:
+def test_a_byte_order_mark_is_not_part_of_the_first_name(capsys: Capture) -> None:
     rows = "".join(f"{n % 3},{n},{n * 2}\r\n" for n in range(9))
     Path("digits.csv").write_text(f"\ufefflabel,p0,p1\r\n{rows}", encoding="utf-8", newline="")
     assert run(["data", "show", "digits.csv", "--json"]) == 0
@@ -37,7 +37,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_name(capsys: Capture) -> None
     assert [each["samples"] for each in shown["classes"]] == [3, 3, 3]
 
 
-def test_a_line_of_the_error_decides_what_was_unclear(capsys: Capture) -> None:
+def test_a_line_of_the_error_decides_an_ambiguity(capsys: Capture) -> None:
     Path("d.csv").write_text("cut,x,y,z\n" + "".join(f"{n % 2},{n}.5,{n},{n}\n" for n in range(20)))
     Path("RUN.toml").write_text('model = "mlp"\ndata = "d.csv"\n')
     assert run(["data", "show", "RUN.toml"]) == 2
@@ -52,14 +52,14 @@ def test_a_line_of_the_error_decides_what_was_unclear(capsys: Capture) -> None:
     assert "label     'z', by the key" in capsys.readouterr().out
 
 
-def test_a_key_that_says_nothing_of_a_source_is_refused(capsys: Capture) -> None:
+def test_a_key_that_does_not_apply_to_a_source_is_refused(capsys: Capture) -> None:
     np.savez("d.npz", x=np.zeros((4, 2)), y=np.arange(4))
     for source, flags in (("d.npz", ["--separator", ";"]), ("digits", ["--label", "y"])):
         assert run(["data", "show", source, *flags]) == 2
         assert "[data]" in capsys.readouterr().err
 
 
-def test_errors_call_a_part_as_the_person_does(tmp_path: Path, capsys: Capture) -> None:
+def test_errors_name_a_part_as_the_user_does(tmp_path: Path, capsys: Capture) -> None:
     np.savez(
         "d.npz",
         train_x=np.zeros((4, 2), np.int8),
@@ -95,7 +95,7 @@ def test_a_table_of_very_many_columns_is_refused_at_once(tmp_path: Path) -> None
         fenced("wide.csv", tmp_path)
 
 
-def test_images_behind_links_are_read_and_nothing_else_is(tmp_path: Path) -> None:
+def test_linked_images_are_read_and_nothing_else_is(tmp_path: Path) -> None:
     image = pytest.importorskip("PIL.Image")
     for name in ("cats", "dogs"):
         (tmp_path / "store" / name).mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Texts become tokens by a tokenizer that fits the model, or are refused."""
+"""Texts become tokens with the model's tokenizer, or are refused."""
 
 from pathlib import Path
 from typing import Any
@@ -30,17 +30,17 @@ def windows(text: str, *, window: int = 8, **tokenizer: Any) -> SampleParts:
     return read(SourceWish("t.txt", Path(), DataTable("t.txt"), language=language))
 
 
-def test_ids_beyond_the_count_of_tokens_are_kept() -> None:
+def test_ids_beyond_the_token_count_are_kept() -> None:
     found = windows("a b " * 40, ids={"a": 70_000})
     assert 70_000 in set(np.unique(found.parts["train"]["x"]).tolist())
     assert found.reading.vocabulary == 70_001
 
 
-def test_a_tokenizer_that_cuts_sentences_cuts_no_text() -> None:
+def test_a_truncating_tokenizer_does_not_truncate_texts() -> None:
     assert "100 tokens of t.json" in windows("a" * 100, max_length=5).reading.form
 
 
-def test_a_text_that_is_no_utf_8_is_refused() -> None:
+def test_a_text_that_is_not_utf_8_is_refused() -> None:
     write_tokenizer(Path("t.json"))
     Path("t.txt").write_bytes("café ".encode("cp1252") * 40)
     with pytest.raises(UsageError, match=r"t\.txt: not UTF-8"):
@@ -67,7 +67,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(capsys: Capture)
     assert "resize_token_embeddings" in error
 
 
-def test_bytes_are_no_tokens_of_a_model_without_its_tokenizer(capsys: Capture) -> None:
+def test_bytes_are_refused_for_a_model_without_its_tokenizer(capsys: Capture) -> None:
     write_folder(Path("m"), vocab_size=5_000)
     Path("m/tokenizer.json").unlink()
     Path("t.txt").write_text("abc " * 100)
@@ -89,7 +89,7 @@ def test_bytes_are_no_tokens_of_a_model_without_its_tokenizer(capsys: Capture) -
         ),
     ],
 )
-def test_a_window_that_cannot_be_is_refused_with_the_key(
+def test_an_impossible_window_is_refused_with_the_key(
     lines: str, said: str, do: str, capsys: Capture
 ) -> None:
     write_folder(Path("m"))

@@ -1,9 +1,9 @@
 """Processes that share a key, among a few members, in virtual time.
 
-Datagrams go as `crypto.sessions` sends them: a member writes to the process with which it shook hands last,
-and takes what comes from either. A process that hears nothing shakes hands anew, and so does one whose core
-says that it has outlived a rival. A stream goes to any process that runs. This file stands in for
-`node.services.lives`: it dials the place where another life is said to be, after which both know each other.
+Datagrams follow `crypto.sessions`: a member sends to the process of its last handshake, and receives from
+either. A process that hears nothing shakes hands again, and so does one whose core reports that it has
+outlived a rival. A stream goes to any running process. This file replaces `node.services.lives`: it dials the
+address of another reported life, after which both know each other.
 """
 
 import heapq
@@ -26,10 +26,11 @@ from node.services.membership import LEAVE_SECONDS
 from tests.gossip.swarm import DATAGRAM_BYTES_MAX, HashSigner, peer_of
 
 KEY = peer_of(0)
-"""The peer of which there are several."""
+"""The peer with several processes."""
 UNPROVEN_LOSS = 0.7
-"""The share of packets that is lost soon after a peer shook hands from another place: they wait, or go to
-either place, until the newer one has answered a challenge (`crypto.sessions.state`)."""
+"""The share of packets lost soon after a peer's handshake from another address: they wait, or go to either
+address, until the newer one has answered a challenge (`crypto.sessions.state`).
+"""
 STARTED = 1_000_000
 """Unix milliseconds at which virtual time begins."""
 
@@ -45,9 +46,9 @@ class Machine:
         self.address = address
         self.events: list[Event] = []
         self.stops_at = inf
-        # The process with which each peer's session is.
+        # The process with which each peer has its session.
         self.sessions: dict[PeerId, str] = {}
-        # When that became another one; and since when what was sent to it has found no answer.
+        # When the session moved to another process, and since when packets to it are unanswered.
         self.moved_at: dict[PeerId, float] = {}
         self.unanswered: dict[PeerId, float] = {}
 
@@ -58,13 +59,13 @@ class Machine:
         return [event for event in self.events if isinstance(event, MemberDown)]
 
     def listed(self, peer: PeerId) -> tuple[str, Status] | None:
-        """Return the name and status under which it lists `peer`."""
+        """Return the name and status under which this process lists `peer`."""
         member = self.core.member(peer)
         return None if member is None else (member.name, member.status)
 
 
 class Swarm:
-    """Members "1", "2" and so on, and processes of KEY by any names. All runs from one seed."""
+    """Members "1", "2" and so on, and processes of KEY by any names. One seed drives everything."""
 
     def __init__(self, seed: int, settings: SwimSettings, *, others: int = 2) -> None:
         self.rng = Random(seed)
@@ -107,7 +108,7 @@ class Swarm:
         return machine.core.update(self.now, profile)
 
     def stop(self, name: str) -> None:
-        """As by SIGKILL."""
+        """Kill a process as by SIGKILL."""
         del self.running[name]
 
     def run(self, seconds: float) -> None:
@@ -118,7 +119,7 @@ class Swarm:
         self.now = until
 
     def run_until(self, condition: Callable[[], bool], at_most: float) -> float | None:
-        """Return how long it took, None if it did not come about."""
+        """Return the seconds until the condition holds, None if it never does."""
         begun = self.now
         while not condition():
             if self.now - begun > at_most:
@@ -126,7 +127,7 @@ class Swarm:
             self.run(0.05)
         return self.now - begun
 
-    # How they hear from each other.
+    # The transport.
 
     def _push(self, seconds: float, act: Callable[[], None]) -> None:
         heapq.heappush(self._heap, (self.now + seconds, next(self._order), act))
@@ -173,7 +174,7 @@ class Swarm:
         since = machine.unanswered.setdefault(peer, self.now)
         held = machine.sessions.get(peer)
         if held is None or self.now - since > SILENCE_SECONDS:
-            # A handshake, to where the other one was last, or else says that it is.
+            # A handshake, with the last known address of the other or its claimed one.
             known = machine.core.member(peer)
             said = [each.of(None) for each in known.addresses] if known is not None and held is None else []
             there = [each for each in self.running.values() if each.peer == peer]

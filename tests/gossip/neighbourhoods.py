@@ -1,5 +1,6 @@
 """A swarm in which each peer lists only its neighbourhood; a search for neighbours is answered at once with
-the nearest that run, as a DHT would answer after a moment."""
+the nearest running peers, which a DHT would return after a moment.
+"""
 
 from collections import Counter
 
@@ -12,11 +13,11 @@ from tests.gossip.swarm import Swarm, peer_of
 
 NEAREST = 8
 SMALL = SwimSettings(scope_members_min=8, scope_members_max=24, sync_interval_seconds=10.0)
-"""Neighbourhoods so small that a few hundred peers make many."""
+"""Neighbourhoods are so small that a few hundred peers make many."""
 
 
 class Neighbourhoods(Swarm):
-    """`messages` counts what each peer sent; `depths` are all that it ever had, one after the other."""
+    """`messages` counts each peer's sent messages; `depths` are the successive depths of each."""
 
     place = staticmethod(node_number)
 
@@ -49,7 +50,7 @@ class Neighbourhoods(Swarm):
         return sorted(others, key=lambda number: distance(node_key(peer_of(number)), key))[:NEAREST]
 
     def missing(self, number: int) -> set[int]:
-        """Return the peers that run in the scope of `number` and that it does not list."""
+        """Return the running peers in the scope of `number` that it does not list."""
         return self.around(number) - self.listed(number)
 
     def listed(self, number: int) -> set[int]:
@@ -57,17 +58,17 @@ class Neighbourhoods(Swarm):
         return {self.numbers[peer] for peer, status in statuses if status is Status.ALIVE}
 
     def around(self, number: int) -> set[int]:
-        """Return the peers that run in the scope of `number`."""
+        """Return the running peers in the scope of `number`."""
         scope = self.cores[number].scope
         return {other for other in self.cores if scope.holds(peer_of(other))}
 
     def settle(self, at_most: float) -> None:
-        """Run until everyone is right."""
+        """Run until every list is right."""
         begun = self.now
         while not self.right():
             assert self.now - begun < at_most, {number: self.missing(number) for number in self.cores}
             self.run(2)
 
     def right(self) -> bool:
-        """Whether everyone lists exactly who runs in its scope."""
+        """Whether every peer lists exactly the running peers in its scope."""
         return all(self.listed(number) == self.around(number) for number in self.cores)

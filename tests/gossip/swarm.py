@@ -51,12 +51,13 @@ def profile_of(number: int, metadata: bytes = b"") -> Profile:
 
 
 Arrival = tuple[PeerId, bytes, bool]
-"""From whom, what, and whether by a stream."""
+"""The sender, the message, and whether it came by a stream."""
 
 
 class Swarm:
     """Cores by number. `blocked(a, b)` says whether everything from a to b is lost, and `without_datagrams(a,
-    b)` whether a datagram is. A message by stream is answered by stream."""
+    b)` whether a datagram is. A message by stream is answered by stream.
+    """
 
     place: Place | None = None
 
@@ -105,7 +106,7 @@ class Swarm:
         del self.cores[number]
 
     def stall(self, number: int, seconds: float) -> None:
-        """The node's machine stands still: what comes meanwhile waits, timers fire late."""
+        """Suspend the node's machine: messages wait meanwhile, and timers fire late."""
         self.stalled[number] = self.now + seconds
 
     def send(self, number: int, sends: Sends) -> None:
@@ -120,7 +121,7 @@ class Swarm:
             target = self.numbers.get(peer)
             if target is None or self.blocked(number, target):
                 continue
-            # A message too large for a datagram goes by a stream, which does not lose.
+            # A message too large for a datagram goes by a stream, which loses nothing.
             by_stream = by_stream or len(data) > DATAGRAM_BYTES_MAX
             if not by_stream and (self.without_datagrams(number, target) or self.rng.random() < self.loss):
                 continue
@@ -148,7 +149,7 @@ class Swarm:
         self.now = until
 
     def run_until(self, condition: Callable[[], bool], at_most: float) -> float:
-        """How many seconds it took until `condition` held, looking every 20 ms."""
+        """Return the seconds until `condition` held, checked every 20 ms."""
         begun = self.now
         while not condition():
             assert self.now - begun < at_most, "\n".join(self.trace[-40:])
@@ -163,7 +164,7 @@ class Swarm:
         return all(member is not None and member.status is status for member in views)
 
     def converged(self) -> bool:
-        """Whether all running nodes hold exactly each other alive."""
+        """Whether all running nodes list exactly each other as alive."""
         running = set(self.cores)
         return all(
             {other for other, member in self.view(number).items() if member.status is Status.ALIVE} == running

@@ -32,7 +32,7 @@ def vectors_of(count: int, size: int, dtype: Any, seed: int) -> list[Vector]:
 
 
 def deliver(machines: dict[PeerId, AllReduce], rng: Random, repeat: float = 0.0) -> None:
-    """Start all, and deliver in any order, some twice."""
+    """Start all, and deliver in any order, some messages twice."""
     waiting: list[tuple[PeerId, PeerId, bytes]] = []
     starts = list(machines)
     while waiting or starts:
@@ -55,7 +55,7 @@ def deliver(machines: dict[PeerId, AllReduce], rng: Random, repeat: float = 0.0)
     chunk_bytes=st.sampled_from([8, 64, 1 << 20]),
     seed=st.integers(0, 1000),
 )
-def test_all_hold_the_plain_sum_in_member_order_bit_for_bit(
+def test_all_get_the_plain_sum_in_member_order_bit_for_bit(
     count: int, size: int, dtype: Any, chunk_bytes: int, seed: int
 ) -> None:
     members = members_of(count)
@@ -77,7 +77,7 @@ def test_all_hold_the_plain_sum_in_member_order_bit_for_bit(
         assert machine.digest == blake3(expected.tobytes()).digest()
 
 
-def test_a_vector_of_many_megabytes_goes_in_chunks_of_one() -> None:
+def test_a_vector_of_many_megabytes_is_sent_in_chunks_of_one() -> None:
     members = members_of(2)
     vectors = vectors_of(2, 700_001, np.float64, 1)
     machines = {member: AllReduce(member, members, KEY, vectors[n]) for n, member in enumerate(members)}
@@ -93,7 +93,7 @@ def test_a_vector_of_many_megabytes_goes_in_chunks_of_one() -> None:
     assert machines[members[0]].total.tobytes() == machines[members[1]].total.tobytes()
 
 
-def test_one_member_alone_is_done_at_once() -> None:
+def test_a_lone_member_is_done_at_once() -> None:
     machine = AllReduce(peer_of(0), members_of(1), KEY, np.arange(5, dtype=np.float32))
     assert machine.done
     assert machine.start() == []
@@ -124,7 +124,7 @@ def test_nan_and_overflow_pass_without_a_warning() -> None:
     assert np.isinf(totals[0][2])
 
 
-def test_missing_names_those_it_waits_for() -> None:
+def test_missing_lists_the_members_it_waits_for() -> None:
     members = members_of(3)
     machines = {member: AllReduce(member, members, KEY, np.ones(9, np.float32)) for member in members}
     first = machines[members[0]]
@@ -140,7 +140,7 @@ def test_missing_names_those_it_waits_for() -> None:
         for receiver, reply in machines[peer].receive(members[2], part):
             machines[receiver].receive(peer, reply)
     assert first.unsummed == ()
-    assert first.missing == members[1:]  # their sums, for which they still want our summands
+    assert first.missing == members[1:]  # their sums, for which they still need our summands
     with pytest.raises(LocalProtocolError):
         _ = first.total
 

@@ -1,4 +1,4 @@
-"""Facts: who may say what about whom, and that a forged one changes nothing. Real signatures."""
+"""Facts: which peer may state what about which, and that a forged fact changes nothing. Real signatures."""
 
 from collections.abc import Collection
 from random import Random
@@ -77,7 +77,7 @@ class Peer:
                 self.answer(self.core.receive(self.now, receiver, Ack(sent.number)))
 
     def wait(self, seconds: float = 30.0, answering: Collection[PeerId] = (BOB.peer,)) -> None:
-        """Let time pass, in which these answer pings, and say nothing else."""
+        """Let time pass, while these peers answer pings and send nothing else."""
         until, self.answering = self.now + seconds, answering
         while self.core.deadline <= until:
             self.now = self.core.deadline
@@ -150,7 +150,7 @@ NOT_BELIEVED = [
 
 
 @pytest.mark.parametrize("fact", NOT_BELIEVED)
-def test_a_true_signature_is_not_enough(fact: Fact) -> None:
+def test_a_valid_signature_is_not_sufficient(fact: Fact) -> None:
     peer = Peer()
     before = peer.core.members
     peer.hear(fact)
@@ -158,7 +158,7 @@ def test_a_true_signature_is_not_enough(fact: Fact) -> None:
     assert peer.core.events == []
 
 
-def test_a_signature_is_not_checked_where_the_fact_changes_nothing() -> None:
+def test_no_signature_is_checked_for_a_fact_that_changes_nothing() -> None:
     peer = Peer()
     peer.hear(forge(alive(ANN, 5), signature=bytes(64)))
     peer.hear(forge(say(BOB, DeadBody(EVE.peer, 5, 0)), signature=bytes(64)))
@@ -193,18 +193,18 @@ def test_a_member_that_answers_us_is_never_suspected_on_hearsay(kinds: Any) -> N
     assert not [event for event in peer.core.events if isinstance(event, MemberSuspected)]
 
 
-def test_an_accusation_is_passed_on_only_once_an_own_probe_has_failed() -> None:
+def test_an_accusation_is_forwarded_only_after_an_own_failed_probe() -> None:
     peer = Peer()
     accusation = say(BOB, SuspectBody(ANN.peer, 5, 0))
     peer.hear(accusation)
     peer.wait(0.9, answering={BOB.peer})
-    # But the accused itself hears of it.
+    # But the accused itself is told.
     assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer}
     peer.wait(1.1, answering={BOB.peer})
     assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer, BOB.peer}
 
 
-def test_a_suspect_has_time_to_refute_whatever_a_member_says() -> None:
+def test_a_suspects_time_to_refute_has_a_minimum() -> None:
     peer = Peer()
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1_100)), say(BOB, DeadBody(ANN.peer, 5, 2_300)))
     settings = SwimSettings()
@@ -230,7 +230,7 @@ def test_an_accuser_refuted_too_often_is_ignored_for_a_while() -> None:
         peer.answering = {ANN.peer, BOB.peer}
         peer.hear(say(BOB, SuspectBody(ANN.peer, 5, number)))
         asked.append(ANN.peer in peer.pinged or peer.core.sizes["hints"][0] == 1)
-        peer.wait(10.0, peer.answering)  # beyond the time in which an answer spares it another probe
+        peer.wait(10.0, peer.answering)  # after the time for which an answer spares it another probe
     assert asked == [True] * int(REFUTED_MAX) + [False] * int(REFUTED_MAX)
     peer.now += 3 * LEAK_INTERVALS
     peer.pinged.clear()
@@ -238,7 +238,7 @@ def test_an_accuser_refuted_too_often_is_ignored_for_a_while() -> None:
     assert ANN.peer in peer.pinged
 
 
-def test_an_accuser_that_erred_lately_costs_no_message_more() -> None:
+def test_an_accuser_with_recent_errors_costs_no_extra_message() -> None:
     peer = Peer()
     peer.answering = {ANN.peer, BOB.peer}
     peer.hear(say(BOB, SuspectBody(ANN.peer, 5, 1)))
@@ -264,7 +264,7 @@ def test_many_accusations_at_once_exhaust_an_accusers_credit() -> None:
     assert len(peer.pinged) == int(REFUTED_MAX)
 
 
-def test_an_incarnation_that_jumps_further_than_a_clock_is_refused() -> None:
+def test_an_incarnation_jump_beyond_any_clock_is_refused() -> None:
     peer = Peer()
     for fact in (alive(ANN, 6 + INCARNATION_JUMP_MAX), alive(EVE, 1 + INCARNATION_JUMP_MAX)):
         with pytest.raises(RemoteProtocolError):
@@ -273,7 +273,7 @@ def test_an_incarnation_that_jumps_further_than_a_clock_is_refused() -> None:
     assert peer.status(ANN) is Status.ALIVE
 
 
-def test_we_take_new_incarnations_for_accusations_only_so_often() -> None:
+def test_new_incarnations_after_accusations_are_rate_limited() -> None:
     peer = Peer()
     for number in range(20):
         accuser = (ANN, BOB)[number % 2]
@@ -291,7 +291,7 @@ def test_the_accusers_whose_errors_are_counted_are_bounded() -> None:
     assert len(credit) == ACCUSERS_MAX
 
 
-def test_we_refute_what_a_member_says_of_us_once_for_each_incarnation() -> None:
+def test_a_claim_about_us_is_refuted_once_per_incarnation() -> None:
     peer = Peer()
     peer.hear(say(BOB, DeadBody(ME.peer, 5, 700)))
     peer.hear(say(ANN, SuspectBody(ME.peer, 5, 700)))
@@ -299,7 +299,7 @@ def test_we_refute_what_a_member_says_of_us_once_for_each_incarnation() -> None:
     assert peer.core.events == [SelfAccused(BOB.peer, "no ack for 0.7 s, says x", 6)]
 
 
-def test_we_go_above_an_earlier_life_of_ours() -> None:
+def test_we_exceed_the_incarnation_of_our_earlier_life() -> None:
     peer = Peer()
     peer.hear(alive(ME, 40))
     assert peer.incarnation == 41
@@ -308,14 +308,14 @@ def test_we_go_above_an_earlier_life_of_ours() -> None:
     assert peer.status(ME) is Status.ALIVE
 
 
-def test_a_dead_fact_in_a_sync_causes_a_probe_only() -> None:
+def test_a_dead_fact_in_a_sync_only_triggers_a_probe() -> None:
     peer = Peer()
     [ping] = peer.sync(say(BOB, DeadBody(ANN.peer, 5, 0)))
     assert type(ping).__name__ == "Ping"
     assert peer.status(ANN) is Status.ALIVE
 
 
-def test_a_member_dead_before_we_came_is_not_listed() -> None:
+def test_a_member_that_died_before_we_joined_is_not_listed() -> None:
     peer = Peer()
     peer.answering = {EVE.peer}
     peer.sync(alive(EVE, 7), say(BOB, DeadBody(EVE.peer, 7, 0)))
@@ -324,7 +324,7 @@ def test_a_member_dead_before_we_came_is_not_listed() -> None:
     assert peer.status(EVE) is Status.ALIVE
 
 
-def test_a_full_list_takes_nobody_new_until_somebody_has_gone() -> None:
+def test_a_full_list_accepts_a_newcomer_only_after_a_departure() -> None:
     peer = Peer(members_max=3)
     peer.answering = {EVE.peer}
     peer.hear(alive(EVE))
@@ -335,7 +335,7 @@ def test_a_full_list_takes_nobody_new_until_somebody_has_gone() -> None:
     assert peer.status(ANN) is None
 
 
-def test_a_long_profile_loses_its_last_addresses_and_fits_a_message() -> None:
+def test_a_long_profile_loses_its_last_addresses_to_fit_a_message() -> None:
     hosts = [f"host-{number}." + "long-name." * 8 + "example" for number in range(8)]
     addresses = tuple(Address("dns", host, 9747, PeerId(ME.peer)) for host in hosts)
     profile = Profile("\u00fc" * 40, addresses, bytes(300))
@@ -352,6 +352,6 @@ def test_a_long_profile_loses_its_last_addresses_and_fits_a_message() -> None:
 @pytest.mark.parametrize(
     "arguments", [("n" * 41, (), b""), ("line\nbreak", (), b""), ("name", (), bytes(301))]
 )
-def test_a_profile_that_cannot_be_sent_is_refused_at_once(arguments: Any) -> None:
+def test_an_oversized_profile_is_refused_at_once(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"printable|metadata"):
         Profile(*arguments)

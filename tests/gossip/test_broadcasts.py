@@ -36,7 +36,7 @@ def test_a_broadcast_reaches_every_other_member_once(loss: float) -> None:
         assert heard(swarm, number) == ([] if number == 3 else [(b"news", bytes(BROADCAST_BYTES_MAX))])
 
 
-def test_a_newer_broadcast_takes_the_place_of_an_older_one_everywhere() -> None:
+def test_a_newer_broadcast_replaces_an_older_one_everywhere() -> None:
     swarm = Swarm(12, LAN)
     swarm.run(10)
     swarm.blocked = lambda one, _other: one == 0
@@ -75,7 +75,7 @@ def test_a_broadcast_that_is_too_long_is_refused_locally() -> None:
         core.broadcast(0.0, b"t", b"")
 
 
-def test_a_stranger_a_forger_and_an_earlier_life_are_not_heard() -> None:
+def test_strangers_forgers_and_earlier_lives_are_ignored() -> None:
     swarm = Swarm(3, LAN)
     swarm.start(3, incarnation=1_000, join=0)
     swarm.run(10)
@@ -115,7 +115,7 @@ def test_a_flooding_author_is_limited_and_no_member_is_lost() -> None:
     assert (swarm.sent_bytes - before) / 60 / 7 < idle / 8 + 4_000
 
 
-def test_news_of_members_go_before_broadcasts() -> None:
+def test_facts_about_members_precede_broadcasts() -> None:
     swarm = Swarm(6, LAN)
     swarm.run(10)
     core = swarm.cores[0]
@@ -131,7 +131,7 @@ topics = st.sampled_from([b"%d" % number for number in range(2 * TOPICS_MAX)])
 
 
 @given(st.lists(st.tuples(topics, st.integers(0, 60))))
-def test_no_sequence_of_a_topic_is_heard_twice_or_backwards(told: list[tuple[bytes, int]]) -> None:
+def test_a_topic_delivers_increasing_sequences_only(told: list[tuple[bytes, int]]) -> None:
     broadcasts = Broadcasts(LAN, 1, 0.0)
     author, newest = peer_of(1), dict[bytes, int]()
     for count, (topic, sequence) in enumerate(told):

@@ -1,4 +1,4 @@
-"""Strangers that others tell of: what a large list of them costs, and who of them is listed."""
+"""Candidates that others name: the cost of a large list of them, and which of them are listed."""
 
 from collections import Counter
 from random import Random
@@ -25,7 +25,7 @@ CHECKS_MAX = SLICE_COST_MAX // CHECK_COST
 
 
 class CountingSigner(HashSigner):
-    """Counts the signatures that it checks."""
+    """A signer that counts the signatures it checks."""
 
     checked = 0
 
@@ -40,8 +40,9 @@ def alive(number: int, incarnation: int = 1) -> Fact:
 
 
 class Peer:
-    """A core that lists a liar and an honest member. `pinged` are those whom it asked, in order; of these
-    `there` answer. `most` is the largest number of signatures that one call of the core checked."""
+    """A core that lists a liar and an honest member. `pinged` are the candidates it asked, in order; of
+    these, `there` answer. `most` is the largest number of signatures checked in one call of the core.
+    """
 
     def __init__(self, there: tuple[int, ...] = (LIAR, HONEST), settings: SwimSettings | None = None) -> None:
         self.signer = CountingSigner(peer_of(ME))
@@ -91,7 +92,7 @@ def test_invented_members_are_verified_in_slices_and_never_listed() -> None:
     assert peer.signer.checked >= len(INVENTED)
     assert peer.most <= CHECKS_MAX + 1
     assert peer.core.live == 3
-    # Each was asked for a while, and is forgotten.
+    # Each was pinged for a while, and is forgotten.
     asked = Counter(peer.pinged)
     assert max(asked[peer_of(number)] for number in INVENTED) == TRIES_MAX
     assert len(peer.core._candidates) == 0
@@ -131,7 +132,7 @@ def test_a_named_stranger_is_listed_only_once_it_answers() -> None:
     assert through == {peer_of(10): peer_of(HONEST), peer_of(12): peer_of(12)}
 
 
-def test_a_candidate_hears_who_asks_it() -> None:
+def test_a_candidate_learns_the_facts_of_the_asking_peer() -> None:
     peer = Peer()
     [(_, ping)] = peer.core.receive(0.0, peer_of(HONEST), Gossip((alive(10),)))
     assert isinstance(ping, Ping)
@@ -141,7 +142,7 @@ def test_a_candidate_hears_who_asks_it() -> None:
     assert other.status(peer_of(ME)) is Status.ALIVE
 
 
-def test_a_candidate_that_left_is_not_asked_again() -> None:
+def test_a_candidate_that_left_is_not_pinged_again() -> None:
     peer = Peer()
     peer.hear(HONEST, Gossip((alive(10),)))
     peer.hear(HONEST, Gossip((sign_body(HashSigner(peer_of(10)), LeftBody(1)),)))
@@ -163,7 +164,7 @@ def test_a_forged_fact_rejects_the_rest_of_its_list() -> None:
         peer.core.receive(peer.now, peer_of(LIAR), Sync(False, (forged,)))
 
 
-def test_large_lists_on_their_way_in_are_bounded_and_one_a_sender() -> None:
+def test_received_lists_are_bounded_and_one_per_sender() -> None:
     peer = Peer()
     for sender in (*range(3_000, 3_000 + 3 * JOBS_MAX), 3_000, 3_000):
         peer.hear(sender, Sync(False, tuple(alive(number) for number in range(10, 200))))
@@ -183,7 +184,7 @@ def test_one_source_gets_only_its_share_of_a_filling_list() -> None:
     assert peer.core.live == 170
 
 
-def test_a_swarm_lists_a_newcomer_that_only_a_few_can_reach_directly() -> None:
+def test_a_swarm_lists_a_newcomer_that_few_can_reach_directly() -> None:
     swarm = Swarm(8, SwimSettings.local())
     swarm.run_until(swarm.converged, at_most=4)
     swarm.blocked = lambda a, b: {a, b} == {3, 8}

@@ -1,4 +1,4 @@
-"""Counts that peers claim, and what is made of them: pure functions."""
+"""Evaluation of counts that peers claim: pure functions."""
 
 from random import Random
 
@@ -53,7 +53,7 @@ def test_one_liar_moves_no_count_beyond_honest_members(honest: list[int], lie: i
 
 
 @given(COUNTS, COUNTS)
-def test_beside_one_honest_member_a_higher_claim_is_not_likely(honest: int, lie: int) -> None:
+def test_beside_one_honest_member_a_higher_claim_is_implausible(honest: int, lie: int) -> None:
     likely = newcomer_steps(claimed(honest, lie), SLACK_STEPS, are_equal=True)
     assert likely.last <= honest + SLACK_STEPS
 
@@ -66,45 +66,47 @@ def trained(steps: int = 100, seconds: float = 0.1) -> CountEvidence:
     return known
 
 
-def test_a_single_claim_counts_as_far_as_pace_and_time_allow() -> None:
+def test_a_single_claim_counts_within_pace_and_time() -> None:
     known, now = trained(), 10.0
     assert known.furthest(now, 100, claimed(2**39)) == 100
     assert known.furthest(now, 100, claimed(103)) == 103
     slept = now + 3600.0
-    assert known.furthest(slept, 100, claimed(100 + 36_000)) == 36_100, "as fast as before"
+    assert known.furthest(slept, 100, claimed(100 + 36_000)) == 36_100, "the bound grows at the former pace"
     assert known.count_max(slept) == pytest.approx(100 + SLACK_STEPS + 3600 * 10 * PACE_FACTOR, rel=0.01)
     assert known.furthest(slept, 100, claimed(2**39)) == 100
 
 
-def test_steps_made_apart_from_others_leave_open_where_these_are() -> None:
+def test_steps_made_alone_do_not_reveal_the_others_position() -> None:
     known = trained()
     for step in range(101, 111):
         known.made(step * 0.1, step, is_known=False)
     assert known.furthest(11.0, 110, claimed(500)) == 500
 
 
-def test_two_members_are_believed_whatever_the_pace() -> None:
+def test_two_agreeing_members_are_believed_at_any_pace() -> None:
     known = trained()
     assert known.furthest(10.0, 100, claimed(90_000, 90_003, 2**39)) == 90_003
     assert known.likely_steps(10.0, 100, claimed(90_000, 90_003, 2**39)).holders_min == 2
-    assert known.furthest(10.0, 100, claimed(90_000, 2**39)) == 100, "nobody stands by the lower claim"
+    assert known.furthest(10.0, 100, claimed(90_000, 2**39)) == 100, (
+        "no other member supports the lower claim"
+    )
 
 
-def test_a_lineage_of_others_wants_as_many_voices_as_there_may_be() -> None:
+def test_a_lineage_of_others_needs_a_majority_of_voices() -> None:
     low, high = sorted((A, B))
-    assert common_lineage(high, [low], 1) == low, "two alone: the smaller hash"
+    assert common_lineage(high, [low], 1) == low, "of two peers the smaller hash decides"
     assert common_lineage(low, [high], 1) == low
     assert common_lineage(high, [high, low], 2) == high
-    assert common_lineage(high, [C, bytes(32)], 2) == high, "one liar with the smallest hash"
+    assert common_lineage(high, [C, bytes(32)], 2) == high, "one liar with the smallest hash has no majority"
     assert common_lineage(A, [B, B], 2) == B
 
 
-def test_a_member_comes_back_to_the_others_from_steps_made_alone() -> None:
+def test_a_member_returns_to_the_others_after_steps_made_alone() -> None:
     two = [(ClaimedCount(1_000), A), (ClaimedCount(1_000), A)]
     assert rejoined_step(1_500, two) == 1_000
-    assert rejoined_step(1_003, two) is None, "it is near them"
-    assert rejoined_step(9_000, two) is None, "most was learnt alone"
-    assert rejoined_step(1_500, [two[0], (ClaimedCount(0), B)]) is None, "one is no majority"
+    assert rejoined_step(1_003, two) is None, "the member is near the others"
+    assert rejoined_step(9_000, two) is None, "most steps were made alone"
+    assert rejoined_step(1_500, [two[0], (ClaimedCount(0), B)]) is None, "one peer is no majority"
 
 
 def test_the_most_widely_held_state_is_chosen_else_a_random_one() -> None:

@@ -1,4 +1,4 @@
-"""Members whose clocks lie: however many ids one of them invents, and how fast it introduces them."""
+"""Members with false clocks move the swarm's time little, however many ids a liar invents."""
 
 import pytest
 
@@ -17,7 +17,7 @@ FIRST_LIAR = 1_000
 
 
 class SwarmOfLiars(Swarm):
-    """`liars` answer each ping of a core at once, and their clocks are off by `lie` seconds."""
+    """The `liars` answer each ping of a core at once, with clocks that are off by `lie` seconds."""
 
     liars: range = range(0)
     lie = YEAR
@@ -32,7 +32,7 @@ class SwarmOfLiars(Swarm):
                 self._push(self.now + 0.001, number, (peer, encode(Ack(sent.number, (), None, wall)), False))
 
     def introduce(self, count: int, observer: int = 0) -> None:
-        """A member tells `observer` of so many liars, in one burst."""
+        """Have a member introduce this many liars to `observer`, in one burst."""
         self.liars = range(FIRST_LIAR, FIRST_LIAR + count)
         core = self.cores[observer]
         for liar in self.liars:
@@ -41,7 +41,7 @@ class SwarmOfLiars(Swarm):
             self.send(observer, core.receive(self.now, peer_of(TELLER), Gossip((fact,))))
 
     def error(self, number: int = 0) -> float | None:
-        """How far the time of the swarm is off to this core, whose own clock is right."""
+        """Return the error of the swarm's time at this core, whose own clock is right."""
         core = self.cores[number]
         found = core.clocks.swarm(self.now, TODAY, core.live - 1)
         return None if found is None else found - TODAY
@@ -64,7 +64,7 @@ def test_a_burst_of_invented_members_does_not_move_the_clock(lie: float) -> None
     for _ in range(20):
         swarm.run(5)
         assert swarm.error() == pytest.approx(0.0, abs=0.01)
-    assert swarm.cores[0].live == 70, "all of them are listed, and were asked for the time"
+    assert swarm.cores[0].live == 70, "all liars are listed, and were asked for the time"
     assert max(swarm.cores[0].clocks.peers(swarm.now)) - TODAY == pytest.approx(max(lie, 0.0), abs=0.01)
 
 

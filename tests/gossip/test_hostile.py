@@ -78,7 +78,7 @@ def test_garbage_is_refused_while_decoding(data: bytes) -> None:
 
 
 @given(messages, st.data())
-def test_a_damaged_message_is_refused_or_another_message(message: Message, data: st.DataObject) -> None:
+def test_a_damaged_message_is_refused_or_another_valid_one(message: Message, data: st.DataObject) -> None:
     damaged = bytearray(encode(message))
     damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
     with suppress(RemoteProtocolError):
@@ -106,7 +106,7 @@ def test_no_sequence_of_messages_breaks_a_core(
         try:
             if message is not None:
                 sends += core.receive(now, sender, message)
-            # Also what a correct peer would answer, so that probes succeed and fail.
+            # Include the answers of a correct peer, so that probes succeed and fail.
             for receiver, sent in sends if answered else []:
                 if isinstance(sent, Ping | PingRequest):
                     core.receive(now, receiver, Ack(sent.number))
@@ -121,7 +121,7 @@ def test_no_sequence_of_messages_breaks_a_core(
         assert len([member for member in core.members if member.live]) == core._table.live
         assert core.deadline > now
     core.leave(now)
-    # It has something to tell exactly where somebody is left to hear it.
+    # The core has facts to send exactly if a member is left to receive them.
     assert (core.deadline < float("inf")) == any(member.live for member in core.members)
 
 
@@ -137,7 +137,7 @@ def test_relayed_pings_and_answered_strangers_are_bounded() -> None:
     assert sum(len(sends) for sends in served) == 64
 
 
-def test_a_core_woken_without_reason_stays_well() -> None:
+def test_a_core_woken_without_reason_keeps_its_state() -> None:
     core = Swim(HashSigner(PEERS[0]), profile_of(0), SwimSettings(), Random(1), 1, 5.0)
     assert core.wake(5.0) == []
     assert core.wake(1000.0) == []

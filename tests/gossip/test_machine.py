@@ -1,4 +1,4 @@
-"""A few members under everything at once: what may never happen, whatever was lost, repeated or late."""
+"""A few members under all faults at once: invariants hold despite loss, duplicates and delays."""
 
 import os
 from collections import defaultdict
@@ -18,7 +18,7 @@ numbers = st.integers(0, MEMBERS - 1)
 
 
 class Unreliable(RuleBasedStateMachine):
-    """Members that crash, restart, stand still and lose each other; clocks of restarts may be set back."""
+    """Members that crash, restart, stall and lose each other; clocks of restarts may be set back."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Unreliable(RuleBasedStateMachine):
 
     @rule(one=numbers, other=numbers)
     def repeat_what_is_held(self, one: int, other: int) -> None:
-        """An old list comes once more, out of order."""
+        """An old list arrives once more, out of order."""
         cores = self.swarm.cores
         if one in cores and other in cores and one != other:
             facts = cores[one]._beliefs.table.facts()[:8]
@@ -86,11 +86,11 @@ class Unreliable(RuleBasedStateMachine):
                     assert row.verdict.incarnation >= row.said.incarnation
 
     def teardown(self) -> None:
-        """Once all is well again, nobody that lives is held for dead for ever."""
+        """Once the network is good again, no living member stays dead in any list."""
         self.swarm.loss, self.swarm.blocked = 0.0, lambda _a, _b: False
         self.swarm.run(60)
         for number in list(self.swarm.cores):
-            # One that had forgotten everybody is asked in again, as a node does that is alone.
+            # A member that has forgotten all others joins again, as a lonely node does.
             if len(self.swarm.view(number)) == 1:
                 others = [peer_of(other) for other in self.swarm.cores if other != number]
                 self.swarm.send(number, self.swarm.cores[number].join(self.swarm.now, others))

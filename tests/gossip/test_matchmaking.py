@@ -70,7 +70,7 @@ class World:
         found = {}
         for peer, events in self.events.items():
             formed = [event.group for _, event in events if isinstance(event, Formed)]
-            assert len(formed) <= 1, "a peer is in one group for one wish"
+            assert len(formed) <= 1, "a wish puts a peer into one group"
             if formed:
                 found[peer] = formed[0]
         return found
@@ -93,7 +93,7 @@ def test_all_expected_peers_form_one_group_before_the_window_ends() -> None:
     assert max(now for rows in world.events.values() for now, _ in rows) < 2.0
 
 
-def test_the_window_ends_the_waiting_for_those_that_do_not_come() -> None:
+def test_the_window_bounds_the_wait_for_absent_peers() -> None:
     world = World(4)
     for number in range(3):
         world.wish(number)
@@ -101,11 +101,11 @@ def test_the_window_ends_the_waiting_for_those_that_do_not_come() -> None:
     assert {len(group.members) for group in world.groups().values()} == {3}
 
 
-def test_a_dead_convener_is_passed_over() -> None:
+def test_a_dead_convener_is_skipped() -> None:
     world = World(6)
     order = sorted(range(5), key=lambda number: blake3(KEY + peer_of(number)).digest())
     for number in range(5):
-        # All wait for a sixth that never comes, so that the first in order dies before it proposes.
+        # All wait for a sixth peer that never comes, so that the first in order dies before it proposes.
         world.wish(number, window_seconds=3.0, patience_seconds=30.0)
     world.engine.kill(peer_of(order[0]), 1.0)
     world.engine.run(25.0)
@@ -114,7 +114,7 @@ def test_a_dead_convener_is_passed_over() -> None:
     assert len({group.id for group in groups.values()}) == 1
 
 
-def test_one_that_comes_late_is_told_that_the_round_is_formed() -> None:
+def test_a_late_peer_learns_that_the_round_is_formed() -> None:
     world = World(4)
     for number in range(3):
         world.wish(number)
@@ -135,7 +135,7 @@ def test_an_unexpected_peer_that_is_ready_first_joins_the_group() -> None:
         assert max(now for rows in world.events.values() for now, _ in rows) < 0.7
 
 
-def test_an_early_word_without_an_answer_holds_up_one_group_only() -> None:
+def test_an_unanswered_early_message_delays_one_group_only() -> None:
     world = World(3)
     formed = []
     early = Ready(KEY, bytes(16), 1_000)
@@ -157,7 +157,7 @@ def test_an_early_word_without_an_answer_holds_up_one_group_only() -> None:
     assert all(seconds < 0.2 for seconds in formed[1:])
 
 
-def test_without_rounds_those_left_over_form_the_next_group() -> None:
+def test_without_rounds_the_remaining_peers_form_the_next_group() -> None:
     world = World(5)
     for number in range(5):
         world.wish(number, size_max=2, is_exclusive=False)
@@ -169,7 +169,7 @@ def test_without_rounds_those_left_over_form_the_next_group() -> None:
     assert world.reasons() == ["nobody else was ready"]
 
 
-def test_alone_there_is_no_group_and_no_pretence_of_one() -> None:
+def test_a_lone_peer_forms_no_group() -> None:
     world = World(1)
     world.wish(0, patience_seconds=5.0)
     world.engine.run(30.0)
@@ -177,8 +177,8 @@ def test_alone_there_is_no_group_and_no_pretence_of_one() -> None:
     assert world.reasons() == ["nobody else was ready"]
 
 
-def test_a_ready_peer_that_is_left_out_counts_as_nobody() -> None:
-    """Otherwise its wish alone would keep a peer from a step of its own, round after round."""
+def test_a_ready_but_excluded_peer_is_not_expected() -> None:
+    """Otherwise its wish alone would keep a peer from its own step, round after round."""
     world = World(2)
     silent = peer_of(1)
     world.wish(0, patience_seconds=5.0, leaves_out=lambda peer: peer == silent)
@@ -187,7 +187,7 @@ def test_a_ready_peer_that_is_left_out_counts_as_nobody() -> None:
     assert world.reasons() == ["nobody else was ready"]
 
 
-def test_no_group_is_smaller_than_was_asked_for() -> None:
+def test_no_group_is_smaller_than_requested() -> None:
     world = World(4)
     for number in range(2):
         world.wish(number, size_min=3)
@@ -231,7 +231,7 @@ def make_wish(now: float = 0.0) -> GroupWish:
         lambda group: make_group((group.members[0], member_of(2))),
     ],
 )
-def test_a_group_of_something_else_is_refused(spoil: Callable[[Group], Group]) -> None:
+def test_a_group_for_another_key_is_refused(spoil: Callable[[Group], Group]) -> None:
     wish = make_wish()
     group = spoil(make_group((member_of(0), member_of(1))))
     with pytest.raises(RemoteProtocolError):
@@ -256,7 +256,7 @@ def test_a_second_group_is_declined_to_all_its_members() -> None:
     assert wish.group == first
 
 
-def test_a_wish_that_was_withdrawn_takes_no_group_any_more() -> None:
+def test_a_withdrawn_wish_accepts_no_group() -> None:
     core = Matchmaking(peer_of(0))
     core.begin(0.0, make_wish())
     core.end(KEY)
@@ -277,7 +277,7 @@ def test_wishes_are_bounded() -> None:
         core.begin(0.0, make_wish())
 
 
-def test_peers_that_are_introduced_later_hear_of_a_wish_and_are_bounded() -> None:
+def test_peers_introduced_later_learn_of_a_wish_and_are_bounded() -> None:
     world = World(3)
     for number in range(3):
         world.wish(number, expected=0, window_seconds=4.0, size_hoped=3)
@@ -297,8 +297,10 @@ def test_peers_that_are_introduced_later_hear_of_a_wish_and_are_bounded() -> Non
     assert core.introduce(KEY, [peer_of(10**6)]) == []
 
 
-def test_peers_whose_declarations_found_no_room_still_come_into_groups() -> None:
-    """A DHT key holds so many records. Those crowded out find the others there, and tell them their wish."""
+def test_peers_with_crowded_out_declarations_still_join_groups() -> None:
+    """A DHT key holds a bounded number of records. Peers whose records were crowded out find the others
+    there, and send them their wish.
+    """
     count, declared = 96, DhtSettings().records_per_key_max
     assert declared < count
     world = World(count)
@@ -309,12 +311,12 @@ def test_peers_whose_declarations_found_no_room_still_come_into_groups() -> None
     world.engine.run(30.0)
     groups = world.groups()
     crowded_out = {peer_of(number) for number in range(declared, count)}
-    assert len(crowded_out & groups.keys()) >= len(crowded_out) - 1, "one may be left over, alone"
+    assert len(crowded_out & groups.keys()) >= len(crowded_out) - 1, "at most one peer is left over"
     assert len(groups) >= count - 1
     assert {len(group.members) for group in groups.values()} <= set(range(2, 9))
 
 
-def test_one_peer_that_calls_a_round_closed_ends_no_wish() -> None:
+def test_one_peers_claim_that_a_round_is_closed_ends_no_wish() -> None:
     others = [peer_of(1), peer_of(2)]
     wish = GroupWish(member_of(0), KEY, others, make_group, 0.0, window_seconds=5.0, patience_seconds=9.0)
     for _ in range(3):
@@ -325,8 +327,8 @@ def test_one_peer_that_calls_a_round_closed_ends_no_wish() -> None:
     assert wish.is_over
 
 
-def test_forty_silent_peers_that_are_ready_delay_no_round_after_the_first() -> None:
-    """They say that they want a group and never propose one. Each round has a key, so another order."""
+def test_forty_silent_ready_peers_delay_only_the_first_round() -> None:
+    """They say that they want a group and never propose one. Each round has another key, so another order."""
     honest, silent = [peer_of(n) for n in range(8)], [peer_of(100 + n) for n in range(40)]
     attendances = {peer: Attendance() for peer in honest}
     lasted = []
@@ -353,7 +355,7 @@ def test_forty_silent_peers_that_are_ready_delay_no_round_after_the_first() -> N
             attendances[peer].passed_over(wish.passed_over)
             attendances[peer].failed(0.0, [other for other in wish.group.peers if other in silent], 2.0)
             attendances[peer].completed(other for other in wish.group.peers if other in honest)
-    assert max(lasted[1:]) < 2.0, "their turns were passed over in the first round"
+    assert max(lasted[1:]) < 2.0, "the first round skipped their turns"
 
 
 def rank_of(attendance: Attendance, me: PeerId, other: PeerId) -> int:
@@ -378,7 +380,7 @@ def form(wishes: dict[PeerId, GroupWish], silent: list[PeerId], key: bytes) -> f
     return now
 
 
-def test_a_message_of_one_peer_does_not_hash_all_that_are_ready() -> None:
+def test_one_message_does_not_cause_hashing_all_ready_peers() -> None:
     wish = GroupWish(
         member_of(0), KEY, [], make_group, 0.0, window_seconds=0.0, patience_seconds=9.0, size_min=2_000
     )

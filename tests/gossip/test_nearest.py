@@ -1,4 +1,4 @@
-"""Which of several states that differ is taken, where some are made up."""
+"""Which of several different states is taken when some are invented."""
 
 import numpy as np
 import pytest
@@ -8,11 +8,11 @@ from gossip.nearest import Numbers, nearest_first
 
 PEERS = [PeerId(bytes([number]) * 32) for number in range(9)]
 SPREAD = 0.1
-"""How far each number of an honest member is from the same of all, at most."""
+"""The largest distance of each number of an honest member from the true one."""
 
 
 def states(*changes: dict[str, Numbers | float] | None, seed: int = 1) -> dict[PeerId, dict[str, Numbers]]:
-    """Honest states for None, and others with arrays of their own."""
+    """Honest states for None, and others with their own arrays."""
     rng = np.random.default_rng(seed)
     common = {"tensor": rng.normal(size=500), "memory/exp_avg": 0.01 * rng.normal(size=500)}
     found: dict[PeerId, dict[str, Numbers]] = {}
@@ -29,16 +29,16 @@ def states(*changes: dict[str, Numbers | float] | None, seed: int = 1) -> dict[P
 
 @pytest.mark.parametrize("value", [0.0, 30.0, 1e30, float("nan"), float("inf")])
 @pytest.mark.parametrize("name", ["tensor", "memory/exp_avg"])
-def test_made_up_states_of_a_minority_come_last(name: str, value: float) -> None:
+def test_invented_states_of_a_minority_come_last(name: str, value: float) -> None:
     lie: dict[str, Numbers | float] = {name: value}
     for seed in range(10):
         assert set(nearest_first(states(lie, None, None, seed=seed))[:2]) == set(PEERS[1:3])
-        # Two that hold the same bytes are near to each other, and still no majority.
+        # Two that hold the same bytes are near each other, but are no majority.
         assert set(nearest_first(states(lie, lie, None, None, None, seed=seed))[:3]) == set(PEERS[2:5])
 
 
-def test_arrays_copied_from_honest_members_hide_no_other_that_is_made_up() -> None:
-    """Each honest member is far from the others in one array, where the liar is a copy of another."""
+def test_copied_arrays_do_not_hide_an_invented_one() -> None:
+    """In one array each honest member is far from the others, and the liar's array is a copy of another's."""
     for seed in range(10):
         found = states(None, None, None, seed=seed)
         first, second, liar = (found[peer] for peer in PEERS[:3])
@@ -53,6 +53,6 @@ def test_a_state_that_differs_where_most_are_zero_comes_last() -> None:
     assert nearest_first(found)[-1] == PEERS[1]
 
 
-def test_one_or_two_states_stay_in_order() -> None:
+def test_one_or_two_states_keep_their_order() -> None:
     assert nearest_first(states(None)) == PEERS[:1]
     assert nearest_first(states(None, {"tensor": 30.0})) == PEERS[:2]

@@ -1,4 +1,4 @@
-"""The exchange of a data set, from the core alone: in virtual time, over the simulator's network."""
+"""The exchange of a data set: the core alone, in virtual time, over the simulator's network."""
 
 from collections.abc import Callable
 from random import Random
@@ -47,7 +47,7 @@ def asked_of(core: PieceSwarm, peer: PeerId) -> list[int]:
     return list(core.peers[peer].asked)
 
 
-def test_the_rarest_piece_is_asked_for_first() -> None:
+def test_the_rarest_piece_is_requested_first() -> None:
     core = PieceSwarm(ME, DATA, 20, [], Random(1))
     core.want(0.0, range(20))
     core.meet(0.0, [A, B, C])
@@ -66,7 +66,7 @@ def test_urgent_pieces_go_before_rare_ones() -> None:
     assert picked == [7, 0, 1]
 
 
-def test_no_piece_is_asked_of_two_peers_until_one_is_late() -> None:
+def test_a_piece_is_requested_of_a_second_peer_only_when_late() -> None:
     core = fetching(3, A, B)
     assert not set(asked_of(core, A)) & set(asked_of(core, B))
     late = asked_of(core, A)[0]
@@ -96,7 +96,7 @@ def test_a_peer_that_sends_a_wrong_piece_is_dropped() -> None:
     assert core.is_complete
 
 
-def test_a_silent_peer_is_passed_over() -> None:
+def test_a_silent_peer_is_skipped() -> None:
     core = fetching(4, A)
     assert asked_of(core, A)
     core.wake(STALL_SECONDS + 1)
@@ -105,7 +105,7 @@ def test_a_silent_peer_is_passed_over() -> None:
     assert asked_of(core, B)
 
 
-def test_a_peer_without_what_it_claims_is_dropped() -> None:
+def test_a_peer_without_the_pieces_it_claims_is_dropped() -> None:
     core = fetching(MISSES_MAX + 8, A)
     for _ in range(MISSES_MAX):
         number = asked_of(core, A)[0]
@@ -126,11 +126,11 @@ def test_a_source_sends_each_piece_once_before_any_twice() -> None:
     core.events.clear()
     for number in (0, 2):
         core.uploaded(0.5, A if number == 0 else B, number, was_sent=True)
-    assert core.receive(1.0, B, PieceRequest(DATA, (0,))) == []  # all are out now
+    assert core.receive(1.0, B, PieceRequest(DATA, (0,))) == []  # all pieces have been sent now
     assert UploadDue(B, 0) in core.events
 
 
-def test_a_dead_peers_piece_may_go_to_another() -> None:
+def test_a_dead_peers_piece_is_requested_of_another() -> None:
     core = PieceSwarm(ME, DATA, 3, range(3), Random(1))
     for peer in (A, B):
         core.receive(0.0, peer, PiecesHeld(DATA, bits(3), is_question=True))
@@ -159,7 +159,7 @@ def test_invalid_messages_are_refused(message: object) -> None:
         core.receive(1.0, A, message)  # type: ignore[arg-type]  # any message
 
 
-def test_a_swarm_is_four_times_as_quick_as_its_source_alone() -> None:
+def test_a_swarm_is_four_times_as_fast_as_its_source_alone() -> None:
     """8 peers, 16 MB of 20 Mbit/s each way; the source dies after 1.1 copies, and all have everything."""
     found = trade(peers=8, pieces=64, mbit_per_second=20, seed=3, kill_after_copies=1.1)
     assert found.finished == 8
@@ -167,7 +167,7 @@ def test_a_swarm_is_four_times_as_quick_as_its_source_alone() -> None:
     assert found.seconds <= 0.25 * found.seconds_of_source_alone
 
 
-def test_a_liar_and_a_mute_peer_hold_nobody_up() -> None:
+def test_a_liar_and_a_mute_peer_delay_nobody() -> None:
     found = trade(peers=6, pieces=48, mbit_per_second=20, seed=4, liars=1, mutes=1)
     assert found.finished == 4
     assert found.dropped_liars >= 4
@@ -181,7 +181,7 @@ def test_events_arrive_for_verification_before_a_piece_counts() -> None:
     assert not core.have[number]
 
 
-def test_peers_that_say_nothing_make_room_in_a_full_exchange() -> None:
+def test_silent_peers_make_room_in_a_full_exchange() -> None:
     core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
     crowd = [PeerId(bytes([100 + number]) * PEER_ID_BYTES) for number in range(PEERS_MAX)]
     for peer in crowd:
@@ -195,7 +195,7 @@ def test_peers_that_say_nothing_make_room_in_a_full_exchange() -> None:
     assert any(to == A and isinstance(message, PiecesHeld) for to, message in sends)
 
 
-def test_a_peer_that_was_sent_a_piece_stays_in_a_full_exchange() -> None:
+def test_a_served_peer_stays_in_a_full_exchange() -> None:
     core = PieceSwarm(ME, DATA, 4, range(4), Random(1))
     core.receive(0.0, A, PiecesHeld(DATA, bits(4), True, False))
     core.receive(0.0, A, PieceRequest(DATA, (0,)))
@@ -203,4 +203,4 @@ def test_a_peer_that_was_sent_a_piece_stays_in_a_full_exchange() -> None:
     for number in range(3 * PEERS_MAX):
         stranger = PeerId(bytes([100 + number]) * PEER_ID_BYTES)
         core.receive(2.0 * number, stranger, PiecesHeld(DATA, bits(4), True, False))
-        assert A in core.peers, "strangers go first"
+        assert A in core.peers, "strangers are evicted first"

@@ -1,4 +1,4 @@
-"""Where peers count as being: claims, and the round trips that bear them out or do not."""
+"""The accepted location of each peer, from its claim and the round trips that confirm or contradict it."""
 
 from random import Random
 
@@ -16,7 +16,7 @@ def at(east_seconds: float, error: int = 10) -> Coordinate:
 
 
 def regions(rng: Random, liars: int = 0) -> dict[PeerId, Claim]:
-    """Six peers in the east, six 100 ms away; the first of the east say the west."""
+    """Six peers in the east, six 100 ms away; the first in the east claims the west."""
     found = {}
     for number, peer in enumerate(PEERS):
         is_east = number < 6
@@ -37,7 +37,7 @@ def test_a_wrong_location_is_doubted_and_right_ones_are_not(liars: int) -> None:
                 assert found[peer].location == ("east" if number < 6 else "west")
 
 
-def test_without_a_claim_a_peer_is_where_others_are_near() -> None:
+def test_a_peer_without_a_claim_is_placed_with_its_neighbours() -> None:
     claims = regions(Random(1))
     claims[PEERS[0]] = Claim("", at(0.101))
     claims[PEERS[1]] = Claim("", at(0.5))
@@ -46,12 +46,12 @@ def test_without_a_claim_a_peer_is_where_others_are_near() -> None:
     assert found[PEERS[1]] == Located("", "")
 
 
-def test_a_claim_stands_where_nothing_was_measured() -> None:
+def test_an_unmeasured_claim_is_accepted() -> None:
     claims = regions(Random(1), liars=1)
     claims[PEERS[0]] = Claim("west", at(0.1, error=ERROR_TRUSTED + 1))
     assert locate(claims)[PEERS[0]] == Located("west", "west")
     assert locate({PEERS[0]: Claim("moon", at(0.1))})[PEERS[0]] == Located("moon", "moon")
 
 
-def test_a_distance_is_that_of_the_points_and_both_heights() -> None:
+def test_a_distance_is_that_of_the_points_plus_both_heights() -> None:
     assert distance_seconds(at(0.0), at(0.05)) == pytest.approx(0.052)

@@ -1,4 +1,6 @@
-"""Members that answer late or only through others: marked at those who see it, and alive everywhere."""
+"""Members that answer late or only through others are marked where it is observed, and stay alive
+everywhere.
+"""
 
 import pytest
 from hypothesis import given
@@ -54,7 +56,7 @@ def test_a_late_member_is_degraded_with_its_rate_and_recovers() -> None:
 
 
 @pytest.mark.parametrize("delay", [0.6, 0.95, 1.3])
-def test_a_member_far_away_is_probed_with_patience_and_suspected_no_more(delay: float) -> None:
+def test_a_distant_member_is_probed_patiently_and_no_longer_suspected(delay: float) -> None:
     swarm = SlowAnswers(4, LAN, loss=0.02)
     swarm.delay = delay
     swarm.run(60)
@@ -68,7 +70,7 @@ def test_a_member_far_away_is_probed_with_patience_and_suspected_no_more(delay: 
     assert took > 0
 
 
-def test_presets_of_one_machine_stretch_nothing_and_forget_nobody() -> None:
+def test_one_machine_presets_stretch_no_timeout_and_forget_nobody() -> None:
     for settings in (SwimSettings.local(), SwimSettings.host()):
         trips = RoundTrips(settings)
         trips.learn(0.0, peer_of(1), 5.0)
@@ -87,7 +89,7 @@ def test_presets_of_one_machine_stretch_nothing_and_forget_nobody() -> None:
     assert len(trips) == 0
 
 
-def test_a_member_that_stood_still_is_not_far_away() -> None:
+def test_a_member_that_stalled_is_not_considered_distant() -> None:
     swarm = Swarm(5, LAN, seed=4)
     swarm.run(40)
     swarm.stall(3, 10.0)
@@ -96,7 +98,7 @@ def test_a_member_that_stood_still_is_not_far_away() -> None:
     assert [trips.stretch(peer_of(3)) for trips in observers] == [1.0] * 4
 
 
-def test_a_member_without_a_path_is_not_dead_and_is_called_so() -> None:
+def test_a_member_without_a_path_is_reported_so_and_not_dead() -> None:
     swarm = Swarm(5, LAN)
     swarm.run(10)
     swarm.blocked = lambda one, other: {one, other} == {0, 1}
@@ -128,13 +130,13 @@ def test_loss_alone_marks_nobody_and_a_dead_member_has_no_mark() -> None:
 
 
 @given(st.lists(st.sampled_from(ProbeAnswer)))
-def test_marks_follow_from_the_latest_answers_and_leave_nothing_behind(answers: list[ProbeAnswer]) -> None:
+def test_marks_follow_the_latest_answers_and_use_bounded_memory(answers: list[ProbeAnswer]) -> None:
     punctuality, told = Punctuality(), False
     for count, answer in enumerate(answers, 1):
         event = punctuality.note(peer_of(1), answer, 0.5)
         last = answers[max(0, count - RECENT) : count]
         if event is not None:
-            # Every event changes something, and a path is lost only after so many in a row.
+            # Every event changes something, and a path is lost only after this many failures in a row.
             assert isinstance(event, MemberDegraded) or told
             if isinstance(event, MemberDegraded) and event.condition is Condition.NO_PATH:
                 assert last[-RELAYED_MIN:] == [ProbeAnswer.RELAYED] * RELAYED_MIN

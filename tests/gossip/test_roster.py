@@ -1,4 +1,4 @@
-"""The roster of a run of averaging: the core, in virtual time."""
+"""The roster of an averaging run: the core, in virtual time."""
 
 from random import Random
 
@@ -87,7 +87,7 @@ def test_a_report_reaches_all_within_one_message() -> None:
         assert report.has_state
 
 
-def test_a_silent_participant_is_forgotten_and_one_that_restarts_counts_anew() -> None:
+def test_a_silent_participant_is_forgotten_and_a_restarted_one_counts_anew() -> None:
     world = World(3)
     world.engine.kill(world.peers[1], 5.0)
     world.engine.run(20.0)
@@ -117,7 +117,7 @@ def test_a_peer_that_leaves_is_forgotten_at_once() -> None:
     assert world.known(0) == {world.peers[2]}
 
 
-def test_names_count_only_from_those_who_take_part() -> None:
+def test_only_participants_can_introduce_names() -> None:
     core = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
     assert core.receive(0.0, peer_of(1), Names(RUN, (peer_of(2),))) == []
     core.receive(0.0, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
@@ -135,7 +135,7 @@ def test_an_older_report_changes_nothing() -> None:
 
 
 @given(st.binary(max_size=200))
-def test_bytes_of_strangers_are_refused_or_a_message(data: bytes) -> None:
+def test_bytes_of_strangers_are_refused_or_a_valid_message(data: bytes) -> None:
     try:
         message: roster.Message = decode(data, roster.Message, bytes_max=roster.MESSAGE_BYTES_MAX)
     except RemoteProtocolError:
@@ -150,7 +150,7 @@ def test_the_longest_messages_fit_a_datagram() -> None:
     assert max(len(encode(names)), len(encode(report))) < 1_100
 
 
-def test_a_roster_is_bounded_whoever_reports() -> None:
+def test_a_roster_is_bounded_for_any_reporters() -> None:
     core = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
     for number in range(1, roster.PARTICIPANTS_MAX + 50):
         core.receive(0.0, peer_of(number), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
@@ -177,7 +177,7 @@ def test_near_ids_of_one_network_do_not_fill_a_roster(come_first: bool) -> None:
     assert set(honest) <= set(own.reports)
     assert len(own.reports) == roster.PARTICIPANTS_MAX
     own.receive(0.0, honest[0], Names(RUN, (peers[-1],)))
-    assert peers[-1] in own._candidates  # far, and of a network that crowds nobody
+    assert peers[-1] in own._candidates  # far, and in a network with few members
 
 
 def test_members_of_one_network_alone_keep_the_nearest() -> None:
@@ -210,7 +210,7 @@ def test_a_full_list_keeps_the_nearest_and_estimates_the_total() -> None:
     assert 0.75 * count < estimates[count // 2] < 1.35 * count, estimates
 
 
-def test_a_list_is_whole_again_once_enough_have_left() -> None:
+def test_a_list_is_complete_again_once_enough_have_left() -> None:
     world = World(12, kept=8)
     world.engine.run(20.0)
     found = world.roster(world.cores[0])
@@ -222,7 +222,7 @@ def test_a_list_is_whole_again_once_enough_have_left() -> None:
 
 
 def test_a_silent_participant_is_forgotten_at_the_deadline() -> None:
-    """0.1 + 8 - 8 is less than 0.1: a limit that is computed otherwise than the deadline is never reached."""
+    """0.1 + 8 - 8 is less than 0.1: a limit computed differently from the deadline is never reached."""
     own = Roster(peer_of(0), RUN, TENSORS, Random(1), 0.0, 1)
     own.receive(0.1, peer_of(1), Report(RUN, TENSORS, 1, 0, 0, 0, LINEAGE))
     own.wake(0.1 + roster.SILENT_SECONDS)

@@ -1,4 +1,4 @@
-"""Neighbourhoods: who lists whom, as a swarm grows and shrinks, and what a stranger can do to it."""
+"""Neighbourhoods: which peers list which as a swarm grows and shrinks, and the influence of strangers."""
 
 from collections import Counter
 from contextlib import suppress
@@ -55,20 +55,20 @@ def depths(swarm: Neighbourhoods) -> dict[int, int]:
     return {number: core.scope.depth for number, core in swarm.cores.items()}
 
 
-def test_everyone_lists_exactly_its_neighbourhood_whomever_it_joined_through(town: Neighbourhoods) -> None:
+def test_all_list_exactly_their_neighbourhood_wherever_they_joined(town: Neighbourhoods) -> None:
     assert min(depths(town).values()) >= 2
     assert all(LEAST <= len(town.listed(number)) <= MOST for number in town.cores)
 
 
-def test_depths_rest_and_nobody_is_declared_dead_though_messages_are_lost(town: Neighbourhoods) -> None:
+def test_depths_are_stable_and_nobody_is_declared_dead_under_loss(town: Neighbourhoods) -> None:
     before = depths(town)
-    assert len(set(before.values())) > 1, "this is to be a swarm of different depths"
+    assert len(set(before.values())) > 1, "the swarm must have different depths"
     town.run(60)
     assert depths(town) == before
     assert not [event for heard in town.events.values() for event in heard if isinstance(event, MemberDown)]
 
 
-def test_searches_that_find_nobody_new_become_rarer() -> None:
+def test_fruitless_searches_become_less_frequent() -> None:
     swarm = settled(40)
     period = SMALL.sync_period_seconds(MOST)
     swarm.run(3 * SEARCH_SYNCS_MAX * period)
@@ -85,13 +85,13 @@ def test_searches_that_find_nobody_new_become_rarer() -> None:
     swarm.run(2 * SEARCH_SYNCS_MAX * period)
     seldom = searches() - before
     assert all(1 <= seldom[number] <= 4 for number in swarm.cores)
-    # A newcomer does not wait for them.
+    # A newcomer does not wait for the next one.
     swarm.start(100, join=3)
     swarm.run(2 * period)
     assert swarm.right()
 
 
-def test_a_death_is_told_only_to_those_that_listed_the_member(
+def test_a_death_is_reported_only_to_peers_that_listed_the_member(
     town: Neighbourhoods,
 ) -> None:
     listed_by = {number for number in town.cores if 7 in town.listed(number)} - {7}
@@ -121,11 +121,12 @@ def test_neighbourhoods_split_as_the_swarm_grows_and_merge_as_it_shrinks() -> No
         swarm.run(1)
     swarm.settle(at_most=240)
     assert all(depth < grown[number] for number, depth in depths(swarm).items())
-    # There and back, each depth once on the way: the old have seen them all, and nobody flapped.
+    # There and back, each depth occurs once on the way: the old peers have seen them all, and none
+    # oscillated.
     assert all(max(map(swarm.depths[number].count, swarm.depths[number])) <= 2 for number in swarm.cores)
 
 
-def test_the_load_of_a_peer_does_not_grow_with_the_swarm() -> None:
+def test_a_peers_load_does_not_grow_with_the_swarm() -> None:
     loads = []
     for count in (40, 140):
         swarm = settled(count)
@@ -163,9 +164,7 @@ populations = st.lists(st.sampled_from(PEERS[1:]), unique=True).map(lambda peers
 
 
 @given(populations, st.integers(0, 6))
-def test_a_depth_once_fitted_is_not_changed_again_by_the_same_members(
-    population: list[PeerId], depth: int
-) -> None:
+def test_a_fitted_depth_is_stable_for_the_same_members(population: list[PeerId], depth: int) -> None:
     scope = scope_of(PEERS[0], depth)
     fitted = scope.fit(population)
     assert fitted >= depth - 1
@@ -177,7 +176,7 @@ def test_a_depth_once_fitted_is_not_changed_again_by_the_same_members(
 
 
 @given(st.sampled_from(PEERS), st.sampled_from(PEERS), st.integers(0, 8), st.integers(0, 8))
-def test_two_scopes_agree_on_whom_both_hold(one: PeerId, other: PeerId, depth: int, others: int) -> None:
+def test_two_scopes_agree_on_the_peers_both_hold(one: PeerId, other: PeerId, depth: int, others: int) -> None:
     left, right = scope_of(one, depth), scope_of(other, others)
     ours, theirs = left.common(other, others), right.common(one, depth)
     both = {peer for peer in PEERS if left.holds(peer) and right.holds(peer)}
@@ -187,7 +186,7 @@ def test_two_scopes_agree_on_whom_both_hold(one: PeerId, other: PeerId, depth: i
 
 
 @given(st.integers(0, 30), st.randoms(use_true_random=False))
-def test_keys_to_search_near_lie_where_neighbours_may_be_missing(depth: int, rng: Random) -> None:
+def test_search_keys_lie_where_neighbours_may_be_missing(depth: int, rng: Random) -> None:
     scope = scope_of(PEERS[0], depth)
     own, beyond = _bits(scope.own_key()), _bits(scope.key_beyond())
     assert beyond[:depth] == own[:depth]
@@ -237,7 +236,7 @@ def test_refutations_for_accusers_outside_the_scope_are_limited() -> None:
     assert len(core.members) == 1
 
 
-def test_a_peer_outside_the_scope_is_answered_but_neither_listed_nor_asked() -> None:
+def test_a_peer_outside_the_scope_is_answered_but_neither_listed_nor_pinged() -> None:
     core = core_of(0, depth=4)
     outside = outsider_of(core)
     joining = core_of(outside).join(0.0, [core.peer])[0][1]
@@ -254,7 +253,7 @@ def test_a_scope_made_too_deep_by_a_liar_recovers() -> None:
     liar = next(peer for peer in PEERS[1:] if core.scope.held_by(peer, 3))
     core.join(0.0, [liar])
     core.receive(0.0, liar, ScopedSync(False, DEPTH_MAX, ()))
-    assert core.scope.joining, "nobody can make us believe more bits than we share with it"
+    assert core.scope.joining, "a peer's claim is limited to the bits that we share with it"
     core.receive(0.0, liar, ScopedSync(False, 3, ()))
     assert core.scope.depth == 3
     while core.deadline < 3 * SMALL.sync_interval_seconds + 30:

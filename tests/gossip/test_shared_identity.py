@@ -1,4 +1,6 @@
-"""Two processes with one key, as of a copied data folder: which goes, and what is no such thing."""
+"""Two processes with one key, as of a copied data folder: which of them stops, and which cases
+are no copy.
+"""
 
 from functools import partial
 
@@ -13,7 +15,7 @@ from tests.gossip.copies import KEY, STARTED, Swarm
 SECONDS_MAX = 60.0
 STOP_SECONDS_MAX = 5.0
 LISTED_SECONDS_MAX = 3.0
-"""After the end of a copy, until all list its original, name and address."""
+"""Seconds from the end of a copy until all list its original with name and address."""
 EARLIER, LATER = STARTED - 60_000, STARTED + 60_000
 SEEDS = range(50)
 
@@ -28,7 +30,7 @@ def start_original(seed: int = 1, *, others: int = 2, settings: SwimSettings | N
 
 
 def is_right(swarm: Swarm) -> bool:
-    """Whether all who run list each other as alive, and none but the original for its key."""
+    """Whether all running members list each other as alive, and only the original for its key."""
     running = list(swarm.running.values())
     return all(
         machine.listed(other.peer) == (other.name, Status.ALIVE) for machine in running for other in running
@@ -82,7 +84,7 @@ def test_each_of_several_copies_stops_soon_and_nobody_is_lost(others: int) -> No
     assert slow == []
 
 
-def test_more_copies_than_are_remembered_stop_one_after_the_other() -> None:
+def test_more_copies_than_are_remembered_stop_one_by_one() -> None:
     swarm = start_original()
     for number in range(LIVES_MAX + 4):
         swarm.start(f"copy {number}", KEY, "1")
@@ -93,7 +95,7 @@ def test_more_copies_than_are_remembered_stop_one_after_the_other() -> None:
 
 
 @pytest.mark.parametrize("again", [LATER, EARLIER - 1], ids=["later", "clock-set-back"])
-def test_an_earlier_life_of_a_node_is_no_other_node(again: int) -> None:
+def test_an_earlier_life_of_a_node_is_not_a_copy(again: int) -> None:
     swarm = Swarm(1, SwimSettings.lan())
     swarm.start("before", KEY, "1", started=EARLIER)
     swarm.run(5.0)
@@ -104,7 +106,7 @@ def test_an_earlier_life_of_a_node_is_no_other_node(again: int) -> None:
     assert is_right(swarm)
 
 
-def test_after_a_restart_or_a_copy_nothing_more_is_said_than_before() -> None:
+def test_a_restart_or_a_copy_adds_no_lasting_traffic() -> None:
     swarm = start_original()
     swarm.start("copy", KEY, "1")
     run_until_stopped(swarm, "copy")

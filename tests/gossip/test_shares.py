@@ -1,4 +1,4 @@
-"""How much of a list one source may fill: by where packets come from, not by what is claimed."""
+"""The share of a list that one source may fill, by the packets' source addresses and not by claims."""
 
 from crypto.contact import Address
 from crypto.identity import PeerId
@@ -31,7 +31,7 @@ def test_a_claimed_address_fills_no_other_networks_share() -> None:
     assert not shares.allow(liars, len(liars), said(901, "192.0.2.1"), peer_of(901))
 
 
-def test_members_whose_host_nobody_knows_share_one_part() -> None:
+def test_members_with_unknown_hosts_share_one_part() -> None:
     shares = Shares(MOST)
 
     def unknown(_peer: PeerId) -> str | None:

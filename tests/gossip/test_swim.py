@@ -45,7 +45,7 @@ def settled(count: int, settings: SwimSettings = LOCAL, seed: int = 1, loss: flo
 
 
 @pytest.mark.parametrize(("count", "seconds"), [(2, 0.2), (5, 0.6), (20, 1.5), (60, 2.5)])
-def test_all_who_join_one_through_another_soon_hold_the_same_list(count: int, seconds: float) -> None:
+def test_members_joined_in_a_chain_soon_hold_the_same_list(count: int, seconds: float) -> None:
     swarm = Swarm(count, LOCAL)
     assert swarm.run_until(swarm.converged, at_most=seconds) > 0
     ups = [event for event in swarm.events[0] if isinstance(event, MemberUp)]
@@ -88,7 +88,7 @@ def test_stream_pings_are_answered_by_streams_at_the_probe_rate() -> None:
     burst = [by_stream(1, swarm.now) for _ in range(10)]
     assert burst == [True] * int(BURST) + [False] * (10 - int(BURST))
     assert by_stream(1, swarm.now + LOCAL.probe_interval_seconds)
-    assert not by_stream(9, swarm.now), "a stranger"
+    assert not by_stream(9, swarm.now), "a stranger gets no answer"
 
 
 def test_two_members_without_any_datagrams_stay_alive() -> None:
@@ -105,9 +105,10 @@ def test_a_killed_member_is_found_by_all_within_one_to_two_seconds(count: int) -
         swarm = settled(count, seed=seed)
         swarm.run(3)
         swarm.kill(1)
-        # One second to refute is the least. The longest of 40 seeds is 2.34 s (mean 1.5 s among eight).
+        # The minimum time to refute is one second. The longest of 40 seeds is 2.34 s (mean 1.5 s among
+        # eight).
         assert swarm.run_until(partial(swarm.all_see, 1, Status.DEAD), at_most=2.4) > 1.0
-        # The reason names what was seen, and by whom.
+        # The reason names the observation and the observer.
         member = swarm.view(0)[1]
         assert member.reason.startswith("no ack for ")
         if member.accuser == peer_of(0):
@@ -126,7 +127,7 @@ def test_a_killed_member_of_a_lan_is_found_within_the_longest_suspicion() -> Non
     assert shortest < swarm.run_until(lambda: swarm.all_see(9, Status.DEAD), at_most=longest)
 
 
-def test_a_stall_of_two_thirds_of_a_second_is_no_death() -> None:
+def test_a_stall_of_two_thirds_of_a_second_is_not_a_death() -> None:
     swarm = settled(5)
     for number in (1, 2, 3, 1, 1, 4, 0):
         swarm.stall(number, 0.7)
@@ -136,7 +137,7 @@ def test_a_stall_of_two_thirds_of_a_second_is_no_death() -> None:
     swarm.run_until(swarm.converged, at_most=1.0)
 
 
-def test_a_peer_that_stalled_itself_blames_nobody_for_it() -> None:
+def test_a_peer_that_stalled_itself_blames_no_other() -> None:
     swarm = settled(5)
     swarm.events.clear()
     for _ in range(10):
@@ -151,7 +152,7 @@ def test_a_lost_refutation_is_repeated_to_a_peer_that_still_accuses() -> None:
     accuser, accused = swarm.cores[0], swarm.cores[1]
     accusation = sign_body(HashSigner(peer_of(0)), SuspectBody(peer_of(1), 1, 0))
     accused.receive(swarm.now, peer_of(0), Gossip((accusation,)))
-    # Its later facts about itself reached nobody.
+    # None of its later facts about itself arrived.
     accused._beliefs.queue.drop(peer_of(1))
     [(_, ack)] = accused.receive(swarm.now, peer_of(0), Ping(1, (accusation,)))
     assert isinstance(ack, Ack)
@@ -159,7 +160,7 @@ def test_a_lost_refutation_is_repeated_to_a_peer_that_still_accuses() -> None:
     assert swarm.view(0)[1].incarnation == 2
 
 
-def test_a_whole_machine_that_stalls_loses_nobody() -> None:
+def test_a_stall_of_a_whole_machine_loses_nobody() -> None:
     swarm = settled(5)
     swarm.events.clear()
     for _ in range(5):
@@ -189,7 +190,7 @@ def test_a_member_that_only_one_other_cannot_reach_is_not_suspected() -> None:
     assert not [event for event in swarm.events[0] if isinstance(event, MemberSuspected)]
 
 
-def test_leaving_is_not_dying() -> None:
+def test_leaving_is_not_a_death() -> None:
     swarm = settled(8)
     swarm.send(3, swarm.cores[3].leave(swarm.now))
     swarm.run(0.5)
@@ -203,7 +204,7 @@ def test_leaving_is_not_dying() -> None:
         assert swarm.view(number)[3].reason == "left"
 
 
-def test_one_who_left_only_answers_pings_and_takes_no_orders() -> None:
+def test_a_member_that_left_only_answers_pings() -> None:
     swarm = settled(3)
     core = swarm.cores[1]
     core.leave(swarm.now)
@@ -231,7 +232,7 @@ def test_a_dead_member_returns_with_a_higher_incarnation() -> None:
 
 
 @pytest.mark.parametrize("earlier", ["dead", "left", "alive"])
-def test_a_member_that_comes_back_with_an_old_incarnation_goes_above_it(earlier: str) -> None:
+def test_a_member_returning_with_an_old_incarnation_exceeds_it(earlier: str) -> None:
     swarm = settled(5)
     swarm.send(2, swarm.cores[2].update(swarm.now, profile_of(2, b"new")))
     swarm.run(1)
@@ -284,7 +285,7 @@ def test_a_member_that_calls_all_others_dead_buries_nobody(loss: float) -> None:
         liar = HashSigner(peer_of(0))
         for _ in range(60):
             for number in range(1, 8):
-                # Its facts about each name the present incarnation, to everybody.
+                # Its facts about each name the present incarnation, and go to all.
                 lies = [
                     sign_body(liar, kind(peer_of(number), swarm.view(number)[number].incarnation, 0))
                     for kind in (SuspectBody, DeadBody)
@@ -297,24 +298,24 @@ def test_a_member_that_calls_all_others_dead_buries_nobody(loss: float) -> None:
         ]
         assert downs == [], f"seed {seed}"
         swarm.run_until(swarm.converged, at_most=5)
-        # It is believed no more, so the last lies changed nothing.
+        # It is no longer believed, so the last lies changed nothing.
         swarm.kill(1)
         swarm.run_until(partial(swarm.all_see, 1, Status.DEAD), at_most=6)
 
 
-def test_a_swarm_split_in_two_is_one_again_after_it_heals() -> None:
+def test_a_split_swarm_merges_after_it_heals() -> None:
     swarm = settled(8)
     swarm.blocked = lambda a, b: (a < 4) != (b < 4)
     swarm.run(40)
     assert all(swarm.view(0)[number].status is Status.DEAD for number in range(4, 8))
     swarm.blocked = lambda _a, _b: False
     swarm.run_until(swarm.converged, at_most=15)
-    # A dead fact of the other side is hearsay: nobody buried a neighbour for it.
+    # A dead fact from the other side is hearsay: no member declared a neighbour dead for it.
     near = {peer_of(number) for number in range(4)}
     assert not [event for event in swarm.events[0] if isinstance(event, MemberDown) and event.peer in near]
 
 
-def test_two_swarms_become_one_when_one_member_joins_the_other() -> None:
+def test_two_swarms_merge_when_one_member_joins_the_other() -> None:
     swarm = Swarm(4, LOCAL)
     swarm.start(4, join=-1)
     for number in range(5, 8):
@@ -339,13 +340,13 @@ def test_a_stranger_that_pings_is_answered_and_asked_for_its_facts() -> None:
     assert 9 not in swarm.view(0).keys() | {0}
 
 
-def test_a_stranger_cannot_let_a_member_ping_for_it() -> None:
+def test_a_stranger_cannot_make_a_member_ping_for_it() -> None:
     swarm = settled(3)
     sends = swarm.cores[0].receive(swarm.now, peer_of(9), PingRequest(1, peer_of(1)))
     assert all(receiver == peer_of(9) for receiver, _ in sends)
 
 
-def test_a_join_is_tried_again_until_somebody_answers() -> None:
+def test_a_join_is_retried_until_a_member_answers() -> None:
     swarm = Swarm(1, LOCAL)
     swarm.blocked = lambda _a, _b: True
     swarm.start(1)
@@ -355,7 +356,7 @@ def test_a_join_is_tried_again_until_somebody_answers() -> None:
     swarm.run_until(swarm.converged, at_most=LOCAL.sync_interval_seconds + 0.1)
 
 
-def test_a_hint_probes_at_once_and_judges_nothing() -> None:
+def test_a_hint_triggers_a_probe_and_no_verdict() -> None:
     swarm = settled(3)
     core = swarm.cores[0]
     swarm.run_until(lambda: not core._flight.probes, at_most=1)
@@ -406,7 +407,7 @@ print("\\n".join(swarm.trace))
 """
 
 
-def test_the_same_seed_gives_the_same_trace_whatever_the_hash_seed() -> None:
+def test_the_same_seed_gives_the_same_trace_for_any_hash_seed() -> None:
     traces = []
     for hash_seed in ("1", "2"):
         environment = dict(os.environ, PYTHONHASHSEED=hash_seed)
@@ -416,7 +417,7 @@ def test_the_same_seed_gives_the_same_trace_whatever_the_hash_seed() -> None:
     assert traces[0].count(b"MemberUp") > 100
 
 
-def test_an_answer_from_the_dead_revives_a_healed_partition_quickly() -> None:
+def test_an_answer_from_the_dead_quickly_revives_a_healed_partition() -> None:
     swarm = settled(30, SwimSettings.lan())
     swarm.blocked = lambda a, b: (a < 15) != (b < 15)
     swarm.run(60)
@@ -425,14 +426,14 @@ def test_an_answer_from_the_dead_revives_a_healed_partition_quickly() -> None:
     assert swarm.run_until(swarm.converged, at_most=6) < 6
 
 
-def test_constant_changes_of_one_member_are_passed_on_rarely() -> None:
+def test_a_members_frequent_changes_are_forwarded_rarely() -> None:
     swarm = settled(40, SwimSettings.lan())
     swarm.run(30)
     before = swarm.sent_bytes
     for number in range(300):
         swarm.send(7, swarm.cores[7].update(swarm.now, profile_of(7, b"%d" % number)))
         swarm.run(0.2)
-    # Passed on by all, each of the 300 would cost a member 50 bytes a second.
+    # If all forwarded each of the 300, they would cost a member 50 bytes a second.
     assert (swarm.sent_bytes - before) / 60 / 40 < 400
 
 
@@ -446,7 +447,7 @@ def test_members_measure_their_round_trips_by_probes() -> None:
         assert all(0.001 <= seconds <= 0.005 for seconds in known)  # each way takes 0.5 to 2.5 ms
 
 
-def test_a_relay_says_at_once_that_it_holds_the_target_for_dead() -> None:
+def test_a_relay_reports_at_once_that_it_considers_the_target_dead() -> None:
     swarm = settled(4)
     swarm.kill(3)
     swarm.run_until(lambda: swarm.all_see(3, Status.DEAD), at_most=4)

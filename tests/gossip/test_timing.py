@@ -1,4 +1,4 @@
-"""Suspicion times, local health, settings, and the queue of news."""
+"""Suspicion times, local health, settings, and the queue of facts."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ from gossip.suspicion import LocalHealth, Suspicion
 from tests.gossip.swarm import HashSigner, peer_of
 
 
-def test_each_independent_accuser_shortens_a_suspicion_and_a_repeat_does_not() -> None:
+def test_only_independent_accusers_shorten_a_suspicion() -> None:
     suspicion = Suspicion(10.0, peer_of(1), 2.0, 12.0, wanted=3)
     deadlines = [suspicion.deadline]
     for accuser in (2, 3, 4):
@@ -34,13 +34,13 @@ def test_each_independent_accuser_shortens_a_suspicion_and_a_repeat_does_not() -
     assert not suspicion.wants(peer_of(5))
 
 
-def test_a_suspicion_nobody_can_confirm_lasts_the_shortest_time() -> None:
+def test_an_unconfirmable_suspicion_lasts_the_shortest_time() -> None:
     suspicion = Suspicion(10.0, peer_of(1), 2.0, 12.0, wanted=0)
     assert suspicion.deadline == 12.0
     assert not suspicion.wants(peer_of(2))
 
 
-def test_lost_time_is_given_back_but_not_for_ever() -> None:
+def test_lost_time_is_given_back_within_a_bound() -> None:
     suspicion = Suspicion(10.0, peer_of(1), 2.0, 3.0, wanted=0)
     suspicion.excuse(0.5)
     assert suspicion.deadline == 12.5
@@ -95,7 +95,7 @@ def suspect(subject: int, accuser: int) -> Fact:
     return sign_body(HashSigner(peer_of(accuser)), SuspectBody(peer_of(subject), 1, 0))
 
 
-def test_a_fact_is_passed_on_so_many_times_and_then_dropped() -> None:
+def test_a_fact_is_sent_a_bounded_number_of_times() -> None:
     queue = Dissemination()
     queue.put(peer_of(1), suspect(1, 2))
     assert [len(queue.take(3, 850)) for _ in range(5)] == [1, 1, 1, 0, 0]
@@ -115,7 +115,7 @@ def test_a_newer_fact_replaces_the_older_and_a_confirmation_stands_beside() -> N
     assert len(queue) == 0
 
 
-def test_news_overtakes_what_was_sent_before() -> None:
+def test_new_facts_precede_those_already_sent() -> None:
     queue = Dissemination()
     queue.put(peer_of(1), suspect(1, 9))
     queue.take(9, 850)
@@ -137,7 +137,7 @@ def test_facts_that_must_come_first_count_as_sent() -> None:
 
 
 @given(st.lists(st.integers(0, 60)), st.integers(110, 10_000), st.integers(1, 5))
-def test_a_message_never_exceeds_its_bounds_and_everything_gets_its_turns(
+def test_a_message_respects_its_bounds_and_every_fact_gets_its_turns(
     subjects: list[int], bytes_max: int, transmits_max: int
 ) -> None:
     queue = Dissemination()
@@ -154,7 +154,7 @@ def test_a_message_never_exceeds_its_bounds_and_everything_gets_its_turns(
     assert sent == {suspect(subject, 99): transmits_max for subject in subjects}
 
 
-def test_a_first_change_is_sent_in_full_a_crowd_hardly() -> None:
+def test_first_changes_are_sent_in_full_and_a_crowds_are_rationed() -> None:
     changes = Changes(1.0, 100, 0.0)
     assert [changes.sends(peer_of(1), 0.0) for _ in range(3)] == [SENDS_MAX, CHANGED_SENDS, 0]
     crowd = [changes.sends(peer_of(number), 0.0) for number in range(10, 40) for _ in range(2)]

@@ -1,7 +1,7 @@
-"""A data set on its way from one peer to many, on the engine: the real exchange core, pieces without meaning.
+"""A data set on its way from one peer to many, on the engine: the real exchange core, with dummy pieces.
 
 Every link is a queue with a rate each way (`sim.network.model.Access`); nothing is lost, as on streams. A
-piece holds its number; a liar sends another's, a mute peer claims what it has and sends nothing.
+piece holds its number; a liar sends another's, a mute peer makes true claims and sends nothing.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ _DATA = bytes(32)
 
 @dataclass(frozen=True)
 class Finished:
-    """A peer has everything."""
+    """One peer has the complete data set."""
 
 
 @dataclass(frozen=True)
 class Trade:
-    """The outcome: how many peers have everything, and virtual seconds until the last of them."""
+    """The outcome: the number of complete peers, and virtual seconds until the last of them."""
 
     finished: int
     seconds: float
@@ -37,7 +37,7 @@ class Trade:
 
 
 class Trader:
-    """One peer: the core, and what its shell would do at once. Number 0 is the source."""
+    """One peer: the core, and the immediate actions of its shell. Number 0 is the source."""
 
     def __init__(self, slot: PeerSlot, count: int, *, dies_after: float = inf, kind: str = "") -> None:
         self.events: list[Any] = []
@@ -84,7 +84,7 @@ class Trader:
                 case PeerDropped():
                     self.events.append(event)
         if self.core.uploaded_pieces >= self._dies_after:
-            # As SIGKILL; what its kernel has taken goes out.
+            # As by SIGKILL; packets that its kernel has accepted still go out.
             self._is_dead = True
             self.core.deadline = inf
         if not self._is_source and not self._is_finished and self.core.is_complete:
@@ -104,8 +104,9 @@ def trade(
     mutes: int = 0,
     seconds_max: float = 3_600.0,
 ) -> Trade:
-    """Bring `pieces` from one source to `peers`, of which the last are `liars` and `mutes` that claim to have
-    everything. The source dies once so many copies have left it."""
+    """Send `pieces` from one source to `peers`, of which the last are `liars` and `mutes` that claim to have
+    everything. The source dies once it has sent this many copies.
+    """
     kinds = ["", *[""] * (peers - liars - mutes), *["liar"] * liars, *["mute"] * mutes]
     access = Access(1.0, mbit_per_second, mbit_per_second, queue_seconds=1e6)
     swarm = CustomSwarm(

@@ -1,7 +1,7 @@
-"""A zoo of models that train: the proof that any module can be cut, and what the benchmarks run.
+"""A zoo of models that train: they prove that any module can be cut, and benchmarks run them.
 
-`ZOO` maps a name to a function of a scale. `tests.zoo.equivalence` holds a cut model against the same
-module in one process.
+`ZOO` maps a name to a function of a scale. `tests.zoo.equivalence` compares a cut model with the same module
+in one process.
 """
 
 from collections.abc import Callable, Mapping

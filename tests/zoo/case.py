@@ -12,7 +12,7 @@ Scale = Literal["test", "bench"]
 """`test` is a small model of the same structure; `bench` one of a realistic size for one core."""
 Tensors = tuple[Tensor, ...]
 Loss = Callable[..., Tensor | tuple[Tensor, Tensor]]
-"""Takes the output and the labels; a second number replaces the batch as divisor of the sum."""
+"""A function of the output and the labels; a second number replaces the batch as divisor of the sum."""
 Sample = Callable[[torch.Generator, int], tuple[Tensors, Tensors]]
 
 
@@ -32,17 +32,17 @@ class Case:
     batch: int = 3
 
     def model(self, dtype: torch.dtype = torch.float32) -> nn.Module:
-        """The module in training mode, the same at every call."""
+        """Return the module in training mode, the same at every call."""
         torch.manual_seed(0)
         return self.build().to(dtype).train()
 
     def data(self, seed: int, batch: int, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensors]:
-        """Inputs and labels of one micro-batch; floating ones in `dtype`."""
+        """Return inputs and labels of one micro-batch; floating ones in `dtype`."""
         inputs, labels = self.sample(torch.Generator().manual_seed(seed), batch)
         return _to(inputs, dtype), _to(labels, dtype)
 
     def sums(self, output: Any, inputs: Tensors, labels: Tensors) -> tuple[Tensor, int]:
-        """The loss of one micro-batch, and how many samples it is summed over."""
+        """Return the loss of one micro-batch, and the number of samples in the sum."""
         loss = self.loss(output, *labels)
         return (loss[0], int(loss[1])) if isinstance(loss, tuple) else (loss, len(inputs[0]))
 
@@ -52,7 +52,7 @@ def _to(tensors: Tensors, dtype: torch.dtype) -> Tensors:
 
 
 def images(*shape: int, classes: int) -> Sample:
-    """Noise of `shape` and a class for each."""
+    """Noise of `shape` and a class for each sample."""
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
         pictures = torch.randn(batch, *shape, generator=generator)
@@ -62,7 +62,7 @@ def images(*shape: int, classes: int) -> Sample:
 
 
 def tokens(length: int, vocabulary: int) -> Sample:
-    """Ids of `length`, and at each place the id that follows."""
+    """Ids of `length`, and at each position the id that follows."""
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
         ids = torch.randint(vocabulary, (batch, length + 1), generator=generator)
@@ -77,7 +77,7 @@ def class_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many are classified right."""
+    """The number of correct classifications."""
     return (logits.argmax(1) == labels).sum()
 
 
@@ -87,10 +87,10 @@ def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def counted_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy where the label is not -100, and how often that is."""
+    """Cross entropy where the label is not -100, and the number of such labels."""
     return token_loss(logits, labels), (labels != -100).sum()
 
 
 def tokens_correct(logits: Tensor, labels: Tensor) -> Tensor:
-    """How many next ids are guessed right."""
+    """The number of correctly predicted next ids."""
     return (logits.argmax(-1) == labels).sum()

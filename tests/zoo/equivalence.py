@@ -1,11 +1,11 @@
-"""A model cut into stages against the same module in one process: the numbers must be the same.
+"""A model cut into stages compared with the same module in one process: the numbers must be equal.
 
 Both run the same micro-batches with the same seeds. One side is the module as its author wrote it, with
 torch.optim; the other is real `StageExecutor`s over arenas in this process, with the sums that a run makes
-between them. Random operators of the module draw what the graph's draw: a dispatch mode seeds the generator
-before each with the id of its node.
+between them. Random operators draw the same numbers on both sides: a dispatch mode seeds the generator before
+each of the module's with the id of its node in the graph.
 
-Errors: in float64 that of every tensor, relative to its largest element (or, for what is nothing but
+Errors: in float64 that of every tensor, relative to its largest element (or, for a tensor that is only
 rounding, to a ten-thousandth of the largest of its kind); in float32 that of the whole vector, by norms.
 """
 
@@ -53,12 +53,12 @@ SGD = OptimizerSettings(kind="sgd", learning_rate=0.05, momentum=0.9, weight_dec
 FLOAT64_MAX = 1e-9
 FLOAT32_MAX = 1e-5
 _FLOOR = 1e-4
-"""Below this share of the largest of its kind a tensor may be nothing but rounding: a bias before a norm."""
+"""A tensor below this share of the largest of its kind may be only rounding: a bias before a norm."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """How a model is trained on both sides. Micro-batches of a step have `batches` samples."""
+    """How a model is trained on both sides. Each micro-batch of a step has `batches` samples."""
 
     run: bytes = b"zoo"
     dtype: torch.dtype = torch.float64
@@ -82,7 +82,7 @@ class History:
     moved: set[str] = field(default_factory=set)
     """Names of what training changed, so that the other side must have it."""
     boundary_bytes: int = 0
-    """The most that crossed one boundary for one micro-batch, forward."""
+    """The most bytes that crossed one boundary for one micro-batch, forward."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ def captured_case(case: Case, dtype: torch.dtype) -> Captured:
 def captured_small(name: str, dtype: torch.dtype) -> Captured:
     """The graph of a model of the zoo at the scale of tests, captured once for all of them: it is data.
 
-    `dtype` has no default, for a cache takes what is said and what is not for two different calls.
+    `dtype` has no default, because a cache treats an omitted argument and its default as two calls.
     """
     return captured_case(ZOO[name]("test"), dtype)
 
@@ -127,7 +127,7 @@ def stages_possible(graph: Graph) -> int:
 
 
 def random_cut(graph: Graph, name: bytes, stages: int, seed: int) -> tuple[StageGraph, ...]:
-    """The graph in this many stages at random legal places."""
+    """The graph in this many stages at random legal boundaries."""
     places = legal_positions(graph)
     return cut(graph, name, sorted(random.Random(seed).sample(places, stages - 1)))
 
@@ -154,7 +154,9 @@ def draws(node: GraphNode, operators: Sequence[str]) -> bool:
 
 
 class SeededAsGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so in torch
-    """Seeds torch's generator before the k-th random operator for the k-th random node of the graph."""
+    """A dispatch mode that seeds torch's generator before the k-th random operator for the k-th random node
+    of the graph.
+    """
 
     def __init__(self, nodes: Sequence[int], run: bytes, step: int, microbatch: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so in torch
@@ -170,12 +172,12 @@ class SeededAsGraph(TorchDispatchMode):  # type: ignore[no-untyped-call]  # so i
         return func(*args, **(kwargs or {}))
 
     def left(self) -> int:
-        """How many random nodes the module did not get to."""
+        """The number of random nodes that the module did not reach."""
         return sum(1 for _ in self._nodes)
 
 
 def _drops_nothing(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether it is a dropout, of attention too, with a rate of zero: it draws nothing then."""
+    """Whether it is a dropout, also of attention, with a rate of zero: such a node draws nothing."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.name in ("p", "dropout_p") and "dropout" in f"{func}.{argument.name}":
             rate = args[place] if place < len(args) else kwargs.get(argument.name, argument.default_value)
@@ -239,7 +241,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer, samples: int, clip
     if clip_norm:
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)
     optimizer.step()
-    # Zeros, not None: a parameter that one step does not use keeps its momentum in a stage as well.
+    # Zeros, not None: a stage, too, keeps momentum for a parameter that one step does not use.
     optimizer.zero_grad(set_to_none=False)
 
 
@@ -248,7 +250,7 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _values(model: nn.Module) -> dict[str, Array]:
-    """Copies of parameters and buffers; counts of micro-batches are no part of a stage."""
+    """Copies of parameters and buffers, without counts of micro-batches, which no stage has."""
     return {
         name: _numpy(value)
         for name, value in _named(model).items()
@@ -268,7 +270,7 @@ def _numpy(tensor: Tensor) -> Array:
 
 
 class Chain:
-    """Every stage once: executors in this process, as one replica of each would be."""
+    """Every stage once: executors in this process, as if each had one replica."""
 
     def __init__(self, stages: Sequence[StageGraph], sizes_max: Sequence[int], trial: Trial) -> None:
         self.specifications = [
@@ -287,7 +289,7 @@ class Chain:
         self.executors = []
         for specification in self.specifications:
             sizes = arena_bytes(specification)
-            # numpy takes no empty buffer, and the executor none of another size.
+            # numpy accepts no empty buffer, and the executor only this size.
             memory = {name: bytearray(size) for name, size in sizes.items()}
             self.arenas.append(memory)
             views = {name: memoryview(memory[name])[:size] for name, size in sizes.items()}
@@ -295,7 +297,7 @@ class Chain:
         self.boundary_bytes = 0
 
     def ask(self, stage: int, request: Any, kind: type[Any]) -> Any:
-        """The stage's answer. Raises AssertionError: it refused."""
+        """Return the stage's answer. Raises AssertionError if it refused."""
         reply = self.executors[stage].handle(request)
         assert not isinstance(reply, Refused), f"stage {stage}: {reply.reason}"
         assert isinstance(reply, kind), reply
@@ -316,7 +318,7 @@ class Chain:
         return np.frombuffer(self.arenas[stage][arena], specification.dtype, size // specification.item_bytes)
 
     def slots(self, arena: str, *, kinds: Sequence[str]) -> Iterator[tuple[Slot, Array]]:
-        """Each parameter of these kinds in an arena, stage by stage, in its shape."""
+        """Yield each parameter of these kinds in an arena, stage by stage, in its shape."""
         for stage, layout in enumerate(self.layouts):
             vector = self.vector(stage, arena)
             for slot in layout:
@@ -324,7 +326,7 @@ class Chain:
                     yield slot, vector[slot.offset : slot.offset + slot.size].reshape(slot.shape)
 
     def forward(self, step: int, number: int, inputs: Payload, labels: Payload, *, train: bool) -> Forwarded:
-        """One micro-batch through all stages; the last one's answer."""
+        """Send one micro-batch through all stages; return the last one's answer."""
         bundle: Payload | None = inputs
         last = len(self.executors) - 1
         for stage in range(last + 1):
@@ -338,18 +340,20 @@ class Chain:
         return reply
 
     def backward(self, step: int, number: int, gradient: Payload | None) -> None:
-        """One micro-batch's gradients from the last stage's answer back to the first that has some."""
+        """Send one micro-batch's gradients from the last stage's answer back to the first stage with
+        parameters.
+        """
         for stage in range(len(self.executors) - 2, -1, -1):
             if not self.specifications[stage].graph.entry("train").backward_outputs:
                 break
             assert gradient is not None
             reply: BackwardDone = self.ask(stage, Backward(step, number, gradient), BackwardDone)
             gradient = reply.gradient
-        assert gradient is None, "a gradient that nobody awaits"
+        assert gradient is None, "a gradient that no stage expects"
 
 
 def sizes_of(graph: Graph, data: tuple[Tensors, Tensors]) -> tuple[int, ...]:
-    """The values of the graph's symbols that this data has."""
+    """The values of the graph's symbols for this data."""
     entry = graph.entry("train")
     return bind(
         graph.symbols,
@@ -367,7 +371,7 @@ def payloads(graph: Graph, data: tuple[Tensors, Tensors]) -> tuple[Payload, Payl
 
 
 def run_stages(case: Case, graph: Graph, stages: Sequence[StageGraph], trial: Trial) -> History:
-    """Train the stages, their replicas dealt micro-batches in turns."""
+    """Train the stages; micro-batches are dealt to their replicas in turns."""
     sizes_max = sizes_of(graph, case.data(0, max(trial.batches), trial.dtype))
     chains = [Chain(stages, sizes_max, trial) for _ in range(trial.replicas)]
     first = {name: value.detach() for name, value in _named(case.model(trial.dtype)).items()}
@@ -443,9 +447,9 @@ def _by_name(chain: Chain, arena: str, kinds: Sequence[str]) -> dict[str, Array]
 
 
 def errors(found: History, expected: History, dtype: torch.dtype) -> Errors:
-    """How far the stages' numbers are from the module's.
+    """Return the differences between the stages' numbers and the module's.
 
-    Raises AssertionError: other samples, or a gradient or parameter that one side lacks.
+    Raises AssertionError for other samples, or a gradient or parameter that one side lacks.
     """
     assert found.samples == expected.samples, (found.samples, expected.samples)
     assert expected.moved <= found.parameters[-1].keys(), expected.moved - found.parameters[-1].keys()
@@ -463,7 +467,7 @@ def errors(found: History, expected: History, dtype: torch.dtype) -> Errors:
 
 
 def _like(found: dict[str, Array], expected: dict[str, Array]) -> dict[str, Array]:
-    """The expected tensors of the found names. A gradient that torch did not make is zero."""
+    """Return the expected tensors of the found names. A gradient that torch did not make is zero."""
     return {name: expected.get(name, np.zeros_like(value)) for name, value in found.items()}
 
 

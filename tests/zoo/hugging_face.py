@@ -1,4 +1,4 @@
-"""Models of the transformers library, unchanged, from configurations: nothing is fetched."""
+"""Models of the transformers library, unchanged, from configurations: nothing is downloaded."""
 
 from typing import Any
 
@@ -49,12 +49,12 @@ def logits_loss(output: Any, labels: Tensor) -> Tensor:
 
 
 def masked_loss(output: Any, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross entropy of the ids that were to be guessed, and how many those were."""
+    """Cross entropy of the masked ids, and the number of them."""
     return counted_loss(output.logits, labels)
 
 
 def logits_correct(output: Any, labels: Tensor) -> Tensor:
-    """How many next ids are guessed right."""
+    """The number of correctly predicted next ids."""
     return tokens_correct(output.logits, labels)
 
 
@@ -64,7 +64,7 @@ def picture_loss(output: Any, labels: Tensor) -> Tensor:
 
 
 def picture_correct(output: Any, labels: Tensor) -> Tensor:
-    """How many are classified right."""
+    """The number of correct classifications."""
     return correct(output.logits, labels)
 
 
@@ -121,7 +121,7 @@ def llama(scale: Scale) -> Case:
 
 
 def llama_8b() -> nn.Module:
-    """Llama 3 8B; build it under `skeleton()`, for it takes 32 GB otherwise."""
+    """Llama 3 8B; build it under `skeleton()`, because it takes 32 GB otherwise."""
     model: nn.Module = LlamaForCausalLM(LlamaConfig(**LLAMA_8B))
     return model
 

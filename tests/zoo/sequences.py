@@ -74,7 +74,7 @@ class GruTagger(nn.Module):
 
 
 def gru(scale: Scale) -> Case:
-    """Both directions of time, a padding row without gradient, labels that do not count."""
+    """Both directions of time, a padding row without gradient, and ignored labels."""
     length, vocabulary, width = (24, 1_000, 96) if scale == "bench" else (5, 19, 6)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -93,7 +93,7 @@ def gru(scale: Scale) -> Case:
 
 
 class Experts(nn.Module):
-    """Every expert sees every token; a softmax says how much each counts."""
+    """Every expert processes every token; a softmax gives the weight of each."""
 
     def __init__(self, width: int, experts: int) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.down, std=0.1)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, length, width), the same back, and the shares (batch, length, experts)."""
+        """(batch, length, width) to the same shape, and the shares (batch, length, experts)."""
         shares = self.gate(x).softmax(-1)
         hidden = functional.silu(torch.einsum("btd,edh->bteh", x, self.up))
         each = torch.einsum("bteh,ehd->bted", hidden, self.down)
@@ -133,13 +133,13 @@ class MixtureOfExperts(nn.Module):
 
 
 def balanced_loss(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """Cross entropy, and what uneven use of the experts costs."""
+    """Cross entropy, and the cost of uneven use of the experts."""
     logits, load = output
     return token_loss(logits, labels) + 0.01 * load.shape[1] * load.square().sum()
 
 
 def balanced_correct(output: tuple[Tensor, Tensor], labels: Tensor) -> Tensor:
-    """How many next ids are guessed right."""
+    """The number of correctly predicted next ids."""
     return tokens_correct(output[0], labels)
 
 
@@ -180,7 +180,7 @@ class TemporalConvolution(nn.Module):
 
 
 def temporal(scale: Scale) -> Case:
-    """One-dimensional convolutions, padding on one side, a running sum alive over the whole net."""
+    """One-dimensional convolutions, padding on one side, and a running sum alive over the whole net."""
     length, vocabulary, width, layers = (64, 500, 64, 6) if scale == "bench" else (7, 19, 6, 3)
     return Case(
         "temporal",
@@ -205,7 +205,7 @@ class Translator(nn.Module):
         self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
 
     def forward(self, source: Tensor, target: Tensor) -> Tensor:
-        """Two times (batch, length) to (batch, length, vocabulary)."""
+        """Two inputs (batch, length) to (batch, length, vocabulary)."""
         hidden = self.transformer(
             self.source(source) + self.places,
             self.target(target) + self.places,
@@ -216,7 +216,7 @@ class Translator(nn.Module):
 
 
 def translator(scale: Scale) -> Case:
-    """Two inputs of ids, cross attention, an encoder's result that skips to every later layer."""
+    """Two inputs of ids, cross attention, and an encoder's result that skips to every later layer."""
     length, vocabulary, width, layers = (32, 1_000, 128, 2) if scale == "bench" else (5, 19, 8, 1)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:

@@ -21,7 +21,7 @@ class Perceptron(nn.Sequential):
 
 
 def mlp(scale: Scale) -> Case:
-    """The smallest of all."""
+    """The smallest model."""
     widths = (64, 512, 512, 512, 512, 10) if scale == "bench" else (6, 9, 8, 7, 8, 4)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -66,7 +66,7 @@ def binary_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def recommender(scale: Scale) -> Case:
-    """Inputs of two types, a scalar parameter, a weight that most stages lack."""
+    """Inputs of two types, a scalar parameter, and a weight that most stages lack."""
     rows, width, layers = (5_000, 32, 3) if scale == "bench" else (11, 4, 2)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -120,7 +120,7 @@ class GraphNetwork(nn.Module):
 
 
 def graph_network(scale: Scale) -> Case:
-    """An input that every stage reads, so that it is handed through."""
+    """An input that every stage reads, so each stage passes it on."""
     nodes, width, layers = (24, 48, 4) if scale == "bench" else (4, 6, 3)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:

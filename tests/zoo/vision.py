@@ -40,7 +40,7 @@ def resnet18(scale: Scale) -> Case:
 
 
 class DoubleConvolution(nn.Sequential):
-    """Twice convolution, batch norm, ReLU."""
+    """Convolution, batch norm, ReLU, twice."""
 
     def __init__(self, before: int, after: int) -> None:
         super().__init__(
@@ -108,7 +108,7 @@ def unet(scale: Scale) -> Case:
 
 
 class SqueezeExcite(nn.Module):
-    """Scale channels by what all of the picture says (Hu et al. 2018)."""
+    """Scale channels by a summary of the whole image (Hu et al. 2018)."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ class DenseNet(nn.Module):
 
 
 def densenet(scale: Scale) -> Case:
-    """Concatenations of everything so far: the widest bundles of the zoo."""
+    """Concatenations of all earlier layers: the widest bundles of the zoo."""
     side, growth, layers = (32, 16, 6) if scale == "bench" else (8, 4, 3)
     return Case(
         "densenet",
@@ -238,7 +238,7 @@ def densenet(scale: Scale) -> Case:
 
 
 class Autoencoder(nn.Module):
-    """Group norm down, transposed convolutions up, the picture back."""
+    """Group norm down, transposed convolutions up, back to the image."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -278,7 +278,7 @@ def absolute_error(output: Tensor, target: Tensor) -> Tensor:
 
 
 def autoencoder(scale: Scale) -> Case:
-    """No classes: the label is the picture."""
+    """No classes: the label is the image."""
     side, width = (32, 32) if scale == "bench" else (8, 4)
 
     def sample(generator: torch.Generator, batch: int) -> tuple[Tensors, Tensors]:
@@ -296,7 +296,7 @@ def autoencoder(scale: Scale) -> Case:
 
 
 class Siamese(nn.Module):
-    """One tower over two pictures, so every weight is used twice (Bromley et al. 1993)."""
+    """One tower over two images, so every weight is used twice (Bromley et al. 1993)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -314,7 +314,7 @@ class Siamese(nn.Module):
         )
 
     def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Two pictures (batch, 1, side, side) to two embeddings (batch, 16)."""
+        """Two images (batch, 1, side, side) to two embeddings (batch, 16)."""
         return self.tower(left), self.tower(right)
 
 
@@ -348,7 +348,7 @@ class MixerBlock(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, places, width), the same shape back."""
+        """(batch, places, width) to the same shape."""
         x = x + self.places(self.before(x).transpose(1, 2)).transpose(1, 2)
         return x + cast(Tensor, self.channels(self.after(x)))
 

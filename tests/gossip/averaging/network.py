@@ -121,11 +121,11 @@ class Network(Generic[C]):
             self.send(number, self.attempts[number].start(self.now))
 
     def kill(self, number: int, *, noticed_after: float | None = None) -> None:
-        """The process is gone: it says nothing more, and others notice after a while."""
+        """End the process: it sends nothing more, and others notice after a while."""
         self.gone[number] = inf if noticed_after is None else self.now + noticed_after
 
     def restart(self, number: int, core: C) -> None:
-        """A process comes back with nothing in its memory."""
+        """Restart a process with empty memory."""
         self.gone.pop(number, None)
         self.attempts[number] = core
         self.send(number, core.start(self.now))
@@ -134,7 +134,7 @@ class Network(Generic[C]):
         for peer, message in sends:
             receiver = self.numbers.get(peer)
             if receiver is None:
-                # Nobody of this id: as for a peer that cannot be dialled.
+                # No peer has this id: it cannot be dialled.
                 self.send(sender, self.attempts[sender].lost(self.now, peer))
                 continue
             changed = self.tamper(sender, receiver, message)
@@ -149,7 +149,7 @@ class Network(Generic[C]):
             heapq.heappush(self._heap, (at, next(self._order), sender, receiver, data))
 
     def run(self, until: float = 60.0) -> None:
-        """Until all that live are closed, or the time is up."""
+        """Run until all living cores are closed, or the time is up."""
         while self.now < until:
             self._pull()
             for hook in self.hooks:
@@ -177,7 +177,7 @@ class Network(Generic[C]):
 
     def _pull(self) -> None:
         for number, attempt in self.attempts.items():
-            # As a stream does: the next chunk is pulled once the last has left.
+            # As on a stream, the next chunk is pulled once the last was sent.
             for peer in attempt.ready:
                 if number not in self.gone and self._free_at[number] <= self.now:
                     self.send(number, attempt.pull(self.now, peer))
@@ -224,8 +224,9 @@ class Averaging(Network[Attempt]):
 
 @dataclass(frozen=True)
 class PlaySettings:
-    """`window_seconds`: how long a group waits for members that are expected. `form_seconds`: how long a peer
-    waits for a group at all."""
+    """`window_seconds` is how long a group waits for expected members, `form_seconds` how long a peer waits
+    for a group.
+    """
 
     window_seconds: float = 0.2
     form_seconds: float = 10.0
@@ -234,7 +235,8 @@ class PlaySettings:
 
 class Play:
     """One peer's side of one round, driven as a node does (`node.averaging.participation`): a wish for a
-    group, an attempt, and where that fails another of both."""
+    group, an attempt, and both again if the attempt fails.
+    """
 
     def __init__(
         self,
@@ -318,7 +320,7 @@ class Play:
             self._lost.discard(sender)
             wish = self._met.get(message.key)
             if wish is None:
-                # As a wish that is told again: the convener of a later group waits for this peer.
+                # As for a repeated wish: the convener of a later group waits for this peer.
                 self._early.setdefault(message.key, []).append((sender, message))
                 return []
             return [*wish.receive(now, sender, message), *self._advance(now)]

@@ -1,4 +1,4 @@
-"""Rules that a group agrees on: end to end in one attempt, with members that lie in their vectors."""
+"""Aggregation rules of a group, end to end in one attempt, with members that lie in their vectors."""
 
 from typing import get_args
 
@@ -26,7 +26,7 @@ def group_by(aggregate: Aggregate, count: int, items: int, codec: str = "float32
 def averaged(
     aggregate: Aggregate, vectors: dict[int, Vector], codec: str = "float32", **options: object
 ) -> tuple[Averaging, Vector]:
-    """One attempt that all succeed in, and what they hold."""
+    """Run one attempt in which all succeed, and return their vectors."""
     items = len(vectors[0])
     world = Averaging(group_by(aggregate, len(vectors), items, codec), vectors, **options)  # type: ignore[arg-type]  # weights
     world.start()
@@ -54,8 +54,8 @@ def test_a_liar_of_five_moves_no_number_out_of_the_honest_range(aggregate: Aggre
 
 @pytest.mark.parametrize("aggregate", [rule for rule in RULES if rule != "mean"])
 @pytest.mark.parametrize("count", [3, 4, 5, 8])
-def test_no_lie_takes_the_result_far_from_the_honest(aggregate: Aggregate, count: int) -> None:
-    """Chunk by chunk: the liars lie in one chunk alone, or each in another."""
+def test_no_lie_moves_the_result_far_from_the_honest_vectors(aggregate: Aggregate, count: int) -> None:
+    """The lies differ by chunk: all liars lie in one chunk, or each in another."""
     vectors = vectors_of(range(count), CHUNK_ITEMS + 12_345)
     liars = liars_max(aggregate, count)
     assert liars
@@ -78,7 +78,7 @@ def test_the_mean_of_five_follows_one_liar() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5, 9, 13])
-def test_the_trimmed_mean_survives_as_many_liars_as_it_says(count: int) -> None:
+def test_the_trimmed_mean_survives_the_stated_number_of_liars(count: int) -> None:
     vectors = vectors_of(range(count), 10_000)
     liars = liars_max("trimmed-mean", count)
     for number in range(liars):
@@ -88,7 +88,7 @@ def test_the_trimmed_mean_survives_as_many_liars_as_it_says(count: int) -> None:
     assert (found <= honest.max(axis=0)).all()
 
 
-def test_two_members_have_the_mean_by_every_rule() -> None:
+def test_two_members_get_the_mean_by_every_rule() -> None:
     vectors = vectors_of(range(2), 5_000)
     expected = mean_of(vectors, {0: 0.5, 1: 0.5})
     for aggregate in ("mean", "median", "trimmed-mean"):
@@ -102,7 +102,7 @@ def test_the_median_counts_every_member_once() -> None:
     np.testing.assert_array_equal(found, np.median(np.stack(list(vectors.values())), axis=0))
 
 
-def test_a_run_may_ask_for_every_rule_that_a_group_knows() -> None:
+def test_a_run_may_use_every_rule_that_a_group_knows() -> None:
     assert get_args(AggregateName) == ("auto", *RULES)
 
 
@@ -111,7 +111,7 @@ def test_members_by_different_rules_never_mix() -> None:
     assert first.id != second.id
 
 
-def test_sparse_payloads_are_compared_by_no_rule() -> None:
+def test_sparse_payloads_are_refused_by_robust_rules() -> None:
     group = group_of(members_of(3), 100, codec="topk64", mode="exchange")
     group = Group(
         group.name,
@@ -149,7 +149,7 @@ def test_auto_is_robust_where_strangers_may_join(
         ("gossip", "float32", "strategy gossip averages in pairs"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused_by_name(strategy: str, codec: str, named: str) -> None:
+def test_an_impossible_rule_is_refused_by_name(strategy: str, codec: str, named: str) -> None:
     with pytest.raises(ValueError, match=f"aggregate median: {named}"):
         chosen("median", is_private=False, obstacle=obstacle_of(strategy, codec))
     with pytest.raises(ValueError, match="aggregate 'mode': there are auto, mean, median, trimmed-mean, "):

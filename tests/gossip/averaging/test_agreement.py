@@ -1,4 +1,4 @@
-"""Success means that the others hold the same bytes: an owner that signs two results is proved to lie."""
+"""Success means that all hold the same bytes: an owner that signs two results is proved to lie."""
 
 import msgspec
 import numpy as np
@@ -35,7 +35,7 @@ def world_of(count: int = 4, **network: object) -> Averaging:
 
 
 def seals_twice(sender: int, receiver: int, message: Message) -> Message:
-    """Send member 1 another reduced part than all others, under a seal of its own."""
+    """Send member 1 another reduced part than all others, under a separate seal."""
     if sender != LIAR or receiver != 1:
         return message
     match message:
@@ -77,7 +77,7 @@ def test_nobody_succeeds_with_other_bytes_when_an_owner_seals_twice(seed: int) -
         (proof,) = world.attempts[number].equivocations
         assert (proof.author, proof.purpose) == (peer_of(LIAR), SEAL_PURPOSE)
         assert proof.first.body != proof.second.body
-    assert not any("differ" in reason for _, reason in world.refusals), "who hands a proof on is no liar"
+    assert not any("differ" in reason for _, reason in world.refusals), "forwarding a proof is no lie"
 
 
 def test_two_have_sets_of_one_owner_fail_the_attempt_and_prove_it() -> None:
@@ -94,7 +94,7 @@ def test_two_have_sets_of_one_owner_fail_the_attempt_and_prove_it() -> None:
 
 
 @pytest.mark.parametrize("says", ["nothing", "something else"])
-def test_a_word_without_proof_costs_others_a_moment_and_no_result(says: str) -> None:
+def test_a_claim_without_proof_delays_others_and_changes_no_result(says: str) -> None:
     world = world_of()
 
     def tamper(sender: int, _receiver: int, message: Message) -> Message:
@@ -113,7 +113,7 @@ def test_a_word_without_proof_costs_others_a_moment_and_no_result(says: str) -> 
     assert all(world.attempts[number].undeclared == (peer_of(LIAR),) for number in range(1, 4))
 
 
-def test_members_that_said_nothing_last_time_are_not_waited_for() -> None:
+def test_members_that_were_silent_last_time_are_not_waited_for() -> None:
     def seconds(*silent: int) -> float:
         world = world_of()
         for number, member in enumerate(world.group.members):

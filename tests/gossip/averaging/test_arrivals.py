@@ -13,12 +13,13 @@ from tests.gossip.swarm import peer_of
 
 ITEMS = 4_000_000
 UPLOADS = (4e6, 4e6, 4e6, 4e5)
-"""Bytes a second: the last has a tenth of the others'."""
+"""Bytes per second: the last member has a tenth of the others' rate."""
 
 
 def best_seconds(uploads: tuple[float, ...]) -> float:
-    """The time of a round whose parts are as they should be: what the slowest upload takes at least, where
-    every member sends what it does not own, and what it owns to all others."""
+    """Return the shortest possible time of a round, which the slowest upload determines: every member sends
+    the parts that it does not own, and its own part to all others.
+    """
     others, size = len(uploads) - 1, 4 * ITEMS
 
     def parts(seconds: float) -> float:
@@ -55,11 +56,11 @@ def test_parts_follow_the_measured_uploads_to_near_the_best_time() -> None:
         for place, rate in enumerate(rates):
             rate.measured(world.attempts[place].upload_rate)
     best = best_seconds(UPLOADS)
-    assert seconds[0] > 1.2 * best, "equal parts hold all up"
+    assert seconds[0] > 1.2 * best, "equal parts delay all members"
     assert seconds[-1] < 1.15 * best, (seconds, best)
 
 
-def test_a_member_that_has_measured_nothing_counts_as_the_middle_one() -> None:
+def test_a_member_without_measurements_counts_as_the_median_one() -> None:
     rates = [8_000_000, RATE_UNKNOWN, 8_000_000, 100]
     group = group_of(members_of(4, rates=rates), 1_000_000)
     sizes = [owner.end - owner.begin for owner in owners_of(group) if owner.place < 3]
@@ -68,13 +69,13 @@ def test_a_member_that_has_measured_nothing_counts_as_the_middle_one() -> None:
     assert len(owners_of(equal)) == 4
 
 
-def test_the_slowest_of_those_that_tell_is_not_believed_alone() -> None:
+def test_the_slowest_reporter_is_not_believed_alone() -> None:
     own = Arrivals(bytes(32), 0.0)
     for place, microseconds in ((1, 1_000_000), (2, 1_000_000), (3, 900_000_000)):
         own.take(place, Arrived(bytes(32), 1_000_000, microseconds), 1_000_000)
     assert own.upload_rate == 3_000_000
     own.take(4, Arrived(bytes(32), 2**52, 1), 1_000_000)
-    assert own.upload_rate == 3_000_000, "more than was sent"
+    assert own.upload_rate == 3_000_000, "the claim exceeds the bytes sent"
 
 
 def test_claims_are_rounded_and_within_bounds() -> None:

@@ -1,4 +1,4 @@
-"""One attempt: exact where nothing fails; where something does, all who succeed hold the same bytes."""
+"""One attempt: exact without failures; with failures, all who succeed hold the same bytes."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def by_number(world: Averaging, result: Averaged) -> dict[int, float]:
 
 
 def check(world: Averaging, vectors: dict[int, Vector], tolerance: float = 1e-6) -> None:
-    """All who succeed hold identical bytes, which are the mean of the stated set."""
+    """Assert that all who succeed hold identical bytes, which are the mean of the stated set."""
     results = list(world.successes.values())
     for result in results:
         assert result.vector.tobytes() == results[0].vector.tobytes()
@@ -94,7 +94,7 @@ def reducing(world: Averaging, number: int) -> bool:
 @pytest.mark.parametrize("moment", [before, sending, reducing])
 @pytest.mark.parametrize("way", ["killed", "killed unnoticed", "cancelled", "slow"])
 @pytest.mark.parametrize("seed", [1, 2])
-def test_two_of_five_fail_and_nobody_lies(
+def test_two_of_five_fail_and_no_result_is_wrong(
     moment: Callable[[Averaging, int], bool], way: str, seed: int
 ) -> None:
     items = 3 * CHUNK_ITEMS
@@ -155,7 +155,7 @@ def test_a_member_that_misses_a_part_gets_it_from_any_holder() -> None:
     lost: list[int] = []
 
     def tamper(sender: int, receiver: int, message: Message) -> Message:
-        # Owner 2's reduced part never reaches member 3, and owner 2 dies when the others have it.
+        # Owner 2's reduced part never reaches member 3, and owner 2 dies after the others have it.
         if sender == 2 and receiver == 3 and world.attempts[2]._gather.commit:
             return msgspec.structs.replace(message, attempt=bytes(32))
         return message
@@ -193,7 +193,7 @@ def test_too_few_tensors_are_a_failure_with_a_reason() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 6), st.integers(0, 2), st.integers(0, 2))
-def test_walks_over_loss_delay_and_deaths_never_give_two_results(
+def test_no_walk_of_loss_delay_and_deaths_gives_two_results(
     seed: int, full: int, send_only: int, without_tensors: int
 ) -> None:
     members = members_of(full, send_only, without_tensors)

@@ -1,4 +1,4 @@
-"""One peer's experience with the others, and its effect on the next groups."""
+"""One peer's record of the others' attendance, and its effect on the next groups."""
 
 from crypto.identity import PeerId
 from gossip.averaging.attendance import (
@@ -31,7 +31,7 @@ def test_an_absent_peer_is_not_waited_for_until_it_comes() -> None:
     assert attendance.is_waited_for(10_000.0, SILENT)
 
 
-def test_a_peer_that_is_late_again_and_again_gets_ever_fewer_chances() -> None:
+def test_a_peer_that_is_often_late_gets_fewer_and_fewer_chances() -> None:
     attendance, now, pauses = Attendance(), 0.0, []
     for _ in range(12):
         now += 5.0
@@ -41,13 +41,13 @@ def test_a_peer_that_is_late_again_and_again_gets_ever_fewer_chances() -> None:
         while not attendance.is_waited_for(now, SLOW):
             now += 1.0
         pauses.append(now - begun)
-    assert pauses[0] == 0.0, "everybody is late once"
+    assert pauses[0] == 0.0, "one delay is allowed"
     assert pauses[1:] == sorted(pauses[1:])
     assert pauses[-1] == BACKOFF_SECONDS_MAX
     wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 0.1}, SLOW, PUNCTUAL)
     wait(attendance, now, {PUNCTUAL: 0.0, SLOW: 2.0}, SLOW, PUNCTUAL)
     attendance.came(SLOW)
-    assert attendance.is_waited_for(now, SLOW), "it was punctual, and starts anew"
+    assert attendance.is_waited_for(now, SLOW), "punctuality resets the record"
 
 
 def test_a_peer_within_its_share_of_a_round_stays_punctual() -> None:
@@ -74,7 +74,7 @@ def test_failures_leave_a_peer_out_for_longer_until_a_round_completes() -> None:
     assert attendance.has_completed(SILENT)
 
 
-def test_one_withdrawal_is_no_failure() -> None:
+def test_one_withdrawal_is_not_a_failure() -> None:
     attendance = Attendance()
     for _ in range(WITHDRAWALS_MAX - 1):
         attendance.withdrew(0.0, [PUNCTUAL], 1.0)
@@ -103,8 +103,8 @@ def test_records_are_bounded_and_keep_those_that_completed() -> None:
     assert len(attendance._records) == RECORDS_MAX
 
 
-def test_a_left_out_peer_is_tried_once_for_each_failure() -> None:
-    """So two that leave each other out meet again, and a silent one that proposes costs one attempt."""
+def test_a_left_out_peer_is_tried_once_per_failure() -> None:
+    """Thus two peers that exclude each other meet again, and a silent one that proposes costs one attempt."""
     attendance = Attendance()
     assert not attendance.declines(0.0, PUNCTUAL)
     attendance.failed(0.0, [PUNCTUAL], 1.0)
@@ -117,18 +117,18 @@ def test_a_left_out_peer_is_tried_once_for_each_failure() -> None:
     assert not any(attendance.declines(11.0, PUNCTUAL) for _ in range(3))
 
 
-def test_a_peer_that_completed_a_round_is_excused_once_in_a_while() -> None:
+def test_a_peer_that_completed_a_round_is_excused_at_intervals() -> None:
     attendance = Attendance()
     attendance.completed([PUNCTUAL])
     attendance.failed(0.0, [PUNCTUAL, SILENT], 4.0)
     assert attendance.is_left_out(1.0, SILENT)
     assert not attendance.is_left_out(1.0, PUNCTUAL)
-    assert not attendance.is_waited_for(1.0, PUNCTUAL), "until it comes again"
+    assert not attendance.is_waited_for(1.0, PUNCTUAL), "it is absent until it comes again"
     attendance.came(PUNCTUAL)
     assert attendance.is_waited_for(1.0, PUNCTUAL)
     attendance.completed([PUNCTUAL])
     attendance.failed(EXCUSE_SECONDS - 1.0, [PUNCTUAL], 4.0)
-    assert attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL), "it costs one attempt more in ten minutes"
+    assert attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL), "its excuse costs one attempt in ten minutes"
     attendance.completed([PUNCTUAL])
     attendance.failed(EXCUSE_SECONDS, [PUNCTUAL], 4.0)
     assert not attendance.is_left_out(EXCUSE_SECONDS, PUNCTUAL)
@@ -142,10 +142,10 @@ def test_only_strangers_are_left_out_over_a_dispute() -> None:
         attendance.disputed(now, [PUNCTUAL, SILENT], 4.0)
         assert not attendance.is_left_out(now, PUNCTUAL)
         pauses.append(next(s for s in range(1_000) if not attendance.is_left_out(now + s, SILENT)))
-    assert pauses == [32] * 5, "a dispute is no proof, so it does not add up"
+    assert pauses == [32] * 5, "a dispute is no proof, so disputes do not add up"
 
 
-def test_a_peer_that_is_always_a_little_late_is_waited_for_seldom() -> None:
+def test_a_peer_that_is_always_slightly_late_is_waited_for_seldom() -> None:
     attendance, now, waited = Attendance(), 0.0, 0.0
     attendance.completed([PUNCTUAL, SLOW])
     for _ in range(200):
@@ -157,7 +157,7 @@ def test_a_peer_that_is_always_a_little_late_is_waited_for_seldom() -> None:
     assert 0.4 < waited < 0.02 * 200
 
 
-def test_one_stall_of_a_punctual_peer_is_no_habit() -> None:
+def test_one_stall_of_a_punctual_peer_is_excused() -> None:
     attendance = Attendance()
     attendance.completed([PUNCTUAL, SLOW])
     for number, seconds in enumerate([0.0, 0.01, 0.2, 0.0, 0.01, 0.0]):
@@ -166,7 +166,7 @@ def test_one_stall_of_a_punctual_peer_is_no_habit() -> None:
         assert attendance.is_waited_for(5.0 * number + 1.0, SLOW)
 
 
-def test_a_round_waits_for_each_from_the_median_on() -> None:
+def test_a_round_waits_for_each_peer_at_least_as_early_as_the_median() -> None:
     waits = RoundWaits(
         10.0, {PUNCTUAL: 1.0, SLOW: 2.0}, usual=[PUNCTUAL, SLOW], middle_seconds=5.0, others_seconds=0.5
     )
@@ -182,10 +182,10 @@ def absent(attendance: Attendance, *peers: PeerId, is_strict: bool = False) -> s
 def test_a_listed_peer_that_never_averages_is_absent_after_some_rounds() -> None:
     attendance = Attendance()
     for _ in range(ROUNDS_MIN):
-        assert absent(attendance, PUNCTUAL, SILENT) == set(), "it may be a moment late"
+        assert absent(attendance, PUNCTUAL, SILENT) == set(), "the peer may be a moment late"
         attendance.completed([PUNCTUAL])
     assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}
-    assert absent(attendance, SILENT) == set(), "where no other is listed it is the run"
+    assert absent(attendance, SILENT) == set(), "with no other peer listed the run may be at fault"
 
 
 def test_a_peer_whose_silence_failed_an_attempt_is_absent_until_averaging() -> None:
@@ -194,7 +194,7 @@ def test_a_peer_whose_silence_failed_an_attempt_is_absent_until_averaging() -> N
     assert absent(attendance, PUNCTUAL, SILENT) == {SILENT}
     attendance.completed([SILENT])
     attendance.failed(100.0, [SILENT], 4.0)
-    assert absent(attendance, PUNCTUAL, SILENT) == set(), "it has averaged, so it may have stalled"
+    assert absent(attendance, PUNCTUAL, SILENT) == set(), "a peer that has averaged may have stalled"
 
 
 def test_a_peer_that_averaged_is_absent_after_many_rounds_without_it() -> None:
@@ -208,8 +208,8 @@ def test_a_peer_that_averaged_is_absent_after_many_rounds_without_it() -> None:
     assert absent(attendance, PUNCTUAL, SLOW) == set()
 
 
-def test_more_strictly_only_those_that_averaged_here_are_there() -> None:
+def test_in_strict_mode_only_peers_that_averaged_here_are_present() -> None:
     attendance = Attendance()
-    assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == set(), "a newcomer knows nobody"
+    assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == set(), "a newcomer has no records"
     attendance.completed([PUNCTUAL])
     assert absent(attendance, PUNCTUAL, SILENT, is_strict=True) == {SILENT}

@@ -1,7 +1,7 @@
-"""Ten peers average again and again while one dies or comes back every half to two seconds, in virtual time.
+"""Ten peers average repeatedly while one dies or returns every half to two seconds, in virtual time.
 
-After the stress test of PCCL (Keiblinger et al. 2025), which fails where no reduce succeeds for a while;
-here also the peer that writes the roster is killed. `PEERLOOM_CHURN_SECONDS` makes it longer.
+After the stress test of PCCL (Keiblinger et al. 2025), which fails where no reduce succeeds for a while; here
+the peer that writes the roster is killed too. `PEERLOOM_CHURN_SECONDS` makes it longer.
 """
 
 import os
@@ -15,7 +15,7 @@ SECONDS = float(os.environ.get("PEERLOOM_CHURN_SECONDS", "60"))
 COUNT, ITEMS, STALL_SECONDS_MAX, LINGER_SECONDS = 10, 9_000, 30.0, 0.2
 
 
-def test_averaging_goes_on_while_peers_die_and_return() -> None:
+def test_averaging_continues_while_peers_die_and_return() -> None:
     world = Rounds(vectors_of(range(COUNT), ITEMS), COUNT, rate=5e6, latency_seconds=0.02)
     rng = world.rng
     newest = 7
@@ -40,7 +40,7 @@ def test_averaging_goes_on_while_peers_die_and_return() -> None:
             is_over = core.result is not None and (
                 core.is_closed or world.now - ended.setdefault(number, world.now) > LINGER_SECONDS
             )
-            # As a shell does: after a round the next; from a round without a group to the newest heard of.
+            # As a shell does: after a round the next one; without a group the newest round heard of.
             if is_over:
                 newest = max(newest, world.rounds[number] + 1)
             if is_over or (core.result is None and core.attempt is None and world.rounds[number] < newest):

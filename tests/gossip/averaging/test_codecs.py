@@ -1,4 +1,4 @@
-"""Codecs of averaging: bounded error, repeatable bytes, and only finite numbers from a stranger."""
+"""Codecs of averaging: bounded error, repeatable bytes, and only finite numbers from strangers."""
 
 from contextlib import suppress
 
@@ -85,7 +85,7 @@ def test_numbers_that_are_not_finite_are_never_sent() -> None:
 
 
 @pytest.mark.parametrize("name", ["int4", "topk64"])
-def test_error_feedback_sends_in_time_what_a_codec_leaves_out(name: str) -> None:
+def test_error_feedback_eventually_sends_what_a_codec_omits(name: str) -> None:
     codec = codec_of(name, "float32")
     draws = np.random.default_rng(2)
     truth = draws.standard_normal(CHUNK_ITEMS // 8).astype(np.float32)

@@ -13,7 +13,7 @@ from tests.gossip.swarm import peer_of
 
 
 def rounds_to_agree(count: int, group_size: int, absence: float = 0.0, seed: int = 0) -> int:
-    """Rounds until the variance of one number for each peer is below 1e-9."""
+    """Count rounds until the variance of one number per peer is below 1e-9."""
     draws = np.random.default_rng(seed)
     peers = [peer_of(number) for number in range(count)]
     grid = Grid(b"run", seed, peers, group_size)
@@ -54,7 +54,7 @@ def test_axes_follow_the_number_of_peers(count: int, group_size: int, axes: tupl
 
 @settings(max_examples=200)
 @given(st.integers(1, 3_000), st.integers(2, 64))
-def test_every_number_of_peers_has_a_grid_that_is_nearly_full(count: int, group_size: int) -> None:
+def test_every_number_of_peers_has_a_nearly_full_grid(count: int, group_size: int) -> None:
     axes = axes_of(count, group_size)
     assert max(axes) <= max(group_size, 1)
     if len(axes) <= 3:
@@ -66,7 +66,7 @@ def test_every_number_of_peers_has_a_grid_that_is_nearly_full(count: int, group_
         assert all(0 <= at < side for at, side in zip(cell, grid.axes, strict=True))
 
 
-def test_a_full_grid_gives_the_mean_in_as_many_rounds_as_axes() -> None:
+def test_a_full_grid_gives_the_mean_after_one_round_per_axis() -> None:
     assert rounds_to_agree(1024, 32) == 2
     assert rounds_to_agree(512, 32) == 2
     assert rounds_to_agree(512, 8) == 3
@@ -81,7 +81,7 @@ def test_any_number_of_peers_agrees_soon() -> None:
     assert np.mean([rounds_to_agree(61, 8, seed=seed) for seed in range(10)]) <= 6
 
 
-def test_absent_peers_cost_the_rounds_of_the_paper() -> None:
+def test_absent_peers_cost_as_many_rounds_as_in_the_paper() -> None:
     # Ryabinin et al.: 5.9 rounds; here the mean of few seeds.
     found = [rounds_to_agree(1024, 32, 0.01, seed) for seed in range(5)]
     assert 5.2 <= np.mean(found) <= 6.6

@@ -1,4 +1,4 @@
-"""Members that lie: they cost an attempt at most, and raise nothing but RemoteProtocolError."""
+"""Members that lie cost an attempt at most, and raise nothing but RemoteProtocolError."""
 
 from contextlib import suppress
 from random import Random
@@ -71,7 +71,7 @@ def test_two_commitments_of_one_member_are_kept_as_proof() -> None:
     world.tamper = tamper
     world.start()
     world.run()
-    # Owner 1 holds it under another weight than the others: it is in nobody's mean.
+    # Owner 1 holds it under another weight than the others do: no mean includes it.
     assert all(peer_of(0) not in result.shares for result in world.successes.values())
     check(world, vectors)
     true = world.attempts[0]._statements.facts[COMMITMENT_PURPOSE, 0]
@@ -85,7 +85,7 @@ def test_two_commitments_of_one_member_are_kept_as_proof() -> None:
     assert (proof.author, proof.first, proof.second) == (peer_of(0), true, other)
 
 
-def test_questions_are_answered_seldom_and_chunks_relayed_a_bounded_number_of_times() -> None:
+def test_answers_and_relayed_chunks_are_bounded() -> None:
     vectors = vectors_of(range(3), ITEMS)
     world = Averaging(group_of(members_of(3), ITEMS), vectors)
     world.start()
@@ -145,7 +145,7 @@ def test_a_hostile_peer_cannot_break_a_round(seed: int) -> None:
 
 
 def mutated(message: Message, rng: Random) -> Message:
-    """Another valid message like it: a field of it, or of what it holds, is changed."""
+    """Return another valid message like it: one field of it, or of a nested struct, is changed."""
     data = bytearray(encode(message))
     for _ in range(20):
         changed = bytearray(data)

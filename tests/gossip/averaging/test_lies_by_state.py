@@ -1,7 +1,7 @@
 """Each state of an averaging attempt, by name, and each plausible lie in it, in virtual time.
 
-The liar is a member of five and runs the real core; what it says is changed on its way. A lie is told to all
-the others, or to one of them only. `STATES` is complete: a message without a row fails.
+The liar is one of five members and runs the real core; its messages are changed on their way, to all other
+members or to one of them. `STATES` is complete: a message without a row fails.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ from tests.gossip.swarm import HashSigner, peer_of
 COUNT, ITEMS, LIAR = 5, 5 * 4_096, 0
 SECONDS_MAX = 60.0
 FAR = 3.0
-"""How far from the honest mean a result may be, in distances of the farthest honest vector from it."""
+"""The allowed distance of a result from the honest mean, relative to that of the farthest honest vector."""
 CANCELLED_SECONDS = 0.015
 FACTORS = (0.0, -1.0, 3.0, 1e3, 1e30)
 WEIGHTS = (1e-9, 16.0, 1e6, 1e12)
@@ -53,7 +53,7 @@ Lie = Callable[[Any], Any]
 def signed(purpose: str, kind: Any, change: Callable[[Any], Any]) -> Lie:
     def lie(message: Any) -> Any:
         if message.fact.author != peer_of(LIAR):
-            return message  # handed on: it cannot sign for others
+            return message  # forwarded: the liar cannot sign for others
         body = change(decode(message.fact.body, kind, bytes_max=10_000))
         return type(message)(message.attempt, HashSigner(peer_of(LIAR)).sign(purpose, encode(body)))
 
@@ -161,7 +161,7 @@ CASES = [
 
 @dataclass
 class Liar:
-    """Changes what the liar says in one state."""
+    """A wire that changes the liar's messages in one state."""
 
     state: str
     lie: str
@@ -169,7 +169,7 @@ class Liar:
     is_silent: bool = False
     told: int = 0
     one: int | None = None
-    """The member that it lies to, if not to all: the first that is to hear such a message."""
+    """The victim of the lie, if not all: the first member that would receive such a message."""
 
     def says(self, receiver: int, message: Any) -> Any:
         kind, fits, lies = STATES[self.state]
@@ -186,8 +186,9 @@ class Liar:
 
 
 class World(Averaging):
-    """An attempt in which one member lies. So that it asks, a part is lost on its way to it; where it
-    withdraws or is silent about that, it is cancelled in the middle."""
+    """Run an attempt in which one member lies. To make it ask, a part is lost on its way to it. In states of
+    withdrawal or of a silent request, it is cancelled in the middle.
+    """
 
     def __init__(self, group: Group, vectors: Any, liar: Liar) -> None:
         super().__init__(group, vectors)
@@ -219,12 +220,12 @@ def group_by_the_default() -> Group:
     return msgspec.structs.replace(group, terms=terms)
 
 
-def test_every_message_of_an_attempt_is_lied_about() -> None:
+def test_every_message_of_an_attempt_has_its_lies() -> None:
     assert {kind for kind, _, _ in STATES.values()} == set(get_args(AttemptMessage))
 
 
 @pytest.mark.parametrize(("state", "lie", "to_all"), CASES)
-def test_a_lie_in_any_state_ends_alike_for_the_honest(state: str, lie: str, to_all: bool) -> None:
+def test_a_lie_in_any_state_has_one_outcome_for_the_honest(state: str, lie: str, to_all: bool) -> None:
     world = World(group_by_the_default(), vectors_of(range(COUNT), ITEMS), Liar(state, lie, to_all))
     check(world)
     assert world.liar.told
@@ -233,7 +234,7 @@ def test_a_lie_in_any_state_ends_alike_for_the_honest(state: str, lie: str, to_a
 @pytest.mark.parametrize("factor", FACTORS)
 @pytest.mark.parametrize("weight", WEIGHTS)
 def test_a_member_that_lies_from_its_start_moves_no_result(factor: float, weight: float) -> None:
-    """It enters with other numbers, and says the same of them to all and in every state."""
+    """It enters with other numbers, and claims the same ones to all in every state."""
     vectors = vectors_of(range(COUNT), ITEMS)
     world = Averaging(
         group_by_the_default(), vectors | {LIAR: vectors[LIAR] * np.float32(factor)}, {LIAR: weight}
@@ -247,12 +248,12 @@ def check(world: Averaging) -> None:
     world.start()
     world.run(SECONDS_MAX)
     honest = [result for number, result in world.results.items() if number != LIAR]
-    assert None not in honest, "it ends"
+    assert None not in honest, "the attempt ends"
     found = [result for result in honest if isinstance(result, Averaged)]
     assert len({(each.digest, each.vector.tobytes()) for each in found}) <= 1
     truth = np.stack([vectors[number] for number in range(COUNT) if number != LIAR])
     centre = truth.mean(axis=0)
-    others = np.ones(ITEMS, bool)  # what a liar makes of its own part is not promised
+    others = np.ones(ITEMS, bool)  # no result is promised for the liar's own part
     for owner in owners_of(group):
         others[owner.begin : owner.end] &= owner.place != LIAR
     farthest = np.linalg.norm((truth - centre)[:, others], axis=1).max()
@@ -260,4 +261,4 @@ def check(world: Averaging) -> None:
         assert np.linalg.norm((each.vector - centre)[others]) < FAR * farthest
     failed = [each for each in honest if isinstance(each, NotAveraged)]
     suspects = {peer for each in failed for peer in each.suspects}
-    assert suspects == ({peer_of(LIAR)} if failed else set()), "no honest member is blamed, and the liar is"
+    assert suspects == ({peer_of(LIAR)} if failed else set()), "the liar is blamed, and no honest member"

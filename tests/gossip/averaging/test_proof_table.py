@@ -1,4 +1,4 @@
-"""Which proofs of lies a node keeps where there are more than it has room for."""
+"""Which proofs of lies a full table keeps."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,7 +24,7 @@ def proof_of(number: int) -> Evidence:
     standings=st.lists(st.sampled_from(ProofStanding), min_size=21, max_size=21),
 )
 @settings(max_examples=150, deadline=None)
-def test_no_proof_makes_room_for_one_whose_author_matters_less(
+def test_no_proof_evicts_one_about_a_more_important_author(
     added: list[int], standings: list[ProofStanding]
 ) -> None:
     standing_of = dict(zip(map(peer_of, range(21)), standings, strict=True))
@@ -41,7 +41,7 @@ def test_no_proof_makes_room_for_one_whose_author_matters_less(
         assert all(standing_of[each] <= min(standing_of[one] for one in after) for each in gone)
 
 
-def test_the_proof_against_a_member_that_completed_rounds_outlives_its_standing() -> None:
+def test_a_proof_outlives_the_standing_of_its_once_active_author() -> None:
     standing_of = {peer_of(0): ProofStanding.COMPLETED}
     table = ProofTable(lambda _, peer: standing_of.get(peer, ProofStanding.LISTED), ROOM)
     table.add(peer_of(0), proof_of(0))
@@ -53,7 +53,7 @@ def test_the_proof_against_a_member_that_completed_rounds_outlives_its_standing(
     assert len(again) == ROOM
 
 
-def test_those_proofs_come_first_whose_authors_matter_most() -> None:
+def test_proofs_about_the_most_important_authors_come_first() -> None:
     standing_of = {peer_of(0): ProofStanding.COMPLETED, peer_of(1): ProofStanding.LISTED}
     table = ProofTable(lambda _, peer: standing_of.get(peer, ProofStanding.UNKNOWN), ROOM)
     for number in range(4):

@@ -1,4 +1,6 @@
-"""The weighted mean: the same bytes whatever is decoded at once, and few members' chunks at a time."""
+"""The weighted mean: the same bytes in any order of decoding, with few members' chunks in memory
+at a time.
+"""
 
 import weakref
 from collections.abc import Sequence
@@ -52,7 +54,7 @@ def parts_of(count: int, dtype: str) -> list[_Part]:
 
 
 def one_by_one(parts: Sequence[_Part], number: int) -> Vector:
-    """The sum as it is defined: in float64, member after member."""
+    """The sum by definition: in float64, member after member."""
     sums = parts[0].vectors[number].astype(np.float64) * parts[0].weight
     for part in parts[1:]:
         sums += part.vectors[number].astype(np.float64) * part.weight
@@ -71,7 +73,7 @@ def test_the_mean_is_exact_with_few_chunks_decoded_at_once(count: int, dtype: st
     assert parts[0].alive[1] == min(count, MEMBERS_AT_ONCE)
 
 
-def test_equal_vectors_have_themselves_as_mean() -> None:
+def test_the_mean_of_equal_vectors_is_that_vector() -> None:
     parts = parts_of(7, "float32")
     for part in parts:
         part.vectors = parts[0].vectors

@@ -1,4 +1,6 @@
-"""A round forms its group without a leader, survives its members, and never pretends."""
+"""A round forms its group without a leader, survives its members' deaths, and never reports a
+false success.
+"""
 
 from typing import Any
 
@@ -17,7 +19,7 @@ ITEMS = 9_000
 
 
 def check(world: Rounds) -> None:
-    """Within one attempt all who succeed hold the same bytes, the mean of the stated set."""
+    """Assert that within one attempt all who succeed hold the same bytes, the mean of the stated set."""
     by_attempt: dict[bytes, Averaged] = {}
     for number, result in world.successes.items():
         attempt = world.attempts[number].attempt
@@ -29,7 +31,7 @@ def check(world: Rounds) -> None:
         assert np.abs(result.vector - mean_of(world.vectors, shares)).max() < 1e-6
 
 
-def test_peers_that_know_each_other_average_at_the_first_attempt() -> None:
+def test_peers_that_know_each_other_average_in_the_first_attempt() -> None:
     world = Rounds(vectors_of(range(6), ITEMS), 6)
     world.start()
     world.run()
@@ -86,12 +88,12 @@ def test_a_dead_member_costs_an_attempt_and_not_the_round() -> None:
     check(world)
 
 
-def test_a_proposer_that_is_silent_is_passed_over() -> None:
+def test_a_silent_proposer_is_skipped() -> None:
     for dead in range(4):
         world = Rounds(vectors_of(range(4), ITEMS), 4, seed=dead)
 
         def die(world: Rounds = world, dead: int = dead) -> None:
-            # Joins, so that all count on it, and says nothing more; nobody notices.
+            # It joins, so that all count on it, and then is silent; no peer notices.
             if world.now > 0.02 and dead not in world.gone:
                 world.kill(dead)
 
@@ -150,7 +152,7 @@ def test_eight_peers_in_groups_of_two_hold_the_mean_by_round_four() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 6))
-def test_walks_of_loss_delay_crash_and_restart_never_lie(seed: int, count: int) -> None:
+def test_walks_of_loss_delay_crash_and_restart_give_no_false_result(seed: int, count: int) -> None:
     world = Rounds(
         vectors_of(range(count), ITEMS, seed), count, seed=seed, settings=PlaySettings(0.3, 5.0, 4)
     )

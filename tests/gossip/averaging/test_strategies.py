@@ -1,4 +1,4 @@
-"""Strategies on a quadratic with a different minimum for each peer: all find the common one."""
+"""Strategies on a quadratic with a different minimum for each peer: all find the common minimum."""
 
 import numpy as np
 import pytest
@@ -22,8 +22,9 @@ COUNT, ITEMS, LOCAL_STEPS = 16, 512, 10
 
 
 def train(strategies: list[Strategy], rounds: int, failing: float = 0.0) -> tuple[float, float]:
-    """Local gradient steps and rounds; the distance of the mean from the common minimum, relative to the
-    start's, and the spread of peers."""
+    """Run local gradient steps and rounds. Return the distance of the mean from the common minimum, relative
+    to the start's, and the spread of peers.
+    """
     draws = np.random.default_rng(3)
     centres = [draws.standard_normal(ITEMS) + 3 for _ in strategies]
     target = np.mean(centres, axis=0)
@@ -93,9 +94,9 @@ def test_every_strategy_finds_the_common_minimum(
 ) -> None:
     strategies = [strategy for _ in range(COUNT) for strategy in made(name)]
     distance, spread = train(strategies, rounds, failing)
-    # A peer that misses a round misses with its own minimum.
+    # A missing peer also misses with its own minimum.
     assert distance < distance_max * (2 if failing else 1)
-    # Where all average in one group, those that succeed or catch up hold the same.
+    # Where all average in one group, those that succeed or catch up hold the same numbers.
     assert spread <= (1e-12 if strategies[0].grouping == "all" else 1.5)
 
 
@@ -119,7 +120,7 @@ def test_rounds_without_local_steps_only_pull_copies_together() -> None:
         for place in pair:
             thetas[place] = peers[place].take(thetas[place], mean)
     expected = np.mean(thetas, axis=0)
-    assert np.std(thetas, axis=0).max() > 0.1, "each carries the noise of its own group"
+    assert np.std(thetas, axis=0).max() > 0.1, "each copy carries the noise of its own group"
     for pair in ((0, 2), (1, 3)):
         mean = Mean(np.mean([peers[place].offer(thetas[place]) for place in pair], axis=0))
         for place in pair:
@@ -128,7 +129,7 @@ def test_rounds_without_local_steps_only_pull_copies_together() -> None:
 
 
 @pytest.mark.parametrize("name", ["diloco", "sparseloco"])
-def test_momentum_alone_does_not_move_what_all_agree_on(name: str) -> None:
+def test_momentum_alone_does_not_move_a_common_value(name: str) -> None:
     (strategy,) = made(name)
     theta = np.ones(ITEMS)
     moved = strategy.take(theta, Mean(strategy.offer(theta)))
@@ -154,7 +155,7 @@ def test_delayed_averaging_keeps_the_steps_made_meanwhile() -> None:
     assert strategy.take(theta + 0.25, None).tolist() == [0.25, 0.25, 0.25]
 
 
-def test_a_late_peer_loads_what_the_others_share() -> None:
+def test_a_late_peer_loads_the_shared_state() -> None:
     one = DiLoCo(np.zeros(4), 1)
     one.offer(np.ones(4))
     one.take(np.ones(4), Mean(np.full(4, -1.0)))

@@ -7,7 +7,7 @@ from gossip.averaging.pace import AttemptPace
 from gossip.averaging.tensors import Array, TensorLayout, TensorSpec, layout_of
 
 
-def test_tensors_return_as_they_were_and_whole_numbers_stay() -> None:
+def test_tensors_survive_a_round_trip_and_integers_stay_unchanged() -> None:
     tensors: dict[str, Array] = {
         "w": np.arange(6, dtype=np.float32).reshape(2, 3),
         "h": np.array([1.5, -2.0], np.float16),
@@ -24,7 +24,7 @@ def test_tensors_return_as_they_were_and_whole_numbers_stay() -> None:
     assert tensors["steps"] == 7
 
 
-def test_the_signature_knows_names_shapes_and_types_and_not_their_order() -> None:
+def test_the_signature_covers_names_shapes_and_types_but_not_their_order() -> None:
     one = [TensorSpec("a", (2,), "float32"), TensorSpec("b", (3,), "float32")]
     signature = TensorLayout(tuple(one)).signature
     assert TensorLayout(tuple(reversed(one))).signature == signature
@@ -37,7 +37,7 @@ def test_the_signature_knows_names_shapes_and_types_and_not_their_order() -> Non
         assert TensorLayout((one[0], other)).signature != signature
 
 
-def test_tensors_that_are_not_as_declared_are_refused() -> None:
+def test_undeclared_tensors_are_refused() -> None:
     layout = layout_of({"w": np.zeros(3, np.float32)})
     for wrong in ({}, {"w": np.zeros(4, np.float32)}, {"w": np.zeros(3, np.float64)}):
         with pytest.raises(ValueError, match="tensor 'w'"):
@@ -46,7 +46,7 @@ def test_tensors_that_are_not_as_declared_are_refused() -> None:
         layout_of({"n": np.zeros(3, np.int64)})
 
 
-def test_patience_follows_what_was_measured_and_doubles_on_failure() -> None:
+def test_the_timeout_follows_measurements_and_doubles_on_failure() -> None:
     pace = AttemptPace(1e6)
     first = pace.patience(100_000_000).scatter_seconds
     for _ in range(40):

@@ -1,4 +1,4 @@
-"""Peers that walk over the grid by themselves meet as the grid says, and find back when they drift apart."""
+"""Peers that compute their own grid positions meet as planned, and recover when they drift apart."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def walks_of(count: int) -> dict[PeerId, GridWalk]:
 
 
 def average(walks: dict[PeerId, GridWalk], values: dict[PeerId, float], size: int) -> None:
-    """One round of all, each at the spot that it finds by itself."""
+    """Run one round of all, each at the position that it computes itself."""
     spots: dict[PeerId, Spot] = {}
     for peer, walk in walks.items():
         spot = walk.spot([other for other in walks if other != peer], size)
@@ -41,7 +41,7 @@ def average(walks: dict[PeerId, GridWalk], values: dict[PeerId, float], size: in
 
 
 @pytest.mark.parametrize(("count", "size", "rounds"), [(8, 2, 3), (64, 8, 2), (64, 4, 3), (512, 8, 3)])
-def test_peers_reach_the_mean_in_as_many_rounds_as_axes(count: int, size: int, rounds: int) -> None:
+def test_peers_reach_the_mean_after_one_round_per_axis(count: int, size: int, rounds: int) -> None:
     draws = np.random.default_rng(1)
     walks = walks_of(count)
     values = {peer: float(draws.standard_normal()) for peer in walks}
@@ -66,7 +66,7 @@ def test_a_turn_far_ahead_is_not_believed() -> None:
     assert walk.turn == 1
 
 
-def test_where_all_fit_into_one_group_there_is_no_grid() -> None:
+def test_there_is_no_grid_if_all_fit_into_one_group() -> None:
     walk = walks_of(1)[peer_of(0)]
     assert walk.spot([peer_of(1)], 8) is None
     assert walk.spot([peer_of(number) for number in range(1, 9)], 8) is not None
@@ -75,8 +75,8 @@ def test_where_all_fit_into_one_group_there_is_no_grid() -> None:
 
 
 @pytest.mark.parametrize("count", [256, 362])
-def test_peers_that_only_estimate_their_number_still_come_to_one_mean(count: int) -> None:
-    """Estimates are off by 3 %: near a border between two sizes half of the peers stand in another grid."""
+def test_peers_that_only_estimate_their_number_still_reach_one_mean(count: int) -> None:
+    """Estimates are off by 3 %: near a border between two sizes half of the peers are in another grid."""
     draws = np.random.default_rng(1)
     walks = walks_of(count)
     values = {peer: float(draws.standard_normal()) for peer in walks}

@@ -1,4 +1,4 @@
-"""Claimed weights: bounded by the median of the group's, the same at every member."""
+"""Claimed weights are bounded by the group's median, the same way at every member."""
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ WEIGHTS = st.lists(st.floats(WEIGHT_MIN, WEIGHT_MAX), min_size=2, max_size=64)
 
 
 @pytest.mark.parametrize("mode", ["butterfly", "exchange"])
-def test_a_claimed_weight_of_a_trillion_does_not_own_the_mean(mode: str) -> None:
+def test_a_claimed_weight_of_a_trillion_does_not_dominate_the_mean(mode: str) -> None:
     vectors = vectors_of(range(5), ITEMS)
     vectors[0] = np.full(ITEMS, 1_000.0, np.float32)
     world = Averaging(group_of(members_of(5), ITEMS, mode=mode), vectors, {0: WEIGHT_MAX})
@@ -31,19 +31,22 @@ def test_a_claimed_weight_of_a_trillion_does_not_own_the_mean(mode: str) -> None
 
 
 def share_max(members: int) -> float:
-    """The largest share of one of so many: members // 2 others weigh at least the lower median."""
+    """The largest share of one member: members
+
+    2 others weigh at least the lower median.
+    """
     return WEIGHT_MEDIANS_MAX / (WEIGHT_MEDIANS_MAX + members // 2)
 
 
 @given(WEIGHTS)
 def test_no_member_has_more_than_the_stated_share(weights: list[float]) -> None:
     bounded = bounded_weights(weights)
-    # Where the lower median itself is the largest weight, all at it share alike.
+    # Where the lower median itself is the largest weight, all members with it count alike.
     assert max(bounded) / sum(bounded) <= share_max(len(weights)) + 1e-9
 
 
 @given(WEIGHTS)
-def test_weights_near_the_median_stay_as_they_are(weights: list[float]) -> None:
+def test_weights_near_the_median_are_unchanged(weights: list[float]) -> None:
     middle = sorted(weights)[(len(weights) - 1) // 2]
     for weight, bounded in zip(weights, bounded_weights(weights), strict=True):
         assert bounded == min(weight, WEIGHT_MEDIANS_MAX * middle)

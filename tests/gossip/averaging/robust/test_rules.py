@@ -1,4 +1,4 @@
-"""Each rule: near the mean where nobody lies, near the honest where some do, and the same in any order."""
+"""Each rule: near the mean without liars, near the honest vectors with some, and the same in any order."""
 
 from collections.abc import Callable
 from typing import Any
@@ -86,7 +86,7 @@ def test_the_order_of_members_changes_no_byte(rule: Rule, group: Any) -> None:
 @given(groups())
 def test_each_number_stays_within_the_honest_range(rule: Rule, group: Any) -> None:
     honest, lies, f, seed = group
-    # Liars claim the most that is let through.
+    # Liars claim the largest accepted values.
     weights = np.array([1.0] * len(honest) + [4.0] * len(lies))
     if seed % 2:
         weights = np.ones(len(weights))
@@ -119,7 +119,7 @@ def test_centered_clipping_stays_within_its_radius(group: Any) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 4))
-def test_krum_chooses_an_honest_vector_where_lies_are_apart(seed: int, f: int) -> None:
+def test_krum_chooses_an_honest_vector_if_lies_are_far_apart(seed: int, f: int) -> None:
     draws = np.random.default_rng(seed)
     honest = draws.standard_normal((f + 3, 20)).astype(np.float32)
     lies = (draws.standard_normal((f, 20)) * 1e6).astype(np.float32)
@@ -131,7 +131,7 @@ def test_krum_chooses_an_honest_vector_where_lies_are_apart(seed: int, f: int) -
 
 
 @pytest.mark.parametrize("rule", [trimmed_mean, mixed_mean])
-def test_a_rule_that_survives_nobody_is_the_weighted_mean(rule: Rule) -> None:
+def test_a_rule_for_zero_liars_is_the_weighted_mean(rule: Rule) -> None:
     draws = np.random.default_rng(3)
     vectors = draws.standard_normal((7, 40_000)).astype(np.float32)
     weights = np.ones(7) if rule is mixed_mean else draws.uniform(1, 4, 7)
@@ -146,12 +146,12 @@ def test_without_liars_a_rule_is_near_the_mean(rule: Rule) -> None:
     vectors = (truth + 0.1 * draws.standard_normal((15, 2_000))).astype(np.float32)
     found = rule(vectors, np.ones(15), 3)
     error = np.sqrt(np.square(found - vectors.mean(axis=0)).mean())
-    # Krum gives one member's vector, with all of its noise; the others average most of it away.
+    # Krum returns one member's vector, with all of its noise; the others average most of it away.
     assert error < (0.11 if rule is krum else 0.03)
 
 
 @pytest.mark.parametrize("rule", ROBUST)
-def test_vectors_of_which_most_are_equal_give_that_vector(rule: Rule) -> None:
+def test_a_majority_of_equal_vectors_gives_that_vector(rule: Rule) -> None:
     vectors = np.tile(np.array([0.1, -3.7, 1e-20], np.float32), (9, 1))
     vectors[8] = 5.0
     np.testing.assert_array_equal(rule(vectors, np.ones(9), 2), vectors[0])
@@ -159,7 +159,7 @@ def test_vectors_of_which_most_are_equal_give_that_vector(rule: Rule) -> None:
 
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf])
-def test_numbers_of_liars_that_are_not_finite_never_come_out(rule: Rule, number: float) -> None:
+def test_non_finite_numbers_of_liars_never_enter_a_result(rule: Rule, number: float) -> None:
     draws = np.random.default_rng(5)
     vectors = draws.standard_normal((9, 300)).astype(np.float32)
     vectors[2, 17] = vectors[6, 0] = number
@@ -183,14 +183,14 @@ def test_more_liars_than_a_group_can_survive_are_refused(rule: Rule, f: int) -> 
 
 @pytest.mark.parametrize("rule", ROBUST)
 @pytest.mark.parametrize("weight", [0.0, -1.0, np.nan, np.inf])
-def test_a_weight_that_is_none_is_refused(rule: Rule, weight: float) -> None:
+def test_an_invalid_weight_is_refused(rule: Rule, weight: float) -> None:
     weights = np.ones(9)
     weights[4] = weight
     with pytest.raises(ValueError, match="a weight is finite and above 0"):
         rule(np.ones((9, 3), np.float32), weights, 1)
 
 
-def test_long_vectors_are_reduced_in_blocks_alike() -> None:
+def test_long_vectors_are_reduced_in_blocks_with_equal_results() -> None:
     vectors = np.random.default_rng(7).standard_normal((5, 50_001)).astype(np.float32)
     np.testing.assert_array_equal(median(vectors, np.ones(5), 2), np.median(vectors, axis=0))
     inner = np.sort(vectors, axis=0)[1:4].astype(np.float64).mean(axis=0)
