@@ -1,9 +1,9 @@
-"""A world in memory for the chain of plans: members, their disks, a network and everything that goes wrong.
+"""A world in memory for the chain of plans: members, their disks, a network and all faults.
 
 Virtual time on one heap; a seed is a history. The shell of each member is as `partition.run.stored_chain`: it
-stores what is unsaved, sends, then hears the events, and it may crash between any two of these. The world
-watches from outside: what was decided, and what each member has ever promised on the wire. `Broken` says what
-is wrong.
+stores what is unsaved, sends, then handles the events, and it may crash between any two of these. The world
+checks from outside what was decided, and what each member has ever promised on the wire. `Broken` names the
+violation.
 """
 
 from collections import Counter
@@ -32,18 +32,18 @@ from tests.partition.fake_stage import Broken, peer
 
 RUN = bytes(range(32))
 HEAD_SECONDS = 5.0
-"""How often each member says where it is."""
+"""How often each member sends its position."""
 NOTICE_SECONDS = 3.0
-"""How long SWIM needs at most to see who lives."""
+"""The longest time until SWIM sees which members are alive."""
 STEPS = ("before it saves", "before it sends", "amid sending")
-"""Where a shell may die."""
+"""The points where a shell may die."""
 ROSTER_MAX = 12
 HEAL_SECONDS = 200.0
-"""Within so long after healing a standing wish must be decided: a re-send at its longest, and some duels."""
+"""A standing wish must be decided this soon after healing: the longest re-send, and some duels."""
 
 
 def genesis(members: int, stages: int = 1) -> Plan:
-    """A first plan: one replica a stage, the others on the roster with one trainer among them."""
+    """A first plan: one replica per stage, the others on the roster with one trainer among them."""
     names = sorted(peer(f"m{number}") for number in range(max(members, stages)))
     rows = tuple(StagePlan(index, index + 1, (names[index],), (1,)) for index in range(stages))
     return Plan(
@@ -58,7 +58,7 @@ def genesis(members: int, stages: int = 1) -> Plan:
 
 
 def any_change(rng: Random, plan: Plan, pool: list[PeerId]) -> Change | None:
-    """Something that could come next, or None where this idea does not fit."""
+    """A possible next change, or None where this kind does not apply."""
     roster = [PeerId(peer) for peer in plan.roster]
     outside = [each for each in pool if each not in plan.roster]
     match rng.choice(["lose", "lose", "join", "join", "admit", "trainer", "restore", "return"]):
@@ -98,7 +98,7 @@ class Member:
 
 @dataclass
 class Given:
-    """The votes of one member in one instance that others have seen: it may never fall behind them again."""
+    """The votes of one member in one instance that others have seen: it may never contradict them again."""
 
     promised: Ballot | None = None
     accepted: Ballot | None = None
@@ -144,12 +144,12 @@ class World:
     # Time
 
     def at(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do something so many seconds from now."""
+        """Schedule an action."""
         self.count += 1
         heappush(self.heap, (self.now + seconds, self.count, action))
 
     def step(self) -> None:
-        """The next thing that happens."""
+        """Run the next event."""
         self.now, _, action = heappop(self.heap)
         self.events += 1
         action()
@@ -180,7 +180,7 @@ class World:
         self._notice(me)
 
     def _act(self, member: Member, call: Callable[[PaxosChain], Any]) -> None:
-        """Act as a shell does: call, store, send, then look at the events. It may die in between."""
+        """Act as a shell does: call, store, send, then handle the events. It may die in between."""
         core = member.core
         if core is None:
             return
@@ -222,7 +222,7 @@ class World:
         self._arm(member)
 
     def crash(self, me: PeerId) -> None:
-        """It is gone in the middle of whatever it did, and comes back with its disk after a while."""
+        """Kill it at any point of its work; it restarts with its disk after a while."""
         member = self.members[me]
         if member.core is not None:
             member.core = None
@@ -231,7 +231,7 @@ class World:
             self._notice_all()
 
     def restart(self, me: PeerId) -> None:
-        """From what is on its disk."""
+        """Start from the state on its disk."""
         member = self.members[me]
         if member.core is None:
             self.restarts += 1
@@ -243,7 +243,7 @@ class World:
             self._wish_later(member)
 
     def _rejoin(self, member: Member, other: PeerId) -> None:
-        """It gives its branch up and begins as a newcomer where `other` is."""
+        """Have it give its branch up and join `other` as a newcomer."""
         source = self.members[other].core
         if source is None or not self.connected(member.me, other):
             return
@@ -271,7 +271,7 @@ class World:
                     raise Broken("a fork in a run that allows none")
                 self._rejoin(member, event.peer)
             case ForkBehind():
-                pass  # the other one comes
+                pass  # the other member joins
             case ChainBroken():
                 raise Broken(f"a chain is broken: {event}")
 
@@ -311,7 +311,7 @@ class World:
         return self.islands.get(one, 0) == self.islands.get(other, 0)
 
     def split(self, islands: int) -> None:
-        """Deal everybody to so many islands."""
+        """Deal all members to this many islands."""
         for me in self.members:
             self.islands[me] = self.rng.randrange(islands)
         self._notice_all()
@@ -362,7 +362,7 @@ class World:
     # Invariants
 
     def _check_sent(self, me: PeerId, message: Any) -> None:
-        """No vote on the wire may take back what an earlier one said, whatever came in between."""
+        """No vote on the wire may contradict an earlier one, whatever came in between."""
         if not isinstance(message, Prepare | Promised | Accept | Accepted):
             return
         given = self.given.setdefault((me, message.parent, message.fork), Given())
@@ -378,7 +378,7 @@ class World:
             given.accepted = ballot
 
     def _watch(self, core: PaxosChain) -> None:
-        """Every link that a member believes in is the only one for its parent, wherever it is looked at."""
+        """Every link that a member believes in is the only one for its parent, in every member's chain."""
         if core.head_hash in self.plans:
             return
         plan = core.base
@@ -402,7 +402,7 @@ class World:
     # Walks
 
     def disturb(self) -> None:
-        """One thing goes wrong, or right again."""
+        """Cause one fault, or repair one."""
         me = self.rng.choice(list(self.members))
         match self.rng.choice(["crash", "crash", "split", "split", "join", "hush", "wish", "wish"]):
             case "crash":
@@ -418,7 +418,7 @@ class World:
                 self._wish(self.members[me])
 
     def heal(self) -> None:
-        """Everybody is up and hears everybody; nothing is lost any more."""
+        """Make all members reachable, and lose no more messages."""
         self.loss = self.double = self.crashes = 0.0
         self.islands = dict.fromkeys(self.members, 0)
         for me in list(self.members):
@@ -426,13 +426,13 @@ class World:
         self._notice_all()
 
     def newest(self) -> Plan:
-        """The plan to be at: of the branch that survives."""
+        """The expected plan: that of the surviving branch."""
         heads = [member.core.head_hash for member in self.members.values() if member.core is not None]
         best = max(heads, key=lambda key: (self.samples[key], self.samples[key] // 4, [-n for n in key]))
         return self.plans[best]
 
     def agrees(self) -> bool:
-        """Whether everybody on the roster of the newest plan knows it."""
+        """Whether every member on the newest plan's roster knows it."""
         plan = self.newest()
         cores = [self.members[PeerId(each)].core for each in plan.roster]
         return all(core is not None and core.head == plan for core in cores)
@@ -455,8 +455,9 @@ class World:
 def walk(
     seed: int, *, actions: int = 15, may_fork: bool = False, breaks_ties: bool = False, **given: Any
 ) -> World:
-    """Walk one history; raise Broken, naming the seed. Parameters that are not `given` are drawn. Where it
-    `breaks_ties`, the first of the roster does, and there are few members."""
+    """Walk one history; raise Broken, naming the seed. Parameters that are not `given` are drawn. With
+    `breaks_ties`, the first of the roster does so, and there are few members.
+    """
     rng = Random(seed)
     drawn: dict[str, Any] = {
         "first": genesis(rng.choice((1, 2, 3, 4, 5, 7, 9, 12)), rng.randint(1, 2)),

@@ -1,4 +1,4 @@
-"""Small models for the tests of capture, and what it takes to compare their graphs with them."""
+"""Small models for the tests of capture, and functions to compare their graphs with them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ Drawn = tuple[Any, tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Sample:
-    """A model, how its inputs and labels are drawn for a batch, its loss, and what else capture is told."""
+    """A model, a sampler of its inputs and labels, its loss, and further arguments of capture."""
 
     build: Callable[[], nn.Module]
     draw: Callable[[int], Drawn]
@@ -106,7 +106,9 @@ class UNet(nn.Module):
 
 
 class Gpt(nn.Module):
-    """With tied embeddings and dropout, and for decoding a cache of keys and values with a place per row."""
+    """A model with tied embeddings and dropout, and decoding over a cache of keys and values with one
+    position per row.
+    """
 
     def __init__(self, width: int = 8, heads: int = 2, context: int = 128, dropout: float = 0.1) -> None:
         super().__init__()
@@ -172,7 +174,7 @@ class Block(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An embedding, a recurrent layer of some kind, and a head on its last place."""
+    """An embedding, a recurrent layer of some kind, and a head on its last position."""
 
     def __init__(self, kind: Any, **settings: Any) -> None:
         super().__init__()
@@ -191,7 +193,7 @@ class Recurrent(nn.Module):
 
 
 class Experts(nn.Module):
-    """Every expert sees every sample; a softmax says how much each counts."""
+    """Every expert processes every sample; a softmax gives the weight of each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,7 +211,7 @@ class Experts(nn.Module):
 
 
 def hugging_face(kind: str, **settings: Any) -> Callable[[], nn.Module]:
-    """A transformers model from its configuration alone, tiny."""
+    """A tiny transformers model from its configuration alone."""
 
     def build() -> nn.Module:
         import transformers
@@ -295,7 +297,7 @@ class Whole:
         self.graph = captured.graph
         self.programs: dict[tuple[str, bool], Program] = {}
         (stage,) = cut(captured.graph, captured.hash, ())
-        # A stage that trains sends no outputs anywhere; here they are looked at.
+        # A training stage sends no outputs; here they are inspected.
         self.stage = msgspec.structs.replace(
             stage,
             entries=tuple(
@@ -320,7 +322,7 @@ class Whole:
     def run(
         self, entry: str, inputs: Sequence[Tensor], labels: Sequence[Tensor] = (), train: bool = True
     ) -> Results:
-        """Compute an entry point; the states become what it makes of them."""
+        """Compute an entry point, and replace the states by its results."""
         graph, ports = self.graph, self.graph.entry(entry)
         types = [graph.types[port.type] for port in (*ports.inputs, *ports.labels)]
         shapes = [tuple(tensor.shape) for tensor in (*inputs, *labels)]

@@ -1,4 +1,4 @@
-"""How much work a function does, counted and not timed: the same on every machine, however busy."""
+"""The work of a function, counted and not timed: the same on every machine, however busy."""
 
 import sys
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def lines_run(call: Callable[[], object]) -> int:
-    """The lines of Python that `call` runs, each turn of a loop or comprehension counted."""
+    """Count the lines of Python that `call` runs, including each turn of a loop or comprehension."""
     count = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

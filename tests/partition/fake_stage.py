@@ -1,6 +1,6 @@
-"""A stage that sums integers instead of gradients, for exact comparison; and the undisturbed run.
+"""A stage that sums integers instead of gradients, for exact comparison, and the undisturbed run.
 
-It refuses whatever the real one (`partition.execute.StageExecutor`) refuses, by raising `Broken`. All stages
+It refuses what the real one (`partition.execute.StageExecutor`) refuses, by raising `Broken`. All stages
 share one tied weight, so each has a second sum, which a step adds up over the replicas of every stage.
 """
 
@@ -17,7 +17,7 @@ _TENSOR = (TensorHeader("uint8", (32,)),)
 
 
 class Broken(AssertionError):
-    """A promise of exact mode was not kept."""
+    """A guarantee of exact mode was violated."""
 
 
 def digest(*parts: object) -> bytes:
@@ -52,7 +52,7 @@ def loss_of(output: bytes) -> float:
 class FakeStage:
     """A double of `partition.execute.StageExecutor`.
 
-    The first `frozen` stages have no gradients: they know their sums once they have gone forward.
+    The first `frozen` stages have no gradients: their sums are complete after the forward pass.
     """
 
     index: int
@@ -75,7 +75,8 @@ class FakeStage:
     @property
     def squared_norm(self) -> float:
         """The squared norm of the total; the first stage reports the tied weight. Powers of two add up
-        exactly."""
+        exactly.
+        """
         assert self.total is not None
         assert self.tied_total is not None
         mine = sum(self.total.values()) % 1024 / 16
@@ -97,7 +98,7 @@ class FakeStage:
     def forward(
         self, step: int, microbatch: int, train: bool, given: bytes, labels: bytes | None
     ) -> tuple[bytes | None, bytes | None, bytes]:
-        """Output, gradient of the input, and the numbers the loss is made of."""
+        """Output, gradient of the input, and the numbers of the loss."""
         output = digest("output", self.index, self.parameters, given, labels)
         if train:
             if self.sums_step not in (None, step) or step != self.step:
@@ -121,11 +122,13 @@ class FakeStage:
         return self._gradient(given, gradient)
 
     def _summand(self, given: bytes, after: bytes | None) -> int:
-        """Return a micro-batch's summand: of its input, and of its labels or the gradient that comes back."""
+        """Return a micro-batch's summand, computed from its input and from its labels or incoming
+        gradient.
+        """
         return number("sum", self.parameters, given, after)
 
     def remove(self, microbatch: int, given: bytes, after: bytes | None) -> None:
-        """The replay with the sign turned: it must take out exactly what went in."""
+        """The replay with the opposite sign: it must take out exactly what went in."""
         if self.sums.pop(microbatch, None) != self._summand(given, after):
             raise Broken(f"another micro-batch {microbatch} is taken out than went in")
 
@@ -171,7 +174,7 @@ class Truth:
         validations: int = 0,
         validation: ValidationSettings | None = None,
     ) -> None:
-        """`steps` of it are as many as the run makes at most; the attribute is how many it makes."""
+        """`steps` are at most as many as the run makes; the attribute is the number it makes."""
         schedule = ValidationSchedule(validation, None)
         self.steps = 0
         self.validated: dict[int, tuple[int, tuple[float, ...], Series]] = {}
@@ -215,7 +218,7 @@ class Truth:
 
 
 def _held_out(chain: list[FakeStage], numbers: range) -> tuple[int, float, tuple[float, ...]]:
-    """Samples, loss and metrics summed over these held-out micro-batches."""
+    """Sum samples, loss and metrics over these held-out micro-batches."""
     rows, loss = [], 0.0
     for microbatch in numbers:
         data = input_of(microbatch, False)

@@ -1,4 +1,4 @@
-"""Problems for the tests of planning: random small ones, and what a split costs by definition."""
+"""Problems for the tests of planning: random small ones, and the cost of a split by definition."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -26,7 +26,7 @@ links = st.builds(Link, st.integers(10**6, 10**9), st.integers(0, 10**7))
 def problems(
     draw: st.DrawFn, layers_max: int = 7, peers_max: int = 4, objective: str = "throughput"
 ) -> Problem:
-    """A problem of few layers and peers, with all that can constrain it."""
+    """A problem of few layers and peers, with every kind of constraint."""
     layers = tuple(draw(st.lists(layer_costs, min_size=1, max_size=layers_max)))
     times = st.lists(st.integers(10**4, 10**8), min_size=len(layers), max_size=len(layers)).map(tuple)
     peers = tuple(
@@ -65,7 +65,7 @@ def problems(
 
 
 def groupings(peers: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every ordered grouping of every subset but the empty one."""
+    """Every ordered grouping of every subset except the empty one."""
     for size in range(1, len(peers) + 1):
         for group in combinations(peers, size):
             yield (group,)
@@ -75,7 +75,7 @@ def groupings(peers: Sequence[int]) -> Iterator[tuple[tuple[int, ...], ...]]:
 
 
 def is_allowed(problem: Problem, ranges: Sequence[tuple[int, int]], groups: Sequence[Sequence[int]]) -> bool:
-    """Whether a split keeps to memory and constraints, by definition."""
+    """Whether a split respects memory and constraints, by definition."""
     rules = problem.constraints
     if rules.stages and len(ranges) != rules.stages:
         return False
@@ -107,7 +107,7 @@ def memory_of(problem: Problem, first: int, last: int, stages_left: int) -> int:
 
 
 def splits(problem: Problem) -> Iterator[tuple[tuple[tuple[int, int], ...], tuple[tuple[int, ...], ...]]]:
-    """Every split that is allowed."""
+    """Every allowed split."""
     count = len(problem.layers)
     for groups in groupings(range(len(problem.peers))):
         if len(groups) <= count:
@@ -148,7 +148,7 @@ def _reduction(problem: Problem, first: int, last: int, group: Sequence[int]) ->
 
 
 def _edge(problem: Problem, senders: Sequence[int], receivers: Sequence[int]) -> float:
-    """Nanoseconds for a byte: each sends and takes its share of the micro-batches."""
+    """Nanoseconds per byte: each peer sends and receives its share of the micro-batches."""
     out, into = dict.fromkeys(senders, 0.0), dict.fromkeys(receivers, 0.0)
     for one in senders:
         for other in receivers:
@@ -166,7 +166,7 @@ def _share(problem: Problem, place: int, group: Sequence[int]) -> float:
 
 
 def layers_in_order(split: Split) -> list[int]:
-    """All layers as the stages hold them."""
+    """All layers in the order of their stages."""
     return [layer for first, last in split.ranges for layer in range(first, last)]
 
 

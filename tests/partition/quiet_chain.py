@@ -1,11 +1,11 @@
-"""A chain of plans for tests of a member alone."""
+"""A chain of plans for tests of a lone member."""
 
 from partition.plan.change import Change
 from partition.run.stored_chain import StoredChain
 
 
 class Quiet(StoredChain):
-    """A chain that only notes what its member wants decided; what others decide is told by hand."""
+    """A chain that only records its member's wishes; tests report others' decisions to it."""
 
     proposals: list[Change | None]
 

@@ -1,8 +1,8 @@
 """Random graphs that pass the check, and an evaluator for them in which every tensor is one integer.
 
-The meaning of an operator does not matter to a cut, so here each mixes its arguments, its own name and, where
-it draws random numbers, its id. A gradient is the sum over all paths of products of numbers that stand for
-the derivatives, so it is right only if every path is there, once.
+The meaning of an operator does not matter to a cut, so here each mixes its arguments, its own name and, if it
+draws random numbers, its id. A gradient is the sum over all paths of products of numbers that stand for the
+derivatives, so it is right only if every path is included once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,7 +96,7 @@ class _Writer:
         return Value(self.draw(st.sampled_from(allowed)))
 
     def any_node(self, allowed: list[int]) -> None:
-        """One more node over values of `allowed`, which grows by its results."""
+        """Add a node over values of `allowed`, and add its results to these."""
         operator = self.draw(st.sampled_from([RELU, LINEAR, LINEAR, ADD, ADD, *range(14)]))
         kind = self.draw(st.sampled_from([0, 1, 2]))
         value, other = self.value(allowed), self.value(allowed)
@@ -224,7 +224,9 @@ def _mixed(*parts: object) -> int:
 
 
 def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> dict[int, int]:
-    """Every value: those of `given`, and what the nodes make of them. Raises KeyError: one is missing."""
+    """Return every value: those of `given`, and the results of the nodes. Raises KeyError if one
+    is missing.
+    """
     values = dict(given)
     for node in nodes:
         name = graph.operators[node.operator]
@@ -233,7 +235,7 @@ def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> d
             for argument in arguments_of(node)
         ]
         for place, value in enumerate(node.outputs):
-            assert value not in values, "a value is made once in a stage"
+            assert value not in values, "a stage computes a value once"
             values[value] = _mixed(name, taken, place, node.id if "dropout" in name else None)
     return values
 
@@ -241,7 +243,7 @@ def run(graph: Graph, nodes: Sequence[GraphNode], given: Mapping[int, int]) -> d
 def derive(
     graph: Graph, entry: Entry, nodes: Sequence[GraphNode], gradients: Mapping[int, int]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Back through the nodes: gradients by values, and by rows of parameters."""
+    """Go back through the nodes; return gradients by values, and by rows of parameters."""
     by_value = dict(gradients)
     by_row: dict[int, int] = {}
     for node in reversed(nodes):

@@ -1,4 +1,4 @@
-"""A plan of three stages, and what its members say: for tests of one core at a time."""
+"""A plan of three stages, and its members' messages, for tests of one core at a time."""
 
 from typing import Any
 
@@ -40,7 +40,7 @@ def frame(
     train: bool = True,
     **other: Any,
 ) -> OpenedFrame:
-    """For the stage in the middle, unless `stage` says another."""
+    """A message for the middle stage, unless `stage` says another."""
     named = {"plan": PLAN_HASH, "attempt": START, "stage": 1, **other}
     header = FrameHeader(
         step=step,
@@ -65,7 +65,9 @@ def opening(
     train: bool = True,
     first: int | None = None,
 ) -> Open:
-    """Return an Open whose `middles` own the middle stage's micro-batches; elsewhere there is no choice."""
+    """Return an Open whose `middles` own the middle stage's micro-batches; the other stages have
+    one holder.
+    """
     owners = (bytes(len(middles)), bytes(middles), bytes(len(middles)))
     return Open(
         plan=PLAN_HASH,
@@ -78,7 +80,7 @@ def opening(
 
 
 def commit(first: tuple[int, ...], second: tuple[int, ...], *, attempt: int = 0, step: int = 0) -> StepCommit:
-    """Return the commit, with the numbers that each of the two in the middle has to count."""
+    """Return the commit, with the counts of the two holders in the middle."""
     everything = tuple(range(2 * step, 2 * step + 2))
     rows = ((0, FIRST, everything), (1, MIDDLES[0], first), (1, MIDDLES[1], second), (2, LAST, everything))
     return StepCommit(
@@ -102,13 +104,13 @@ def bring(replica: Replica, *microbatches: int, step: int = 0) -> None:
 
 
 def forward(replica: Replica, work: Any) -> Sends:
-    """Say that a micro-batch of one sample was computed."""
+    """Report that a micro-batch of one sample was computed."""
     assert isinstance(work, ForwardReady)
     return replica.forwarded(work, output=SENT, gradient=None, samples=1, loss=0.0, metrics=())
 
 
 def compute(replica: Replica) -> list[Any]:
-    """Compute everything there is to compute; return the work items."""
+    """Compute everything that is ready, and return the work items."""
     done: list[Any] = []
     while isinstance(work := replica.next(0.0), ForwardReady | BackwardReady):
         done.append(work)

@@ -21,21 +21,21 @@ class Link:
 
 @dataclass(frozen=True)
 class Learning:
-    """This machine is to learn of the next plan."""
+    """This machine learns of the next plan."""
 
     machine: Machine
 
 
 @dataclass(frozen=True)
 class Taking:
-    """A reduction ends here."""
+    """A reduction ends at this member."""
 
     key: Key
     machine: Machine
 
 
 class Pool:
-    """The possible next events: each once, any of them equally soon."""
+    """The possible next events: each once, all with the same probability."""
 
     def __init__(self, rng: Random) -> None:
         self._rng = rng

@@ -48,7 +48,7 @@ SPOILED = b"whose digest does not fit"
 """A payload that no stage can use."""
 MICROBATCH_NANOSECONDS = 10_000_000
 ALL_STAGES = -1
-"""In the place of a stage's number: the reduction of what is tied between all of them."""
+"""Replaces a stage's number: the reduction of the weights tied between all stages."""
 
 Sends = list[tuple[PeerId, Any]]
 
@@ -72,7 +72,7 @@ class Settings:
 
 @dataclass
 class Draft:
-    """A frame, but for what it is signed for."""
+    """A frame without its signature."""
 
     header: FrameHeader
     data: bytes
@@ -80,7 +80,9 @@ class Draft:
 
 @dataclass
 class Reduction:
-    """One all-reduce, of a stage or of what is tied: what each member brought, and who took the total."""
+    """One all-reduce, of a stage or of the tied weights: each member's contribution, and the members with the
+    total.
+    """
 
     members: tuple[PeerId, ...]
     brought: dict[PeerId, dict[int, int]] = field(default_factory=dict)
@@ -92,7 +94,7 @@ Key = tuple[bytes, int, int, int]
 
 
 class Machine:
-    """A peer with the roles its plan gives to it. `work` is what its stage computes just now."""
+    """A peer with the roles of its plan. `work` is the current computation of its stage."""
 
     def __init__(self, me: PeerId, settings: Settings, plan: Plan, speed: float) -> None:
         self.me = me
@@ -121,7 +123,7 @@ class Machine:
     # Plans
 
     def adopt(self, plan: Plan, change: Change, now: float) -> Sends:
-        """The next plan of the chain is in force here."""
+        """Adopt the next plan of the chain."""
         self.height += 1
         joined = any(row.peer == self.me for row in change.joined)
         if joined or self.replica is None or plan.stage_of(self.me) is None:
@@ -172,7 +174,7 @@ class Machine:
     # Feeding
 
     def fed(self) -> Iterator[tuple[PeerId, OpenedFrame]]:
-        """The frames that the feeder asks for."""
+        """Send the frames that the feeder requests."""
         assert self.feeder is not None
         plan = self.feeder.plan
         for event in self.feeder.events:
@@ -195,7 +197,7 @@ class Machine:
         self.feeder.events.clear()
 
     def signed(self, draft: Draft, plan: bytes, attempt: int) -> OpenedFrame:
-        """As its receiver opens it."""
+        """Open it as its receiver does."""
         old = draft.header
         header = FrameHeader(
             plan,
@@ -217,7 +219,7 @@ class Machine:
         return opened(self.me, header, data)
 
     def wired(self, message: Any) -> Any:
-        """A message as it goes over the wire; None where it is of a plan that is over here."""
+        """Return a message as decoded from the wire; None if its plan is over here."""
         if not isinstance(message, Outgoing):
             return message
         if self.replica is None or message.plan != self.replica.plan_hash:
@@ -228,14 +230,14 @@ class Machine:
     # Computing
 
     def begin(self, now: float) -> bool:
-        """Ask for work if the stage is idle. True if there is some."""
+        """Ask for work if the stage is idle. Return whether there is some."""
         if self.work is None and self.replica is not None:
             self.work = self.replica.next(now)
             self._check_order()
         return self.work is not None
 
     def _check_order(self) -> None:
-        """Whether this may come now."""
+        """Whether this may arrive now."""
         stage, replica, work = self.stage, self.replica, self.work
         if work is None or replica is None:
             return
@@ -253,7 +255,7 @@ class Machine:
                     raise Broken(f"a copy of step {work.step} of a stage that is at {stage.step}")
 
     def compute(self) -> Sends:
-        """Do all that needs nobody else, and report it."""
+        """Do everything that needs no other member, and report it."""
         work, replica, stage = self.work, self.replica, self.stage
         assert replica is not None
         self.work = None
@@ -277,7 +279,7 @@ class Machine:
             case ApplyReady():
                 self.has_reported = False
                 parameters = stage.apply(work.step, work.samples, work.squared_norm)
-                # Between two that differ nobody can say who is wrong; the first in the plan is believed.
+                # If two differ, neither can be proved wrong; the first in the plan is believed.
                 corrupts = self.corrupts_next and replica.plan.stages[stage.index].replicas[0] != self.me
                 self.corrupts_next = False
                 if corrupts:
@@ -293,7 +295,7 @@ class Machine:
         raise Broken(f"nobody knows what to do with {work}")
 
     def _refused(self, work: WorkItem) -> Sends | None:
-        """The stage cannot use what it is given, or says so; None where it can."""
+        """Return why the stage cannot use its input, or says so; None if it can."""
         assert self.replica is not None
         if not isinstance(work, ForwardReady | BackwardReady):
             return None
@@ -311,7 +313,7 @@ class Machine:
         return None
 
     def filled(self, parameters: bytes) -> Sends:
-        """Take the fetched state."""
+        """Adopt the fetched state."""
         work, replica = self.work, self.replica
         assert isinstance(work, FillReady)
         assert replica is not None
@@ -381,13 +383,13 @@ class Machine:
 
     @property
     def reachable(self) -> set[int]:
-        """After how many steps its stage can be: now, or by the total that it has reported."""
+        """The step that its stage may have completed: now, or by the total that it has reported."""
         if self.replica is None or self.replica.step is None:
             return set()
         return {self.stage.step, self.stage.step + self.has_reported}
 
     def mend(self, parameters: list[list[bytes]]) -> None:
-        """The bit turns back."""
+        """Flip the bit back."""
         assert self.replica is not None
         self.is_corrupt = False
         self.stage.parameters = self.replica._digest = parameters[self.stage.step][self.stage.index]

@@ -1,4 +1,4 @@
-"""Faults in the world of the step machines, and requests of people at the wrong moment."""
+"""Faults in the world of the step machines, and users' requests at the wrong moment."""
 
 from collections import deque
 from collections.abc import Callable
@@ -15,12 +15,12 @@ GONE = "the stage process is gone"
 
 
 def disturb(world: "World", kind: str) -> None:
-    """One of TROUBLES, to whoever it falls on."""
+    """Cause one of TROUBLES at a random peer."""
     TROUBLES[kind](world)
 
 
 def kill(world: "World", machine: Machine) -> None:
-    """SIGKILL: of what it sent, only what has left already may arrive."""
+    """SIGKILL: only its messages that have already left may arrive."""
     machine.is_alive = False
     world.thaw(machine)
     for link in world.links.values():
@@ -37,7 +37,7 @@ def kill(world: "World", machine: Machine) -> None:
 
 
 def suspect(world: "World", machine: Machine) -> None:
-    """SWIM does."""
+    """Declare it dead, as SWIM does."""
     for other in _committing(world):
         assert other.committer is not None
         world.pass_on(other, other.committer.suspect(world.now, machine.me))
@@ -68,7 +68,7 @@ def _freeze(world: "World") -> None:
 
 
 def _join(world: "World") -> None:
-    """A peer without a stage takes a replica of one."""
+    """Give a replica of a stage to a peer without one."""
     free = [each for each in world.alive(world.plan.roster) if world.plan.stage_of(each.me) is None]
     if free:
         stage = world.rng.randrange(len(world.plan.stages))
@@ -88,7 +88,7 @@ def _fail(world: "World") -> None:
 
 
 def _lose(world: "World") -> None:
-    """Its death is decided, and it lives."""
+    """Decide its death although it lives."""
     for machine in _holding(world):
         world.notice((machine.me,))
 
@@ -106,14 +106,14 @@ def _pause(world: "World") -> None:
 
 
 def _lie(world: "World") -> None:
-    """It says another digest of its totals than it should, once or for some time."""
+    """Have it report a wrong digest of its totals, once or for some time."""
     for machine in _holding(world):
         world.lied = True
         machine.wrong_digests += world.rng.choice((1, 1, 3))
 
 
 def _corrupt(world: "World") -> None:
-    """Its next step ends with other parameters than that of its peers."""
+    """Have its next step end with other parameters than that of its peers."""
     for machine in _holding(world):
         machine.corrupts_next = True
 
@@ -125,13 +125,15 @@ def _spoil(world: "World") -> None:
 
 
 def _accuse(world: "World") -> None:
-    """It says that it cannot use what is as it should be."""
+    """Have it reject valid input as unusable."""
     for machine in _liar(world):
         machine.accuses += world.rng.choice((1, 1, 3, 100))
 
 
 def _liar(world: "World") -> list[Machine]:
-    """The one of a world: of two that lie together nobody can tell. It is not the committer, who judges."""
+    """The one liar of a world: two liars that collude cannot be detected. It is not the committer, who
+    judges.
+    """
     if world.liar is None:
         world.liar = world.rng.choice(list(world.machines))
     machine = world.machines[world.liar]
@@ -140,7 +142,7 @@ def _liar(world: "World") -> list[Machine]:
 
 
 def _hang(world: "World") -> None:
-    """It answers, and neither reduces nor applies any more."""
+    """Have it answer, but neither reduce nor apply any more."""
     for machine in _holding(world):
         machine.hangs = True
 
@@ -150,13 +152,13 @@ def _restore(world: "World") -> None:
 
 
 def _hand_over(world: "World") -> None:
-    """Others feed and commit from now on, be it replicas."""
+    """Have others feed and commit from now on, even replicas."""
     others = [name for name in world.plan.roster if world.machines[PeerId(name)].is_alive]
     world.decide(Change(trainers=tuple(world.rng.sample(others, min(2, len(others))))))
 
 
 def _break(world: "World") -> None:
-    """A stream breaks: what was in flight is lost, what was still queued is not."""
+    """Break a stream: messages in flight are lost, queued ones are not."""
     links = [
         link
         for link in world.links.values()
@@ -174,7 +176,7 @@ def _break(world: "World") -> None:
 
 
 def reconnect(world: "World", sender: Machine, receiver: PeerId) -> None:
-    """A broken stream is open again."""
+    """Open a broken stream again."""
     for core in (sender.committer, sender.feeder, sender.replica):
         if core is not None:
             sends: Sends = core.reconnected(receiver)
@@ -182,13 +184,13 @@ def reconnect(world: "World", sender: Machine, receiver: PeerId) -> None:
 
 
 def _holding(world: "World") -> list[Machine]:
-    """One that holds a stage and lives, if there is any."""
+    """A living peer with a stage, if there is any."""
     found = world.alive(tuple(name for stage in world.plan.stages for name in stage.replicas))
     return [world.rng.choice(found)] if found else []
 
 
 def _committing(world: "World") -> list[Machine]:
-    """Those that believe they commit: two of them, while a new plan spreads."""
+    """The peers that believe they commit: two of them, while a new plan spreads."""
     return [
         machine
         for machine in world.machines.values()

@@ -1,10 +1,10 @@
-"""A world in memory for the step machines: peers, links, a chain of plans, and everything that goes wrong.
+"""A world in memory for the step machines: peers, links, a chain of plans, and all faults.
 
-Every delivery, computation and disturbance is one event, and a seed picks which comes next, so a seed is a
-history. Links are as `node.pipeline.links`: in order, but messages lost by a broken link come again behind
-the queued ones. Plans follow from each other by `partition.plan.change.successor`, decided here at once, and
-every peer learns of them in its own time. A fake stage sums integers instead of gradients, so that sums are
-compared exactly. The world checks while it runs; `Broken` says what is wrong. The faults are in
+Every delivery, computation and disturbance is one event, and a seed picks the next one, so a seed is a
+history. Links are as `node.pipeline.links`: ordered, but messages lost by a broken link come again behind the
+queued ones. Plans follow from each other by `partition.plan.change.successor`, are decided here at once, and
+every peer learns of them at its own time. A fake stage sums integers instead of gradients, so that sums are
+compared exactly. The world checks while it runs; `Broken` names the violation. The faults are in
 `steps_trouble`.
 """
 
@@ -36,17 +36,17 @@ from tests.partition.steps_machine import ALL_STAGES, Key, Machine, Reduction, S
 from tests.partition.steps_trouble import DISTURBANCES, disturb, reconnect
 
 EVENTS_MAX = 60_000
-"""A history has some thousand; more means that messages go round in circles."""
+"""A history has some thousand events; more means that messages go round in circles."""
 IDLE_WAKES_MAX = 150
-"""Timers that may fire, with nothing but messages in between, before the world counts as stalled."""
+"""Timers that may fire, with only messages in between, before the world counts as stalled."""
 SLOW = 0.1
-"""The share of links and of learners that are 20 times slower, so that what others say overtakes them."""
+"""The share of links and of learners that are 20 times slower, so that other messages overtake theirs."""
 ENCODED = 0.002
-"""The share of messages that go through their encoding: that they can is all there is to see."""
+"""The share of messages that are encoded and decoded: this only checks that it works."""
 
 
 class World:
-    """One run, its plans one after another, and everything that goes wrong in it."""
+    """One run, its plans one after another, and all faults."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class World:
 
     @property
     def plan(self) -> Plan:
-        """The newest."""
+        """The newest plan."""
         return self.plans[-1]
 
     def alive(self, peers: tuple[bytes, ...]) -> list[Machine]:
@@ -124,7 +124,7 @@ class World:
     # Plans
 
     def decide(self, change: Change) -> None:
-        """The committee has decided what follows; everybody learns of it sooner or later."""
+        """Decide the next plan; every peer learns of it sooner or later."""
         lost = set(change.lost)
         for number, stage in enumerate(self.plan.stages):
             left = set(stage.replicas) - lost - {row.peer for row in change.joined}
@@ -144,8 +144,9 @@ class World:
                 self.pool.add(Learning(machine))
 
     def _mend(self) -> None:
-        """Correct the replicas that hold wrong parameters and may now be believed: nobody promises that the
-        last one able to contradict them lives."""
+        """Correct the replicas that hold wrong parameters and may now be believed: the last replica that
+        could contradict them may be dead.
+        """
         for stage in self.plan.stages:
             wrong = [each for each in self.alive(stage.replicas) if each.is_corrupt]
             right = [each for each in self.alive(stage.replicas) if not each.is_corrupt]
@@ -154,7 +155,7 @@ class World:
                     machine.mend(self.truth.parameters)
 
     def _lose_stage(self, change: Change, stage: int) -> None:
-        """Its parameters are gone: begin again from a checkpoint, with somebody else in it."""
+        """Its parameters are lost: resume from a checkpoint, with another member."""
         free = [
             machine
             for machine in self.alive(self.plan.roster)
@@ -177,7 +178,7 @@ class World:
         )
 
     def checkpoint(self) -> int | None:
-        """The newest step of which every stage was copied somewhere."""
+        """The newest step of which every stage has a copy."""
         whole = [step for step, rows in self.copies.items() if len(rows) == len(self.plan.stages)]
         return max(whole, default=None)
 
@@ -248,7 +249,7 @@ class World:
             raise Broken(f"{message} is another message once it is encoded")
 
     def _begin(self, machine: Machine) -> None:
-        """Its stage has something to do from now on."""
+        """Note that its stage has work from now on."""
         work = machine.work
         if isinstance(work, ReduceReady) and machine.hangs:
             return
@@ -276,13 +277,13 @@ class World:
                 self.pool.add(Taking(key, self.machines[name]))
 
     def notice(self, peers: tuple[bytes, ...]) -> None:
-        """They are declared dead: the next plan is without them."""
+        """Declare them dead: the next plan excludes them."""
         lost = tuple(name for name in peers if name in self.plan.roster)
         if lost and self.outcome is None:
             self.decide(Change(lost=lost))
 
     def rejoin(self, machine: Machine) -> None:
-        """It has lost the memory of its stage, and comes back empty."""
+        """It has lost the memory of its stage, and returns empty."""
         stage = self.plan.stage_of(machine.me)
         if stage is not None and len(self.plan.stages[stage].replicas) > 1:
             self.decide(Change(lost=(machine.me,), joined=(Joining(machine.me, stage, 1),)))
@@ -296,7 +297,7 @@ class World:
     # Events
 
     def run(self, disturbances: int, *, chance: float = 0.02, kinds: tuple[str, ...] = DISTURBANCES) -> None:
-        """Walk until the run has ended; disturb it that often."""
+        """Walk until the run has ended, with this many disturbances."""
         idle = 0
         while self.outcome is None:
             if self.events > EVENTS_MAX:
@@ -315,7 +316,7 @@ class World:
         self._check_outcome()
 
     def step(self) -> None:
-        """One of the things that may happen now."""
+        """Run one possible event."""
         token = self.pool.take()
         actor = token.receiver if isinstance(token, Link) else token
         actor = actor if isinstance(actor, Machine) else actor.machine
@@ -354,7 +355,7 @@ class World:
         self._wake()
 
     def thaw(self, machine: Machine) -> None:
-        """It goes on where it was stopped."""
+        """Resume it where it was stopped."""
         machine.is_frozen = False
         for token in machine.parked:
             self.pool.add(token)
@@ -370,7 +371,7 @@ class World:
                 self.thaw(machine)
 
     def _pass_time(self, idle: int) -> None:
-        """Nothing happens until a timer fires, or a machine goes on."""
+        """Let a timer fire, or resume a machine."""
         if idle > IDLE_WAKES_MAX:
             phases = [
                 (machine.height, machine.committer.phase, machine.committer.step)
@@ -388,7 +389,7 @@ class World:
         self.now = max(self.now, soonest) if soonest < 1e18 else self.now
         self._wake()
         gone = [name for name in self.plan.roster if not self.machines[PeerId(name)].is_alive]
-        # A shell waits so long for who is to say where it is.
+        # A shell waits this long for the members that must report their positions.
         judge = self.machines[self.plan.committer].committer
         if idle > IDLE_WAKES_MAX // 2 and judge is not None and judge.phase == "syncing":
             gone += [name for name in judge.awaited if self.machines[name].hangs and name not in gone]
@@ -411,7 +412,7 @@ class World:
             raise Broken(f"{receiver.me!r} refuses {message} of the honest {sender.me!r}: {error}") from error
 
     def _receive(self, sender: PeerId, machine: Machine, message: Any) -> Iterator[Sends]:
-        """To whichever of its roles it is for."""
+        """Deliver it to the role that it is for."""
         if isinstance(message, (OpenedFrame, CommitterMessage)):
             if machine.feeder is not None and isinstance(message, Open):
                 yield machine.feeder.receive(self.now, sender, message)
@@ -451,7 +452,7 @@ class World:
             for source in (self.machines[name] for name in work.sources)
             if source.is_alive and source.replica is not None and source.replica.step == work.step
         ]
-        # Without any it waits: the plan after this one will name others.
+        # Without any it waits: the next plan will name others.
         if able:
             source = self.rng.choice(able)
             if source.is_corrupt or source.stage.step != work.step:
@@ -468,7 +469,7 @@ class World:
         self.pass_on(machine, machine.replica.saved(work))
 
     def _take(self, token: Taking) -> None:
-        """The all-reduce ends for one of its members."""
+        """End the all-reduce for one of its members."""
         reduction = self.reductions[token.key]
         if len(reduction.brought) < len(reduction.members):
             return  # it was void before it ended
@@ -514,7 +515,7 @@ class World:
             self._act_on(event)
 
     def _act_on(self, event: Any) -> None:
-        """Act as shells do towards the committee."""
+        """Act on the committee's decisions as shells do."""
         match event:
             case TrainingFailed() if self.checkpoint() is None:
                 self._end("failed", event.reason)
@@ -550,7 +551,7 @@ class World:
             other.told.append(event.series)
 
     def chain(self) -> list[int]:
-        """The steps of the surviving chain that were reported: nothing that a checkpoint took back."""
+        """The reported steps of the surviving chain: those that no checkpoint took back."""
         return [
             step
             for height, step in self.committed

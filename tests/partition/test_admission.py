@@ -28,7 +28,7 @@ REQUESTER = SIGNERS[0]
 
 
 def chain_to(last: int, run: bytes = RUN) -> tuple[Fact, ...]:
-    """Each asks the next, from the requester to the member `last`."""
+    """A chain in which each member asks the next, from the requester to `last`."""
     pairs = pairwise(SIGNERS[: last + 1])
     return tuple(make_ticket(author, run, member.peer, WALL) for author, member in pairs)
 
@@ -37,7 +37,7 @@ def admission(number: int) -> Admission:
     return Admission(SIGNERS[number], RUN, REQUESTER.peer, chain_to(number))
 
 
-def test_a_member_is_admitted_by_a_chain_that_begins_with_the_requester() -> None:
+def test_a_member_is_admitted_by_a_chain_from_the_requester() -> None:
     own, other = admission(1), admission(3)
     assert not own.admits(other._signer.peer)
     ((receiver, shown),) = other.show(0.0, [SIGNERS[4].peer])
@@ -46,10 +46,10 @@ def test_a_member_is_admitted_by_a_chain_that_begins_with_the_requester() -> Non
     assert own.admits(SIGNERS[3].peer)
     assert own.events[-1] == PeerAdmitted(RUN, SIGNERS[3].peer)
     assert [type(message) for _, message in answers] == [Present, Vouch]
-    assert other.admits(SIGNERS[1].peer), "a member of its own chain"
+    assert other.admits(SIGNERS[1].peer), "a member cannot be in its own chain"
 
 
-def test_the_requester_needs_no_ticket_and_nobody_else_goes_without() -> None:
+def test_only_the_requester_needs_no_ticket() -> None:
     own = admission(1)
     own.admitted.clear()
     own.receive(REQUESTER.peer, Present(RUN, ()))
@@ -75,7 +75,7 @@ LIES: dict[str, Callable[[], tuple[Fact, ...]]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_a_chain_that_proves_nothing_is_refused(lie: str) -> None:
+def test_an_invalid_chain_is_refused(lie: str) -> None:
     own, joins = admission(1), Joins()
     with pytest.raises(RemoteProtocolError):
         own.receive(SIGNERS[5].peer, Present(RUN, LIES[lie](), asks=True))
@@ -89,7 +89,7 @@ def test_a_longer_chain_is_replaced_by_a_shorter_one_of_a_member() -> None:
     answers = own.receive(SIGNERS[6].peer, Present(RUN, other.chain, asks=True))
     (vouch,) = (message for _, message in answers if isinstance(message, Vouch))
     lengths = []
-    for sender in (9, 1):  # whoever is no member vouches for nobody
+    for sender in (9, 1):  # a peer that is not a member vouches for nobody
         other.receive(SIGNERS[sender].peer, vouch)
         lengths.append(len(other.chain))
     assert lengths == [6, 2]
@@ -113,13 +113,13 @@ def test_a_request_to_join_counts_once_while_fresh() -> None:
     joins.check(me, RUN, REQUESTER.peer, again, SIGNERS[2].peer, WALL + 7)
 
 
-def test_a_member_whose_chain_is_full_asks_nobody() -> None:
+def test_a_member_with_a_full_chain_asks_nobody() -> None:
     assert admission(CHAIN_MAX - 1).can_vouch
     assert not admission(CHAIN_MAX).can_vouch
 
 
 @given(st.lists(st.floats(0.1, 5.0), min_size=1, max_size=200))
-def test_a_peer_that_shows_nothing_is_asked_more_and_more_seldom(pauses: list[float]) -> None:
+def test_a_peer_without_proof_is_asked_less_and_less_often(pauses: list[float]) -> None:
     own, now, asked = admission(1), 0.0, 0
     for pause in pauses:
         now += pause

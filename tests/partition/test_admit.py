@@ -1,4 +1,6 @@
-"""Admission: what a stage will take is what it takes, and what is too much or makes no sense is refused."""
+"""Admission: the predicted cost of a stage is its real cost, and excessive or inconsistent graphs are
+refused.
+"""
 
 import time
 import weakref
@@ -35,7 +37,7 @@ from tests.partition.graphs import GraphBuilder, whole
 from tests.partition.hand_models import gpt_graph
 
 REFUSED_SECONDS_MAX = 3.0
-"""Some milliseconds; the rest is for a machine with much else to do."""
+"""Some milliseconds; the rest is a margin for a busy machine."""
 
 
 def specification(graph: Graph | StageGraph, **changes: Any) -> StageSpecification:
@@ -46,14 +48,14 @@ def specification(graph: Graph | StageGraph, **changes: Any) -> StageSpecificati
 
 
 class LargeGraphBuilder(GraphBuilder):
-    """Takes large powers of two for what they are."""
+    """An estimate that treats large powers of two by their type."""
 
     def _side(self, side: int) -> int | Size:
         return side if side and side % 2**20 == 0 else super()._side(side)
 
 
 class Layer:
-    """A graph of one input of (batch, 8) and whatever `of` does with it, ending in a sum."""
+    """A graph of one input of (batch, 8) and the nodes that `of` adds to it, ending in a sum."""
 
     def __init__(self, *shape: int | Size, dtype: Any = "float32", batch: int = 64) -> None:
         self.build = LargeGraphBuilder()
@@ -72,7 +74,7 @@ class Layer:
 
 
 def with_node(graph: Graph, place: int, **changes: Any) -> Graph:
-    """A node changed behind the builder's back, as a stranger would."""
+    """Change a node behind the builder's back, as a stranger would."""
     (entry,) = graph.entries
     nodes = list(entry.nodes)
     nodes[place] = msgspec.structs.replace(nodes[place], **changes)
@@ -86,7 +88,7 @@ def with_argument(graph: Graph, place: int, index: int, argument: Any) -> Graph:
 
 
 def refusal(graph: Graph | StageGraph, **changes: Any) -> str:
-    """Why it is refused, which is found out soon."""
+    """Return why it is refused, which must be found out soon."""
     began = time.process_time()
     with pytest.raises(RemoteProtocolError) as caught:
         admit(specification(graph, **changes))
@@ -103,7 +105,7 @@ def gpt() -> Graph:
 
 
 class RealMeter(Meter):  # type: ignore[no-untyped-call]  # of torch
-    """Measures tensors that have memory, by their real storages."""
+    """A mode that measures the real storages of tensors."""
 
     def __init__(self) -> None:
         super().__init__(2**40, 0, 0)
@@ -118,7 +120,7 @@ class RealMeter(Meter):  # type: ignore[no-untyped-call]  # of torch
         return made
 
     def keep(self, tensors: Iterable[torch.Tensor]) -> None:
-        """These are the stage's own, views of them included."""
+        """Storages of the stage itself, including views of them."""
         self._kept = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def _follow(self, storage: Any) -> None:
@@ -165,7 +167,7 @@ def metered(graph: Graph, sizes: tuple[int, ...], **changes: Any) -> RealMeter:
 
 
 @pytest.mark.parametrize("autocast", ["off", "bfloat16"])
-def test_admission_foresees_the_cost_of_a_real_run(gpt: Graph, autocast: str) -> None:
+def test_admission_predicts_the_cost_of_a_real_run(gpt: Graph, autocast: str) -> None:
     foreseen = admit(specification(gpt, sizes_max=(4, 32), autocast=autocast))
     real = metered(gpt, (4, 32), autocast=autocast)
     assert foreseen.flops == real.flops > 0
@@ -192,7 +194,7 @@ def test_every_stage_of_every_cut_is_admitted(gpt: Graph) -> None:
     total = 0
     for stage in cut(gpt, name, positions[:: max(1, len(positions) // 4)][:4]):
         total += admit(specification(stage, sizes_max=(4, 32))).flops
-    # A node computed twice because of a boundary is no product.
+    # A node computed twice because of a boundary is not in the product.
     assert total == admit(specification(gpt, sizes_max=(4, 32))).flops
 
 
@@ -216,7 +218,7 @@ def test_an_entry_point_with_states_is_run_too() -> None:
     assert "claimed" in refusal(msgspec.structs.replace(graph, states=(wrong,)))
 
 
-def test_a_batch_norm_leaves_its_statistics_alone() -> None:
+def test_admission_leaves_batch_norm_statistics_unchanged() -> None:
     layer = Layer()
     mean, variance = (layer.build.parameter(name, 8, kind="statistic") for name in ("mean", "variance"))
     graph = layer.graph(layer.node("batch_norm", layer.x, None, None, mean, variance, True, 0.1, 1e-5, True))
@@ -233,7 +235,7 @@ def test_twelve_blocks_are_admitted_in_little_time() -> None:
 # Graphs that cost too much
 
 
-def test_zeros_of_four_terabytes() -> None:
+def test_a_graph_of_four_terabytes_of_zeros_is_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("add.Tensor", layer.x, 1))
     graph = with_node(graph, 0, operator=0)
@@ -245,12 +247,12 @@ def test_zeros_of_four_terabytes() -> None:
     assert isinstance(admit(specification(graph)), Admitted)
 
 
-def test_forty_cats_that_double() -> None:
+def test_forty_doubling_concatenations_are_refused() -> None:
     layer = Layer()
     value = layer.node("view", layer.x, [-1])
     graph = layer.graph(value)
     (entry,) = graph.entries
-    # Each of twice what came before it; the types are what they claim to be.
+    # Each is twice the one before; the types are as claimed.
     nodes, types, kinds = [entry.nodes[0]], [entry.types[0], entry.types[1]], list(graph.types)
     expressions = list(graph.expressions)
     operators = (*graph.operators, "aten.cat.default")
@@ -284,7 +286,7 @@ def test_a_huge_expand_is_free_until_it_is_copied() -> None:
     assert "aten.mul.Tensor" in refusal(graph, memory_bytes_max=4_000_000_000)
 
 
-def test_two_thousand_large_products() -> None:
+def test_two_thousand_large_products_are_refused() -> None:
     layer = Layer(2048, 2048)
     value = layer.x
     for _ in range(2_000):
@@ -321,7 +323,7 @@ def test_parameters_and_moments_count_before_anything_is_run() -> None:
 # Inconsistent graphs
 
 
-def test_shapes_that_are_not_what_torch_makes() -> None:
+def test_shapes_that_differ_from_torchs_are_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("neg", layer.x))
     kinds = list(graph.types)
@@ -334,7 +336,7 @@ def test_shapes_that_are_not_what_torch_makes() -> None:
     assert "node 0 (aten.neg.default): value 1 is float32[64, 8], claimed is float32[64, 9]" in refusal(lying)
 
 
-def test_shapes_that_are_true_only_at_the_largest_sizes() -> None:
+def test_shapes_that_are_right_only_at_the_largest_sizes_are_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("neg", layer.x))
     entry = graph.entries[0]
@@ -346,7 +348,7 @@ def test_shapes_that_are_true_only_at_the_largest_sizes() -> None:
     assert "value 1 is float32[1, 8], claimed is float32[64, 8]" in refusal(lying)
 
 
-def test_a_dtype_that_is_not_what_torch_makes() -> None:
+def test_a_dtype_that_differs_from_torchs_is_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("to.dtype", layer.x, TypeName("float64")))
     assert "is int64" in refusal(with_argument(graph, 0, 1, TypeName("int64")))
@@ -370,7 +372,7 @@ ARGUMENTS: dict[str, tuple[str, list[Any], int, Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_arguments_that_a_kernel_should_never_see(name: str) -> None:
+def test_dangerous_kernel_arguments_are_refused(name: str) -> None:
     operator, rest, index, argument, reason = ARGUMENTS[name]
     layer = Layer(2, 4, 8, 8)
     weight = layer.build.parameter("w", 4, 4, 3, 3)
@@ -382,7 +384,7 @@ def test_arguments_that_a_kernel_should_never_see(name: str) -> None:
     assert any(word in found for word in reason.split("|"))
 
 
-def test_arguments_that_are_the_stages_own() -> None:
+def test_arguments_that_are_the_stages_own_are_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("rand_like", layer.x))
     for keyword in ("device", "layout", "pin_memory"):
@@ -393,7 +395,7 @@ def test_arguments_that_are_the_stages_own() -> None:
     assert "'generator'" in refusal(with_node(graph, 0, keywords=(("generator", 1),)))
 
 
-def test_sparse_gradients_do_not_fit_an_arena() -> None:
+def test_sparse_gradients_are_refused() -> None:
     layer = Layer(4, dtype="int64")
     table = layer.build.parameter("table", 5, 3)
     graph = layer.graph(layer.node("embedding", table, layer.x, -1, False, False))
@@ -401,7 +403,7 @@ def test_sparse_gradients_do_not_fit_an_arena() -> None:
     assert "'sparse'" in refusal(with_argument(graph, 0, 4, True))
 
 
-def test_too_many_and_too_few_arguments_and_results() -> None:
+def test_too_many_and_too_few_arguments_and_results_are_refused() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("neg", layer.x))
     (x,) = graph.entries[0].nodes[0].arguments
@@ -414,7 +416,7 @@ def test_too_many_and_too_few_arguments_and_results() -> None:
     assert "2 results where 1 come" in refusal(wrong)
 
 
-def test_a_tensor_is_taken_apart_into_no_more_pieces_than_are_named() -> None:
+def test_a_tensor_is_split_only_into_the_named_pieces() -> None:
     layer = Layer(1, 2**27)
     pieces = layer.node("split.Tensor", layer.x, 2**26, 1)
     graph = layer.graph(pieces[0])
@@ -430,14 +432,14 @@ def test_arguments_that_loop_in_python_are_bounded() -> None:
     assert "argument 'n'" in refusal(with_argument(graph, 0, 1, 10**9))
 
 
-def test_an_einsum_is_an_equation_and_nothing_else() -> None:
+def test_an_einsum_is_limited_to_its_equation() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("einsum", "bi,bj->bij", [layer.x, layer.x]))
     admit(specification(graph))
     assert "'equation'" in refusal(with_argument(graph, 0, 0, "__import__('os')"))
 
 
-def test_gradients_through_what_has_none_are_refused() -> None:
+def test_gradients_through_integers_are_refused() -> None:
     layer = Layer()
     weight = layer.build.parameter("w", 8)
     target = layer.build.constant(np.zeros(4, np.int64))
@@ -446,14 +448,14 @@ def test_gradients_through_what_has_none_are_refused() -> None:
     assert "not differentiable" in refusal(graph)
 
 
-def test_losses_of_integers_are_refused_before_they_go_back() -> None:
+def test_losses_of_integers_are_refused_before_the_backward_pass() -> None:
     layer = Layer()
     count = layer.build.constant(np.zeros((1, 8), np.int64))
     graph = layer.graph(layer.node("huber_loss", layer.x, count, 2))
     assert "a loss of torch.float32, torch.int64" in refusal(graph)
 
 
-def test_limits_wider_than_what_they_limit_are_refused() -> None:
+def test_limits_wider_than_their_tensors_are_refused() -> None:
     layer = Layer(2, 3)
     wide = layer.build.parameter("wide", 1, 2, 3)
     graph = layer.graph(layer.node("clamp.Tensor", layer.x, layer.build.parameter("narrow", 3), wide))
@@ -466,7 +468,7 @@ def test_a_group_norm_with_a_bias_alone_is_refused() -> None:
     assert "a bias alone" in refusal(graph)
 
 
-def test_a_refusal_is_short_whatever_was_written() -> None:
+def test_a_refusal_is_short_for_any_graph() -> None:
     layer = Layer()
     graph = layer.graph(layer.node("einsum", "bi,bj->bij", [layer.x, layer.x]))
     assert len(refusal(with_argument(graph, 0, 0, "\x1b[2J" + "\u202e" * 20))) < 400

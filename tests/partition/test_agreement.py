@@ -48,7 +48,7 @@ from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
 WALK_EVENTS = int(os.environ.get("PEERLOOM_WALK_EVENTS", "20000"))
-"""Events of each kind of walk; more by the environment, for a soak."""
+"""Events of each kind of walk; the environment raises them for a soak."""
 PLANTED_WALKS_MAX = 60
 ROUGH: dict[str, Any] = {"loss": 0.3, "slow_seconds": 2.0, "crashes": 0.02}
 
@@ -138,7 +138,7 @@ def search(planted: dict[str, Any]) -> None:
 
 
 class Room:
-    """Members that hear each other at once, but for those who are deaf; no clock of its own."""
+    """Members that receive messages at once, except deaf ones; without a clock."""
 
     def __init__(self, members: int, **arguments: Any) -> None:
         self.plan = genesis(members)
@@ -151,7 +151,7 @@ class Room:
         self.sent: list[Any] = []
 
     def carry(self, me: PeerId, sends: Any, now: float = 0.0) -> None:
-        """Everything that follows from these, in the order it was sent."""
+        """Deliver these and everything that follows, in the order of sending."""
         queue = [(me, receiver, message) for receiver, message in sends]
         while queue:
             sender, receiver, message = queue.pop(0)
@@ -174,7 +174,7 @@ class Room:
         self.carry(me, self.cores[me].wake(now), now)
 
     def insist(self, me: PeerId) -> None:
-        """Wake a member until it wants nothing any more."""
+        """Wake a member until it has nothing to do."""
         while self.cores[me].deadline < float("inf"):
             self.wake(me, self.cores[me].deadline)
 
@@ -187,7 +187,7 @@ def head_of(core: PaxosChain, **fields: Any) -> ChainHead:
     return ChainHead(run=RUN, parent=core.head_hash, fork=core.head.fork, height=core.head.height, **fields)
 
 
-def test_a_member_alone_decides_at_once() -> None:
+def test_a_lone_member_decides_at_once() -> None:
     room = Room(1)
     (me,) = room.seats
     room.cores[me].unsaved = False
@@ -220,7 +220,7 @@ def test_later_committee_members_wait_for_earlier_ones() -> None:
         assert rank == 0 or rank * PROPOSE_SECONDS <= waits <= 1.25 * rank * PROPOSE_SECONDS
 
 
-def test_nobody_waits_for_the_dead() -> None:
+def test_dead_members_are_not_waited_for() -> None:
     room = Room(5)
     third = room.seats[2]
     room.cores[third].reach(0.0, room.seats[2:])
@@ -248,12 +248,12 @@ def test_a_member_outside_the_committee_only_learns() -> None:
     assert room.cores[outside].head.trainers == (outside,)
 
 
-def test_a_wish_for_another_plan_or_for_none_is_no_wish() -> None:
+def test_a_wish_without_a_change_or_a_valid_plan_is_ignored() -> None:
     room = Room(1)
     (me,) = room.seats
     core = room.cores[me]
     assert core.wish(0.0, trains(me), parent=bytes(32)) == []
-    assert core.wish(0.0, Change(lost=(me,))) == []  # nobody would be left
+    assert core.wish(0.0, Change(lost=(me,))) == []  # no member would be left
     assert (core.head, core.deadline) == (room.plan, float("inf"))
 
 
@@ -296,7 +296,7 @@ def test_an_outbid_proposer_returns_with_a_higher_ballot() -> None:
     assert again.ballot == Ballot(8, first)
 
 
-def test_an_unanswered_question_is_asked_again_ever_more_rarely() -> None:
+def test_an_unanswered_question_is_repeated_less_and_less_often() -> None:
     room = Room(3)
     core, now = room.cores[room.seats[0]], 0.0
     asked = core.wish(now, trains(room.seats[0]))
@@ -341,7 +341,7 @@ def test_a_repeated_question_is_answered_alike_and_stored_once() -> None:
         assert not core.unsaved
 
 
-def test_a_restart_begins_from_the_newest_plan_that_was_stored() -> None:
+def test_a_restart_resumes_from_the_newest_stored_plan() -> None:
     room = Room(3)
     for _ in range(4):
         room.wish(committee(room.cores[room.seats[0]].head)[0], trains(room.seats[0]))
@@ -368,7 +368,7 @@ def test_damaged_or_foreign_durable_state_is_refused() -> None:
 
 
 def grown(links: int) -> Room:
-    """A member alone that has decided so many plans."""
+    """A lone member that has decided this many plans."""
     room = Room(1)
     (me,) = room.seats
     for _ in range(links):
@@ -400,7 +400,7 @@ def test_a_head_of_a_newer_plan_is_asked_for_the_links() -> None:
     assert room.heights() == [1, 1, 1]
 
 
-def test_a_question_about_an_older_plan_is_answered_by_what_followed() -> None:
+def test_a_question_about_an_older_plan_is_answered_by_its_successor() -> None:
     room = Room(3)
     late, other = room.seats[2], room.seats[0]
     room.deaf.add(late)
@@ -463,7 +463,7 @@ def test_a_lost_quorum_and_its_return_are_reported() -> None:
     assert core.deadline == float("inf")
 
 
-def test_a_short_gap_is_not_told() -> None:
+def test_a_short_gap_is_not_reported() -> None:
     room = Room(5)
     core = room.cores[room.seats[0]]
     core.reach(10.0, room.seats[:2])
@@ -487,7 +487,7 @@ def split(room: Room, size: int) -> tuple[PeerId, ...]:
     return few
 
 
-def test_a_minority_goes_on_alone_where_the_run_allows_it() -> None:
+def test_a_minority_continues_alone_if_the_run_allows_it() -> None:
     room = Room(5, may_fork=True)
     few = split(room, 2)
     opened = next(event for event in room.events(few[0]) if isinstance(event, ForkOpened))
@@ -503,7 +503,7 @@ def test_a_minority_goes_on_alone_where_the_run_allows_it() -> None:
         assert QuorumFound(1) in room.events(me)
 
 
-def test_a_minority_waits_where_the_run_allows_no_fork() -> None:
+def test_a_minority_waits_if_the_run_allows_no_fork() -> None:
     room = Room(5)
     few = split(room, 2)
     for me in few:
@@ -549,12 +549,12 @@ def test_after_healing_only_one_side_is_told_to_give_up() -> None:
     room.carry(other, room.cores[other].tell(one))
     assert [type(event) for event in room.events(other)][-1] is ForkFound
     assert ForkFound not in [type(event) for event in room.events(one)]
-    # The member that gave up goes on where the other is; it comes in by the next plan.
+    # The member that gave up resumes where the other is; the next plan admits it.
     room.cores[other].rejoin(80.0, room.cores[one].base, room.cores[one].chain)
     assert room.cores[other].head == room.cores[one].head
 
 
-def test_a_member_back_at_a_plan_it_voted_at_abstains() -> None:
+def test_a_member_that_rejoined_abstains_from_plans_it_voted_on() -> None:
     room = Room(3)
     me, other, _ = room.seats
     core = room.cores[me]

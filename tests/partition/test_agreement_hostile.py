@@ -1,5 +1,4 @@
-"""Messages of strangers, liars and broken members about the chain of plans: they are refused, and nothing
-changes."""
+"""Messages of strangers, liars and broken members about the chain of plans are refused without effect."""
 
 from itertools import combinations
 from random import Random
@@ -59,7 +58,7 @@ def core(**arguments: Any) -> PaxosChain:
 
 
 def state(of: PaxosChain) -> Any:
-    """All that a message could change."""
+    """All state that a message could change."""
     held = vars(of._learner) | vars(of._reach) | vars(of)
     parts = ("_heads", "_strayed", "_proposal", "_wish", "_round", "_outbids", "unsaved", "events")
     return of.durable, of.deadline, of.head, of._learner.events, [repr(held[part]) for part in parts]
@@ -115,7 +114,7 @@ WRONG: list[tuple[PeerId, Any, str]] = [
 
 
 @pytest.mark.parametrize(("sender", "message", "words"), WRONG)
-def test_messages_of_no_correct_member_are_refused_without_effect(
+def test_messages_that_no_correct_member_sends_are_refused_without_effect(
     sender: PeerId, message: Any, words: str
 ) -> None:
     victim = proposing()
@@ -136,11 +135,11 @@ def test_a_valid_fork_is_refused_in_a_run_that_allows_none() -> None:
             assert state(victim) == before
         else:
             assert victim.receive(0.0, OTHER, Decided(**NAMES, links=(link,))) == []
-            assert victim.head == PLAN  # it is not of that fork
+            assert victim.head == PLAN  # it is not part of that fork
 
 
 def fork_of(alone: PaxosChain, members: tuple[PeerId, ...]) -> bytes:
-    """The link by which a member goes on alone."""
+    """The link by which a member continues alone."""
     alone.reach(0.0, members)
     alone.wake(QUORUM_SECONDS)
     alone.wake(FORK_SECONDS)
@@ -177,7 +176,7 @@ def test_late_and_foreign_messages_change_nothing(message: Any) -> None:
         Decided(run=RUN, parent=bytes(32), links=(TRAINS,)),
     ],
 )
-def test_a_message_about_an_unknown_plan_only_causes_a_question(message: Any) -> None:
+def test_a_message_about_an_unknown_plan_only_triggers_a_question(message: Any) -> None:
     idle = core()
     before = state(idle)
     assert idle.receive(0.0, OTHER, message) == [(OTHER, ChainHead(**NAMES, height=0))]
@@ -193,14 +192,14 @@ def test_a_proposer_with_two_values_at_one_ballot_is_refused() -> None:
     assert state(victim) == before
 
 
-def test_one_voice_counts_once_however_often_it_speaks() -> None:
+def test_a_member_counts_once_however_often_it_votes() -> None:
     victim = accepting()
     for _ in range(20):
         assert victim.receive(0.0, OTHER, Accepted(**NAMES, ballot=MINE)) == []
     assert victim.head == PLAN
 
 
-def test_another_decision_for_the_same_plan_is_refused_and_told() -> None:
+def test_another_decision_for_the_same_plan_is_refused_and_reported() -> None:
     victim = core()
     victim.receive(0.0, OTHER, Decided(**NAMES, links=(TRAINS,)))
     victim.events.clear()
@@ -211,7 +210,7 @@ def test_another_decision_for_the_same_plan_is_refused_and_told() -> None:
     assert (victim.durable, victim.head) == before
 
 
-def test_absurd_heads_forks_and_branches_take_no_more_memory_than_their_limits() -> None:
+def test_absurd_heads_forks_and_branches_use_bounded_memory() -> None:
     victim = core(may_fork=True)
     rng = Random(3)
     for number in range(500):
@@ -320,7 +319,7 @@ def test_an_altered_byte_is_refused_or_changes_a_field(message: Any, data: st.Da
         return
 
 
-def test_the_longest_decided_that_a_member_sends_can_be_read() -> None:
+def test_the_longest_decided_message_can_be_decoded() -> None:
     links = (bytes(LINKS_BYTES_MAX // LINKS_MAX),) * LINKS_MAX
     message = Decided(**NAMES, links=links, whole=True)
     assert read(encode(message)) == message
@@ -341,6 +340,6 @@ def test_the_longest_decided_that_a_member_sends_can_be_read() -> None:
         ChainHead(**NAMES, height=0, samples=-1),
     ],
 )
-def test_impossible_fields_are_refused_while_they_are_read(message: Any) -> None:
+def test_impossible_fields_are_refused_during_decoding(message: Any) -> None:
     with pytest.raises(RemoteProtocolError):
         read(encode(message))

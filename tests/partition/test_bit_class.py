@@ -1,4 +1,4 @@
-"""The bit class of a served stage follows from what its machine computes, and from its threads."""
+"""The bit class of a served stage depends on its machine's results, and on its threads."""
 
 from functools import cache
 
@@ -36,7 +36,7 @@ def chain(threads: int = 1, *, seed: int = 5, packs: bool = True) -> Chain:
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS_MAX + 1, 2**62, True, 1])
-def test_a_layer_of_attention_has_a_small_number_of_its_own(layer: int) -> None:
+def test_an_attention_layers_own_number_is_small(layer: int) -> None:
     graph, _ = model(5)
     (entry,) = graph.entries
     nodes = list(entry.nodes)
@@ -62,7 +62,7 @@ def _one_thread() -> object:
     torch.set_num_threads(before)
 
 
-def test_replicas_of_a_stage_have_one_class_and_other_threads_another() -> None:
+def test_replicas_of_a_stage_share_a_class_that_depends_on_threads() -> None:
     first, second = chain(), chain()
     classes = [bits(stage) for stage in first.stages]
     assert all(classes)
@@ -71,7 +71,7 @@ def test_replicas_of_a_stage_have_one_class_and_other_threads_another() -> None:
     assert not set(classes) & {bits(stage) for stage in chain(2).stages}
 
 
-def test_a_probe_leaves_sessions_and_pages_as_they_were() -> None:
+def test_a_probe_leaves_sessions_and_pages_unchanged() -> None:
     held = chain()
     ids = list(range(60))
     held.logits([Unit(session(1), 0, 50, 1)], ids[:50])
@@ -81,7 +81,7 @@ def test_a_probe_leaves_sessions_and_pages_as_they_were() -> None:
     assert torch.equal(found, chain().logits([Unit(session(2), 0, 60, 10)], ids))
 
 
-def test_a_machine_whose_rows_depend_on_their_company_has_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    # One row alone takes another kernel than several: so it is where rows are neither padded nor packed.
+def test_a_machine_whose_rows_depend_on_their_batch_has_no_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A single row uses another kernel than several if rows are neither padded nor packed.
     monkeypatch.setattr("partition.execute.serving.ROWS", 1)
     assert b"" in [bits(stage) for stage in chain(packs=False).stages]

@@ -1,4 +1,4 @@
-"""The built-in models, a person's own file, and the weights beside a graph."""
+"""The built-in models, a user's own file, and the weights beside a graph."""
 
 import textwrap
 from collections.abc import Callable
@@ -36,7 +36,7 @@ MODELS: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 
 @cache
 def built(name: str) -> tuple[Task, Captured]:
-    """Without memory, and captured."""
+    """A built-in model without memory, captured."""
     shape, classes, options = MODELS[name]
     with skeleton():
         task = BUILTIN[name](shape, classes, **options)
@@ -51,7 +51,7 @@ def test_a_builtin_model_is_captured_without_memory_and_proved(name: str) -> Non
     held = sum(parameter.numel() for parameter in task.model.parameters())
     rows = captured.graph.parameters
     assert sum(prod(shape_of(row.type, ())) for row in rows if row.kind == "parameter") == held
-    # Nothing of it is stored but what no recipe gives.
+    # Only tensors without a recipe are stored.
     assert all(isinstance(row.source, Recipe) for row in rows)
     proof = prove_task(task, captured)
     assert proof.gradients == len(list(task.model.parameters()))
@@ -60,7 +60,7 @@ def test_a_builtin_model_is_captured_without_memory_and_proved(name: str) -> Non
     assert len(captured.graph.layers) >= 3
 
 
-def test_simple_cnn_has_the_seed_projects_names_and_size() -> None:
+def test_simple_cnn_has_the_original_projects_names_and_size() -> None:
     task = BUILTIN["simple-cnn"]((3, 32, 32), 10)
     names = [f"{layer}.{part}" for layer in SEED_LAYERS for part in ("weight", "bias")]
     assert list(task.model.state_dict()) == names
@@ -86,7 +86,7 @@ def test_resnet18_has_torchvisions_names_and_size() -> None:
 NORM = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 
 
-def test_resnet18_takes_small_images_by_a_small_stem() -> None:
+def test_resnet18_uses_a_small_stem_for_small_images() -> None:
     small, large = (BUILTIN["resnet18"]((3, side, side), 10).model for side in (32, 64))
     assert small.get_parameter("conv1.weight").shape == (64, 3, 3, 3)
     assert large.get_parameter("conv1.weight").shape == (64, 3, 7, 7)
@@ -103,14 +103,14 @@ def test_gpt_has_nanogpts_names_and_gpt2s_size() -> None:
     assert names[-1] == "transformer.ln_f.bias"
 
 
-def test_gpt_decodes_rows_of_different_lengths_as_it_reads_them_whole() -> None:
+def test_gpt_decodes_rows_of_different_lengths_like_whole_ones() -> None:
     torch.manual_seed(0)
     model = GPT(GPTConfiguration(vocabulary=30, block=8, layers=2, heads=2, width=16, cache_rows=4)).eval()
     long, short = torch.randint(30, (7,)), torch.randint(30, (4,))
     with torch.no_grad():
         whole = [model(tokens.unsqueeze(0))[0] for tokens in (long, short)]
         rows = torch.tensor([3, 1])
-        # Prompts of 5 and 2 tokens, the second padded; then one token at a time, at places of their own.
+        # Prompts of 5 and 2 tokens, the second padded; then one token at a time, at separate positions.
         prompts = torch.stack([long[:5], torch.cat([short[:2], torch.zeros(3, dtype=torch.int64)])])
         first = model.decode(prompts, rows, torch.tensor([0, 0]))
         assert torch.allclose(first[0], whole[0][:5], atol=1e-6)
@@ -120,7 +120,7 @@ def test_gpt_decodes_rows_of_different_lengths_as_it_reads_them_whole() -> None:
             logits = model.decode(tokens, rows, torch.tensor([5 + step, 2 + step]))
             assert torch.allclose(logits[0, 0], whole[0][5 + step], atol=1e-6)
             assert torch.allclose(logits[1, 0], whole[1][2 + step], atol=1e-6)
-        # A row that was used before begins anew, alone, in any order.
+        # A used row is reset, alone, in any order.
         again = model.decode(short[:4].unsqueeze(0), torch.tensor([3]), torch.tensor([0]))
         assert torch.allclose(again[0], whole[1], atol=1e-6)
 
@@ -130,7 +130,7 @@ def test_a_gpts_cache_is_a_state_and_its_entry_point_is_proved() -> None:
     cached = [f"transformer.h.0.attn.cache_{kind}" for kind in ("keys", "values")]
     assert [state.name for state in captured.graph.states] == cached
     assert prove_task(task, captured).entries == ("train", "decode")
-    # An update that goes to the wrong cache is found.
+    # An update of the wrong cache is detected.
     entry = captured.graph.entry("decode")
     (one, first), (other, second) = entry.updates
     tampered = structs.replace(entry, updates=((one, second), (other, first)))
@@ -151,7 +151,7 @@ def test_a_gpts_cache_is_a_state_and_its_entry_point_is_proved() -> None:
         ("gpt", (0,)),
     ],
 )
-def test_samples_that_a_builtin_cannot_take_are_refused(name: str, shape: tuple[int, ...]) -> None:
+def test_samples_of_the_wrong_shape_for_a_builtin_are_refused(name: str, shape: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match=r"not .*shape|at least 1"):
         BUILTIN[name](shape, 10)
 
@@ -162,7 +162,7 @@ def test_gpts_options_are_checked() -> None:
             BUILTIN["gpt"]((8,), 30, **options)
 
 
-# A person's own file
+# A user's own file
 
 
 def written(folder: Path, text: str) -> Path:
@@ -171,7 +171,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def test_a_task_comes_from_a_persons_file_and_its_neighbours(tmp_path: Path) -> None:
+def test_a_task_comes_from_a_users_file_and_its_neighbours(tmp_path: Path) -> None:
     (tmp_path / "beside_mine.py").write_text("WIDTH = 3\n")
     path = written(
         tmp_path,
@@ -213,7 +213,7 @@ def test_a_task_comes_from_a_persons_file_and_its_neighbours(tmp_path: Path) -> 
         ("def build(:", "mine.py:build", "SyntaxError"),
     ],
 )
-def test_a_file_that_has_no_factory_is_refused_with_the_reason(
+def test_a_file_without_a_factory_is_refused_with_the_reason(
     tmp_path: Path, text: str, reference: str, reason: str
 ) -> None:
     written(tmp_path, text)
@@ -231,7 +231,7 @@ def test_a_file_that_has_no_factory_is_refused_with_the_reason(
         (lambda width: width, "TypeError"),
     ],
 )
-def test_a_factory_that_gives_no_task_is_refused_with_the_reason(
+def test_a_factory_without_a_task_is_refused_with_the_reason(
     factory: Callable[..., Any], reason: str
 ) -> None:
     with pytest.raises(CaptureRefused, match=reason):
@@ -248,7 +248,7 @@ def trained() -> tuple[nn.Module, Captured]:
     return model, capture(model, (torch.zeros(2, 5),), name="trained")
 
 
-def test_weights_are_a_safetensors_file_that_anybody_can_read(tmp_path: Path) -> None:
+def test_weights_are_a_standard_safetensors_file(tmp_path: Path) -> None:
     model, captured = trained()
     path = tmp_path / "model.safetensors"
     assert write_weights(path, captured) == path.stat().st_size == file_bytes(captured.graph)
@@ -294,7 +294,7 @@ def test_a_file_with_another_length_or_header_is_not_opened(tmp_path: Path, spoi
         StoredFile(path, captured.graph)
 
 
-def test_a_changed_value_is_found_where_it_is_read(tmp_path: Path) -> None:
+def test_a_changed_value_is_detected_when_read(tmp_path: Path) -> None:
     _, captured = trained()
     path = tmp_path / "model.safetensors"
     write_weights(path, captured)

@@ -1,4 +1,4 @@
-"""Any module becomes a graph that computes what the module does, at sizes it was not shown."""
+"""Any module becomes a graph with the same results, also at sizes that its examples did not have."""
 
 import copy
 from collections.abc import Iterator
@@ -59,7 +59,7 @@ def eager(sample: Sample, model: nn.Module, inputs: Any, labels: tuple[Tensor, .
 
 @cache
 def known(name: str) -> tuple[nn.Module, Captured]:
-    """A sample's model, which nobody may change, and its graph."""
+    """A sample's model, which no test may change, and its graph."""
     torch.manual_seed(1)
     model = SAMPLES[name].build().double()
     return model, captured(SAMPLES[name], model)
@@ -71,11 +71,11 @@ def flat(inputs: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_a_graph_computes_what_its_model_does(name: str) -> None:
+def test_a_graph_computes_like_its_model(name: str) -> None:
     sample = SAMPLES[name]
     model, graph = known(name)
     assert decode_graph(graph.data) == graph.graph
-    # Another batch, and another sequence where that varies: 5 + batch places.
+    # Another batch, and another sequence where that varies: 5 + batch positions.
     for batch in (5, 1):
         inputs, labels = sample.draw(batch)
         ours, theirs = copy.deepcopy(model).train(), copy.deepcopy(model).train()
@@ -127,7 +127,7 @@ def test_a_hundred_decoded_tokens_equal_those_of_the_model() -> None:
     assert not graph.graph.constants
     model.eval()
     whole = Whole(graph, model)
-    # Rows are at places of their own, and change their mind once.
+    # Rows are at separate positions, and change their order once.
     places = torch.tensor([0, 7, 20])
     with torch.no_grad():
         for step in range(100):
@@ -140,7 +140,7 @@ def test_a_hundred_decoded_tokens_equal_those_of_the_model() -> None:
         torch.testing.assert_close(whole.states[row], model.get_buffer(name), rtol=0, atol=0)
 
 
-def test_an_entry_point_may_be_a_function_and_assign_a_buffer_anew() -> None:
+def test_an_entry_point_may_be_a_function_and_reassign_a_buffer() -> None:
     class Counter(nn.Module):
         total: Tensor
 
@@ -175,7 +175,7 @@ def test_an_entry_point_may_be_a_function_and_assign_a_buffer_anew() -> None:
 
 
 def snapshot(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
-    """All that a module holds, as it is: identities for tensors, copies of lists."""
+    """All state of a module: identities for tensors, copies of lists."""
 
     def seen(values: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -191,7 +191,7 @@ def snapshot(model: nn.Module) -> list[tuple[dict[str, Any], dict[str, Any], dic
 
 
 @pytest.mark.parametrize(("name", "train"), [("residual", True), ("gpt", False), ("lstm", False)])
-def test_the_model_is_as_before(name: str, train: bool) -> None:
+def test_capture_leaves_the_model_unchanged(name: str, train: bool) -> None:
     sample = SAMPLES[name]
     model = sample.build().double().train(train)
     before, values = snapshot(model), copy.deepcopy(model.state_dict())
@@ -201,7 +201,7 @@ def test_the_model_is_as_before(name: str, train: bool) -> None:
         assert torch.equal(value, values[key]), key
 
 
-def test_the_model_is_as_before_when_it_is_refused() -> None:
+def test_a_refused_capture_leaves_the_model_unchanged() -> None:
     model = Residual().double()
     before = snapshot(model)
     inputs, labels = images(3)
@@ -314,7 +314,7 @@ def test_loss_count_and_metrics_are_scalars_of_the_graph() -> None:
 
 
 class Scripted(nn.Module):
-    """A linear layer, then whatever a test wants."""
+    """A linear layer, then the operations of a test."""
 
     def __init__(self, script: Any) -> None:
         super().__init__()
@@ -410,7 +410,7 @@ def test_a_frozen_batch_norm_stays_frozen() -> None:
     assert "statistic" not in {parameter.kind for parameter in graph.parameters}
 
 
-def test_nodes_know_the_module_that_asked_for_them() -> None:
+def test_nodes_know_the_module_that_called_them() -> None:
     graph = known("residual")[1].graph
     owners = {graph.operators[node.operator]: graph.owners[node.owner] for node in graph.entries[0].nodes}
     assert owners["aten.cross_entropy_loss.default"] == "loss"
@@ -444,7 +444,7 @@ def expressions(symbols: list[Any]) -> st.SearchStrategy[Any]:
 
 @settings(max_examples=40)
 @given(st.data(), st.integers(1, 99), st.integers(1, 99))
-def test_rows_of_sizes_compute_what_torch_means(data: st.DataObject, batch: int, sequence: int) -> None:
+def test_rows_of_sizes_compute_like_torch(data: st.DataObject, batch: int, sequence: int) -> None:
     symbols = [sympy.Symbol(name, positive=True, integer=True) for name in ("s1", "s2")]
     expression = data.draw(expressions(symbols))
     tables = GraphTables(

@@ -1,4 +1,6 @@
-"""Own evaluation, bounds of the batch, complex numbers, autograd functions: more of what models hold."""
+"""Separate evaluation, bounds of the batch, complex numbers, autograd functions: further features
+of models.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -34,7 +36,7 @@ def total(output: Tensor, labels: Tensor) -> Tensor:
 
 
 class Blocks(nn.Module):
-    """Three residual blocks, each of which does something between its two layers."""
+    """Three residual blocks, each with an operation between its two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +66,7 @@ class DropPath(Blocks):
 
 
 class Another(Blocks):
-    """Does something else in evaluation."""
+    """A model that computes something else in evaluation."""
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.tanh(x) if self.training else torch.relu(x)
@@ -104,7 +106,7 @@ def proved(case: Case) -> Captured:
 
 
 @pytest.mark.parametrize("model", [DropPath, Another, Fourier])
-def test_stages_train_and_evaluate_as_the_module_does(model: type[nn.Module]) -> None:
+def test_stages_train_and_evaluate_like_the_module(model: type[nn.Module]) -> None:
     case = case_of(model, model.__name__)
     captured = proved(case)
     names = [entry.name for entry in captured.graph.entries]
@@ -129,7 +131,7 @@ def test_complex_numbers_may_cross_a_cut() -> None:
 
 
 class Least(Blocks):
-    """Takes batches from three on."""
+    """A model that accepts batches from three on."""
 
     def inner(self, x: Tensor) -> Tensor:
         if x.shape[0] < 3:
@@ -138,7 +140,7 @@ class Least(Blocks):
 
 
 class Pairs(Blocks):
-    """Takes the batch that it is traced with."""
+    """A model that accepts only the batch that it is traced with."""
 
     def inner(self, x: Tensor) -> Tensor:
         return torch.stack([x[place] for place in range(len(x))])
@@ -152,7 +154,7 @@ def test_the_batch_has_the_bounds_that_the_model_has(model: type[nn.Module], bou
 
 
 class Plain(torch.autograd.Function):
-    """A backward as autograd has it."""
+    """The same backward as autograd's."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -165,7 +167,7 @@ class Plain(torch.autograd.Function):
 
 
 class Straight(Plain):
-    """Another backward than autograd would have."""
+    """Another backward than autograd's."""
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -173,7 +175,7 @@ class Straight(Plain):
 
 
 @pytest.mark.parametrize("function", [Plain, Straight])
-def test_an_autograd_function_is_taken_where_its_backward_is_proved(function: Any) -> None:
+def test_an_autograd_function_is_accepted_if_its_backward_is_proved(function: Any) -> None:
     class Squared(Blocks):
         def inner(self, x: Tensor) -> Tensor:
             out: Tensor = function.apply(x)
@@ -190,7 +192,7 @@ def test_an_autograd_function_is_taken_where_its_backward_is_proved(function: An
 
 
 class Clamped(Plain):
-    """Its backward is right as long as nothing is clamped."""
+    """A model whose backward is right as long as nothing is clamped."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ class Clamped(Plain):
         return gradients[0]
 
 
-def test_a_backward_that_is_right_at_the_examples_alone_is_refused() -> None:
+def test_a_backward_that_is_right_only_at_the_examples_is_refused() -> None:
     class Squeezed(Blocks):
         def inner(self, x: Tensor) -> Tensor:
             assert x.abs().max() < 3, "the examples clamp nothing"
@@ -221,7 +223,7 @@ def test_a_backward_that_is_right_at_the_examples_alone_is_refused() -> None:
         captured_and_proved(task)
 
 
-def test_a_number_may_stand_before_a_tensor() -> None:
+def test_a_number_may_precede_a_tensor() -> None:
     class Numbers(Blocks):
         def inner(self, x: Tensor) -> Tensor:
             mask = torch.add(0.25, x > 0, alpha=0.5)
@@ -254,7 +256,7 @@ def test_further_operators_are_captured_proved_and_admitted() -> None:
     admit(StageSpecification(b"test", cut(captured.graph, captured.hash, ())[0], (3,)))
 
 
-def test_an_exponential_draws_what_torch_draws() -> None:
+def test_an_exponential_draws_the_same_numbers_as_torch() -> None:
     class Gumbel(Blocks):
         def inner(self, x: Tensor) -> Tensor:
             return functional.gumbel_softmax(x, tau=0.7)

@@ -1,5 +1,4 @@
-"""Models that cannot be a graph are refused before anything is shipped, with the operator and the module by
-name."""
+"""Models that cannot be a graph are refused before transfer, and the operator and the module are named."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Part(nn.Module):
-    """A linear layer, then whatever a test wants of it: (module, layer's output, input) -> output."""
+    """A linear layer, and an operation of the test: (module, layer's output, input) -> output."""
 
     held: Tensor
     seen: Tensor
@@ -72,7 +71,7 @@ def refusal(model: nn.Module, **options: Any) -> str:
     settings: dict[str, Any] = {"labels": LABELS, "loss": class_loss} | options
     with pytest.raises(CaptureRefused) as caught:
         capture(model, EXAMPLE, **settings)
-    # Where in the code is for `test_capture_strangers` to say.
+    # `test_capture_strangers` checks the place in the code.
     return re.sub(r" \([^ ]+\.py:\d+\)", "", str(caught.value))
 
 
@@ -171,11 +170,11 @@ SCRIPTS: dict[Any, str] = {
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.__name__)
-def test_code_that_is_no_graph_is_refused_by_name(script: Any) -> None:
+def test_unsupported_code_is_refused_by_name(script: Any) -> None:
     assert re.search(SCRIPTS[script], refusal(Net(script)))
 
 
-def test_all_refusals_come_in_one_go() -> None:
+def test_all_refusals_are_reported_together() -> None:
     def script(part: Part, y: Tensor, x: Tensor) -> Tensor:
         out: Tensor = torch.lgamma(y) + torch.linalg.inv(y @ y.T).sum() + torch.digamma(y)
         return out
@@ -185,7 +184,7 @@ def test_all_refusals_come_in_one_go() -> None:
         assert f"module 'part': the operator {name} cannot be in a graph" in text
 
 
-def test_an_own_backward_is_named_even_where_the_model_fails() -> None:
+def test_an_own_backward_is_named_even_if_the_model_fails() -> None:
     def script(part: Part, y: Tensor, x: Tensor) -> Tensor:
         return rounded(y) @ torch.zeros(5, 5)
 
@@ -210,14 +209,14 @@ def fixed_batch(part: Part, y: Tensor, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("script", [fixed_batch, lambda part, y, x: y[: len(x)]])
 def test_a_size_that_the_model_fixes_is_refused(script: Any) -> None:
-    """Unless nothing was said of it: then the graph has the batch that the model has."""
+    """If the batch is not declared variable, the graph has the example's batch instead."""
     sizes = {"dynamic": {"batch": (1, 64)}}
     assert "fixes or restricts a size that should vary" in refusal(Net(script), **sizes)
     symbol = capture(Net(script), EXAMPLE, labels=LABELS, loss=class_loss).graph.symbols[0]
     assert (symbol.minimum, symbol.maximum) == (3, 3)
 
 
-def test_a_recurrent_layer_over_a_sequence_that_varies_is_refused() -> None:
+def test_a_recurrent_layer_over_a_variable_sequence_is_refused() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -248,11 +247,11 @@ def test_a_recurrent_layer_over_a_sequence_that_varies_is_refused() -> None:
         ({"batch": (1, 8, {0: 1, 1: 0})}, "several sizes"),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused(dynamic: Any, reason: str) -> None:
+def test_inconsistent_sizes_are_refused(dynamic: Any, reason: str) -> None:
     assert reason in refusal(Net(lambda part, y, x: y), dynamic=dynamic)
 
 
-# Losses, inputs, what the model holds
+# Losses, inputs, contents of the model
 
 
 @pytest.mark.parametrize(
@@ -262,7 +261,7 @@ def test_sizes_that_make_no_sense_are_refused(dynamic: Any, reason: str) -> None
         (lambda output, labels: 1.0, "float"),
     ],
 )
-def test_a_loss_that_is_no_scalar_is_refused(loss: Any, reason: str) -> None:
+def test_a_loss_that_is_not_a_scalar_is_refused(loss: Any, reason: str) -> None:
     text = refusal(Net(lambda part, y, x: y), loss=loss)
     assert "the loss is" in text
     assert reason in text
@@ -305,7 +304,7 @@ def test_a_lazy_module_is_refused() -> None:
     assert "run the model once" in refusal(nn.LazyLinear(5))
 
 
-def test_a_state_that_does_not_begin_at_zero_is_refused() -> None:
+def test_a_state_that_does_not_start_at_zero_is_refused() -> None:
     def step(model: Net, x: Tensor) -> Tensor:
         model.part.held.add_(x.sum(0))
         return model.part.held * 2
@@ -337,7 +336,7 @@ def test_a_tensor_kept_from_call_to_call_is_refused() -> None:
     ],
     ids=["branch", "item", "arguments", "numpy", "shapes"],
 )
-def test_torchs_own_advice_never_reaches_a_person(script: Callable[[Part, Tensor, Tensor], Tensor]) -> None:
+def test_torchs_own_advice_never_reaches_a_user(script: Callable[[Part, Tensor, Tensor], Tensor]) -> None:
     with pytest.raises(CaptureRefused) as caught:
         capture(
             Net(script), (torch.randn(2, 4),), labels=(torch.zeros(2, dtype=torch.int64),), loss=class_loss

@@ -1,4 +1,4 @@
-"""Ways in which a graph could be another model than the one given, without a word: each is seen."""
+"""Cases in which a graph could silently differ from its model: each is detected."""
 
 import random
 import re
@@ -20,7 +20,7 @@ CLASSES = 5
 
 
 class Net(nn.Module):
-    """Two layers, and between them whatever a test wants."""
+    """Two layers, and between them the operation of a test."""
 
     def __init__(self, between: Callable[["Net", Tensor], Tensor] = lambda net, x: x) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def proved(task: Task) -> Captured:
 def refusal(task: Task) -> str:
     with pytest.raises(CaptureRefused) as caught:
         proved(task)
-    # Where in the code is for `test_capture_strangers` to say.
+    # `test_capture_strangers` checks the place in the code.
     return re.sub(r" \([^ ]+\.py:\d+\)", "", str(caught.value))
 
 
@@ -124,7 +124,7 @@ def remembered(net: Net, x: Tensor) -> Tensor:
     return x
 
 
-def test_state_that_stays_the_same_from_the_first_call_on_is_harmless() -> None:
+def test_state_that_is_constant_after_the_first_call_is_harmless() -> None:
     model = Net(remembered)
     proved(task_of(model))
     assert model.table == {"scale": 1.0}
@@ -157,7 +157,7 @@ def test_arrays_among_the_inputs_are_refused() -> None:
     assert "'batch.more' is ndarray" in refusal(task_of(Nested(), inputs))
 
 
-# Means
+# Averages
 
 
 def masked(output: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ MASK = torch.tensor([1, 1, 0, 1, 0, 1])
         (masked, (REAL, MASK), 4),
     ],
 )
-def test_a_mean_becomes_a_sum_and_what_it_is_divided_by(loss: Any, labels: Any, count: int | None) -> None:
+def test_a_mean_becomes_a_sum_and_its_divisor(loss: Any, labels: Any, count: int | None) -> None:
     task = task_of(Net(), labels=labels, loss=loss)
     captured = capture_task(task)
     proof = prove_task(task, captured)
@@ -198,12 +198,12 @@ def test_a_mean_becomes_a_sum_and_what_it_is_divided_by(loss: Any, labels: Any, 
         lambda o, y: functional.cross_entropy(o, y, weight=torch.ones(CLASSES, dtype=o.dtype)),
     ],
 )
-def test_a_mean_that_cannot_be_read_is_refused(loss: Any) -> None:
+def test_a_mean_without_a_clear_divisor_is_refused(loss: Any) -> None:
     text = refusal(task_of(Net(), loss=loss))
     assert "mean" in text or "the batch" in text
 
 
-def test_a_loss_over_the_whole_batch_counts_as_it_is_if_said() -> None:
+def test_a_loss_over_the_whole_batch_is_accepted_if_declared() -> None:
     proved(task_of(Net(), loss=lambda o, y: functional.cross_entropy(o @ o.T, y), reduction="microbatch"))
 
 
@@ -216,7 +216,7 @@ class Own(Net):
         return {"loss": loss, "logits": logits} if loss is not None else {"logits": logits}
 
 
-def test_the_loss_of_the_model_itself_is_taken() -> None:
+def test_the_loss_of_the_model_itself_is_used() -> None:
     captured = proved(task_of(Own(), labels={"labels": torch.tensor([0, 1, -100, 3, 4, 0])}, loss=own_loss))
     (entry,) = captured.graph.entries
     assert [port.name for port in entry.inputs] == ["x"]
@@ -243,14 +243,14 @@ def test_a_generator_of_the_model_is_refused() -> None:
 
 
 def hooked(net: Net, x: Tensor) -> Tensor:
-    """As a library does that installs hooks at the first call."""
+    """A model that installs hooks at the first call, as a library does."""
     if "is_hooked" not in vars(net):
         net.is_hooked = True  # type: ignore[assignment]  # a plain flag
         net.first.register_forward_hook(lambda module, given, output: output)
     return x
 
 
-def test_the_model_is_as_it_was_after_capture_and_proof() -> None:
+def test_capture_and_proof_restore_the_model() -> None:
     model = Net(hooked)
     first = model.second.register_forward_hook(lambda module, given, output: output)
     model.eval()
@@ -277,7 +277,7 @@ def test_the_model_is_as_it_was_after_capture_and_proof() -> None:
 
 
 class Recomputed(Net):
-    """A batch norm that is computed again on the way back, and moves its statistics there once more."""
+    """A batch norm that is recomputed in the backward pass, and updates its statistics there once more."""
 
     def forward(self, x: Tensor) -> Tensor:
         inner = checkpoint(lambda y: self.norm(self.first(y)), x, use_reentrant=False)
@@ -285,5 +285,5 @@ class Recomputed(Net):
         return out
 
 
-def test_statistics_that_eager_moves_twice_are_seen() -> None:
+def test_statistics_that_eager_updates_twice_are_detected() -> None:
     assert "'norm.running_mean' differs in training" in refusal(task_of(Recomputed()))

@@ -1,4 +1,4 @@
-"""Models as strangers write them: what capture must take, and what it must refuse with cause and remedy."""
+"""Users' models: what capture must accept, and what it must refuse with cause and remedy."""
 
 import random
 from collections.abc import Callable
@@ -47,7 +47,7 @@ class Shifted(nn.Module):
 
 
 def test_examples_may_be_slices_of_one_tensor() -> None:
-    # A run feeds rows that lie in memory as they come, so `view` takes them; slices it does not take.
+    # A run feeds contiguous rows, which `view` accepts; it does not accept slices.
     torch.manual_seed(0)
     whole = torch.randint(0, 11, (4, 7))
     labels = whole[:, 1:]
@@ -57,7 +57,7 @@ def test_examples_may_be_slices_of_one_tensor() -> None:
 
 
 class Fails(nn.Module):
-    """Raises where values are real: torch's trace has none."""
+    """A model that raises with real values, which torch's trace does not have."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,11 +78,11 @@ def test_a_model_that_fails_on_its_examples_is_refused() -> None:
     assert "the model itself fails on the example inputs: IndexError" in text
 
 
-# Buffers that training changes: refused, and the remedy that is named works
+# Buffers that training changes are refused, and the named remedy works
 
 
 class Holds(nn.Module):
-    """A linear layer behind whatever a test wants."""
+    """A linear layer after the operation of a test."""
 
     def __init__(self, inner: nn.Module, **parts: nn.Module) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class Holds(nn.Module):
 
 
 class Average(nn.Module):
-    """Keeps a running mean of what it sees, as an observer does."""
+    """Keeps a running mean of its inputs, as an observer does."""
 
     mean: Tensor
 
@@ -198,11 +198,11 @@ def test_buffers_that_training_changes_are_refused_and_the_remedy_works(
     assert proof.error < 1e-9
 
 
-# Random numbers that nobody uses, or that are drawn twice
+# Random numbers that are unused, or drawn twice
 
 
 class Drawing(nn.Module):
-    """`wasted` draws more for nothing; `how` is a way to checkpoint the layer with its dropout."""
+    """`wasted` makes unused draws; `how` is a way to checkpoint the layer with its dropout."""
 
     def __init__(self, *, wasted: bool = False, how: Callable[..., Tensor] | None = None) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ class Drawing(nn.Module):
     ],
     ids=["for nothing", "recomputed", "both"],
 )
-def test_draws_for_nothing_and_draws_again_do_not_spoil_the_proof(model: Callable[[], nn.Module]) -> None:
+def test_unused_and_repeated_draws_do_not_spoil_the_proof(model: Callable[[], nn.Module]) -> None:
     _, proof = proved(task_of(model()))
     assert proof.error < 1e-9
 
@@ -315,7 +315,7 @@ def test_an_embedding_with_sparse_gradients_trains_with_dense_ones() -> None:
 
 
 class Says(nn.Module):
-    """Runs one function between two layers."""
+    """A model with one function between two layers."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ def unique(x: Any) -> Any:
         (picked, "x = torch.where(mask, f(x), x)"),
     ],
 )
-def test_a_refusal_says_module_line_cause_and_remedy(
+def test_a_refusal_names_module_line_cause_and_remedy(
     function: Callable[[Tensor], Tensor], words: str
 ) -> None:
     text = refusal(task_of(Says(function)))
@@ -416,7 +416,7 @@ def test_a_model_that_no_peer_would_admit_is_refused_at_capture(monkeypatch: pyt
     assert text == "no peer would take this model: an operator of another version of torch"
 
 
-def test_a_model_is_called_after_its_class() -> None:
+def test_a_model_is_named_after_its_class() -> None:
     assert capture_task(task_of(Pair())).graph.name == "Pair"
     assert capture_task(task_of(Pair(), name="mine")).graph.name == "mine"
     assert capture_task(task_of(nn.Sequential(nn.Linear(4, CLASSES)))).graph.name == ""

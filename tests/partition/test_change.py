@@ -1,4 +1,4 @@
-"""From one plan to the next: a change that is let through makes a plan that makes sense, the same to all."""
+"""From one plan to the next: an accepted change gives a valid plan, the same for all."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def after(**fields: Any) -> Plan:
     return successor(PLAN, Change(**fields))
 
 
-def test_a_change_of_nothing_makes_the_next_plan_all_the_same() -> None:
+def test_an_empty_change_still_makes_the_next_plan() -> None:
     assert after() == replace(PLAN, parent=plan_hash(PLAN), height=4)
 
 
@@ -76,7 +76,7 @@ def test_a_holder_that_joins_another_stage_leaves_the_first() -> None:
     assert [stage.replicas for stage in plan.stages] == [(C,), (B, A)]
 
 
-def test_a_peer_that_is_lost_and_joins_again_comes_back_empty() -> None:
+def test_a_peer_that_is_lost_and_rejoins_starts_empty() -> None:
     plan = after(lost=(B,), joined=(Joining(B, 1, 2),))
     assert plan.roster == PLAN.roster
     assert plan.stages[1] == StagePlan(2, 5, (B,), (2,))
@@ -88,12 +88,12 @@ def test_an_admitted_peer_has_no_stage() -> None:
     assert plan.stages == PLAN.stages
 
 
-def test_without_a_trainer_left_one_without_a_stage_trains() -> None:
+def test_without_a_trainer_a_member_without_a_stage_trains() -> None:
     assert after(lost=(A, D)).trainers == (E,)
     assert after(lost=(A, D, E)).trainers == (B,)
 
 
-def test_a_checkpoint_and_a_fork_hold_for_one_plan_only() -> None:
+def test_a_checkpoint_and_a_fork_apply_to_one_plan_only() -> None:
     plan = after(restored=CHECKPOINT, step=6)
     assert (plan.restored, plan.step) == (CHECKPOINT, 6)
     assert (successor(plan, Change()).restored, successor(plan, Change()).step) == (NO_HASH, 0)
@@ -116,7 +116,7 @@ CROWD = tuple(sorted(peer(f"c{number}") for number in range(ROSTER_MAX)))
         ({"admitted": CROWD[:100], "trainers": CROWD[: TRAINERS_MAX + 1]}, "length <="),
     ],
 )
-def test_a_change_from_which_no_plan_follows_is_refused(fields: dict[str, Any], words: str) -> None:
+def test_a_change_that_gives_no_valid_plan_is_refused(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
         after(**fields)
 
@@ -126,8 +126,8 @@ def test_a_chain_ends_before_its_heights_do() -> None:
         successor(replace(PLAN, height=HEIGHT_MAX - 1), Change())
 
 
-def test_a_plan_too_large_to_be_sent_does_not_follow() -> None:
-    # Everybody holds a stage: within each single limit, beyond that of the bytes.
+def test_a_plan_too_large_to_be_sent_is_refused() -> None:
+    # Every member holds a stage: within each single limit, but beyond that of the bytes.
     names = [bytes([number // 64, number % 64]) * 16 for number in range(ROSTER_MAX)]
     rows = tuple(
         StagePlan(index, index + 1, tuple(names[index * 64 : index * 64 + 63]), (2**60,) * 63)
@@ -157,7 +157,7 @@ changes = st.builds(
 
 
 @given(st.lists(changes, min_size=1, max_size=5))
-def test_every_change_is_refused_or_makes_a_plan_that_makes_sense(rows: list[Change]) -> None:
+def test_every_change_is_refused_or_makes_a_valid_plan(rows: list[Change]) -> None:
     plan = PLAN
     for change in rows:
         try:
@@ -202,7 +202,7 @@ def test_an_altered_byte_is_refused_or_makes_another_plan(change: Change, place:
     assert new.height == PLAN.height + 1
 
 
-def test_a_change_that_is_too_long_is_refused_before_it_is_read() -> None:
+def test_an_oversized_change_is_refused_undecoded() -> None:
     with pytest.raises(RemoteProtocolError, match="at most"):
         decode_change(bytes(CHANGE_BYTES_MAX + 1))
     rows = tuple(Joining(each, 0, 1) for each in CROWD[: JOININGS_MAX + 1])
@@ -214,7 +214,7 @@ def test_a_change_that_is_too_long_is_refused_before_it_is_read() -> None:
 
 
 @given(changes, st.sets(st.sampled_from(PLAN.roster), min_size=1))
-def test_a_fork_keeps_exactly_those_who_go_on(change: Change, members: set[bytes]) -> None:
+def test_a_fork_keeps_exactly_its_members(change: Change, members: set[bytes]) -> None:
     few = tuple(sorted(members))
     value = forked(PLAN, change, few)
     assert forked(PLAN, value, few) == value
@@ -226,7 +226,7 @@ def test_a_fork_keeps_exactly_those_who_go_on(change: Change, members: set[bytes
     assert new.fork == again.fork == fork_name(PLAN, few)
 
 
-def test_a_fork_that_is_named_by_others_than_stay_is_refused() -> None:
+def test_a_fork_named_by_other_members_is_refused() -> None:
     fork = fork_name(PLAN, (B, C))
     follow(PLAN, encode_change(Change(lost=(A, D, E), fork=fork)))
     with pytest.raises(RemoteProtocolError, match="not named by those"):

@@ -1,4 +1,4 @@
-"""Whether `check_graph` takes what makes sense, and refuses each thing that does not, for its own reason."""
+"""`check_graph` accepts valid graphs, and refuses each inconsistency with its own reason."""
 
 import time
 from typing import Any, TypeVar
@@ -256,7 +256,7 @@ WRONG: dict[str, tuple[Graph, str]] = {
 }  # fmt: skip
 
 
-def test_a_good_graph_passes() -> None:
+def test_a_valid_graph_passes() -> None:
     check_graph(GOOD)
     check_graph(decode_graph(encode_graph(GOOD)))
 
@@ -286,14 +286,14 @@ def test_an_instance_norm_keeps_no_statistics() -> None:
         check_graph(graph)
 
 
-def test_a_batch_norm_that_is_frozen_may_read_any_tensor() -> None:
+def test_a_frozen_batch_norm_may_read_any_tensor() -> None:
     frozen = tuple(replace(row, kind="frozen") if row.kind == "statistic" else row for row in GOOD.parameters)
     with pytest.raises(RemoteProtocolError, match="no pair"):
         check_graph(replace(GOOD, parameters=frozen))
     check_graph(replace(arguments(1, 5, False), parameters=frozen))
 
 
-def test_norms_that_share_their_statistics_move_them_alike() -> None:
+def test_norms_with_shared_statistics_update_them_alike() -> None:
     def shared(momentum: float) -> Graph:
         build = GraphBuilder()
         batch = build.symbol("batch")
@@ -345,7 +345,7 @@ def test_a_structure_that_would_fill_memory_is_refused_unbuilt() -> None:
         decode_graph(data)
 
 
-def test_names_of_constants_are_structure_and_only_their_data_is_not() -> None:
+def test_names_of_constants_are_structure_but_their_data_is_not() -> None:
     names = tuple(f"name-{number:07}" for number in range(64))
     constant = Constant(names, TensorType("uint8", (0,)), b"")
     data = encode_graph(replace(GOOD, constants=(constant,) * 11_000))
@@ -368,7 +368,7 @@ def _chain(length: int) -> Graph:
     return replace(GOOD, operators=("aten.mul.Tensor",), entries=(entry,), layers=("a",), states=())
 
 
-def test_entry_points_together_have_no_more_nodes_than_one_may() -> None:
+def test_all_entry_points_together_share_one_limit_of_nodes() -> None:
     graph = _chain(NODES_MAX // 2)
     second = replace(graph.entries[0], name="decode")
     check_graph(replace(graph, entries=(*graph.entries, second)))
@@ -376,7 +376,7 @@ def test_entry_points_together_have_no_more_nodes_than_one_may() -> None:
         check_graph(replace(graph, entries=(*graph.entries, second, replace(GOOD.entries[0], name="again"))))
 
 
-def test_time_grows_with_the_graph_and_not_faster() -> None:
+def test_the_time_of_a_check_is_linear_in_the_graph() -> None:
     def seconds(length: int) -> float:
         graph = _chain(length)
         began = time.process_time()
@@ -398,6 +398,6 @@ def test_mutated_graphs_cause_only_refusals(seed: int) -> None:
         return
 
 
-def test_a_parameter_that_nobody_uses_is_allowed() -> None:
+def test_an_unused_parameter_is_allowed() -> None:
     spare = Parameter(("spare",), TensorType("float32", (2,)), "parameter", Recipe(()))
     check_graph(replace(GOOD, parameters=(*GOOD.parameters, spare)))

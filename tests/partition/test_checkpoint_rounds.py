@@ -1,4 +1,4 @@
-"""Checkpoints as members agree on them: whatever fails or comes late, a whole one is on enough disks."""
+"""How members agree on checkpoints: despite failures and delays, a complete one is on enough disks."""
 
 import pytest
 from hypothesis import given
@@ -33,7 +33,7 @@ NAME = b"n" * 32
 
 
 def rounds_of() -> CheckpointRounds[str]:
-    """The committer's, with all members there."""
+    """The committer's rounds, with all members there."""
     return CheckpointRounds(bytes(32), PeerId(PLAN.committer), lambda: (A, B, C, D))
 
 
@@ -53,7 +53,7 @@ def spread(rounds: CheckpointRounds[str]) -> SpreadWanted[str]:
     return wanted
 
 
-def test_a_checkpoint_is_spread_sealed_and_told() -> None:
+def test_a_checkpoint_is_spread_sealed_and_announced() -> None:
     rounds = rounds_of()
     save_all(rounds, 4)
     wanted = spread(rounds)
@@ -72,7 +72,7 @@ def test_a_checkpoint_is_spread_sealed_and_told() -> None:
     assert rounds.newest == (NAME, 4)
 
 
-def test_a_checkpoint_on_one_disk_is_never_whole() -> None:
+def test_a_checkpoint_on_one_disk_is_never_complete() -> None:
     rounds = rounds_of()
     save_all(rounds, 4)
     keepers = spread(rounds).keepers
@@ -96,7 +96,7 @@ def test_checkpoints_are_spread_one_at_a_time_newest_first() -> None:
     assert spread(rounds).step == 12
 
 
-def test_the_best_state_waits_for_its_turn_whatever_newer_ones_come() -> None:
+def test_the_best_state_waits_its_turn_despite_newer_ones() -> None:
     rounds = rounds_of()
     save_all(rounds, 4)
     rounds.best_step = 8
@@ -137,7 +137,7 @@ def test_only_holders_of_a_stage_can_have_saved_it() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(["save", "spread", "seal", "fail", "learn"]), st.integers(0, 7))))
-def test_whole_checkpoints_only_advance_and_are_on_enough_disks(
+def test_complete_checkpoints_only_advance_and_are_on_enough_disks(
     calls: list[tuple[str, int]],
 ) -> None:
     rounds = rounds_of()

@@ -1,4 +1,4 @@
-"""Payloads: every tensor comes back as it was, and every lie in one ends in RemoteProtocolError."""
+"""Payloads: every tensor is decoded unchanged, and every inconsistency ends in RemoteProtocolError."""
 
 import contextlib
 import struct
@@ -51,7 +51,7 @@ def tensors(draw: st.DrawFn) -> Typed:
 @given(
     st.lists(tensors(), max_size=5), st.sampled_from(["raw", "zstd"]), st.lists(st.integers(1, 9), max_size=8)
 )
-def test_a_bundle_comes_back_bit_for_bit(bundle: list[Typed], codec: Codec, sizes: list[int]) -> None:
+def test_a_bundle_survives_bit_for_bit(bundle: list[Typed], codec: Codec, sizes: list[int]) -> None:
     payload: Payload = decode(encode(pack(bundle, codec, sizes)), Payload, bytes_max=_LARGE)
     back = unpack(payload, bytes_max=sum(array.nbytes for _, array in bundle))
     assert payload.sizes == tuple(sizes)
@@ -82,7 +82,7 @@ def test_random_data_is_refused_or_decoded_within_the_bound(
 
 
 @given(st.binary(max_size=300))
-def test_random_bytes_are_no_payload(data: bytes) -> None:
+def test_random_bytes_are_not_a_payload(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         decode(data, Payload, bytes_max=_LARGE)
 
@@ -106,7 +106,7 @@ def test_a_bundle_above_the_bound_is_refused_before_it_is_decompressed() -> None
 
 
 def claimed(codec: Codec, *tensors: tuple[TensorHeader, int, bytes]) -> Payload:
-    """A payload of tensors with these marks and bytes, whatever they are."""
+    """A payload of tensors with these marks and bytes, valid or not."""
     data = b"".join(struct.pack("<II", marks, len(part)) + part for _, marks, part in tensors)
     return Payload(
         (), tuple(header for header, _, _ in tensors), codec, blake3(data).digest(), memoryview(data)
@@ -119,7 +119,7 @@ BLOCKS = bytes(16 * 2 + 16 * 64)
 """1,000 zeros as int8."""
 
 
-def test_a_tensor_of_zeros_is_taken() -> None:
+def test_a_tensor_of_zeros_is_accepted() -> None:
     (found,) = unpack(claimed("int8", (MANY, CODED, BLOCKS)), bytes_max=4_000)
     assert not found[1].any()
 
@@ -169,7 +169,7 @@ def test_a_tensor_that_no_encoder_writes_is_refused(
 
 
 def test_numbers_beyond_the_type_are_refused() -> None:
-    scale = b"\0\x47"  # 2^15, and 127 of them are no float16
+    scale = b"\0\x47"  # 2^15, times 127: too large for float16
     part = scale * 16 + b"\x7f" * 1_024
     with pytest.raises(RemoteProtocolError, match="beyond float16"):
         unpack(claimed("int8", (TensorHeader("float16", (1_000,)), CODED, part)), bytes_max=_LARGE)
@@ -180,7 +180,7 @@ def resealed(payload: Payload, data: bytes) -> Payload:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_a_payload_that_is_longer_or_shorter_than_its_tensors_is_refused(codec: Codec) -> None:
+def test_a_payload_longer_or_shorter_than_its_tensors_is_refused(codec: Codec) -> None:
     payload = pack([typed(np.arange(1_000.0)), typed(np.arange(3))], codec)
     whole = bytes(payload.data)
     for data in (whole + b"\0", whole[:-1], whole[:4], b""):
@@ -200,7 +200,7 @@ def test_a_single_raw_tensor_is_never_copied() -> None:
 
 
 @given(st.sampled_from(CODECS), st.lists(st.integers(1, 3_000), max_size=3), st.randoms())
-def test_every_payload_has_a_length_that_its_tensors_can_have(
+def test_every_payload_length_is_one_that_its_tensors_can_have(
     codec: Codec, sizes: list[int], random: Random
 ) -> None:
     arrays = [np.frombuffer(random.randbytes(4 * size), np.uint32).astype(np.float32) for size in sizes]
@@ -225,7 +225,7 @@ def test_changed_bytes_are_refused_or_decoded_to_the_same_shapes(codec: Codec, d
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_decoding_takes_a_few_times_the_bound_at_most(codec: Codec) -> None:
+def test_decoding_takes_at_most_a_few_times_the_bound(codec: Codec) -> None:
     array = np.zeros(1 << 20, np.float32)
     payload = pack([typed(array)], codec)
     tracemalloc.start()
@@ -255,7 +255,7 @@ def test_special_floats_stay_exact(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_no_codec_makes_a_bundle_longer_than_a_word_for_each_tensor(codec: Codec) -> None:
+def test_no_codec_needs_more_than_a_word_per_tensor_extra(codec: Codec) -> None:
     rng = np.random.default_rng(3)
     for count in (1, 2, 5, 16, 17, 63, 64, 65, 200):
         bundle = [typed(rng.standard_normal(count, np.float32)), typed(rng.integers(0, 9, count))]
@@ -263,9 +263,9 @@ def test_no_codec_makes_a_bundle_longer_than_a_word_for_each_tensor(codec: Codec
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_the_same_tensors_are_the_same_bytes(codec: Codec) -> None:
+def test_equal_tensors_have_equal_bytes(codec: Codec) -> None:
     array = np.random.default_rng(5).standard_normal((300, 257), np.float32)
-    # Elsewhere in memory and not in order there, as a view of a larger one is.
+    # Elsewhere in memory and not contiguous, as a view of a larger tensor.
     other = np.asfortranarray(np.concatenate((array, array)))[:300]
     assert pack([typed(array)], codec) == pack([typed(other)], codec)
 
@@ -307,6 +307,6 @@ def test_packing_an_unsendable_tensor_is_our_own_bug(tensor: Typed) -> None:
         pack([tensor], "raw")
 
 
-def test_a_type_that_is_never_sent_is_our_own_bug() -> None:
+def test_an_unsendable_type_is_our_own_bug() -> None:
     with pytest.raises(LocalProtocolError):
         typed(np.zeros(2, np.complex64))

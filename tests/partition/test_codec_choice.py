@@ -1,4 +1,4 @@
-"""The codec of a link: none that is slower than what it saves, and no loss that buys nothing."""
+"""The codec of a link: none that costs more time than it saves, and no loss without gain."""
 
 import time
 from itertools import count, pairwise
@@ -40,7 +40,7 @@ COSTS: dict[Codec, Cost] = {
         (1e6, "zstd", "bfloat16+zstd", "int8+zstd", "int4+zstd"),
     ],
 )
-def test_the_slower_the_link_the_smaller_the_frames(
+def test_a_slower_link_gets_smaller_frames(
     bytes_per_second: float, exact: Codec, bfloat16: Codec, int8: Codec, int4: Codec
 ) -> None:
     wanted: dict[Frames, Codec] = {"exact": exact, "bfloat16": bfloat16, "int8": int8, "int4": int4}
@@ -71,7 +71,7 @@ def test_short_tensors_are_sent_raw_over_fast_links() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["int64", "bool"])
-def test_whole_numbers_are_only_compressed(dtype: DataType) -> None:
+def test_integers_are_only_compressed(dtype: DataType) -> None:
     codecs = allowed("int4", is_gradient=True)
     assert choose(codecs, MIB, dtype, 1e6, COSTS) == "zstd"
 
@@ -81,7 +81,7 @@ def test_half_precision_is_not_halved_again() -> None:
     assert choose(codecs, MIB, "bfloat16", 1e6, {**COSTS, "bfloat16+zstd": COSTS["bfloat16"]}) == "zstd"
 
 
-def test_int4_is_for_gradients_and_exact_is_exact() -> None:
+def test_int4_is_for_gradients_and_exact_is_lossless() -> None:
     assert narrowest("int4", is_gradient=True) == "int4+zstd"
     assert narrowest("int4", is_gradient=False) == "int8+zstd"
     assert allowed("exact", is_gradient=True) == ("raw", "zstd")
@@ -90,7 +90,7 @@ def test_int4_is_for_gradients_and_exact_is_exact() -> None:
     assert all(set(less) < set(more) for less, more in pairwise(rows))
 
 
-def test_without_costs_nothing_is_chosen_but_raw() -> None:
+def test_without_costs_only_raw_is_chosen() -> None:
     assert choose(allowed("int8", is_gradient=True), MIB, "float32", 1e6, {}) == "raw"
 
 
@@ -103,7 +103,7 @@ def test_calibration_measures_every_codec_of_this_machine() -> None:
     assert choose(allowed("int8", is_gradient=False), 16 * MIB, "float32", 1e6, costs).startswith("int8")
 
 
-def test_calibration_bears_a_clock_that_stands_still_or_ticks_alike() -> None:
+def test_calibration_works_with_a_clock_that_stands_still() -> None:
     ticks = count()
     for costs in (calibrate(lambda: 0.0, SAMPLE), calibrate(lambda: float(next(ticks)), SAMPLE)):
         for cost in costs.values():

@@ -1,4 +1,4 @@
-"""Coders: how far a number may move, what zstd is used for, and what feedback makes up for."""
+"""Coders: the error of a number, the use of zstd, and the compensation by feedback."""
 
 import numpy as np
 import pytest
@@ -18,14 +18,14 @@ LOSSY: tuple[Codec, ...] = ("float16", "bfloat16", "int8", "int4")
 
 def back(array: Array, codec: Codec, dtype: DataType = "float32") -> Array:
     payload = pack([(dtype, array)], codec)
-    assert len(payload.data) < array.nbytes, "this was sent as it is"
+    assert len(payload.data) < array.nbytes, "the tensor was sent uncompressed"
     ((_, found),) = unpack(payload, bytes_max=array.nbytes)
     return found
 
 
 @st.composite
 def numbers(draw: st.DrawFn) -> Array:
-    """Between none and all zero, blocks of very different sizes, down to subnormal numbers."""
+    """No number or only zeros, blocks of very different sizes, down to subnormal numbers."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     count = draw(st.integers(3 * BLOCK, 6 * BLOCK) | st.sampled_from([TILE, TILE + 1, 2 * TILE + 70]))
     array: Array = rng.standard_normal(count, np.float32)
@@ -45,7 +45,7 @@ def peaks_of(array: Array) -> Array:
 
 
 @given(numbers(), st.sampled_from([("int8", 254), ("int8+zstd", 254), ("int4", 14)]))
-def test_blocks_move_a_number_by_half_a_scale_at_most(array: Array, codec: tuple[Codec, int]) -> None:
+def test_blocks_change_a_number_by_half_a_scale_at_most(array: Array, codec: tuple[Codec, int]) -> None:
     name, steps = codec
     moved = np.abs(back(array, name).astype(np.float64) - array)
     peaks = peaks_of(array)
@@ -71,7 +71,7 @@ def test_scaled_float16_keeps_eleven_bits_of_large_numbers(array: Array) -> None
         assert (moved[start : start + TILE] <= bound).all()
 
 
-def test_unscaled_float16_would_lose_a_gradient_and_ours_does_not() -> None:
+def test_scaled_float16_keeps_a_gradient_that_unscaled_would_lose() -> None:
     gradient = np.random.default_rng(1).standard_normal(1_000, np.float32) * np.float32(1e-8)
     assert np.linalg.norm(gradient.astype(np.float16) - gradient) > 0.5 * np.linalg.norm(gradient)
     assert np.linalg.norm(back(gradient, "float16") - gradient) < 3e-4 * np.linalg.norm(gradient)
@@ -79,7 +79,7 @@ def test_unscaled_float16_would_lose_a_gradient_and_ours_does_not() -> None:
 
 @pytest.mark.parametrize("codec", LOSSY)
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-45, -1e-38, 3e-36, 1.0, -7e37])
-def test_a_tensor_of_one_value_comes_back(codec: Codec, value: float) -> None:
+def test_a_constant_tensor_is_restored(codec: Codec, value: float) -> None:
     array = np.full(1_000, value, np.float32)
     moved = np.abs(back(array, codec).astype(np.float64) - array)
     # Scales are bfloat16s, 2^-9 away at most.
@@ -130,7 +130,7 @@ def test_exact_codecs_have_no_error_and_errors_add_up() -> None:
 # zstd
 
 
-def test_zstd_takes_planes_of_dense_floats_and_leaves_sparse_ones_together() -> None:
+def test_zstd_encodes_dense_floats_by_planes_and_sparse_ones_whole() -> None:
     rng = np.random.default_rng(6)
     dense = rng.standard_normal(1 << 16, np.float32)
     sparse = np.where(rng.random(1 << 16) < 0.6, 0, dense).astype(np.float32)
@@ -142,12 +142,12 @@ def test_zstd_takes_planes_of_dense_floats_and_leaves_sparse_ones_together() -> 
         assert restored.tobytes() == array.tobytes()
 
 
-def test_zstd_is_left_out_where_it_does_not_pay() -> None:
+def test_zstd_is_omitted_where_it_does_not_pay() -> None:
     data = np.frombuffer(np.random.default_rng(7).bytes(1 << 20), np.uint8)
     assert shrink(data, 1) is None
     assert shrink(data, 4) is None
     assert shrink(data[:1], 1) is None
-    # Neither where only the middle looks as if it would.
+    # It is also omitted where only the middle looks compressible.
     mixed = data.copy()
     mixed[(1 << 19) - 4_096 : (1 << 19) + 40_000] = 0
     found = shrink(mixed, 1)
@@ -155,7 +155,7 @@ def test_zstd_is_left_out_where_it_does_not_pay() -> None:
 
 
 @given(st.binary(max_size=300), st.integers(1, 64), st.sampled_from([1, 2, 4, 8]), st.booleans())
-def test_random_bytes_are_no_frame(data: bytes, items: int, item_bytes: int, is_apart: bool) -> None:
+def test_random_bytes_are_not_a_frame(data: bytes, items: int, item_bytes: int, is_apart: bool) -> None:
     with pytest.raises(RemoteProtocolError):
         restore(memoryview(data), items * item_bytes, item_bytes, is_apart=is_apart)
 
@@ -163,7 +163,7 @@ def test_random_bytes_are_no_frame(data: bytes, items: int, item_bytes: int, is_
 # Feedback
 
 
-def test_with_feedback_nothing_is_lost_in_sum() -> None:
+def test_feedback_loses_nothing_in_the_sum() -> None:
     rng = np.random.default_rng(8)
     gradients = [rng.standard_normal(1_000, np.float32) + np.float32(0.05) for _ in range(40)]
     feedback = Feedback(1 << 20)
@@ -178,14 +178,14 @@ def test_with_feedback_nothing_is_lost_in_sum() -> None:
     assert with_feedback < 0.25 * without
 
 
-def test_feedback_is_for_int4_only_and_for_each_place_alone() -> None:
+def test_feedback_is_only_for_int4_and_separate_by_place() -> None:
     rng = np.random.default_rng(9)
     bundle = [typed(rng.standard_normal(500, np.float32)), typed(np.arange(500)), typed(rng.random(700))]
     feedback = Feedback(1 << 20)
     assert pack_measured(bundle, "int8", (), feedback)[0] == pack(bundle, "int8")
     assert feedback.size_bytes == 0
     first, _ = pack_measured(bundle, "int4", (), feedback)
-    assert first == pack(bundle, "int4"), "nothing was owed yet"
+    assert first == pack(bundle, "int4"), "no residual was kept yet"
     assert feedback.size_bytes == 4 * 1_200
     second, _ = pack_measured(bundle, "int4", (), feedback)
     assert second.data != first.data
@@ -193,7 +193,7 @@ def test_feedback_is_for_int4_only_and_for_each_place_alone() -> None:
     assert pack_measured(bundle, "int4", (), feedback)[0] == first
 
 
-def test_a_residual_is_forgotten_for_other_lengths_and_infinities() -> None:
+def test_a_residual_is_dropped_for_other_lengths_and_infinities() -> None:
     rng = np.random.default_rng(10)
     long, short = rng.standard_normal(500, np.float32), rng.standard_normal(400, np.float32)
     broken = long.copy()
@@ -205,7 +205,7 @@ def test_a_residual_is_forgotten_for_other_lengths_and_infinities() -> None:
         assert payload == pack([typed(between)], "int4")
 
 
-def test_feedback_keeps_within_its_bytes_and_drops_what_was_unused_for_longest() -> None:
+def test_feedback_has_bounded_bytes_and_drops_the_least_recently_used() -> None:
     feedback = Feedback(1_000)
     for key in "abc":
         feedback.keep(key, np.ones(100, np.float32), np.zeros(100, np.float32))

@@ -1,4 +1,4 @@
-"""Columns with fewer nodes than stages: each stage has a node, and moves happen where they pay."""
+"""Columns with fewer nodes than stages: each stage has a node, and stages move only where it pays."""
 
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ def plan_of(lengths: list[int]) -> Plan:
 
 @st.composite
 def columns(draw: st.DrawFn) -> tuple[Plan, dict[int, PeerId], dict[PeerId, int], Refused]:
-    """A plan, the holders of some of its stages, rates, and what some have refused."""
+    """A plan, the holders of some of its stages, rates, and earlier refusals."""
     plan = plan_of(draw(st.lists(st.integers(1, 3), min_size=2, max_size=6)))
     held = [number for number in range(1, len(plan.stages)) if draw(st.booleans())]
     holders = {number: peer(number + 1) for number in (0, *held)}
@@ -63,7 +63,7 @@ def test_every_empty_stage_goes_to_a_node_without_a_refusal(
 
 
 @given(columns())
-def test_a_nodes_stages_lie_side_by_side(
+def test_a_nodes_stages_are_adjacent(
     drawn: tuple[Plan, dict[int, PeerId], dict[PeerId, int], Refused],
 ) -> None:
     plan, holders, rates, _ = drawn
@@ -75,7 +75,9 @@ def test_a_nodes_stages_lie_side_by_side(
 
 
 def moves(free_rate: int, steps_left: int, column: str = "aaa") -> list[tuple[tuple[int, ...], PeerId]]:
-    """Return what node 9 would be given of three stages, whose layers take it so many times node 1's time."""
+    """Return the stages that node 9 would get of three, if their layers take it this many times node 1's
+    time.
+    """
     layers = tuple(LayerCost(1 << 20, 10**8, 1 << 20, 10_000) for _ in range(6))
     holders = [peer({"a": 1, "b": 2}[each]) for each in column]
     rates = {**dict.fromkeys(holders, 1), peer(9): free_rate}
@@ -97,11 +99,11 @@ def moves(free_rate: int, steps_left: int, column: str = "aaa") -> list[tuple[tu
     )
 
 
-def test_a_node_that_joins_is_given_stages_and_never_the_heads() -> None:
+def test_a_joining_node_gets_stages_but_never_the_heads() -> None:
     assert [stages for stages, _ in moves(1, steps_left=1_000)] == [(1, 2), (2,)]
 
 
-def test_only_who_holds_two_stages_gives_one() -> None:
+def test_only_a_holder_of_two_stages_gives_one() -> None:
     assert [stages for stages, _ in moves(1, 1_000, "aab")] == [(1,)]
 
 

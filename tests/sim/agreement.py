@@ -1,11 +1,12 @@
-"""One scenario, told once and run by both drivers; `python -m tests.sim.agreement SEED` prints the digests.
+"""One scenario, defined once and run by both drivers; `python -m tests.sim.agreement SEED` prints the
+digests.
 
-Twelve peers, each with SWIM and Kademlia. They join, store a record, find it, and lose two of their
-number. Either the links are even: of exactly 50 ms, so that messages sent at one instant arrive at one
-instant, with some loss. Or they are rough: two regions, more one way than the other, copies, messages
-held back, narrow accesses, translators, clocks that are wrong; one peer freezes, one is slow, the swarm is
-split for a while and one link blocked. Local commands fall on odd microseconds: within an instant only the
-order of deliveries and wakes is promised by both drivers, not that of commands.
+Twelve peers, each with SWIM and Kademlia, join, store a record, find it, and lose two of their number. The
+links are even or rough. Even links take exactly 50 ms, so that messages sent at one instant arrive at one
+instant, with some loss. Rough ones have two regions, asymmetric delays, copies, messages held back, narrow
+accesses, translators and wrong clocks; one peer freezes, one is slow, the swarm is split for a while, and one
+link is blocked. Local commands fall on odd microseconds: within an instant both drivers promise only the
+order of deliveries and wakes, not that of commands.
 """
 
 import sys
@@ -69,7 +70,8 @@ FATES = ("sent", "delivered", "lost", "cut", "duplicated", "filtered", "overflow
 @dataclass(frozen=True)
 class Outcome:
     """A driver's outcome of the scenario: `ties` counts events at the same instant of the same core, `fates`
-    the fates of messages, `under_way` those without one yet."""
+    the fates of messages, `under_way` the messages without one yet.
+    """
 
     trace: Trace
     ties: int
@@ -78,7 +80,7 @@ class Outcome:
 
 
 class Story:
-    """The scenario for one seed: fresh cores, and what is done to them when."""
+    """The scenario for one seed: fresh cores, and the timed actions on them."""
 
     def __init__(self, seed: int, model: NetworkModel) -> None:
         self.seed = seed
@@ -119,7 +121,7 @@ class Story:
             ]
 
     def _orders(self) -> list[tuple[float, PeerId, str, Order]]:
-        # The first peer that all can reach without having been called first.
+        # The first peer that all can reach without having been dialled first.
         first = next(peer for peer in self.peers if self.links.at(peer).nat is None)
         second, last = self.peers[1], self.peers[-1]
         orders: list[tuple[float, PeerId, str, Order]] = []

@@ -1,4 +1,4 @@
-"""A world made by hand: a test says what happens, watchers are told, and the lists are kept the plain way."""
+"""A hand-made world: a test sets the events, watchers receive them, and lists are kept by simple code."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,7 +11,9 @@ from sim.seeds import seeded_peer
 
 
 class MadeWorld:
-    """Fulfils `sim.observers.World`. `happen` publishes an event and does to the state what it says."""
+    """An implementation of `sim.observers.World`. `happen` publishes an event and updates the state
+    accordingly.
+    """
 
     def __init__(self, nodes: int, *watchers: Watcher) -> None:
         self.now = 0.0

@@ -1,8 +1,8 @@
-"""A small play on the simulated network, performed by the heap engine or by trio: same peers, same deeds.
+"""A small play on the simulated network, performed by the heap engine or by trio: same peers, same actions.
 
-The peers are `Clockwork`s: they write down what they receive, and when they are woken. A deed is a
-function of `Hands`, by which a play sends, freezes, kills and starts in either fidelity, or of its links.
-Deeds should fall on instants of their own.
+The peers are `Clockwork`s: they record what they receive, and when they are woken. An action is a function of
+`Hands`, by which a play sends, freezes, kills and starts in either fidelity, or of its links. Each action
+should have its own instant.
 """
 
 import math
@@ -33,7 +33,7 @@ NAMES = dict(zip(PEERS, "ABCD", strict=True))
 
 
 class Clockwork:
-    """Wakes every `period_seconds`; writes down (time, what) in `heard`."""
+    """A core that wakes every `period_seconds`, and appends (time, what) to `heard`."""
 
     def __init__(self, heard: list[tuple[float, str]], period_seconds: float, now: float) -> None:
         self.events: list[Any] = []
@@ -77,7 +77,7 @@ class Hands(ABC):
 
 @dataclass
 class Outcome:
-    """`heard` by each peer in order; what became of all messages, and how many have no fate yet."""
+    """`heard` by each peer in order; the fates of all messages, and the number without a fate yet."""
 
     heard: dict[PeerId, list[tuple[float, str]]]
     fates: Counter[str]
@@ -126,7 +126,7 @@ class Play:
             for time, deed in self.deeds:
                 await trio.sleep_until(time)
                 deed(hands)
-            await trio.sleep_until(until + 5e-7)  # whatever happens at the last instant has happened
+            await trio.sleep_until(until + 5e-7)  # the events of the last instant are over
             outcome = hands.outcome()
             nursery.cancel_scope.cancel()
         return outcome

@@ -1,4 +1,4 @@
-"""A world of cores with training runs in it, troubled as a test says."""
+"""A world of cores with training runs in it, disturbed as a test says."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -14,9 +14,9 @@ from sim.worlds.cores import CoresWorld
 from sim.worlds.factories import Cores
 
 END_SECONDS = 1.0
-"""After the first member says that a run has ended all others have."""
+"""After the first member reports the end of a run, all others must report it within this time."""
 BEGINS = 10.0
-"""When runs begin here: by then all know each other."""
+"""When runs start here: by then all know each other."""
 
 
 def scenario(
@@ -66,7 +66,7 @@ class Story:
 
     @property
     def steps(self) -> list[int]:
-        """Those that committers said, in the order of saying."""
+        """Those that committers reported, in order of their reports."""
         return [row.event.step for row in self.of(StepCommitted)]
 
     @property
@@ -75,7 +75,7 @@ class Story:
 
 
 class Troubled:
-    """A world and its story. Peers go by number: the first is the requester, which feeds and commits."""
+    """A world and its script. Peers go by number: the first is the requester, which feeds and commits."""
 
     def __init__(self, played: Scenario, seed: int = 1, cores: Cores | None = None) -> None:
         self.story = Story()
@@ -94,7 +94,7 @@ class Troubled:
         raise _Over
 
     def play(self) -> "Troubled":
-        """The whole scenario, or until its runs have ended."""
+        """Play the whole scenario, or until its runs have ended."""
         with suppress(_Over):
             self.world.play(lambda: None)
         return self
@@ -103,7 +103,7 @@ class Troubled:
         self.world.at(time, action, *arguments)
 
     def crash(self, *numbers: int, seconds: float = 0.0) -> None:
-        """Now; and back after so long, if that is not 0."""
+        """Stop the peer now, and start it again after `seconds`, unless that is 0."""
         for number in numbers:
             if self.world.runs(number):
                 self.world.stop(number, "crash")
@@ -117,7 +117,7 @@ class Troubled:
         self.world.split({})
 
     def when(self, holds: Callable[[Observation], bool], action: Callable[[], None]) -> None:
-        """Do something right after the first event that is so."""
+        """Act right after the first event that meets the condition."""
 
         def look(observed: Observation) -> None:
             if holds(observed):

@@ -1,8 +1,7 @@
-"""Scenarios of whole nodes that are told once and played by several processes.
+"""Scenarios of whole nodes that are defined once and played by several processes.
 
-`python -m tests.sim.stack_scenarios NAME SEED [GC]` plays one and prints the digest of all that happened,
-then the hash of what each run was trained to. GC is the threshold of Python's collector, which must not
-matter.
+`python -m tests.sim.stack_scenarios NAME SEED [GC]` plays one and prints the digest of all events, then the
+hash of each run's weights. GC is the threshold of Python's collector, which must not matter.
 """
 
 import gc
@@ -19,7 +18,7 @@ from sim.worlds.stack import StackWorld
 SWARM = Scenario(
     name="swarm", about="Eight nodes and nothing to do.", fidelity="stack", nodes=8, seconds=30.0
 )
-# One distance between any two, and no jitter: much falls on one instant.
+# All distances are equal, without jitter: many events fall on one instant.
 DIGITS = Scenario(
     name="digits",
     about="Digits are trained on machines that come and go, and a little of everything befalls them.",
@@ -85,7 +84,7 @@ class Played:
 
 
 def play(scenario: Scenario, seed: int) -> Played:
-    """The whole of it, with every invariant watched."""
+    """Play it to the end, with every invariant watched."""
     watch = Watch(checkers_for(scenario))
 
     def publish(observed: Observation) -> None:

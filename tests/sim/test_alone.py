@@ -1,4 +1,4 @@
-"""Members that are alone go on where their run allows it, and one branch is kept: in virtual time."""
+"""Isolated members continue if their run allows it, and one branch is kept: in virtual time."""
 
 import os
 from collections import Counter
@@ -17,7 +17,7 @@ SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 SPLIT_AT = BEGINS + 12
 APART_SECONDS = FORK_SECONDS + 40
 AGREED_SECONDS = 60.0
-"""After healing: until one branch is left."""
+"""Seconds after healing until one branch is left."""
 
 
 def play(seed: int, *, members: int, steps: int, stages: int = 2) -> Troubled:
@@ -35,7 +35,7 @@ def play(seed: int, *, members: int, steps: int, stages: int = 2) -> Troubled:
 
 
 def committers(played: Troubled, since: float, until: float) -> Counter[int]:
-    """How many steps each member committed in a time."""
+    """Return the number of steps that each member committed in a time."""
     rows = played.story.of(StepCommitted, since)
     return Counter(played.number(row.peer) for row in rows if row.time < until)
 
@@ -47,7 +47,7 @@ def parted(seed: int, sides: Mapping[int, int], *, members: int, steps: int = 40
     return played.play()
 
 
-def test_two_parted_members_train_alone_and_one_branch_is_kept() -> None:
+def test_two_partitioned_members_train_alone_and_one_branch_is_kept() -> None:
     played = parted(1, {1: 1}, members=2)
     healed = SPLIT_AT + APART_SECONDS
     apart = committers(played, SPLIT_AT + FORK_SECONDS, healed)
@@ -59,7 +59,7 @@ def test_two_parted_members_train_alone_and_one_branch_is_kept() -> None:
 
 
 @pytest.mark.slow
-def test_three_members_that_are_each_alone_end_on_one_branch() -> None:
+def test_three_isolated_members_end_on_one_branch() -> None:
     played = parted(2, {1: 1, 2: 2}, members=3)
     apart = committers(played, SPLIT_AT + FORK_SECONDS, SPLIT_AT + APART_SECONDS)
     assert set(apart) == {0, 1, 2}
@@ -68,8 +68,8 @@ def test_three_members_that_are_each_alone_end_on_one_branch() -> None:
 
 
 @pytest.mark.slow
-def test_members_that_wake_up_leave_what_one_did_alone_in_force() -> None:
-    """All others sleep: the one that is left is further when they are back."""
+def test_members_that_wake_up_adopt_the_lone_members_branch() -> None:
+    """All others sleep: the remaining member is further when they return."""
     played = play(3, members=3, steps=400)
     awake = 1
     for sleeper in (0, 2):

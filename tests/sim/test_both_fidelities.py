@@ -1,6 +1,6 @@
-"""The network model's promises, checked under the heap engine and under trio: the same suite for both.
+"""The network model's guarantees, checked under the heap engine and under trio: one suite for both.
 
-The last test plays anything at all by both, and wants the same outcome.
+The last test plays random actions in both, and expects the same outcome.
 """
 
 import math
@@ -31,13 +31,13 @@ def rate(pings_per_second: float) -> float:
 
 
 def accounts(fates: Counter[str]) -> tuple[int, int]:
-    """How many arisen, and how many that came to an end."""
+    """The number of messages sent, and the number with a fate."""
     names = ("delivered", "lost", "cut", "filtered", "overflowed", "missed")
     return fates["sent"] + fates["duplicated"], sum(fates[name] for name in names)
 
 
 @both
-def test_latency_goes_by_region_and_direction(fidelity: str) -> None:
+def test_latency_depends_on_region_and_direction(fidelity: str) -> None:
     model = NetworkModel(
         regions=(Region("east", 0.5, (0.01, 0.01)), Region("west", 0.5, (0.02, 0.02))),
         between_seconds=((0, 0.1), (0.2, 0)),
@@ -78,7 +78,7 @@ def test_some_messages_arrive_twice_and_some_overtake_others(fidelity: str) -> N
 def test_a_narrow_uplink_queues_messages_and_drops_late_ones(
     fidelity: str,
 ) -> None:
-    # Ten a second, and room for half a second: one leaves at once, five wait, the rest is lost.
+    # Ten per second, and room for half a second: one leaves at once, five wait, the rest is lost.
     access = Access(1.0, up_mbit_per_second=rate(10), queue_seconds=0.55)
     play = Play(NetworkModel(access=(access,)))
     for number in range(20):
@@ -91,7 +91,7 @@ def test_a_narrow_uplink_queues_messages_and_drops_late_ones(
 
 
 @both
-def test_all_who_send_to_a_peer_share_its_downlink(fidelity: str) -> None:
+def test_all_senders_to_a_peer_share_its_downlink(fidelity: str) -> None:
     access = Access(1.0, down_mbit_per_second=rate(10), queue_seconds=10)
     play = Play(NetworkModel(access=(access,)))
     for number in range(3):
@@ -121,7 +121,7 @@ def test_a_thawed_peer_receives_waiting_messages_before_its_missed_deadline(fide
     assert outcome.heard[B] == [
         (0.4, "woken"),
         (0.8, "woken"),
-        (3.0, "C0"),  # on its way when the freeze began
+        (3.0, "C0"),  # in transit when the freeze started
         (3.0, "A1"),
         (3.0, "C2"),
         (3.0, "D3"),
@@ -163,7 +163,7 @@ def test_a_peer_killed_in_a_freeze_does_not_thaw(fidelity: str) -> None:
 
 
 @both
-def test_a_slow_peer_takes_its_time_over_each_message(fidelity: str) -> None:
+def test_a_slow_peer_delays_each_message(fidelity: str) -> None:
     play = Play()
     play.at(0.5, lambda hands: hands.slow(B, 100.0))
     for number in range(3):
@@ -201,7 +201,7 @@ def test_messages_reach_the_next_life_unless_they_arrive_between_lives(
 
 
 @both
-def test_a_split_cuts_what_is_sent_while_it_lasts(fidelity: str) -> None:
+def test_a_split_cuts_messages_sent_during_it(fidelity: str) -> None:
     play = Play()
     play.at(1.0, lambda hands: hands.links.split([A, B], [C]))
     play.at(2.0, lambda hands: hands.links.heal())
@@ -235,7 +235,7 @@ def test_temporary_blocks_deafness_and_losses_hit_only_their_targets(fidelity: s
 
 
 @both
-def test_two_behind_translators_meet_once_both_have_sent(fidelity: str) -> None:
+def test_two_peers_behind_translators_meet_once_both_have_sent(fidelity: str) -> None:
     play = Play(NetworkModel(access=(Access(1.0, nat="restricted"),)))
     for number in range(3):
         play.send(1.0 + number, A, B, number)
@@ -246,7 +246,7 @@ def test_two_behind_translators_meet_once_both_have_sent(fidelity: str) -> None:
     assert outcome.fates["filtered"] == 1
 
 
-# Anything at all.
+# Random actions.
 
 
 def send(hands: Hands, one: PeerId, other: PeerId, *numbers: int) -> None:

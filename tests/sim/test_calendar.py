@@ -1,4 +1,4 @@
-"""The calendar of events: the order of a heap, whenever what is added."""
+"""The calendar of events keeps the order of a heap, whenever entries are added."""
 
 from heapq import heappop, heappush
 
@@ -11,7 +11,7 @@ from sim.event_queue import SLOTS_PER_SECOND, Calendar, Entry
 NOBODY = PeerId(b"")
 TIMES = st.one_of(
     st.floats(0, 3),
-    st.integers(0, 20).map(lambda slot: slot / SLOTS_PER_SECOND),  # where one slot ends and the next begins
+    st.integers(0, 20).map(lambda slot: slot / SLOTS_PER_SECOND),  # the border between two slots
     st.floats(0, 1e6),
 )
 
@@ -21,7 +21,7 @@ def test_entries_come_in_the_order_of_a_heap(moves: list[tuple[str, float]]) -> 
     calendar, heap, now = Calendar(), list[Entry](), 0.0
     for number, (move, seconds) in enumerate(moves):
         if move == "add":
-            # Ties in time, told apart by what follows; the later ones come first.
+            # Ties in time, ordered by the rest of the entry; the later ones come first.
             entry = (now + seconds, 0, 0, NOBODY, -number, None)
             calendar.add(entry)
             heappush(heap, entry)
@@ -45,7 +45,7 @@ def test_additions_to_the_current_instant_keep_their_order() -> None:
     assert [calendar.take(1.0) for _ in range(3)] == [second, third, None]
 
 
-def test_nothing_is_kept_of_what_was_taken() -> None:
+def test_taken_entries_leave_no_memory() -> None:
     calendar = Calendar()
     for number in range(1_000):
         calendar.add((number / 300, 0, 0, NOBODY, number, None))

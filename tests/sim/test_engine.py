@@ -42,7 +42,7 @@ def pinger(others: list[PeerId], period_seconds: float = 0.1) -> Pinger:
 
 
 class Listener:
-    """Writes down what happens to it, in order; wakes when told to."""
+    """A core that records its calls in order, and wakes when told to."""
 
     def __init__(self, deadline: float = math.inf) -> None:
         self.events: list[Any] = []
@@ -111,7 +111,7 @@ def test_an_instant_delivers_by_sender_then_calls_then_wakes() -> None:
     assert engine.counters["tied"] == 5
 
 
-def test_a_killed_peer_says_and_hears_nothing_more() -> None:
+def test_a_killed_peer_sends_and_receives_nothing() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     one, other = pinger([B]), pinger([A])
     engine.add(A, one)
@@ -123,7 +123,7 @@ def test_a_killed_peer_says_and_hears_nothing_more() -> None:
     assert engine.counters["missed"] >= 14
 
 
-def test_a_peer_added_later_begins_later() -> None:
+def test_a_peer_added_later_starts_later() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     one, late = pinger([B]), pinger([A])
     engine.add(A, one)
@@ -190,7 +190,7 @@ def test_one_peer_has_one_core_for_a_protocol() -> None:
         engine.run(1.0)
 
 
-def test_a_killed_peer_begins_again_with_a_new_core() -> None:
+def test_a_killed_peer_restarts_with_a_new_core() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     one, first, second = pinger([B]), Listener(deadline=0.7), Listener(deadline=1.7)
     engine.add(A, one)
@@ -204,7 +204,7 @@ def test_a_killed_peer_begins_again_with_a_new_core() -> None:
     assert (1.7, "wake") in second.heard
 
 
-def test_a_command_acts_at_once_and_on_nobody_who_is_gone() -> None:
+def test_a_command_acts_at_once_and_not_on_departed_peers() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     one, other = pinger([B]), Listener()
     engine.add(A, one)
@@ -256,12 +256,12 @@ def test_a_core_with_a_wrong_clock_wakes_by_its_own_time() -> None:
     engine.call(2.0, A, call)
     engine.run(100.0)
     assert sleeper.heard == [(clock.local(1.05), "ping 1 of B"), (clock.local(2.0), "call")]
-    assert seen == [2.0], "what others see has the true time"
+    assert seen == [2.0], "published events have the true time"
     assert len(woken) == int(95 / 0.7)
     assert all(now - deadline < 2e-6 for now, deadline in woken)
 
 
-def test_messages_are_counted_by_protocol_and_peer_and_bytes_only_if_asked() -> None:
+def test_messages_are_counted_by_protocol_and_peer_and_bytes_on_request() -> None:
     def traffic(count_bytes: bool) -> Engine:
         engine = Engine(SimLinks(NetworkModel(), 1), count_bytes=count_bytes)
         for peer in (A, B):
@@ -286,7 +286,7 @@ def test_messages_are_counted_by_protocol_and_peer_and_bytes_only_if_asked() -> 
     assert engine.traffic()[""] == SentTraffic(3, sum(sizes) + sizes[0])
 
 
-def test_nothing_stays_of_a_thousand_lives() -> None:
+def test_a_thousand_lives_leave_no_memory() -> None:
     engine = Engine(SimLinks(NetworkModel(), 1))
     engine.add(A, pinger([B]))
     lives = []
@@ -326,4 +326,4 @@ def test_pairs_of_peers_cost_no_memory() -> None:
     before = blocks()
     for peer in peers:
         engine.call(engine.now, peer, everybody)
-    assert blocks() - before < 60 * 60, "less than one block a pair"
+    assert blocks() - before < 60 * 60, "less than one block per pair"

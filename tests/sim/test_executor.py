@@ -1,4 +1,4 @@
-"""A simulated stage says that it took as long as its model does."""
+"""A simulated stage reports the computing time of its model."""
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ def seconds(request: Request) -> float:
     return 0.25 if isinstance(request, Forward) else 1.5
 
 
-def test_a_reply_of_a_simulated_stage_says_how_long_the_model_takes() -> None:
+def test_a_simulated_stages_reply_has_the_models_computing_time() -> None:
     async def scenario() -> None:
         first, _ = spread(gpt_graph(30, 8, 16, 2, 2, 0.25), 2)
         stage = await SimExecutor(seconds).open_stage(encode(StageSpecification(b"run", first, (2, 8))))

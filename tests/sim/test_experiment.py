@@ -1,4 +1,4 @@
-"""An experiment as one call: its result, its files, and what it says where something is broken."""
+"""An experiment as one call: its result, its files, and its report of a broken invariant."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from tests.sim.tiny import deaf, digest, tiny, written
 from tests.source import ROOT
 
 
-def test_a_result_says_what_happened_and_how_well_it_went(tmp_path: Path) -> None:
+def test_a_result_has_events_and_measures(tmp_path: Path) -> None:
     result = sim.run(tiny(tmp_path), seed=3)
     assert result.broken is None
     assert not result.stopped
@@ -58,7 +58,7 @@ def test_watching_and_writing_change_nothing(tmp_path: Path) -> None:
     assert len((tmp_path / "out" / "events.jsonl").read_text().splitlines()) == len(nosy.seen) + 1
 
 
-def test_all_that_is_written_can_be_read_again_and_played_again(tmp_path: Path) -> None:
+def test_written_files_can_be_read_and_played_again(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     result = sim.run(tiny(tmp_path, nodes=6), seed=3, folder=folder)
     result.write(folder, plots=False)
@@ -95,13 +95,13 @@ def test_a_broken_invariant_ends_it_with_the_last_events_and_the_command(tmp_pat
     for told in (broken.invariant, "seed 3", broken.repeat):
         assert told in str(broken)
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
-    assert summary["complete"], "it will never come further"
+    assert summary["complete"], "the run cannot progress"
     assert summary["broken"]["invariant"] == broken.invariant
     again = sim.run(str(tmp_path / "out" / "scenario.toml"), seed=3)
     assert again.digest == result.digest
 
 
-def test_whole_nodes_are_measured_alike_and_break_alike(tmp_path: Path) -> None:
+def test_whole_nodes_are_measured_and_broken_in_the_same_way(tmp_path: Path) -> None:
     whole = {"fidelity": "stack", "nodes": 3, "seconds": 12}
     result = sim.run(tiny(tmp_path, **whole), seed=3)
     assert result.values("population_peers")[-1] == (12.0, 3.0)
@@ -130,7 +130,7 @@ class Stumbles(Swim):
         return super().wake(now)
 
 
-def test_ones_own_core_takes_the_place_of_ours(tmp_path: Path) -> None:
+def test_a_users_core_replaces_ours(tmp_path: Path) -> None:
     scenario = tiny(tmp_path, **{"checks.converge_seconds": 10})
     assert sim.run(scenario, seed=3).broken is None
     broken = sim.run(scenario, seed=3, swim=MeetsNobody).broken
@@ -146,7 +146,7 @@ def test_exceptions_of_a_core_propagate_with_their_time(tmp_path: Path) -> None:
     assert "seed=3, swim=Stumbles" in note
 
 
-def test_ones_own_checker_may_break_it_and_no_checkers_never_do(tmp_path: Path) -> None:
+def test_a_users_checker_may_break_a_run_and_no_checkers_never_do(tmp_path: Path) -> None:
     class Impatient:
         def see(self, observed: Observation, world: World) -> None:
             if observed.time > 7.0:

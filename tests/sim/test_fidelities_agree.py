@@ -1,8 +1,8 @@
-"""A world of cores and a world of whole nodes tell the same story: one scenario, the same memberships.
+"""A world of cores and a world of whole nodes agree: one scenario gives the same memberships.
 
-In both each peer's SWIM core draws from a generator of its own and dials through the same peer, so that not
-only the views agree but every membership event, to the microsecond; also where all messages of one instant
-arrive at one instant.
+In both, each peer's SWIM core draws from its own generator and dials through the same peer. So the views
+agree, and every membership event to the microsecond, even where all messages of one instant arrive at one
+instant.
 """
 
 from functools import cache
@@ -52,13 +52,14 @@ NETWORKS = {
         between_seconds=((0.0, 0.03), (0.02, 0.0)),
     ),
 }
-"""By seed: pairs that differ, with loss; all alike, so full of simultaneous ticks; and longer one way."""
+"""By seed: different pairs, with loss; all equal, so full of simultaneous ticks; and longer in
+one direction.
+"""
 SEEDS = tuple(NETWORKS)
 
 
 class Told:
-    """The events of one world: each peer's membership events with their instants, and all views in the
-    end."""
+    """The events of one world: each peer's membership events with their instants, and all final views."""
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], seed: int) -> None:
         self.seen: list[Observation] = []
@@ -85,22 +86,22 @@ stack = cache(lambda seed: Told(StackWorld, seed))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_same_is_done_to_both_worlds(seed: int) -> None:
+def test_both_worlds_have_the_same_disturbances(seed: int) -> None:
     assert cores(seed).of(HAPPENED) == stack(seed).of(HAPPENED)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_both_all_have_the_same_views_in_the_end(seed: int) -> None:
+def test_both_worlds_end_with_the_same_views(seed: int) -> None:
     assert cores(seed).views == stack(seed).views
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_in_both_each_peer_learns_the_same_at_the_same_instants(seed: int) -> None:
+def test_each_peer_has_the_same_events_at_the_same_instants(seed: int) -> None:
     by_cores, by_stack = cores(seed).of(MemberEvent), stack(seed).of(MemberEvent)
     for peer in cores(seed).world.peers:
         assert by_cores[peer] == by_stack[peer]
 
 
-def test_there_is_something_to_agree_on() -> None:
+def test_the_compared_events_are_not_empty() -> None:
     kinds = {type(observed.event) for observed in cores(1).seen}
     assert kinds >= {MemberUp, MemberDown, MemberLeft, MemberRefuted, NetworkSplit}

@@ -1,8 +1,8 @@
 """Runs in local mode in a world of cores: deaths, restarts and partitions drawn from a seed.
 
 The rules are those of nodes (`partition.run.local`). Every run ends with one result, no stage works for two
-heads at one time, no step counts twice (`sim.worlds.local_truth` raises Broken where that is not so), and no
-stage is without a holder for long. `PEERLOOM_LOCAL_SEEDS` plays more seeds.
+heads at one time, no step counts twice (`sim.worlds.local_truth` raises Broken otherwise), and no stage lacks
+a holder for long. `PEERLOOM_LOCAL_SEEDS` plays more seeds.
 """
 
 import os
@@ -24,15 +24,15 @@ SEEDS = int(os.environ.get("PEERLOOM_LOCAL_SEEDS", "3"))
 STEPS = 40
 TROUBLE_SECONDS = 40.0
 PARTED_SECONDS_MAX = GRACE_SECONDS - 2.0
-"""The two sides of a longer split may settle a result each: members out of sight lose their votes."""
+"""Both sides of a longer split may settle a result each: members out of sight lose their votes."""
 CALM_SECONDS = 15.0
-"""From the end of a trial's troubles to the first look whether its run is over."""
+"""Seconds from the end of a trial's disturbances to the first check whether its run is over."""
 NOBODY_SECONDS_MAX = 60.0
 END_SECONDS = 900.0
 
 
 class Ended(Exception):
-    """No member of the run is left."""
+    """The run has no member left."""
 
 
 class LocalPlay(Troubled):
@@ -47,7 +47,7 @@ class LocalPlay(Troubled):
         self.nobody_seconds = self.longest_nobody_seconds = 0.0
 
     def play(self) -> "LocalPlay":
-        """Play until no member is left, but not before all is calm."""
+        """Play until no member is left, but at least until all disturbances are over."""
         self.at(BEGINS + 1.0, self._look)
         with suppress(Ended):
             super().play()
@@ -71,7 +71,7 @@ class LocalPlay(Troubled):
 
 
 def trial(seed: int) -> LocalPlay:
-    """Split the swarm, and stop and restart nodes, for a while; a node is left for each death."""
+    """Split the swarm, and stop and restart nodes, for a while; one node remains for each death."""
     rng = seeded_rng(seed, "local runs")
     stages = rng.choice((1, 2, 2, 3))
     members = rng.randint(max(2, stages), 6)
@@ -84,7 +84,7 @@ def trial(seed: int) -> LocalPlay:
         at_seconds=BEGINS,
     )
     played = LocalPlay(training, seed)
-    if rng.random() < 0.5:  # while stages are opened: without a copy of each, a death may end the run
+    if rng.random() < 0.5:  # while stages load: without a copy of each, a death may end the run
         played.at(BEGINS + rng.uniform(2, 10), played.split, [rng.randrange(members)])
         played.at(BEGINS + 12, played.heal)
     at = BEGINS + rng.uniform(20, 30)
@@ -137,7 +137,7 @@ def test_a_holder_takes_the_place_of_a_dead_head() -> None:
 def test_a_stage_that_works_for_two_heads_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def take(seat: StageSeat, now: float, head: SeatedHead, **told: Any) -> bool:
         del now, told
-        seat._seated, seat.head = head, head.peer  # whoever else has the place
+        seat._seated, seat.head = head, head.peer  # the other member that has the place
         return True
 
     monkeypatch.setattr(StageSeat, "take", take)

@@ -1,4 +1,4 @@
-"""Measures of a world made by hand: each figure against what a reader would count."""
+"""Measures of a hand-made world: each figure against a direct count."""
 
 import pytest
 from hypothesis import given
@@ -32,7 +32,7 @@ def measured(nodes: int, *, seconds: float = 100.0, scope: str = "all") -> tuple
 
 
 def swarm(nodes: int, *, scope: str = "all") -> tuple[MadeWorld, Measures]:
-    """All are up, and all know each other."""
+    """All peers are up and know each other."""
     world, measures = measured(nodes, scope=scope)
     for peer in range(nodes):
         world.start(0.0, peer)
@@ -52,7 +52,7 @@ def all_of(measures: Measures, metric: str) -> list[tuple[float, str, float]]:
 
 
 def right_share(world: MadeWorld) -> tuple[float, float]:
-    """Return the share of lists that are wholly right, and of right entries, from the definitions."""
+    """Return the share of fully right lists and of right entries, from the definitions."""
     up = [peer for peer in world.peers if world.is_up(peer)]
     wholly, shares = 0, []
     for observer in up:
@@ -72,7 +72,7 @@ def right_share(world: MadeWorld) -> tuple[float, float]:
     return wholly / len(up), sum(shares) / len(shares) if shares else 1.0
 
 
-def test_the_population_is_counted_in_all_and_by_region() -> None:
+def test_the_population_is_counted_in_total_and_by_region() -> None:
     world, measures = measured(3)
     world.start(0.0, 0, "here")
     world.start(0.0, 1, "there")
@@ -99,14 +99,14 @@ def test_a_list_with_missing_and_departed_peers_is_partly_right() -> None:
     world.bury(3.0, 1, 3)
     world.bury(3.0, 2, 3)
     world.sample(5.0)
-    # Peer 0 lists 2 and 3 of what should be 1 and 2; peers 1 and 2 are right.
+    # Peer 0 lists 2 and 3 instead of 1 and 2; peers 1 and 2 are right.
     assert last(measures, "views_right_share") == pytest.approx(2 / 3)
     assert last(measures, "entries_right_share") == pytest.approx((1 / 3 + 1 + 1) / 3)
     assert last(measures, "entries_missing_share") == pytest.approx(1 / 6)
     assert last(measures, "entries_stale_share") == pytest.approx(1 / 6)
 
 
-def test_behind_a_split_it_is_right_to_list_only_ones_own_side() -> None:
+def test_during_a_split_a_right_list_has_only_ones_own_side() -> None:
     world, measures = swarm(4)
     here, there = tuple(world.peers[:2]), tuple(world.peers[2:])
     world.happen(2.0, None, NetworkSplit((here, there)))
@@ -121,12 +121,12 @@ def test_behind_a_split_it_is_right_to_list_only_ones_own_side() -> None:
     world.happen(30.0, None, NetworkHealed())
     world.sample(31.0)
     assert last(measures, "views_right_share") == 0
-    # Nobody was really dead, and nobody is blamed for thinking so.
+    # No peer was really dead, and none is blamed for declaring one dead.
     membership = measures.summary(world)["membership"]
     assert (membership["false_deaths"], membership["excused_deaths"]) == (0, 4)
 
 
-def test_a_life_that_begins_with_a_remembered_list_is_asked_for_it() -> None:
+def test_a_life_with_a_remembered_list_is_measured_by_it() -> None:
     world, measures = swarm(3)
     world.crash(2.0, 2)
     world.remembered[world.peers[2]] = {world.peers[0]: Status.ALIVE, world.peers[1]: Status.DEAD}
@@ -139,7 +139,7 @@ Steps = st.lists(st.tuples(st.sampled_from("smmmbflcx"), st.integers(0, 5), st.i
 
 
 @given(Steps)
-def test_the_share_of_right_views_is_what_asking_everybody_would_give(
+def test_the_share_of_right_views_equals_that_of_a_full_count(
     steps: list[tuple[str, int, int]],
 ) -> None:
     world, measures = measured(6)
@@ -178,7 +178,7 @@ def test_a_large_scoped_swarm_samples_peers_within_their_scope() -> None:
         for other in range(peer // 10 * 10, peer // 10 * 10 + 10):
             if other != peer:
                 world.meet(1.0, peer, other)
-        world.meet(1.0, peer, (peer + 50) % 300)  # out of scope: nobody is to care
+        world.meet(1.0, peer, (peer + 50) % 300)  # out of scope: no peer needs to notice
     world.sample(2.0)
     assert last(measures, "views_right_share") == 1
     world.crash(3.0, 0)
@@ -191,7 +191,7 @@ def test_a_large_scoped_swarm_samples_peers_within_their_scope() -> None:
     assert all_of(measures, "crash_known_to_all_seconds") == [(9.0, "n0", 6.0)]
 
 
-def test_crash_times_span_first_suspicion_first_verdict_and_last_listener() -> None:
+def test_crash_times_cover_first_suspicion_first_verdict_and_last_listener() -> None:
     world, measures = swarm(4)
     world.crash(10.0, 3)
     world.suspect(12.0, 0, 3)
@@ -219,8 +219,10 @@ def test_dead_observers_and_returned_peers_are_not_timed() -> None:
     world.bury(31.0, 2, 0)
     membership = measures.summary(world)["membership"]
     assert membership["known_to_all_crashes"] == 1
-    assert membership["excused_deaths"] == 1, "it was just back, and they meant its earlier life"
-    assert membership["false_deaths"] == 1, "one mistake, made by two"
+    assert membership["excused_deaths"] == 1, (
+        "the peer had just returned, and the verdicts meant its earlier life"
+    )
+    assert membership["false_deaths"] == 1, "one mistake of two observers"
 
 
 def test_a_false_suspicion_counts_once_and_is_excused_by_a_freeze() -> None:
@@ -241,7 +243,7 @@ def got(*, storing: bool = False, copies: int = 1, expected: bool = True, second
     return RecordGot(7, storing, copies, expected, seconds, 2)
 
 
-def test_a_lookup_fails_only_where_the_record_was_there() -> None:
+def test_a_lookup_fails_only_if_the_record_existed() -> None:
     world, measures = measured(2)
     for _ in range(5):
         world.happen(1.0, 0, RecordWanted(7, storing=False))
@@ -258,7 +260,7 @@ def test_a_lookup_fails_only_where_the_record_was_there() -> None:
     assert (dht["store_copies_mean"], dht["lookups_without_end"]) == (20.0, 2)
 
 
-def test_traffic_is_by_protocol_and_by_how_long_how_many_were_up() -> None:
+def test_traffic_is_by_protocol_and_by_the_uptime_of_all_peers() -> None:
     world, measures = measured(2)
     world.start(0.0, 0)
     world.start(10.0, 1)

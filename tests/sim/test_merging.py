@@ -1,4 +1,4 @@
-"""Stages that nobody is left for go to those beside them, in virtual time: sums stay exact, runs end."""
+"""Stages without a holder go to the adjacent ones, in virtual time: sums stay exact, runs end."""
 
 import os
 from functools import partial
@@ -16,29 +16,29 @@ from tests.sim.test_training import assert_done, is_step
 
 SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "2"))
 GOES_ON_SECONDS_MAX = 12.0
-"""Between two applied steps: 7 s until SWIM is sure of a death, and the steps before and after it."""
+"""Seconds between two applied steps: 7 s until SWIM is sure of a death, and the steps before and after it."""
 
 
 def play(seed: int, *, stages: int, steps: int = 30, seconds: float = 200.0) -> Troubled:
-    """A run whose stages have one replica each, its requester included, and which nobody else can join."""
+    """A run whose stages have one replica each, its requester included, and that no other peer can join."""
     run = training(members=stages, stages=stages, replicas=1, steps=steps)
     return Troubled(scenario(run, nodes=stages, seconds=seconds), seed)
 
 
 def assert_one_plan_at_each_height(played: Troubled) -> None:
-    """Assert that nobody followed another plan than all others of its height."""
+    """Assert that all members followed the same plan at each height."""
     plans = {(row.event.height, row.event.plan) for row in played.story.of(PlanAdopted)}
     assert len(plans) == len({height for height, _ in plans})
 
 
 def stages_of(played: Troubled) -> list[int]:
-    """How many stages applied the last step."""
+    """The number of stages that applied the last step."""
     last = max(row.event.step for row in played.story.of(SamplesCounted))
     return sorted({row.event.stage for row in played.story.of(SamplesCounted) if row.event.step == last})
 
 
 @pytest.mark.parametrize("victim", [1, 2])
-def test_the_stages_that_are_left_hold_all_layers(victim: int) -> None:
+def test_the_remaining_stages_hold_all_layers(victim: int) -> None:
     played = play(victim, stages=3)
     played.when(is_step(6), partial(played.crash, victim))
     assert_done(played.play(), 30)
@@ -47,7 +47,7 @@ def test_the_stages_that_are_left_hold_all_layers(victim: int) -> None:
     assert max(later - earlier for earlier, later in pairwise(applied)) <= GOES_ON_SECONDS_MAX
 
 
-def test_two_deaths_one_after_the_other_leave_two_stages_of_four() -> None:
+def test_two_successive_deaths_leave_two_stages_of_four() -> None:
     played = play(1, stages=4)
     played.when(is_step(6), partial(played.crash, 1))
     played.when(is_step(16), partial(played.crash, 3))
@@ -56,7 +56,7 @@ def test_two_deaths_one_after_the_other_leave_two_stages_of_four() -> None:
 
 
 def split_with(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
-    """The change by which a stage of two or more layers gives half of them to a peer that holds none."""
+    """The change by which a stage of two or more layers gives half of them to a peer without a stage."""
     if plan.stage_of(newcomer) is not None or len(plan.stages) >= played.world.scenario.runs[0].stages:
         return None
     stages = list(plan.stages)
@@ -71,7 +71,7 @@ def split_with(played: Troubled, newcomer: PeerId, plan: Plan) -> Change | None:
 
 
 def split_whenever(played: Troubled, every: float) -> None:
-    """Have whoever commits want another stage for whoever has none, now and then."""
+    """At intervals, have the committer want a stage for each peer that has none."""
 
     def want() -> None:
         for committer in played.world.peers:
@@ -83,18 +83,18 @@ def split_whenever(played: Troubled, every: float) -> None:
     played.at(BEGINS, want)
 
 
-def test_a_machine_that_comes_back_gets_a_stage_of_its_own_again() -> None:
+def test_a_machine_that_returns_gets_its_own_stage_again() -> None:
     played = play(1, stages=3, steps=40)
     played.when(is_step(6), partial(played.crash, 1, seconds=20.0))
     split_whenever(played, 5.0)
     assert_done(played.play(), 40)
     assert stages_of(played) == [0, 1, 2]
     merged = [row for row in played.story.of(SamplesCounted) if row.event.stage == 2]
-    assert any(later.time - earlier.time > 5 for earlier, later in pairwise(merged)), "there were two"
+    assert any(later.time - earlier.time > 5 for earlier, later in pairwise(merged)), "the run had two stages"
 
 
 def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
-    """The newcomer is asked, and is gone before it answers."""
+    """The newcomer is asked, and dies before it answers."""
     played = play(1, stages=3, steps=40)
     played.when(is_step(6), partial(played.crash, 1, seconds=15.0))
     split_whenever(played, 4.0)
@@ -105,7 +105,7 @@ def test_a_stage_that_nobody_takes_costs_a_pause_and_no_step() -> None:
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_a_run_without_spares_ends_exactly_under_any_disturbance(seed: int) -> None:
-    """One to three deaths for a while each, one at a time, and a partition."""
+    """One to three temporary deaths, one at a time, and a partition."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(3, 5), steps=40, seconds=900)
     names = range(1, len(played.world.peers))
@@ -124,7 +124,7 @@ def test_a_run_without_spares_ends_exactly_under_any_disturbance(seed: int) -> N
 
 
 def leave(played: Troubled, number: int, seconds: float) -> None:
-    """Have a peer hand over what it does and go; and come back after so long."""
+    """Have a peer hand over its stage and leave, and return after `seconds`."""
     peer = played.world.peers[number]
     if played.world.runs(number) and not played.world.lives[peer].leaving:
         played.world.stop(number, "leave")
@@ -132,7 +132,7 @@ def leave(played: Troubled, number: int, seconds: float) -> None:
 
 
 def come_back(played: Troubled, number: int) -> None:
-    """Start a peer once it has gone."""
+    """Start a peer once it has left."""
     if played.world.runs(number):
         played.at(played.world.now + 1.0, come_back, played, number)
     else:
@@ -140,8 +140,8 @@ def come_back(played: Troubled, number: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_members_that_leave_hand_over_and_the_run_ends_exactly(seed: int) -> None:
-    """The last holders of their stages say goodbye, two at once now and then, and one dies."""
+def test_leaving_members_hand_over_and_the_run_ends_exactly(seed: int) -> None:
+    """The last holders of their stages say goodbye, sometimes two at once, and one dies."""
     rng = seeded_rng(seed, PeerId(bytes(32)))
     played = play(seed, stages=rng.randint(3, 5), steps=40, seconds=900)
     names = range(1, len(played.world.peers))
@@ -157,7 +157,7 @@ def test_members_that_leave_hand_over_and_the_run_ends_exactly(seed: int) -> Non
     assert_one_plan_at_each_height(played)
 
 
-def test_a_last_holder_that_leaves_takes_no_step_with_it() -> None:
+def test_a_last_holder_that_leaves_loses_no_step() -> None:
     played = play(1, stages=3)
     played.when(is_step(7), partial(leave, played, 1, 300.0))
     assert_done(played.play(), 30)

@@ -1,4 +1,4 @@
-"""The links: instants, places, distances and fates, and draws that depend on nothing but their names."""
+"""The links: instants, locations, distances and fates, and draws that depend only on their names."""
 
 import math
 from collections import Counter
@@ -59,7 +59,7 @@ def fates(links: SimLinks, count: int, *, one: PeerId = A, other: PeerId = B) ->
     return [sender.trips(number * 1_000, links.at(other)) for number in range(count)]
 
 
-def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
+def test_a_links_fates_do_not_depend_on_other_links() -> None:
     model = NetworkModel(0.02, 0.2, jitter_seconds=0.05, loss=0.3, duplication=0.2, reordering=0.2)
     quiet, busy = SimLinks(model, 7), SimLinks(model, 7)
     a, b = busy.sender(A, ""), busy.sender(B, "")
@@ -72,7 +72,7 @@ def test_a_link_gives_the_same_fates_whatever_other_links_carry() -> None:
     assert fates(quiet, 50) == among
 
 
-def test_messages_of_one_instant_have_fates_of_their_own() -> None:
+def test_messages_of_one_instant_have_separate_fates() -> None:
     links = SimLinks(NetworkModel(jitter_seconds=0.05), 7)
     sender = links.sender(A, "")
     assert len({sender.trips(1_000_000, links.at(B)) for _ in range(100)}) > 90
@@ -89,7 +89,7 @@ def is_share(count: int, of: int, share: float) -> bool:
 
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 1.0])
-def test_as_many_messages_are_lost_doubled_and_held_back_as_asked(share: float) -> None:
+def test_loss_copies_and_delays_have_the_configured_rates(share: float) -> None:
     lost = fates(SimLinks(NetworkModel(loss=share), 3), 4_000)
     assert is_share(lost.count(()), 4_000, share)
     doubled = fates(SimLinks(NetworkModel(duplication=share), 3), 4_000)
@@ -113,7 +113,7 @@ def test_latencies_are_uniform_and_the_same_both_ways() -> None:
     drawn = [links.latency_seconds(one, other) for one in peers for other in peers if one < other]
     tenths = Counter(int((seconds - 0.02) / 0.018) for seconds in drawn)
     assert sorted(tenths) == list(range(10))
-    # Pairs share their ends, so they are not independent; still each tenth holds about its part.
+    # Pairs share their ends, so they are not independent; still each tenth holds about its share.
     assert max(tenths.values()) < 1.2 * min(tenths.values())
     assert links.latency_seconds(A, B) == links.latency_seconds(B, A)
 
@@ -130,7 +130,7 @@ ASIA = Region("asia", 0.4, (0.01, 0.03))
 CONTINENTS = NetworkModel(regions=(EUROPE, ASIA), between_seconds=((0.0, 0.12), (0.15, 0.0)))
 
 
-def test_regions_have_their_shares_and_latencies_go_by_direction() -> None:
+def test_regions_have_their_shares_and_latencies_depend_on_direction() -> None:
     links = SimLinks(CONTINENTS, 1)
     peers = [seeded_peer(5, index) for index in range(1_000)]
     for number, peer in enumerate(peers):
@@ -145,7 +145,7 @@ def test_regions_have_their_shares_and_latencies_go_by_direction() -> None:
     assert all(0.01 <= links.latency_seconds(one, other) <= 0.03 for one, other in pairwise(asia))
 
 
-def test_a_peers_place_depends_on_its_number_alone() -> None:
+def test_a_peers_location_depends_only_on_its_number() -> None:
     one, other = SimLinks(CONTINENTS, 1), SimLinks(CONTINENTS, 1)
     for number in range(50):
         one.place(seeded_peer(1, number), number)
@@ -181,7 +181,7 @@ def test_splits_may_overlap_and_end_one_by_one() -> None:
     assert links.reaches(B, C)
     assert links.is_even
     links.split([A])
-    assert not links.reaches(A, seeded_peer(1, 99)), "also for whom nobody had heard of then"
+    assert not links.reaches(A, seeded_peer(1, 99)), "also for peers that were unknown then"
     links.heal()
     assert links.reaches(A, B)
 
@@ -215,7 +215,7 @@ STRANGER = seeded_peer(3, 0)
 
 
 def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
-    """Whether a datagram gets through, 0.05 s later."""
+    """Return whether a datagram gets through, 0.05 s later."""
     links.sender(one, "").trips(ticks(at), links.at(other))
     return links.lets_in(one, other, at + 0.05)
 
@@ -223,7 +223,7 @@ def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
 @pytest.mark.parametrize(
     ("one", "other", "passes"),
     [
-        # one to other, other to one, and both again.
+        # one to the other, the other to the one, and both again
         ("none", "none", (True, True, True, True)),
         ("none", "full-cone", (False, True, True, True)),
         ("none", "restricted", (False, True, True, True)),
@@ -236,7 +236,7 @@ def send(links: SimLinks, one: PeerId, other: PeerId, at: float) -> bool:
         ("full-cone", "full-cone", (False, True, True, True)),
     ],
 )
-def test_translators_let_in_the_expected_peers(one: Nat, other: Nat, passes: tuple[bool, ...]) -> None:
+def test_translators_admit_the_expected_peers(one: Nat, other: Nat, passes: tuple[bool, ...]) -> None:
     links, a, b = natted(one, other)
     seen = tuple(
         send(links, sender, receiver, at)
@@ -246,7 +246,7 @@ def test_translators_let_in_the_expected_peers(one: Nat, other: Nat, passes: tup
     assert links.counters["filtered"] == seen.count(False)
 
 
-def test_through_a_full_cone_anyone_comes_once_it_has_sent_to_somebody() -> None:
+def test_a_full_cone_admits_all_once_it_has_sent_a_packet() -> None:
     links, a, b = natted("none", "full-cone")
     assert not links.may_open(b, 1.0)
     links.sender(b, "").trips(ticks(1.0), links.at(a))
@@ -265,11 +265,11 @@ def test_a_mapping_opens_after_its_instant_and_closes_when_idle() -> None:
         links.sender(b, "").trips(ticks(200.0 + second), links.at(seeded_peer(2, second)))
     nat = links.at(b).nat
     assert nat is not None
-    assert len(nat._mappings) < 1_100, "it forgets what has expired"
+    assert len(nat._mappings) < 1_100, "expired mappings are removed"
 
 
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
-def test_streams_are_opened_out_of_a_translator_and_not_into_it(nat: Nat) -> None:
+def test_streams_open_out_of_a_translator_but_not_into_it(nat: Nat) -> None:
     links, a, b = natted("none", nat)
     links.sender(b, "").trips(ticks(1.0), links.at(a))
     assert links.may_open(a, 2.0)
@@ -310,8 +310,9 @@ Sent = list[tuple[int, int, str, int]]
     st.randoms(use_true_random=False),
 )
 def test_queues_do_not_depend_on_the_order_of_driving_peers(sent: Sent, random: Random) -> None:
-    """The messages of one peer by one protocol are ordered; a driver chooses how those of several
-    interleave."""
+    """The messages of one peer by one protocol are ordered; a driver may interleave those of several
+    protocols.
+    """
 
     def run(shuffled: bool) -> tuple[list[tuple[float, int]], int]:
         ups = [Uplink(200_000, 0.3) for _ in range(3)]
@@ -382,6 +383,6 @@ def test_clocks_differ_within_the_given_offset_and_drift() -> None:
         ("regions = [{name = 'a', share = 1.0}]\nbetween_seconds = [[0.1, 0.2]]", "1 rows of 1"),
     ],
 )
-def test_a_model_that_means_nothing_is_refused(text: str, says: str) -> None:
+def test_an_invalid_model_is_refused(text: str, says: str) -> None:
     with pytest.raises(msgspec.ValidationError, match=says):
         msgspec.toml.decode(text, type=NetworkModel)

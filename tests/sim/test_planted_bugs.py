@@ -1,6 +1,6 @@
-"""Bugs planted in cores, and the checkers that find them: each within a few seeds, and silent without it.
+"""Bugs planted in cores, and the checkers that find them: each within a few seeds, with no false alarms.
 
-A bug is a core that takes the place of ours, as a user's own would (`sim.worlds.factories`).
+A bug is a core that replaces ours, as a user's own would (`sim.worlds.factories`).
 """
 
 from collections.abc import Collection
@@ -35,11 +35,11 @@ from sim.worlds.factories import Cores
 from sim.worlds.integer_stage import Truth
 
 SEEDS_MAX = 50
-"""Within so many seeds each bug is to be found."""
+"""Each bug must be found within this many seeds."""
 
 
 def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
-    """The invariant that does not hold; None if all do."""
+    """The broken invariant; None if all hold."""
     watch = Watch(checkers_for(scenario))
 
     def publish(observed: Observation) -> None:
@@ -55,7 +55,9 @@ def broken(scenario: Scenario, seed: int, **cores: Any) -> str | None:
 
 
 def seeds_until(invariant: str, scenario: Scenario, **cores: Any) -> int:
-    """How many seeds it takes to find the bug; without it no checker speaks over those."""
+    """Return the number of seeds until the bug is found; without it no checker reports anything over those
+    seeds.
+    """
     for seed in range(1, SEEDS_MAX + 1):
         assert broken(scenario, seed) is None
         found = broken(scenario, seed, **cores)
@@ -66,7 +68,7 @@ def seeds_until(invariant: str, scenario: Scenario, **cores: Any) -> int:
 
 
 class ProbesNoDead(Prober):
-    """It never probes a member that it believes dead."""
+    """A core that never probes a member that it believes dead."""
 
     def probe_dead(self, now: float, count: int, peer: PeerId | None = None) -> Sends:
         del now, count, peer
@@ -74,7 +76,7 @@ class ProbesNoDead(Prober):
 
 
 class ForgetsToRefute(Swim):
-    """It ignores accusations against itself, and probes no member that it believes dead."""
+    """A core that ignores accusations against itself, and probes no member that it believes dead."""
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
@@ -91,7 +93,7 @@ class ForgetsToRefute(Swim):
 
 
 class DropsRecords(Kademlia):
-    """It says that it keeps a record, and does not."""
+    """A core that says that it keeps a record, and does not."""
 
     def receive(self, now: float, sender: PeerId, message: RecordMessage) -> Sends:
         sends = super().receive(now, sender, message)
@@ -101,7 +103,9 @@ class DropsRecords(Kademlia):
 
 
 class CountsTwice(Replica):
-    """It says that it took a micro-batch out of its sums, which another replica counts, and did not."""
+    """A core that says that it took a micro-batch out of its sums, which another replica counts,
+    and did not.
+    """
 
     def next(self, now: float) -> WorkItem | None:
         item = super().next(now)
@@ -143,7 +147,7 @@ def test_a_dht_that_drops_records_is_found_with_the_first_seed() -> None:
 
 
 class HearsOfItself(PaxosChain):
-    """It takes every other branch for the longer one."""
+    """A core that takes every other branch for the longer one."""
 
     def receive(self, now: float, sender: PeerId, message: AgreementMessage) -> Any:
         sends = super().receive(now, sender, message)
@@ -183,7 +187,7 @@ def test_two_abandoned_branches_are_found_with_the_first_seed() -> None:
 
 
 class ForgetsLeaves(Draining):
-    """It passes over what members say that want to leave."""
+    """A core that ignores members' requests to leave."""
 
     def note(self, now: float, peer: PeerId) -> None:
         del now, peer
@@ -208,7 +212,7 @@ def test_a_member_that_forgets_a_leave_is_found_within_fifty_seeds() -> None:
 
 
 class DecidesAlone(PaxosChain):
-    """It takes its own vote for a majority."""
+    """A core that takes its own vote for a majority."""
 
     def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
         return bool(votes)

@@ -1,4 +1,4 @@
-"""The pictures: which there are, and that each is one."""
+"""The plots: the set of files, and that each is an image."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ from tests.sim.tiny import tiny
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
-def test_only_measured_quantities_have_a_picture(tmp_path: Path) -> None:
+def test_only_measured_quantities_have_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     churned = {"seconds": 60, "churn.profile": "kad", "churn.speedup": 600}
     result = sim.run(tiny(tmp_path, nodes=8, **churned), seed=3)
@@ -22,7 +22,7 @@ def test_only_measured_quantities_have_a_picture(tmp_path: Path) -> None:
         assert (tmp_path / "out" / name).read_bytes().startswith(PNG)
 
 
-def test_a_picture_of_an_earlier_run_does_not_stay_behind(tmp_path: Path) -> None:
+def test_a_plot_of_an_earlier_run_is_removed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from sim.report.plots import PICTURES, draw_all
 
@@ -33,7 +33,7 @@ def test_a_picture_of_an_earlier_run_does_not_stay_behind(tmp_path: Path) -> Non
     assert PICTURES["training.png"](result) is None
 
 
-def test_a_run_of_training_is_drawn_with_its_plans(tmp_path: Path) -> None:
+def test_a_training_run_is_plotted_with_its_plans(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from dataclasses import replace
 

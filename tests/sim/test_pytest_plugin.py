@@ -1,4 +1,4 @@
-"""The fixtures for other people's tests, in a test run of their own."""
+"""The fixtures for users' tests, in a separate test run."""
 
 import tomllib
 from textwrap import dedent
@@ -25,7 +25,7 @@ def theirs(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest
     return pytester
 
 
-def test_anybody_can_test_their_core_on_a_simulated_swarm(theirs: pytest.Pytester) -> None:
+def test_a_users_core_can_be_tested_on_a_simulated_swarm(theirs: pytest.Pytester) -> None:
     theirs.makepyfile(
         dedent("""
         from gossip.swim import Swim

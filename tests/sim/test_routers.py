@@ -1,4 +1,6 @@
-"""Simulated routers let through what the laboratory's real ones do, and peers behind them stay members."""
+"""Simulated routers admit the same packets as the laboratory's real ones, and peers behind them
+stay members.
+"""
 
 from itertools import combinations_with_replacement
 
@@ -32,13 +34,14 @@ def machines(*presets: Preset, behind_one: int = 1) -> list[RoutedMachine]:
 def seen(
     one: RoutedMachine, server: RoutedMachine, transport: Transport, now: float = 0.0, family: int = 4
 ) -> Endpoint | None:
-    """Where a server sees a machine that writes to it."""
+    """The address at which a server sees a machine that writes to it."""
     return carry(transport, one, server, server.cards[family].inner, now)
 
 
 def punched(one: RoutedMachine, other: RoutedMachine, server: RoutedMachine, transport: Transport) -> bool:
-    """Whether packets get through both ways once each has written to where the other was seen, and then to
-    where it comes from: what plain sockets do in the laboratory."""
+    """Return whether packets get through both ways once each has written to the other's observed address, and
+    then to the source address of the other's packets, as plain sockets do in the laboratory.
+    """
     family = one.family(other)
     places = {end.peer: seen(end, server, transport, family=family) for end in (one, other)}
     reached = set()
@@ -54,9 +57,7 @@ def punched(one: RoutedMachine, other: RoutedMachine, server: RoutedMachine, tra
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize(("one", "other"), [*combinations_with_replacement(NAMES, 2)])
-def test_a_pair_is_direct_where_the_laboratory_says_so(
-    one: Preset, other: Preset, transport: Transport
-) -> None:
+def test_a_pair_is_direct_if_the_laboratory_says_so(one: Preset, other: Preset, transport: Transport) -> None:
     server, *ends = machines("none", one, other)
     sites = [lab.PRESETS[NAMES[each]] for each in (one, other)]
     assert punched(ends[0], ends[1], server, transport) == lab.can_be_direct(sites[0], sites[1], transport)
@@ -67,12 +68,12 @@ def test_a_mapping_is_forgotten_after_its_time() -> None:
     there = seen(home, a, "udp")
     assert there is not None
     assert carry("udp", a, home, there, 29.0) is not None
-    assert carry("udp", b, home, there, 29.0) is None, "it was not written to"
+    assert carry("udp", b, home, there, 29.0) is None, "no packet was sent to it"
     assert carry("udp", a, home, there, 60.0) is None
     assert seen(home, b, "udp", 61.0) == there, "the same port for every destination"
 
 
-def test_a_rebooted_router_breaks_connections_and_gives_other_ports() -> None:
+def test_a_rebooted_router_breaks_connections_and_changes_ports() -> None:
     server, home = machines("none", "home")
     made = connect(home, server, server.cards[4].inner, 0.0)
     assert made is not None
@@ -87,7 +88,7 @@ def test_a_rebooted_router_breaks_connections_and_gives_other_ports() -> None:
     assert again.source != made.source
 
 
-def test_machines_behind_one_router_reach_each_other_inside_and_by_a_hairpin() -> None:
+def test_machines_behind_one_router_connect_inside_and_by_hairpin() -> None:
     presets: tuple[Preset, ...] = ("home", "cone")
     for preset in presets:
         server, one, other = machines("none", preset, preset, behind_one=2)
@@ -121,7 +122,7 @@ def test_a_router_keeps_a_bounded_number_of_mappings() -> None:
 
 
 def scenario(seconds: str = "180") -> Scenario:
-    """The one that comes along, cut short."""
+    """The built-in scenario, shortened."""
     short = {
         "nodes": "14",
         "seconds": seconds,
@@ -134,7 +135,7 @@ def scenario(seconds: str = "180") -> Scenario:
 
 
 class Story:
-    """Collects events, to be read by kind."""
+    """A collector of events, to be read by kind."""
 
     def __init__(self) -> None:
         self.rows: list[Observation] = []
@@ -162,7 +163,7 @@ def test_peers_behind_routers_are_members_by_relays_and_punched_paths() -> None:
     assert played.summary["membership"]["entries_right_share_end"] == 1.0
 
 
-def test_one_seed_is_one_course() -> None:
+def test_one_seed_gives_one_course() -> None:
     short = scenario(seconds="40")
     assert sim.run(short, seed=3).digest == sim.run(short, seed=3).digest
 

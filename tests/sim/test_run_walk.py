@@ -1,7 +1,7 @@
-"""Random walks of whole runs: members crash, restart, leave, stand still and are cut off, and every run ends.
+"""Random walks of whole runs: members crash, restart, leave, stall and are cut off, and every run ends.
 
-All checkers watch: one plan a height, each sample in one committed step, exact sums. A walk ends once its run
-has. `PEERLOOM_RUN_WALK_EVENTS=1000000` walks on until the members' cores have had so many calls.
+All checkers watch: one plan per height, each sample in one committed step, exact sums. A walk ends once its
+run has. `PEERLOOM_RUN_WALK_EVENTS=1000000` walks on until the members' cores have had this many calls.
 """
 
 import os
@@ -22,7 +22,7 @@ from tests.sim.test_following import follow_whenever
 
 EVENTS_WANTED = int(os.environ.get("PEERLOOM_RUN_WALK_EVENTS", "3000"))
 FOUND = (3_058,)
-"""A requester came back by a plan of which the committer never heard, and was made the next committer."""
+"""A requester returned with a plan of which the committer never heard, and was made the next committer."""
 PEERS = 7
 TROUBLE_SECONDS = 40.0
 AWAY_SECONDS_MAX = 15.0
@@ -30,7 +30,7 @@ ENDS_SECONDS = 400.0
 
 
 class Trouble:
-    """The disturbances of one walk; each peer is up again, and all reach each other, when it is over."""
+    """The disturbances of one walk; at its end each peer is up again, and all reach each other."""
 
     def __init__(self, played: Troubled, rng: Random) -> None:
         self.played = played
@@ -74,7 +74,7 @@ class Trouble:
             world.tell(world.lives[world.peers[some[0]]], PeerFrozen(min(seconds, 4.0)))
 
     def suspect(self, some: list[int], _seconds: float) -> None:
-        """One hears from nobody for a moment, and is suspected."""
+        """Cut one peer off for a moment, so that it is suspected."""
         world = self.played.world
         world.deafen(some[0], True)
         self.played.at(world.now + 2.0, world.deafen, some[0], False)
@@ -107,7 +107,7 @@ CALLS = ("begin", "on_chain", "receive", "replied", "wake", "members_changed")
 
 
 def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """Count what all members' cores are called for from now on."""
+    """Count all calls of members' cores from now on."""
     calls: Counter[str] = Counter()
 
     def counting(name: str) -> None:
@@ -124,7 +124,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return calls
 
 
-def test_every_run_ends_whatever_befalls_its_members(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_run_ends_under_any_disturbance(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch)
     seed, kinds, outcomes = 0, Counter[str](), Counter[str]()
     while calls.total() < EVENTS_WANTED:
@@ -140,14 +140,14 @@ def test_every_run_ends_whatever_befalls_its_members(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("seed", FOUND)
-def test_a_run_ends_that_once_did_not(seed: int) -> None:
+def test_a_run_that_once_did_not_end_ends(seed: int) -> None:
     played, _trouble = walk(seed, follows=False)
     played.play()
     assert {row.event.outcome for row in played.story.of(RunEnded)} == {"done"}
 
 
 def test_every_cause_in_the_table_of_states_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for "asked to stop": nobody does in a world of cores."""
+    """Except "asked to stop": no peer does so in a world of cores."""
     seen: set[str] = set()
 
     def after(state: State, cause: Cause) -> State:

@@ -97,7 +97,7 @@ scenarios = st.builds(
 
 @settings(deadline=None)
 @given(scenarios, st.lists(events, max_size=3).map(tuple))
-def test_a_scenario_that_is_written_is_read_back_the_same(
+def test_a_written_scenario_reads_back_the_same(
     tmp_path_factory: pytest.TempPathFactory, scenario: Scenario, some: tuple[ChurnEvent, ...]
 ) -> None:
     if scenario.network.regions:
@@ -108,7 +108,7 @@ def test_a_scenario_that_is_written_is_read_back_the_same(
 
 
 @pytest.mark.parametrize("name", BUILT_IN)
-def test_built_in_scenarios_are_sound_and_explain_their_choices(name: str) -> None:
+def test_built_in_scenarios_are_valid_and_explain_their_choices(name: str) -> None:
     scenario = load(name)
     assert scenario.name == name
     assert len(scenario.about) > 20
@@ -140,7 +140,7 @@ def test_built_in_scenarios_are_part_of_the_package() -> None:
         ),
     ],
 )
-def test_a_value_that_may_not_be_is_named_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
+def test_an_invalid_value_is_named_with_its_line(tmp_path: Path, text: str, complaint: str) -> None:
     path = written(tmp_path, HEAD + text)
     with pytest.raises(UsageError) as caught:
         load(path)
@@ -232,7 +232,7 @@ def test_a_value_that_may_not_be_is_named_with_its_line(tmp_path: Path, text: st
         ('fidelity = "stack"\nnodes = 300', 4, "nodes = 300: whole nodes are at most 200; more take"),
     ],
 )
-def test_values_that_cannot_all_be_true_are_said_with_a_line(
+def test_contradicting_values_are_reported_with_a_line(
     tmp_path: Path, text: str, line: int, complaint: str
 ) -> None:
     path = written(tmp_path, HEAD + text)
@@ -255,7 +255,7 @@ def test_a_trace_path_is_relative_to_its_scenario_and_checked(tmp_path: Path) ->
         load(path)
 
 
-def test_an_unknown_name_gets_the_nearest_and_a_missing_file_is_said() -> None:
+def test_an_unknown_name_gets_the_nearest_and_a_missing_file_is_reported() -> None:
     with pytest.raises(UsageError, match=r"no scenario is called 'chrun'; did you mean 'churn'"):
         load("chrun")
     with pytest.raises(UsageError, match=r"no scenario is called 'x'; there are lan, wan, .* path of a file"):
@@ -264,7 +264,7 @@ def test_an_unknown_name_gets_the_nearest_and_a_missing_file_is_said() -> None:
         load("nowhere/x.toml")
 
 
-def test_single_values_are_set_as_a_person_types_them() -> None:
+def test_single_values_are_set_as_a_user_types_them() -> None:
     scenario = with_values(
         load("wan"),
         {
@@ -295,7 +295,7 @@ def test_single_values_are_set_as_a_person_types_them() -> None:
         ("name", "5", "--set name=5: name = 5: want text"),
     ],
 )
-def test_a_wrong_value_set_is_said_like_one_in_a_file(key: str, text: str, complaint: str) -> None:
+def test_a_wrong_value_set_is_reported_like_one_in_a_file(key: str, text: str, complaint: str) -> None:
     with pytest.raises(UsageError) as caught:
         with_values(load("partition"), {key: text})
     assert str(caught.value) == complaint

@@ -35,7 +35,7 @@ TALK = "/peerloom/talk/1"
 
 
 def simulate(scenario: Callable[[], Awaitable[Any]]) -> None:
-    """Run under a clock that jumps; a deadlock ends after an hour that takes no time."""
+    """Run under a clock that jumps; a deadlock ends after a virtual hour."""
 
     async def main() -> None:
         with trio.fail_after(3_600):
@@ -84,7 +84,7 @@ def test_a_datagram_arrives_after_the_latency() -> None:
     simulate(scenario)
 
 
-def test_datagrams_due_at_one_instant_come_by_sender_and_then_by_number() -> None:
+def test_simultaneous_datagrams_are_ordered_by_sender_and_number() -> None:
     async def scenario() -> None:
         one, other, third = attach(medium())
         inbox = third.inbox(TALK)
@@ -149,7 +149,7 @@ def test_messages_to_strangers_dead_peers_and_unknown_protocols_are_lost() -> No
 
 
 @pytest.mark.parametrize("loss", [0.1, 0.5])
-def test_loss_is_as_asked(loss: float) -> None:
+def test_loss_has_the_configured_rate(loss: float) -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium(loss=loss))
         inbox = other.inbox(TALK)
@@ -178,7 +178,7 @@ def test_a_stream_delivers_in_order_with_latency() -> None:
     simulate(scenario)
 
 
-def test_a_payload_comes_beside_its_message_unless_it_is_too_long() -> None:
+def test_a_payload_arrives_beside_its_message_unless_too_long() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium())
 
@@ -208,7 +208,7 @@ def test_a_payload_comes_beside_its_message_unless_it_is_too_long() -> None:
     simulate(scenario)
 
 
-def test_a_narrow_link_takes_its_time_for_bulk() -> None:
+def test_a_narrow_link_delays_bulk() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium(up_bytes_per_second=1_000 * STREAM_OVERHEAD))
         other.handle(TALK, echo)
@@ -218,7 +218,7 @@ def test_a_narrow_link_takes_its_time_for_bulk() -> None:
             for _ in range(3):
                 await stream.send(bytes(500))
             await stream.receive()
-            # 0.5 s of sending and a trip, there and back.
+            # 0.5 s of sending and a trip in each direction.
             assert SimClock().monotonic() - begun == pytest.approx(1.1)
 
     simulate(scenario)
@@ -292,7 +292,7 @@ def test_a_killed_peer_breaks_its_streams_and_cannot_be_reached() -> None:
     simulate(scenario)
 
 
-def test_a_peer_that_was_killed_comes_back_at_its_address() -> None:
+def test_a_killed_peer_returns_at_its_address() -> None:
     async def scenario() -> None:
         shared = medium()
         one, other, _ = attach(shared)
@@ -321,7 +321,7 @@ def test_an_unknown_peer_is_unreachable() -> None:
     simulate(scenario)
 
 
-def test_a_peer_that_does_not_speak_the_protocol_refuses() -> None:
+def test_a_peer_without_the_protocol_refuses() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium())
         async with running(one, other):
@@ -331,7 +331,7 @@ def test_a_peer_that_does_not_speak_the_protocol_refuses() -> None:
     simulate(scenario)
 
 
-def test_an_address_tells_who_answers_there() -> None:
+def test_an_address_identifies_the_peer_there() -> None:
     async def scenario() -> None:
         shared = medium()
         one, other, _ = attach(shared, acquainted=False)
@@ -348,7 +348,7 @@ def test_an_address_tells_who_answers_there() -> None:
     simulate(scenario)
 
 
-def test_a_handler_that_meets_garbage_ends_its_stream_and_nothing_else() -> None:
+def test_a_handler_that_receives_garbage_ends_only_its_stream() -> None:
     async def scenario() -> None:
         one, other, _ = attach(medium())
 
@@ -378,7 +378,7 @@ def test_computing_takes_the_modelled_time_after_the_work_is_done() -> None:
     simulate(scenario)
 
 
-def test_storage_is_kept_for_a_peer_that_restarts() -> None:
+def test_storage_survives_a_peers_restart() -> None:
     async def scenario() -> None:
         storage = MemoryStorage()
         shared = medium()
@@ -410,7 +410,7 @@ def test_a_simulated_stage_runs_the_real_executor() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(stage.call, Export())
             nursery.start_soon(stage.call, Export())
-        assert SimClock().monotonic() == 0.75, "one call after the other"
+        assert SimClock().monotonic() == 0.75, "calls run one after the other"
         assert stage.vector("parameters").nbytes > 0
         with pytest.raises(LocalProtocolError):
             await stage.call("a request")

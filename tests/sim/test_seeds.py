@@ -20,7 +20,7 @@ def test_two_peers_choose_differently_and_one_peer_repeats() -> None:
     assert seeded_rng(1, one).random() != seeded_rng(1, other).random()
 
 
-def test_entropy_is_one_stream_however_it_is_cut() -> None:
+def test_entropy_is_one_stream_however_it_is_read() -> None:
     whole, cut = seeded_entropy(1, "x"), seeded_entropy(1, "x")
     assert whole(200) == cut(1) + cut(99) + cut(0) + cut(100)
     assert whole(32) != whole(32)

@@ -1,4 +1,4 @@
-"""The simulator's command line: what a person types, sees, and gets back as files and codes."""
+"""The simulator's command line: arguments, output, files and exit codes."""
 
 import json
 import os
@@ -24,7 +24,7 @@ DEAF_FLAGS = [word for key, value in DEAF.items() for word in ("--set", f"{key}=
 
 
 def in_process(words: Sequence[str], folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """`python -m ...` as a shell in `folder` would run it."""
+    """Run `python -m ...` as a shell in `folder` would."""
     return subprocess.run(
         [sys.executable, *words],
         cwd=folder,
@@ -35,7 +35,7 @@ def in_process(words: Sequence[str], folder: Path, **environ: str) -> subprocess
     )
 
 
-def test_the_built_in_scenarios_are_listed_with_what_they_are_about(
+def test_the_built_in_scenarios_are_listed_with_their_topics(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert sim_command(["--list"]) == 0
@@ -53,7 +53,7 @@ def test_a_printed_scenario_includes_the_given_values(
 ) -> None:
     assert sim_command(["churn", "--print"]) == 0
     text = capsys.readouterr().out
-    assert "#" in text, "with its comments"
+    assert "#" in text, "the comments are included"
     assert sim_command(["churn", "--print", "--set", "nodes=33", "--set", "network.loss=0.25"]) == 0
     changed = tomllib.loads(capsys.readouterr().out)
     assert (changed["nodes"], changed["network"]["loss"]) == (33, 0.25)
@@ -128,7 +128,7 @@ def test_a_run_shows_its_figures_on_stdout_and_writes_its_files(
     ]  # fmt: skip
 
 
-def test_with_json_stdout_is_the_summary_and_quiet_says_nothing_more(
+def test_with_json_stdout_has_the_summary_and_quiet_adds_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert sim_command([written(tmp_path), "--seed", "3", "--json", "--quiet"]) == 0
@@ -159,7 +159,7 @@ def test_a_broken_invariant_exits_with_six_and_its_command_breaks_it_again(tmp_p
     assert summaries[0]["broken"]["repeat"] == command
 
 
-def test_ctrl_c_ends_it_in_order_with_what_there_is(
+def test_ctrl_c_ends_in_order_with_partial_results(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(_: ProgressScreen, progress: ExperimentProgress) -> None:
@@ -173,7 +173,7 @@ def test_ctrl_c_ends_it_in_order_with_what_there_is(
     assert (summary["complete"], summary["virtual_seconds"]) == (False, 11.0)
 
 
-def test_progress_says_how_far_it_is_how_fast_and_how_long_still() -> None:
+def test_progress_shows_position_speed_and_remaining_time() -> None:
     progress = ExperimentProgress(120.0, 600.0, 1.5, 197, 5_000)
     assert progress_line("churn", progress) == "churn  120 of 600 s  197 up  80x real time  6 s left"
     assert (
@@ -182,7 +182,7 @@ def test_progress_says_how_far_it_is_how_fast_and_how_long_still() -> None:
     )
 
 
-def test_without_matplotlib_one_line_says_why_there_are_no_pictures(
+def test_a_missing_matplotlib_is_explained_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:

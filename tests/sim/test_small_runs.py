@@ -1,7 +1,7 @@
 """Runs of two members and their witnesses in a world of cores: deaths, freezes and partitions among the few.
 
-Never two plans at one height, also where the requester breaks ties; and the run goes on wherever voters that
-can decide are up and see each other. `PEERLOOM_SMALL_SEEDS` plays more of them.
+There are never two plans at one height, even if the requester breaks ties; and the run continues wherever
+enough voters are up and see each other. `PEERLOOM_SMALL_SEEDS` plays more of them.
 """
 
 import os
@@ -17,18 +17,21 @@ from tests.sim.runs_world import BEGINS, Troubled, scenario, training
 
 SEEDS = int(os.environ.get("PEERLOOM_SMALL_SEEDS", "3"))
 FOUND = (46, 56)
-"""Two members that were absent in turn each waited for the other to propose; a lone requester went back to a
-checkpoint of which it had no copy."""
+"""Two members that were absent in turn each waited for the other's proposal; a lone requester went back to a
+checkpoint of which it had no copy.
+"""
 STEPS = 40
 OPENS_AT = BEGINS + 12.7
-"""When the idle node, number 7, opens the stage that 3 and 6 held until BEGINS + 10."""
+"""The time at which the idle node, number 7, opens the stage that 3 and 6 held until BEGINS + 10."""
 TROUBLE_SECONDS = 60.0
 GOES_ON_SECONDS = 8.0
 LOST = "lost its last replica, and no checkpoint holds its parameters"
 
 
 def trial(seed: int, rule: str) -> Troubled:
-    """A requester, a replica and up to three without a stage; splits and crashes for a minute, then peace."""
+    """A requester, a replica and up to three members without a stage; splits and crashes for a minute, then
+    calm.
+    """
     rng = seeded_rng(seed, "small")
     members = rng.randint(2, 5)
     run = training(
@@ -64,7 +67,7 @@ def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> Non
         assert len({height for height, _ in plans}) == len(plans), f"seed {seed}: two plans at one height"
         ends = played.story.of(RunEnded)
         outcomes = {row.event.outcome for row in ends}
-        # The only replica may die before the first checkpoint: that cannot be survived, and is said.
+        # The only replica may die before the first checkpoint: that cannot be survived, and is reported.
         is_told = all(LOST in row.event.reason for row in ends if row.event.outcome == "failed")
         if not outcomes or not is_told:
             wrong[seed] = (
@@ -76,7 +79,7 @@ def test_small_runs_never_have_two_plans_at_one_height_and_end(rule: str) -> Non
 
 
 @pytest.mark.parametrize(("rule", "goes_on"), [("wait", False), ("requester", True)])
-def test_only_a_tie_breaking_requester_goes_on_after_a_split(rule: str, goes_on: bool) -> None:
+def test_only_a_tie_breaking_requester_continues_after_a_split(rule: str, goes_on: bool) -> None:
     run = training(
         members=2, stages=1, replicas=1, steps=40, microbatches=4, pass_seconds=0.1, on_lost_quorum=rule
     )
@@ -91,8 +94,8 @@ def test_only_a_tie_breaking_requester_goes_on_after_a_split(rule: str, goes_on:
 
 
 @pytest.mark.parametrize("how", ["killed", "stopped", "restarted"])
-def test_an_idle_node_is_free_again_once_its_planner_goes(how: str) -> None:
-    """A stage loses both replicas; another member goes while the idle node opens that stage for it."""
+def test_an_idle_node_is_free_again_once_its_planner_dies(how: str) -> None:
+    """A stage loses both replicas; another member dies while the idle node opens that stage for it."""
     stalled = {}
     for victim in (1, 2, 4, 5):
         run = training(

@@ -1,4 +1,4 @@
-"""The parts of a stack: a trio that repeats, the cost of computing, the contents of a stage's sums."""
+"""The parts of a stack: a repeatable trio, the cost of computing, the contents of a stage's sums."""
 
 from random import Random
 
@@ -26,7 +26,7 @@ NATURAL_SECONDS, BYTES_PER_SECOND = 0.5, 1e6
 
 
 async def order() -> list[int]:
-    """In which order twelve tasks take their turns at one instant."""
+    """Return the order in which twelve tasks take their turns at one instant."""
     turns: list[int] = []
 
     async def turn(number: int) -> None:
@@ -39,7 +39,7 @@ async def order() -> list[int]:
     return turns
 
 
-def test_tasks_of_one_instant_take_their_turns_as_the_seed_says() -> None:
+def test_simultaneous_tasks_take_their_turns_by_the_seed() -> None:
     before = trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r
     first, again, other = (run_repeatably(order, Random(seed)) for seed in (1, 1, 2))
     assert first == again
@@ -48,7 +48,7 @@ def test_tasks_of_one_instant_take_their_turns_as_the_seed_says() -> None:
     assert (trio_run._ALLOW_DETERMINISTIC_SCHEDULING, trio_run._r) == before
 
 
-def test_the_switch_is_put_back_where_the_run_fails() -> None:
+def test_the_scheduling_switch_is_restored_after_a_failure() -> None:
     async def fail() -> None:
         await trio.sleep(1)
         raise ValueError("on purpose")
@@ -81,14 +81,14 @@ def specifications() -> list[api.StageSpecification]:
     return [make_specification(run, graphs, stage, Machine(1, "cpu", 1 << 40)) for stage in (0, 1)]
 
 
-def test_a_pass_takes_what_the_scenario_says_and_the_rest_in_proportion() -> None:
+def test_a_pass_takes_the_scenarios_time_and_the_rest_in_proportion() -> None:
     first, last = (
         StageCost(wanted, NATURAL_SECONDS, 2 * NATURAL_SECONDS, BYTES_PER_SECOND)
         for wanted in specifications()
     )
     forward, backward = api.Forward(0, 0, True, NO_HASH), api.Backward(0, 0, NO_HASH)
     assert (first.seconds(forward), first.seconds(backward)) == (1.0, 2.0)
-    assert last.seconds(forward) == 3.0  # there and back
+    assert last.seconds(forward) == 3.0  # both directions
     assert last.seconds(api.Forward(0, 0, False, NO_HASH)) == 1.0
     size_bytes = gradient_bytes(specifications()[0])
     assert first.seconds(api.Apply(0, 1)) == pytest.approx(2 * 6 * size_bytes / BYTES_PER_SECOND)
@@ -97,7 +97,7 @@ def test_a_pass_takes_what_the_scenario_says_and_the_rest_in_proportion() -> Non
 
 
 class Obedient:
-    """A stage that does whatever is asked, but refuses micro-batch 13."""
+    """A stage that accepts everything except micro-batch 13."""
 
     async def call(self, request: object) -> object:
         await trio.lowlevel.checkpoint()
@@ -113,7 +113,7 @@ class Obedient:
 
 
 @pytest.mark.parametrize("is_last", [False, True])
-def test_the_sums_hold_what_went_back_and_was_not_taken_out(is_last: bool) -> None:
+def test_the_sums_hold_kept_microbatches_only(is_last: bool) -> None:
     applied: list[tuple[int, tuple[int, ...]]] = []
     wanted = specifications()[is_last]
     stage = WatchedStage(wanted, Obedient(), lambda _, step, numbers: applied.append((step, numbers)))

@@ -1,4 +1,4 @@
-"""Whole nodes in virtual time: they train under churn, repeat to the bit, and whoever watches may stop them.
+"""Whole nodes in virtual time: they train under churn, repeat bit for bit, and watchers may stop them.
 
 PEERLOOM_STACK=full plays the scenario of twenty nodes too.
 """
@@ -27,11 +27,11 @@ from tests.sim.stack_scenarios import DIGITS, FULL, SWARM, Played, play
 ROOT = Path(__file__).parent.parent.parent
 FULLY = os.environ.get("PEERLOOM_STACK") == "full"
 OTHER_GC_THRESHOLD = 5_000
-"""Python's is 700: garbage is collected at other moments."""
+"""Python's default is 700: garbage is collected at other moments."""
 
 
 def play_here_and_elsewhere(scenario: Scenario, seed: int) -> Played:
-    """Side by side in two processes, which must agree on all that happened and on every weight."""
+    """Play it in two concurrent processes, which must agree on all events and on every weight."""
     other = subprocess.Popen(
         [
             sys.executable,
@@ -83,13 +83,15 @@ def test_digits_on_spot_machines_are_bit_identical_elsewhere(scenario: Scenario,
 
 
 def assert_whole(commits: Sequence[StepCommitted], training: TrainingScenario) -> None:
-    """Each step counts its micro-batches once in every stage; that the sums held these a checker has seen."""
+    """Assert that each step counts its micro-batches once in every stage; a checker has seen that the sums
+    held these.
+    """
     for commit in commits:
         first = commit.step * training.microbatches
         for stage in commit.counted:
             numbers = sorted(number for _, named in stage for number in named)
             assert numbers == list(range(first, first + training.microbatches))
-    # A step whose committer died is finished by the next, without a commit of its own.
+    # A step whose committer died is finished by the next committer, without its own commit.
     assert len({commit.step for commit in commits}) >= 0.9 * training.steps
 
 
@@ -103,7 +105,7 @@ def test_another_seed_is_another_world_with_ties_in_it() -> None:
         assert all(len(played.world.believes(peer)) == SWARM.nodes for peer in played.world.peers)
 
 
-def test_a_broken_invariant_stops_the_world_and_comes_out_as_it_is() -> None:
+def test_a_broken_invariant_stops_the_world_and_is_raised_unchanged() -> None:
     seen: list[Observation] = []
     broken = Broken("planted", "somebody is up")
 
@@ -154,7 +156,7 @@ def test_a_stack_accepts_another_swim_but_no_other_replica() -> None:
 
 
 @pytest.mark.parametrize("remembers", [True, False])
-def test_a_peer_comes_back_with_its_disk_or_as_its_new_self(remembers: bool) -> None:
+def test_a_peer_returns_with_its_disk_or_as_a_new_peer(remembers: bool) -> None:
     churn = replace(SWARM.churn, remembers=remembers)
     scenario = replace(
         SWARM,
@@ -173,4 +175,4 @@ def test_a_peer_comes_back_with_its_disk_or_as_its_new_self(remembers: bool) -> 
     assert back.event.remembers is remembers
     assert world.up_since(gone) == back.time == 25.0
     dialled = world.lives[gone].node.state.joins
-    assert (len(dialled) > 1) is remembers  # those it met in its earlier life
+    assert (len(dialled) > 1) is remembers  # peers that it met in its earlier life

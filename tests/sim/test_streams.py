@@ -1,4 +1,4 @@
-"""Streams of whole nodes over the network model: shared bandwidth, splits, freezes, translators, paces."""
+"""Streams of whole nodes over the network model: shared bandwidth, splits, freezes, translators, rates."""
 
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -26,7 +26,7 @@ A, B, C = sorted(seeded_peer(1, index) for index in range(3))
 
 
 def narrow(*, up: float = math.inf, down: float = math.inf) -> NetworkModel:
-    """Return a network that gives every peer this many bytes a second of what streams carry."""
+    """Return a network that gives every peer this many bytes of stream data per second."""
     mbit = STREAM_OVERHEAD / BYTES_PER_MBIT
     return NetworkModel(access=(Access(1.0, up_mbit_per_second=up * mbit, down_mbit_per_second=down * mbit),))
 
@@ -38,7 +38,7 @@ async def talkers(
     stall_seconds: float = 0.0,
     handler: Callable[[Stream], Awaitable[None]] = echo,
 ) -> AsyncIterator[tuple[SimNetworkFabric, SimNetwork, SimNetwork, SimNetwork]]:
-    """Three peers that know each other and answer by `handler`."""
+    """Three peers that know each other and answer with `handler`."""
     medium = SimNetworkFabric(SimLinks(model or NetworkModel(), 1), stall_seconds=stall_seconds)
     networks = medium.attach(A), medium.attach(B), medium.attach(C)
     for network in networks:
@@ -54,7 +54,7 @@ def now() -> float:
 
 
 async def timed(stream: Stream, count: int, done: list[float]) -> None:
-    """Wait for so many messages; when each has come."""
+    """Wait for this many messages; return the arrival time of each."""
     for _ in range(count):
         await stream.receive()
         done.append(now())
@@ -72,7 +72,7 @@ def test_the_streams_of_a_peer_share_its_bandwidth_fairly(up: float, down: float
         async with talkers(narrow(up=up, down=down), handler=reader) as (_, one, _, third):
             streams = [await one.open(B, TALK), await one.open(B, TALK), await third.open(B, TALK)]
             begun = now()
-            # Both of A's go through its uplink, all three through B's downlink.
+            # Both of A's streams use its uplink, all three use B's downlink.
             for number, stream in enumerate(streams):
                 await stream.send(bytes([number]) * 100_000)
             await trio.sleep(20)
@@ -140,7 +140,7 @@ def test_messages_of_all_sizes_arrive_in_order_before_the_closing() -> None:
 
 
 @pytest.mark.parametrize("model", [NetworkModel(), narrow(up=100_000, down=100_000)], ids=["free", "narrow"])
-def test_a_stream_stalls_over_a_split_and_goes_on_after_it(model: NetworkModel) -> None:
+def test_a_stream_stalls_over_a_split_and_continues_after_it(model: NetworkModel) -> None:
     async def scenario() -> None:
         async with talkers(model, stall_seconds=60) as (medium, one, _, _):
             stream, same_side = await one.open(B, TALK), await one.open(C, TALK)
@@ -159,7 +159,7 @@ def test_a_stream_stalls_over_a_split_and_goes_on_after_it(model: NetworkModel) 
     simulate(scenario)
 
 
-def test_a_stream_that_stalls_for_too_long_breaks_at_both_ends() -> None:
+def test_a_stream_that_stalls_for_too_long_breaks_on_both_sides() -> None:
     async def scenario() -> None:
         ended: list[float] = []
 
@@ -176,7 +176,7 @@ def test_a_stream_that_stalls_for_too_long_breaks_at_both_ends() -> None:
             await trio.sleep(50)
             medium.heal()
             await trio.sleep(5)
-            assert ended == [], "the first stall is over, its time does not count any more"
+            assert ended == [], "the time of the first stall no longer counts"
             medium.links.block(B, A)
             medium.look_at_streams()
             with pytest.raises(StreamClosed):
@@ -188,7 +188,7 @@ def test_a_stream_that_stalls_for_too_long_breaks_at_both_ends() -> None:
     simulate(scenario)
 
 
-def test_without_patience_a_split_breaks_streams_at_once_and_lets_nobody_connect() -> None:
+def test_without_patience_a_split_breaks_streams_and_prevents_connections() -> None:
     async def scenario() -> None:
         async with talkers() as (medium, one, _, _):
             stream = await one.open(B, TALK)
@@ -230,7 +230,7 @@ def test_a_frozen_peer_neither_sends_nor_takes_nor_closes_before_the_thaw(model:
     simulate(scenario)
 
 
-def test_a_frozen_peer_shakes_no_hands() -> None:
+def test_a_frozen_peer_completes_no_handshake() -> None:
     async def scenario() -> None:
         async with talkers() as (medium, one, _, _):
             medium.freeze(B, 100)
@@ -266,7 +266,7 @@ def test_a_kill_breaks_streams_and_ends_a_freeze() -> None:
 
 
 @pytest.mark.parametrize("nat", ["restricted", "symmetric", "blocked"])
-def test_streams_go_out_through_a_translator_and_not_in(nat: Nat) -> None:
+def test_streams_open_out_of_a_translator_but_not_in(nat: Nat) -> None:
     async def scenario() -> None:
         model = NetworkModel(access=(Access(0.5, nat=nat),))
         medium = SimNetworkFabric(SimLinks(model, 1))

@@ -1,4 +1,4 @@
-"""Sweeps: what is run, what is not run again, and the table in the end."""
+"""Sweeps: which plays run, which are skipped, and the final table."""
 
 import csv
 import json
@@ -19,7 +19,7 @@ from tests.sim.tiny import DEAF, digest, tiny, written
 
 
 def swept(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any], list[str]]:
-    """Exit code, the document, the lines of talk."""
+    """Run the command; return the exit code, the document, and the other lines."""
     code = sim_command([*words, "--json", "--jobs", "2"])
     told = capsys.readouterr()
     return code, json.loads(told.out), told.err.splitlines()
@@ -38,8 +38,8 @@ def test_a_sweep_plays_every_combination_once_and_resumes(
         ({"nodes": "5"}, 3),
     ]
     digests = [run["digest"] for run in document["runs"]]
-    assert digest(tmp_path, seed=3) not in digests, "of 30 seconds"
-    # As if it had been killed in the middle of writing one, and one had been stopped.
+    assert digest(tmp_path, seed=3) not in digests, "progress is out of 30 seconds"
+    # As after a kill while one summary was written, and a stop of another play.
     kept = (out / "nodes=4" / "seed=3" / "summary.json").stat().st_mtime_ns
     half = out / "nodes=5" / "seed=3" / "summary.json"
     half.write_text(half.read_text()[:100])
@@ -64,7 +64,7 @@ def test_only_a_whole_summary_of_the_same_play_counts_as_done(tmp_path: Path) ->
     assert replace(run, text=to_toml(tiny(tmp_path, seconds=6))).summary() is None
     assert replace(run, folder=tmp_path).summary() is None
     sim.run(scenario, seed=3, folder=tmp_path / "run", progress=stop)
-    assert run.summary() is None, "it was stopped before its end"
+    assert run.summary() is None, "the play was stopped before its end"
 
 
 def stop(_: ExperimentProgress) -> None:
@@ -96,7 +96,7 @@ VALUES = ("1", "0.05", "lan", "[2,3]", "[a, [b,c]]", '"a,b"', "'x]'", "{a = [1,2
 
 @settings(max_examples=50)
 @given(st.lists(st.sampled_from(VALUES), min_size=1, max_size=5))
-def test_a_comma_within_brackets_or_quotes_parts_nothing(values: list[str]) -> None:
+def test_a_comma_within_brackets_or_quotes_separates_nothing(values: list[str]) -> None:
     assert split_values(", ".join(values)) == values
 
 

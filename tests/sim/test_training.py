@@ -1,4 +1,4 @@
-"""Runs in a world of cores: exact sums whatever befalls their members, and a bug that is not overlooked."""
+"""Runs in a world of cores: exact sums under any disturbance of members, and planted bugs that are found."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ RESUME_SECONDS_MAX = 10.0
 SPLIT_SECONDS = 60.0
 STAGES = 2
 NOTED = (21, 18)
-"""A newcomer is to commit; nobody can go on until the network heals."""
+"""A newcomer must commit; no member can continue until the network heals."""
 SEVEN = range(7)
 
 
@@ -39,7 +39,7 @@ def is_step(number: int) -> Callable[[Observation], bool]:
 
 
 def assert_done(played: Troubled, steps: int) -> None:
-    """Assert that every reported end is "done" and no step is missing. Sums were compared on the way."""
+    """Assert that every reported end is "done" and no step is missing. Sums were compared during the run."""
     assert played.story.outcomes, played.world.training.standing(0)
     assert set(played.story.outcomes.values()) == {"done"}, played.describe()
     applied = {row.event.step for row in played.story.of(SamplesCounted)}
@@ -47,7 +47,7 @@ def assert_done(played: Troubled, steps: int) -> None:
 
 
 def counted(played: Troubled) -> dict[tuple[bytes, int, int], Counter[int]]:
-    """By plan, step and stage: how often each micro-batch is in the sums of those who applied the step."""
+    """By plan, step and stage: how often each micro-batch is in the sums of members that applied the step."""
     found: dict[tuple[bytes, int, int], Counter[int]] = {}
     for row in played.story.of(SamplesCounted):
         key = (row.event.plan, row.event.step, row.event.stage)
@@ -55,7 +55,7 @@ def counted(played: Troubled) -> dict[tuple[bytes, int, int], Counter[int]]:
     return found
 
 
-def test_an_undisturbed_run_counts_each_micro_batch_once_and_ends_well_everywhere() -> None:
+def test_an_undisturbed_run_counts_each_micro_batch_once_and_ends_well() -> None:
     played = Troubled(scenario(training(), seconds=40)).play()
     assert played.story.steps == list(range(10))
     assert len(played.story.outcomes) == 7
@@ -94,7 +94,7 @@ def test_a_death_in_any_phase_of_a_step_leaves_the_sums_exact(phase: str, victim
     """0 commits, 1 holds the first stage, 2 the last."""
     played = crash_in(phase, victim)
     assert_done(played, 10)
-    # Others soon evaluate what the dead member was evaluating: no plan is needed.
+    # Others soon evaluate the dead member's samples: no plan is needed.
     assert phase == "evaluating" or played.story.of(PlanAdopted)[-1].event.height > 0
 
 
@@ -111,11 +111,11 @@ def test_a_run_that_loses_a_stage_restores_its_newest_checkpoint() -> None:
     again = [row.event.step for row in played.story.of(SamplesCounted) if row.event.stage == 0]
     height = {row.event.plan: row.event.height for row in played.story.of(PlanAdopted)}
     later = {row.event.step for row in played.story.of(SamplesCounted) if height[row.event.plan] > 0}
-    assert min(later) == 6, "the checkpoint of six steps"
+    assert min(later) == 6, "the checkpoint has six steps"
     assert Counter(again)[6] > Counter(again)[8]
 
 
-def test_without_a_checkpoint_the_run_fails_and_says_what_is_lost() -> None:
+def test_without_a_checkpoint_the_run_fails_and_names_what_is_lost() -> None:
     played = Troubled(scenario(training(checkpoint_every=0), seconds=200))
     played.when(is_step(4), lambda: played.crash(2, 4))
     played.play()
@@ -137,7 +137,7 @@ def test_the_run_notices_a_quick_restart_that_lost_its_stage(remembers: bool) ->
     assert not [row for row in played.story.seen if isinstance(row.event, MemberDown)]
 
 
-def test_a_peer_that_stands_still_is_worked_around_and_counted_once() -> None:
+def test_a_stalled_peer_is_worked_around_and_counted_once() -> None:
     played = Troubled(scenario(training(steps=20), seconds=90))
 
     def freeze() -> None:
@@ -152,7 +152,7 @@ def test_a_peer_that_stands_still_is_worked_around_and_counted_once() -> None:
 
 
 def split_trial(seed: int) -> tuple[Troubled, float]:
-    """Seven members, a split of a minute, crashes that leave a majority; and when the split ends."""
+    """Seven members, a split of a minute, crashes that leave a majority; and the end of the split."""
     rng = seeded_rng(seed, "troubles")
     run = training(stages=3, steps=110, microbatches=4, checkpoint_every=4, pass_seconds=0.05)
     played = Troubled(scenario(run, seconds=250, preset="local"), seed)
@@ -186,8 +186,9 @@ def test_a_run_resumes_after_healing_and_minorities_never_commit() -> None:
 
 
 def parted(on_lost_quorum: str, apart_seconds: float) -> Troubled:
-    """Three sides for a while, none of them a majority: the requester with a replica of each stage,
-    another such pair, and two that keep copies."""
+    """Three sides for a while, none of them a majority: the requester with a replica of each stage, another
+    such pair, and two that keep copies.
+    """
     steps = 100 if on_lost_quorum == "fork" else 60
     run = training(steps=steps, on_lost_quorum=on_lost_quorum, checkpoint_every=5)
     played = Troubled(scenario(run, seconds=420, preset="local"))
@@ -197,7 +198,7 @@ def parted(on_lost_quorum: str, apart_seconds: float) -> Troubled:
     return played.play()
 
 
-def test_without_a_majority_nobody_commits_anything_until_the_network_heals() -> None:
+def test_nobody_commits_without_a_majority_until_the_network_heals() -> None:
     played = parted("wait", 40)
     (healed,) = played.story.of(NetworkHealed)
     times = [row.time for row in played.story.of(StepCommitted)]
@@ -211,17 +212,17 @@ def test_allowed_forks_continue_and_one_branch_survives_healing() -> None:
     (healed,) = played.story.of(NetworkHealed)
     apart = [row for row in played.story.of(StepCommitted) if BEGINS + 10 < row.time < healed.time]
     branches = {row.event.plan: played.number(row.peer) for row in apart}
-    assert len(set(branches.values())) >= 2, "who commits on each side"
+    assert len(set(branches.values())) >= 2, "each side has its committer"
     after = {row.peer for row in played.story.of(StepCommitted, healed.time + 30)}
     assert len(after) == 1, "one branch is left"
     assert_done(played, 100)
 
 
-# Many, and again
+# Many, and repeatable
 
 
 @pytest.mark.slow
-def test_many_runs_side_by_side_do_not_disturb_each_other() -> None:
+def test_concurrent_runs_do_not_disturb_each_other() -> None:
     runs = [training(at_seconds=BEGINS + number / 10, steps=5) for number in range(6)]
     played = Troubled(scenario(*runs, nodes=42, seconds=40))
     played.at(BEGINS + 3, played.crash, 8)
@@ -256,7 +257,7 @@ def test_the_same_seed_is_the_same_run_also_in_another_process() -> None:
 
 
 class CountsTwice(Replica):
-    """Does not take out again what another replica counts by now."""
+    """A replica that does not take out what another replica counts by now."""
 
     def _committed(self, step: int) -> WorkItem:
         work = super()._committed(step)
@@ -324,7 +325,9 @@ def test_actions_planned_within_an_event_happen_on_time() -> None:
 
 
 def test_a_thin_access_makes_steps_longer() -> None:
-    """A frame of 16 KiB takes 0.13 s up at 1 Mbit/s, and eight micro-batches go over it there and back."""
+    """A frame of 16 KiB takes 0.13 s up at 1 Mbit/s, and eight micro-batches cross the link in each
+    direction.
+    """
 
     def seconds(mbit: float) -> float:
         network = NetworkModel(access=(Access(1.0, up_mbit_per_second=mbit, down_mbit_per_second=100.0),))
@@ -348,7 +351,7 @@ def test_a_run_waits_until_enough_of_its_members_are_up() -> None:
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
-def test_sums_stay_exact_where_borders_move_while_members_die(seed: int) -> None:
+def test_sums_stay_exact_when_borders_move_while_members_die(seed: int) -> None:
     played = Troubled(scenario(training(steps=40), seconds=150), seed)
     rng = seeded_rng(seed, PeerId(bytes(32)))
     for step in (3, 9, 10, 17, 25):

@@ -1,4 +1,4 @@
-"""A scenario that plays within a fraction of a second, and one that cannot hold what it is checked for."""
+"""A scenario that plays within a fraction of a second, and one that breaks its invariant."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ stores_per_second = 0.3
 lookups_per_second = 1.0
 """
 DEAF = {"network.loss": "1.0", "checks.converge_seconds": "8", "seconds": "20"}
-"""Nobody hears anybody, and yet all are to find each other."""
+"""No peer reaches another, and yet all must find each other."""
 
 
 def tiny(folder: Path, **values: Any) -> Scenario:

@@ -1,4 +1,4 @@
-"""Toy cores: the smallest things with the core shape, to try the simulator on."""
+"""Toy cores: the smallest cores, to try the simulator on."""
 
 import math
 from random import Random
@@ -29,7 +29,7 @@ Message = Ping | Pong
 
 
 class Pinger:
-    """Every `period_seconds` pings one peer of `others`, chosen at random; answers pings."""
+    """A core that pings a random peer of `others` every `period_seconds`, and answers pings."""
 
     def __init__(self, others: list[PeerId], rng: Random, *, now: float, period_seconds: float) -> None:
         self.events: list[Any] = []

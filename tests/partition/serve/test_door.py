@@ -1,4 +1,4 @@
-"""The door's token loop: what it does when providers are silent, slow, full or lie."""
+"""The door's token loop: its reaction to silent, slow, full and lying providers."""
 
 from dataclasses import replace
 from typing import Any
@@ -41,9 +41,9 @@ def routes(world: World) -> list[RouteTaken]:
     return [event for event in world.doors[DOOR].events if isinstance(event, RouteTaken)]
 
 
-def test_a_node_that_says_nothing_is_left_within_a_second() -> None:
+def test_a_silent_node_is_left_within_a_second() -> None:
     world, key = begun()
-    world.providers.pop(SECOND)  # no stream breaks, and nothing comes any more
+    world.providers.pop(SECOND)  # no stream breaks, and no message arrives any more
     door, left_at = world.doors[DOOR], None
     for _ in range(20):
         world.now += 0.1
@@ -59,11 +59,11 @@ def test_a_node_that_says_nothing_is_left_within_a_second() -> None:
     assert key not in world.finished
 
 
-def test_a_long_computation_of_a_node_that_runs_is_no_silence() -> None:
+def test_a_long_computation_of_a_live_node_is_not_silence() -> None:
     world, key = begun()
     while any(world.queues.values()):
         world.deliver(next(iter(world.queues)))
-    assert world.computing, "the first stage computes"
+    assert world.computing, "the first stage is computing"
     for _ in range(300):
         world.pass_time(0.1)
         while any(world.queues.values()):
@@ -72,7 +72,7 @@ def test_a_long_computation_of_a_node_that_runs_is_no_silence() -> None:
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_an_answer_that_never_comes_is_awaited_elsewhere() -> None:
+def test_a_missing_answer_is_requested_elsewhere() -> None:
     world, key = begun()
     held = {FIRST, SECOND}
     for _ in range(int(ANSWER_SECONDS_MAX * 10) + 20):
@@ -88,7 +88,7 @@ def test_an_answer_that_never_comes_is_awaited_elsewhere() -> None:
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_a_door_that_slept_itself_takes_nobody_for_silent() -> None:
+def test_a_door_that_slept_itself_considers_nobody_silent() -> None:
     world, _ = begun()
     world.doors[DOOR].events.clear()
     world.now += 30.0
@@ -124,7 +124,7 @@ def test_without_any_replica_a_generation_ends_with_a_reason() -> None:
 
 
 def other_class(*, is_exact: bool) -> tuple[World, tuple[PeerId, int]]:
-    """A generation that has lost its second stage, of which a machine of another bit class is left."""
+    """A generation that has lost its second stage; a machine of another bit class remains."""
     world = World()
     world.bits[OTHER_SECOND] = b"y"
     world.kill(OTHER_SECOND)
@@ -136,7 +136,7 @@ def other_class(*, is_exact: bool) -> tuple[World, tuple[PeerId, int]]:
     return world, key
 
 
-def test_a_move_to_another_bit_class_is_told() -> None:
+def test_a_move_to_another_bit_class_is_reported() -> None:
     world, key = other_class(is_exact=False)
     world.settle()
     assert len(world.tokens[key]) == 6
@@ -185,8 +185,8 @@ def test_a_provider_that_refuses_each_time_ends_a_generation() -> None:
     assert world.finished[key].reason == "failed"
 
 
-def test_a_door_leaves_a_stage_that_always_fails_for_its_replicas() -> None:
-    """It may be the stage before that gives nonsense, so both are left where others can do their work."""
+def test_a_door_replaces_a_stage_that_always_fails() -> None:
+    """The nonsense may come from the previous stage, so the door leaves both where replicas exist."""
     world = World()
     key = world.begin(DOOR, wish(5, 3))
     for _ in range(20):
@@ -220,7 +220,7 @@ def test_a_door_leaves_a_stage_that_always_fails_for_its_replicas() -> None:
         lambda answer, arrays: (Answer(answer.session, answer.number, 0, answer.sums), arrays[1:]),
     ],
 )
-def test_an_answer_that_is_none_costs_its_provider_and_no_token(spoil: Any) -> None:
+def test_an_invalid_answer_costs_its_provider_and_no_token(spoil: Any) -> None:
     world, key = begun()
     while world.stages[SECOND].kept.get(next(iter(world.stages[SECOND].kept), b"")) is None:
         world.step()
@@ -233,7 +233,7 @@ def test_an_answer_that_is_none_costs_its_provider_and_no_token(spoil: Any) -> N
     assert world.tokens[key] == reference(wish(5, 3))  # type: ignore[index]  # by how it was made
 
 
-def test_nobody_but_its_providers_answers_a_generation() -> None:
+def test_only_its_providers_can_answer_a_generation() -> None:
     world, _ = begun()
     session = next(iter(world.doors[DOOR]._sessions))
     with pytest.raises(RemoteProtocolError):
@@ -245,7 +245,7 @@ def test_nobody_but_its_providers_answers_a_generation() -> None:
     assert not world.doors[DOOR].receive(world.now, OTHER, SessionOpened(bytes(16), 1))
 
 
-def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:
+def test_a_prompt_is_sent_in_chunks_several_in_flight() -> None:
     world, key = begun(prompt=590, tokens=1)
     flying = [each.message for each in world.queues[DOOR, FIRST] if isinstance(each, Carried)]
     assert [(work.position, work.tokens, work.wanted) for work in flying if isinstance(work, UnitWork)] == [
@@ -258,7 +258,7 @@ def test_a_prompt_goes_in_chunks_of_which_some_are_in_flight() -> None:
     assert world.tokens[key] == reference(wish(590, 1))  # type: ignore[index]  # by how it was made
 
 
-def test_a_generation_ends_where_the_context_does() -> None:
+def test_a_generation_ends_at_the_end_of_the_context() -> None:
     world = World()
     key = world.begin(DOOR, wish(595, 100))
     world.settle()
@@ -266,7 +266,7 @@ def test_a_generation_ends_where_the_context_does() -> None:
     assert len(world.tokens[key]) == 5
 
 
-def test_a_stop_token_is_no_part_of_the_text() -> None:
+def test_a_stop_token_is_not_part_of_the_text() -> None:
     plain = reference(wish(5, 12))
     stop = plain[4]
     wanted = wish(5, 12)
@@ -297,7 +297,7 @@ def allowed_after(made: int) -> Any:
 
 
 def masked_tokens(kill_at: int = -1, *, is_row_waiting: bool = False) -> list[int]:
-    """An answer of which it is said anew each time which tokens may come; a provider dies after so many."""
+    """An answer with newly allowed tokens at each position; a provider dies after `tokens`."""
     world, told = World(), -1
     key = world.begin(DOOR, MASKED)
     while key not in world.finished:
@@ -305,7 +305,7 @@ def masked_tokens(kill_at: int = -1, *, is_row_waiting: bool = False) -> list[in
         if made > told:
             if is_row_waiting or made == kill_at:
                 while world.step():
-                    assert len(world.tokens[key]) == made, "it waits to be told"
+                    assert len(world.tokens[key]) == made, "the generation waits for its allowed tokens"
             if made == kill_at:
                 world.kill(SECOND)
             told = made
@@ -317,7 +317,7 @@ def masked_tokens(kill_at: int = -1, *, is_row_waiting: bool = False) -> list[in
     return world.tokens[key]
 
 
-def test_a_masked_generation_takes_what_is_allowed_alone() -> None:
+def test_a_masked_generation_emits_only_allowed_tokens() -> None:
     tokens = masked_tokens()
     assert [token % 3 for token in tokens] == [number % 3 for number in range(8)]
     assert tokens == masked_tokens(is_row_waiting=True)
@@ -329,7 +329,7 @@ def test_a_masked_generation_takes_what_is_allowed_alone() -> None:
 
 
 @pytest.mark.parametrize("kill_at", [0, 3, 7])
-def test_tokens_allowed_at_a_position_outlive_a_provider(kill_at: int) -> None:
+def test_tokens_allowed_at_a_position_survive_a_provider(kill_at: int) -> None:
     assert masked_tokens(kill_at) == masked_tokens()
 
 
@@ -346,7 +346,7 @@ def hidden_of(tokens: tuple[int, ...]) -> np.ndarray[Any, np.dtype[Any]]:
     return np.stack([logits_after(tokens[: end + 1]) for end in range(len(tokens))])
 
 
-def test_hidden_states_are_read_again_where_a_provider_dies() -> None:
+def test_hidden_states_are_read_again_after_a_provider_dies() -> None:
     world = World()
     wanted = replace(wish(400, 1), is_hidden=True)
     key = world.begin(DOOR, wanted)
@@ -357,7 +357,7 @@ def test_hidden_states_are_read_again_where_a_provider_dies() -> None:
     assert world.finished[key].reason == "stop"
     assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
     assert world.tokens[key] == []
-    # What it has read begins an answer, but no other hidden states: their rows are wanted too.
+    # Its read tokens can start an answer, but not another request for hidden states, which needs their rows.
     again = world.begin(DOOR, wanted)
     world.settle()
     assert np.array_equal(world.hidden[again], hidden_of(wanted.prompt))
@@ -368,8 +368,10 @@ def test_hidden_states_are_read_again_where_a_provider_dies() -> None:
     assert world.tokens[text] == reference(wish(400, 2))
 
 
-def test_hidden_states_are_asked_of_no_peer_of_the_version_before() -> None:
-    """It would answer logits, and is not at fault. Its version is known once a stream to it is open."""
+def test_hidden_states_are_not_requested_from_an_older_version() -> None:
+    """An older peer would answer with logits, without a fault. Its version is known once a stream to it is
+    open.
+    """
     world = World()
     door, wanted = world.doors[DOOR], replace(wish(400, 1), is_hidden=True)
     key = world.begin(DOOR, wanted)
@@ -388,7 +390,7 @@ def test_hidden_states_are_asked_of_no_peer_of_the_version_before() -> None:
     world.settle()
 
 
-def test_hidden_states_that_only_the_version_before_could_answer_fail() -> None:
+def test_hidden_states_that_only_an_older_version_could_answer_fail() -> None:
     world = World()
     key = world.begin(DOOR, replace(wish(5, 1), is_hidden=True))
     for peers in PROVIDERS.values():
@@ -408,7 +410,7 @@ def test_hidden_states_that_only_the_version_before_could_answer_fail() -> None:
         lambda rows: (),
     ],
 )
-def test_rows_that_are_no_hidden_states_cost_their_provider(spoil: Any) -> None:
+def test_rows_that_are_not_hidden_states_cost_their_provider(spoil: Any) -> None:
     world = World()
     wanted = replace(wish(5, 1), is_hidden=True)
     key = world.begin(DOOR, wanted)
@@ -424,11 +426,11 @@ def test_rows_that_are_no_hidden_states_cost_their_provider(spoil: Any) -> None:
     assert np.array_equal(world.hidden[key], hidden_of(wanted.prompt))
 
 
-def test_a_node_that_was_only_silent_keeps_no_session_that_went_elsewhere() -> None:
+def test_a_node_that_was_only_silent_keeps_no_moved_session() -> None:
     world, key = begun(tokens=40)
     while len(world.tokens[key]) < 2:  # type: ignore[index]  # by how it was made
         assert world.step()
-    for _ in range(20):  # what it says does not come, as where its machine stands still
+    for _ in range(20):  # its messages do not arrive, as when its machine stalls
         world.pass_time(0.1)
         world.queues.pop((SECOND, DOOR), None)
         for pair in list(world.queues):

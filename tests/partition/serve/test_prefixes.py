@@ -1,4 +1,4 @@
-"""The radix tree of tokens at the door, and which of its sessions others begin from."""
+"""The radix tree of tokens at the door, and which sessions serve as prefixes of others."""
 
 from dataclasses import replace
 
@@ -96,7 +96,7 @@ def test_the_least_used_session_stops_resting_first() -> None:
     assert not prefixes.find(KEY, rows[1])
 
 
-def test_a_longer_session_takes_the_place_of_what_it_begins_with() -> None:
+def test_a_longer_session_replaces_its_prefix() -> None:
     prefixes = Prefixes()
     row = tuple(range(200))
     prefixes.rest(0.0, kept(1), row[:100])
@@ -147,7 +147,7 @@ def test_a_prompt_that_was_read_once_is_not_read_again() -> None:
     assert computed(world) - before == 3 + 4
 
 
-def test_another_owner_or_door_reads_its_own() -> None:
+def test_another_owner_or_door_reads_its_own_prompt() -> None:
     world = World()
     run(world, wish(300, 2))
     run(world, replace(wish(300, 2), owner="another"))
@@ -156,7 +156,7 @@ def test_another_owner_or_door_reads_its_own() -> None:
     assert world.routes[-1].shared == 0
 
 
-def test_sessions_of_each_owner_have_a_share_of_their_own() -> None:
+def test_sessions_of_each_owner_have_a_separate_share() -> None:
     world = World()
     door = world.doors[DOOR]
     shares = []
@@ -165,7 +165,7 @@ def test_sessions_of_each_owner_have_a_share_of_their_own() -> None:
         shares.append(door._shares._shares[owner])
         if owner == "two":
             door.cancel(world.now, key[1])
-    assert shares == [0, 1, 0, 1], "the number of an owner that has nothing left is another's"
+    assert shares == [0, 1, 0, 1], "the number of an owner without sessions is reused"
 
 
 def test_many_answers_to_one_prompt_read_it_once() -> None:
@@ -178,7 +178,7 @@ def test_many_answers_to_one_prompt_read_it_once() -> None:
     assert computed(world) == 400 + 7 + 8 * 2
 
 
-def test_an_answer_goes_on_without_the_one_that_read_its_prompt() -> None:
+def test_an_answer_continues_without_the_session_that_read_its_prompt() -> None:
     world = World()
     one, other = world.begin(DOOR, wish(400, 3)), world.begin(DOOR, wish(400, 3))
     for _ in range(9):
@@ -189,7 +189,7 @@ def test_an_answer_goes_on_without_the_one_that_read_its_prompt() -> None:
     assert world.tokens[other] == reference(wish(400, 3))
 
 
-def test_a_generation_that_began_from_another_survives_a_kill() -> None:
+def test_a_generation_based_on_another_survives_a_kill() -> None:
     world = World()
     run(world, wish(300, 2))
     key = world.begin(DOOR, replace(wish(300, 20), prompt=wish(300).prompt[:250]))
@@ -202,7 +202,7 @@ def test_a_generation_that_began_from_another_survives_a_kill() -> None:
     assert world.tokens[key] == reference(replace(wish(300, 20), prompt=wish(300).prompt[:250]))
 
 
-def test_a_peer_of_the_version_before_is_asked_for_no_base() -> None:
+def test_a_peer_of_an_older_version_is_asked_for_no_base() -> None:
     world = World()
     peers = [peer for replicas in PROVIDERS.values() for peer in replicas]
     for peer in peers:
@@ -212,20 +212,20 @@ def test_a_peer_of_the_version_before_is_asked_for_no_base() -> None:
     run(world, replace(first, prompt=(*first.prompt[:200], 1, 2, 3)))
     assert world.routes[-1].shared == 0
     assert not world.doors[DOOR]._prefixes.resting
-    # Lost, it may come back as a newer one.
+    # After it was lost, it may return with a newer version.
     for peer in peers:
         world.doors[DOOR].lost(world.now, peer)
     assert not world.doors[DOOR]._routes._formers
 
 
-def test_messages_for_the_version_before_name_no_base() -> None:
+def test_messages_for_an_older_version_name_no_base() -> None:
     opened = OpenSession(b"s" * 16, bytes(32), 0, DOOR, DOOR, SessionBase(b"t" * 16, 100))
     assert in_former_version(opened) == replace_fields(opened, base=None)
     assert in_former_version(RestSession(b"s" * 16)) == LeaveSession(b"s" * 16)
     assert in_former_version(Alive()) == Alive()
 
 
-def test_a_base_that_a_stage_has_let_go_costs_a_new_begin() -> None:
+def test_a_base_that_a_stage_has_released_causes_a_restart() -> None:
     world = World()
     run(world, wish(300, 2))
     route = world.routes[-1].route
@@ -236,7 +236,7 @@ def test_a_base_that_a_stage_has_let_go_costs_a_new_begin() -> None:
     assert [event.shared for event in world.routes] == [0, 299, 0]
 
 
-def test_sessions_that_rest_are_kept_alive_and_make_room() -> None:
+def test_resting_sessions_are_kept_alive_and_make_room() -> None:
     world = World()
     for number in range(RESTS_PER_DOOR_MAX + 3):
         run(world, wish(100, 1, seed=number))
@@ -252,7 +252,7 @@ def test_sessions_that_rest_are_kept_alive_and_make_room() -> None:
     assert all(world.finished[key].reason == "length" for key in begun)
 
 
-def test_a_session_takes_its_base_sessions_place_where_no_other_is_free() -> None:
+def test_a_session_replaces_its_base_if_no_other_place_is_free() -> None:
     world = World()
     for peers in PROVIDERS.values():
         world.kill(peers[1])
@@ -268,7 +268,7 @@ def test_a_session_takes_its_base_sessions_place_where_no_other_is_free() -> Non
     assert all(world.finished[key].reason == "length" for key in long)
 
 
-def test_a_door_begins_from_no_session_of_another() -> None:
+def test_a_door_cannot_base_a_session_on_anothers() -> None:
     world = World()
     run(world, wish(300, 2))
     base = next(each for each in world.doors[DOOR]._prefixes.resting)
@@ -276,4 +276,4 @@ def test_a_door_begins_from_no_session_of_another() -> None:
     opened = OpenSession(b"s" * 16, bytes(32), 0, DOORS[1], base.route[1], SessionBase(base.session, 100))
     ((_, told),) = provider.receive(world.now, DOORS[1], opened)
     assert isinstance(told, SessionClosed)
-    assert told.code == "position", "as for one that there is not"
+    assert told.code == "position", "the answer is that for a missing session"

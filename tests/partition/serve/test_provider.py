@@ -1,4 +1,4 @@
-"""The provider's side: whom it serves, in which turn, and what strangers cannot do."""
+"""The provider's side: which doors it serves, in which order, and the limits on strangers."""
 
 import numpy as np
 import pytest
@@ -46,7 +46,7 @@ ALICE, BOB, EVE, ME = peer(101), peer(102), peer(103), peer(104)
 
 
 def provider(**more: object) -> SessionProvider:
-    """Of the first of two stages."""
+    """A provider of the first of two stages."""
     found = SessionProvider(**more)  # type: ignore[arg-type]  # by how it was made
     found.hold(SERVICE, 0, 2, 4_096)
     return found
@@ -75,13 +75,13 @@ def finish(core: SessionProvider, asked: ComputeBatch) -> Sends:
     return core.computed(0.0, SERVICE, asked.batch, [(None, each.arrays) for each in asked.units])
 
 
-def test_units_that_wait_are_computed_together() -> None:
+def test_waiting_units_are_computed_together() -> None:
     core = provider()
     for number in range(5):
         opened(core, ALICE, number)
         core.receive(0.0, ALICE, unit(number, 1))
     (first,) = batches(core)
-    assert len(first.units) == 1, "the stage was idle"
+    assert len(first.units) == 1, "the idle stage computes the first unit alone"
     finish(core, first)
     (second,) = batches(core)
     assert [each.session for each in second.units] == [session(number) for number in range(1, 5)]
@@ -102,7 +102,7 @@ def test_a_long_prompt_does_not_delay_the_tokens_of_another_door() -> None:
 
 
 @pytest.mark.parametrize("weight", [1.0, 3.0])
-def test_doors_have_turns_by_what_they_gave_and_not_by_their_sessions(weight: float) -> None:
+def test_doors_take_turns_by_contribution_and_not_by_sessions(weight: float) -> None:
     core = provider(weight_of=lambda door: weight if door == BOB else 1.0)
     orders = dict.fromkeys(range(11), 0)
     for number in range(8):
@@ -123,7 +123,7 @@ def test_doors_have_turns_by_what_they_gave_and_not_by_their_sessions(weight: fl
     assert computed[BOB] == pytest.approx(weight * computed[ALICE], rel=0.25)
 
 
-def test_a_failing_unit_ends_its_own_session_alone() -> None:
+def test_a_failing_unit_ends_only_its_own_session() -> None:
     core = provider()
     opened(core, ALICE, 0)
     core.receive(0.0, ALICE, unit(0, 1))
@@ -156,7 +156,7 @@ def test_a_failing_unit_ends_its_own_session_alone() -> None:
         OpenSession(session(7), SERVICE, 0, ALICE, NEXT),
     ],
 )
-def test_no_stranger_touches_the_session_of_another(message: object) -> None:
+def test_a_stranger_cannot_touch_anothers_session(message: object) -> None:
     core = provider()
     opened(core, ALICE, 1)
     with pytest.raises(RemoteProtocolError):
@@ -166,7 +166,7 @@ def test_no_stranger_touches_the_session_of_another(message: object) -> None:
     assert batches(core)
 
 
-def test_units_of_a_later_stage_come_from_the_named_peer_alone() -> None:
+def test_units_of_a_later_stage_come_only_from_the_named_peer() -> None:
     core = SessionProvider()
     core.hold(SERVICE, 1, 2, 4_096)
     core.receive(0.0, ALICE, OpenSession(session(1), SERVICE, 1, NEXT, ALICE))
@@ -184,7 +184,7 @@ def test_a_door_has_a_bounded_number_of_sessions() -> None:
     assert isinstance(opened(core, BOB, 100)[0][1], SessionOpened)
 
 
-def test_a_silent_session_makes_room_and_its_door_is_told() -> None:
+def test_a_silent_session_makes_room_and_its_door_is_notified() -> None:
     core = provider()
     doors = [peer(200 + number) for number in range(SESSIONS_MAX // SESSIONS_PER_DOOR_MAX)]
     for number in range(SESSIONS_MAX):
@@ -194,7 +194,7 @@ def test_a_silent_session_makes_room_and_its_door_is_told() -> None:
     assert sends[0][1].code == "evicted"  # type: ignore[union-attr]  # by how it was made
     assert sends[0][0] in doors
     assert core.sessions == SESSIONS_MAX
-    assert core.events == [], "the stage has nothing of it to forget"
+    assert core.events == [], "the stage keeps nothing of it"
 
 
 def test_a_session_that_waits_for_this_node_keeps_its_place() -> None:
@@ -217,13 +217,13 @@ def test_waiting_units_of_one_door_are_bounded_in_bytes() -> None:
     for order in range(3):
         work = UnitWork(session(1), order, order, 1, 0, 0)
         sends = core.receive(0.0, ALICE, Carried(work, (("uint8", row),)))
-    assert not sends, "the first is being computed"
+    assert not sends, "the first unit is being computed"
     sends = core.receive(0.0, ALICE, Carried(UnitWork(session(1), 3, 3, 1, 0, 0), (("uint8", row),)))
     assert [message.code for _, message in sends] == ["busy"]  # type: ignore[union-attr]  # by how it was made
     assert core.receive(0.0, BOB, unit(2, 1)) == []
 
 
-def test_a_unit_beyond_what_is_kept_is_told_to_its_door() -> None:
+def test_a_unit_beyond_the_kept_tokens_is_reported_to_its_door() -> None:
     core = provider()
     opened(core, ALICE, 1)
     ((door, closed),) = core.receive(0.0, ALICE, unit(1, 1, position=5))
@@ -240,7 +240,7 @@ def test_a_unit_may_roll_its_session_back() -> None:
     assert closed.reason == "5 tokens are kept"
 
 
-def test_a_door_that_is_silent_or_gone_loses_its_sessions() -> None:
+def test_a_silent_or_departed_door_loses_its_sessions() -> None:
     core = provider()
     opened(core, ALICE, 1)
     opened(core, BOB, 2)
@@ -254,7 +254,7 @@ def test_a_door_that_is_silent_or_gone_loses_its_sessions() -> None:
     assert core.deadline == float("inf")
 
 
-def test_a_session_that_ends_while_it_is_computed_is_forgotten_afterwards() -> None:
+def test_a_session_that_ends_during_its_computation_is_forgotten_afterwards() -> None:
     core = provider()
     opened(core, ALICE, 1)
     core.receive(0.0, ALICE, unit(1, 1))
@@ -265,7 +265,7 @@ def test_a_session_that_ends_while_it_is_computed_is_forgotten_afterwards() -> N
     assert core.events == [ForgetSession(SERVICE, 0, session(1))]
 
 
-def test_a_stage_that_is_gone_closes_its_sessions_with_the_reason() -> None:
+def test_a_stage_that_ends_closes_its_sessions_with_the_reason() -> None:
     core = provider()
     opened(core, ALICE, 1)
     assert core.release(SERVICE, 0, "leaving", "it leaves") == [
@@ -274,7 +274,7 @@ def test_a_stage_that_is_gone_closes_its_sessions_with_the_reason() -> None:
     assert [message.code for _, message in opened(core, ALICE, 2)] == ["unknown"]  # type: ignore[union-attr]  # by how it was made
 
 
-def test_a_door_that_the_owner_does_not_serve_is_told_so() -> None:
+def test_a_refused_door_is_told_so() -> None:
     core = provider(refuses=lambda _service, door: "for listed peers only" if door == EVE else "")
     assert opened(core, EVE, 1) == [(EVE, SessionClosed(session(1), "refused", "for listed peers only"))]
 
@@ -296,7 +296,7 @@ def test_a_session_ends_once_its_door_spent_two_minutes_of_tokens() -> None:
     assert isinstance(told, SessionOpened)
 
 
-def test_tokens_that_sessions_share_count_once() -> None:
+def test_shared_tokens_count_once() -> None:
     core = SessionProvider(bounds_of=lambda _door: PeerBounds(cache_part=0.5))
     core.hold(SERVICE, 0, 2, 4_096, room=400)
     opened(core, ALICE, 0)
@@ -320,7 +320,7 @@ def both(number: int, base: SessionBase | None = None) -> list[OpenSession]:
     ]
 
 
-def test_a_session_over_two_stages_of_one_node_has_one_place() -> None:
+def test_a_session_over_two_local_stages_takes_one_place() -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(sessions=1))
     core.hold(SERVICE, 1, 2, 4_096)
     told = [core.receive(0.0, ALICE, each) for each in both(1)]
@@ -338,7 +338,7 @@ def test_a_session_over_two_stages_of_one_node_has_one_place() -> None:
     answer = Answer(session(1), 0)
     assert core.computed(0.0, SERVICE, asked.batch, [(answer, ())]) == [(ALICE, Carried(answer))]
     assert (core.tokens_of(SERVICE, 0), core.tokens_of(SERVICE, 1)) == (5, 5)
-    # It begins others in both, and ends in both.
+    # It serves as a base in both, and ends in both.
     core.receive(0.0, ALICE, RestSession(session(1)))
     for each in both(2, SessionBase(session(1), 3)):
         core.receive(0.0, ALICE, each)
@@ -349,8 +349,8 @@ def test_a_session_over_two_stages_of_one_node_has_one_place() -> None:
 
 
 @pytest.mark.parametrize("end", ["unit", "leave", "rest"])
-def test_a_session_over_two_stages_takes_the_place_of_its_base(end: str) -> None:
-    """Its first part gets the place; the second begins from the same base."""
+def test_a_session_over_two_stages_replaces_its_base(end: str) -> None:
+    """Its first part gets the place; the second starts from the same base."""
     core = provider()
     core.hold(SERVICE, 1, 2, 4_096)
     for number in range(SESSIONS_PER_DOOR_MAX):
@@ -365,7 +365,7 @@ def test_a_session_over_two_stages_takes_the_place_of_its_base(end: str) -> None
     assert told == [[(ALICE, SessionOpened(session(99), stage))] for stage in (0, 1)]
     assert core.events == [ForkSession(SERVICE, stage, session(99), session(0), 3) for stage in (0, 1)]
     core.events.clear()
-    # No third one has a place of it, though it begins from the same base.
+    # A third session gets no place, though it starts from the same base.
     third = core.receive(0.0, ALICE, both(100, SessionBase(session(0), 3))[0])
     assert third == [(ALICE, SessionClosed(session(100), "busy", "too many sessions"))]
     endings: dict[str, Message | Carried] = {
@@ -381,7 +381,7 @@ def test_a_session_over_two_stages_takes_the_place_of_its_base(end: str) -> None
     assert core.sessions == SESSIONS_PER_DOOR_MAX - (end == "leave")
 
 
-def test_a_stage_that_is_released_ends_its_sessions_in_the_others() -> None:
+def test_a_released_stage_ends_its_sessions_in_the_others() -> None:
     core = provider()
     core.hold(SERVICE, 1, 2, 4_096)
     for each in both(1):
@@ -395,7 +395,7 @@ def test_a_stage_that_is_released_ends_its_sessions_in_the_others() -> None:
         core.receive(0.0, BOB, both(2)[1])
 
 
-def test_a_door_that_forks_sessions_and_asks_nothing_is_refused() -> None:
+def test_a_door_that_forks_sessions_without_requests_is_refused() -> None:
     core = provider()
     opened(core, ALICE, 0)
     core.receive(0.0, ALICE, unit(0, 128))
@@ -410,11 +410,11 @@ def test_a_door_that_forks_sessions_and_asks_nothing_is_refused() -> None:
     assert {fork(number) for number in range(1, IDLE_FORKS_MAX + 1)} == {SessionOpened}
     assert fork(100) is SessionClosed
     core.receive(0.0, ALICE, unit(0, 1, 128, 1))
-    assert fork(101) is SessionOpened, "it asks something again"
+    assert fork(101) is SessionOpened, "the door requests again"
 
 
 @pytest.mark.parametrize("way", ["the failing one is known", "one by one", "no page was left"])
-def test_a_unit_that_is_computed_again_is_paid_for_once(way: str) -> None:
+def test_a_recomputed_unit_is_paid_for_once(way: str) -> None:
     core = provider(bounds_of=lambda _door: PeerBounds(tokens_per_minute=60))
     for number in range(4):
         opened(core, BOB if number == 2 else ALICE, number)

@@ -1,4 +1,4 @@
-"""The route that a door takes: the quickest of all by what was measured."""
+"""The route that a door takes: the fastest by its measurements."""
 
 from itertools import pairwise, product
 from typing import Any
@@ -20,7 +20,7 @@ def best_route(*given: Any, **more: Any) -> tuple[PeerId, ...]:
 
 
 def price(route: tuple[StageReplica, ...], read: int, decode: int) -> float:
-    """Return what an answer takes over a route, written out."""
+    """Return the time of an answer over a route, computed term by term."""
     tokens = (route[0].seconds + route[-1].seconds) / 2
     tokens += sum(each.decode_seconds + LOAD_SECONDS * each.sessions for each in route)
     tokens += sum(one.links.get(other.peer, 0.0) for one, other in pairwise(route))
@@ -28,7 +28,7 @@ def price(route: tuple[StageReplica, ...], read: int, decode: int) -> float:
 
 
 @given(st.data(), st.integers(1, 3), st.integers(1, 500), st.integers(1, 500))
-def test_no_other_route_is_quicker(data: st.DataObject, count: int, read: int, decode: int) -> None:
+def test_no_other_route_is_faster(data: st.DataObject, count: int, read: int, decode: int) -> None:
     stages = [
         [
             StageReplica(
@@ -56,19 +56,19 @@ def test_a_long_prompt_and_a_long_answer_go_to_different_replicas() -> None:
     assert best_route([[reader, talker]], 10, 200) == (B,)
 
 
-def test_unmeasured_replicas_are_tried_but_not_given_everything() -> None:
+def test_unmeasured_replicas_are_tried_but_not_overloaded() -> None:
     known, new = StageReplica(A, 1, decode_seconds=0.05), StageReplica(B)
     assert best_route([[known, new]], 1, 1) == (B,)
     assert best_route([[known, new]], 1, 1, sessions=lambda peer: 2 if peer == B else 0) == (A,)
 
 
-def test_doubted_peers_come_last_however_quick() -> None:
+def test_doubted_peers_come_last_however_fast() -> None:
     stages = [[StageReplica(A), StageReplica(B, seconds=0.5)]]
     assert best_route(stages, 1, 1, doubts={A: 1}) == (B,)
     assert best_route([stages[0][:1]], 1, 1, doubts={A: 1}) == (A,)
 
 
-def test_a_peer_that_holds_two_stages_sends_itself_nothing_over_a_link() -> None:
+def test_a_peer_with_two_stages_uses_no_link_between_them() -> None:
     assert best_route([[StageReplica(A)], [StageReplica(A)]], 1, 1) == (A, A)
     near, far = {B: 0.001}, {B: 0.1}
     slow = StageReplica(A, decode_seconds=0.05)
@@ -77,7 +77,7 @@ def test_a_peer_that_holds_two_stages_sends_itself_nothing_over_a_link() -> None
     assert best_route([[StageReplica(A, links=far)], [slow, others]], 1, 10) == (A, A)
 
 
-def test_reading_and_decoding_are_measured_apart() -> None:
+def test_prefill_and_decoding_are_measured_separately() -> None:
     pace = StagePace()
     pace.note([128, 128], 0.256)
     pace.note([1] * 8, 0.02)

@@ -1,4 +1,4 @@
-"""Choosing tokens: filters in transformers' order, draws that follow from seed and position alone."""
+"""Choosing tokens: filters in transformers' order, and draws that depend only on seed and position."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def best(logits: Any, count: int) -> LogitRow:
 def chosen_by_full_sort(
     logits: Any, sampling: Sampling, position: int, made: list[int], prompt: list[int], allowed: Any
 ) -> int:
-    """Return what a sort of the whole row comes to, step by step."""
+    """Return the result of a full sort of the row, step by step."""
     scores = logits.astype(np.float64)
     if sampling.repetition_penalty != 1:
         for token in {*prompt, *made}:
@@ -90,7 +90,7 @@ def test_a_whole_row_gives_the_token_of_a_full_sort(
         assert found == wanted
 
 
-def test_a_long_row_is_drawn_from_without_a_sort() -> None:
+def test_a_long_row_is_sampled_without_a_sort() -> None:
     logits = np.random.default_rng(1).normal(size=150_000).astype(np.float32)
     for position in range(10):
         number = draw(5, position)
@@ -103,7 +103,7 @@ def test_a_long_row_is_drawn_from_without_a_sort() -> None:
             assert found == chosen_by_full_sort(logits, sampling, position, [], [], None)
 
 
-def test_logits_without_bound_are_drawn_from_all_the_same() -> None:
+def test_unbounded_logits_can_be_sampled() -> None:
     wide = np.array([-1e308, 0.0, 1e308, 1.7e308])
     assert find_drawn(wide, 0.001, 1.0, 0.0, 0.5) == 3
     assert choose(LogitRow(wide), Sampling(0.001, seed=1), 0) == 3
@@ -113,7 +113,9 @@ def test_logits_without_bound_are_drawn_from_all_the_same() -> None:
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-310, 1e-300])
 @pytest.mark.parametrize("filters", [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}])
-def test_the_smallest_temperatures_take_the_likeliest(temperature: float, filters: dict[str, Any]) -> None:
+def test_the_smallest_temperatures_choose_the_most_likely(
+    temperature: float, filters: dict[str, Any]
+) -> None:
     logits = row(1.0, -3.0, 4.0, 2.0, -5.0)
     for seed in range(5):
         sampling = Sampling(temperature, seed=seed, **filters)
@@ -121,7 +123,7 @@ def test_the_smallest_temperatures_take_the_likeliest(temperature: float, filter
         assert choose(best(logits, 5), sampling, 0) == 2
 
 
-def test_a_whole_row_is_read_as_it_came() -> None:
+def test_a_whole_row_is_decoded_unchanged() -> None:
     logits = row(0.5, 2.0, -1.0)
     work = UnitWork(bytes(16), 0, 0, 1, 1, 0)
     found = read_row(work, Answer(bytes(16), 0, 0, (2.25,)), [("float32", logits)], 3)
@@ -167,7 +169,7 @@ def test_the_best_rows_are_enough_for_top_k(top_k: int, top_p: float, min_p: flo
         Sampling(1.1, top_k=20, top_p=0.8, min_p=0.05),
     ],
 )
-def test_tokens_come_as_often_as_transformers_says(sampling: Sampling) -> None:
+def test_tokens_are_as_frequent_as_in_transformers(sampling: Sampling) -> None:
     torch = pytest.importorskip("torch")
     process = pytest.importorskip("transformers.generation.logits_process")
     logits = np.random.default_rng(7).normal(size=40) * 2
@@ -184,13 +186,13 @@ def test_tokens_come_as_often_as_transformers_says(sampling: Sampling) -> None:
     assert np.abs(drawn / 4_000 - shares).max() < 0.03
 
 
-def test_a_draw_follows_from_seed_and_position_alone() -> None:
+def test_a_draw_depends_only_on_seed_and_position() -> None:
     assert draw(1, 2) == draw(1, 2)
     assert len({draw(1, 2), draw(2, 1), draw(1, 3)}) == 3
     assert 0.48 < np.mean([draw(3, at) for at in range(4_000)]) < 0.52
 
 
-def test_only_what_decides_is_asked_for() -> None:
+def test_only_the_deciding_logits_are_requested() -> None:
     assert Sampling().best == 1
     assert Sampling(1.0, top_k=40).best == 40
     assert Sampling(1.0, top_k=BEST_MAX + 1).best == 0
@@ -202,7 +204,7 @@ def test_the_log_sum_is_that_of_the_whole_row() -> None:
     assert log_sum(logits) == pytest.approx(float(np.log(np.exp([1.0, 2.0, 3.0]).sum())))
 
 
-def test_penalties_count_what_the_answer_has_said() -> None:
+def test_penalties_count_the_tokens_of_the_answer() -> None:
     whole = LogitRow(row(1.0, 1.4, 0.0))
     once = Sampling(presence_penalty=0.5)
     often = Sampling(frequency_penalty=0.25)
@@ -219,7 +221,7 @@ def test_a_bias_bans_a_token_or_leaves_no_other() -> None:
     assert {choose(whole, always, position) for position in range(50)} == {2}
 
 
-def test_the_likeliest_that_are_told_change_no_choice() -> None:
+def test_reported_alternatives_change_no_choice() -> None:
     logits = np.random.default_rng(3).normal(size=60).astype(np.float32)
     for plain in (Sampling(0.0, seed=4), Sampling(0.9, 5, seed=4)):
         told = Sampling(plain.temperature, plain.top_k, seed=4, top=20)
@@ -229,7 +231,7 @@ def test_the_likeliest_that_are_told_change_no_choice() -> None:
             assert choose(rows, told, position) == choose(best(logits, plain.best), plain, position)
 
 
-def test_a_repetition_penalty_is_that_of_transformers() -> None:
+def test_a_repetition_penalty_equals_that_of_transformers() -> None:
     import torch
     from transformers import RepetitionPenaltyLogitsProcessor
 

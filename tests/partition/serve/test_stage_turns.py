@@ -1,4 +1,4 @@
-"""Turns at a stage: one with few sessions keeps its share beside one with many."""
+"""Turns at a stage: a door with few sessions keeps its share beside one with many."""
 
 from dataclasses import dataclass, field
 
@@ -13,8 +13,9 @@ from tests.partition.serve.test_provider import ALICE, BOB, NEXT, SERVICE, batch
 
 @dataclass
 class Stage:
-    """A stage whose call of n tokens takes n ** 0.5 hundredths of a second, and doors that ask for the next
-    token as one comes, the last session `late` after that."""
+    """A stage whose call of n tokens takes n ** 0.5 hundredths of a second, and doors that request the next
+    token when one arrives, the last session `late` after that.
+    """
 
     many: PeerId
     one: PeerId
@@ -25,9 +26,9 @@ class Stage:
     now: float = 0.0
     core: SessionProvider = field(default_factory=provider)
     calls: list[list[int]] = field(default_factory=list)
-    """The sessions of each call; the last number is the single one."""
+    """The sessions of each call; the last number is the single session."""
     came: list[float] = field(default_factory=list)
-    """When each token of the single session did."""
+    """The time of each token of the single session."""
 
     def __post_init__(self) -> None:
         self._newest = dict.fromkeys(range(self.others + 1), -1)
@@ -81,7 +82,7 @@ class Stage:
 
     @property
     def pace(self) -> float:
-        """Seconds a token of the single session."""
+        """Seconds per token of the single session."""
         return (self.came[-1] - self.came[4]) / (len(self.came) - 5)
 
 
@@ -96,11 +97,11 @@ def test_a_single_session_is_in_each_call_beside_many(one: PeerId, shares: tuple
     stage = Stage(ALICE, one, shares).run(40)
     assert all(stage.others in call for call in stage.calls[3:])
     assert {len(call) for call in stage.calls[3:]} == {UNITS_BESIDE_MAX + 1}
-    assert stage.pace <= 1.12 * 2 * alone, "each has half of the stage"
+    assert stage.pace <= 1.12 * 2 * alone, "each door has half of the stage"
 
 
 @PARTIES
-def test_a_single_session_waits_for_one_chunk_of_others(one: PeerId, shares: tuple[int, int]) -> None:
+def test_a_single_session_waits_for_at_most_one_chunk_of_others(one: PeerId, shares: tuple[int, int]) -> None:
     alone = Stage(ALICE, one, shares, others=0).run(40).pace
     stage = Stage(ALICE, one, shares, chunk=128).run(40)
     assert all(stage.others in call for call in stage.calls[3:])
@@ -108,7 +109,7 @@ def test_a_single_session_waits_for_one_chunk_of_others(one: PeerId, shares: tup
 
 
 @PARTIES
-def test_a_door_that_was_idle_does_not_hold_up_others(one: PeerId, shares: tuple[int, int]) -> None:
+def test_a_door_that_was_idle_does_not_delay_others(one: PeerId, shares: tuple[int, int]) -> None:
     core, orders = provider(), dict.fromkeys(range(6), 0)
     doors = {number: one if number == 5 else ALICE for number in orders}
     now = 0.0
@@ -133,7 +134,7 @@ def test_a_door_that_was_idle_does_not_hold_up_others(one: PeerId, shares: tuple
 
     for number in (0, 5):
         opens(number)
-    for _ in range(3_000):  # session 0 asks for nothing meanwhile
+    for _ in range(3_000):  # session 0 requests nothing meanwhile
         asks(5, 1)
         assert computed() == [5]
         core.receive(now, ALICE, Alive())
@@ -150,19 +151,19 @@ def test_a_door_that_was_idle_does_not_hold_up_others(one: PeerId, shares: tuple
     assert len(calls) <= 1 + UNIT_TOKENS_MAX // TOKENS_BESIDE_MAX
 
 
-def test_a_session_that_comes_late_is_not_waited_for() -> None:
+def test_a_late_session_is_not_waited_for() -> None:
     stage = Stage(ALICE, BOB, late=0.015).run(20)
     begun = 0.01 * sum(len(call) ** 0.5 for call in stage.calls)
-    assert stage.now <= begun + 0.03, "the stage was never idle"
+    assert stage.now <= begun + 0.03, "the stage is never idle"
     soon = Stage(ALICE, BOB, late=0.002).run(20)
     assert all(soon.others in call for call in soon.calls[3:])
 
 
-def test_a_wait_ends_though_others_say_something_when_it_is_over() -> None:
+def test_a_wait_ends_on_time_despite_other_messages() -> None:
     stage = Stage(ALICE, BOB, others=1, late=0.002).run(10)
     core, until = stage.core, stage.core.deadline
     assert stage.now < until < stage.now + 0.01
-    assert batches(core) == [], "Bob's next unit is on its way"
+    assert batches(core) == [], "Bob's next unit is in transit"
     core.receive(until + 0.001, BOB, Alive())
     assert core.deadline == until
     core.wake(until + 0.001)
@@ -171,7 +172,7 @@ def test_a_wait_ends_though_others_say_something_when_it_is_over() -> None:
     assert core.deadline > until + 0.001
 
 
-def test_many_owners_of_one_door_share_the_turns_of_one() -> None:
+def test_many_owners_of_one_door_share_one_turn() -> None:
     core = provider()
     for number in range(8):
         core.receive(0.0, ALICE, OpenSession(session(number), SERVICE, 0, ALICE, NEXT, None, number))

@@ -1,4 +1,4 @@
-"""A stage that nobody holds any more is taken by a member beside its own, until another node takes it."""
+"""A stage without a holder is taken by a member of another stage, until another node takes it."""
 
 from crypto.identity import Identity, PeerId
 from partition.serve.backoff import (
@@ -24,7 +24,7 @@ A, B, C, D = (Identity(bytes([1 + number]) * 32).peer for number in range(4))
 
 
 class Swarm:
-    """Members that may hold several stages, and nodes that are free."""
+    """Members that may hold several stages, and free nodes."""
 
     def __init__(self, members: dict[PeerId, int], stages: int, room: int = 2) -> None:
         self.now = 0.0
@@ -85,13 +85,13 @@ class Swarm:
         core.recruited(self.now, event.stage, taker)
 
 
-def test_the_member_that_is_left_takes_the_missing_stage_too() -> None:
+def test_the_remaining_member_takes_the_missing_stage_too() -> None:
     swarm = Swarm({A: 0, B: 1}, 2)
     swarm.run(4)
     swarm.kill(B)
     swarm.run(4)
     assert swarm.held(A) == [0, 1]
-    # It goes on to look for another node, and lets go of the stage once that has answered for a while.
+    # It keeps looking for another node, and releases the stage once that node has answered for a while.
     swarm.free = [C]
     swarm.cores[A, 0].offered(swarm.now)
     swarm.run(RELIEF_SECONDS / 2)
@@ -100,7 +100,7 @@ def test_the_member_that_is_left_takes_the_missing_stage_too() -> None:
     assert (swarm.held(A), swarm.held(C)) == ([0], [1])
 
 
-def test_one_member_takes_all_stages_where_it_has_room() -> None:
+def test_one_member_takes_all_stages_if_it_has_room() -> None:
     swarm = Swarm({A: 0, B: 1, C: 2}, 3, room=3)
     swarm.run(4)
     swarm.kill(B)
@@ -133,17 +133,17 @@ def test_a_member_offers_a_missing_stage_again_once_its_own_is_loaded() -> None:
     assert wanted(8.0) == [1]
 
 
-def test_a_stopgap_stays_while_the_node_that_leaves_still_answers() -> None:
+def test_a_stopgap_stays_while_the_leaving_node_still_answers() -> None:
     swarm = Swarm({A: 0, B: 1}, 2)
     swarm.run(4)
-    swarm.join(A, 1, swarm.cores[A, 0].rows())  # the one that leaves has asked for it
+    swarm.join(A, 1, swarm.cores[A, 0].rows())  # the leaving member has asked for it
     swarm.run(RELIEF_SECONDS - 2)
     swarm.let_go(B, 1)
     swarm.run(2 * RELIEF_SECONDS)
     assert swarm.held(A) == [0, 1]
 
 
-def test_a_stopgap_is_held_for_good_once_the_first_stage_is_gone() -> None:
+def test_a_stopgap_becomes_permanent_once_the_first_stage_is_gone() -> None:
     swarm = Swarm({A: 0, B: 1}, 2)
     swarm.run(4)
     swarm.kill(B)
@@ -155,7 +155,7 @@ def test_a_stopgap_is_held_for_good_once_the_first_stage_is_gone() -> None:
     assert not swarm.cores[A, 1].is_stopgap
 
 
-def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
+def test_a_peer_that_claims_to_hold_everything_fills_no_table() -> None:
     core = ServiceUpkeep(0.0, A, SERVICE, 64, 1, 0, [ServiceRow(B, 1, True)])
     for stage in range(64):
         core.receive(0.0, B, Roll(SERVICE, stage, True))
@@ -165,7 +165,7 @@ def test_a_peer_that_says_it_holds_everything_fills_no_table() -> None:
     assert [row.peer for row in core.rows()] == [A]
 
 
-def test_a_peer_that_cannot_load_a_stage_is_asked_ever_less() -> None:
+def test_a_peer_that_cannot_load_a_stage_is_asked_less_and_less() -> None:
     core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True)])
     attempts: list[tuple[float, PeerId]] = []
     for now in range(1_000):
@@ -178,16 +178,16 @@ def test_a_peer_that_cannot_load_a_stage_is_asked_ever_less() -> None:
                 able = [peer for peer in (A, B) if event.is_empty and peer not in event.failed]
                 attempts += [(now, peer) for peer in able[:1]]
                 core.recruited(now, event.stage, able[0] if able else None)
-                for peer in able[:1]:  # it says that it has let go, before it said that it answers
+                for peer in able[:1]:  # the release arrives before the report that it answers
                     core.receive(now + 0.5, peer, Roll(SERVICE, 1, False, True))
-    assert [peer for _, peer in attempts[:2]] == [A, B], "the other is asked next"
+    assert [peer for _, peer in attempts[:2]] == [A, B], "the other peer is asked next"
     for peer in (A, B):
         times = [at for at, each in attempts if each == peer]
         assert 1_000 / REST_SECONDS_MAX <= len(times) <= 6 + 1_000 / REST_SECONDS_MAX
 
 
 def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
-    """For each end of B's stage after so long that it answered, how long nobody asks B for the stage."""
+    """For each end of B's stage after it answered this long, return how long B is not asked for the stage."""
     core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True), ServiceRow(C, 1, True)])
     now, rests = 10.0, []
     for _ in range(count):
@@ -216,9 +216,9 @@ def ends_and_rests(answers_seconds: float, count: int) -> list[float]:
     return rests
 
 
-def test_a_stage_that_keeps_ending_after_it_answered_rests_ever_longer() -> None:
+def test_a_stage_that_keeps_ending_after_it_answered_rests_longer_each_time() -> None:
     rests = ends_and_rests(10.0, FORGIVEN_ENDS + 3)
-    assert max(rests[:FORGIVEN_ENDS]) <= 3.0, "the first ends may be chance"
+    assert max(rests[:FORGIVEN_ENDS]) <= 3.0, "the first end may be chance"
     assert rests[FORGIVEN_ENDS] >= REST_SECONDS_MIN
     assert rests[FORGIVEN_ENDS + 2] >= 4 * REST_SECONDS_MIN
 
@@ -227,10 +227,10 @@ def test_a_stage_that_answered_for_long_does_not_rest() -> None:
     assert max(ends_and_rests(SOUND_SECONDS + 1, FORGIVEN_ENDS + 2)) <= 3.0
 
 
-def test_a_sound_stage_that_is_lost_without_a_word_forgets_earlier_failures() -> None:
+def test_a_sound_stage_lost_silently_forgets_earlier_failures() -> None:
     core = ServiceUpkeep(0.0, A, SERVICE, 2, 1, 0, [ServiceRow(B, 0, True), ServiceRow(C, 1, False)])
     now = 0.0
-    for _ in range(6):  # loads that failed
+    for _ in range(6):  # failed loads
         core.receive(now, C, Roll(SERVICE, 1, False))
         core.receive(now, C, Roll(SERVICE, 1, False, True))
         core.recruited(now, 1, C)
@@ -240,7 +240,7 @@ def test_a_sound_stage_that_is_lost_without_a_word_forgets_earlier_failures() ->
     core.lost(now, C)
     core.recruited(now, 1, C)
     core.events = []
-    core.receive(now, C, Roll(SERVICE, 1, False, True))  # one broken load
+    core.receive(now, C, Roll(SERVICE, 1, False, True))  # one failed load
     began, wanted = now, list[Recruit]()
     while not wanted or C in wanted[0].failed:
         now += 0.5
@@ -250,10 +250,10 @@ def test_a_sound_stage_that_is_lost_without_a_word_forgets_earlier_failures() ->
         for event in wanted:
             core.recruited(now, event.stage, None)
         core.events = []
-    assert now - began <= 4 * REST_SECONDS_MIN, "as after a first failure"
+    assert now - began <= 4 * REST_SECONDS_MIN, "the rest is as long as after a first failure"
 
 
-def test_a_forgiven_end_shortens_no_rest() -> None:
+def test_a_forgiven_end_does_not_shorten_a_rest() -> None:
     rests: StageBackoff[str] = StageBackoff(4)
     rests.note_end(0.0, "stage", None)
     rests.note_end(1.0, "stage", 0.5)

@@ -1,4 +1,4 @@
-"""Pieces of text: together the whole text, never half a letter, nothing of what ends it."""
+"""Pieces of text: together the whole text, without split characters or stop sequences."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,18 +25,18 @@ def test_a_text_ends_before_its_first_stop(text: str, stop: str) -> None:
     assert is_stopped == (stop in text)
 
 
-def test_no_piece_has_half_a_letter() -> None:
+def test_no_piece_splits_a_character() -> None:
     found, _ = pieces("na\u00efve \u65e5\u672c \U0001f642")
     assert not any("\ufffd" in piece for piece in found)
     assert "\U0001f642" in found
 
 
-def test_bytes_that_are_no_letter_are_shown_as_such() -> None:
+def test_invalid_bytes_are_shown_as_such() -> None:
     stream = TextStream(decode_bytes)
     assert "".join([stream.push(0xFF) for _ in range(6)] + [stream.finish()]) == "\ufffd" * 6
 
 
-def test_text_that_may_begin_a_stop_waits() -> None:
+def test_text_that_may_start_a_stop_sequence_waits() -> None:
     found, _ = pieces("a\nUs b\nUser: c", "\nUser:")
     assert found[1:4] == ["", "", ""]
     assert "".join(found) == "a\nUs b"

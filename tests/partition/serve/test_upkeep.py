@@ -1,4 +1,4 @@
-"""A service keeps its number of replicas, whoever of its members dies."""
+"""A service keeps its number of replicas, whichever of its members dies."""
 
 from itertools import pairwise
 from random import Random
@@ -22,7 +22,7 @@ PEERS = [Identity(bytes([1 + number]) * 32).peer for number in range(9)]
 
 
 class Swarm:
-    """Members that hear each other, and spare nodes that take what they are asked to."""
+    """Members that hear each other, and spare nodes that accept every stage."""
 
     def __init__(self, members: dict[PeerId, int], spares: list[PeerId], *, stages: int, wished: int) -> None:
         self.now = 0.0
@@ -71,12 +71,12 @@ def test_a_service_grows_to_its_replicas_from_one_member_each() -> None:
     swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, PEERS[2:6], stages=2, wished=2)
     swarm.run(10)
     assert swarm.counts() == [2, 2]
-    assert len(swarm.spares) == 2, "and no further"
+    assert len(swarm.spares) == 2, "no more replicas than requested"
 
 
 @pytest.mark.parametrize("breaks", [True, False])
 @pytest.mark.parametrize("victim", range(4))
-def test_a_dead_member_is_replaced_by_whoever_is_left(victim: int, breaks: bool) -> None:
+def test_the_remaining_members_replace_a_dead_one(victim: int, breaks: bool) -> None:
     swarm = Swarm({PEERS[n]: n % 2 for n in range(4)}, PEERS[4:6], stages=2, wished=2)
     swarm.run(3)
     swarm.kill(PEERS[victim], breaks=breaks)
@@ -85,7 +85,7 @@ def test_a_dead_member_is_replaced_by_whoever_is_left(victim: int, breaks: bool)
     assert len(swarm.spares) == 1
 
 
-def test_a_swarm_without_a_free_node_is_asked_ever_more_seldom() -> None:
+def test_a_swarm_without_a_free_node_is_asked_less_and_less_often() -> None:
     swarm = Swarm({PEERS[0]: 0}, [], stages=1, wished=2)
     swarm.run(200)
     assert swarm.recruits < 8 + 200 / PAUSE_SECONDS_MAX
@@ -105,7 +105,7 @@ def test_a_node_that_becomes_free_is_asked_at_once() -> None:
     assert swarm.counts() == [2]
 
 
-def test_a_member_that_leaves_is_replaced_at_once() -> None:
+def test_a_leaving_member_is_replaced_at_once() -> None:
     swarm = Swarm({PEERS[0]: 0, PEERS[1]: 0}, [PEERS[2]], stages=1, wished=2)
     swarm.run(4)
     leaver = swarm.members.pop(PEERS[1])
@@ -114,7 +114,7 @@ def test_a_member_that_leaves_is_replaced_at_once() -> None:
     assert swarm.counts() == [2]
 
 
-def test_members_hear_of_each_other_by_others() -> None:
+def test_members_learn_of_each_other_from_others() -> None:
     swarm = Swarm({}, [], stages=1, wished=1)
     swarm.join(PEERS[0], 0, [])
     for before, peer in pairwise(PEERS[:6]):
@@ -124,7 +124,7 @@ def test_members_hear_of_each_other_by_others() -> None:
     assert all(len(core.rows()) == 6 for core in swarm.members.values())
 
 
-def test_a_peer_known_by_hearsay_holds_no_place() -> None:
+def test_a_peer_known_by_hearsay_takes_no_place() -> None:
     rng = Random(1)
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
     core.introduce(0.0, [ServiceRow(peer, 0, True) for peer in PEERS[1:]])
@@ -146,7 +146,7 @@ def test_a_stranger_that_nobody_named_is_no_member() -> None:
     assert not core.has(PEERS[2])
 
 
-def test_a_member_that_was_away_counts_again_by_its_own_word() -> None:
+def test_a_returned_member_counts_again_after_its_own_report() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [ServiceRow(PEERS[1], 0, True)])
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True))
     core.lost(1.0, PEERS[1])
@@ -155,7 +155,7 @@ def test_a_member_that_was_away_counts_again_by_its_own_word() -> None:
     assert core.has(PEERS[1])
 
 
-def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
+def test_a_roll_of_a_missing_stage_is_refused() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     with pytest.raises(RemoteProtocolError):
         core.receive(0.0, PEERS[1], Roll(SERVICE, 2, True))
@@ -163,7 +163,7 @@ def test_a_roll_of_a_stage_that_is_not_there_is_refused() -> None:
         core.receive(0.0, PEERS[1], Roll(bytes([1]) * 32, 0, True))
 
 
-def test_changes_of_the_roster_are_told() -> None:
+def test_changes_of_the_roster_are_reported() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [])
     core.ready(0.0)
     core.introduce(0.0, [ServiceRow(PEERS[1], 1, False)])

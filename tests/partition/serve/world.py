@@ -45,13 +45,13 @@ PROVIDERS = {
 
 
 def logits_after(tokens: tuple[int, ...]) -> Array:
-    """Return what the model says after these tokens."""
+    """Return the model's output after these tokens."""
     seed = int.from_bytes(blake3(bytes(tokens)).digest(4))
     return np.random.default_rng(seed).normal(size=VOCABULARY).astype(np.float32)
 
 
 def reference(wish: GenerationWish) -> list[int]:
-    """The tokens of an undisturbed generation."""
+    """Return the tokens of an undisturbed generation."""
     tokens = list(wish.prompt)
     while len(tokens) < min(len(wish.prompt) + wish.tokens_max, CONTEXT):
         token = choose(LogitRow(logits_after(tuple(tokens))), wish.sampling, len(tokens))
@@ -62,7 +62,9 @@ def reference(wish: GenerationWish) -> list[int]:
 
 
 class StageOfTokens:
-    """Keeps the tokens of each session as the keys and values would be kept, and refuses what is missing."""
+    """A stage that keeps the tokens of each session, like keys and values, and refuses units over missing
+    ones.
+    """
 
     def __init__(self, is_last: bool) -> None:
         self.kept: dict[bytes, list[int]] = {}
@@ -82,7 +84,7 @@ class StageOfTokens:
             work, (_, ids) = unit.work, unit.arrays[0]
             self.computed += work.tokens
             kept = self.kept.setdefault(unit.session, [])
-            assert work.position <= len(kept), "a unit over tokens that are not here"
+            assert work.position <= len(kept), "the stage lacks earlier tokens of this unit"
             assert len(ids) == work.tokens
             del kept[work.position :]
             kept += ids.tolist()
@@ -102,13 +104,13 @@ class StageOfTokens:
 
 
 class World:
-    """All of them. Nothing moves but by a call; streams keep the order of their messages."""
+    """All doors and providers. Only calls advance it; streams keep the order of their messages."""
 
     def __init__(self, seed: int = 0) -> None:
         self.now = 100.0
         self.routes: list[RouteTaken] = []
         self.bits: dict[PeerId, bytes] = {}
-        """Bit classes, where a provider has another than the rest."""
+        """Bit classes of providers that differ from the rest."""
         self.rng = Random(seed)
         self.doors = {peer: Door(peer, self.rng.randbytes) for peer in DOORS}
         self.providers: dict[PeerId, SessionProvider] = {}
@@ -130,18 +132,18 @@ class World:
     # Nodes
 
     def start(self, stage: int, peer: PeerId) -> None:
-        """A provider begins anew."""
+        """Restart a provider."""
         self.providers[peer] = provider = SessionProvider()
         self.stages[peer] = StageOfTokens(stage == STAGES - 1)
         provider.hold(SERVICE, stage, STAGES, CONTEXT)
 
     def double_up(self, peer: PeerId, stage: int) -> None:
-        """A provider takes another stage too."""
+        """Have a provider hold another stage too."""
         self.stopgaps[peer, stage] = StageOfTokens(stage == STAGES - 1)
         self.providers[peer].hold(SERVICE, stage, STAGES, CONTEXT)
 
     def relieve(self, peer: PeerId, stage: int) -> None:
-        """A provider lets go of such a stage."""
+        """Have a provider release such a stage."""
         del self.stopgaps[peer, stage]
         self.forget_work(peer, stage)
         self.put(peer, self.providers[peer].release(SERVICE, stage, "leaving", "another holds it again"))
@@ -155,7 +157,7 @@ class World:
         return self.stopgaps.get((peer, stage)) or self.stages[peer]
 
     def kill(self, peer: PeerId, *, breaks: bool = True) -> None:
-        """A provider is gone, with what was on its way; all streams break, or it is silent."""
+        """Kill a provider with its messages in transit; all streams break, or it is silent."""
         self.providers.pop(peer, None)
         self.stages.pop(peer, None)
         for stage in range(STAGES):
@@ -187,7 +189,7 @@ class World:
         self.drain()
         return door, number
 
-    # What happens
+    # Events
 
     def put(self, sender: PeerId, sends: Sends) -> None:
         for receiver, message in sends:
@@ -205,7 +207,7 @@ class World:
         core = self.doors.get(receiver) or self.providers.get(receiver)
         if core is not None:
             self.put(receiver, core.receive(self.now, sender, message))
-        elif sender in self.doors:  # what is sent to the dead breaks
+        elif sender in self.doors:  # messages to the dead break the stream
             self.put(sender, self.doors[sender].lost(self.now, receiver))
         self.drain()
 
@@ -242,7 +244,7 @@ class World:
                 self.misbehaved.append(event)
 
     def compute(self) -> None:
-        """The stage that was asked first has computed."""
+        """Complete the oldest computation."""
         peer, asked = self.computing.popleft()
         stage = self.held(peer, asked.stage)
         answers = stage.compute(asked)
@@ -252,7 +254,7 @@ class World:
         self.drain()
 
     def step(self) -> bool:
-        """One thing happens, by chance; whether anything was left to happen."""
+        """Run one random event; return whether any was left."""
         choices: list[tuple[PeerId, PeerId] | None] = [*self.queues, *([None] if self.computing else [])]
         if not choices:
             return False
@@ -272,7 +274,7 @@ class World:
         self.drain()
 
     def settle(self, *, steps: int = 20_000) -> None:
-        """Until every generation is over."""
+        """Run until every generation is over."""
         for _ in range(steps):
             if not self.step():
                 if len(self.finished) == len(self.tokens):

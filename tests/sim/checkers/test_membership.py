@@ -1,4 +1,4 @@
-"""Streams made by hand that checkers of membership accept, and streams that they stop."""
+"""Hand-made streams that checkers of membership accept, and streams that they stop."""
 
 import pytest
 
@@ -35,7 +35,7 @@ def test_a_late_listing_is_reported_with_both_names() -> None:
         stage.wait(3)
 
 
-def test_a_newcomer_has_time_to_become_known_and_to_know_the_others() -> None:
+def test_a_newcomer_has_time_to_be_known_and_to_know_the_others() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     newcomer = PEERS[5]
@@ -50,7 +50,7 @@ def test_a_newcomer_has_time_to_become_known_and_to_know_the_others() -> None:
         stage.wait(3)
 
 
-def test_the_dead_may_not_be_listed_for_ever() -> None:
+def test_the_dead_may_not_stay_listed_for_ever() -> None:
     stage = Stage(ViewsConverge(a_scenario()))
     stage.wait(200)
     stage.stop(N3)
@@ -61,7 +61,7 @@ def test_the_dead_may_not_be_listed_for_ever() -> None:
         stage.wait(3)
 
 
-def test_views_are_not_judged_while_the_network_is_cut_nor_soon_after() -> None:
+def test_views_are_not_judged_during_and_shortly_after_a_partition() -> None:
     stage = Stage(ViewsConverge(a_scenario(events=(PARTITION,))))
     stage.views[N0][N3] = Status.DEAD
     stage.wait(209)
@@ -93,7 +93,7 @@ def test_a_goodbye_is_heard_before_the_peer_has_stopped() -> None:
     stage.wait(300)
 
 
-def test_only_some_views_are_looked_at_each_time_but_all_in_turn() -> None:
+def test_each_check_samples_some_views_and_covers_all_in_turn() -> None:
     stage = Stage(ViewsConverge(a_scenario()), peers=12)
     stage.wait(100)
     for wrong in PEERS:
@@ -112,7 +112,7 @@ def test_a_false_death_is_stopped_and_a_real_one_passes() -> None:
         stage.tell(N0, MemberDown(N3, N1, "no ack"))
 
 
-def test_deaths_of_earlier_lives_and_over_splits_are_not_false() -> None:
+def test_deaths_of_earlier_lives_and_across_splits_are_not_false() -> None:
     stage = Stage(NoFalseDeaths(a_scenario(events=(PARTITION,))))
     stage.wait(200)
     stage.stop(N2)
@@ -125,7 +125,7 @@ def test_deaths_of_earlier_lives_and_over_splits_are_not_false() -> None:
     stage.tell(N0, MemberDown(N1, N0, "no ack"))
 
 
-def test_a_death_that_is_taken_back_in_time_passes() -> None:
+def test_a_death_that_is_retracted_in_time_passes() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.wait(10)
     stage.views[N0][N3] = Status.DEAD
@@ -134,13 +134,13 @@ def test_a_death_that_is_taken_back_in_time_passes() -> None:
     stage.views[N0][N3] = Status.ALIVE
     stage.tell(N0, up(N3))
     stage.wait(10)
-    # Another one, whose time begins anew.
+    # Another false death has its own time limit.
     stage.views[N0][N3] = Status.DEAD
     stage.tell(N0, MemberDown(N3, N1, "no ack"))
     stage.wait(REFUTATION - 2)
 
 
-def test_one_who_forgets_to_refute_is_found() -> None:
+def test_a_member_that_forgets_to_refute_is_found() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.wait(10)
     stage.views[N0][N3] = Status.DEAD
@@ -150,7 +150,7 @@ def test_one_who_forgets_to_refute_is_found() -> None:
         stage.wait(2)
 
 
-def test_a_split_or_a_new_life_gives_the_time_to_refute_again() -> None:
+def test_a_split_or_a_new_life_renews_the_time_to_refute() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.views[N0][N3] = Status.DEAD
     stage.tell(N0, MemberDown(N3, N1, "no ack"))
@@ -162,7 +162,7 @@ def test_a_split_or_a_new_life_gives_the_time_to_refute_again() -> None:
         stage.wait(20)
 
 
-def test_a_dead_peer_is_rightly_held_dead() -> None:
+def test_a_dead_peer_may_be_listed_as_dead() -> None:
     stage = Stage(DeathsAreRefuted(a_scenario()))
     stage.views[N0][N3] = Status.DEAD
     stage.tell(N0, MemberDown(N3, N1, "no ack"))

@@ -66,7 +66,7 @@ def test_two_plans_at_one_height_are_stopped() -> None:
         (adopted(2, PLANS[1], PLANS[0]), "was of height 1 elsewhere"),
     ],
 )
-def test_a_plan_that_does_not_follow_is_stopped(event: PlanAdopted, what: str) -> None:
+def test_a_plan_that_does_not_follow_its_parent_is_stopped(event: PlanAdopted, what: str) -> None:
     stage = Stage(PlansFollow())
     chain(stage, 2)
     with pytest.raises(Broken, match=rf"chain: .* at n2 .*{what}"):
@@ -82,7 +82,7 @@ def test_steps_that_count_each_microbatch_once_pass_after_checkpoints_too() -> N
     for step in range(4):
         numbers = (2 * step, 2 * step + 1)
         stage.tell(N0, committed(step, ((N1, numbers[:1]), (N2, numbers[1:])), ((N3, numbers),)))
-    # The next plan goes back to step 2, and counts again what was in the steps after it.
+    # The next plan goes back to step 2, and counts the micro-batches of the later steps again.
     stage.tell(N0, committed(2, ((N1, (4, 5)),), ((N3, (5, 4)),), plan=1))
     stage.tell(N0, committed(3, ((N1, (6, 7)),), ((N3, (6, 7)),), plan=1))
 
@@ -108,7 +108,7 @@ def test_a_step_that_counts_twice_is_stopped(event: StepCommitted, what: str) ->
         stage.tell(N0, event)
 
 
-def test_branches_of_a_fork_may_count_the_same() -> None:
+def test_branches_of_a_fork_may_count_the_same_microbatch() -> None:
     stage = Stage(SamplesOnce())
     stage.tell(N0, adopted(0, PLANS[0], NO_HASH))
     stage.tell(N0, adopted(1, PLANS[1], PLANS[0]))
@@ -120,12 +120,12 @@ def test_branches_of_a_fork_may_count_the_same() -> None:
         stage.tell(N3, committed(2, ((N1, (0,)),), plan=2))
 
 
-def test_sums_that_are_what_the_commit_says_pass_whichever_is_told_first() -> None:
+def test_sums_that_match_the_commit_pass_in_any_order_of_reports() -> None:
     stage = Stage(SumsAgree())
     stage.tell(N1, SamplesCounted(RUN, PLANS[0], 0, 0, (1, 0)))
     stage.tell(N0, committed(0, ((N1, (0, 1)), (N2, (2,)))))
     stage.tell(N2, SamplesCounted(RUN, PLANS[0], 0, 0, (2,)))
-    # Another plan deals anew, and a new life has applied nothing.
+    # Another plan deals the micro-batches anew, and a new life has applied nothing.
     stage.tell(N2, SamplesCounted(RUN, PLANS[1], 0, 0, (0, 2)))
     stage.stop(N2)
     stage.start(N2)
@@ -244,7 +244,7 @@ def test_lookups_before_the_first_republishing_do_not_count() -> None:
     stage.checker.end(stage)
 
 
-def test_a_table_that_drops_records_is_stopped_on_the_way() -> None:
+def test_a_table_that_drops_records_is_stopped_early() -> None:
     stage = Stage(RecordsAreFound(RECORDS))
     stage.now = 30.0
     looked(stage, 20, copies=0)
@@ -252,7 +252,7 @@ def test_a_table_that_drops_records_is_stopped_on_the_way() -> None:
         looked(stage, 1, copies=0)
 
 
-# Limits, and which checkers there are.
+# Limits, and the set of checkers.
 
 
 def test_sizes_up_to_their_limits_pass_and_one_above_is_stopped() -> None:
@@ -289,7 +289,7 @@ def test_a_scenario_has_requested_and_breakable_invariants() -> None:
     )
 
 
-def test_all_checkers_of_a_scenario_see_through_one_watcher() -> None:
+def test_all_checkers_of_a_scenario_share_one_watcher() -> None:
     (watcher,) = checkers_for(a_scenario(runs=(TrainingScenario(),)))
     assert isinstance(watcher, Checkers)
     stage = Stage(WithinLimits())

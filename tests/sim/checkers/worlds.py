@@ -1,4 +1,4 @@
-"""A world of a few words for tests of checkers: what it says of itself is set by hand."""
+"""A minimal world for tests of checkers: its state is set by hand."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,7 +26,7 @@ def a_scenario(**values: Any) -> Scenario:
 
 
 class Stage:
-    """Where one checker watches a hand-made stream."""
+    """A rig in which one checker watches a hand-made stream."""
 
     def __init__(self, checker: Checker, peers: int = 4) -> None:
         self.now = 0.0
@@ -54,13 +54,13 @@ class Stage:
         self.tell(peer, PeerStopped("crash"))
 
     def wait(self, seconds: float) -> None:
-        """Time goes by, with a sample each second."""
+        """Let time pass, with a sample each second."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 1.0)
             self.checker.sample(self)
 
-    # As `sim.observers.World` has it.
+    # As in `sim.observers.World`.
 
     @property
     def peers(self) -> Sequence[PeerId]:

@@ -1,4 +1,4 @@
-"""Session lengths: quantiles agree with means, and what is left of one under way with renewal theory."""
+"""Session lengths: quantiles agree with means, and remaining session times with renewal theory."""
 
 import math
 from random import Random
@@ -24,7 +24,7 @@ STEPS = 20_000
 
 
 def quantiles(distribution: Distribution) -> list[float]:
-    """One in the middle of each of many equal shares."""
+    """Return the middle value of each of many equal shares."""
     return [quantile_seconds(distribution, (step + 0.5) / STEPS) for step in range(STEPS)]
 
 
@@ -38,7 +38,7 @@ def test_remaining_sessions_have_the_mean_of_the_inspection_paradox(
     distribution: Distribution,
 ) -> None:
     found = quantiles(distribution)
-    # E[X^2] / 2 E[X]: above half the mean, for long sessions are met the more often.
+    # E[X^2] / 2 E[X]: above half the mean, because long sessions are observed more often.
     want = sum(seconds**2 for seconds in found) / sum(found) / 2
     rng = Random(1)
     rests = [rest_seconds(distribution, rng) for _ in range(STEPS)]
@@ -75,12 +75,12 @@ def test_forever_never_ends() -> None:
     )
 
 
-def test_every_kind_of_distribution_is_known_here() -> None:
+def test_every_kind_of_distribution_is_tested_here() -> None:
     kinds = get_args(get_type_hints(Distribution)["distribution"])
     assert {each.distribution for each in FINITE} | {"forever"} == set(kinds)
 
 
-def test_a_fifth_of_kad_and_most_spot_machines_are_there() -> None:
+def test_a_fifth_of_kad_and_most_spot_machines_are_up() -> None:
     shares = {}
     for name, (sessions, absences) in PROFILES.items():
         here, away = mean_seconds(sessions), mean_seconds(absences)

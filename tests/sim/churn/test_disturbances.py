@@ -44,7 +44,7 @@ events = st.builds(
 
 @settings(deadline=None)
 @given(st.lists(events, max_size=5), st.integers(0, 2**32))
-def test_events_come_in_order_hit_their_share_and_never_stop_the_permanent(
+def test_events_are_ordered_hit_their_share_and_spare_the_permanent(
     found: list[ChurnEvent], seed: int
 ) -> None:
     resolved = resolve(*found, seed=seed, churn=Churn(permanent=3), late=0.25)
@@ -75,9 +75,9 @@ def test_a_share_of_a_region_is_exact_and_drawn_by_the_seed() -> None:
     assert (one.begins, one.ends) == (5.0, 25.0)
 
 
-def test_a_region_fails_at_once_and_for_ever_without_an_end() -> None:
+def test_a_region_without_an_end_fails_at_once_and_for_ever() -> None:
     (crash,) = resolve(ChurnEvent(5.0, "crash", share=1.0, regions=("europe",), lasts_seconds=0.0))
-    assert crash.numbers == tuple(range(2, NODES, 2))  # 0 is permanent
+    assert crash.numbers == tuple(range(2, NODES, 2))  # peer 0 is permanent
     assert crash.ends == math.inf
 
 
@@ -119,7 +119,7 @@ def test_a_new_version_reaches_a_share_of_the_rest_with_each_restart() -> None:
     assert bug[0].numbers == tuple(old)
 
 
-def test_one_event_more_changes_nobody_elses_fate() -> None:
+def test_an_added_event_changes_no_other_peers_fate() -> None:
     one = ChurnEvent(5.0, "slow", share=0.3, factor=9.0)
     other = ChurnEvent(3.0, "loss", share=0.3, loss=0.5)
     alone = resolve(one)
@@ -128,7 +128,7 @@ def test_one_event_more_changes_nobody_elses_fate() -> None:
     assert (both[0].kind, both[0].loss, both[0].factor) == ("loss", 0.5, 1.0)
 
 
-def test_each_kind_of_event_is_drawn_in_these_tests() -> None:
+def test_every_kind_of_event_is_tested_here() -> None:
     kind: Any = msgspec.inspect.type_info(ChurnEvent)
     (field,) = [field for field in kind.fields if field.name == "kind"]
     drawn = {resolve(ChurnEvent(1.0, each), late=0.5)[0].kind for each in field.type.values}

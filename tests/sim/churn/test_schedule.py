@@ -46,7 +46,7 @@ def up_at(found: list[PopulationChange], numbers: range, moment: float) -> set[i
 
 @settings(max_examples=60, deadline=None)
 @given(churns, st.integers(0, 12), st.integers(0, 2**32))
-def test_changes_come_in_order_alternate_and_spare_the_permanent(churn: Churn, nodes: int, seed: int) -> None:
+def test_changes_are_ordered_alternate_and_spare_the_permanent(churn: Churn, nodes: int, seed: int) -> None:
     found = list(islice(changes(churn, nodes, 2_000.0, seed), 2_000))
     assert [(change.time, change.number) for change in found] == sorted(
         (change.time, change.number) for change in found
@@ -97,7 +97,7 @@ def test_speedup_divides_all_times() -> None:
     assert [change.time / 10 for change in slow] == pytest.approx([change.time for change in quick])
 
 
-def test_some_crash_and_the_others_say_goodbye() -> None:
+def test_some_peers_crash_and_the_others_say_goodbye() -> None:
     downs = [change for change in changes(EXPONENTIAL, 1_000, HOUR, 2) if not change.up and change.time > 0]
     assert sum(change.why == "crash" for change in downs) / len(downs) == pytest.approx(0.7, abs=0.05)
     assert {change.why for change in downs} == {"crash", "leave"}
@@ -123,7 +123,7 @@ def test_a_wave_removes_peers_by_night_and_keeps_the_daily_mean() -> None:
 def test_a_lab_works_by_day_and_not_at_the_weekend() -> None:
     nodes = range(300)
     found = list(changes(Churn(profile="lab", permanent=0), len(nodes), 8 * DAY, 6))
-    # It begins on a Monday at noon.
+    # The schedule starts on a Monday at noon.
     share = {
         hours: len(up_at(found, nodes, hours * HOUR)) / len(nodes)
         for hours in (0, 12, 24, 5 * 24, 6 * 24, 7 * 24)
@@ -136,7 +136,7 @@ def test_a_lab_works_by_day_and_not_at_the_weekend() -> None:
 def test_ten_thousand_peers_are_cheap_because_draws_are_lazy() -> None:
     stream = changes(Churn(profile="kad", permanent=0), 10_000, 1e9, 1)
     first = list(islice(stream, 20_000))
-    # A million years of sessions are not in there.
+    # A million years of sessions are not drawn.
     assert first[-1].time < 12 * HOUR
 
 
@@ -150,7 +150,7 @@ lab-2,20,up
 """
 
 
-def test_a_trace_file_numbers_peers_by_appearance_and_knows_earlier_ones(tmp_path: Path) -> None:
+def test_a_trace_numbers_peers_by_appearance_and_has_initial_ones(tmp_path: Path) -> None:
     path = tmp_path / "lab.csv"
     path.write_text(TRACE)
     found = list(changes(Churn(trace=str(path), crash_share=1.0), 5, 60.0, 1))

@@ -15,7 +15,7 @@ from tests.stack import manifest, simulate, swarm
 
 
 def made_through_seams() -> dict[type, str]:
-    """Return each core that some module of `node` has made by a `core` of its seams, and where."""
+    """Return each core that a module of `node` makes by `core` of its seams, and the place."""
     found: dict[type, str] = {}
     for file in sorted((ROOT / "node").rglob("*.py")):
         place = ".".join(file.relative_to(ROOT).with_suffix("").parts)
@@ -32,9 +32,9 @@ def made_through_seams() -> dict[type, str]:
     return found
 
 
-def test_every_core_that_is_made_through_seams_is_known_to_the_player() -> None:
+def test_the_player_knows_every_core_made_through_seams() -> None:
     made = made_through_seams()
-    assert len(made) >= 6, "the search has gone blind"
+    assert len(made) >= 6, "the search finds nothing"
     unknown = {place for kind, place in made.items() if kind not in CORES.values()}
     assert not unknown
 
@@ -44,11 +44,11 @@ ONLY_TOLD = {
     ("records", "watch_changes"): "notes what the disk has to keep; no message depends on it",
     ("records", "take_changes"): "as watch_changes",
 }
-"""Calls of shells on a part of a core without a turn of it, and why they change none of its answers."""
+"""Calls from shells to a part of a core outside its turns, and why they change none of its answers."""
 
 
 def shell_changes() -> dict[tuple[str, str], str]:
-    """Return each part of a core that a module of `node` assigns to or calls, with the name, and where."""
+    """Return each part of a core that a module of `node` assigns to or calls, with the name and the place."""
     found: dict[tuple[str, str], str] = {}
     for file in sorted((ROOT / "node").rglob("*.py")):
         if "recording" in file.parts:
@@ -67,13 +67,13 @@ def shell_changes() -> dict[tuple[str, str], str]:
 
 def test_every_change_of_a_core_part_by_a_shell_is_recorded() -> None:
     changes = shell_changes()
-    assert ("saves", "every") in changes, "the search has gone blind"
+    assert ("saves", "every") in changes, "the search finds nothing"
     known = {*PARTS, *OUTBOXES, "plan"}
     unknown = {key: place for key, place in changes.items() if key[0] not in known and key not in ONLY_TOLD}
     assert not unknown
 
 
-def test_data_that_travels_replays_and_its_bytes_are_not_in_the_record(tmp_path: Path) -> None:
+def test_transferred_data_replays_and_its_bytes_are_not_recorded(tmp_path: Path) -> None:
     rng, count = np.random.default_rng(1), 1_500
     for part in ("train", "test"):
         rows = count if part == "train" else 6

@@ -1,4 +1,4 @@
-"""Records of real processes replay to the same events, one of them killed: exact, local, optimizer scripts.
+"""Records of real processes, one of them killed, replay to the same events: exact, local, optimizer scripts.
 
 For `make soak`, by PEERLOOM_REPLAYS=20: five processes train for minutes. The same in virtual time is in
 `test_replay`.
@@ -32,7 +32,7 @@ RUNS = {
 }
 """Every other setting is the default."""
 KILLED_AFTER = 12
-"""Steps that the requester tells of."""
+"""Steps that the requester reports."""
 SCRIPT = """
 import sys, time, torch, node
 
@@ -58,7 +58,7 @@ with node.sync(join=join, listen=["127.0.0.1:0"], lan=False, data_dir=f"{folder}
 
 
 def replays(folder: Path, killed: str) -> None:
-    """Play each record so many times; a changed byte in one is found and named."""
+    """Play each record this many times; a changed byte in one is found and named."""
     for name in NAMES:
         path = folder / f"{name}.record"
         for _ in range(TIMES):
@@ -76,7 +76,7 @@ def replays(folder: Path, killed: str) -> None:
 
 @contextmanager
 def watched(file: Path, data_dir: Path) -> Iterator["subprocess.Popen[str]"]:
-    """`peerloom train FILE --json`, ended in the end."""
+    """Run `peerloom train FILE --json`, and stop it at the end."""
     process = subprocess.Popen(
         [sys.executable, "-P", "-m", "node", "train", str(file), "--data-dir", str(data_dir), "--json"],
         stdout=subprocess.PIPE,

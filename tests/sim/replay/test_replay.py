@@ -1,4 +1,4 @@
-"""A recorded node replays to the same events, and what was changed in its record is named."""
+"""A recorded node replays to the same events, and a change in its record is named."""
 
 import errno
 import io
@@ -35,7 +35,7 @@ CHANGES = int(os.environ.get("PEERLOOM_RECORD_CHANGES", "40"))
 
 
 class FullDisk(io.BufferedIOBase):
-    """A file that takes what stands at its beginning and the first block, and no more."""
+    """A file that accepts its header and the first block, and no more."""
 
     def __init__(self, file: IO[Any]) -> None:
         self._file = file
@@ -52,7 +52,7 @@ class FullDisk(io.BufferedIOBase):
 
 
 async def lost(group: Swarm, name: str) -> None:
-    """Wait until the first node has told of the loss of another."""
+    """Wait until the first node has reported the loss of another."""
     peer = group.nodes[name].peer
     with trio.fail_after(60):
         while not any(  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -63,8 +63,9 @@ async def lost(group: Swarm, name: str) -> None:
 
 @pytest.fixture(scope="module")
 def records(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The records of five nodes that train with checkpoints, one of which dies while it holds a stage; those
-    left then train in local mode, and another one dies."""
+    """The records of five nodes that train with checkpoints, one of which dies while it holds a stage. The
+    rest then train in local mode, and another one dies.
+    """
     folder = tmp_path_factory.mktemp("records")
     recorders = {name: Recorder(folder / f"{name}.record") for name in NAMES}
 
@@ -115,7 +116,7 @@ def test_nodes_of_a_run_with_a_death_replay_to_equal_events(records: dict[str, P
     assert {"CheckpointKept", "AveragingEnded"} <= set(told)
 
 
-def test_no_key_is_in_a_record(records: dict[str, Path]) -> None:
+def test_a_record_contains_no_key(records: dict[str, Path]) -> None:
     for name, path in records.items():
         seed = Identity(bytes([1, ord(name)]) * 16).seed
         for block in read_blocks(path.read_bytes()):
@@ -138,8 +139,8 @@ def test_one_changed_byte_is_found_and_named(records: dict[str, Path], tmp_path:
     assert f"byte {len(data) - 1} is 0x{data[-1] ^ 1:02x} and was 0x{data[-1]:02x}" in played.damage
 
 
-def test_a_core_that_does_something_else_is_named(records: dict[str, Path], tmp_path: Path) -> None:
-    """A record with another message in it, sealed anew: its signature and its sums are right."""
+def test_a_core_with_different_behaviour_is_named(records: dict[str, Path], tmp_path: Path) -> None:
+    """A record with another message in it, sealed anew: its signature and its sums are valid."""
     blocks = [block for block in read_blocks(records["b"].read_bytes()) if isinstance(block, bytes)]
     changed, before = MAGIC, MAGIC
     for block in blocks:
@@ -156,7 +157,7 @@ def test_a_core_that_does_something_else_is_named(records: dict[str, Path], tmp_
 def test_a_truncated_record_is_played_to_its_end(records: dict[str, Path], tmp_path: Path) -> None:
     data = records["c"].read_bytes()
     copy = tmp_path / "cut"
-    # A block may end right there, but none is one byte long.
+    # A block may end exactly there, but none is one byte long.
     ends = (len(data) * 2 // 3, len(data) * 2 // 3 + 1)
     copy.write_bytes(
         data[: next(end for end in ends if not isinstance([*read_blocks(data[:end])][-1], bytes))]
@@ -167,7 +168,7 @@ def test_a_truncated_record_is_played_to_its_end(records: dict[str, Path], tmp_p
     assert played.turns.total() > 0
 
 
-def test_a_full_record_ends_and_the_node_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_record_ends_and_the_node_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(log, "warning", lambda text, *fields: said.append(text % fields))
     recorder = Recorder(tmp_path / "full", bytes_max=20_000)
@@ -204,7 +205,7 @@ def test_a_record_ends_where_the_disk_is_full(tmp_path: Path, monkeypatch: pytes
     assert played.turns.total() > 0
 
 
-def test_many_turns_at_once_are_blocks_that_can_be_read_again(tmp_path: Path) -> None:
+def test_many_turns_at_once_are_readable_blocks(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "long")
     noise = os.urandom(1 << 20).hex()
     for number in range(14):
@@ -215,7 +216,7 @@ def test_many_turns_at_once_are_blocks_that_can_be_read_again(tmp_path: Path) ->
     assert sum(sizes) > 14 * len(noise)
 
 
-def test_the_command_says_what_it_played(records: dict[str, Path]) -> None:
+def test_the_command_reports_what_it_played(records: dict[str, Path]) -> None:
     done = CliRunner().invoke(app, [str(records["a"]), "--events"])
     assert done.exit_code == EXIT_DONE
     assert "MemberLost" in done.output
@@ -239,12 +240,12 @@ def test_the_command_says_what_it_played(records: dict[str, Path]) -> None:
         ["what"],
     ],
 )
-def test_a_file_of_a_stranger_names_nothing_that_runs(value: list[object]) -> None:
+def test_a_strangers_file_names_nothing_that_runs(value: list[object]) -> None:
     with pytest.raises(Unrecordable):
         read(value, lambda reference: reference)
 
 
-def test_a_record_of_a_stranger_calls_nothing_else(tmp_path: Path) -> None:
+def test_a_strangers_record_calls_nothing_else(tmp_path: Path) -> None:
     for items in (
         [["make", 1, "node.storage.folder:FolderStorage", ["list", "/"], ["dict"]]],
         [["call", 1, "__init__", ["list"], ["dict"]]],

@@ -1,4 +1,6 @@
-"""A swarm that has run for long, from its first instant: all know whom a long life would have shown."""
+"""A swarm that starts settled: from its first instant all know the peers that a long life would have shown
+them.
+"""
 
 from typing import Any
 
@@ -24,7 +26,7 @@ def acquainted(**changes: Any) -> Scenario:
     return scenario(**(fields | changes))
 
 
-def test_all_list_each_other_and_say_it() -> None:
+def test_all_list_each_other_and_report_it() -> None:
     played = Played(acquainted())
     assert played.live_views() == [set(played.world.peers)] * 60
     ups = played.of(MemberUp)
@@ -33,7 +35,7 @@ def test_all_list_each_other_and_say_it() -> None:
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])
-def test_so_do_few(nodes: int) -> None:
+def test_small_swarms_list_each_other_too(nodes: int) -> None:
     played = Played(acquainted(nodes=nodes, seconds=60.0))
     assert played.live_views() == [set(played.world.peers)] * nodes
 
@@ -51,8 +53,8 @@ def test_the_routing_tables_are_full() -> None:
             assert len(bucket.replacement_nodes) == min(there - len(bucket.nodes), WAITING_MAX)
 
 
-def test_nothing_is_left_to_say() -> None:
-    """Probes and their answers, and the one fact of each that it passes on itself; no storm of any kind."""
+def test_a_settled_swarm_has_no_backlog_of_messages() -> None:
+    """Only probes, their answers, and each peer's own fact that it forwards once are sent."""
     world = Played(acquainted(seconds=20.0)).world
     counters = world.counters()
     assert counters[f"messages {SWIM}"] < 60 * 20 * 4
@@ -60,7 +62,7 @@ def test_nothing_is_left_to_say() -> None:
     assert "refused" not in counters
 
 
-def test_it_goes_on_as_a_swarm_that_was_born() -> None:
+def test_a_settled_swarm_behaves_like_one_that_grew() -> None:
     crash = ChurnEvent(at_seconds=20.0, kind="crash", share=0.05, lasts_seconds=30.0)
     played = Played(acquainted(seconds=100.0, events=(crash,)))
     down = {o.event.peer for o in played.of(MemberDown)}
@@ -91,17 +93,17 @@ def test_neighbourhood_lists_are_complete_and_late_peers_find_theirs() -> None:
         assert set(world.believes(peer)) == wanted
 
 
-def test_the_same_seed_gives_the_same() -> None:
+def test_the_same_seed_gives_the_same_events() -> None:
     digests = [Played(acquainted(nodes=30, seconds=30.0), seed).digest for seed in (1, 1, 2)]
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_with_real_keys_too() -> None:
+def test_real_keys_give_the_same_lists() -> None:
     played = Played(acquainted(nodes=8, seconds=5.0, signatures="ed25519"))
     assert played.live_views() == [set(played.world.peers)] * 8
 
 
-def test_only_members_are_watched_over() -> None:
+def test_only_members_are_watched_in_the_table() -> None:
     world = Played(acquainted(nodes=3)).world
     one, other, _ = world.peers
     contact = world.lives[one].kademlia.table.get(other)  # type: ignore[attr-defined]  # ours, not just any

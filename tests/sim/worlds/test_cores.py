@@ -1,4 +1,4 @@
-"""A world of cores: the same from the same seed, and peers that do what nodes do."""
+"""A world of cores: repeatable by seed, with peers that behave like nodes."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ from sim.worlds.factories import Cores
 
 
 class Played:
-    """A world that was played to its end, and all that was published."""
+    """A world that was played to its end, and all published events."""
 
     def __init__(self, scenario: Scenario, seed: int = 1, **cores: Any) -> None:
         self.seen: list[Observation] = []
@@ -59,7 +59,7 @@ class Played:
 
 
 def scenario(**changes: Any) -> Scenario:
-    """Twenty peers in one minute, over links of exactly 50 ms, so that much happens at one instant."""
+    """Twenty peers in one minute, over links of exactly 50 ms, so that many events fall on one instant."""
     fields: dict[str, Any] = {"name": "test", "about": "", "nodes": 20, "seconds": 60.0}
     return Scenario(**(fields | changes))
 
@@ -81,7 +81,7 @@ def test_fifty_that_start_within_a_second_find_each_other() -> None:
     assert not played.of(RecordGot)
 
 
-def test_records_are_found() -> None:
+def test_stored_records_are_found() -> None:
     played = Played(scenario(network=NetworkModel(nearest_seconds=0.01, farthest_seconds=0.09)))
     lookups = [o.event for o in played.of(RecordGot) if not o.event.storing and o.event.expected]
     assert len(lookups) > 20
@@ -93,7 +93,7 @@ def test_the_same_seed_gives_the_same_digest_and_another_seed_another() -> None:
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_a_crash_is_noticed_by_all_and_a_return_too() -> None:
+def test_a_crash_and_a_return_are_noticed_by_all() -> None:
     played = Played(
         scenario(
             seconds=120.0, events=(ChurnEvent(at_seconds=40.0, kind="crash", share=0.1, lasts_seconds=40.0),)
@@ -112,7 +112,7 @@ def test_a_crash_is_noticed_by_all_and_a_return_too() -> None:
     assert [event.remembers for event in again] == [True, True]
 
 
-def test_a_goodbye_is_told_and_nobody_is_suspected() -> None:
+def test_a_goodbye_is_reported_and_nobody_is_suspected() -> None:
     played = Played(
         scenario(
             events=(ChurnEvent(at_seconds=40.0, kind="leave", share=0.1, lasts_seconds=0.0),), seconds=80.0
@@ -128,7 +128,7 @@ def test_a_goodbye_is_told_and_nobody_is_suspected() -> None:
     assert len(played.live_views()) == 18
 
 
-def test_a_flash_crowd_comes_when_it_is_told_to() -> None:
+def test_a_flash_crowd_comes_at_its_configured_time() -> None:
     crowd = ChurnEvent(at_seconds=30.0, kind="join", share=1.0, lasts_seconds=5.0)
     played = Played(scenario(start=SwarmStart(late_share=0.5), events=(crowd,)))
     late = [o.time for o in played.of(PeerStarted) if o.time >= 30]
@@ -142,10 +142,10 @@ def test_an_instant_restart_is_a_new_life_of_the_peer() -> None:
     assert [o.event.why for o in played.of(PeerStopped)] == ["restart"] * 4
     assert [o.time for o in played.of(PeerStarted) if o.event.remembers] == [30.0] * 4
     assert played.live_views() == [set(played.world.peers)] * 20
-    assert not played.of(MemberDown), "each was back before anybody gave it up"
+    assert not played.of(MemberDown), "each was back before any member declared it dead"
 
 
-def test_a_swarm_under_churn_goes_on() -> None:
+def test_a_swarm_under_churn_keeps_working() -> None:
     churn = Churn(
         sessions=Distribution(distribution="weibull", scale_seconds=60.0, shape=0.6),
         absences=Distribution(distribution="exponential", scale_seconds=30.0),
@@ -172,7 +172,7 @@ def test_after_a_partition_heals_all_list_each_other_again() -> None:
     assert played.live_views() == [set(played.world.peers)] * 10
 
 
-def test_a_deaf_peer_is_given_up_and_returns() -> None:
+def test_a_deaf_peer_is_declared_dead_and_returns() -> None:
     deaf = ChurnEvent(at_seconds=30.0, kind="one-way", share=0.1, lasts_seconds=30.0)
     played = Played(scenario(nodes=10, seconds=300.0, events=(deaf,)))
     given_up = Counter(o.event.peer for o in played.of(MemberDown) if o.time < 60)
@@ -182,7 +182,7 @@ def test_a_deaf_peer_is_given_up_and_returns() -> None:
     assert not [o for o in found if o.event.expected and 30 < o.time < 60]
 
 
-def test_a_peer_without_datagrams_is_probed_by_streams_and_lives() -> None:
+def test_a_peer_without_datagrams_is_probed_by_streams_and_stays_alive() -> None:
     blocked = ChurnEvent(at_seconds=30.0, kind="no-datagrams", share=0.1, lasts_seconds=60.0)
     near = NetworkModel(nearest_seconds=0.001, farthest_seconds=0.02)
     played = Played(scenario(nodes=10, seconds=100.0, events=(blocked,), network=near))
@@ -192,7 +192,7 @@ def test_a_peer_without_datagrams_is_probed_by_streams_and_lives() -> None:
 
 
 def test_a_frozen_peer_is_suspected_and_refutes_after_its_thaw() -> None:
-    # Long enough to be suspected, too short to be given up.
+    # Long enough to be suspected, too short to be declared dead.
     still = ChurnEvent(at_seconds=40.0, kind="freeze", share=0.05, lasts_seconds=6.0)
     played = Played(scenario(seconds=100.0, events=(still,)))
     (frozen,) = played.of(PeerFrozen)
@@ -205,7 +205,7 @@ def test_a_frozen_peer_is_suspected_and_refutes_after_its_thaw() -> None:
     assert not [o for o in played.seen if o.peer == frozen.peer and 40.0 < o.time < 46.0]
 
 
-def test_records_outlive_churn_for_they_are_stored_again() -> None:
+def test_records_outlive_churn_through_republishing() -> None:
     churn = Churn(
         sessions=Distribution(distribution="exponential", scale_seconds=120.0),
         absences=Distribution(distribution="exponential", scale_seconds=60.0),
@@ -218,11 +218,11 @@ def test_records_outlive_churn_for_they_are_stored_again() -> None:
     assert sum(got.copies > 0 for got in lookups) >= 0.99 * len(lookups)
 
 
-def test_a_swim_core_of_ones_own_takes_the_place_of_ours() -> None:
+def test_a_users_swim_core_replaces_ours() -> None:
     made: list[PeerId] = []
 
     class Shy(Swim):
-        """Says goodbye to nobody."""
+        """A core that says goodbye to nobody."""
 
         def __init__(self, *arguments: Any, **more: Any) -> None:
             super().__init__(*arguments, **more)
@@ -238,7 +238,7 @@ def test_a_swim_core_of_ones_own_takes_the_place_of_ours() -> None:
     assert not [o for o in played.of(MemberLeft) if o.time < 30.1]
 
 
-def test_with_real_keys_the_same_happens_as_by_hash() -> None:
+def test_real_signatures_give_the_same_events_as_hashes() -> None:
     played = Played(scenario(nodes=8, seconds=30.0, signatures="ed25519"))
     assert played.live_views() == [set(played.world.peers)] * 8
     assert played.digest == Played(scenario(nodes=8, seconds=30.0, signatures="ed25519")).digest
@@ -258,7 +258,7 @@ def test_wrong_clocks_do_no_harm() -> None:
     assert played.live_views() == [set(played.world.peers)] * 12
 
 
-def test_neighbourhoods_hold_only_their_own() -> None:
+def test_neighbourhoods_list_only_their_own_peers() -> None:
     played = Played(scenario(nodes=16, seconds=60.0, membership=MembershipScenario(scope="neighbourhood")))
     for peer in played.world.peers:
         view = {other for other, status in played.world.believes(peer).items() if status is Status.ALIVE}
@@ -281,13 +281,13 @@ def test_the_digest_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     assert digests == {eventful().digest + "\n"}
 
 
-def test_much_happens_at_one_instant() -> None:
+def test_many_events_share_one_instant() -> None:
     assert eventful().world.counters()["tied"] > 500
 
 
 @cache
 def eventful() -> Played:
-    """A little of everything, over links of exactly 50 ms."""
+    """A scenario with some of everything, over links of exactly 50 ms."""
     return Played(
         scenario(
             nodes=10,

@@ -1,4 +1,4 @@
-"""A node's reports of a run, in the words of the simulator."""
+"""Translation of a node's reports on a run into the simulator's events."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -74,7 +74,7 @@ def test_a_late_applied_step_was_summed_under_its_own_plan() -> None:
         assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))
 
 
-def test_a_step_applied_without_a_sum_is_told_too() -> None:
+def test_a_step_applied_without_a_sum_is_reported_too() -> None:
     talk = Talk()
     said = talk.words.of_stage(talk.life, talk.specification, 4, (8, 9))
     assert said == events.SamplesCounted(talk.run.id, plan_hash(talk.plan), 4, 0, (8, 9))

@@ -1,4 +1,4 @@
-"""Peers that others cannot reach find it out, and stand in nobody's table: in both fidelities."""
+"""Unreachable peers detect it, and no table lists them: in both fidelities."""
 
 from collections import Counter
 from functools import cache
@@ -43,8 +43,9 @@ MIXED = Scenario(
 
 
 class Told:
-    """One world's events about reachability, the peers whose messages say in the end that their sender is a
-    client, and how many each lists as live."""
+    """One world's events about reachability, the peers whose final messages mark their sender as a client,
+    and the number that each lists as live.
+    """
 
     def __init__(self, world: type[CoresWorld] | type[StackWorld], scenario: Scenario, seed: int) -> None:
         self.judged: dict[PeerId, list[ReachabilityJudged]] = {}
@@ -88,14 +89,14 @@ def test_both_fidelities_find_the_same_peers_unreachable(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_exactly_the_peers_that_let_nobody_in_are_clients(seed: int) -> None:
+def test_exactly_the_unreachable_peers_are_clients(seed: int) -> None:
     nats = cores(seed).nats()
     assert cores(seed).clients == {peer for peer, nat in nats.items() if nat in ("restricted", "symmetric")}
     # A peer with a public address asks nobody.
     assert set(cores(seed).judged) == {peer for peer, nat in nats.items() if nat != "none"}
 
 
-def test_there_is_something_of_everything() -> None:
+def test_every_kind_of_outcome_occurs() -> None:
     assert {nat for seed in SEEDS for nat in cores(seed).nats().values()} == {
         "none",
         "full-cone",
@@ -104,14 +105,14 @@ def test_there_is_something_of_everything() -> None:
     }
 
 
-def test_nobody_knows_before_three_have_tried_in_vain() -> None:
+def test_no_peer_knows_before_three_failed_dial_backs() -> None:
     told = cores(SEEDS[0])
     for peer in told.clients:
         verdicts = [(judged.reachable, judged.asked) for judged in told.judged[peer]]
         assert verdicts[:OTHERS] == [(None, 1), (None, 2), (False, 3)]
 
 
-def test_where_nobody_can_be_asked_nobody_knows_and_all_serve() -> None:
+def test_without_dial_back_servers_no_peer_knows_and_all_serve() -> None:
     network = replace(MIXED.network, access=(Access(share=1.0, nat="restricted"),))
     told = Told(CoresWorld, replace(MIXED, network=network), 1)
     assert told.judged == {}
@@ -128,7 +129,7 @@ def test_a_swarm_forms_around_a_first_peer_behind_full_cone(
     assert set(told.live.values()) == {6}
 
 
-def test_a_new_life_has_to_find_out_anew() -> None:
+def test_a_new_life_must_detect_it_again() -> None:
     network = replace(MIXED.network, access=(Access(share=0.5, nat="symmetric"),))
     restart = ChurnEvent(at_seconds=100.0, kind="restart", share=1.0)
     told = Told(CoresWorld, replace(MIXED, network=network, events=(restart,)), 1)
@@ -137,7 +138,7 @@ def test_a_new_life_has_to_find_out_anew() -> None:
 
 
 class Counting(Kademlia):
-    """Counts requests and those that nobody answered, of all peers together."""
+    """Counts requests and unanswered ones, of all peers together."""
 
     counts: ClassVar[Counter[str]] = Counter()
 
@@ -151,7 +152,7 @@ class Counting(Kademlia):
 
 
 class Unaware(Counting):
-    """Stands in tables whether others reach it or not."""
+    """A node that stays in tables even if unreachable."""
 
     def appear(self, addresses: Any, *, client: bool = False) -> None:
         del client
@@ -159,8 +160,9 @@ class Unaware(Counting):
 
 
 def lookups(core: type[Counting]) -> tuple[float, float, float]:
-    """Two fifths behind symmetric translators: the share of lookups that found their record, that of requests
-    without an answer, and that of contacts in tables who are not reached."""
+    """Two fifths behind symmetric translators: the share of lookups that found their record, of requests
+    without an answer, and of unreachable contacts in tables.
+    """
 
     counts = Counting.counts
     got: list[RecordGot] = []
@@ -190,10 +192,10 @@ def lookups(core: type[Counting]) -> tuple[float, float, float]:
 
 
 @pytest.mark.slow
-def test_tables_without_unreachable_peers_spare_most_vain_requests() -> None:
+def test_tables_without_unreachable_peers_avoid_most_vain_requests() -> None:
     found_before, silent_before, hidden_before = lookups(Unaware)
     found, silent, hidden = lookups(Counting)
     assert found >= found_before > 0.98
     assert silent < silent_before / 3
-    # Peers that have long asked in vain have not found out yet.
+    # Peers without successful requests have not detected it yet.
     assert hidden < hidden_before / 5

@@ -1,4 +1,6 @@
-"""Services in a world of cores: answers go on through churn, each token the right one, twice the same."""
+"""Services in a world of cores: answers continue through churn, each token right, and equal for the same
+seed.
+"""
 
 from typing import Any
 
@@ -38,7 +40,7 @@ FEW = SMALL | {
     "services.0.load_seconds": "2",
     "services.0.at_seconds": "8",
 }
-"""Too few machines for two stages at times, of which half leave and half die."""
+"""Sometimes too few machines for two stages, of which half leave and half die."""
 
 
 def small() -> Scenario:
@@ -66,14 +68,14 @@ def test_a_stopgap_answers_until_another_peer_holds_the_stage() -> None:
 
 
 class Confused(Door):
-    """Goes on with another token than the last once its route is lost."""
+    """A door that continues from a wrong token once its route is lost."""
 
     def _leave_route(self, now: float, generation: Any, lost: Any, reason: str) -> Any:
         generation.tokens[-1] = 1 - generation.tokens[-1] % 2
         return super()._leave_route(now, generation, lost, reason)
 
 
-def test_a_door_that_loses_a_token_on_its_way_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_door_that_loses_a_token_in_a_move_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served, "Door", Confused)
     found = run(small(), seed=1)
     assert found.broken is not None
