@@ -111,6 +111,6 @@ def test_an_idle_node_is_free_again_once_its_planner_dies(how: str) -> None:
         played.at(OPENS_AT, goes[how])
         played.play()
         steps = [row.time for row in played.story.of(StepCommitted, since=OPENS_AT)]
-        assert steps, f"victim {victim}: it never goes on"
+        assert steps, f"victim {victim}: the run never continues"
         stalled[victim] = max(late - early for early, late in pairwise([OPENS_AT, *steps]))
     assert max(stalled.values()) <= GOES_ON_SECONDS, stalled
