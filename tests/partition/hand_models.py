@@ -1,4 +1,4 @@
-"""Models twice: as an ordinary module, and as the graph of it written by hand."""
+"""Models in two forms: as an ordinary module, and as its hand-written graph."""
 
 from typing import Any
 
@@ -60,7 +60,7 @@ def gpt_graph(
     dropout: float,
     dtype: DataType = "float32",
 ) -> Graph:
-    """`train` of `Gpt` with the summed cross entropy, and how often the best guess is right."""
+    """`train` of `Gpt` with the summed cross entropy, and the number of correct best guesses."""
     build = GraphBuilder("gpt", dtype)
     rows, length = build.symbol("batch"), build.symbol("length", 1, context)
     build.begin()

@@ -1,4 +1,4 @@
-"""Stage executors with arenas of their own, alone or as a row of stages, for tests."""
+"""Stage executors with their own arenas, alone or as a row of stages, for tests."""
 
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -52,7 +52,7 @@ class Held:
         return np.frombuffer(self.arenas[name], dtype=self.specification.dtype)
 
     def named(self, arena: str) -> dict[str, Array]:
-        """Copies of each parameter's part of an arena that has a place there."""
+        """Copies of each parameter's part of an arena that has room for it."""
         vector = self.vector(arena)
         return {
             slot.name: vector[slot.offset : slot.offset + slot.size].reshape(slot.shape).copy()
@@ -77,7 +77,7 @@ def tensors_of(payload: Payload) -> list[torch.Tensor]:
 
 
 def spread(graph: Graph, stages: int) -> tuple[StageGraph, ...]:
-    """The graph cut at so many even places that may be cut."""
+    """The graph cut at this many evenly spread legal places."""
     legal = legal_positions(graph)
     positions = sorted({legal[len(legal) * number // stages] for number in range(1, stages)})
     return cut(graph, graph_hash(encode_graph(graph)), positions)
@@ -86,7 +86,7 @@ def spread(graph: Graph, stages: int) -> tuple[StageGraph, ...]:
 class Row:
     """A row of stages, `replicas` of each, with the sums that a run makes between them.
 
-    `frames` is what goes from stage to stage, None for raw; what that takes is added up.
+    `frames` is the codec between stages, None for raw; its errors are added up.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Row:
         self.chains = [[Held(stage, sizes_max, **changes) for stage in stages] for _ in range(replicas)]
 
     def forward(self, step: int, number: int, inputs: Payload, labels: Payload, *, train: bool) -> Forwarded:
-        """One micro-batch, there and (if training) back, on the replicas whose turn it is."""
+        """Send one micro-batch forward and (if training) back through the replicas whose turn it is."""
         chain = self.chains[number % len(self.chains)]
         values: Payload | None = inputs
         for stage in chain[:-1]:
@@ -125,7 +125,7 @@ class Row:
         return closed
 
     def apply(self, step: int, samples: int) -> None:
-        """Sum over replicas and over tied stages, and step everywhere alike."""
+        """Sum over replicas and over tied stages, and apply the same step everywhere."""
         tied: dict[int, list[Array]] = {}
         for number in range(len(self.chains[0])):
             total = sum(chain[number].vector("gradients") for chain in self.chains)

@@ -1,8 +1,8 @@
-"""Hostile graphs, made from a seed: operators called with anything, and good graphs with something wrong.
+"""Seeded hostile graphs: operators called with arbitrary arguments, and valid graphs with an error.
 
-`operator_case` makes a stage that calls a few operators on small tensors with arguments that mostly fit and
-sometimes are what a kernel should never see. `mutated_case` takes a good graph, as bytes or as data, and
-changes some of it. Both say nothing of what should happen: the fence may refuse or let it run, and no more.
+`operator_case` makes a stage that calls a few operators on small tensors with arguments that mostly fit, and
+are sometimes dangerous for a kernel. `mutated_case` changes a part of a valid graph, as bytes or as data.
+Neither says what should happen: the fence may refuse or run it.
 """
 
 import random
@@ -54,11 +54,11 @@ BATCH = Size(0)
 
 
 class Died(AssertionError):
-    """The process ended, by a signal or an exception that is no refusal: what it wrote, and the case."""
+    """The process ended, by a signal or an exception that is not a refusal: its output, and the case."""
 
 
 class HostileProcess:
-    """One process that runs cases. It is started again by whoever wants to go on after `Died`."""
+    """One process that runs cases. After `Died` the caller may start it again."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -70,7 +70,7 @@ class HostileProcess:
         )
 
     def ask(self, case: Case) -> Outcome:
-        """Raises Died: no answer came."""
+        """Run a case. Raises Died if no answer came."""
         process = self._process
         assert process.stdin is not None
         assert process.stdout is not None
@@ -93,7 +93,7 @@ class HostileProcess:
 
 
 def operator_case(seed: int, name: str | None = None) -> Case:
-    """A stage of one to three operators, the sum of whose results is the loss."""
+    """A stage of one to three operators; the sum of their results is the loss."""
     rng = random.Random(seed)
     maker = _Maker(rng)
     for _ in range(rng.choice((1, 1, 2, 3))):
@@ -106,7 +106,7 @@ FORMS = forms()
 
 
 def form_case(seed: int, number: int | None = None) -> Case:
-    """A good call of one operator, of which up to three arguments may be anything."""
+    """A valid call of one operator, with up to three arbitrary arguments."""
     rng = random.Random(seed)
     maker = _Maker(rng)
     maker.form(rng.choice(FORMS) if number is None else FORMS[number])
@@ -121,7 +121,7 @@ class _Maker:
         self.operators: list[str] = []
         self.nodes: list[GraphNode] = []
         self.values: list[TensorType | None] = []
-        """The type where it is known."""
+        """The type if it is known."""
         for _ in range(3):
             self.values.append(TensorType(rng.choice(DTYPES), self._shape()))
         self.values.append(TensorType("int64", self._shape()))
@@ -142,7 +142,7 @@ class _Maker:
 
     def call(self, name: str) -> None:
         wanted = signature(name)
-        # Most operators want tensors of one shape and of floating type.
+        # Most operators need tensors of one shape and of floating type.
         alike = self.rng.random() < 0.6
         shape = self._shape()
         dtype: DataType = "int64" if self.rng.random() < 0.3 else "float32"
@@ -276,7 +276,9 @@ class _Maker:
         return self.rng.uniform(max(low, -2.0), min(high, 2.0))
 
     def stage(self) -> StageGraph:
-        """Every result becomes a number, and their sum the loss: so all is gone through, and back."""
+        """Reduce every result to a number, and sum them to the loss: so forward and backward cover
+        everything.
+        """
         made = [Value(number) for number in range(self.inputs, len(self.values))]
         total = None
         for value in made:
@@ -312,7 +314,7 @@ class _Maker:
 
 
 def mutated_case(seed: int, good: list[Graph]) -> Case:
-    """A good graph with one to four things changed, or its bytes."""
+    """A valid graph with one to four changes, or its bytes."""
     rng = random.Random(seed)
     graph = rng.choice(good)
     if rng.random() < 0.25:
@@ -370,7 +372,7 @@ def _leaves(tree: list[Any]) -> Iterator[tuple[list[Any], int]]:
 
 
 def _above(tree: list[Any], holder: list[Any]) -> tuple[list[Any], int]:
-    """The list that holds a list, and where; the outermost is its own."""
+    """The list that holds a list, and its index; the outermost contains itself."""
     open_lists = [tree]
     while open_lists:
         outer = open_lists.pop()

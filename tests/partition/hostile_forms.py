@@ -1,7 +1,8 @@
-"""One good call of each operator whose arguments must fit each other; `tests.partition.hostile` spoils them.
+"""One valid call of each operator whose arguments must fit each other; `tests.partition.hostile` spoils them.
 
 A word is a tensor or an argument: `f2.3.4` floating of that shape, `i2.3` of indices, `b2` of bool, `f.` of
-no dimensions; `[1,2]` a list of integers, `{...}` of tensors, `-` None, and else a number, a bool or a text.
+no dimensions; `[1,2]` a list of integers, `{...}` of tensors, `-` None, and otherwise a number, a bool or a
+text.
 """
 
 from partition.model.graph import Argument, DataType, Items, TensorType
@@ -199,11 +200,11 @@ FORMS = """
 
 _DTYPES: dict[str, DataType] = {"f": "float32", "i": "int64", "b": "bool"}
 Form = tuple[str, tuple[object, ...], tuple[tuple[str, Argument], ...]]
-"""Operator, arguments (a TensorType, or a list of them, where a tensor goes), keywords."""
+"""Operator, arguments (tensors as a TensorType or a list of them), keywords."""
 
 
 def forms() -> list[Form]:
-    """All of them, with the operators' full names."""
+    """All calls, with the operators' full names."""
     return [_form(line.split()) for line in FORMS.strip().splitlines()]
 
 

@@ -1,7 +1,7 @@
-"""A process that does with hostile graphs what a stage's process does: check, cut, admit, and really run.
+"""A process that treats hostile graphs like a stage's process: it checks, cuts, admits and really runs them.
 
-It reads cases from its input and answers each with one line, so that whoever started it learns of a signal, a
-hang or an exception by what does not come. It is under limits of its own: a case that takes more ends it.
+It reads cases from its input and answers each with one line, so that its parent detects a signal, a hang or
+an exception by a missing answer. It has resource limits: a case that exceeds them ends it.
 """
 
 import faulthandler
@@ -32,13 +32,13 @@ MEMORY_BYTES_MAX = 128_000_000
 FLOPS_MAX = 2_000_000_000
 CASE_SECONDS_MAX = 30
 ADDRESS_SPACE_BYTES_MAX = 16 * 2**30
-"""Torch's libraries take most of it without touching it."""
+"""Torch's libraries reserve most of it without touching it."""
 
 
 class Case(msgspec.Struct, frozen=True):
     """A graph as it would come from the network, or a stage as a cut would make it, and how to run it.
 
-    `draw` chooses the numbers that are put in.
+    `draw` chooses the input numbers.
     """
 
     graph: bytes
@@ -48,9 +48,9 @@ class Case(msgspec.Struct, frozen=True):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """`refused` before anything ran, `stopped` by a refusal while it ran, or `ran` to its end.
+    """`refused` before it ran, `stopped` by a refusal while it ran, or `ran` to its end.
 
-    `ended` is a backward pass in which an operator raised, with which a stage's process ends by its own will.
+    `ended` is a backward pass in which an operator raised, upon which a stage's process ends itself.
     """
 
     verdict: str
@@ -60,13 +60,13 @@ class Outcome(msgspec.Struct, frozen=True):
 
 
 def peak_rss_bytes() -> int:
-    """Return the most memory this program had at once; ru_maxrss also counts the one that started it."""
+    """Return the peak memory of this program alone; ru_maxrss also counts its parent's."""
     rows = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(rows["VmHWM"].split()[0]) * 1024
 
 
 def answer(case: Case) -> tuple[str, str]:
-    """(verdict, reason). Only a RemoteProtocolError is a refusal; anything else leaves."""
+    """Return (verdict, reason). Only a RemoteProtocolError is a refusal; any other exception propagates."""
     try:
         stage = case.stage
         if stage is None:
@@ -95,7 +95,7 @@ def answer(case: Case) -> tuple[str, str]:
 
 
 def _run(specification: StageSpecification, draw: int) -> str:
-    """Why the stage stopped, or nothing."""
+    """Return why the stage stopped, or ""."""
     arenas = {name: memoryview(bytearray(size)) for name, size in arena_bytes(specification).items()}
     stage = StageExecutor(specification, arenas)
     rng = np.random.default_rng(draw)
@@ -131,8 +131,7 @@ def _payload(kinds: list[TensorType], graph: StageGraph, rng: Any, sizes: tuple[
 
 
 def _array(kind: TensorType, shape: tuple[int, ...], rng: Any) -> Typed:
-    """Numbers of all kinds: integers that are good as an index most of the time, and then some that are
-    not."""
+    """Numbers of all kinds: mostly integers that are valid indices, and sometimes others."""
     if kind.dtype == "bool":
         return kind.dtype, rng.integers(0, 2, shape).astype(bool)
     if kind.dtype == "bfloat16":

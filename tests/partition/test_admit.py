@@ -439,7 +439,7 @@ def test_an_einsum_is_limited_to_its_equation() -> None:
     assert "'equation'" in refusal(with_argument(graph, 0, 0, "__import__('os')"))
 
 
-def test_gradients_through_integers_are_refused() -> None:
+def test_gradients_of_non_differentiable_arguments_are_refused() -> None:
     layer = Layer()
     weight = layer.build.parameter("w", 8)
     target = layer.build.constant(np.zeros(4, np.int64))

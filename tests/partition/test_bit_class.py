@@ -36,7 +36,7 @@ def chain(threads: int = 1, *, seed: int = 5, packs: bool = True) -> Chain:
 
 
 @pytest.mark.parametrize("layer", [-1, LAYERS_MAX + 1, 2**62, True, 1])
-def test_an_attention_layers_own_number_is_small(layer: int) -> None:
+def test_attention_layers_need_unique_small_numbers(layer: int) -> None:
     graph, _ = model(5)
     (entry,) = graph.entries
     nodes = list(entry.nodes)

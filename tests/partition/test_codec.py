@@ -255,7 +255,7 @@ def test_special_floats_stay_exact(codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("codec", CODECS)
-def test_no_codec_needs_more_than_a_word_per_tensor_extra(codec: Codec) -> None:
+def test_no_codec_adds_more_than_a_word_per_tensor(codec: Codec) -> None:
     rng = np.random.default_rng(3)
     for count in (1, 2, 5, 16, 17, 63, 64, 65, 200):
         bundle = [typed(rng.standard_normal(count, np.float32)), typed(rng.integers(0, 9, count))]

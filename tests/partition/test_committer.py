@@ -69,7 +69,7 @@ def committer(**settings: Any) -> Committer:
 
 
 def counting(step: int = 0, **settings: Any) -> Committer:
-    """One whose replicas are all at the beginning of a step."""
+    """A committer whose replicas are all at the beginning of a step."""
     found = committer(**settings)
     for who in REPLICAS:
         found.receive(0.0, who, synced(step))
@@ -78,7 +78,7 @@ def counting(step: int = 0, **settings: Any) -> Committer:
 
 
 def tell_all(core: Committer, message: Any) -> Sends:
-    """Every replica says this."""
+    """Deliver this message from every replica."""
     sends: Sends = []
     for who in REPLICAS:
         sends += core.receive(1.0, who, message)
@@ -86,7 +86,7 @@ def tell_all(core: Committer, message: Any) -> Sends:
 
 
 def count(core: Committer, *numbers: int, samples: int = 3, loss: float = 1.0, swap: bool = False) -> Sends:
-    """These are counted in all stages; what the committer then says."""
+    """Report these as counted in all stages; return the committer's answers."""
     sends: Sends = []
     for number in numbers:
         for stage, who in ((0, FIRST), (1, MIDDLES[(number + swap) % 2]), (2, LAST)):
@@ -104,7 +104,7 @@ def count(core: Committer, *numbers: int, samples: int = 3, loss: float = 1.0, s
 
 
 def reduce_all(core: Committer, **digests: bytes) -> Sends:
-    """All have reduced; `there` may differ."""
+    """Report that all have reduced; the digest of `there` may differ."""
     sends: Sends = []
     for who in REPLICAS:
         name = digests.get("there", b"") if who == THERE and digests else digest("total", PLAN.stage_of(who))
@@ -131,10 +131,10 @@ def failed_of(core: Committer) -> str:
     return event.reason
 
 
-# Where everybody is
+# Positions of members
 
 
-def test_replicas_and_trainers_alike_hear_what_is_open() -> None:
+def test_replicas_and_trainers_receive_every_open() -> None:
     core = committer()
     assert core.start(0.0) == [(who, Sync(plan=PLAN_HASH)) for who in REPLICAS]
     sends: Sends = []
@@ -179,7 +179,7 @@ def test_a_failed_due_checkpoint_is_made_before_the_next_step(saved: int, is_due
 
 
 @pytest.mark.parametrize("answer", [synced(2, reduced=6), synced(2**40), synced(None), synced(3, attempt=8)])
-def test_a_replica_that_cannot_go_on_is_filled_from_its_stage(answer: Any) -> None:
+def test_a_replica_that_cannot_continue_is_filled_from_its_stage(answer: Any) -> None:
     core = committer()
     for who in (FIRST, HERE, LAST):
         core.receive(0.0, who, synced(3, digest=digest("parameters", who)))
@@ -187,7 +187,7 @@ def test_a_replica_that_cannot_go_on_is_filled_from_its_stage(answer: Any) -> No
     assert receiver == THERE
     assert isinstance(fill, Fill)
     assert (fill.step, fill.sources, fill.digest) == (3, (HERE,), digest("parameters", HERE))
-    assert core.receive(0.0, THERE, answer) == []  # what it said before, once more
+    assert core.receive(0.0, THERE, answer) == []  # its earlier messages once more
     sends = core.receive(0.0, THERE, synced(3, digest=fill.digest))
     assert opens(sends)
     assert core.events[1:] == [Resumed(3, 0, (THERE,))]
@@ -201,7 +201,7 @@ def test_a_replica_with_differing_parameters_is_filled_too() -> None:
     assert (receiver, type(fill)) == (THERE, Fill)
 
 
-def test_a_stage_that_holds_nothing_ends_the_plan_with_a_reason() -> None:
+def test_a_stage_without_any_holder_ends_the_plan_with_a_reason() -> None:
     core = committer()
     for who in (FIRST, HERE, THERE):
         core.receive(0.0, who, synced(3))
@@ -221,10 +221,10 @@ def test_counted_micro_batches_stay_with_their_replica() -> None:
     (message, *_) = opens(
         core.receive(0.0, LAST, synced(0, counted=(0, 1), samples=(3, 4), losses=(1.0, 2.0)))
     )
-    # The first of the plan keeps what both have; the other is free for the rest.
+    # The first of the plan keeps the micro-batches that both have; the other is free for the rest.
     assert [routes.owners for routes in message.stages] == [bytes(2), bytes((0, 0)), bytes(2)]
     assert [routes.counted for routes in message.stages] == [(), (1,), (0, 1)]
-    # Number 0 was in the middle, on somebody who is gone: the last stage counts it.
+    # Number 0's middle holder has left: the last stage counts it.
     assert core.events == [Resumed(0, 1, ())]
     count_first = Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0)
     core.receive(0.0, HERE, count_first)
@@ -238,7 +238,7 @@ def test_counted_micro_batches_stay_with_their_replica() -> None:
     assert (event.loss, event.samples) == (3.0 / 7, 7)
 
 
-def test_under_a_plan_that_restores_all_begin_at_its_checkpoint() -> None:
+def test_a_plan_that_restores_makes_all_start_at_its_checkpoint() -> None:
     plan = successor(PLAN, Change(restored=digest("checkpoint"), step=3))
     core = committer(plan=plan)
     assert core.step == 3
@@ -257,12 +257,12 @@ def test_attempts_under_a_later_plan_have_later_numbers() -> None:
 # Moves
 
 
-def test_a_suspect_loses_what_it_has_not_counted_and_gets_nothing_back() -> None:
+def test_a_suspect_loses_its_uncounted_work_and_gets_nothing_back() -> None:
     core = counting()
     (message, *_) = opens(core.suspect(0.0, HERE))
     assert (message.attempt, message.stages[1].owners) == (START + 1, bytes((1, 1)))
     assert core.events == [MicrobatchesMoved(0, 1, HERE, 1)]
-    assert core.suspect(0.0, THERE) == []  # to whom?
+    assert core.suspect(0.0, THERE) == []  # no receiver is left
     assert core.suspect(0.0, HERE) == []
     assert core.suspect(0.0, TRAINER) == []
 
@@ -309,7 +309,7 @@ def progress(core: Committer, number: int, stage: int = 0) -> None:
 
 
 def measured(busy: int = 10**8) -> Committer:
-    """One that has seen a step: of each micro-batch in the middle every replica had one."""
+    """A committer that has seen a step: every middle replica had one micro-batch in it."""
     core = counting()
     count(core, 0, 1)
     reduce_all(core)
@@ -333,7 +333,7 @@ def test_idle_and_slow_replicas_are_not_stalled() -> None:
         progress(core, number)
         progress(core, number, stage=1)
     assert not any(isinstance(event, MicrobatchesMoved) for event in core.events)
-    stalled(core, 9.0)  # the last stage alone is waited for, and it has no other
+    stalled(core, 9.0)  # only the last stage is waited for, and it has no other replica
     assert core.events == []
     slow = measured(busy=10**9)
     progress(slow, 2)
@@ -350,7 +350,7 @@ def test_a_replica_waiting_for_a_gradient_is_not_stalled() -> None:
     assert len(stalled(core, 14.0)) == 1
 
 
-def test_where_all_have_stalled_nothing_moves_and_all_is_said_again() -> None:
+def test_stalls_of_all_replicas_move_nothing_and_repeat_all_messages() -> None:
     core = measured()
     for number in (2, 3):
         progress(core, number)
@@ -359,7 +359,7 @@ def test_where_all_have_stalled_nothing_moves_and_all_is_said_again() -> None:
     assert core.events == []
 
 
-def test_a_replica_of_which_nothing_is_known_may_take_its_time() -> None:
+def test_an_unmeasured_replica_is_not_stalled() -> None:
     core = counting()
     progress(core, 0)
     assert {message.attempt for message in stalled(core, 30.5)} == {START}
@@ -369,12 +369,12 @@ def test_a_replica_of_which_nothing_is_known_may_take_its_time() -> None:
 # A step
 
 
-def test_the_norms_of_all_stages_add_up_one_of_each() -> None:
+def test_norms_are_added_up_once_per_stage() -> None:
     core = counting()
     ((_, message), *_) = count(core, 0, 1)
     assert isinstance(message, StepCommit)
     sends: Sends = []
-    # The second replica of a stage may differ in the last bit: one of them speaks for both.
+    # The replicas of a stage may differ in the last bit: one of them reports for both.
     for who, norm in ((FIRST, 1.0), (HERE, 2.0), (THERE, 2.0000000000000004), (LAST, 4.0)):
         name = digest("of a stage", PLAN.stage_of(who))
         row = Reduced(plan=PLAN_HASH, step=0, attempt=START, digest=name, squared_norm=norm)
@@ -383,7 +383,7 @@ def test_the_norms_of_all_stages_add_up_one_of_each() -> None:
     assert sends == [(who, expected) for who in REPLICAS]
 
 
-def test_a_step_tells_what_it_took_of_each_replica() -> None:
+def test_a_step_reports_the_time_of_each_replica() -> None:
     core = counting()
     count(core, 0, 1)
     reduce_all(core)
@@ -393,7 +393,7 @@ def test_a_step_tells_what_it_took_of_each_replica() -> None:
     assert event == StepApplied(0, START, 2.0 / 6, 6, 4, ((row,), (row, row), (row,)))
 
 
-def test_a_step_in_which_nothing_counts_is_a_step_all_the_same() -> None:
+def test_a_step_without_counted_samples_is_still_a_step() -> None:
     core = counting()
     count(core, 0, 1, samples=0, loss=0.0)
     reduce_all(core)
@@ -402,7 +402,7 @@ def test_a_step_in_which_nothing_counts_is_a_step_all_the_same() -> None:
     assert len(core.events) == 1
 
 
-def test_a_loss_or_norm_not_finite_ends_the_run_with_advice() -> None:
+def test_a_non_finite_loss_or_norm_ends_the_run_with_advice() -> None:
     core = counting()
     count(core, 0, loss=float("nan"))
     assert "step 0: the loss is no finite number" in failed_of(core)
@@ -415,7 +415,7 @@ def test_a_loss_or_norm_not_finite_ends_the_run_with_advice() -> None:
     assert "the gradient's norm is no finite number" in failed_of(core)
 
 
-def test_different_totals_are_reduced_again_and_the_third_time_one_must_go() -> None:
+def test_different_totals_are_reduced_again_and_the_third_time_one_is_lost() -> None:
     core = counting()
     count(core, 0, 1)
     for attempt in (1, 2):
@@ -444,7 +444,7 @@ def test_a_replica_that_diverges_from_its_stage_is_rebuilt() -> None:
     assert core.events[1:] == [ReplicaRebuilt(1, 1, THERE)]
 
 
-def test_among_three_the_most_are_right_be_they_last() -> None:
+def test_the_majority_of_three_is_right_even_if_last() -> None:
     core = Committer(TRAINER, WIDE, steps=2, evaluations=0)
     core.start(0.0)
     for who in core.awaited:
@@ -469,7 +469,7 @@ def test_among_three_the_most_are_right_be_they_last() -> None:
     assert (receiver, fill.sources) == (HERE, (THERE, other))
 
 
-def test_a_replica_that_fails_is_for_the_next_plan() -> None:
+def test_a_failed_replica_is_left_to_the_next_plan() -> None:
     core = counting()
     for _ in range(2):
         assert core.receive(0.0, LAST, Failed(plan=PLAN_HASH, reason="a label of 12 among 10")) == []
@@ -493,7 +493,7 @@ def test_all_replicas_save_before_the_next_step_opens() -> None:
     assert core.reconnected(FIRST)[0] == (FIRST, Save(plan=PLAN_HASH, step=2))
 
 
-def test_a_copy_can_be_asked_for_at_any_time() -> None:
+def test_a_copy_can_be_requested_at_any_time() -> None:
     core = counting()
     assert core.save(0.0) == [(who, Save(plan=PLAN_HASH, step=0)) for who in REPLICAS]
     count(core, 0, 1)
@@ -585,7 +585,7 @@ def test_a_joining_replica_gets_its_share_of_the_next_step() -> None:
     assert core.events[1:] == [Resumed(3, 0, (PeerId(SECOND),))]
 
 
-def test_nothing_is_known_of_the_parameters_of_a_fresh_run() -> None:
+def test_the_parameters_of_a_fresh_run_have_no_known_digest() -> None:
     core = committer()
     for who in (FIRST, HERE, LAST):
         core.receive(0.0, who, synced(0))

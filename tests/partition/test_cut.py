@@ -1,4 +1,4 @@
-"""Where a graph may be cut, and that the pieces together are the whole."""
+"""Where a graph may be cut, and that its pieces compute the same as the whole."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -51,7 +51,7 @@ def mlp(layers: int = 3, width: int = 8) -> GraphBuilder:
     return build
 
 
-def test_a_chain_may_be_cut_everywhere_and_only_logits_of_stages_travel() -> None:
+def test_a_chain_may_be_cut_everywhere_and_only_stage_outputs_are_sent() -> None:
     graph = mlp().finish()
     assert legal_positions(graph) == (1, 2, 3, 4, 5, 6)
     stages = cut(graph, graph_hash(encode_graph(graph)), [2, 4])
@@ -80,11 +80,11 @@ def test_no_cut_lies_behind_a_node_that_needs_a_label_and_more() -> None:
     graph = build.finish()
     assert legal_positions(graph) == (2,)
     first, last = cut(graph, NAME, [2])
-    # A node that needs only labels goes where they go.
+    # A node that needs only labels goes to the stage that uses it.
     assert (ids(first), ids(last)) == ([1], [0, 2, 3, 4])
 
 
-def test_a_value_and_a_cheap_function_of_it_cross_as_one() -> None:
+def test_a_value_and_a_cheap_function_of_it_are_sent_as_one() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -100,12 +100,12 @@ def test_a_value_and_a_cheap_function_of_it_cross_as_one() -> None:
     first, last = cut(graph, NAME, [4])
     assert entry_of(first).outputs == entry_of(first).backward_outputs == (2,)
     assert ids(first) == [0]
-    # One view of the sent tensor is enough: the one that turns and turns back is made again, too.
+    # One view of the sent tensor is enough: the view that undoes the turn is recomputed too.
     assert ids(last) == [1, 2, 3, 4, 5, 6, 7]
     assert crossings(graph, [4]) == ((2,),)
 
 
-def test_masks_are_made_again_and_dropout_is_sent() -> None:
+def test_masks_are_recomputed_and_dropout_is_sent() -> None:
     build = GraphBuilder()
     batch, tokens = build.symbol("batch"), build.symbol("tokens", 2, 512)
     build.begin()
@@ -146,12 +146,12 @@ def test_random_numbers_are_drawn_in_one_stage_only() -> None:
     out = build.node("add.Tensor", build.node("add.Tensor", build.node("mul.Tensor", g, noise), dropped), h)
     build.end(outputs=[out], loss=build.node("mse_loss", out, y, 2))
     first, last = cut(build.finish(), NAME, [3])
-    # Cheap as they are, neither the noise nor what is left after dropout is made a second time.
+    # Although cheap, neither the noise nor the result of dropout is computed twice.
     assert entry_of(first).outputs == (noise.id, h.id, dropped.id)
     assert ids(last) == [3, 4, 5, 6, 7]
 
 
-def test_a_skip_is_handed_through_with_its_gradient() -> None:
+def test_a_skip_is_passed_on_with_its_gradient() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -166,7 +166,7 @@ def test_a_skip_is_handed_through_with_its_gradient() -> None:
     graph = build.finish()
     stages = cut(graph, NAME, [2, 3, 4])
     middle = entry_of(stages[1])
-    # x needs no gradient; the skip crosses once, for its own use and for what is detached.
+    # x needs no gradient; the skip is sent once, for itself and for its detached use.
     assert middle.inputs == (0, 2, 3)
     assert middle.outputs == (0, 2, 4)
     assert middle.backward_inputs == (2, 3)
@@ -174,7 +174,7 @@ def test_a_skip_is_handed_through_with_its_gradient() -> None:
     assert entry_of(stages[0]).backward_inputs == ()
 
 
-def test_a_value_that_only_a_detached_branch_wants_has_no_gradient() -> None:
+def test_a_value_used_only_by_a_detached_branch_has_no_gradient() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -186,7 +186,7 @@ def test_a_value_that_only_a_detached_branch_wants_has_no_gradient() -> None:
     build.end(outputs=[out], loss=build.node("mse_loss", out, y, 2))
     last = entry_of(cut(build.finish(), NAME, [2])[1])
     assert last.inputs == (2, 3)
-    # The first stage's own use of the value still gets its gradient: there, not over the wire.
+    # The first stage's own use of the value still gets its gradient there, without a transfer.
     assert last.backward_inputs == (3,)
 
 
@@ -203,7 +203,7 @@ def test_inputs_behind_only_frozen_weights_get_no_gradient() -> None:
     assert entry_of(last).backward_inputs == ()
 
 
-def test_a_loss_made_early_is_carried_to_the_last_stage() -> None:
+def test_a_loss_computed_early_is_carried_to_the_last_stage() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -235,7 +235,7 @@ def test_a_head_outside_the_loss_is_kept_but_not_run() -> None:
     assert [parameter.names[0] for parameter in first.parameters] == ["used.weight", "dead.weight"]
 
 
-def test_a_tied_weight_is_held_twice_and_spoken_for_once() -> None:
+def test_a_tied_weight_is_held_twice_and_counted_once() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -296,7 +296,7 @@ def serving() -> Graph:
     return build.finish()
 
 
-def test_decoding_is_cut_where_training_is() -> None:
+def test_decoding_is_cut_at_the_same_places_as_training() -> None:
     graph = serving()
     check_graph(graph)
     assert follow(graph, [1, 2, 3]) == ((1, 2, 3), (1, 6, 12))
@@ -304,7 +304,7 @@ def test_decoding_is_cut_where_training_is() -> None:
     assert (ids(first, "decode"), ids(second, "decode")) == ([0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11])
     assert (first.state_rows, second.state_rows) == ((0,), (1,))
     assert entry_of(first, "decode").updates == graph.entries[1].updates[:1]
-    # The position is handed on to the second cache; the tied table is in both stages.
+    # The position is passed on to the second cache; the tied table is in both stages.
     assert entry_of(second, "decode").inputs == (1, 7)
     assert entry_of(second, "decode").outputs == graph.entries[1].outputs
     assert (first.tied, second.borrowed) == ((0,), (0,))
@@ -327,7 +327,7 @@ def test_a_state_used_on_both_sides_forbids_a_cut() -> None:
     assert legal_positions(graph) == (1, 6)
 
 
-def test_statistics_that_another_stage_moves_are_known_where_they_are_only_read() -> None:
+def test_statistics_that_another_stage_updates_are_also_moved_in_reading_stages() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -344,7 +344,7 @@ def test_statistics_that_another_stage_moves_are_known_where_they_are_only_read(
     assert (entry_of(third).statistics, entry_of(third).moved) == ((), ((0, 0.25, 2), (1, 0.25, 2)))
 
 
-def test_many_stages_and_many_states_do_not_multiply() -> None:
+def test_the_time_of_a_cut_does_not_multiply_stages_by_states() -> None:
     build = GraphBuilder()
     build.symbol("batch")
     build.begin("decode")
@@ -365,7 +365,7 @@ def test_many_stages_and_many_states_do_not_multiply() -> None:
     assert many < 9 * few
 
 
-def test_no_more_tensors_cross_than_a_bundle_holds() -> None:
+def test_no_more_tensors_are_sent_than_a_bundle_holds() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -373,7 +373,7 @@ def test_no_more_tensors_cross_than_a_bundle_holds() -> None:
     parts = [build.node("linear", x, build.parameter(f"{place}.weight", 8, 8)) for place in range(66)]
     out = build.node("sum.dim_IntList", build.node("stack", parts), [0])
     build.end(outputs=[out], loss=build.node("mse_loss", out, y, 2))
-    # Up to 63 results and the input cross; with all 66 joined, one does.
+    # Up to 63 results and the input are sent; with all 66 joined, one is.
     assert legal_positions(build.finish()) == (*range(1, 64), 67, 68)
 
 
@@ -393,7 +393,7 @@ def test_costly_constants_are_sent_if_they_are_few() -> None:
         return build.finish()
 
     first, _ = cut(graph(3), NAME, [7])
-    # One matrix product on it is done again, two are not.
+    # One matrix product on it is recomputed, two are not.
     assert entry_of(first).outputs == (3, 5, 7, 8)
     assert 65 * 2 + 1 in legal_positions(graph(65))
     with pytest.raises(ValueError, match="66 tensors would cross a cut, at most 64 can"):
@@ -412,5 +412,5 @@ def test_layers_are_cut_by_ranges() -> None:
             cut_layers(graph, NAME, ranges)
 
 
-def test_crossing_bytes_count_what_is_needed_behind() -> None:
+def test_crossing_bytes_count_what_later_stages_need() -> None:
     assert crossing_bytes(mlp().finish(), (4,)) == (128,) * 7

@@ -1,4 +1,6 @@
-"""Random graphs, cut at random places: the pieces are the whole, and nothing but a refusal escapes."""
+"""Random graphs cut at random places: the pieces compute what the whole does, and only refusals
+are raised.
+"""
 
 import time
 from contextlib import suppress
@@ -95,7 +97,7 @@ def test_the_pieces_compute_what_the_whole_computes(case: tuple[Graph, tuple[Sta
 
 @SLOW
 @given(cuts())
-def test_gradients_go_back_through_the_pieces_as_through_the_whole(
+def test_gradients_through_the_pieces_equal_those_of_the_whole(
     case: tuple[Graph, tuple[StageGraph, ...]],
 ) -> None:
     graph, stages = case
@@ -109,7 +111,7 @@ def test_gradients_go_back_through_the_pieces_as_through_the_whole(
         assert tuple(arriving) == part.backward_outputs or stage.is_last
         by_value, by_row = derive(graph, entry, part.nodes, arriving)
         assert set(part.backward_inputs) <= set(part.inputs)
-        # Each of them is needed: a gradient comes out of it, and a parameter stands before it.
+        # Each of them is needed: it yields a gradient, and a parameter precedes it.
         assert all(by_value[value] for value in part.backward_inputs)
         arriving = {value: by_value[value] for value in part.backward_inputs}
         for row, gradient in by_row.items():
@@ -149,7 +151,7 @@ def test_stages_hold_what_they_use_and_together_everything(
 
 @SLOW
 @given(cuts())
-def test_a_batch_norm_keeps_its_place_among_all_uses_of_its_statistics(
+def test_a_batch_norm_keeps_its_order_among_all_uses_of_its_statistics(
     case: tuple[Graph, tuple[StageGraph, ...]],
 ) -> None:
     graph, stages = case
@@ -176,7 +178,7 @@ def test_random_operators_run_in_one_stage_only(graph: Graph) -> None:
 
 
 def large_graph(blocks: int) -> Graph:
-    """Blocks of eighteen nodes with a residual stream; built directly, as the builder takes its time."""
+    """Blocks of eighteen nodes with a residual stream, built directly because the builder is slow."""
     nodes: list[GraphNode] = []
     stream = 0
     for block in range(blocks):
@@ -220,7 +222,7 @@ def test_a_graph_of_three_thousand_nodes_is_cut_quickly() -> None:
     assert sum(len(stage.rows) for stage in stages) == 170
 
 
-def test_a_graph_made_to_be_tangled_takes_bounded_time() -> None:
+def test_a_tangled_graph_takes_bounded_time() -> None:
     """Ninety layers of 64 nodes, each of which joins all values before it in the layer before."""
     nodes: list[GraphNode] = []
     before = list(range(1, 65))
@@ -255,7 +257,7 @@ def test_a_graph_made_to_be_tangled_takes_bounded_time() -> None:
     began = time.process_time()
     with suppress(ValueError):
         cut(graph, NAME, legal[::20])
-    # About what SEARCH_MAX takes, and what it takes to look at the nodes: half a second.
+    # About the cost of SEARCH_MAX, and of visiting the nodes: half a second.
     assert time.process_time() - began < 10
 
 
@@ -271,7 +273,7 @@ ANY_ARGUMENT = st.one_of(
 
 @st.composite
 def hostile(draw: st.DrawFn) -> Graph:
-    """A graph of the right form in which arguments have nothing to do with their operators."""
+    """A graph of the right form whose arguments do not fit its operators."""
     plain = draw(graphs(nodes_max=2))
     operators = tuple(
         draw(st.lists(st.sampled_from(sorted(OPERATORS)), min_size=4, max_size=12, unique=True))

@@ -1,4 +1,4 @@
-"""A stage's process runs without torch's compiler, and still has it on demand."""
+"""A stage's process does not load torch's compiler until it is needed."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Messages of a run on their way to its member, and the promises of its chain on their way to the disk."""
+"""Delivery of a run's messages to its member, and storage of its chain's promises before they are sent."""
 
 from dataclasses import dataclass
 from random import Random
@@ -44,7 +44,7 @@ def test_early_messages_are_limited() -> None:
     assert [row[2] for row in dispatch.early] == list(range(9, EARLY_MAX + 9))
 
 
-def test_a_member_gets_messages_of_its_newest_plan_alone() -> None:
+def test_a_member_gets_only_messages_of_its_newest_plan() -> None:
     dispatch: Dispatch[Member, str] = Dispatch()
     member = Member()
     dispatch.follow(bytes(32), member)
@@ -72,16 +72,16 @@ def test_nothing_of_a_chain_is_sent_before_its_promises_are_stored() -> None:
         chain.wake(now)
         if chain.is_storing:
             assert chain.take() == ([], [])
-            assert chain.deadline == float("inf"), "no other call is made meanwhile"
+            assert chain.deadline == float("inf"), "no other call runs meanwhile"
             assert chain.core.durable
             chain.stored()
         sends, events = chain.take()
         seen += len(sends)
         assert not events
-    assert seen, "it asks the others"
+    assert seen, "the member asks the others"
 
 
-def test_a_decision_is_told_after_its_promise_is_stored() -> None:
+def test_a_decision_is_reported_after_its_promise_is_stored() -> None:
     chain = StoredChain(PaxosChain(REQUESTER, ALONE, Random(1)))
     chain.wish(Change(admitted=(OTHER,)), plan_hash(ALONE))
     found: list[object] = []

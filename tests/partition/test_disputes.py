@@ -1,4 +1,6 @@
-"""A frame that its receiver cannot use, or says so, and who loses its place; see also `test_steps_walk`."""
+"""A frame that its receiver cannot use, or claims so, and the member that is excluded; see also
+`test_steps_walk`.
+"""
 
 from typing import Any
 
@@ -66,27 +68,27 @@ def lost(core: Committer) -> list[PeerId]:
 
 
 def next_step(core: Committer) -> None:
-    """As if this one had been committed."""
+    """Have the core act as if this attempt had been committed."""
     core.step += 1
     core._synced.clear()
     core._open_step()
 
 
-def test_the_micro_batch_goes_to_another_receiver_and_nobody_is_blamed_yet() -> None:
+def test_the_micro_batch_goes_to_another_receiver_without_blame() -> None:
     core = counting()
     assert owners(accuse(core, HERE, FIRST, 0)) == [[0, 0], [1, 1], [0, 0]]
-    assert accuse(core, HERE, FIRST, 0) == []  # it is not its own any more
+    assert accuse(core, HERE, FIRST, 0) == []  # it no longer owns it
     assert core.events == []
 
 
-def test_an_author_that_two_accuse_loses_its_place() -> None:
+def test_an_author_accused_by_two_is_excluded() -> None:
     core = counting()
     accuse(core, HERE, FIRST, 0)
     accuse(core, THERE, FIRST, 0)
     assert lost(core) == [FIRST]
 
 
-def test_an_accuser_of_two_authors_loses_its_place() -> None:
+def test_an_accuser_of_two_authors_is_excluded() -> None:
     core = counting(WIDE)
     before = owners([(TRAINER, core._open_message())])
     assert before == [[0, 1, 0, 1], [0, 1, 0, 1], [0] * 4]
@@ -104,7 +106,7 @@ def test_counts_of_a_replaced_author_are_void() -> None:
         )
     sends = accuse(core, HERE, LAST, 0, "gradient")
     assert owners(sends)[1] == [1, 1, 0, 1]
-    # The last stage has no other: the second one goes to the other receiver too.
+    # The last stage has no other receiver left: the second one also uses the same one.
     assert owners(accuse(core, HERE, LAST, 2, "gradient"))[1] == [1, 1, 1, 1]
     core = counting(WIDE)
     core.receive(1.0, FIRST, Counted(plan=core.plan_hash, step=0, microbatch=0, stage=0, samples=0, loss=0.0))
@@ -115,7 +117,7 @@ def test_counts_of_a_replaced_author_are_void() -> None:
     assert opened.stages[0].counted == ()
 
 
-def test_both_lose_their_places_where_work_cannot_move() -> None:
+def test_both_are_excluded_if_work_cannot_move() -> None:
     core = counting()
     assert feeder_of(PLAN, True, 0) == TRAINER
     accuse(core, FIRST, TRAINER, 0)
@@ -128,7 +130,7 @@ def test_both_lose_their_places_where_work_cannot_move() -> None:
     assert lost(core) == [FIRST, SECOND]
 
 
-def test_a_number_that_two_cannot_use_is_the_fault_of_the_data() -> None:
+def test_a_number_that_two_cannot_use_is_blamed_on_the_data() -> None:
     two = replace(WIDE, trainers=(TRAINER, SECOND))
     for author, is_vouched in ((TRAINER, False), (SECOND, True), (SECOND, False)):
         core = counting(two)
@@ -142,7 +144,7 @@ def test_a_number_that_two_cannot_use_is_the_fault_of_the_data() -> None:
         accuse(core, accusers[1], author, number, values=True)
         ended = [event for event in core.events if isinstance(event, TrainingFailed)]
         if author == SECOND and not is_vouched:
-            assert (ended, lost(core)) == ([], [SECOND]), "it may have spoiled what it sent"
+            assert (ended, lost(core)) == ([], [SECOND]), "the author may have spoiled its frame"
         else:
             assert [event.microbatch for event in ended] == [(number, True)]
             assert lost(core) == []
@@ -156,7 +158,7 @@ def test_a_number_that_the_only_receiver_rejects_blames_the_data() -> None:
     assert lost(core) == []
 
 
-def test_two_that_still_dispute_in_a_third_step_both_lose_their_places() -> None:
+def test_two_that_still_dispute_in_a_third_step_are_both_excluded() -> None:
     core = counting()
     for step in range(3):
         assert lost(core) == []
@@ -166,7 +168,7 @@ def test_two_that_still_dispute_in_a_third_step_both_lose_their_places() -> None
     assert lost(core) == [FIRST, HERE]
 
 
-def test_a_peer_that_rejects_its_own_frames_loses_its_place() -> None:
+def test_a_peer_that_rejects_its_own_frames_is_excluded() -> None:
     plan = replace(PLAN, trainers=(TRAINER, FIRST), microbatches=8)
     core = counting(plan)
     number = next(number for number in range(8) if feeder_of(plan, True, number) == FIRST)
@@ -174,11 +176,11 @@ def test_a_peer_that_rejects_its_own_frames_loses_its_place() -> None:
     assert lost(core) == [FIRST]
 
 
-def test_senseless_accusations_change_nothing_or_are_refused() -> None:
+def test_senseless_accusations_have_no_effect_or_are_refused() -> None:
     core = counting()
-    assert accuse(core, THERE, FIRST, 0) == []  # the other's
+    assert accuse(core, THERE, FIRST, 0) == []  # owned by the other
     core.receive(1.0, HERE, Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=1, samples=0, loss=0.0))
-    assert accuse(core, HERE, FIRST, 0) == []  # it has made use of it
+    assert accuse(core, HERE, FIRST, 0) == []  # it has used it
     assert accuse(core, THERE, FIRST, 1, train=False) == []
     with pytest.raises(RemoteProtocolError, match="from a peer that has none to send"):
         accuse(core, THERE, TRAINER, 1)

@@ -1,4 +1,4 @@
-"""Steps whose numbers are not finite, where the run skips them: the committer's side."""
+"""Steps with non-finite numbers in runs that skip them: the committer's side."""
 
 from math import inf
 from typing import Any
@@ -23,7 +23,7 @@ from tests.partition.test_committer import (
 
 
 def diverge(core: Committer, how: str) -> Sends:
-    """The open step turns out not to be finite."""
+    """Report that the open step is not finite."""
     if how == "loss":
         return count(core, 0, loss=float("nan"))
     if how == "stage":
@@ -56,13 +56,13 @@ def test_a_diverged_step_is_skipped_by_all_if_allowed(how: str) -> None:
     assert last.diverged == ""
 
 
-def test_eleven_steps_that_diverge_in_a_row_end_the_run_whoever_commits() -> None:
+def test_eleven_successive_diverging_steps_end_the_run_under_any_committer() -> None:
     core = counting(steps=99, skips_diverged=True)
     for _ in range(4):
         diverge(core, "stage")
         apply_all(core)
     last = Apply(plan=PLAN_HASH, step=3, attempt=START, samples=1, skipped=4)
-    # The next committer knows of them by the last Apply.
+    # The next committer learns of them from the last Apply.
     core = committer(steps=99, skips_diverged=True)
     for who in REPLICAS:
         core.receive(0.0, who, replace(synced(4), applied=last))

@@ -1,4 +1,4 @@
-"""Encoders as graphs that serve: one vector of each text, as the model itself gives it."""
+"""Encoders as served graphs: one vector per text, equal to the model's."""
 
 import json
 from pathlib import Path
@@ -44,26 +44,26 @@ def test_an_encoder_is_captured_with_its_pooling(pooling: str) -> None:
     assert is_whole(graph, graph.entries[0])
     assert count_words(graph) == WORDS
     assert graph.symbols[2].maximum == 130
-    # Without the model at hand, the graph is compared with itself: alone and beside others.
+    # Without the model, the graph is compared with itself: alone and beside other rows.
     assert prove_graph_served(graph, graph).error < 1e-4
     other = "cls" if pooling == "mean" else "mean"
     with pytest.raises(ServingDiffers, match="served at once"):
         prove_encoder_served(model, graph, lambda hidden: hidden[0] if other == "cls" else hidden.mean(0))
 
 
-def test_positions_of_roberta_begin_behind_its_padding() -> None:
+def test_positions_of_roberta_start_behind_its_padding() -> None:
     torch.manual_seed(1)
     model = transformers.RobertaModel(transformers.RobertaConfig(**SIZES), add_pooling_layer=False)
     assert capture_encoder(model, "mean").graph.symbols[2].maximum == 128
 
 
-def test_a_model_that_sees_what_came_before_alone_is_no_encoder() -> None:
+def test_a_causal_model_is_not_an_encoder() -> None:
     sizes = {"n_embd": WIDTH, "n_layer": 1, "n_head": 2, "n_positions": 64, "vocab_size": WORDS}
     with pytest.raises(CaptureRefused, match="makes no encoder"):
         capture_encoder(transformers.GPT2Model(transformers.GPT2Config(**sizes)), "mean")
 
 
-def test_a_folder_says_how_its_vectors_are_pooled(tmp_path: Path) -> None:
+def test_a_folder_specifies_the_pooling_of_its_vectors(tmp_path: Path) -> None:
     config = transformers.BertConfig(**SIZES)
     transformers.BertForMaskedLM(config).save_pretrained(tmp_path)
     assert is_encoder(tmp_path)

@@ -1,4 +1,4 @@
-"""How members of a run in local mode agree on its end, also while messages are lost and members die."""
+"""How members of a run in local mode agree on its end, despite message loss and deaths."""
 
 from dataclasses import dataclass, field
 from math import inf
@@ -42,7 +42,7 @@ def conclusion(author: int, step: int = 10) -> Conclusion:
 
 @dataclass
 class World:
-    """Members that see one another; each message arrives a tick later, or never with chance `loss`."""
+    """Members that see one another; each message arrives a tick later, or is lost with probability `loss`."""
 
     count: int
     rng: Random
@@ -99,13 +99,13 @@ class World:
                 case Preferred():
                     self.fetches.append((own, event.conclusion))
                 case Settled():
-                    assert own not in self.settled, "a member settles once"
+                    assert own not in self.settled, "a member settles only once"
                     assert member.holds
                     self.settled[own] = event.conclusion
         member.events.clear()
 
 
-def test_a_proposal_is_settled_by_all_once_all_hold_its_result() -> None:
+def test_all_settle_a_proposal_once_all_hold_its_result() -> None:
     world = World(4, Random(1))
     world.propose(2)
     while len(world.settled) < 4:
@@ -114,14 +114,14 @@ def test_a_proposal_is_settled_by_all_once_all_hold_its_result() -> None:
     assert set(world.settled.values()) == {conclusion(2)}
 
 
-def test_one_member_alone_settles_at_once() -> None:
+def test_a_lone_member_settles_at_once() -> None:
     world = World(1, Random(1))
     world.propose(1)
     world.tick()
     assert world.settled == {peer(1): conclusion(1)}
 
 
-def test_the_proposal_of_more_steps_wins() -> None:
+def test_the_proposal_with_more_steps_wins() -> None:
     world = World(3, Random(1))
     world.propose(1, step=10)
     world.propose(3, step=12)
@@ -137,16 +137,16 @@ def test_a_conclusion_whose_holders_all_died_is_void() -> None:
     member.receive(0.0, peer(2), Said(RUN, conclusion(2), holds=True, is_settled=False))
     world.kill(2)
     world.look()
-    assert member.best is not None, "it may only be slow"
+    assert member.best is not None, "the holder may only be slow"
     world.now += GRACE_SECONDS
     world.look()
     assert any(isinstance(event, Voided) for event in member.events)
     assert member.best is None
 
 
-def test_a_silent_member_delays_the_end_by_the_patience_alone() -> None:
+def test_a_silent_member_delays_the_end_only_by_the_patience() -> None:
     world = World(3, Random(1))
-    world.members.pop(peer(3))  # dead, and not noticed
+    world.members.pop(peer(3))  # dead, but not yet noticed
     world.propose(1)
     while len(world.settled) < 2:
         world.tick()
@@ -154,12 +154,12 @@ def test_a_silent_member_delays_the_end_by_the_patience_alone() -> None:
     assert world.now >= PATIENCE_SECONDS
 
 
-def test_a_member_that_was_away_takes_the_settled_conclusion() -> None:
+def test_a_returning_member_adopts_the_settled_conclusion() -> None:
     world = World(3, Random(1))
     away = world.members.pop(peer(3))
     world.look()
     world.propose(1)
-    while len(world.settled) < 2:  # they wait a moment for one that fell out of sight
+    while len(world.settled) < 2:  # they wait a moment for a member that went out of sight
         world.tick()
         assert world.now < GRACE_SECONDS + 2
     world.members[peer(3)] = away
@@ -203,7 +203,7 @@ def test_members_in_sight_of_each_other_settle_one_conclusion(
         assert all(member.is_settled for member in world.members.values())
 
 
-def test_an_evaluation_that_is_not_finite_is_refused() -> None:
+def test_a_non_finite_evaluation_is_refused() -> None:
     member = World(2, Random(1)).members[peer(1)]
     with pytest.raises(RemoteProtocolError):
         member.receive(0.0, peer(2), ModelEvaluated(RUN, 1, 1, inf, (), 1.0, 0))
@@ -213,7 +213,7 @@ def test_an_evaluation_that_is_not_finite_is_refused() -> None:
         )
 
 
-def test_the_next_evaluator_goes_on_with_the_series_of_the_last() -> None:
+def test_the_next_evaluator_continues_the_series_of_the_last() -> None:
     world = World(3, Random(1))
     first, second = world.members[peer(1)], world.members[peer(2)]
     for step, loss in ((1, 2.0), (2, 1.0), (3, 1.5)):
@@ -224,7 +224,7 @@ def test_the_next_evaluator_goes_on_with_the_series_of_the_last() -> None:
     assert second.series.has_converged
 
 
-def test_exactly_one_of_those_in_sight_evaluates() -> None:
+def test_exactly_one_of_the_visible_members_evaluates() -> None:
     world = World(5, Random(1))
     assert (
         sum(
@@ -253,7 +253,7 @@ def test_a_series_has_converged_after_evaluations_without_an_improvement(
         assert not has_converged(progress, 0)
 
 
-def test_runs_that_are_over_make_room_for_new_ones() -> None:
+def test_finished_runs_make_room_for_new_ones() -> None:
     endings = Endings()
     for number in range(2 * RUNS_MAX):
         run = number.to_bytes(32, "big")
@@ -267,7 +267,7 @@ def test_runs_that_are_over_make_room_for_new_ones() -> None:
         endings.open(1e3, Ending(peer(1), b"o" * 32, LocalSettings()))
 
 
-def test_a_result_that_nobody_hands_over_holds_no_run() -> None:
+def test_an_unavailable_result_does_not_block_a_run() -> None:
     own, liar, honest = (peer(number) for number in (1, 2, 3))
     member = Ending(own, RUN, LocalSettings())
     member.set_peers(0.0, [liar, honest])
@@ -285,7 +285,7 @@ def test_a_result_that_nobody_hands_over_holds_no_run() -> None:
 
 
 @pytest.mark.parametrize("can_go_on", [True, False])
-def test_a_failure_of_another_ends_only_a_member_that_cannot_go_on(can_go_on: bool) -> None:
+def test_anothers_failure_ends_only_a_member_that_cannot_continue(can_go_on: bool) -> None:
     member = Ending(peer(1), RUN, LocalSettings())
     member.set_peers(0.0, [peer(2)])
     member.can_go_on = can_go_on
@@ -294,7 +294,7 @@ def test_a_failure_of_another_ends_only_a_member_that_cannot_go_on(can_go_on: bo
     assert member.best == (None if can_go_on else failed)
 
 
-def test_members_take_turns_at_an_evaluation_that_nobody_makes() -> None:
+def test_members_take_turns_at_a_missing_evaluation() -> None:
     peers = [peer(number) for number in range(5)]
     members = [Ending(own, RUN, LocalSettings()) for own in peers]
 
@@ -328,7 +328,7 @@ def test_an_evaluation_counts_only_from_the_member_whose_turn_it_is() -> None:
     assert member.series.progress.best == 0.5, "the others were silent"
 
 
-def test_a_series_is_continued_from_the_loss_that_is_told_alone() -> None:
+def test_a_series_is_continued_from_the_reported_loss_alone() -> None:
     member = Ending(peer(1), RUN, LocalSettings(patience=2))
     member.set_peers(0.0, [peer(2)])
     member.receive(0.0, peer(2), ModelEvaluated(RUN, 1, 1, 2.0, (), 2.0, 0))
@@ -337,7 +337,7 @@ def test_a_series_is_continued_from_the_loss_that_is_told_alone() -> None:
     assert not member.series.has_converged
 
 
-def test_steps_that_the_run_does_not_have_are_refused() -> None:
+def test_impossible_steps_are_refused() -> None:
     member = Ending(peer(1), RUN, LocalSettings(), steps=10)
     member.set_peers(0.0, [peer(2)])
     for message in (
@@ -348,7 +348,7 @@ def test_steps_that_the_run_does_not_have_are_refused() -> None:
             member.receive(0.0, peer(2), message)
 
 
-def test_a_fetched_result_outlives_its_author_until_it_is_tried() -> None:
+def test_a_fetched_result_survives_its_author_until_it_is_tried() -> None:
     member = Ending(peer(1), RUN, LocalSettings())
     member.set_peers(0.0, [peer(2)])
     member.receive(0.0, peer(2), Said(RUN, conclusion(2), holds=True, is_settled=True))

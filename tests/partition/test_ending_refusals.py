@@ -1,4 +1,4 @@
-"""How members of a run in local mode end it with one result where some refuse results, or one lies."""
+"""How members of a run in local mode end it with one result if some refuse results, or one lies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,8 +32,9 @@ Judge = Callable[[PeerId, Conclusion], bool]
 
 @dataclass
 class World:
-    """Members that judge a result before they hold it; a liar is played by the test. A message arrives a
-    tick later, or never with chance `loss`, or where `cut` parts sender and receiver."""
+    """Members that judge a result before they hold it; the test plays a liar. A message arrives a tick later,
+    or is lost with probability `loss`, or where `cut` separates sender and receiver.
+    """
 
     count: int
     accepts: Judge
@@ -117,14 +118,14 @@ class World:
                 case Preferred():
                     self.wanted[own] = event.conclusion
                 case Settled():
-                    assert own not in self.settled, "a member settles once"
+                    assert own not in self.settled, "a member settles only once"
                     self.settled[own] = event.conclusion
                 case Differs():
                     self.differs.append((own, event))
         member.events.clear()
 
     def run(self, seconds: float, turns: bool = False) -> None:
-        """Play on. With `turns` members propose at the end as they are due."""
+        """Play on. With `turns`, members propose at the end as they are due."""
         until = self.now + seconds
         while self.now < until and len(self.settled) < len(self.members):
             self.tick()
@@ -136,16 +137,16 @@ class World:
 
 
 def only(*authors: int) -> Judge:
-    """Everybody holds results of these alone, and their own."""
+    """Have every member hold its own result and those of these authors only."""
     return lambda own, found: found.author[0] in authors or found.author == own
 
 
-def test_a_result_that_most_refuse_is_given_up_by_its_author() -> None:
+def test_an_author_withdraws_a_result_that_most_refuse() -> None:
     world = World(4, only(2))
     world.propose(1)
     world.run(2 * PATIENCE_SECONDS)
     assert world.settled == {}
-    assert world.members[peer(1)].best is None, "it goes on"
+    assert world.members[peer(1)].best is None, "the member trains on"
     world.propose(2)
     world.run(5)
     assert set(world.settled.values()) == {conclusion(2)}
@@ -160,7 +161,7 @@ def test_a_member_that_refuses_follows_a_quorum_of_the_others() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 4, 7])
-def test_one_member_that_refuses_all_results_cannot_hold_an_end_up(count: int) -> None:
+def test_one_member_that_refuses_all_results_cannot_block_an_end(count: int) -> None:
     refusal = [(peer(1), ConclusionRefused(RUN, conclusion(1)))]
     world = World(count, lambda own, found: True, liar=peer(count), lie=lambda _peer, _now: list(refusal))
     world.propose(1)
@@ -170,7 +171,7 @@ def test_one_member_that_refuses_all_results_cannot_hold_an_end_up(count: int) -
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7])
-def test_one_member_alone_cannot_choose_the_result(count: int) -> None:
+def test_a_single_member_cannot_choose_the_result(count: int) -> None:
     lied = conclusion(count, step=1_000)
     world = World(
         count,
@@ -193,7 +194,7 @@ def test_a_requester_breaks_a_tie_of_two() -> None:
     assert world.settled == {peer(1): conclusion(1), peer(2): conclusion(1)}
 
 
-def test_two_that_refuse_each_other_for_ever_end_apart_and_say_so() -> None:
+def test_two_that_always_refuse_each_other_end_apart_and_report_it() -> None:
     world = World(2, only(), is_at_end=True)
     world.run(STALEMATE_SECONDS + 6 * TURN_SECONDS, turns=True)
     assert len(set(world.settled.values())) == 2
@@ -219,7 +220,7 @@ def test_two_sides_of_a_partition_learn_of_each_other_when_it_heals() -> None:
     assert all(event.other != world.settled[own] for own, event in world.differs)
 
 
-def test_a_settled_claim_of_one_that_changes_its_mind_counts_once() -> None:
+def test_a_settled_claim_of_a_changing_member_counts_once() -> None:
     own, liar = peer(1), peer(2)
     member = Ending(own, RUN, LocalSettings())
     member.set_peers(0.0, [liar, peer(3)])
@@ -236,7 +237,7 @@ def test_a_member_left_alone_does_not_trust_one_that_left() -> None:
         member.set_peers(now, [], trainers=[own])
     member.receive(20.0, liar, Said(RUN, conclusion(2), holds=True, is_settled=True, commits=True))
     assert member.best == conclusion(2)
-    assert not member.is_decided, "it is tried first"
+    assert not member.is_decided, "the result is tried first"
 
 
 def test_a_newcomer_learns_of_the_end_from_its_inviter() -> None:
@@ -245,7 +246,7 @@ def test_a_newcomer_learns_of_the_end_from_its_inviter() -> None:
     member.set_peers(0.0, [], trainers=[])
     settled = Said(RUN, conclusion(2), holds=True, is_settled=True, commits=True)
     member.receive(1.0, inviter, settled)
-    assert member.best is None, "a stranger"
+    assert member.best is None, "a stranger gets no answer"
     member.know(inviter)
     member.receive(2.0, inviter, settled)
     assert member.is_decided
@@ -263,7 +264,7 @@ def test_a_newcomer_learns_of_the_end_from_its_inviter() -> None:
         st.tuples(st.floats(0, 100), st.integers(1, 7), st.integers(1, 9)), min_size=1, max_size=4
     ),
 )
-def test_honest_members_never_settle_two_results_whatever_they_refuse(
+def test_honest_members_never_settle_two_results_despite_refusals(
     seed: int,
     count: int,
     loss: float,
@@ -298,8 +299,9 @@ def test_honest_members_never_settle_two_results_whatever_they_refuse(
 def test_one_liar_among_members_that_judge_alike_makes_no_second_result(
     seed: int, count: int, loss: float, proposals: list[tuple[float, int, int]], bad: bool, is_two_faced: bool
 ) -> None:
-    """The liar says of any result, of its own too, that it holds, refuses, or has settled it. Only where
-    it tells each something else, of results that are all good, may the others differ: then they see it."""
+    """The liar claims of any result, even its own, that it holds, refuses, or has settled it. The others may
+    differ only if it tells each of them something else about results that are all good: then they detect it.
+    """
     liar, rng = peer(count), Random(seed)
     lies = [conclusion(count, step) for step in (5, 6, 7)]
     honest = [conclusion(author, step) for _, author, step in proposals if author < count]
@@ -329,7 +331,7 @@ def test_one_liar_among_members_that_judge_alike_makes_no_second_result(
                 world.propose(author, step)
         world.tick()
     world.run(STALEMATE_SECONDS + 10 * TURN_SECONDS, turns=True)
-    assert len(world.settled) == count - 1, "no liar holds an end up for ever"
+    assert len(world.settled) == count - 1, "no liar blocks an end for ever"
     if count > 3 and not (is_two_faced and not bad):
         assert len(set(world.settled.values())) == 1
     elif len(set(world.settled.values())) > 1:

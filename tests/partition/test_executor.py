@@ -1,4 +1,4 @@
-"""Stages in a row compute what one machine computes, whoever computes which micro-batch."""
+"""Stages in a row compute what one machine computes, however micro-batches are assigned."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -79,7 +79,7 @@ def expected(name: str, optimizer: OptimizerSettings) -> list[dict[str, Array]]:
 @pytest.mark.parametrize("optimizer", [SGD, ADAM], ids=["sgd", "adamw"])
 @pytest.mark.parametrize("name", ["gpt", "cnn"])
 @pytest.mark.parametrize(("stages", "replicas", "recompute"), [(3, 1, False), (3, 2, False), (2, 1, True)])
-def test_stages_and_replicas_train_and_evaluate_as_one_process(
+def test_stages_and_replicas_train_and_evaluate_like_one_process(
     name: str, optimizer: OptimizerSettings, stages: int, replicas: int, recompute: bool
 ) -> None:
     parts = spread(model(name), stages)
@@ -108,8 +108,8 @@ def test_in_float32_the_whole_vector_agrees_under_sgd(name: str) -> None:
         assert np.linalg.norm(vectors[0] - vectors[1]) <= 1e-5 * np.linalg.norm(vectors[0])
 
 
-def test_three_stages_move_batch_statistics_as_the_module_itself_does() -> None:
-    """The same norm twice in a micro-batch, four micro-batches a step, dealt to two replicas."""
+def test_three_stages_update_batch_statistics_like_the_module() -> None:
+    """The same norm twice in a micro-batch, four micro-batches per step, dealt to two replicas."""
     optimizer = OptimizerSettings("sgd", learning_rate=0.1)
     row = Row(spread(model("cnn"), 3), (4,), 2, microbatches=MICROBATCHES, optimizer=optimizer)
     module = Cnn(4).double()
@@ -135,8 +135,8 @@ def test_three_stages_move_batch_statistics_as_the_module_itself_does() -> None:
 
 
 @pytest.mark.parametrize("positions", [[], [2], [1, 2]])
-def test_statistics_that_a_later_stage_only_reads_move_there_too(positions: list[int]) -> None:
-    """A norm in training, and one that uses the same statistics as they were when the step began."""
+def test_statistics_are_also_updated_in_a_later_stage_that_reads_them(positions: list[int]) -> None:
+    """A norm in training, and one that uses the same statistics as at the start of the step."""
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -165,7 +165,7 @@ def test_statistics_that_a_later_stage_only_reads_move_there_too(positions: list
 
 
 def skip() -> Graph:
-    """c = relu(a w1) w2 + a, with a = x w0: cut around w1, the middle stage hands `a` through."""
+    """c = relu(a w1) w2 + a, with a = x w0: if it is cut around w1, the middle stage passes `a` on."""
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -179,7 +179,7 @@ def skip() -> Graph:
     return build.finish()
 
 
-def test_a_value_handed_through_gets_the_gradients_of_both_its_ways() -> None:
+def test_a_passed_on_value_gets_the_gradients_of_both_paths() -> None:
     graph = skip()
     parts = cut(graph, graph_hash(encode_graph(graph)), [1, 3])
     middle = parts[1].entry("train")
@@ -201,7 +201,7 @@ def test_a_value_handed_through_gets_the_gradients_of_both_its_ways() -> None:
         assert np.abs(array - gradient.numpy()).max() <= 1e-12
 
 
-def test_frozen_parameters_get_no_gradient_and_a_detached_output_takes_none() -> None:
+def test_frozen_parameters_and_detached_outputs_have_no_gradient() -> None:
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -219,7 +219,7 @@ def test_frozen_parameters_get_no_gradient_and_a_detached_output_takes_none() ->
     given = bundle(np.ones((4, 3)), sizes=(4,))
     between = first.ask(Forward(0, 0, True, given), Forwarded).output
     assert between is not None
-    # Nothing can come back to it, and nothing was kept; who asks all the same is told so.
+    # Nothing can come back to it, and nothing was kept; a request is refused with that reason.
     assert first.ask(Backward(0, 0, bundle(sizes=(4,))), BackwardDone).gradient is None
     values = second.ask(Forward(0, 0, True, between), Forwarded).output
     assert values is not None
@@ -269,7 +269,7 @@ def test_a_replayed_microbatch_gives_the_same_bytes() -> None:
     assert bytes(end.arenas["gradients"]) == sums
 
 
-def test_each_answer_is_packed_by_the_codec_of_its_request() -> None:
+def test_each_answer_uses_the_codec_of_its_request() -> None:
     first, last = (Held(part, (4, 8)) for part in spread(model("gpt", "float32"), 2))
     inputs, labels = data("gpt", 0, 1)
     shorter = []
@@ -302,12 +302,12 @@ def test_int4_errors_enter_the_next_gradient_of_the_step() -> None:
     found = [gradient(last, 0), gradient(last, 1)]
     last.ask(Discard(), StageDone)
     again = [gradient(last, 1), gradient(last, 0)]
-    assert again[0] != found[1], "it owed nothing this time"
+    assert again[0] != found[1], "no residual is left this time"
     last.ask(Discard(), StageDone)
     assert [gradient(last, 0), gradient(last, 1)] == found
 
 
-def test_statistics_count_once_and_only_what_went_back() -> None:
+def test_statistics_count_once_and_only_completed_microbatches() -> None:
     graph = model("cnn")
     parts = spread(graph, 3)
     number = next(number for number, part in enumerate(parts) if part.entry("train").statistics)
@@ -332,7 +332,7 @@ def test_statistics_count_once_and_only_what_went_back() -> None:
             assert np.abs(array - row.named("parameters")[name]).max() <= 1e-9
 
 
-def test_in_bfloat16_boundaries_carry_half_and_training_still_learns() -> None:
+def test_with_bfloat16_boundaries_are_half_and_training_still_learns() -> None:
     graph = gpt_graph(30, 8, 32, 2, 2, 0.0)
     optimizer = OptimizerSettings("adam", learning_rate=5e-3)
     changes: dict[str, Any] = {"optimizer": optimizer, "autocast": "bfloat16"}
@@ -358,7 +358,7 @@ def test_in_bfloat16_boundaries_carry_half_and_training_still_learns() -> None:
     assert kinds <= {"float32", "bfloat16", "bool", "int64"}
 
 
-def test_a_bfloat16_tensor_is_a_floating_boundary_s_only_under_autocast() -> None:
+def test_bfloat16_boundary_tensors_are_accepted_only_under_autocast() -> None:
     graph = skip32()
     parts = cut(graph, graph_hash(encode_graph(graph)), [1])
     half = np.ones((4, 3), dtype="uint16")

@@ -1,4 +1,4 @@
-"""A stage cannot be led astray: what no correct peer asks is refused, and the stage is as it was."""
+"""Requests that no correct peer makes are refused and leave a stage unchanged."""
 
 from math import inf
 from typing import Any
@@ -160,16 +160,16 @@ def test_a_refusal_names_the_unusable_payload() -> None:
         "not a number",
     }
     short = Forward(0, 1, True, bundle(X[:-1], sizes=(ROWS - 1,)), LABELS)
-    assert stage.ask(short, Refused).part == "input"  # the labels have the size that all else has
+    assert stage.ask(short, Refused).part == "input"  # the labels have the size of everything else
 
 
-def test_an_operator_s_complaint_names_it() -> None:
+def test_an_error_of_an_operator_names_it() -> None:
     reason = one().ask(GARBAGE["label of no class"], Refused).reason
     assert reason.startswith("aten.cross_entropy_loss.default of loss: ")
     assert "\n" not in reason
 
 
-def test_a_right_gradient_is_taken_after_a_refused_one() -> None:
+def test_a_right_gradient_is_accepted_after_a_refused_one() -> None:
     stage = Held(spread(model(), 2)[0], (ROWS,))
     output = stage.ask(Forward(0, 0, True, GOOD), Forwarded).output
     assert output is not None
@@ -200,7 +200,7 @@ def test_an_error_in_the_backward_pass_ends_the_process() -> None:
         stage.handle(Forward(0, 0, True, GOOD, LABELS))
 
 
-def test_totals_that_are_not_finite_are_refused() -> None:
+def test_non_finite_totals_are_refused() -> None:
     stage = one()
     before = bytes(stage.arenas["parameters"])
     stage.vector("totals")[3] = np.nan
@@ -224,7 +224,7 @@ def test_a_skipped_step_drops_its_totals_and_changes_nothing() -> None:
     assert bytes(stage.arenas["parameters"]) != before["parameters"]
 
 
-def test_a_norm_whose_square_is_beyond_all_numbers_is_infinite() -> None:
+def test_a_norm_whose_square_overflows_is_infinite() -> None:
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -236,7 +236,7 @@ def test_a_norm_whose_square_is_beyond_all_numbers_is_infinite() -> None:
     assert stage.ask(Norm(), Normed).squared_norm == inf
 
 
-def test_the_norm_reveals_a_gradient_that_is_not_finite() -> None:
+def test_the_norm_reveals_a_non_finite_gradient() -> None:
     graph = model()
     first, _ = cut(graph, bytes(32), legal_positions(graph)[:1])
     stage = Held(first, (ROWS,), microbatches=4)
@@ -248,7 +248,7 @@ def test_the_norm_reveals_a_gradient_that_is_not_finite() -> None:
     assert stage.ask(Norm(), Normed).squared_norm == inf
 
 
-def test_a_step_that_clips_wants_the_norm_of_all_stages() -> None:
+def test_a_step_that_clips_needs_the_norm_of_all_stages() -> None:
     stage = Held(whole(model()), (ROWS,), optimizer=OptimizerSettings("sgd", clip_norm=1.0))
     stage.ask(Forward(0, 0, True, GOOD, LABELS), Forwarded)
     for norm in (None, float("nan"), -1.0):
@@ -267,7 +267,7 @@ def test_the_microbatches_in_flight_are_bounded_and_evaluation_holds_none() -> N
     stage.ask(Forward(5, 0, True, GOOD), Forwarded)
 
 
-def test_parameters_and_named_constants_travel_by_name_from_one_replica_to_another() -> None:
+def test_parameters_and_named_constants_are_transferred_by_name() -> None:
     first, other = one(), Held(whole(model()), (ROWS,), seed=2)
     assert bytes(first.arenas["parameters"]) != bytes(other.arenas["parameters"])
     data = first.ask(Export(), Exported).data
@@ -282,7 +282,7 @@ def test_parameters_and_named_constants_travel_by_name_from_one_replica_to_anoth
     assert np.array_equal(tensors["scale"], [1.0, 2.0, 1.0])
 
 
-def test_a_safetensors_file_that_is_not_exactly_the_stage_is_refused() -> None:
+def test_a_safetensors_file_that_differs_from_the_stage_is_refused() -> None:
     stage = one()
     good = safetensors.numpy.load(stage.ask(Export(), Exported).data)
     without = {name: array for name, array in good.items() if name != "scale"}
@@ -323,7 +323,7 @@ def test_a_file_of_many_small_parameters_fits_a_message() -> None:
     stage.ask(Import(data), StageDone)
 
 
-def test_a_count_that_is_no_number_of_samples_is_refused() -> None:
+def test_an_invalid_count_of_samples_is_refused() -> None:
     build = GraphBuilder(dtype="float64")
     batch = build.symbol("batch")
     build.begin()
@@ -354,7 +354,7 @@ def test_stored_parameters_are_zero_until_the_node_has_written_them() -> None:
     stage.ask(Reload(), Refused)
 
 
-def test_first_parameters_depend_on_seed_and_name_but_not_on_the_cut() -> None:
+def test_initial_parameters_depend_on_seed_and_name_but_not_on_the_cut() -> None:
     together = one().named("parameters")
     for part in spread(model(), 3):
         for name, array in Held(part, (ROWS,)).named("parameters").items():
@@ -364,7 +364,7 @@ def test_first_parameters_depend_on_seed_and_name_but_not_on_the_cut() -> None:
     )
 
 
-def test_applied_gives_the_digest_of_the_parameters_which_replicas_share() -> None:
+def test_applied_returns_the_parameters_digest_shared_by_replicas() -> None:
     stages = [one(), one()]
     for stage in stages:
         stage.vector("totals")[:] = 0.5
@@ -412,6 +412,6 @@ def test_a_specification_out_of_bounds_is_not_decoded(change: dict[str, object])
 
 @given(st.binary(max_size=300), st.sampled_from([StageSpecification, Request, Reply]))
 def test_random_bytes_are_no_message(data: bytes, kind: Any) -> None:
-    # A lone tag is a whole message for those without fields; random bytes do not hit one.
+    # A lone tag is a complete message of a type without fields; random bytes do not hit one.
     with pytest.raises(RemoteProtocolError):
         decode(data, kind, bytes_max=1_000)

@@ -30,7 +30,7 @@ def test_inputs_go_to_the_first_stage_and_labels_to_the_last() -> None:
     assert opened(feeder()) == [FeedReady(0, START, number, True, FIRST, LAST) for number in (0, 1)]
 
 
-def test_nothing_goes_to_who_has_counted_it_or_has_had_it() -> None:
+def test_replicas_that_counted_or_received_an_input_get_none() -> None:
     core = feeder()
     assert opened(core, counted=((0, 1), (), (1,))) == [FeedReady(0, START, 0, True, None, LAST)]
     assert opened(core, counted=((0, 1), (), (1,))) == []
@@ -40,7 +40,7 @@ def test_nothing_goes_to_who_has_counted_it_or_has_had_it() -> None:
     ]
 
 
-def test_a_broken_stream_gets_its_frames_again_and_no_other() -> None:
+def test_a_broken_stream_repeats_only_its_frames() -> None:
     core = feeder()
     opened(core)
     core.reconnected(LAST)
@@ -81,7 +81,7 @@ def test_every_micro_batch_is_fed_by_one_trainer() -> None:
     assert sorted(fed) == list(range(40))
 
 
-def test_an_open_of_another_plan_or_of_somebody_else_feeds_nothing() -> None:
+def test_an_open_of_another_plan_or_sender_feeds_nothing() -> None:
     core = Feeder(SECOND, PLAN)
     with pytest.raises(RemoteProtocolError, match="not the committer"):
         core.receive(0.0, SECOND, opening())

@@ -1,4 +1,4 @@
-"""A member of a run that hears more of the chain of plans than it handles."""
+"""A member of a run that receives more heads of the chain than it handles."""
 
 from dataclasses import dataclass
 from random import Random
@@ -22,7 +22,7 @@ HEAD = ChainHead(run=PLAN.run, parent=plan_hash(PLAN), height=0, asks=False)
 
 @dataclass
 class Flooded:
-    """A committer beside honest members, which hears two heads of `sender` before each wake."""
+    """A committer beside honest members that receives two heads of `sender` before each wake."""
 
     sender: PeerId | None
     renewals: int = 0
@@ -48,12 +48,12 @@ class Flooded:
 
 
 @pytest.mark.parametrize("sender", [ONE, SPARE], ids=["member", "stranger"])
-def test_a_flood_of_heads_keeps_no_member_from_its_other_duties(sender: PeerId) -> None:
+def test_a_flood_of_heads_does_not_block_a_members_other_duties(sender: PeerId) -> None:
     assert Flooded(sender).play(200.0).renewals == Flooded(None).play(200.0).renewals > 0
 
 
 @pytest.mark.parametrize("sender", [ONE, SPARE], ids=["member", "stranger"])
-def test_a_flood_of_heads_keeps_out_nothing_that_others_say(sender: PeerId) -> None:
+def test_a_flood_of_heads_displaces_no_other_messages(sender: PeerId) -> None:
     chain = StoredChain(PaxosChain(REQUESTER, PLAN, Random(1)))
     for _ in range(2 * CALLS_MAX):
         chain.receive(sender, HEAD)

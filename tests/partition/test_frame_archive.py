@@ -18,7 +18,7 @@ def note(archive: FrameArchive, step: int, microbatch: int = 0, now: float = 0.0
     return FrameKey(RUN, step, 1, "input", microbatch, AUTHOR)
 
 
-def test_frames_are_shown_once_their_step_is_committed() -> None:
+def test_frames_are_available_once_their_step_is_committed() -> None:
     archive = FrameArchive()
     key = note(archive, 3)
     assert archive.get(key) is None

@@ -64,7 +64,7 @@ HEADER: FrameHeader = decode(FRAME.header.body, FrameHeader, bytes_max=HEADER_BY
 
 
 def signed_by_alice(**changes: Any) -> Frame:
-    """Alice herself says something odd."""
+    """A header with odd values, signed by Alice herself."""
     return Frame(ALICE.sign(FRAME_PURPOSE, encode(replace(HEADER, **changes))))
 
 
@@ -72,7 +72,7 @@ def opened_by_bob(frame: Frame, data: bytes | memoryview = PAYLOAD.data) -> Open
     return open_frame(ALICE.peer, frame, memoryview(data))
 
 
-def test_a_frame_comes_back_as_it_was_sent() -> None:
+def test_a_frame_is_decoded_as_it_was_sent() -> None:
     sent: Frame = decode(encode(FRAME), Frame, bytes_max=10_000)
     opened = opened_by_bob(sent)
     assert opened.author == ALICE.peer
@@ -108,20 +108,20 @@ def test_a_frame_of_another_author_is_refused() -> None:
         open_frame(BOB.peer, FRAME, PAYLOAD.data)
 
 
-def test_an_altered_header_cannot_be_shown_to_anybody() -> None:
+def test_an_altered_header_cannot_serve_as_evidence() -> None:
     body = encode(replace(HEADER, microbatch=8))
     check_signed(BOB, opened_by_bob(FRAME).fact)
     with pytest.raises(RemoteProtocolError, match="wrong signature"):
         check_signed(BOB, opened_by_bob(Frame(replace(FRAME.header, body=body))).fact)
 
 
-def test_a_fact_signed_for_another_purpose_cannot_be_shown_to_anybody() -> None:
+def test_a_fact_signed_for_another_purpose_cannot_serve_as_evidence() -> None:
     fact = ALICE.sign("contact", FRAME.header.body)
     with pytest.raises(RemoteProtocolError, match="wrong signature"):
         check_signed(BOB, opened_by_bob(Frame(fact)).fact)
 
 
-def test_altered_data_is_refused_where_it_is_unpacked() -> None:
+def test_altered_data_is_refused_when_it_is_unpacked() -> None:
     opened = opened_by_bob(FRAME, bytes(PAYLOAD.data[:-1]) + b"\0")
     with pytest.raises(RemoteProtocolError, match="wrong digest"):
         unpack(opened.payload, bytes_max=51)
@@ -144,7 +144,7 @@ def test_a_frame_of_impossible_length_is_refused_before_signature_checks(
             opened_by_bob(Frame(replace(frame.header, signature=bytes(64))), data)
 
 
-def test_an_opened_frame_has_the_very_memory_that_came() -> None:
+def test_an_opened_frame_uses_the_received_memory() -> None:
     data = memoryview(bytes(PAYLOAD.data))
     assert opened_by_bob(FRAME, data).payload.data.obj is data.obj
 

@@ -1,4 +1,4 @@
-"""Graphs of version 2: frozen parameters of any floating type in one arena; version 1 as it ever was."""
+"""Graphs of version 2: frozen parameters of any floating type in one arena; version 1 is unchanged."""
 
 from math import prod
 from typing import Any
@@ -57,7 +57,7 @@ tables = st.lists(
 
 
 def with_rows(table: list[tuple[Any, list[int]]]) -> Graph:
-    """A graph that serves, with further parameters that nobody uses, all stored one behind the other."""
+    """A served graph with further unused parameters, all stored one behind the other."""
     rows = list(HALF.parameters)
     rows += [
         Parameter((f"more.{number}",), TensorType(dtype, tuple(shape)), "frozen", Recipe(()))
@@ -88,7 +88,7 @@ def test_a_graph_of_version_1_keeps_its_bytes_and_its_name() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(table=tables)
-def test_a_typed_graph_survives_its_encoding_and_lies_aligned_without_gaps(
+def test_a_typed_graph_survives_encoding_and_is_aligned_without_gaps(
     table: list[tuple[Any, list[int]]],
 ) -> None:
     graph = with_rows(table)
@@ -109,7 +109,7 @@ def test_a_typed_graph_survives_its_encoding_and_lies_aligned_without_gaps(
 
 @settings(max_examples=15, deadline=None)
 @given(table=tables, seed=st.integers(0, 2**32))
-def test_an_exported_stage_of_many_types_is_imported_to_the_bit(
+def test_an_exported_stage_of_many_types_is_imported_bit_for_bit(
     table: list[tuple[Any, list[int]]], seed: int
 ) -> None:
     stage, arena = executor(with_rows(table))
@@ -126,7 +126,7 @@ def test_an_exported_stage_of_many_types_is_imported_to_the_bit(
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_values_of_half_precision_that_are_not_finite_are_refused(dtype: Any) -> None:
+def test_non_finite_half_precision_values_are_refused(dtype: Any) -> None:
     stage, arena = executor(half_graph(dtype))
     exported = stage.handle(Export())
     assert isinstance(exported, Exported)
@@ -160,7 +160,7 @@ def changed(**row: Any) -> Graph:
     ],
     ids=["version 1", "version 2 for nothing", "trained", "stored", "integers", "long"],
 )
-def test_a_graph_whose_types_do_not_fit_is_refused(graph: Graph, reason: str) -> None:
+def test_a_graph_with_unsuitable_types_is_refused(graph: Graph, reason: str) -> None:
     with pytest.raises(RemoteProtocolError, match=reason):
         check_graph(graph)
 
@@ -179,7 +179,7 @@ def test_a_half_precision_graph_that_trains_is_refused_by_name() -> None:
         StageSpecification(b"run", share, tuple(symbol.minimum for symbol in GOOD.symbols))
 
 
-def test_a_model_of_half_precision_is_not_captured_to_be_trained() -> None:
+def test_a_half_precision_model_is_refused_for_training() -> None:
     task = gpt((8,), 16, layers=1, heads=2, width=8)
     task.model.to(torch.bfloat16)
     with pytest.raises(
@@ -198,7 +198,7 @@ def test_mutated_typed_graphs_cause_only_refusals(seed: int) -> None:
         return
 
 
-def test_a_storage_that_is_not_known_is_refused() -> None:
+def test_an_unknown_storage_is_refused() -> None:
     tree = msgspec.msgpack.decode(encode_graph(HALF))
     place = list(Graph.__struct_fields__).index("parameters")
     tree[place][0][-1] = "blocks"

@@ -1,4 +1,4 @@
-"""How a plan came about, as it is told to newcomers: whom it is believed from, and how long it may be."""
+"""The history of a plan as newcomers receive it: trusted sources, and its bounded length."""
 
 import pytest
 
@@ -34,7 +34,7 @@ def assert_refused(history: History, match: str) -> None:
         replay(REQUESTER, REQUESTER.peer, history)
 
 
-def test_a_newcomer_is_told_by_a_member_and_tells_others_later() -> None:
+def test_a_newcomer_learns_it_from_a_member_and_passes_it_on() -> None:
     first = first_history(REQUESTER, FIRST)
     assert replay(OUTSIDER, REQUESTER.peer, first) == (FIRST, REQUESTER.peer)
     second, third = successor(FIRST, JOIN), successor(successor(FIRST, JOIN), NEXT)
@@ -45,7 +45,7 @@ def test_a_newcomer_is_told_by_a_member_and_tells_others_later() -> None:
     assert replay(OUTSIDER, REQUESTER.peer, told(history, SECOND, third)) == (third, SECOND.peer)
 
 
-def test_a_first_plan_of_anybody_else_is_none() -> None:
+def test_a_first_plan_by_another_signer_is_invalid() -> None:
     assert_refused(first_history(HOLDER, FIRST), "not its requester's")
     assert_refused(first_history(REQUESTER, successor(FIRST, JOIN)), "not the first")
 
@@ -56,10 +56,10 @@ def test_a_peer_that_was_never_admitted_admits_nobody() -> None:
     assert_refused(told(first, OUTSIDER, FIRST, own), "not there")
     history = told(first, HOLDER, FIRST, JOIN, NEXT)
     third = successor(successor(FIRST, JOIN), NEXT)
-    assert_refused(told(history, HOLDER, third, own), "not there")  # lost by then, so it knows nothing of it
+    assert_refused(told(history, HOLDER, third, own), "not there")  # lost by then, so it cannot know
 
 
-def test_a_segment_stands_where_it_was_signed_for() -> None:
+def test_a_segment_is_valid_only_where_it_was_signed_for() -> None:
     first = first_history(REQUESTER, FIRST)
     assert_refused(told(first, HOLDER, successor(FIRST, JOIN), NEXT), "not there")
     body = told(first, HOLDER, FIRST, JOIN).segments[0]
@@ -67,7 +67,7 @@ def test_a_segment_stands_where_it_was_signed_for() -> None:
     assert_refused(History(first.base, (forged,)), "wrong signature")
 
 
-def test_a_history_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_history_has_a_bounded_length(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = first_history(REQUESTER, FIRST), successor(FIRST, JOIN)
     history = told(told(first, HOLDER, FIRST, JOIN), HOLDER, second)
     for name, limit in (

@@ -1,8 +1,8 @@
-"""Graphs that mean harm, by the hundred: each is refused with a reason, or runs to its end.
+"""Hundreds of hostile graphs: each is refused with a reason, or runs to its end.
 
-Every case goes to a process of its own (`tests.partition.hostile_stage`), which does what a node and a
-stage's process do with a graph, and computes it for real if it was admitted. A signal, a hang, another
-exception than a refusal, or a process that grows, fails the test, with the seed. `make soak` takes 10,000.
+Every case goes to its own process (`tests.partition.hostile_stage`), which does what a node and a stage's
+process do with a graph, and computes it for real if it was admitted. The test fails with the seed on a
+signal, a hang, an exception other than a refusal, or a process that grows. `make soak` takes 10,000.
 """
 
 import io
@@ -34,9 +34,9 @@ from tests.source import PACKAGES, sources
 
 CASES = int(os.environ.get("PEERLOOM_HOSTILE_CASES", "180"))
 REFUSED_SECONDS_MAX = 5.0
-"""Some milliseconds, and up to a second where torch loads what it needs for the first time."""
+"""Some milliseconds, and up to a second when torch loads libraries for the first time."""
 RSS_BYTES_MAX = 1_500_000_000
-"""Torch by itself has a third of it."""
+"""Torch itself uses a third of it."""
 ENDED_MAX = 0.005
 """The share of the run cases whose backward pass may raise for a reason that no dry run shows."""
 
@@ -49,7 +49,7 @@ KINDS: dict[str, Callable[[int], Case]] = {
 
 
 class Tally:
-    """One process for all cases, and what became of them."""
+    """One process for all cases, and their outcomes."""
 
     def __init__(self) -> None:
         self.process = HostileProcess()
@@ -108,7 +108,7 @@ def test_a_hostile_graph_is_refused_or_runs_to_its_end(kind: str, seed: int, tal
         assert outcome.seconds < REFUSED_SECONDS_MAX
 
 
-def test_some_hostile_graphs_are_admitted_and_most_are_not(tally: Tally) -> None:
+def test_a_few_hostile_graphs_are_admitted_and_most_are_refused(tally: Tally) -> None:
     sys.stdout.write("\n  ended: ".join([f"\n{tally}", *sorted(set(tally.ended))]) + "\n")
     assert tally.verdicts.total() >= CASES * 0.9
     assert tally.verdicts["ran"] > 0.1 * CASES
@@ -116,11 +116,11 @@ def test_some_hostile_graphs_are_admitted_and_most_are_not(tally: Tally) -> None
     assert tally.verdicts["ended"] <= ENDED_MAX * CASES
 
 
-def test_a_good_graph_runs_to_its_end(tally: Tally) -> None:
+def test_a_valid_graph_runs_to_its_end(tally: Tally) -> None:
     for model in MODELS:
         outcomes = [tally.ask(Case(encode_graph(model), None, draw)) for draw in range(12)]
         assert "ran" in {outcome.verdict for outcome in outcomes}
-        # The labels of the others are no class.
+        # The labels of the others are not classes.
         assert all(outcome.verdict in ("ran", "stopped") for outcome in outcomes)
 
 
@@ -128,7 +128,7 @@ def test_a_good_graph_runs_to_its_end(tally: Tally) -> None:
 
 
 class Payload:
-    """Runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self._command = command
@@ -202,7 +202,7 @@ def test_a_pickled_file_is_refused_and_runs_no_code(
     assert not sentinel.exists()
 
 
-def test_a_pickle_in_the_place_of_a_constant_stays_bytes(tmp_path: Path) -> None:
+def test_a_pickle_in_place_of_a_constant_stays_bytes(tmp_path: Path) -> None:
     sentinel = tmp_path / "ran"
     harm = pickle.dumps(Payload(f"touch {sentinel}"))
     harmless = Constant((), TensorType("uint8", (len(harm),)), harm)
@@ -211,6 +211,6 @@ def test_a_pickle_in_the_place_of_a_constant_stays_bytes(tmp_path: Path) -> None
     assert not sentinel.exists()
 
 
-def test_nothing_of_ours_loads_what_torch_exported() -> None:
+def test_no_code_of_ours_loads_torch_exports() -> None:
     loading = re.compile(r"\b(torch|export|jit|pickle)\.loads?\(|torch\.export\.load|weights_only")
     assert [source.place for source in sources(*PACKAGES) if loading.search(source.text)] == []

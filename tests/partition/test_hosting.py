@@ -1,4 +1,4 @@
-"""One member's stage: opened, kept, superseded, opened early for a plan that may not come about."""
+"""One member's stage: opened, kept, superseded, or opened early for a plan that may fail."""
 
 from math import inf
 
@@ -14,7 +14,7 @@ ME, OTHER, FAR = (PeerId(bytes([number]) * 32) for number in (1, 2, 3))
 
 
 def plan(height: int, *stages: PeerId, cut: int = 4) -> Plan:
-    """A plan whose two stages have these peers, the first one `cut` layers."""
+    """A plan whose two stages have these peers; the first has `cut` layers."""
     spans = (0, cut), (cut, 8)
     rows = tuple(
         StagePlan(first, last, (peer,), (1,)) for (first, last), peer in zip(spans, stages, strict=True)
@@ -32,19 +32,19 @@ def test_a_stage_stays_open_while_its_layers_stay_the_same() -> None:
     hosting = Hosting(ME, SETTINGS)
     wanted = hosting.adopt(plan(0, ME, OTHER))
     assert isinstance(wanted, StageWanted)
-    assert wanted.step == 0, "the first plan finds everybody at the beginning"
+    assert wanted.step == 0, "under the first plan all start from the beginning"
     assert hosting.occupies
     assert not hosting.is_open
     newer = plan(1, ME, FAR)
-    assert hosting.adopt(newer) is None, "it is on its way"
-    assert hosting.opened(wanted) == newer, "and takes the newest plan"
+    assert hosting.adopt(newer) is None, "the stage is still opening"
+    assert hosting.opened(wanted) == newer, "the stage takes the newest plan"
     assert hosting.adopt(plan(2, ME, OTHER)) == StageKept(plan(2, ME, OTHER))
     moved = hosting.adopt(plan(3, ME, OTHER, cut=3))
-    assert isinstance(moved, StageWanted), "another border makes another stage"
+    assert isinstance(moved, StageWanted), "another border needs another stage"
     assert moved.step is None
 
 
-def test_a_stage_that_has_trained_is_opened_again_to_begin_anew() -> None:
+def test_a_trained_stage_is_opened_again_for_a_fresh_start() -> None:
     hosting = Hosting(ME, SETTINGS)
     opened(hosting, plan(0, ME, OTHER))
     anew = replace(plan(1, ME, OTHER), restored=FIRST_VALUES)
@@ -53,17 +53,17 @@ def test_a_stage_that_has_trained_is_opened_again_to_begin_anew() -> None:
     wanted = hosting.prepare(0.0, anew, OTHER)
     assert wanted is not None
     hosting.opened(wanted)
-    assert hosting.adopt(anew) == StageKept(anew), "it was opened for this plan, and has not trained"
+    assert hosting.adopt(anew) == StageKept(anew), "the stage was opened for this plan, and has not trained"
 
 
-def test_an_opening_that_a_newer_plan_supersedes_comes_to_nothing() -> None:
+def test_an_opening_superseded_by_a_newer_plan_is_dropped() -> None:
     hosting = Hosting(ME, SETTINGS)
     first = hosting.adopt(plan(0, ME, OTHER))
     assert isinstance(first, StageWanted)
     assert hosting.adopt(plan(1, FAR, OTHER)) == StageEnded()
     again = hosting.adopt(plan(2, ME, OTHER))
     assert isinstance(again, StageWanted)
-    assert hosting.opened(first) is None, "the same stage, asked for before"
+    assert hosting.opened(first) is None, "the same stage was requested before"
     hosting.failed(first)
     assert hosting.wants(again)
     assert hosting.opened(again) == plan(2, ME, OTHER)
@@ -87,7 +87,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
         hosting = Hosting(ME, SETTINGS)
         wanted = hosting.prepare(0.0, early, OTHER)
         assert wanted is not None
-        assert hosting.prepare(0.0, other, FAR) is None, "one stage at most"
+        assert hosting.prepare(0.0, other, FAR) is None, "at most one stage is opened early"
         assert hosting.opened(wanted) == early
         assert hosting.planner_lost(FAR) is None
         assert hosting.unprepare(plan_hash(other)) is None
@@ -99,7 +99,7 @@ def test_a_stage_opened_early_is_closed_unless_its_plan_is_decided() -> None:
     assert wanted is not None
     hosting.opened(wanted)
     assert hosting.adopt(early) == StageKept(early)
-    assert hosting.planner_lost(OTHER) is None, "the plan is in force"
+    assert hosting.planner_lost(OTHER) is None, "the plan is now in force"
 
 
 def test_an_early_stage_that_failed_is_given_up_once() -> None:
@@ -123,7 +123,7 @@ def test_a_member_whose_run_is_over_opens_no_stage_again() -> None:
     assert not hosting.occupies
 
 
-def test_a_stage_opened_early_waits_for_its_plan_only_so_long() -> None:
+def test_a_stage_opened_early_waits_for_its_plan_a_bounded_time() -> None:
     hosting, early = Hosting(ME, SETTINGS), plan(3, ME, OTHER)
     assert hosting.deadline == inf
     wanted = hosting.prepare(10.0, early, OTHER)

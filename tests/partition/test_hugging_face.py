@@ -1,4 +1,4 @@
-"""Folders as transformers saves them: captured with their weights or without, and what is not read."""
+"""Folders in transformers' format: captured with their weights or without, and the files that are ignored."""
 
 import json
 import re
@@ -32,7 +32,7 @@ SIZES: dict[str, Any] = {
 
 
 def models() -> dict[str, Any]:
-    """One of each kind, small."""
+    """One small folder of each kind."""
     llama = transformers.LlamaConfig(**SIZES, num_key_value_heads=1)
     bert = transformers.BertConfig(**SIZES, num_labels=3)
     roberta = transformers.RobertaConfig(**SIZES)
@@ -88,7 +88,7 @@ def test_a_result_written_as_a_folder_is_loaded_by_transformers(tmp_path: Path, 
     model = models()[name].eval()
     model.save_pretrained(tmp_path / "came")
     trained = {key: torch.randn_like(value) for key, value in model.state_dict().items()}
-    model.load_state_dict(trained)  # tied ones are what was given last
+    model.load_state_dict(trained)  # of tied names, the last given one
     state = {key: value.numpy() for key, value in model.state_dict().items()}
     safetensors.numpy.save_file(state, tmp_path / "result", {"format": "pt"})
     out = tmp_path / "out"
@@ -146,7 +146,7 @@ def test_a_model_answers_prompts_as_transformers_generates(
     assert drawn[0] == drawn[1] != drawn[2]
 
 
-def test_a_classifier_answers_texts_with_the_folders_words(
+def test_a_classifier_answers_texts_with_the_folders_labels(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(3)
@@ -175,7 +175,7 @@ def test_a_plan_reads_no_weights(tmp_path: Path) -> None:
         capture_folder(str(tmp_path))
 
 
-def test_weights_that_are_pickled_are_not_read(tmp_path: Path) -> None:
+def test_pickled_weights_are_not_read(tmp_path: Path) -> None:
     models()["llama"].save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04.")
@@ -203,7 +203,7 @@ def test_folders_without_a_transformers_model_are_refused(tmp_path: Path, config
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama", "bert", "masked", "t5", "vit"])
-def test_a_folder_says_the_same_without_torch(tmp_path: Path, name: str) -> None:
+def test_a_folder_is_read_alike_without_torch(tmp_path: Path, name: str) -> None:
     models()[name].save_pretrained(tmp_path)
     config = models()[name].config
     found = read_model_folder(tmp_path)
@@ -215,13 +215,13 @@ def test_a_folder_says_the_same_without_torch(tmp_path: Path, name: str) -> None
     assert found.classes == config.num_labels
 
 
-def test_more_tokens_than_the_model_takes_are_refused(tmp_path: Path) -> None:
+def test_more_tokens_than_the_model_accepts_are_refused(tmp_path: Path) -> None:
     models()["gpt2"].save_pretrained(tmp_path)
     with pytest.raises(CaptureRefused, match="takes 12 tokens at most"):
         folder_task(tmp_path, length=13)
 
 
-def test_without_transformers_it_says_what_to_install(
+def test_the_missing_transformers_package_is_named_with_its_installation(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')

@@ -1,4 +1,4 @@
-"""The interpreter computes what torch computes keeps nothing too long, changes nothing."""
+"""The interpreter computes like torch, frees values early, and changes none."""
 
 import gc
 import weakref
@@ -48,7 +48,7 @@ def tokens(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def one_node(operator: str, *arguments: Any, **keywords: Any) -> Graph:
-    """`train` is one node over an input of 3 numbers; where the input goes stands `...`."""
+    """`train` is one node over an input of 3 numbers; `...` marks the input."""
     build = GraphBuilder()
     build.symbol("batch")
     build.begin()
@@ -102,7 +102,7 @@ def test_dropout_repeats_with_its_seed_and_evaluation_draws_nothing() -> None:
     assert torch.equal(before, torch.random.get_rng_state())
 
 
-def test_every_random_node_draws_for_itself() -> None:
+def test_every_random_node_draws_separately() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -157,11 +157,13 @@ def test_a_batch_norm_without_running_statistics_evaluates_by_the_batch() -> Non
         assert torch.allclose(found, torch.tensor([[-1.0, -1.0], [1.0, 1.0]]), atol=1e-4)
 
 
-def test_an_argument_left_out_has_the_value_it_takes_in_evaluation() -> None:
-    """The interpreter flips arguments only where they stand, so a default must be what it would flip to."""
+def test_an_omitted_argument_has_its_value_for_evaluation() -> None:
+    """The interpreter switches only explicit arguments to evaluation, so a default must already have that
+    value.
+    """
     for operator in OPERATORS.values():
         if not operator.name.startswith("aten."):
-            continue  # one of ours, which has no arguments left out
+            continue  # one of ours, whose arguments are all explicit
         _, name, overload = operator.name.split(".")
         schema = getattr(getattr(torch.ops.aten, name), overload)._schema
         for index, content in operator.evaluate:
@@ -173,7 +175,7 @@ def test_sizes_lists_constants_and_named_arguments_reach_their_operators() -> No
     build = GraphBuilder()
     batch, length = build.symbol("batch"), build.symbol("length")
     both = build.size("mul", batch, length)
-    build.size("add", build.size("mul", both, 2), 2)  # what `cat` will make
+    build.size("add", build.size("mul", both, 2), 2)  # the shape that `cat` will make
     build.begin()
     x = build.input("x", "float32", batch, length)
     ones = build.constant(np.ones(2, dtype="float32"), "ones")
@@ -198,7 +200,7 @@ def test_sizes_lists_constants_and_named_arguments_reach_their_operators() -> No
 
 
 class _Living(TorchDispatchMode):
-    """The most results of operators that were alive at once."""
+    """The largest number of operator results alive at once."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # so in torch
@@ -219,7 +221,7 @@ def test_a_value_is_dropped_after_its_last_use() -> None:
     value = build.input("x", "float32", batch)
     for _ in range(20):
         value = build.node("relu", value)
-        build.node("neg", value)  # nobody reads it
+        build.node("neg", value)  # no node reads it
     build.end(outputs=[build.node("sum", value)])
     program = compiled(build.finish())
     gc.collect()
@@ -230,7 +232,7 @@ def test_a_value_is_dropped_after_its_last_use() -> None:
     assert living.most <= 3
 
 
-def test_fake_and_meta_tensors_go_through_as_real_ones_do() -> None:
+def test_fake_and_meta_tensors_pass_through_like_real_ones() -> None:
     model, graph = gpt(dropout=0.1)
     program = compile_entry(whole(graph), "train", train=True, device=torch.device("meta"))
     rows = {row: torch.empty_like(tensor, device="meta") for row, tensor in by_row(graph, model).items()}
@@ -251,7 +253,7 @@ def test_fake_and_meta_tensors_go_through_as_real_ones_do() -> None:
 
 
 class _Marked(torch.Tensor):
-    """A subclass of the plainest kind."""
+    """A minimal subclass."""
 
 
 def test_parameters_may_be_of_a_subclass() -> None:
@@ -275,7 +277,7 @@ def test_an_operator_that_raises_is_named_with_its_owner() -> None:
             program.run(by_row(graph, model), {}, {}, [given], [wanted.clone().fill_(bad)], (2, 6))
 
 
-def test_a_graph_that_names_what_is_not_there_is_refused() -> None:
+def test_a_graph_with_unknown_names_is_refused() -> None:
     stage = whole(one_node("relu", ...))
     with pytest.raises(RemoteProtocolError, match="entry point"):
         compiled(stage, "decode")

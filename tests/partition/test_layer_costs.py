@@ -1,4 +1,4 @@
-"""The cost table of a graph, held against what torch counts and keeps when it runs the model."""
+"""The cost table of a graph, compared with torch's counts and memory in a real run."""
 
 from typing import Any
 
@@ -43,18 +43,18 @@ def test_flops_are_those_that_torch_counts(model: tuple[Task, Graph]) -> None:
     task, graph = model
     work = EntryWork(graph, graph.entries[0], sizes_of(task, graph))
     counted = FlopCounterMode(display=False)
-    # torch does not count its fused attention on the CPU; spelt out it is two products.
+    # torch does not count its fused attention on the CPU; written out it is two products.
     with counted, sdpa_kernel(SDPBackend.MATH):
         inputs: Any = task.example_inputs
         task.model.train()(*inputs)
     products = sum(work.product_flops(node) for node in graph.entries[0].nodes)
     assert products == pytest.approx(counted.get_total_flops(), rel=0.02)
     total = sum(cost.forward_flops for cost in layer_costs(graph, sizes_of(task, graph)))
-    # And what is no product adds a little.
+    # Other operators add a little.
     assert products < total < 1.1 * products
 
 
-def test_memory_kept_for_the_backward_pass_is_bounded_from_above(model: tuple[Task, Graph]) -> None:
+def test_memory_kept_for_the_backward_pass_has_an_upper_bound(model: tuple[Task, Graph]) -> None:
     task, graph = model
     own = {parameter.untyped_storage().data_ptr() for parameter in task.model.parameters()}
     kept: dict[int, torch.Tensor] = {}
@@ -99,7 +99,7 @@ def test_costs_grow_with_the_batch() -> None:
         assert large.output_bytes == 4 * small.output_bytes
 
 
-def test_a_boundary_counts_what_is_sent_not_what_is_needed() -> None:
+def test_a_boundary_counts_sent_bytes_and_not_needed_values() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -116,7 +116,7 @@ def test_a_boundary_counts_what_is_sent_not_what_is_needed() -> None:
     assert layer_costs(graph, (2,))[0].output_bytes == 2 * 256 * 4
 
 
-def test_without_a_loss_nothing_is_kept_and_the_outputs_leave() -> None:
+def test_without_a_loss_nothing_is_kept_and_the_outputs_are_sent() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin("forward")
@@ -144,7 +144,7 @@ def test_without_a_loss_nothing_is_kept_and_the_outputs_leave() -> None:
         ("einsum", [(2, 6, 5), (5, 7)], None),
     ],
 )
-def test_products_of_every_form_are_counted_as_torch_does(
+def test_products_of_every_form_are_counted_like_torch(
     operator: str, shapes: list[tuple[int, ...]], extra: list[Any] | None
 ) -> None:
     build = GraphBuilder()
@@ -169,7 +169,7 @@ def test_products_of_every_form_are_counted_as_torch_does(
     assert EntryWork(graph, graph.entries[0], (1,)).product_flops(node) == counted.get_total_flops() > 0
 
 
-def test_sizes_that_no_stage_could_have_are_an_error_not_a_crash() -> None:
+def test_impossible_sizes_are_an_error_and_no_crash() -> None:
     graph = with_layers(transformer(1))
     with pytest.raises(ValueError, match="do not fit the graph"):
         layer_costs(graph, ())

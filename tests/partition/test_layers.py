@@ -1,4 +1,4 @@
-"""Which layers a graph gets: where, how many, and what they are called."""
+"""The layers of a graph: their borders, number and names."""
 
 from itertools import pairwise
 
@@ -47,7 +47,7 @@ def test_a_transformer_gets_the_halves_of_its_blocks() -> None:
     assert graph.entries[0].boundaries == (1, 6, 11, 16, 21, 26, 31)
 
 
-def test_between_layers_that_lose_bytes_every_module_border_remains() -> None:
+def test_between_layers_that_reduce_bytes_every_module_border_remains() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -78,7 +78,7 @@ def test_layers_of_any_graph_pass_the_check_and_can_be_cut(graph: Graph, layers_
     assert set(layered.entries[0].boundaries) <= set(legal_positions(graph))
     stages = cut_layers(layered, b"n" * 32, [(place, place + 1) for place in range(count)])
     assert len(stages) == count
-    # An earlier choice does not matter.
+    # An earlier choice has no influence.
     assert with_layers(layered, layers_max=layers_max) == layered
 
 
@@ -113,7 +113,7 @@ def test_impossible_layers_are_refused_with_the_reason(arguments: dict[str, obje
         with_layers(transformer(3), **arguments)  # type: ignore[arg-type]  # the table mixes kinds of arguments
 
 
-def test_names_differ_even_where_one_module_is_used_again() -> None:
+def test_names_differ_even_if_one_module_is_used_again() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -127,7 +127,7 @@ def test_names_differ_even_where_one_module_is_used_again() -> None:
     assert graph.layers == ("a", "b", "a:2", "b:2", "a:3", "b:3")
 
 
-def test_other_entry_points_follow_by_what_they_use() -> None:
+def test_other_entry_points_follow_by_the_parameters_they_use() -> None:
     build = GraphBuilder()
     batch = build.symbol("batch")
     build.begin()
@@ -144,5 +144,5 @@ def test_other_entry_points_follow_by_what_they_use() -> None:
     graph = with_layers(build.finish())
     check_graph(graph)
     assert graph.layers == ("0", "1", "2")
-    # The second entry point does not come to the last layer: there it only hands through.
+    # The second entry point does not use the last layer, which only passes values on.
     assert [entry.boundaries for entry in graph.entries] == [(1, 2), (3, 4)]

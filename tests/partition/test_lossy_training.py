@@ -19,7 +19,7 @@ ADAM = OptimizerSettings("adam", learning_rate=0.002)
 
 @cache
 def trained(frames: Frames | None) -> tuple[list[float], Row]:
-    """The mean loss of each step, the same samples in the same order whatever the frames."""
+    """The mean loss of each step, with the same samples in the same order for all frames."""
     stages = spread(simple_cnn("float32").graph, 2)
     row = Row(stages, (MICROBATCH,), 1, frames, microbatches=MICROBATCHES, optimizer=ADAM)
     digits, draws = load_digits(), np.random.default_rng(0)
@@ -47,8 +47,8 @@ def test_exact_frames_change_nothing() -> None:
 @pytest.mark.parametrize(("frames", "forward", "backward"), [("int8", 0.01, 0.01), ("int4", 0.01, 0.2)])
 def test_lossy_frames_train_as_well(frames: Frames, forward: float, backward: float) -> None:
     (losses, _), (found, row) = trained(None), trained(frames)
-    # The way to the end, since steps of Adam make much of any difference: two runs that differ in the last
-    # bit alone end a few percent apart.
+    # Compare the whole curve, because Adam amplifies small differences: two runs that differ only in the last
+    # bit end a few percent apart.
     assert np.mean(found) == pytest.approx(np.mean(losses), rel=0.02)
     assert np.mean(found[-10:]) < 0.3 * losses[0]
     assert 0 < row.rounding_forward.relative < forward

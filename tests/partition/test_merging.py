@@ -1,4 +1,4 @@
-"""Merged stages: all layers once, each with somebody, and nothing for who has refused it."""
+"""Merged stages hold each layer once, each has a holder, and none goes to a peer that refused it."""
 
 from fractions import Fraction
 from itertools import pairwise, product
@@ -21,7 +21,7 @@ def peer(number: int) -> bytes:
 
 @st.composite
 def losses(draw: st.DrawFn) -> tuple[Plan, list[list[tuple[bytes, int]]], Refused]:
-    """A plan, those that are left of each stage, and what some of them cannot hold."""
+    """A plan, the remaining holders of each stage, and stages that some cannot hold."""
     names = iter(range(1, 250))
     first, stages = 0, []
     for _ in range(draw(st.integers(1, 6))):
@@ -66,7 +66,7 @@ def ways(plan: Plan, groups: list[list[tuple[bytes, int]]], refused: Refused) ->
 
 
 @given(losses())
-def test_the_best_of_all_ways_is_found_and_follows_the_plan(
+def test_the_best_merge_is_found_and_follows_the_plan(
     case: tuple[Plan, list[list[tuple[bytes, int]]], Refused],
 ) -> None:
     plan, groups, refused = case
@@ -111,16 +111,14 @@ ONE = (StagePlan(0, 4, (peer(1),), (5,)),)
         ({"joined": (Joining(peer(4), 1, 5),)}, "is none"),
     ],
 )
-def test_a_change_to_stages_that_nobody_could_follow_is_refused(
-    changes: dict[str, object], words: str
-) -> None:
+def test_an_impossible_change_of_stages_is_refused(changes: dict[str, object], words: str) -> None:
     fields: dict[str, object] = {"lost": (peer(2),), "restored": SAVED, "step": 3, "stages": ONE}
     assert successor(PLAN, Change(**fields)).stages == ONE  # type: ignore[arg-type]  # fields by name
     with pytest.raises(RemoteProtocolError, match=words):
         successor(PLAN, Change(**(fields | changes)))  # type: ignore[arg-type]  # fields by name
 
 
-def test_one_stage_becomes_two_with_somebody_who_joins() -> None:
+def test_one_stage_is_split_with_a_joining_peer() -> None:
     merged = successor(PLAN, Change(lost=(peer(2),), restored=SAVED, step=3, stages=ONE))
     two = (StagePlan(0, 3, (peer(1),), (5,)), StagePlan(3, 4, (peer(4),), (7,)))
     change = Change(joined=(Joining(peer(4), 1, 7),), restored=SAVED, step=5, stages=two)

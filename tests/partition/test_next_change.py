@@ -1,4 +1,4 @@
-"""The next plan: members lost, their replacements, and cases without a way on."""
+"""The next plan: members lost, their replacements, and dead ends."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -38,12 +38,12 @@ def change_of(outlook: PlanInputs) -> Change:
     return found
 
 
-def test_while_everybody_lives_nothing_is_wished_for() -> None:
+def test_no_change_is_wished_for_while_all_live() -> None:
     assert next_change(view()) is None
     assert next_change(view(candidates=((SPARE, 9),))) is None
 
 
-def test_a_stage_goes_on_without_its_lost_replica() -> None:
+def test_a_stage_continues_without_its_lost_replica() -> None:
     change = change_of(view((SECOND,)))
     assert change == Change(lost=(SECOND,))
 
@@ -56,7 +56,7 @@ def test_candidates_that_declined_come_after_all_others() -> None:
     assert [candidate for candidate, _ in order] == [peer(2), peer(3), peer(1)]
 
 
-def test_a_trainer_takes_a_stage_only_where_nobody_is_idle() -> None:
+def test_a_trainer_takes_a_stage_only_without_an_idle_peer() -> None:
     offers = [(peer(1), 9), (peer(2), 1), (peer(3), 5)]
     order = ranked(offers, first=(), trainers=[peer(1)], roster={peer(1), peer(2)}, last=())
     assert [candidate for candidate, _ in order] == [peer(2), peer(3), peer(1)]
@@ -96,7 +96,7 @@ def test_a_restarted_replica_may_rejoin_its_stage_empty() -> None:
     assert THIRD in change.lost
 
 
-def test_there_is_no_way_on_without_a_checkpoint_or_without_a_provider() -> None:
+def test_a_run_ends_without_a_checkpoint_or_a_provider() -> None:
     no_room = ((FIRST, 0, 4), (SECOND, 0, 4))
     nobody = next_change(view((THIRD, FOURTH), restorable=CHECKPOINT, refused=no_room))
     assert isinstance(nobody, NoViablePlan)
@@ -107,7 +107,7 @@ def test_there_is_no_way_on_without_a_checkpoint_or_without_a_provider() -> None
     assert nobody.lost == nothing.lost == (THIRD, FOURTH)
 
 
-def test_a_stage_without_anybody_goes_to_the_one_beside_it() -> None:
+def test_a_stage_without_holders_goes_to_an_adjacent_one() -> None:
     change = change_of(view((THIRD, FOURTH), restorable=CHECKPOINT))
     assert change.stages == (StagePlan(0, 4, (FIRST, SECOND), (1, 1)),)
     assert (change.restored, change.step, change.joined) == (*CHECKPOINT, ())
@@ -120,12 +120,12 @@ def test_a_peer_without_room_gets_no_stage_in_a_merged_plan() -> None:
     assert FIRST in successor(PLAN, change).roster
 
 
-def test_an_idle_peer_takes_the_stage_rather_than_one_that_has_one() -> None:
+def test_an_idle_peer_takes_the_stage_before_a_holder_of_another() -> None:
     change = change_of(view((THIRD, FOURTH), candidates=((SPARE, 9),), restorable=CHECKPOINT))
     assert (change.stages, change.joined) == ((), (Joining(SPARE, 1, 9),))
 
 
-def test_only_who_asks_others_proposes_to_merge() -> None:
+def test_only_the_asking_member_proposes_to_merge() -> None:
     assert isinstance(next_change(view((THIRD, FOURTH), restorable=CHECKPOINT, asks=False)), NoViablePlan)
 
 
@@ -138,7 +138,7 @@ def test_a_leaving_last_replica_is_replaced_first() -> None:
     assert next_change(view(plan=both, leaving=leaving, may_refill=False)) is None
 
 
-def test_the_requester_is_admitted_again_when_it_comes_back() -> None:
+def test_a_returning_requester_is_admitted_again() -> None:
     without = successor(PLAN, Change(lost=(REQUESTER,)))
     assert change_of(view(plan=without, newcomers=(REQUESTER,))) == Change(admitted=(REQUESTER,))
 
@@ -176,7 +176,7 @@ def test_every_wish_makes_a_valid_plan_without_the_absent(
     assert (found.restored != NO_HASH) == any(set(stage.replicas) <= absent for stage in PLAN.stages)
 
 
-def test_borders_move_where_nobody_is_lost_or_leaves() -> None:
+def test_borders_move_only_if_nobody_is_lost_or_leaves() -> None:
     recut = Change(restored=CHECKPOINT[0], step=40, cuts=(1,))
     change = change_of(view(recut=recut))
     assert change == Change(restored=CHECKPOINT[0], step=40, cuts=(1,))

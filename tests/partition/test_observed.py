@@ -45,10 +45,10 @@ def saw(*links: tuple[PeerId, int, int], stages: tuple[tuple[PeerId, int], ...] 
     )
 
 
-# --- what is believed --------------------------------------------------------------------------------
+# --- trust in measurements ---------------------------------------------------------------------------
 
 
-def test_the_lower_of_what_both_ends_saw_counts() -> None:
+def test_the_lower_measurement_of_both_ends_counts() -> None:
     known = Knowledge(C, {}, {A: saw((B, 10**9, 10**9)), B: saw((A, 5 * 10**6, 10**6))})
     found = known.links([A, B])
     assert found[A, B] == Link(10**6, 1_000)
@@ -60,13 +60,13 @@ def test_the_planners_own_measurements_win() -> None:
     assert known.links([A, B]) == {(A, B): Link(10**7, 1_000), (B, A): Link(10**7, 1_000)}
 
 
-def test_a_link_that_nobody_measured_is_the_slower_of_its_ends() -> None:
+def test_an_unmeasured_link_is_as_fast_as_its_slower_end() -> None:
     known = Knowledge(None, {}, {C: saw((A, 10**6, 2 * 10**6), (B, 10**8, 10**8))})
     assert known.links([A, B])[A, B] == Link(2 * 10**6, 1_000)
     assert known.links([A, D]) == {}
 
 
-def test_one_that_belittles_its_links_harms_no_link_of_others() -> None:
+def test_a_peer_that_understates_its_links_harms_no_others() -> None:
     honest = {A: saw((B, 10**8, 10**8), (D, 10**8, 10**8)), B: saw((A, 10**8, 10**8))}
     lying = honest | {D: saw((A, 1, 1), (B, 1, 1))}
     pairs = (A, B), (B, A)
@@ -74,7 +74,7 @@ def test_one_that_belittles_its_links_harms_no_link_of_others() -> None:
         assert Knowledge(C, {}, lying).links([A, B, D])[pair] == Knowledge(C, {}, honest).links([A, B])[pair]
 
 
-def test_a_rate_is_what_others_found_and_never_more_than_is_claimed() -> None:
+def test_a_rate_is_measured_by_others_and_bounded_by_the_claim() -> None:
     observed = {A: saw(stages=((D, 10**9),)), B: saw(stages=((D, 3 * 10**9),)), D: saw(stages=((A, 5),))}
     assert Knowledge(None, {}, observed).flops_per_second(D, 10**10) == 10**9
     assert Knowledge(B, {}, observed).flops_per_second(D, 10**10) == 3 * 10**9
@@ -82,7 +82,7 @@ def test_a_rate_is_what_others_found_and_never_more_than_is_claimed() -> None:
     assert Knowledge(B, {}, observed).flops_per_second(C, 7) == 7
 
 
-def test_a_record_of_oneself_or_of_one_peer_twice_is_refused() -> None:
+def test_a_record_of_oneself_or_with_a_duplicate_peer_is_refused() -> None:
     for record in (
         saw((A, 1, 1)),
         saw(stages=((A, 1),)),
@@ -103,11 +103,11 @@ def test_a_full_record_fits_the_table_of_records() -> None:
     assert decode_observed(data, PEERS[-1]) == Observed(links, stages)
 
 
-# --- when links are measured -------------------------------------------------------------------------
+# --- schedule of measurements -----------------------------------------------------------------------
 
 
 def measured(core: LinkProbes, candidates: list[PeerId], seconds: float, rate: float = 1e8) -> list[PeerId]:
-    """Play so long; whom it probed, each with success."""
+    """Play for this long; return the peers that were probed, each with success."""
     now, asked = 0.0, []
     while core.deadline < seconds:
         now = core.deadline
@@ -159,7 +159,7 @@ def test_frames_raise_an_estimate_only_on_a_saturated_link() -> None:
     assert core.rows(1e5)[0].sent == 10**7
 
 
-def test_one_that_refuses_is_asked_again_later_and_later() -> None:
+def test_a_refusing_peer_is_asked_again_after_growing_pauses() -> None:
     core = LinkProbes(Random(1), 0.0)
     asked, now = [], 0.0
     while now < 3_600:
@@ -193,7 +193,7 @@ def test_any_measurements_make_a_record(sent: float, taken: float) -> None:
     assert decode_observed(encode_observed(observed), B) == observed
 
 
-# --- ways ----------------------------------------------------------------------------------------------
+# --- paths -------------------------------------------------------------------------------------------
 
 
 def test_an_unmeasured_link_between_hidden_peers_counts_as_relayed() -> None:

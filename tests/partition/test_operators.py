@@ -1,4 +1,4 @@
-"""The allow-list against torch itself: what each row says must be so in the version that is installed."""
+"""The allow-list compared with torch: each row must be true of the installed version."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ def test_every_operator_exists_and_is_named_by_itself() -> None:
     assert len(NAMES) > 250
 
 
-def test_no_operator_changes_what_it_is_given() -> None:
+def test_no_operator_changes_its_arguments() -> None:
     assert [name for name in NAMES if overload(name)._schema.is_mutable] == []
 
 
@@ -54,14 +54,14 @@ def test_operators_that_alias_by_their_schema_are_views() -> None:
         ("aten.reshape.default", ([4],)),
     ],
 )
-def test_composites_that_may_do_nothing_are_views(name: str, arguments: tuple[Any, ...]) -> None:
+def test_composites_that_may_return_their_input_are_views(name: str, arguments: tuple[Any, ...]) -> None:
     tensor = torch.zeros(4)
     assert overload(name)(tensor, *arguments).data_ptr() == tensor.data_ptr()
     assert OPERATORS[name].view
 
 
-def test_operators_that_are_no_views_make_their_own_memory() -> None:
-    """With one or two tensors and nothing else, which is most of them."""
+def test_operators_that_are_not_views_allocate_their_results() -> None:
+    """Test operators on one or two tensors without other arguments, which are most of them."""
     tried = 0
     for row in rows(lambda row: not row.view and not row.factory):
         for count in (1, 2):
@@ -82,7 +82,7 @@ def test_exactly_the_drawing_operators_are_random() -> None:
     assert drawing == {row.name for row in rows(lambda row: row.random)}
 
 
-def test_operators_that_draw_by_a_flag_stop_in_evaluation() -> None:
+def test_operators_with_a_training_flag_draw_nothing_in_evaluation() -> None:
     flags = {"train", "training", "dropout_p"}
     for name in NAMES:
         arguments = [argument.name for argument in overload(name)._schema.arguments]
@@ -99,7 +99,7 @@ def test_factories_take_a_device_and_no_tensor() -> None:
         assert OPERATORS[name].factory == (takes_device and not takes_tensor), name
 
 
-def test_the_twin_of_an_operator_does_the_same_in_place() -> None:
+def test_the_in_place_twin_of_an_operator_does_the_same() -> None:
     twins = rows(lambda row: row.state_twin)
     assert twins
     for row in twins:
@@ -122,7 +122,7 @@ def test_dangerous_operators_are_not_on_the_list() -> None:
         "item", "_local_scalar_dense", "nonzero", "masked_select", "unique_dim", "_unique2", "bincount",
         "multinomial", "lift", "data", "record_stream", "_pin_memory", "normal", "poisson",
     }  # fmt: skip
-    # The one whose repeats are a tensor has a shape that depends on data.
+    # If the repeats are a tensor, the shape depends on data.
     assert "aten.repeat_interleave.Tensor" not in OPERATORS
 
 
@@ -144,5 +144,5 @@ def test_every_integer_of_every_operator_has_bounds() -> None:
         for rule in (*signature(name).positional, *signature(name).keywords.values())
         if rule.kind in ("int", "List[int]") and rule.bounds is None
     }
-    # A slice takes any; an index that is ignored is only compared; a path is never given.
+    # A slice accepts any; an ignored index is only compared; a path is never given.
     assert free == {"start", "end", "ignore_index", "path"}

@@ -81,7 +81,7 @@ def plain(settings: OptimizerSettings, values: dict[str, torch.Tensor]) -> tuple
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_stages_step_as_torch_steps_by_the_mean_gradient(name: str) -> None:
+def test_stages_step_like_torch_by_the_mean_gradient(name: str) -> None:
     settings, graph = SETTINGS[name], model()
     stages = [Held(stage, (4,), optimizer=settings) for stage in
               cut(graph, graph_hash(encode_graph(graph)), [1, 3])]  # fmt: skip
@@ -128,7 +128,7 @@ def test_stages_step_as_torch_steps_by_the_mean_gradient(name: str) -> None:
     ],
     ids=lambda settings: settings.kind,
 )
-def test_blocks_of_a_large_parameter_step_to_the_bits_of_the_whole(
+def test_blocks_of_a_large_parameter_step_bit_for_bit_like_the_whole(
     settings: OptimizerSettings, threads: int
 ) -> None:
     build = GraphBuilder()
@@ -159,7 +159,7 @@ def test_blocks_of_a_large_parameter_step_to_the_bits_of_the_whole(
         torch.set_num_threads(before)
 
 
-def test_a_step_moves_statistics_by_the_totals_and_leaves_what_is_frozen() -> None:
+def test_a_step_updates_statistics_and_leaves_frozen_parameters() -> None:
     held = Held(whole(model()), (4,), microbatches=3, optimizer=SETTINGS["momentum"])
     before = held.named("parameters")
     layout = {slot.name: slot for slot in parameter_layout(held.specification)}
@@ -173,7 +173,7 @@ def test_a_step_moves_statistics_by_the_totals_and_leaves_what_is_frozen() -> No
     assert np.allclose(after["variance"], 0.9**3 * before["variance"], atol=1e-15)
 
 
-def test_a_replica_that_comes_later_steps_as_the_others_do() -> None:
+def test_a_replica_that_joins_later_steps_like_the_others() -> None:
     first, late = (Held(whole(model()), (4,), optimizer=SETTINGS["adamw"]) for _ in range(2))
     for step in range(3):
         first.vector("totals")[:] = np.random.default_rng(step).normal(size=len(first.vector("totals")))
@@ -186,7 +186,7 @@ def test_a_replica_that_comes_later_steps_as_the_others_do() -> None:
     assert bytes(first.arenas["parameters"]) == bytes(late.arenas["parameters"])
 
 
-def test_parameters_of_a_group_that_is_not_there_are_refused() -> None:
+def test_parameters_of_a_missing_group_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="group"):
         Held(whole(model()), (4,), optimizer=OptimizerSettings(groups=GROUPS[:1]))
 

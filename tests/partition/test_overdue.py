@@ -1,4 +1,4 @@
-"""Members judged stuck when nothing goes on; whole histories are in `test_steps_walk`."""
+"""Members judged stuck when a run makes no progress; whole histories are in `test_steps_walk`."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ def waiting(left: int, *peers: PeerId, **other: Any) -> Waiting:
 
 
 def stuck_of(overdue: StallDetector, **answers: Waiting) -> set[PeerId]:
-    """Asked twice, and then judged, when nothing goes on: who is stuck of those who are late."""
+    """Ask the late members twice, and return those judged stuck."""
     for _ in range(ASKS):
         assert overdue.stuck(overdue.due, ALL) == {}
         for name, answer in answers.items():
@@ -62,10 +62,10 @@ def test_a_replica_that_waits_for_nobody_is_stuck() -> None:
     assert stuck_of(begun(), one=waiting(4, TWO), two=waiting(1), three=waiting(4, TWO)) == {TWO}
 
 
-def test_the_replica_that_holds_up_the_most_is_stuck() -> None:
+def test_the_replica_that_most_others_wait_for_is_stuck() -> None:
     answers = {"one": waiting(4, THREE), "two": waiting(4, THREE), "three": waiting(4, ONE)}
     assert stuck_of(begun(), **answers) == {THREE}
-    # Two lacks a summand, so it cannot send the sums that the others want of it.
+    # Two lacks a summand, so it cannot send the sums that the others need from it.
     answers = {"one": waiting(1, TWO, for_sums=True), "three": waiting(1, TWO, for_sums=True)}
     assert stuck_of(begun(), two=waiting(2, ONE), **answers) == {ONE}
 
@@ -80,7 +80,7 @@ def test_one_of_two_that_blame_each_other_is_stuck() -> None:
     assert set(overdue.stuck(overdue.due, ALL[:2])) == {TWO}
 
 
-def test_progress_is_believed_but_not_for_ever() -> None:
+def test_reported_progress_is_believed_for_a_bounded_time() -> None:
     overdue = begun()
     left, now = 10_000, 0.0
     while now < ROUND_SECONDS_MAX:
@@ -97,7 +97,7 @@ def test_progress_is_believed_but_not_for_ever() -> None:
     assert found == {ONE}
 
 
-def test_a_committer_that_stood_still_itself_asks_again() -> None:
+def test_a_committer_that_stalled_itself_asks_again() -> None:
     overdue = begun()
     for _ in range(ASKS):
         overdue.stuck(overdue.due, ALL)
@@ -107,7 +107,7 @@ def test_a_committer_that_stood_still_itself_asks_again() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"step": 2}, {"attempt": 8}])
-def test_an_answer_about_another_attempt_is_none(changes: dict[str, int]) -> None:
+def test_an_answer_about_another_attempt_is_ignored(changes: dict[str, int]) -> None:
     overdue = begun()
     for _ in range(ASKS):
         overdue.stuck(overdue.due, ALL)

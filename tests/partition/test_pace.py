@@ -1,4 +1,4 @@
-"""How fast a replica is taken to be, from what its steps took, also by the committer of a later plan."""
+"""The measured speed of a replica, from its times in steps, also for the committer of a later plan."""
 
 import pytest
 from msgspec.structs import replace
@@ -27,12 +27,12 @@ from tests.partition.small_plan import (
 HERE, THERE = MIDDLES
 
 
-def test_micro_batches_are_dealt_by_what_was_measured() -> None:
+def test_micro_batches_are_dealt_by_measured_rates() -> None:
     pace = StepPace()
     stage = StagePlan(0, 1, (HERE, THERE), (100, 50))
     assert pace.rates(stage)[0] == 2 * pace.rates(stage)[1]
     pace.measured(HERE, Work(2 * 10**9), 2)
-    # The other is taken to be half as fast still, as the plan says.
+    # The other still counts as half as fast, as the plan says.
     assert pace.rates(stage)[0] == 2 * pace.rates(stage)[1]
     pace.measured(THERE, Work(10**9), 2)
     assert 2 * pace.rates(stage)[0] == pace.rates(stage)[1]
@@ -45,7 +45,7 @@ def test_noise_between_equal_machines_deals_equally() -> None:
     assert len(set(pace.rates(StagePlan(0, 1, (HERE, THERE), (7, 3))))) == 1
 
 
-def test_one_slow_step_does_not_make_a_slow_machine() -> None:
+def test_one_slow_step_does_not_make_a_machine_slow() -> None:
     pace = StepPace()
     stage = StagePlan(0, 1, (HERE,), (1,))
     pace.measured(HERE, Work(10**9), 1)
@@ -57,7 +57,7 @@ def test_one_slow_step_does_not_make_a_slow_machine() -> None:
     assert pace.patience_seconds(HERE) == pytest.approx(8 * 1.3)
 
 
-def test_measured_paces_carry_over_to_the_next_plan() -> None:
+def test_measured_rates_carry_over_to_the_next_plan() -> None:
     replica = Replica(HERE, PLAN)
     assert synced_of(replica, PLAN).pace_nanoseconds == 0
     replica.receive(0.0, TRAINER, opening((0, 0)))
@@ -84,7 +84,7 @@ def test_measured_paces_carry_over_to_the_next_plan() -> None:
         )
     ]
     (opened, *_) = [message for _, message in sends if isinstance(message, Open)]
-    assert opened.stages[1].owners == bytes((1, 1)), "who is four times as fast has both"
+    assert opened.stages[1].owners == bytes((1, 1)), "the replica that is four times as fast has both"
 
 
 def synced_of(replica: Replica, plan: Plan) -> Synced:

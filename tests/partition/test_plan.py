@@ -1,4 +1,4 @@
-"""Plans from strangers: what makes sense comes back as it was, all else is refused."""
+"""Plans from strangers: valid ones are decoded unchanged, all others are refused."""
 
 from typing import Any
 
@@ -86,12 +86,12 @@ def test_the_largest_numbers_survive_the_wire() -> None:
         ({"run": bytes(31)}, "length >= 32"),
     ],
 )
-def test_a_plan_that_makes_no_sense_is_refused(change: dict[str, Any], words: str) -> None:
+def test_an_inconsistent_plan_is_refused(change: dict[str, Any], words: str) -> None:
     with pytest.raises(RemoteProtocolError, match=words):
         decode_plan(encode(replace(PLAN, **change)))
 
 
-def test_a_plan_that_is_too_long_is_refused_before_it_is_read() -> None:
+def test_an_oversized_plan_is_refused_undecoded() -> None:
     with pytest.raises(RemoteProtocolError, match="at most"):
         decode_plan(bytes(PLAN_BYTES_MAX + 1))
 
@@ -124,7 +124,7 @@ def crowded(members: int, run: bytes = bytes(32)) -> Plan:
 
 
 @given(st.integers(1, 200), st.binary(min_size=32, max_size=32))
-def test_a_committee_is_of_the_roster_and_the_same_for_all(members: int, run: bytes) -> None:
+def test_a_committee_is_from_the_roster_and_the_same_for_all(members: int, run: bytes) -> None:
     plan = crowded(members, run)
     seats = committee(plan)
     assert len(seats) == len(set(seats)) == min(members, COMMITTEE_MAX)
@@ -137,7 +137,7 @@ def test_nearly_every_plan_has_another_committee() -> None:
     assert len(seats) > 40
 
 
-def test_among_some_only_those_are_of_the_committee_in_the_same_order() -> None:
+def test_a_restricted_committee_keeps_its_order() -> None:
     plan = crowded(12)
     everybody = sorted(plan.roster, key=lambda peer: (committee(plan) + plan.roster).index(peer))
     few = (everybody[7], everybody[1], everybody[4])

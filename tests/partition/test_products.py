@@ -1,4 +1,4 @@
-"""Products of served rows have the same bits whatever rows stand beside them, by blocks where need be."""
+"""Products of served rows have the same bits beside any other rows, computed by blocks if necessary."""
 
 from collections.abc import Callable
 
@@ -22,7 +22,7 @@ def fickle(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None =
 
 
 @pytest.mark.parametrize(("call", "blocks"), [(fickle, 1), (LINEAR, 0)])
-def test_a_product_that_depends_on_its_company_is_computed_in_blocks(
+def test_a_product_that_depends_on_its_batch_is_computed_in_blocks(
     call: Callable[..., torch.Tensor], blocks: int
 ) -> None:
     torch.manual_seed(3)
@@ -47,7 +47,7 @@ def test_nodes_without_a_product_by_a_weight_stay_unchanged() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_packed_weights_give_the_same_product_and_rows_that_know_no_company(dtype: torch.dtype) -> None:
+def test_packed_weights_give_the_same_product_independent_of_the_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(3)
     weights = {0: torch.randn(96, 48).to(dtype), 1: torch.randn(96).to(dtype)}
     products = Products(LEAST, MOST, weights[0].nbytes)
@@ -73,7 +73,7 @@ def test_packed_weights_give_the_same_product_and_rows_that_know_no_company(dtyp
     torch.testing.assert_close(second(rows, weights[0]), LINEAR(rows, weights[0]), rtol=0, atol=near)
 
 
-def test_weights_are_packed_all_or_none_and_only_where_there_is_room() -> None:
+def test_weights_are_packed_all_or_none_and_only_with_enough_memory() -> None:
     weights = {0: torch.randn(96, 48), 1: torch.randn(48, 96)}
     for room, is_packed in ((2 * weights[0].nbytes, True), (2 * weights[0].nbytes - 1, False)):
         products = Products(LEAST, MOST, room)

@@ -1,4 +1,4 @@
-"""The proof that a graph is the model: what agrees passes, what was tampered with never does."""
+"""The proof that a graph equals the model: equal graphs pass, tampered ones never do."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ SIDE, CLASSES = 6, 5
 
 
 class Small(nn.Module):
-    """A little of everything that flips between training and evaluation."""
+    """A module with every operation that differs between training and evaluation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ def task(*, outlined: bool = False, dtype: torch.dtype = torch.float64) -> Task:
 
 @dataclass(frozen=True)
 class Shipped:
-    """A graph that may have been tampered with, by its own right name."""
+    """A possibly tampered graph with a matching name."""
 
     graph: Graph
 
@@ -91,7 +91,7 @@ def graph() -> Graph:
 
 
 def shown(tampered: Graph, **options: Any) -> Proof:
-    """The proof of the small model for another graph."""
+    """The proof of another graph against the small model."""
     made = task(**options)
     return prove(
         made.model, Shipped(tampered), made.example_inputs, made.labels, loss=made.loss, metrics=made.metrics
@@ -99,7 +99,7 @@ def shown(tampered: Graph, **options: Any) -> Proof:
 
 
 def edited(change: Callable[[GraphNode, str], GraphNode | None]) -> Graph:
-    """The small model's graph with exactly one node changed: the first that `change` takes."""
+    """The small model's graph with exactly one node changed: the first that `change` accepts."""
     whole = graph()
     entry = whole.entries[0]
     nodes, done = [], False
@@ -144,7 +144,7 @@ def test_a_captured_model_is_proved(outlined: bool, dtype: torch.dtype) -> None:
     assert proof.loss > 0
 
 
-def test_no_more_than_the_parameters_of_one_operator_have_values_at_once() -> None:
+def test_only_one_operators_parameters_have_values_at_a_time() -> None:
     made = task(outlined=True)
     proof = prove_task(made, captured_small(True))
     largest = (
@@ -163,7 +163,7 @@ def test_no_more_than_the_parameters_of_one_operator_have_values_at_once() -> No
         (with_argument("max_pool2d", 1, Items((1, 1))), "cannot be computed"),
     ],
 )
-def test_a_changed_argument_is_caught(
+def test_a_changed_argument_is_detected(
     change: Callable[[GraphNode, str], GraphNode | None], where: str
 ) -> None:
     with pytest.raises(CaptureRefused, match=where):
@@ -171,7 +171,8 @@ def test_a_changed_argument_is_caught(
 
 
 def test_every_value_that_a_node_takes_matters() -> None:
-    # Each node's inputs in turn are replaced by the output of the node before: no such graph is the model.
+    # Each input of a node is replaced in turn by the output of the node before: no such graph equals the
+    # model.
     entry = graph().entries[0]
     tried = 0
     for node in entry.nodes[2:]:
@@ -196,7 +197,7 @@ def test_every_value_that_a_node_takes_matters() -> None:
     assert tried >= 5
 
 
-def test_swapped_parameters_are_caught_and_named() -> None:
+def test_swapped_parameters_are_detected_and_named() -> None:
     whole = graph()
     rows = list(whole.parameters)
     one, other = (
@@ -210,7 +211,7 @@ def test_swapped_parameters_are_caught_and_named() -> None:
         shown(structs.replace(whole, parameters=tuple(rows)))
 
 
-def test_swapped_running_statistics_are_caught() -> None:
+def test_swapped_running_statistics_are_detected() -> None:
     whole = graph()
     rows = [
         structs.replace(
@@ -222,7 +223,7 @@ def test_swapped_running_statistics_are_caught() -> None:
         shown(structs.replace(whole, parameters=tuple(rows)))
 
 
-def test_a_batch_frozen_into_the_graph_is_caught() -> None:
+def test_a_batch_frozen_into_the_graph_is_detected() -> None:
     def change(node: GraphNode, _: str) -> GraphNode | None:
         for place, argument in enumerate(node.arguments):
             if isinstance(argument, Items) and Size(0) in argument.items:
@@ -236,7 +237,7 @@ def test_a_batch_frozen_into_the_graph_is_caught() -> None:
         shown(edited(change))
 
 
-def test_a_lost_metric_and_a_lost_parameter_are_caught() -> None:
+def test_a_lost_metric_and_a_lost_parameter_are_detected() -> None:
     whole = graph()
     entry = structs.replace(whole.entries[0], metrics=())
     with pytest.raises(CaptureRefused, match="other results"):
@@ -256,7 +257,7 @@ def test_a_lost_metric_and_a_lost_parameter_are_caught() -> None:
 
 
 class WrongBackward(torch.autograd.Function):
-    """Twice its gradient: torch exports the forward and forgets this."""
+    """Its backward doubles the gradient: torch exports the forward and forgets this."""
 
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor) -> torch.Tensor:
@@ -280,7 +281,7 @@ class Deceiving(nn.Module):
 
 
 @pytest.mark.parametrize("outlined", [False, True])
-def test_a_wrong_backward_that_capture_overlooked_is_caught(
+def test_a_wrong_backward_that_capture_missed_is_detected(
     monkeypatch: pytest.MonkeyPatch, outlined: bool
 ) -> None:
     with skeleton() if outlined else nullcontext():
@@ -293,7 +294,7 @@ def test_a_wrong_backward_that_capture_overlooked_is_caught(
 
 
 class Gated(nn.Module):
-    """Behind a gate that begins at zero no gradient flows."""
+    """A module behind a gate that starts at zero, so that no gradient flows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -320,7 +321,7 @@ def test_modules_behind_a_zero_gate_are_proved_too(outlined: bool) -> None:
         prove(model, Shipped(structs.replace(whole, operators=operators)), inputs)
 
 
-def test_the_model_is_as_before_afterwards() -> None:
+def test_the_proof_leaves_the_model_unchanged() -> None:
     for outlined in (False, True):
         made = task(outlined=outlined)
         model = made.model
@@ -398,7 +399,7 @@ def counting(shape: tuple[int, ...], counter: Materialised) -> tuple[LazyTensor,
     return lazy(values, lambda: values, counter), values
 
 
-def test_views_of_a_lazy_tensor_are_lazy_and_right() -> None:
+def test_views_of_a_lazy_tensor_are_lazy_and_correct() -> None:
     counter = Materialised()
     base, values = counting((4, 6), counter)
     pairs = [
@@ -444,7 +445,7 @@ def test_proof_values_follow_the_recipe_and_differ_by_name() -> None:
     assert torch.equal(long[:5], long[TILE:])
 
 
-def test_a_sketch_sees_what_a_norm_does_not() -> None:
+def test_a_sketch_detects_what_a_norm_does_not() -> None:
     signs = signs_of(0)
     values = torch.randn(50, 40)
     assert sketch_of(values, signs) == sketch_of(values.clone(), signs)

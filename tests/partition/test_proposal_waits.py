@@ -1,4 +1,4 @@
-"""A member looks again when a wait of its is over, also where nothing new was heard."""
+"""A member acts when one of its waits ends, even without new messages."""
 
 from partition.plan.change import Change, successor
 from partition.plan.plan import committee
@@ -7,7 +7,7 @@ from tests.partition.test_run_member import PLAN, SETTINGS, SPARE, TWO, Node, sh
 
 
 def asks_next(node: Node, seconds: float) -> float | None:
-    """Wake it when it wants to be, as its drivers do, for so long; when it asks somebody for a slot."""
+    """Wake it at its deadlines, as its drivers do, for this long; return when it requests a slot."""
     end = node.now + seconds
     while node.core.deadline <= end:
         node.at(max(node.now, node.core.deadline))
@@ -16,7 +16,7 @@ def asks_next(node: Node, seconds: float) -> float | None:
     return None
 
 
-def test_a_provider_that_refuses_is_asked_again_without_any_news() -> None:
+def test_a_refusing_provider_is_asked_again_without_new_messages() -> None:
     node, _ = short_of_a_replica()
     node.free = [(SPARE, 9)]
     (lease,) = node.asked()

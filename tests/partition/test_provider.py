@@ -1,4 +1,4 @@
-"""The answers of a node that is asked for a stage: in order, to whoever was promised it, and once."""
+"""The answers of a node that is asked for a stage: in order, once, and only to the holder of the promise."""
 
 from dataclasses import dataclass
 
@@ -65,11 +65,11 @@ def test_a_stage_is_opened_only_for_the_promised_plan() -> None:
     assert one.on_start(0, ASKER, mine, STRANGE) is None
     assert one.on_open(0, ASKER, another, STRANGE) == Declined(NO_LEASE)
     assert one.on_start(SETTINGS.silence_seconds_max, ASKER, mine, STRANGE) == Declined(NO_LEASE), (
-        "it waited too long"
+        "the planner waited too long"
     )
 
 
-def test_a_declined_planner_is_told_when_a_slot_lapses_soon() -> None:
+def test_a_declined_planner_learns_when_a_slot_expires_soon() -> None:
     one = provider()
     promised(one, plan())
     assert held(one, plan(run=8), now=5.0) == Declined(BUSY)
@@ -78,7 +78,7 @@ def test_a_declined_planner_is_told_when_a_slot_lapses_soon() -> None:
     assert isinstance(held(one, plan(run=8), now=5.0 + ORPHAN_SECONDS), Hold)
 
 
-def test_only_the_planner_releases_what_was_promised_to_it() -> None:
+def test_only_the_planner_releases_its_promise() -> None:
     one, mine = provider(), plan()
     promised(one, mine)
     assert not one.on_release(OTHER, plan_hash(mine))
@@ -87,13 +87,13 @@ def test_only_the_planner_releases_what_was_promised_to_it() -> None:
     assert isinstance(held(one, plan(run=8)), Hold)
 
 
-def test_a_plan_given_up_meanwhile_gets_no_promise() -> None:
+def test_a_plan_withdrawn_meanwhile_gets_no_promise() -> None:
     one, mine = provider(), plan()
     hold = held(one, mine)
     assert isinstance(hold, Hold)
     one.on_release(ASKER, plan_hash(mine))
     assert one.promise(0, hold) == Declined(BUSY)
-    promised(one, mine)  # asked for again
+    promised(one, mine)  # requested again
 
 
 def test_a_planner_that_died_meanwhile_gets_no_promise() -> None:
@@ -103,10 +103,10 @@ def test_a_planner_that_died_meanwhile_gets_no_promise() -> None:
     assert isinstance(hold, Hold)
     dead.append(ASKER)
     assert one.promise(0, hold) == Declined(BUSY)
-    promised(one, mine)  # it asks although it is held for dead
+    promised(one, mine)  # it asks although it was declared dead
 
 
-def test_a_planner_that_asks_again_gives_its_earlier_plan_up() -> None:
+def test_a_repeated_request_withdraws_the_earlier_plan() -> None:
     one, mine = provider(), plan()
     promised(one, mine)
     assert one.supersede(ASKER, plan(run=8), STRANGE) == []
@@ -123,14 +123,14 @@ def test_a_slot_given_away_meanwhile_is_not_promised_twice() -> None:
     assert one.promise(0, hold) == Declined(BUSY)
 
 
-def test_members_that_are_behind_or_over_promise_nothing() -> None:
+def test_a_member_that_is_behind_or_has_ended_promises_nothing() -> None:
     one, mine = provider(), plan()
     over, behind = KnownRun(ASKER, True, None), KnownRun(ASKER, False, InRun(mine, behind=True))
     for known, reason in ((over, OVER), (behind, BEHIND)):
         assert held(one, mine, known=known) == Declined(reason)
         assert one.on_open(0, ASKER, mine, known) == Declined(reason)
     assert one.on_start(0, ASKER, mine, over) == Declined(OVER)
-    assert one.on_start(0, ASKER, mine, behind) == Done(), "it is in the run, and the chain tells it the rest"
+    assert one.on_start(0, ASKER, mine, behind) == Done(), "a member learns the rest from the chain"
 
 
 def test_another_run_whose_turn_it_is_comes_first() -> None:
@@ -155,7 +155,7 @@ def test_a_witness_needs_no_slot_but_must_have_agreed() -> None:
     assert isinstance(one.on_start(0, ASKER, without, STRANGE), Declined)
 
 
-def test_a_witness_of_many_runs_takes_no_more_but_its_own() -> None:
+def test_a_witness_of_many_runs_accepts_no_more_except_its_own() -> None:
     one, without = provider(WITNESSED_MAX), plan(holder=OTHER)
     assert isinstance(held(one, without), Declined)
     own = KnownRun(ME, is_over=False, member=None)

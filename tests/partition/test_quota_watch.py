@@ -1,4 +1,4 @@
-"""Replicas under CPU quotas: what they take without a pause, not while they wait for others."""
+"""Replicas under CPU quotas: their unthrottled times, measured while they do not wait for others."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -47,26 +47,26 @@ def step(split: Split, quotas: tuple[int, ...]) -> float:
     return max(every.values()) / 1e6
 
 
-def test_the_next_plan_is_near_the_best_under_quotas() -> None:
+def test_the_next_plan_is_nearly_optimal_under_quotas() -> None:
     throttled = (150, 300, 200)
     paces = taken(SPLIT, 2, quotas=throttled)  # the two others wait for it, and compute at full speed
     new = moved(QuotaWatch(), SPLIT, paces, three())
     best = move_borders(three(throttled), SPLIT, steps_left=1000).split
     assert step(best, throttled) >= 0.9 * step(new, throttled)
     assert step(new, throttled) < 0.6 * step(SPLIT, throttled)
-    # As measured the others seem to be so fast that the throttled one is left with next to nothing.
+    # By the raw times the others seem so fast that the throttled one is left with next to nothing.
     naive = move_borders(measured(three(), SPLIT, paces), SPLIT, steps_left=1000).split
     assert step(best, throttled) < 0.8 * step(naive, throttled)
 
 
-def test_a_replica_found_slow_does_not_get_all_back() -> None:
+def test_a_replica_measured_slow_does_not_get_all_layers_back() -> None:
     throttled, watch = (150, 300, 200), QuotaWatch()
     new = moved(watch, SPLIT, taken(SPLIT, 2, quotas=throttled), three())
     again = moved(watch, new, taken(new, 0, quotas=throttled), three())
     assert step(again, throttled) < 1.2 * step(new, throttled)
 
 
-def test_one_that_is_fast_again_has_its_layers_back_after_some_looks() -> None:
+def test_a_recovered_replica_gets_its_layers_back_after_some_checks() -> None:
     watch = QuotaWatch()
     split = moved(watch, SPLIT, taken(SPLIT, 2, quotas=(150, 300, 200)), three())
     for _ in range(8):
@@ -86,7 +86,7 @@ def test_unknown_times_stay_unknown() -> None:
 
 
 @given(st.lists(st.integers(1, 10**12), min_size=3, max_size=3))
-def test_nobody_is_taken_to_be_faster_than_measured_or_than_calibrated(values: list[int]) -> None:
+def test_no_replica_counts_as_faster_than_measured_or_calibrated(values: list[int]) -> None:
     problem, paces = three(), {f"peer-{number}": value for number, value in enumerate(values)}
     found = QuotaWatch().without_pauses(problem, SPLIT, paces, SHARES)
     for (first, last), (place,) in zip(SPLIT.ranges, SPLIT.groups, strict=True):

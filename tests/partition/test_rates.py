@@ -1,4 +1,4 @@
-"""Prices of operators: what they are fitted to, what a layer takes by them, and what strangers may send."""
+"""Prices of operators: how they are fitted, the time of a layer by them, and bounds on strangers' prices."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_a_class_twice_or_a_negative_price_is_refused() -> None:
 
 @given(st.integers(1, 10**6), st.integers(0, 10**5), st.integers(0, 10**8))
 @settings(max_examples=60)
-def test_a_fit_finds_the_prices_that_made_the_times(call: int, megaflop: int, mebibyte: int) -> None:
+def test_a_fit_recovers_the_prices_behind_the_times(call: int, megaflop: int, mebibyte: int) -> None:
     made = OperatorPace(1000 * call, 1000 * megaflop, mebibyte)
     amounts = [
         Amount(1, flops, size)
@@ -102,7 +102,7 @@ def test_the_own_work_of_nodes_slows_a_step_by_as_much() -> None:
     assert more == 5_000_000
 
 
-def test_applying_a_step_is_as_slow_as_all_else_under_a_quota() -> None:
+def test_a_quota_slows_applying_a_step_like_all_else() -> None:
     device = msgspec.structs.replace(REFERENCE, share_permille=150)
     assert device.step_nanoseconds == tuple(1000 * value // 150 for value in REFERENCE.step_nanoseconds)
     layers = tuple(LayerCost(3 << 20, 10**8, 1 << 20, 1 << 20, parameters=4) for _ in range(6))
@@ -149,6 +149,6 @@ def test_a_calibration_without_own_work_and_power_is_still_read() -> None:
     assert decode_calibration(msgspec.msgpack.encode(fields[:-4])).node == OperatorPace(0, 0, 0)
     own = {"node": OperatorPace(10**9, 0, 10**9), "node_step": 10**9, "frame": OperatorPace(10**8, 0, 10**9)}
     half = msgspec.structs.replace(given, share_permille=500, **own)
-    assert half.node_nanoseconds == (2_800_000, 4_000_000), "with four frames on their way in or out"
+    assert half.node_nanoseconds == (2_800_000, 4_000_000), "four frames are on their way in or out"
     assert half.node_step_nanoseconds == 2 * 10**6
     assert half.scaled(500).node_step_nanoseconds == 4 * 10**6

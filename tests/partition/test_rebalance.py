@@ -1,4 +1,4 @@
-"""From a split to the next: what moves, what it is worth, and when nothing does."""
+"""From a split to the next: which layers move, the benefit, and when nothing moves."""
 
 from dataclasses import replace
 
@@ -18,7 +18,7 @@ LAYERS = tuple(LayerCost(4 * MIB, 10**8, MIB, 10_000) for _ in range(24))
 
 
 def three(rates: tuple[int, int, int], **rest: object) -> Problem:
-    """Three peers whose layers take so many microseconds, on fast links."""
+    """Three peers whose layers take this many microseconds, on fast links."""
     peers = tuple(
         PeerCost(f"peer-{number}", 8 << 30, (rate * 1000,) * 24, (2 * rate * 1000,) * 24)
         for number, rate in enumerate(rates)
@@ -27,7 +27,7 @@ def three(rates: tuple[int, int, int], **rest: object) -> Problem:
     return Problem(LAYERS, peers, **(given | rest))  # type: ignore[arg-type]  # of any field
 
 
-def test_a_throttled_peer_gives_layers_to_its_neighbours_alone() -> None:
+def test_a_throttled_peer_gives_layers_only_to_its_neighbours() -> None:
     old = solve(three((4000, 2000, 1000)))
     throttled = three((4000, 2000, 3000))
     decision = rebalance(throttled, old)
@@ -57,7 +57,7 @@ def test_layers_that_take_too_long_to_move_stay() -> None:
     assert not decision.is_change
 
 
-def test_a_split_that_no_longer_fits_is_left_whatever_it_costs() -> None:
+def test_a_split_that_no_longer_fits_is_changed_at_any_cost() -> None:
     problem = three((4000, 2000, 1000))
     old = solve(problem)
     peers = (*problem.peers[:2], replace(problem.peers[2], memory_bytes=600 * MIB))
@@ -66,7 +66,7 @@ def test_a_split_that_no_longer_fits_is_left_whatever_it_costs() -> None:
     assert "not fit" in decision.reason
 
 
-def test_moved_bytes_are_parameters_and_moments_of_what_is_new() -> None:
+def test_moved_bytes_are_parameters_and_moments_of_new_layers() -> None:
     problem = three((1000, 1000, 1000))
     old = Split(((0, 8), (8, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
     new = Split(((0, 10), (10, 16), (16, 24)), ((0,), (1,), (2,)), 1, 1)
@@ -86,7 +86,7 @@ def test_a_newcomer_fetches_all_of_its_stage_from_those_that_hold_it() -> None:
 
 @given(problems(), st.integers(1, 50), st.data())
 @settings(max_examples=25, deadline=None)
-def test_the_next_split_is_always_whole_and_allowed(
+def test_the_next_split_is_always_complete_and_allowed(
     problem: Problem, factor: int, data: st.DataObject
 ) -> None:
     try:
@@ -109,7 +109,7 @@ def test_the_next_split_is_always_whole_and_allowed(
         assert decision.split == old or diff(changed, old, decision.split) == ()
 
 
-def test_nothing_fits_any_more_is_said() -> None:
+def test_the_lack_of_any_fitting_split_is_reported() -> None:
     problem = three((1000, 1000, 1000))
     old = solve(problem)
     peers = tuple(replace(peer, memory_bytes=1) for peer in problem.peers)
@@ -117,7 +117,7 @@ def test_nothing_fits_any_more_is_said() -> None:
         rebalance(replace(problem, peers=peers), old)
 
 
-def test_measured_times_take_the_place_of_claims() -> None:
+def test_measured_times_replace_claims() -> None:
     """A peer that claims ten times its rate ends with the share it deserves."""
     honest = three((1000, 1000, 1000))
     liar = replace(honest, peers=(*honest.peers[:2], *three((1000, 1000, 100)).peers[2:]))
@@ -148,7 +148,7 @@ def test_a_peer_that_claims_to_take_centuries_breaks_no_plan(liar: str) -> None:
     assert layers_in_order(decision.split) == list(range(24))
 
 
-def test_borders_stay_where_the_steps_left_do_not_pay_for_the_pause() -> None:
+def test_borders_stay_if_the_remaining_steps_do_not_pay_for_the_pause() -> None:
     old = solve(three((4000, 2000, 1000)))
     throttled = three((4000, 2000, 3000))
     pause = 5_000_000_000

@@ -1,4 +1,4 @@
-"""The worth of signed receipts of contribution, also where their signers collude."""
+"""The worth of signed receipts of contribution, also when their signers collude."""
 
 from dataclasses import replace
 from typing import Any
@@ -45,7 +45,7 @@ def receipt(measurer: int = 1, provider: int = 2, requester: int = 1, signed_by:
     )
 
 
-def test_a_receipt_says_who_computed_for_whom_and_who_measured_it() -> None:
+def test_a_receipt_names_provider_requester_and_measurer() -> None:
     found = check_receipt(SIGNERS[0], receipt())
     assert (found.provider, found.measurer, found.requester, found.flops, found.at) == (B, A, A, 5, 1.0)
 
@@ -55,7 +55,7 @@ def test_a_receipt_says_who_computed_for_whom_and_who_measured_it() -> None:
     [receipt(measurer=2), receipt(requester=2), receipt(signed_by=3)],
     ids=["measured by its provider", "for its provider's own run", "signed by another"],
 )
-def test_a_receipt_of_ones_own_word_is_refused(faulty: Receipt) -> None:
+def test_a_receipt_signed_only_by_its_beneficiary_is_refused(faulty: Receipt) -> None:
     with pytest.raises(RemoteProtocolError):
         check_receipt(SIGNERS[0], faulty)
 
@@ -68,16 +68,16 @@ def test_the_two_signatures_of_a_receipt_are_over_one_body() -> None:
         check_measured(SIGNERS[0], one.accepted)
 
 
-def test_receipts_of_a_giving_peer_vouch_for_a_stranger() -> None:
+def test_receipts_by_a_contributor_vouch_for_a_stranger() -> None:
     known = Credits(ME)
     known.gave(0.0, A, 300.0)
     known.learn(0.0, B, [row(A, B, 200.0)])
     found = known.contribution(0.0, B, SHARE)
     assert (found.given, found.vouched, found.weight) == (0.0, 200.0, 3.0)
-    assert known.contribution(0.0, A, SHARE).weight == 4.0, "to vouch costs the committer nothing"
+    assert known.contribution(0.0, A, SHARE).weight == 4.0, "vouching costs the committer nothing"
 
 
-def test_receipts_that_strangers_sign_for_each_other_count_nothing() -> None:
+def test_receipts_between_strangers_count_nothing() -> None:
     known = Credits(ME)
     known.learn(0.0, B, [row(A, B, 1e30)])
     known.learn(0.0, A, [row(B, A, 1e30)])
@@ -89,37 +89,37 @@ def test_own_work_backs_receipts_only_up_to_twice_a_strangers_share() -> None:
     known.worked_for(0.0, A, 1e6)
     known.learn(0.0, B, [row(A, B, 1e6)])
     assert known.contribution(0.0, B, SHARE).weight == UNPROVEN_WEIGHT_MAX
-    assert known.contribution(0.0, A, SHARE).weight == 1.0, "to be served is no contribution"
+    assert known.contribution(0.0, A, SHARE).weight == 1.0, "being served is no contribution"
 
 
 def test_work_for_anothers_run_earns_no_vouched_credit() -> None:
-    """An honest member of an attacker's run measures what the attacker's other keys do in it."""
+    """An honest member of an attacker's run measures the work of the attacker's other keys in it."""
     known = Credits(ME)
     known.gave(0.0, A, 1e6)
     known.worked_for(0.0, A, 1e6)
     known.learn(0.0, B, [row(A, B, 1e6, requester=C)])
     assert known.contribution(0.0, B, SHARE).weight == 1.0
     known.learn(0.0, B, [row(A, B, 50.0, requester=ME)])
-    assert known.contribution(0.0, B, SHARE).vouched == 50.0, "whose run it was may count it"
+    assert known.contribution(0.0, B, SHARE).vouched == 50.0, "the requester of the run may count it"
 
 
-def test_a_receipt_that_is_shown_again_counts_once() -> None:
+def test_a_repeated_receipt_counts_once() -> None:
     known = Credits(ME)
     known.gave(0.0, A, 1e6)
     known.learn(0.0, B, [row(A, B, 100.0), row(A, B, 200.0), *[row(A, B, 150.0)] * 9])
-    assert known.contribution(0.0, B, SHARE).vouched == 200.0, "one receipt stands for all of its run"
+    assert known.contribution(0.0, B, SHARE).vouched == 200.0, "one receipt covers its whole run"
     known.learn(0.0, B, [row(A, B, 200.0), row(A, B, 30.0, run=1)])
     assert known.contribution(0.0, B, SHARE).vouched == 230.0
 
 
-def test_bytes_count_by_their_price_and_averaged_ones_make_nobody_a_giver() -> None:
+def test_bytes_count_by_their_price_and_averaging_earns_no_vouching() -> None:
     known = Credits(ME)
     known.averaged_with(0.0, B, 1e12)
     assert known.contribution(0.0, B, SHARE).weight == UNPROVEN_WEIGHT_MAX
     known.gave(0.0, A, 1e6)
     bytes_ = [replace(row(A, C, 0), kind=kind, size_bytes=50) for kind in ("data", "checkpoint", "averaging")]
     known.learn(0.0, C, bytes_, flops_per_byte=2.0)
-    assert known.contribution(0.0, C, SHARE).vouched == 200.0, "nobody is believed about averaging"
+    assert known.contribution(0.0, C, SHARE).vouched == 200.0, "receipts for averaging earn no trust"
 
 
 @pytest.mark.parametrize("work", [(0, 1, 0, "compute"), (5, 1, 0, "data", 5), (0, 0, 0, "data"), (0, 0, 0)])
@@ -148,13 +148,13 @@ PAIRS = st.tuples(st.sampled_from(PEERS), st.sampled_from(PEERS), st.floats(1, 1
     order=st.permutations(PEERS),
 )
 @settings(max_examples=150, deadline=None)
-def test_all_together_gain_at_most_what_they_gave_and_had_done(
+def test_colluders_gain_at_most_what_they_gave_and_received(
     given_: list[tuple[PeerId, float]],
     worked: list[tuple[PeerId, float]],
     signed: list[tuple[PeerId, PeerId, float, PeerId]],
     order: list[PeerId],
 ) -> None:
-    """Keys sign anything for each other, and show it repeatedly."""
+    """Keys sign arbitrary receipts for each other, and show them repeatedly."""
     known = Credits(ME)
     for peer, flops in given_:
         known.gave(0.0, peer, flops)

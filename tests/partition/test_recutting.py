@@ -1,4 +1,4 @@
-"""When a committer looks at what replicas take, and what it waits for before borders move."""
+"""When a committer checks the replicas' times, and the conditions for moving borders."""
 
 from partition.plan.change import Change
 from partition.run.rate_watch import DOUBLINGS_MAX, LOOK_STEPS, RateWatch
@@ -11,7 +11,7 @@ def steps_to_a_look(watch: RateWatch) -> int:
     return next(number for number in range(1, 10_000) if watch.stepped(1.0))
 
 
-def test_two_looks_must_agree_that_borders_belong_elsewhere() -> None:
+def test_two_checks_must_agree_before_borders_move() -> None:
     watch = RateWatch()
     assert not watch.found((3,))
     assert watch.found((4,))
@@ -19,7 +19,7 @@ def test_two_looks_must_agree_that_borders_belong_elsewhere() -> None:
     assert not watch.found((3,))
 
 
-def test_each_plan_that_moved_borders_doubles_the_steps_until_the_next_look() -> None:
+def test_each_plan_that_moved_borders_doubles_the_steps_until_the_next_check() -> None:
     watch = RateWatch()
     assert steps_to_a_look(watch) == LOOK_STEPS
     for doubling in range(1, DOUBLINGS_MAX + 3):
@@ -29,7 +29,7 @@ def test_each_plan_that_moved_borders_doubles_the_steps_until_the_next_look() ->
     assert steps_to_a_look(watch) == LOOK_STEPS << DOUBLINGS_MAX
 
 
-def test_the_seconds_of_a_step_forget_the_first_which_loads_libraries() -> None:
+def test_the_step_time_ignores_the_first_which_loads_libraries() -> None:
     watch = RateWatch()
     for seconds in (60.0, 1.0, 1.0):
         watch.stepped(seconds)

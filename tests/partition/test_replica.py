@@ -90,7 +90,7 @@ def test_an_unusable_frame_is_reported_and_replaced_by_a_spare() -> None:
     reason = "a digest that does not fit"
     told = BadFrame(plan=plan_hash(plan), frame=bad.fact, reason=reason)
     assert replica.refused(work, "input", reason) == [(TRAINER, told)]
-    replica.receive(0.0, SECOND, bad)  # again: it has been refused
+    replica.receive(0.0, SECOND, bad)  # it was refused, so it is a second report
     again = replica.next(0.0)
     assert isinstance(again, ForwardReady)
     assert replica._order.microbatches[0].frames["input"] == good
@@ -127,7 +127,7 @@ def test_a_repeated_frame_under_the_next_plan_is_accepted() -> None:
         replica.receive(0.0, FIRST, again)
 
 
-def test_a_skipped_step_needs_no_totals_and_leaves_nothing_of_it() -> None:
+def test_a_skipped_step_needs_no_totals_and_leaves_no_state() -> None:
     replica = opened_replica()
     bring(replica, 0)
     forward(replica, replica.next(0.0))
@@ -156,7 +156,7 @@ def reduced_replica() -> Replica:
 
 
 def sent_frames(sends: Sends) -> list[PeerId]:
-    """To whom frames go."""
+    """The receivers of frames."""
     return [receiver for receiver, message in sends if isinstance(message, Outgoing)]
 
 
@@ -180,7 +180,7 @@ def test_outputs_are_sent_on_and_reported() -> None:
     replica = opened_replica()
     bring(replica, 0)
     work = replica.next(0.0)
-    assert replica.next(0.0) is None  # one thing at a time
+    assert replica.next(0.0) is None  # only one computation runs at a time
     sends = forward(replica, work)
     assert sends == [
         (LAST, Outgoing(SENT, START, PLAN_HASH)),
@@ -195,10 +195,10 @@ def test_outputs_are_sent_on_and_reported() -> None:
     ]
 
 
-def test_frames_ahead_of_the_open_that_sent_them_here_wait_for_it() -> None:
+def test_frames_that_arrive_before_their_open_wait_for_it() -> None:
     replica = opened_replica((0, 1))
     replica.receive(0.0, FIRST, frame(FIRST, 1, attempt=START + 1))
-    assert replica.next(0.0) is None  # 1 is the other one's
+    assert replica.next(0.0) is None  # 1 belongs to the other one
     replica.receive(0.0, TRAINER, opening((0, 0), attempt=1))
     work = replica.next(0.0)
     assert isinstance(work, ForwardReady)
@@ -222,7 +222,7 @@ def test_a_stage_without_gradients_counts_after_sending() -> None:
         ("gpipe", 2, ["f0", "f1", "b0", "f2", "b1", "f3", "b2", "b3"]),
     ],
 )
-def test_the_schedule_says_what_comes_first(schedule: Schedule, memory: int, expected: list[str]) -> None:
+def test_the_schedule_gives_the_order_of_work(schedule: Schedule, memory: int, expected: list[str]) -> None:
     plan = replace(PLAN, microbatches=4)
     replica = Replica(HERE, plan, schedule=schedule, in_flight_max=memory)
     name = plan_hash(plan)
@@ -238,7 +238,7 @@ def test_the_schedule_says_what_comes_first(schedule: Schedule, memory: int, exp
     assert order == expected
 
 
-def test_no_more_is_in_flight_than_there_are_stages_to_the_end() -> None:
+def test_microbatches_in_flight_are_bounded_by_the_remaining_stages() -> None:
     plan = replace(PLAN, microbatches=4)
     replica = Replica(HERE, plan)
     name = plan_hash(plan)
@@ -255,7 +255,7 @@ def test_no_more_is_in_flight_than_there_are_stages_to_the_end() -> None:
     ]
 
 
-def test_a_commit_waits_until_nothing_else_is_held() -> None:
+def test_a_commit_waits_until_no_other_work_is_held() -> None:
     replica = opened_replica((0, 0))
     bring(replica, 0)
     compute(replica)
@@ -284,11 +284,11 @@ def test_moved_work_is_forgotten_and_counts_anew_on_return() -> None:
     replica.receive(0.0, TRAINER, opening((0, 1), attempt=2))
     again = replica.next(0.0)
     assert isinstance(again, ForwardReady)
-    # The last stage has the same output already.
+    # The last stage already has the same output.
     assert sent_frames(forward(replica, again)) == []
 
 
-def test_moved_work_that_returns_before_it_is_forgotten_goes_on() -> None:
+def test_moved_work_that_returns_before_it_is_forgotten_continues() -> None:
     replica = opened_replica((0, 1))
     replica.receive(0.0, FIRST, frame(FIRST, 0))
     forward(replica, replica.next(0.0))
@@ -316,7 +316,7 @@ def test_doubly_counted_work_is_subtracted_before_the_reduction() -> None:
     assert isinstance(replica.next(0.0), ReduceReady)
 
 
-def test_frames_go_again_to_a_new_owner_who_has_not_counted_them() -> None:
+def test_frames_are_repeated_to_a_new_owner_that_has_not_counted_them() -> None:
     replica = Replica(FIRST, PLAN)
     replica.receive(0.0, TRAINER, SYNC)
     replica.receive(0.0, TRAINER, opening((0, 1)))
@@ -334,7 +334,7 @@ def test_frames_go_again_to_a_new_owner_who_has_not_counted_them() -> None:
 # Reducing and applying
 
 
-def test_a_repeated_commit_is_answered_with_the_same_report() -> None:
+def test_a_repeated_commit_gets_the_same_report() -> None:
     replica = reduced_replica()
     ((_, again),) = replica.receive(0.0, TRAINER, commit((0,), (1,)))
     assert again == Reduced(plan=PLAN_HASH, step=0, attempt=START, digest=digest("total"))
@@ -351,13 +351,13 @@ def test_a_commit_of_a_later_attempt_reduces_again() -> None:
         replica.receive(0.0, TRAINER, APPLY)
 
 
-def test_two_steps_follow_each_other_and_nothing_of_the_first_is_left() -> None:
+def test_two_successive_steps_leave_no_state_of_the_first() -> None:
     replica = reduced_replica()
     replica.receive(0.0, TRAINER, APPLY)
     work = replica.next(0.0)
     assert work == ApplyReady(PLAN_HASH, 0, START, 2, None)
     assert isinstance(work, ApplyReady)
-    replica.receive(0.0, FIRST, frame(FIRST, 1))  # of a step that is being applied
+    replica.receive(0.0, FIRST, frame(FIRST, 1))  # for a step that is being applied
     ((_, applied),) = replica.applied(work, digest("parameters"), NO_WORK)
     assert applied == Applied(plan=PLAN_HASH, step=0, digest=digest("parameters"))
     assert (replica.step, replica.reconnected(FIRST), replica.reconnected(LAST)) == (1, [], [])
@@ -366,7 +366,7 @@ def test_two_steps_follow_each_other_and_nothing_of_the_first_is_left() -> None:
     assert [(done.step, done.microbatch) for done in compute(replica)] == [(1, 2), (1, 2)]
 
 
-def test_a_commit_of_what_was_not_counted_makes_the_replica_give_up() -> None:
+def test_a_commit_of_uncounted_work_makes_the_replica_give_up() -> None:
     replica = opened_replica()
     ((receiver, message),) = replica.receive(0.0, TRAINER, commit((0,), (1,)))
     assert receiver == TRAINER
@@ -385,7 +385,7 @@ def test_a_copy_is_made_before_the_next_step_is_applied() -> None:
     assert isinstance(save, SaveReady)
     replica.saved(save)
     replica.receive(0.0, TRAINER, Save(plan=PLAN_HASH, step=0))
-    assert isinstance(replica.next(0.0), BackwardReady)  # once is enough
+    assert isinstance(replica.next(0.0), BackwardReady)  # one copy is enough
 
 
 # Plans
@@ -409,7 +409,7 @@ def test_a_new_plan_keeps_sums_and_frames_and_voids_a_reduction() -> None:
     assert (answer.step, answer.counted, answer.begun, answer.reduced) == (0, (0,), (), None)
 
 
-def test_a_total_that_is_ready_stays_ready_under_a_new_plan() -> None:
+def test_a_ready_total_stays_ready_under_a_new_plan() -> None:
     replica = reduced_replica()
     replica.adopt(NEXT)
     assert replica.events == []
@@ -419,7 +419,7 @@ def test_a_total_that_is_ready_stays_ready_under_a_new_plan() -> None:
     assert isinstance(replica.next(0.0), ApplyReady)
 
 
-def test_where_it_is_has_no_answer_while_something_is_computed() -> None:
+def test_a_position_request_waits_for_the_current_computation() -> None:
     replica = opened_replica()
     bring(replica, 0)
     work = replica.next(0.0)
@@ -427,10 +427,10 @@ def test_where_it_is_has_no_answer_while_something_is_computed() -> None:
     assert replica.receive(0.0, TRAINER, Sync(plan=plan_hash(NEXT))) == []
     answer = synced_of(forward(replica, work))
     assert (answer.counted, answer.begun) == ((), (0,))
-    assert replica.next(0.0) is None  # nothing is begun until the plan opens
+    assert replica.next(0.0) is None  # no work starts until the plan opens
 
 
-def test_a_step_applied_under_the_plan_before_is_told_by_the_sync() -> None:
+def test_the_sync_reports_a_step_applied_under_the_previous_plan() -> None:
     replica = reduced_replica()
     replica.receive(0.0, TRAINER, APPLY)
     work = replica.next(0.0)
@@ -441,7 +441,7 @@ def test_a_step_applied_under_the_plan_before_is_told_by_the_sync() -> None:
     assert (answer.step, answer.applied, answer.digest) == (1, APPLY, digest("parameters"))
 
 
-def test_frames_go_again_under_a_new_plan_to_the_same_owner() -> None:
+def test_frames_are_repeated_under_a_new_plan_to_the_same_owner() -> None:
     replica = opened_replica((0, 0))
     bring(replica, 0)
     compute(replica)
@@ -459,7 +459,7 @@ def test_the_same_plan_again_changes_nothing() -> None:
     assert (replica.events, replica.attempt) == ([], START)
 
 
-def test_a_plan_without_this_replica_is_for_its_shell() -> None:
+def test_a_plan_without_this_replica_is_left_to_its_shell() -> None:
     replica = opened_replica()
     elsewhere = successor(PLAN, Change(lost=(HERE,), joined=(Joining(HERE, 0, 1),)))
     for plan in (elsewhere, successor(PLAN, Change(lost=(HERE,)))):
@@ -478,7 +478,7 @@ def filling(plan: Plan = PLAN, **changes: Any) -> Fill:
     )
 
 
-def test_a_new_replica_says_so_and_is_filled() -> None:
+def test_a_new_replica_reports_itself_and_is_filled() -> None:
     replica = Replica(HERE, PLAN, step=None)
     ((_, answer),) = replica.receive(0.0, TRAINER, SYNC)
     assert answer == Synced(plan=PLAN_HASH, step=None)
@@ -494,10 +494,10 @@ def test_a_new_replica_says_so_and_is_filled() -> None:
     assert replica.receive(0.0, TRAINER, fill) == []
     ((_, filled),) = replica.filled(work, digest("parameters"))
     assert filled == Synced(plan=PLAN_HASH, step=4, applied=fill.applied, digest=digest("parameters"))
-    assert replica.receive(0.0, TRAINER, fill) == [(TRAINER, filled)]  # it was said, and perhaps lost
+    assert replica.receive(0.0, TRAINER, fill) == [(TRAINER, filled)]  # it was reported, and perhaps lost
 
 
-def test_parameters_of_another_digest_are_not_taken() -> None:
+def test_parameters_with_another_digest_are_refused() -> None:
     replica = Replica(HERE, PLAN, step=None)
     replica.receive(0.0, TRAINER, filling())
     replica.discarded(replica.next(0.0))  # type: ignore[arg-type]  # what is next
@@ -519,7 +519,7 @@ def test_a_filling_is_void_under_a_new_plan() -> None:
     assert synced_of(replica.receive(0.0, TRAINER, Sync(plan=plan_hash(NEXT)))).step is None
 
 
-def test_a_plan_that_restores_throws_everything_away() -> None:
+def test_a_plan_that_restores_discards_everything() -> None:
     replica = opened_replica((0, 0))
     bring(replica, 0)
     compute(replica)
@@ -528,7 +528,7 @@ def test_a_plan_that_restores_throws_everything_away() -> None:
     replica.adopt(RESTORED)
     assert replica.receive(0.0, TRAINER, Sync(plan=plan_hash(RESTORED))) == []
     assert replica.next(0.0) is None
-    assert forward(replica, running) == []  # it counts for nothing
+    assert forward(replica, running) == []  # it no longer counts
     replica.discarded(replica.next(0.0))  # type: ignore[arg-type]  # what is next
     work = replica.next(0.0)
     assert work == FillReady(plan_hash(RESTORED), 5, NO_HASH, (), RESTORED.restored)
@@ -537,7 +537,7 @@ def test_a_plan_that_restores_throws_everything_away() -> None:
     assert (answer.step, answer.counted, answer.applied) == (5, (), None)
 
 
-def test_a_checkpoint_that_is_being_read_stays_wanted_under_the_plan_after() -> None:
+def test_an_unread_checkpoint_is_still_required_by_the_next_plan() -> None:
     replica = opened_replica()
     replica.adopt(RESTORED)
     replica.discarded(replica.next(0.0))  # type: ignore[arg-type]  # what is next

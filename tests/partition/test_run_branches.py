@@ -1,4 +1,4 @@
-"""Which member leaves a branch of the run, and what a branch claims."""
+"""Which member leaves a branch of the run, and the claims of a branch."""
 
 from random import Random
 
@@ -58,11 +58,11 @@ def test_only_the_committer_of_the_shorter_branch_abandons_it() -> None:
     assert judged(SECOND, ForkFound(STRANGER, head(99))) is Verdict.STAY
 
 
-def test_a_member_whose_committer_is_gone_leaves_by_itself() -> None:
+def test_a_member_whose_committer_died_leaves_on_its_own() -> None:
     assert judged(SECOND, ForkFound(STRANGER, head(99)), live=(THIRD,)) is Verdict.LEAVE
 
 
-def test_a_member_whose_committer_went_on_without_it_leaves_by_itself() -> None:
+def test_a_member_left_behind_by_its_committer_leaves_on_its_own() -> None:
     assert judged(SECOND, ForkFound(COMMITTER, head(99))) is Verdict.LEAVE
     assert judged(SECOND, ForkFound(THIRD, head(99))) is Verdict.STAY
 
@@ -71,7 +71,7 @@ def test_a_committer_whose_replicas_are_not_synced_waits() -> None:
     assert judged(COMMITTER, ForkFound(STRANGER, head(99)), committed=None) is Verdict.STAY
 
 
-def test_a_member_that_missed_too_much_leaves_and_a_committer_compares_first() -> None:
+def test_a_member_that_missed_too_much_leaves_but_a_committer_compares_first() -> None:
     assert judged(SECOND, LeftBehind(STRANGER, head(1))) is Verdict.LEAVE
     assert judged(COMMITTER, LeftBehind(STRANGER, head(1)), committed=6) is Verdict.STAY
     assert judged(COMMITTER, LeftBehind(STRANGER, head(1)), may_fork=False) is Verdict.LEAVE
@@ -106,12 +106,13 @@ def test_the_farewell_counts_the_steps_since_the_fork() -> None:
     assert branches.farewell().endswith("4 steps that were committed here are discarded")
 
 
-# The steps that a branch can have computed
+# The plausible number of steps of a branch
 
 
 def measured(*, step: int = 100) -> tuple[Branches, Plan]:
-    """A committer that saw the run make ten steps a second for ten seconds, then lost sight of the third
-    member, and went on alone for ten seconds."""
+    """A committer that saw the run make ten steps a second for ten seconds, then lost the third member, and
+    continued alone for ten seconds.
+    """
     chain, progress = PaxosChain(COMMITTER, PLAN, Random(1), may_fork=True), RunProgress(SAMPLES)
     branches = Branches(COMMITTER, chain, progress, SETTINGS, may_fork=True)
     branches.look(0.0, PLAN, PLAN.members)
@@ -124,7 +125,9 @@ def measured(*, step: int = 100) -> tuple[Branches, Plan]:
 
 
 def claimed(step: int, *, samples: int | None = None, at: float = 20.0, step_here: int = 101) -> Verdict:
-    """The verdict on a branch of the third member alone, half of the rates, that claims so much."""
+    """The verdict on a branch of the third member alone, with half of the rates, that claims this
+    many steps.
+    """
     branches, plan = measured(step=step_here)
     claim = ChainHead(
         run=bytes(32),
@@ -137,7 +140,7 @@ def claimed(step: int, *, samples: int | None = None, at: float = 20.0, step_her
     return branches.judge(at, found, plan, live=PEERS, committed=step_here, hosts=True)
 
 
-def test_a_branch_is_followed_as_far_as_its_machines_can_have_come() -> None:
+def test_a_branch_is_believed_up_to_the_speed_of_its_machines() -> None:
     possible = 100 + STEPS_SPARE + int(FASTER_MAX * 10 / 2 * 10)
     assert claimed(possible) is Verdict.ABANDON
     assert claimed(possible + 1) is Verdict.REFUSE
@@ -149,14 +152,14 @@ def test_claims_of_samples_beyond_the_steps_are_refused() -> None:
     assert claimed(101, samples=10**12) is Verdict.REFUSE
 
 
-def test_a_branch_gains_nothing_by_machines_that_it_names() -> None:
+def test_a_branch_gains_nothing_from_machines_that_it_names() -> None:
     branches, plan = measured()
     crowd = tuple(PeerId(bytes([number]) * 32) for number in range(5, 60))
     claim = ForkFound(THIRD, head(10_000), Branch(PLAN, (THIRD, *crowd)))
     assert branches.judge(20.0, claim, plan, live=PEERS, committed=101, hosts=True) is Verdict.REFUSE
 
 
-def test_a_claim_that_cannot_be_true_is_said_once_for_each_peer() -> None:
+def test_an_impossible_claim_is_reported_once_per_peer() -> None:
     branches, plan = measured()
     claim = ForkFound(THIRD, head(10_000), Branch(PLAN, (THIRD,)))
     assert "claims a branch of 10000 steps, where its machines can have made 302" in branches.refusal(
@@ -169,14 +172,14 @@ def test_a_branch_reports_since_when_it_is_alone() -> None:
     branches, own = measured(step=140)
     assert branches.said.startswith(f"alone since step 100, without {short_peer(THIRD)}: ")
     branches.outlives(30.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
-    assert branches.look(40.0, own, PEERS) == "", "it may come further yet"
+    assert branches.look(40.0, own, PEERS) == "", "the branch may still progress"
     gave_way = branches.look(30.0 + SETTINGS.left_seconds, own, PEERS)
     assert gave_way.startswith(f"the branch of {short_peer(THIRD)} gave way: about 20 of its steps ")
     branches.outlives(200.0, ForkBehind(THIRD, head(120), Branch(PLAN, (THIRD,))))
     together = successor(own, Change(admitted=(THIRD,)))
     branches.decided(210.0, together)
     assert "gave way" in branches.look(210.0, together, PEERS)
-    assert branches.said == "", "nobody is missing any more"
+    assert branches.said == "", "no member is missing any more"
     assert branches.look(211.0, together, PEERS) == ""
 
 
@@ -191,7 +194,7 @@ def test_a_kept_branch_reports_a_silent_reunion() -> None:
 NAME = plan_hash(PLAN)
 
 
-def test_only_the_committer_speaks_for_the_run_and_anyone_for_itself() -> None:
+def test_the_run_is_reported_by_its_committer_and_members_by_themselves() -> None:
     recut, saved = Recut(NAME, 3, bytes(32), (1,)), Checkpointed(NAME, 3, bytes(32))
     for message in (GivenUp(NAME), saved, recut, Absent(NAME, (SECOND, THIRD), "dead")):
         check_sender(PLAN, COMMITTER, message)

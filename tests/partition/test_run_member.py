@@ -1,4 +1,4 @@
-"""One member's core: what it says, asks and does as plans come, members go, and answers arrive."""
+"""One member's core: its messages, requests and actions on plans, departures and answers."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -65,7 +65,7 @@ PLAN = Plan(
 
 @dataclass
 class Node:
-    """A member with the roles that a test gives it; `free` have a slot."""
+    """A member with the roles that a test gives it; the `free` peers have a slot."""
 
     me: PeerId = REQUESTER
     plan: Plan = PLAN
@@ -104,7 +104,7 @@ class Node:
         return self.open_stage()
 
     def open_stage(self) -> "Node":
-        """Open the stage that the newest roles have, if it is to be opened."""
+        """Open the stage of the newest roles, if it is due."""
         for event in self.of(RolesGiven):
             if isinstance(event.stage, StageWanted):
                 self.core.hosting.opened(event.stage)
@@ -116,7 +116,7 @@ class Node:
         self.core.members_changed(self.now)
 
     def at(self, now: float) -> "Node":
-        """All that is due until then, forgotten."""
+        """Discard everything that is due until then."""
         self.now = now
         self.core.wake(now)
         return self
@@ -125,7 +125,7 @@ class Node:
         return [event for event in self.core.events if isinstance(event, kind)]
 
     def decided(self, change: Change) -> Plan:
-        """Another member says that this change was decided."""
+        """Report that another member's change was decided."""
         parent = self.chain.head
         link = Decided(run=parent.run, parent=self.chain.head_hash, links=(encode_change(change),))
         self.chain.receive(self.now, next(peer for peer in parent.members if peer != self.me), link)
@@ -141,14 +141,14 @@ class Node:
         self.core.replied(self.now, ask.number, reply)
 
     def proposed(self) -> Change | None:
-        """Return its present proposal."""
+        """Return its current proposal."""
         self.core.events.clear()
         self.core.members_changed(self.now)
         self.core.wake(self.now)
         return self.proposals[-1]
 
 
-def test_the_first_plan_gives_roles_and_sets_the_run_going() -> None:
+def test_the_first_plan_assigns_roles_and_starts_the_run() -> None:
     node = Node().begin()
     assert [type(event).__name__ for event in node.core.events[:4]] == [
         "PlanFollowed",
@@ -160,7 +160,7 @@ def test_the_first_plan_gives_roles_and_sets_the_run_going() -> None:
     assert node.of(PlanEntered)[0].is_first
 
 
-def test_a_dead_member_is_proposed_to_be_lost() -> None:
+def test_a_dead_member_is_proposed_as_lost() -> None:
     node = Node().begin()
     node.die(TWO)
     assert node.proposed() == Change(lost=(TWO,))
@@ -169,7 +169,7 @@ def test_a_dead_member_is_proposed_to_be_lost() -> None:
 
 
 def short_of_a_replica() -> tuple[Node, Plan]:
-    """The first of the committee, which asks, where TWO was lost and SPARE has room."""
+    """The first of the committee, which asks others after TWO was lost and while SPARE has room."""
     plan = successor(PLAN, Change(lost=(TWO,)))
     node = Node(committee(plan)[0], free=[(SPARE, 9), (OTHER, 5)]).begin()
     node.die(TWO)
@@ -192,7 +192,7 @@ def test_a_newcomer_leases_then_opens_and_only_then_is_proposed() -> None:
     assert node.proposed() == Change(joined=(Joining(SPARE, 0, 9),))
 
 
-def test_a_newcomer_that_gives_no_answer_is_released_and_another_asked() -> None:
+def test_a_newcomer_without_an_answer_is_released_and_another_asked() -> None:
     node, _ = short_of_a_replica()
     (lease,) = node.asked()
     node.reply(lease, Unanswered("timeout"))
@@ -202,11 +202,11 @@ def test_a_newcomer_that_gives_no_answer_is_released_and_another_asked() -> None
     node.at(node.now)
     (other,) = node.asked()
     assert other.peer == OTHER
-    node.reply(lease, Done())  # late: nothing comes of it
+    node.reply(lease, Done())  # late: it has no effect
     assert node.asked() == []
 
 
-def test_newcomers_are_released_where_another_plan_is_decided() -> None:
+def test_newcomers_are_released_when_another_plan_is_decided() -> None:
     node, _ = short_of_a_replica()
     (lease,) = node.asked()
     node.reply(lease, Done())
@@ -231,7 +231,7 @@ def test_a_member_without_a_quorum_releases_its_requests() -> None:
     assert not [ask for ask in node.asked() if isinstance(ask.request, HoldStage)]
 
 
-def test_a_provider_that_refuses_is_asked_again_soon_and_then_ever_later() -> None:
+def test_a_refusing_provider_is_asked_again_after_growing_pauses() -> None:
     node, _ = short_of_a_replica()
     node.free = [(SPARE, 9)]
     waits, refused_at = [], node.now
@@ -287,7 +287,7 @@ def test_a_witness_that_dies_is_replaced() -> None:
     assert [(ask.peer, ask.request.stage) for ask in asked] == [(SPARE, None)]  # type: ignore[union-attr]  # all are of this kind
 
 
-def test_only_the_first_of_the_committee_asks() -> None:
+def test_only_the_first_of_the_committee_asks_others() -> None:
     plan = successor(PLAN, Change(lost=(TWO,)))
     for me in committee(plan)[1:]:
         node = Node(me, free=[(SPARE, 9)]).begin()
@@ -310,7 +310,7 @@ def test_a_committer_excludes_a_member_that_forgot_the_run() -> None:
     assert node.core.sends == [(peer, told) for peer in (ONE, TWO, THREE, FOUR)]
 
 
-def test_a_member_that_hears_nothing_excludes_the_committer_and_then_gives_up() -> None:
+def test_a_member_without_messages_excludes_the_committer_then_gives_up() -> None:
     node = Node(ONE).begin()
     beats = int(SETTINGS.silence_seconds_max / SETTINGS.renew_seconds)
     for beat in range(1, beats):
@@ -321,16 +321,16 @@ def test_a_member_that_hears_nothing_excludes_the_committer_and_then_gives_up() 
     assert node.of(RunOver)[0].outcome == "failed"
 
 
-def test_a_member_that_leaves_is_waited_for_between_two_steps() -> None:
+def test_a_leaving_member_is_waited_for_between_two_steps() -> None:
     node = Node().begin()
     node.core.receive(0.0, TWO, Leaving(plan_hash(PLAN)))
     assert node.of(PauseWanted)
-    assert node.proposed() is None, "it still helps"
+    assert node.proposed() is None, "the leaving member still works"
     node.core.paused(0.0, 7)
     assert node.proposed() == Change(lost=(TWO,))
 
 
-def test_the_last_replica_that_leaves_is_replaced_first() -> None:
+def test_a_leaving_last_replica_is_replaced_first() -> None:
     node, _ = short_of_a_replica()
     node.asked()
     node.core.receive(node.now, ONE, Leaving(plan_hash(node.chain.head)))
@@ -339,7 +339,7 @@ def test_the_last_replica_that_leaves_is_replaced_first() -> None:
     assert ONE not in (node.proposed() or Change()).lost
 
 
-def test_a_member_that_was_restarted_says_that_its_stage_is_lost() -> None:
+def test_a_restarted_member_reports_that_its_stage_is_lost() -> None:
     node = Node(THREE).begin(is_restart=True)
     told = [message for _, message in node.core.sends if isinstance(message, Absent)]
     assert len(told) == len(PLAN.roster) - 1
@@ -348,8 +348,8 @@ def test_a_member_that_was_restarted_says_that_its_stage_is_lost() -> None:
     assert not node.of(RolesGiven)
 
 
-def test_an_absent_member_tells_those_who_may_have_forgotten_it() -> None:
-    """Else each of two could take the other for the proposer."""
+def test_an_absent_member_informs_those_that_may_have_forgotten_it() -> None:
+    """Otherwise each of two could take the other for the proposer."""
     node = Node(ONE).begin()
     plan = plan_hash(PLAN)
     node.core.receive(0.0, REQUESTER, Absent(plan, (ONE,), "no answer"))
@@ -362,10 +362,10 @@ def test_an_absent_member_tells_those_who_may_have_forgotten_it() -> None:
     assert node.core.sends == [], "two absent members do not answer each other for ever"
     node.at(SETTINGS.renew_seconds + 1)
     told = {peer for peer, message in node.core.sends if message == mine}
-    assert told == {peer for peer in PLAN.roster if peer != ONE}, "an answer may be lost"
+    assert told == {peer for peer in PLAN.roster if peer != ONE}, "a lost answer is repeated"
 
 
-def test_a_member_that_is_off_the_roster_leaves_and_says_nothing_more() -> None:
+def test_a_member_off_the_roster_leaves_and_is_silent() -> None:
     node = Node(TWO).begin()
     node.decided(Change(lost=(TWO,)))
     assert node.of(RunLeft) == [RunLeft(is_branch=False)]
@@ -395,7 +395,7 @@ def test_a_lost_stage_pauses_the_run_and_finally_ends_it() -> None:
 
 
 def finishing() -> tuple[Node, dict[PeerId, Ask]]:
-    """A committer that tells the others of the end, and what it asks them."""
+    """A committer that announces the end to the others; return it and its requests to them."""
     node = Node().begin()
     node.asked()
     node.core.finish(0.0, "done", "", "ab" * 32)
@@ -421,7 +421,7 @@ def test_the_end_is_announced_under_a_newer_plan() -> None:
     node, asked = finishing()
     plan = node.decided(Change(lost=(TWO,)))
     assert node.core.plan == plan
-    assert not node.of(RolesGiven)[1:], "nothing is trained any more"
+    assert not node.of(RolesGiven)[1:], "no step is trained any more"
     node.reply(asked[ONE], Declined("no such plan here"))
     node.at(SETTINGS.retry_seconds)
     (again,) = node.asked()
@@ -449,17 +449,17 @@ def test_only_a_voter_ends_a_run_and_only_the_committer_renews_it() -> None:
         node.core.on_end(SPARE, plan_hash(PLAN))
     assert node.core.on_renew(0.0, REQUESTER, plan_hash(PLAN)) == Done()
     assert isinstance(node.core.on_renew(0.0, TWO, plan_hash(PLAN)), Declined)
-    assert node.core.on_renew(0.0, TWO, bytes(32)) == Done(), "under another plan: the chain tells"
+    assert node.core.on_renew(0.0, TWO, bytes(32)) == Done(), "under another plan the chain reports it"
 
 
-def test_every_outcome_ends_a_run_that_goes_on() -> None:
+def test_every_outcome_ends_an_active_run() -> None:
     outcomes: tuple[tuple[str, State], ...] = (("done", "done"), ("failed", "failed"), ("stopped", "stopped"))
     for outcome, state in outcomes:
         node = Node().begin()
         node.core.ended(outcome)
         assert node.core.state == state
         node.core.ended("failed")
-        assert node.core.state == state, "the first word counts"
+        assert node.core.state == state, "the first report counts"
 
 
 NAME = plan_hash(PLAN)
@@ -505,15 +505,15 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
         open_asks += node.asked()
         for _ in range(4):
             node.core.wake(node.now)
-        assert node.core.deadline > node.now, "it would be called for ever"
+        assert node.core.deadline > node.now, "the driver would call it for ever"
         assert node.core.state in get_args(State)
         for event in node.of(StateChanged):
             assert event.state in NEXT
-        assert not (was_over and node.core.sends), "it spoke after its end"
+        assert not (was_over and node.core.sends), "the member sent a message after its end"
 
 
 def decide(node: Node, rng: Random) -> None:
-    """Decide this member's proposal, or something else."""
+    """Decide this member's proposal, or another change."""
     found = [change for change in node.proposals if change is not None]
     plan = node.core.plan
     if plan is None or node.core.is_over:
@@ -523,7 +523,7 @@ def decide(node: Node, rng: Random) -> None:
     node.decided(change)
 
 
-def test_a_checkpoint_that_the_committer_tells_of_is_known() -> None:
+def test_a_member_learns_of_a_checkpoint_from_the_committer() -> None:
     node = Node(ONE).begin()
     node.core.receive(0.0, REQUESTER, Checkpointed(NAME, 4, bytes(32)))
     assert node.of(CheckpointFound) == [CheckpointFound(4, bytes(32))]
@@ -541,7 +541,7 @@ def test_a_newcomer_learns_the_restorable_checkpoint() -> None:
     assert node.core.sends == [(SPARE, Checkpointed(plan_hash(plan), 0, FIRST_VALUES))]
 
 
-def test_all_hear_of_the_newest_checkpoint_again_and_again() -> None:
+def test_the_newest_checkpoint_is_repeated_to_all() -> None:
     node = Node(restorable=(bytes(32), 4)).begin()
     node.core.sends.clear()
     node.at(SETTINGS.renew_seconds)
@@ -550,7 +550,7 @@ def test_all_hear_of_the_newest_checkpoint_again_and_again() -> None:
 
 
 def brought(node: Node) -> list[PeerId]:
-    """To whom it brings a plan."""
+    """The members to which it brings a plan."""
     return [ask.peer for ask in node.asked() if isinstance(ask.request, StartRun)]
 
 
@@ -579,7 +579,7 @@ def test_a_new_committer_starts_newcomers_of_the_last_plan() -> None:
     node = Node(ONE).begin()
     node.decided(Change(lost=(TWO,)))
     node.decided(Change(joined=(Joining(SPARE, 0, 9),)))
-    assert brought(node) == [], "its committer does"
+    assert brought(node) == [], "the committer does"
     plan = node.decided(Change(lost=(REQUESTER,)))
     assert plan.committer == node.me
     assert brought(node) == [SPARE]

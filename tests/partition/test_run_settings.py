@@ -1,4 +1,4 @@
-"""The settings of a run's members hold each other in bounds."""
+"""The settings of a run's members bound each other."""
 
 from dataclasses import fields
 

@@ -1,4 +1,4 @@
-"""The table of a run's states: every state is reached, every end stays an end."""
+"""The table of a run's states: every state is reached, and final states have no successors."""
 
 from typing import get_args
 

@@ -1,4 +1,4 @@
-"""How rarely checkpoints are made, by what they cost."""
+"""The interval between checkpoints, by their cost."""
 
 import pytest
 from hypothesis import given
@@ -26,10 +26,10 @@ def test_checkpoints_take_a_small_share_of_the_time(least: int, step: float, cos
     assert found.steps % least == 0
     assert cost <= SHARE_MAX * found.seconds * (1 + 1e-9)
     if found.steps > least:
-        assert cost > SHARE_MAX * (found.steps - least) * step * (1 - 1e-9), "no rarer than it must be"
+        assert cost > SHARE_MAX * (found.steps - least) * step * (1 - 1e-9), "no rarer than necessary"
 
 
-def test_a_claim_cannot_turn_saving_off() -> None:
+def test_a_claim_cannot_disable_checkpoints() -> None:
     assert interval(20, 0.1, 2.0**32).seconds <= INTERVAL_SECONDS_MAX + 20 * 0.1
     assert interval(20, 0.1, float("nan")).steps == 20
 
@@ -42,7 +42,7 @@ def test_the_slowest_stage_of_the_newest_checkpoint_counts() -> None:
     found.checkpoint_took(30, 0.02)
     assert found.steps == 10
     found.checkpoint_took(20, 9.0)
-    assert found.steps == 10, "a late answer of an old one"
+    assert found.steps == 10, "a late answer for an old checkpoint"
 
 
 def test_a_run_without_checkpoints_gets_none() -> None:
@@ -50,7 +50,7 @@ def test_a_run_without_checkpoints_gets_none() -> None:
 
 
 def slowed(found: SaveInterval, step_seconds: float, slow_seconds: float, times: int) -> SaveInterval:
-    """Checkpoints that are stored in no time, each while three steps take so long."""
+    """Checkpoints that take no time themselves, each during three steps that take this long."""
     for _ in range(times):
         found.began()
         for _ in range(3):
@@ -61,14 +61,14 @@ def slowed(found: SaveInterval, step_seconds: float, slow_seconds: float, times:
     return found
 
 
-def test_steps_that_are_slower_while_a_checkpoint_is_copied_count() -> None:
+def test_the_slowdown_of_steps_during_a_copy_counts() -> None:
     found = slowed(interval(10, 0.1, 0.0), 0.1, 0.2, 12)
     assert found.seconds == pytest.approx(0.3 / SHARE_MAX, rel=0.1)
     slowed(found, 0.1, 0.1, 12)
-    assert found.steps == 10, "and no longer once they are as fast as others"
+    assert found.steps == 10, "no cost remains once they are as fast as other steps"
 
 
-def test_a_checkpoint_that_never_ends_teaches_nothing() -> None:
+def test_an_unfinished_checkpoint_gives_no_measurement() -> None:
     found = interval(10, 0.1, 0.0)
     found.began()
     for _ in range(1_000):

@@ -18,15 +18,17 @@ FED = replace(PLAN, roster=tuple(sorted((*PLAN.roster, *TRAINERS))), trainers=TR
 
 
 @given(rates, st.integers(1, 200))
-def test_no_deal_ends_a_stage_earlier(rates: list[int], microbatches: int) -> None:
+def test_no_other_deal_ends_a_stage_earlier(rates: list[int], microbatches: int) -> None:
     owners = list(deal(range(microbatches), range(len(rates)), rates).values())
     end = max(Fraction(owners.count(place), rate) for place, rate in enumerate(rates))
-    done_before = sum(ceil(end * rate) - 1 for rate in rates)  # all that could be done strictly earlier
+    done_before = sum(
+        ceil(end * rate) - 1 for rate in rates
+    )  # the number that could be done strictly earlier
     assert done_before < microbatches
 
 
 @given(rates, st.integers(1, 60), st.data())
-def test_only_those_named_are_dealt_to(rates: list[int], microbatches: int, data: st.DataObject) -> None:
+def test_only_named_replicas_get_work(rates: list[int], microbatches: int, data: st.DataObject) -> None:
     places = data.draw(st.lists(st.sampled_from(range(len(rates))), min_size=1, unique=True))
     assert set(deal(range(microbatches), places, rates).values()) <= set(places)
 
@@ -41,7 +43,7 @@ def test_a_busy_replica_is_dealt_less() -> None:
     assert (owners.count(0), owners.count(1)) == (1, 5)
 
 
-def test_unmeasured_replicas_are_dealt_work() -> None:
+def test_unmeasured_replicas_get_work() -> None:
     assert list(deal(range(3), range(2), (0, 0)).values()) == [0, 1, 0]
 
 
@@ -52,7 +54,7 @@ def test_equal_replicas_take_turns_in_the_largest_stage_of_a_plan() -> None:
 
 
 @given(st.integers(0, 2**62), st.booleans(), st.sampled_from(TRAINERS))
-def test_when_a_trainer_goes_only_its_own_microbatches_move(number: int, train: bool, gone: bytes) -> None:
+def test_a_departed_trainers_micro_batches_move_and_no_others(number: int, train: bool, gone: bytes) -> None:
     before = feeder_of(FED, train, number)
     assert before == feeder_of(decode_plan(encode_plan(FED)), train, number)
     after = feeder_of(replace(FED, trainers=tuple(each for each in TRAINERS if each != gone)), train, number)

@@ -1,4 +1,4 @@
-"""A served session has the same bits however it is served: whole, in parts, by tokens, in any company."""
+"""A served session has the same bits in any form: whole, in parts, by tokens, and beside any others."""
 
 from functools import cache
 from typing import Any
@@ -22,13 +22,14 @@ CONTEXT = 160
 SESSIONS = 3
 TYPES = [torch.float32, torch.float64, torch.bfloat16]
 BOUNDS = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 2e-2}
-"""How far served logits may be from the model's, whose largest is about one."""
+"""The allowed distance of served logits from the model's, whose largest is about one."""
 
 
 @cache
 def world(threads: int, dtype: torch.dtype) -> tuple[Chain, torch.Tensor, torch.Tensor]:
-    """A chain of two stages of a gpt, or in half precision of a llama; texts, and the logits that the model
-    itself gives of them."""
+    """A chain of two stages of a gpt, or in half precision of a llama; texts, and the model's own logits for
+    them.
+    """
     torch.manual_seed(5)
     if dtype == torch.bfloat16:
         return half_world(threads)
@@ -81,7 +82,7 @@ def threads(request: Any) -> Any:
 
 @cache
 def alone(threads: int, dtype: torch.dtype) -> torch.Tensor:
-    """Each session by itself and in one call."""
+    """Serve each session alone, and all in one call."""
     chain, ids, _ = world(threads, dtype)
     found = []
     for row in range(SESSIONS):
@@ -97,7 +98,7 @@ parts = st.lists(
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_served_logits_are_those_of_the_model(threads: int, dtype: torch.dtype) -> None:
+def test_served_logits_equal_those_of_the_model(threads: int, dtype: torch.dtype) -> None:
     _, _, wanted = world(threads, dtype)
     found = alone(threads, dtype)
     assert (found - wanted).abs().max() <= BOUNDS[dtype] * max(1.0, float(wanted.abs().max()))
@@ -129,7 +130,7 @@ def test_any_way_of_serving_gives_the_same_bits(threads: int, dtype: torch.dtype
     serve()
 
 
-def test_a_session_goes_on_from_any_earlier_place() -> None:
+def test_a_session_resumes_from_any_earlier_position() -> None:
     chain, ids, _ = world(1, torch.float32)
     wanted = alone(1, torch.float32)
     other = torch.randint(0, 65, (30,))
@@ -141,7 +142,7 @@ def test_a_session_goes_on_from_any_earlier_place() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_a_forked_session_has_the_bits_of_a_fresh_one(threads: int, dtype: torch.dtype) -> None:
-    """At the border of a page and within one; the other goes on, rolls back, and ends beside it."""
+    """At the border of a page and within one; the original continues, rolls back, and ends beside it."""
     chain, ids, _ = world(threads, dtype)
     wanted = alone(threads, dtype)[0]
     for row in range(SESSIONS):
@@ -177,11 +178,11 @@ def test_a_forked_session_has_the_bits_of_a_fresh_one(threads: int, dtype: torch
 
 def test_shared_pages_are_copied_only_on_write() -> None:
     chain, ids, _ = world(1, torch.float32)
-    page = 64 * 2 * 32 * 4  # of the one layer of a stage
+    page = 64 * 2 * 32 * 4  # for the one layer of a stage
     small = Chain(chain.graph, chain.values, stages=2, cache_bytes=4 * page)
     small.logits([Unit(session(0), 0, 150, 1)], ids[0, :150].tolist())
     for row in range(1, 6):
-        small.fork(session(row), session(0), 140)  # six sessions of three pages, of which there are four
+        small.fork(session(row), session(0), 140)  # six sessions of three pages, and only four pages
     found = small.logits([Unit(session(1), 140, 1, 1)], ids[0, 140:141].tolist())
     assert torch.equal(found, alone(1, torch.float32)[0, 140:141])
     refused = small.ask([Unit(session(2), 140, 1, 1)], ids[0, 140:141].tolist())
@@ -192,7 +193,7 @@ def test_shared_pages_are_copied_only_on_write() -> None:
     assert torch.equal(found, alone(1, torch.float32)[0, 140:141])
 
 
-def test_a_session_cannot_begin_from_what_is_not_there() -> None:
+def test_a_session_cannot_start_from_missing_tokens() -> None:
     chain, ids, _ = world(1, torch.float32)
     for row in range(SESSIONS):
         chain.end(session(row))
@@ -204,7 +205,7 @@ def test_a_session_cannot_begin_from_what_is_not_there() -> None:
     assert isinstance(chain.stages[0].handle(CopySession(session(0), session(0), 5)), Refused)
 
 
-def test_a_unit_that_does_not_follow_is_refused_by_its_session() -> None:
+def test_a_session_refuses_a_unit_that_does_not_follow() -> None:
     chain, ids, _ = world(1, torch.float32)
     for row in range(SESSIONS):
         chain.end(session(row))
@@ -213,14 +214,14 @@ def test_a_unit_that_does_not_follow_is_refused_by_its_session() -> None:
     refused = chain.ask(units, [1, 2])
     assert isinstance(refused, Refused)
     assert (refused.fault, refused.session) == ("position", session(1))
-    # Nobody has changed.
+    # No session has changed.
     found = chain.logits(units[:1], ids[0, 10:11].tolist())
     assert torch.equal(found, alone(1, torch.float32)[0, 10:11])
 
 
 def test_a_session_without_a_page_fits_once_another_ends() -> None:
     chain, ids, _ = world(1, torch.float32)
-    page = 64 * 2 * 32 * 4  # of the one layer of a stage
+    page = 64 * 2 * 32 * 4  # for the one layer of a stage
     small = Chain(chain.graph, chain.values, stages=2, cache_bytes=3 * page)
     small.logits([Unit(session(0), 0, 128, 1)], ids[0, :128].tolist())
     refused = small.ask([Unit(session(1), 0, 65, 1)], ids[1, :65].tolist())
@@ -231,7 +232,7 @@ def test_a_session_without_a_page_fits_once_another_ends() -> None:
     assert torch.equal(found, alone(1, torch.float32)[1, :65])
 
 
-def test_a_token_that_the_model_does_not_know_spoils_no_session() -> None:
+def test_an_unknown_token_spoils_no_session() -> None:
     chain, ids, _ = world(1, torch.float32)
     chain.end(session(2))
     chain.logits([Unit(session(2), 0, 20, 1)], ids[2, :20].tolist())

@@ -1,4 +1,4 @@
-"""Language models of transformers, served by stages, against transformers itself with its own attention."""
+"""Language models of transformers, served by stages, compared with transformers and its own attention."""
 
 from typing import Any
 
@@ -35,15 +35,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GptOss": {"head_dim": 8, "sliding_window": 20, "num_local_experts": 4},
 }  # fmt: skip
 USUAL = ("Llama", "GPT2", "Mixtral")
-"""The others are slow doubles."""
+"""The other families are slow duplicates."""
 EAGER = ("Gemma2", "GptOss")
-"""Families whose caps or sinks torch's own attention does not know. Their attention in plain torch takes the
-softmax in float32, so only float32 is compared."""
+"""Families with caps or sinks that torch's own attention does not support. Their attention in plain torch
+computes the softmax in float32, so only float32 is compared.
+"""
 CLASSES = {"GPT2": ("GPT2Config", "GPT2LMHeadModel"), "Gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM")}
 EXPERTS = ("Mixtral", "Qwen3Moe", "GptOss")
 BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 CLOSE = 1e-3
-"""Of two logits so close in float32 either may be taken."""
+"""Either of two logits this close in float32 may be chosen."""
 LENGTHS = (1, 3, 8, 17, 33, 40, 64, 90)
 PRECISE = [
     (family, dtype)
@@ -54,7 +55,7 @@ PRECISE = [
 
 
 def models(family: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
-    """The model to be captured, and one of a configuration object of its own with torch's attention."""
+    """The model to capture, and one with a separate configuration object and torch's attention."""
     config, kind = CLASSES.get(family, (f"{family}Config", f"{family}ForCausalLM"))
     settings = SHARED | FAMILIES[family] | changes
     made = []
@@ -63,7 +64,7 @@ def models(family: str, dtype: torch.dtype, **changes: Any) -> tuple[Any, Any]:
     made[1].load_state_dict(made[0].state_dict())
     made[1].set_attn_implementation("eager" if family in EAGER else "sdpa")
     if family in EXPERTS:
-        made[1].set_experts_implementation("eager")  # its usual one has no float64
+        made[1].set_experts_implementation("eager")  # its usual attention has no float64
     return made[0], made[1]
 
 
@@ -99,7 +100,7 @@ def test_split_serving_gives_the_logits_of_transformers(family: str) -> None:
         tokens = [int(ids[row, length + step]) for row, length in enumerate(lengths)]
         rows = torch.stack([wanted[row, length + step] for row, length in enumerate(lengths)])
         torch.testing.assert_close(chain.logits(units, tokens), rows, rtol=0, atol=1e-9)
-    # What the head makes logits of is the last of transformers' hidden states.
+    # The head's input is the last of transformers' hidden states.
     with torch.no_grad():
         states = plain(input_ids=ids[:1], use_cache=False, output_hidden_states=True).hidden_states[-1][0]
     read = [
@@ -121,7 +122,7 @@ def test_greedy_tokens_are_those_of_transformers_and_batches_change_no_bit(
     ids = torch.randint(3, 99, (len(LENGTHS), 93))
     with torch.no_grad():
         wanted = plain(input_ids=ids, use_cache=False).logits
-    # All at once, and each alone, which is to be the same to the bit; then three tokens more.
+    # All at once, and each alone, which must be equal bit for bit; then three more tokens.
     units = [Unit(session(row), 0, length, length) for row, length in enumerate(LENGTHS)]
     prompts = [ids[row, :length].tolist() for row, length in enumerate(LENGTHS)]
     together = chain.logits(units, [token for prompt in prompts for token in prompt]).split(LENGTHS)  # type: ignore[no-untyped-call]  # torch's
@@ -137,7 +138,7 @@ def test_greedy_tokens_are_those_of_transformers_and_batches_change_no_bit(
             alone = chain.logits([Unit(session(100 + row), length + step, 1, 1)], tokens[row : row + 1])
             assert torch.equal(together[row], alone)
             torch.testing.assert_close(alone[0], wanted[row, length + step], rtol=0, atol=BOUNDS[dtype])
-    # A hundred tokens, transformers with its own cache of keys and values.
+    # A hundred tokens; transformers uses its own cache of keys and values.
     asked, past = ids[:1, :20], None
     said = chain.logits([Unit(session(200), 0, 20, 1)], asked[0].tolist())
     for position in range(20, 120):
@@ -176,7 +177,7 @@ def test_half_precision_is_served_as_precisely_as_the_model(family: str, dtype: 
     assert found.dtype == torch.float32
     scale = float(exact.abs().max())
     assert float((found - wanted).abs().max()) <= TOLERANCES[dtype] * scale
-    # Neither is the right one: both round, and about as far from what float32 makes of the same values.
+    # Neither is exact: both round, and differ by similar amounts from the float32 result.
     far, usual = (float((each - exact).abs().max()) for each in (found, wanted))
     assert far <= 2 * usual + 1e-3 * scale
     with torch.no_grad():

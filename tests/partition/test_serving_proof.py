@@ -1,4 +1,4 @@
-"""Graphs that mix tokens by anything but causal attention are refused before they are served."""
+"""Graphs that mix tokens other than by causal attention are refused before they are served."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ WIDTH, WORDS, CONTEXT = 16, 31, 64
 
 
 class Convolution(nn.Module):
-    """Each token and the two before it."""
+    """A mixer of each token and the two before it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,14 +28,14 @@ class Convolution(nn.Module):
 
 
 class RunningMean(nn.Module):
-    """All tokens up to each."""
+    """A mixer of all tokens up to each."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
 
 
 class FullAttention(nn.Module):
-    """Attention by hand, to what comes after too."""
+    """Hand-written attention, also to later tokens."""
 
     def forward(self, x: Tensor) -> Tensor:
         return (x @ x.transpose(1, 2)).softmax(-1) @ x
@@ -64,7 +64,7 @@ def captured_words(mixer: nn.Module) -> Captured:
     return capture(Words(mixer), (ids,), labels={"y": ids}, loss=loss, dynamic=bounds)
 
 
-def test_a_gpt_is_proved() -> None:
+def test_a_gpt_passes_the_proof() -> None:
     task = gpt((CONTEXT,), WORDS, layers=1, heads=2, width=WIDTH, dropout=0.1)
     captured = capture(
         task.model, task.example_inputs, labels=task.labels, loss=task.loss, dynamic=task.dynamic
@@ -89,11 +89,11 @@ def test_other_ways_to_mix_tokens_are_refused(mixer: type[nn.Module], told: str)
     served = serving_graph(captured.graph, CONTEXT)
     with pytest.raises(ServingDiffers, match=told):
         prove_graph_served(served, captured.graph)
-    # Without the model, whole prompts are what parts must agree with.
+    # Without the model, results in parts must agree with whole prompts.
     with pytest.raises(ServingDiffers, match=told):
         prove_graph_served(served, served)
 
 
-def test_a_model_without_a_mixer_is_proved() -> None:
+def test_a_model_without_a_mixer_passes_the_proof() -> None:
     captured = captured_words(nn.Tanh())
     prove_graph_served(serving_graph(captured.graph, CONTEXT), captured.graph)

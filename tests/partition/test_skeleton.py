@@ -1,4 +1,4 @@
-"""Models without numbers: parameters on meta, and their initialisation as recipes that draw the same."""
+"""Models without values: parameters on meta, and their initialisation as recipes with the same draws."""
 
 import copy
 import threading
@@ -34,7 +34,7 @@ def deviation_error(count: int) -> float:
 
 
 def assert_drawn_as_it_initialises(build: Callable[[], nn.Module]) -> None:
-    """Every recipe has the mean, the spread and the range of what the module really does."""
+    """Every recipe has the mean, the spread and the range of the module's real initialisation."""
     torch.manual_seed(0)
     real = build()
     with skeleton():
@@ -93,7 +93,7 @@ def test_torchs_own_layers_are_drawn_as_torch_initialises_them() -> None:
     assert_drawn_as_it_initialises(Defaults)
 
 
-def test_a_linear_layers_bounds_are_torchs_to_the_last_bit() -> None:
+def test_a_linear_layers_bounds_equal_torchs_bit_for_bit() -> None:
     with skeleton():
         layer = nn.Linear(48, 5)
     bound = sqrt(2 / (1 + sqrt(5) ** 2)) / sqrt(48) * sqrt(3)
@@ -150,7 +150,7 @@ SMALL: dict[str, Any] = {
     ],
     ids=["gpt2", "llama", "bert", "vit"],
 )
-def test_models_of_transformers_are_drawn_as_they_initialise(build: Callable[[], nn.Module]) -> None:
+def test_models_of_transformers_have_their_own_initialisation(build: Callable[[], nn.Module]) -> None:
     assert_drawn_as_it_initialises(build)
 
 
@@ -165,7 +165,7 @@ def test_buffers_keep_their_values() -> None:
     assert frequencies[0] == 1
 
 
-def test_a_model_that_nobody_can_hold_takes_no_memory() -> None:
+def test_a_model_beyond_any_memory_takes_no_memory() -> None:
     with skeleton():
         layer = nn.Linear(1_000_000, 1_000_000)  # 4 TB
         embedding = nn.Embedding(1_000_000, 100_000)
@@ -227,7 +227,7 @@ def test_tensors_made_by_factories_are_recorded(
     assert steps(module.weight) == expected
 
 
-def test_a_fill_forgets_what_was_before_and_a_zeroed_row_does_not() -> None:
+def test_a_fill_replaces_earlier_recipes_but_a_zeroed_row_does_not() -> None:
     with skeleton():
         layer = nn.Linear(4, 3)
         with torch.no_grad():
@@ -241,7 +241,7 @@ def test_a_fill_forgets_what_was_before_and_a_zeroed_row_does_not() -> None:
     assert steps(other.weight) == (FillStep("constant", 0.0),)
 
 
-def test_a_truncated_normal_is_recorded_though_torch_rejects_by_looking() -> None:
+def test_a_truncated_normal_is_recorded_despite_torchs_rejection_sampling() -> None:
     class Truncated(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -331,11 +331,11 @@ def test_unknown_initialisation_is_named_and_never_guessed(spoil: Callable[[nn.L
     [(name, reason)] = unrecorded(layer)
     assert name == "weight"
     assert len(reason) > 10
-    # A later fill of all of it makes it known again.
+    # A later fill of the whole tensor makes it known again.
     assert steps(again.weight) == (FillStep("constant", 1.0),)
 
 
-def test_ties_stay_ties() -> None:
+def test_ties_are_kept() -> None:
     with skeleton():
         one, other = nn.Linear(4, 4), nn.Linear(4, 4)
         other.weight = one.weight
@@ -358,7 +358,7 @@ def test_recipes_survive_a_change_of_type_inside_and_after() -> None:
     assert steps(inside.bias) == (FillStep("constant", 1.0),)
 
 
-def test_everything_is_as_before_afterwards_even_if_the_constructor_raises() -> None:
+def test_a_skeleton_restores_everything_even_if_the_constructor_raises() -> None:
     register, deepcopy = nn.Module.register_parameter, nn.Parameter.__deepcopy__
     truncated = nn.init._no_grad_trunc_normal_
     with pytest.raises(RuntimeError, match="of the model"), skeleton():
@@ -384,7 +384,7 @@ def test_other_threads_build_real_modules_meanwhile() -> None:
     assert mine.weight.is_meta
 
 
-def test_nested_skeletons_are_one() -> None:
+def test_nested_skeletons_act_as_one() -> None:
     with skeleton():
         with skeleton():
             inner = nn.Linear(2, 2)
@@ -392,7 +392,7 @@ def test_nested_skeletons_are_one() -> None:
     assert steps(inner.bias) == steps(outer.bias)
 
 
-def test_a_parameter_put_on_meta_by_other_means_has_no_recipe() -> None:
+def test_a_parameter_moved_to_meta_otherwise_has_no_recipe() -> None:
     layer = nn.Linear(2, 2, device="meta")
     assert recipe_of(layer.weight) is None
     assert [name for name, _ in unrecorded(layer)] == ["weight", "bias"]

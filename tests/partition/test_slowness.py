@@ -1,4 +1,4 @@
-"""Replicas slower than promised: marked after some steps, with their rate, and no more when they are not."""
+"""Replicas slower than promised: marked with their rate after some steps, and unmarked when they recover."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +24,7 @@ def play(plan: Any, slow: SlowReplicas, paces: dict[PeerId, int], steps: int) ->
     return [change for _ in range(steps) for change in slow.stepped(plan, paces)]
 
 
-def test_a_replica_alone_is_held_to_what_it_showed_first() -> None:
+def test_a_lone_replica_is_compared_with_its_first_steps() -> None:
     plan, slow = Plan((Stage((A,), (100,)), Stage((B,), (100,)))), SlowReplicas()
     assert play(plan, slow, {A: 100, B: 50}, PROMISE_STEPS) == []
     assert play(plan, slow, {A: 100, B: 190}, SLOW_STEPS - 1) == []
@@ -33,14 +33,14 @@ def test_a_replica_alone_is_held_to_what_it_showed_first() -> None:
     assert play(plan, slow, {A: 100, B: 60}, 3) == [Slowness(1, B, 1.0)]
 
 
-def test_a_replica_slow_from_the_start_is_found_by_its_peers() -> None:
+def test_a_replica_slow_from_the_start_is_detected_by_its_peers() -> None:
     plan, slow = Plan((Stage((A, B, C), (100, 100, 50)),)), SlowReplicas()
     # C may take twice as long as A and B; it takes five times as long.
     assert play(plan, slow, {A: 100, B: 100, C: 500}, SLOW_STEPS) == [Slowness(0, C, 0.4)]
     assert play(plan, SlowReplicas(), {A: 100, B: 100, C: 220}, 50) == []
 
 
-def test_a_moment_of_slowness_and_an_unknown_pace_are_nothing() -> None:
+def test_brief_slowness_and_an_unknown_rate_are_ignored() -> None:
     plan, slow = Plan((Stage((A, B), (1, 1)),)), SlowReplicas()
     for _ in range(20):
         assert play(plan, slow, {A: 100, B: 100}, SLOW_STEPS) == []

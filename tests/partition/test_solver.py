@@ -1,4 +1,4 @@
-"""The solver against trying every split by hand."""
+"""The solver compared with an exhaustive search of all splits."""
 
 import subprocess
 import sys
@@ -47,14 +47,14 @@ def check(problem: Problem, split: Split) -> None:
 
 @given(problems())
 @settings(max_examples=50, deadline=None)
-def test_a_small_split_is_the_best_of_all_that_are_allowed(problem: Problem) -> None:
+def test_a_small_split_is_the_best_of_all_allowed_ones(problem: Problem) -> None:
     found = [bottleneck(problem, ranges, groups) for ranges, groups in splits(problem)]
     try:
         split = solve(problem)
     except Infeasible:
         assert not found, "a split fits and none was found"
         return
-    assert found, "a split that is not allowed"
+    assert found, "the solver returned a split that is not allowed"
     check(problem, split)
     assert split.is_exact
     value = bottleneck(problem, split.ranges, split.groups)
@@ -71,7 +71,7 @@ def test_a_small_split_is_the_best_of_all_that_are_allowed(problem: Problem) -> 
 def test_a_problem_is_infeasible_exactly_when_no_split_is_allowed(
     problem: Problem, hides_links: bool
 ) -> None:
-    """Up to 7 layers and 4 peers, every split of which is looked at, for each objective."""
+    """Up to 7 layers and 4 peers; every split is examined for each objective."""
     problem = replace(problem, hides_links=hides_links)
     possible = next(splits(problem), None)
     try:
@@ -79,7 +79,7 @@ def test_a_problem_is_infeasible_exactly_when_no_split_is_allowed(
     except Infeasible:
         assert possible is None, "a split is allowed, and none was found"
         return
-    assert possible is not None, "a split that is not allowed"
+    assert possible is not None, "the solver returned a split that is not allowed"
     check(problem, split)
     for first, last in problem.constraints.together:
         assert all(not first < end < last for _, end in split.ranges)
@@ -88,7 +88,7 @@ def test_a_problem_is_infeasible_exactly_when_no_split_is_allowed(
 @given(problems())
 @settings(max_examples=25, deadline=None)
 def test_a_long_step_is_split_at_the_least_bottleneck(problem: Problem) -> None:
-    # The step is so long that filling the pipeline costs nothing; so many frames are kept on the disk.
+    # The step is so long that filling the pipeline costs nothing; this many frames are kept on the disk.
     peers = tuple(
         replace(peer, memory_bytes=peer.memory_bytes + KEPT_FRAMES_BYTES_MAX) for peer in problem.peers
     )
@@ -121,7 +121,7 @@ def test_a_path_for_latency_is_the_shortest_of_all(problem: Problem, shuffle: ob
 
 @given(problems(peers_max=6))
 @settings(max_examples=25, deadline=None)
-def test_a_search_keeps_every_rule_and_finds_a_split_where_one_is(problem: Problem) -> None:
+def test_a_search_respects_every_rule_and_finds_a_split_if_one_exists(problem: Problem) -> None:
     exact = ExactSearch(Tables(problem)).split((1 << 56) - 1)
     try:
         split = solve(problem)
@@ -134,7 +134,7 @@ def test_a_search_keeps_every_rule_and_finds_a_split_where_one_is(problem: Probl
 
 @given(problems(layers_max=5, peers_max=4))
 @settings(max_examples=25, deadline=None)
-def test_the_yardstick_is_the_least_bottleneck(problem: Problem) -> None:
+def test_the_lower_bound_is_the_least_bottleneck(problem: Problem) -> None:
     tables = Tables(problem)
     exact = ExactSearch(tables)
     found = [bottleneck(problem, ranges, groups) for ranges, groups in splits(problem)]
@@ -189,7 +189,7 @@ def test_two_processes_with_other_hash_seeds_make_the_same_plan() -> None:
     assert len(answers) == 1
 
 
-# By example
+# Examples
 
 
 def layer(mebibytes: int, flops: int = 1_000_000) -> LayerCost:
@@ -225,11 +225,11 @@ def test_a_slow_peer_with_memory_beats_a_fast_one_without() -> None:
     assert split.groups == ((1,),)
 
 
-def test_a_small_peer_stays_out_where_it_cannot_hold_the_stage() -> None:
+def test_a_small_peer_is_unused_if_it_cannot_hold_the_stage() -> None:
     assert solve(problem_of([layer(100)], [(10**9, SMALL), (10**9, BIG)])).groups == ((1,),)
 
 
-def test_a_stage_that_recomputes_fits_where_one_that_keeps_everything_does_not() -> None:
+def test_recomputation_makes_a_large_stage_fit() -> None:
     layers = [LayerCost(MIB, 1_000_000, 30 * MIB, MIB)] * 2
     peers = [(10**9, STAGE_BASELINE_BYTES + 100 * MIB)]
     problem = problem_of(layers, peers, 1, 1, pipeline="gpipe")
@@ -239,14 +239,14 @@ def test_a_stage_that_recomputes_fits_where_one_that_keeps_everything_does_not()
     assert split.bottleneck_nanoseconds == 8 * 10**6
 
 
-def test_one_peer_computes_alone_where_links_are_slower_than_it() -> None:
+def test_one_peer_computes_alone_if_links_are_slower() -> None:
     layers = [LayerCost(MIB, 10**7, MIB, 10 * MIB)] * 8
     problem = replace(problem_of(layers, [(10**11, BIG)] * 4), default_link=Link(10**6, 10**6))
     assert len(solve(problem).groups) == 1
     assert len(solve(problem).groups[0]) == 1
 
 
-def test_stages_are_as_many_as_pay_with_their_bubble() -> None:
+def test_there_are_as_many_stages_as_pay_despite_the_bubble() -> None:
     layers = [layer(1, 10**9)] * 16
     few, many = (
         solve(problem_of(layers, [(10**9, BIG)] * 8, replicas=1, microbatches=count)) for count in (1, 256)
@@ -278,7 +278,7 @@ def test_hundreds_of_peers_share_stages_at_equal_rates() -> None:
     assert max(rates) < 1.3 * min(rates)
 
 
-def test_search_alone_is_within_some_percent_of_the_yardstick() -> None:
+def test_search_alone_is_within_some_percent_of_the_lower_bound() -> None:
     layers = tuple(LayerCost((8 + n % 9) * MIB, 10**9 * (1 + n % 3), 4 * MIB, MIB) for n in range(24))
     names = [f"p{number}" for number in range(6)]
     offers = [
@@ -303,7 +303,7 @@ def test_search_alone_is_within_some_percent_of_the_yardstick() -> None:
         ([], [(1, BIG)], 0, 0, "the model has no layers"),
     ],
 )
-def test_an_infeasible_run_says_what_is_missing(
+def test_an_infeasible_run_names_what_is_missing(
     layers: list[LayerCost], peers: list[tuple[int, int]], stages: int, replicas: int, words: str
 ) -> None:
     with pytest.raises(Infeasible) as refused:
@@ -311,14 +311,14 @@ def test_an_infeasible_run_says_what_is_missing(
     assert words in str(refused.value)
 
 
-def test_peers_of_one_name_are_a_mistake() -> None:
+def test_peers_with_the_same_name_are_an_error() -> None:
     with pytest.raises(ValueError, match="two peers of one name"):
         Problem((layer(1),), (PeerCost("a", BIG, (1,), (1,)),) * 2)
 
 
 @pytest.mark.parametrize("pipeline", ["1f1b", "gpipe"])
 def test_cuts_that_tie_by_their_links_share_the_compute(pipeline: str) -> None:
-    """Links as slow as assumed tie all cuts of a small model; the first gives one peer one layer."""
+    """Links as slow as assumed tie all cuts of a small model; the first cut would give one peer one layer."""
     layers = tuple(LayerCost(0, 0, 0, 100_000, 0) for _ in range(11))
     peers = tuple(PeerCost(name, 8 * 2**30, (100_000,) * 11, (200_000,) * 11) for name in "ab")
     problem = Problem(

@@ -1,4 +1,4 @@
-"""Since when a run stands still, as one member can know it."""
+"""The start of a run's stall, as one member can know it."""
 
 from crypto.identity import PeerId
 from partition.run.stall import StallClock
@@ -19,7 +19,7 @@ def test_a_stall_begins_when_the_last_step_was_committed() -> None:
     assert clock.since == 10.0
 
 
-def test_a_stall_begins_later_where_the_lost_member_was_heard_after_that() -> None:
+def test_a_stall_begins_later_if_the_lost_member_was_heard_later() -> None:
     clock = running()
     clock.heard(9.0, TWO)
     clock.heard(12.0, ONE)
@@ -32,13 +32,13 @@ def test_a_stall_begins_later_where_the_lost_member_was_heard_after_that() -> No
     assert clock.since == 10.0, "the first of two deaths stops the step"
 
 
-def test_a_plan_that_loses_nobody_stalls_from_its_own_beginning() -> None:
+def test_a_plan_without_losses_stalls_from_its_own_start() -> None:
     clock = running()
     clock.entered(15.0, ())
     assert clock.since == 15.0
 
 
-def test_a_second_death_before_anything_moves_prolongs_the_first_stall() -> None:
+def test_a_second_death_before_any_progress_prolongs_the_first_stall() -> None:
     clock = running()
     clock.entered(15.0, (ONE,))
     clock.heard(20.0, TWO)

@@ -1,4 +1,4 @@
-"""Which idle machine follows which stage, and what keeps one from it."""
+"""Which idle machine follows which stage, and the reasons against it."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def found(
     return next_standby(plan, sizes, idle, lost.count, lambda *_: link, step_seconds=1.0)
 
 
-def test_the_stage_whose_loss_costs_most_is_followed_first() -> None:
+def test_the_stage_with_the_costliest_loss_is_followed_first() -> None:
     assert found() == Following(1, C, 2 * LARGE.gradient_bytes)
     assert found(lost=[A, A], sizes=(SMALL, SMALL)) == Following(0, C, 2 * SMALL.gradient_bytes)
 
@@ -64,7 +64,7 @@ def test_a_member_lost_twice_today_counts_less() -> None:
     assert found(sizes=(SMALL, SMALL), lost=[C]) == Following(0, D, 2 * SMALL.gradient_bytes)
 
 
-def test_a_slow_link_keeps_a_machine_from_following_and_says_so() -> None:
+def test_a_slow_link_prevents_following_and_is_reported() -> None:
     slow = found(plan_of([(A, 5)]), sizes=[LARGE], link=Link(1_000_000, 0))
     assert slow == Uncovered(0, "the link to the idle machine would add 100.0 s to each step")
     unknown = next_standby(TWO, (LARGE, LARGE), [C], lambda _: 0, lambda *_: None, step_seconds=1.0)
@@ -72,7 +72,7 @@ def test_a_slow_link_keeps_a_machine_from_following_and_says_so() -> None:
     assert "nobody has measured" in unknown.reason
 
 
-def test_a_standby_that_slows_steps_is_found_out() -> None:
+def test_a_standby_that_slows_steps_is_detected() -> None:
     watch = FollowWatch()
     for _ in range(WATCHED_STEPS):
         assert not watch.stepped(1.0)
@@ -82,7 +82,7 @@ def test_a_standby_that_slows_steps_is_found_out() -> None:
     assert [watch.stepped(1.6) for _ in range(WATCHED_STEPS)][-1] is True
 
 
-def test_a_standby_is_dealt_nothing_until_its_stage_has_nobody_else() -> None:
+def test_a_standby_gets_no_work_while_its_stage_has_another_replica() -> None:
     plan = successor(TWO, Change(joined=(Joining(C, 1, 0),)))
     assert plan.standbys == (C,)
     ledger = Ledger(plan, range(4), train=True)
@@ -90,7 +90,9 @@ def test_a_standby_is_dealt_nothing_until_its_stage_has_nobody_else() -> None:
     assert ledger.numbers_of((1, 1)) == []
     after = successor(plan, Change(lost=(B,)))
     assert after.standbys == ()
-    assert after.stages[1] == StagePlan(1, 2, (C,), (7,)), "it counts as fast as whom it replaces"
+    assert after.stages[1] == StagePlan(1, 2, (C,), (7,)), (
+        "the standby counts as fast as the replica it replaces"
+    )
 
 
 def test_losses_are_forgotten_after_a_day_and_bounded() -> None:

@@ -1,4 +1,4 @@
-"""States of sessions: what is written where it lies, what is not, and that decoding is what eager does."""
+"""States of sessions: which are written in place, and that decoding equals eager execution."""
 
 from typing import Any
 
@@ -24,7 +24,9 @@ PLACES = 128
 
 
 def cache(kind: str = "plain") -> Graph:
-    """`decode` puts a row into a cache and gives the sum over it; `kind` says who else reads which."""
+    """`decode` writes a row into a cache and returns the sum over it; `kind` says which node also reads which
+    state.
+    """
     build = GraphBuilder()
     build.symbol("batch")
     build.begin("decode")
@@ -83,10 +85,10 @@ def test_a_state_is_written_in_place_only_if_unread_later(kind: str, in_place: t
 
 
 @pytest.mark.parametrize("kind", ["plain", "chain", "two states", "beside", "late", "late view", "middle"])
-def test_in_place_or_not_the_numbers_are_those_of_the_graph(kind: str) -> None:
+def test_writing_in_place_does_not_change_the_results(kind: str) -> None:
     graph = cache(kind)
     held = Held(whole(graph), (1,))
-    # The graph once more, functionally: `train` compiles no twins, and there is nothing else in it to train.
+    # The same graph, functionally: `train` compiles no in-place twins, and nothing in it is trained.
     program = compile_entry(whole(graph), "decode", train=True, device=torch.device("cpu"))
     states = {row: torch.zeros(PLACES, 4) for row in range(len(graph.states))}
     for step in range(5):
@@ -99,8 +101,8 @@ def test_in_place_or_not_the_numbers_are_those_of_the_graph(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["chain", "states", "views"])
-def test_which_states_are_written_in_place_is_found_in_linear_time(kind: str) -> None:
-    """A stranger writes the entry point: a chain of updates, many states, views of many tensors each."""
+def test_states_to_write_in_place_are_found_in_linear_time(kind: str) -> None:
+    """A stranger writes the entry point: a chain of updates, many states, and views of many tensors each."""
     operators = ("aten.masked_fill.Scalar", "aten.broadcast_tensors.default")
 
     def lines(count: int) -> int:
@@ -125,7 +127,7 @@ def test_which_states_are_written_in_place_is_found_in_linear_time(kind: str) ->
         assert len(twins) == (0 if kind == "views" else count)
         return count_lines
 
-    # Eight times the nodes; looking at every pair would take 64 times as many lines.
+    # Eight times the nodes; comparing every pair would take 64 times as many lines.
     assert lines(1_000) < 10 * lines(125)
 
 
@@ -140,7 +142,7 @@ def test_a_hundred_steps_copy_no_cache() -> None:
     assert states[0] is buffer
 
 
-def test_sessions_are_apart_bounded_and_begin_anew_after_their_end() -> None:
+def test_sessions_are_separate_bounded_and_restart_after_their_end() -> None:
     held = Held(whole(cache()), (1,))
 
     def total(session: bytes, place: int) -> float:
@@ -167,7 +169,7 @@ def test_sessions_take_no_more_memory_than_was_offered() -> None:
     held.ask(decode(held, b"three", 1.0, 0), Ran)
 
 
-def test_a_call_that_is_refused_begins_no_session_and_may_end_one() -> None:
+def test_a_refused_call_starts_no_session_and_may_end_one() -> None:
     held = Held(whole(cache()), (1,))
     assert "aten.index_copy" in held.ask(decode(held, b"one", 1.0, PLACES), Refused).reason
     assert not held.executor._sessions.has(b"one")
@@ -190,7 +192,7 @@ def test_running_an_unknown_entry_point_is_refused() -> None:
     assert sum(arena_bytes(held.specification).values()) == 0
 
 
-def test_a_gpt_decodes_over_three_stages_as_in_one_process() -> None:
+def test_a_gpt_decodes_alike_over_three_stages_and_in_one_process() -> None:
     torch.manual_seed(0)
     configuration = GPTConfiguration(40, PLACES, layers=3, heads=2, width=16, cache_rows=2)
     model = GPT(configuration).double().eval()

@@ -184,7 +184,7 @@ arrivals = st.lists(st.tuples(peers, messages), max_size=30)
 
 
 def perform(replica: Replica) -> None:
-    """Do at once what the core asks for."""
+    """Perform the core's requests at once."""
     while (work := replica.next(0.0)) is not None:
         match work:
             case ForwardReady():
@@ -259,7 +259,7 @@ def test_a_feeder_feeds_only_the_first_and_last_stage(
             assert event.labels_to in (None, LAST)
 
 
-# One thing wrong at a time
+# One error at a time
 
 
 def waiting(me: PeerId = HERE) -> Replica:
@@ -293,7 +293,7 @@ def waiting(me: PeerId = HERE) -> Replica:
         (LAST, TRAINER, {"stage": 2, "direction": "gradient"}),
     ],
 )
-def test_a_frame_with_one_thing_wrong_is_refused(me: PeerId, sender: PeerId, wrong: dict[str, Any]) -> None:
+def test_a_frame_with_one_error_is_refused(me: PeerId, sender: PeerId, wrong: dict[str, Any]) -> None:
     right = {"microbatch": 0, "direction": "input", **wrong}
     with pytest.raises(RemoteProtocolError, match="a frame"):
         waiting(me).receive(0.0, sender, frame(sender, **right))
@@ -339,7 +339,7 @@ def test_frames_of_other_plans_or_past_steps_leave_no_trace() -> None:
     ],
     ids=lambda message: type(message).__name__,
 )
-def test_only_the_committer_says_what_the_steps_are(message: Any) -> None:
+def test_only_the_committer_defines_the_steps(message: Any) -> None:
     for sender in (SECOND, FIRST, HERE, LAST, STRANGER):
         with pytest.raises(RemoteProtocolError, match="not the committer"):
             waiting().receive(0.0, sender, message)
@@ -364,7 +364,7 @@ def test_only_the_committer_says_what_the_steps_are(message: Any) -> None:
         (Counted(plan=PLAN_HASH, step=0, microbatch=0, stage=0, samples=0, loss=0.0), "not for a replica"),
     ],
 )
-def test_a_committer_that_makes_no_sense_is_refused(message: Any, reason: str) -> None:
+def test_a_committers_inconsistent_messages_are_refused(message: Any, reason: str) -> None:
     replica = Replica(HERE, PLAN)
     replica.receive(0.0, TRAINER, Sync(plan=PLAN_HASH))
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -385,7 +385,7 @@ def test_a_committer_that_makes_no_sense_is_refused(message: Any, reason: str) -
         (FIRST, replace(synced(3), step=4), "does not fit"),
     ],
 )
-def test_a_replica_that_makes_no_sense_is_refused(sender: PeerId, message: Any, reason: str) -> None:
+def test_a_replicas_inconsistent_messages_are_refused(sender: PeerId, message: Any, reason: str) -> None:
     committer = Committer(TRAINER, PLAN, steps=5, evaluations=1)
     committer.start(0.0)
     with pytest.raises(RemoteProtocolError, match=reason):
@@ -405,7 +405,7 @@ def test_a_replica_that_makes_no_sense_is_refused(sender: PeerId, message: Any, 
         (FIRST, Progress(plan=PLAN_HASH, step=0, microbatch=1, stage=1), "does not hold"),
     ],
 )
-def test_a_replica_that_counts_what_it_cannot_is_refused(sender: PeerId, message: Any, reason: str) -> None:
+def test_a_replica_that_counts_impossible_work_is_refused(sender: PeerId, message: Any, reason: str) -> None:
     committer = Committer(TRAINER, PLAN, steps=5, evaluations=1)
     committer.start(0.0)
     for name in (FIRST, *MIDDLES, LAST):

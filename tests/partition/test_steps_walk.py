@@ -1,6 +1,6 @@
-"""The step machines in every disturbance the world knows, and bugs planted on purpose that it must find.
+"""The step machines under every disturbance of the world, and planted bugs that it must find.
 
-`PEERLOOM_WALK_EVENTS=1000000` walks on until so many events have happened, and prints what came of them (with
+`PEERLOOM_WALK_EVENTS=1000000` walks until this many events have happened, and prints their outcome (with
 `pytest -s`).
 """
 
@@ -74,7 +74,7 @@ def walk(seed: int, *, kinds: tuple[str, ...] = (), **settings: Any) -> World:
 # Whole histories
 
 
-def test_an_undisturbed_run_commits_every_step_once_and_ends_as_the_truth() -> None:
+def test_an_undisturbed_run_commits_every_step_once_and_equals_the_expected_run() -> None:
     for schedule in ("1f1b", "gpipe"):
         settings = Settings(steps=3, evaluations=5, schedule=schedule)
         world = World(Random(1), [2, 1, 3], microbatches=4, trainers=2, settings=settings)
@@ -83,7 +83,7 @@ def test_an_undisturbed_run_commits_every_step_once_and_ends_as_the_truth() -> N
         assert world.committed == [(0, 0), (0, 1), (0, 2)]
 
 
-def test_validations_between_steps_change_nothing_of_the_steps() -> None:
+def test_validations_between_steps_do_not_change_the_steps() -> None:
     every_step = ValidationSettings(1)
     settings = Settings(steps=3, evaluations=5, validations=2, validation=every_step)
     world = World(Random(1), [2, 1, 3], microbatches=4, trainers=2, settings=settings)
@@ -128,7 +128,7 @@ def test_a_stage_without_replica_and_copy_ends_the_run() -> None:
     assert "without stage 0" in world.reason
 
 
-def test_a_stage_without_a_replica_goes_on_from_its_copies() -> None:
+def test_a_stage_without_a_replica_resumes_from_its_copies() -> None:
     settings = Settings(steps=3, evaluations=0, save_every=1)
     world = World(Random(3), [1, 2], microbatches=2, spares=1, settings=settings)
     while len(world.copies.get(2, ())) < 2:
@@ -435,7 +435,7 @@ PLANTED: list[tuple[type, dict[str, Any]]] = [
     (NamesNobody, {"kinds": ("spoil",)}),
     (FeedsEachNumberOnce, {"kinds": MOVES}),
 ]
-"""Each with what brings it to light soonest."""
+"""Each with the parameters that reveal it soonest."""
 
 
 @pytest.mark.parametrize(("bug", "settings"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))

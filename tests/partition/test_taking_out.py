@@ -1,4 +1,4 @@
-"""Counted micro-batches can be taken out again, begun ones forgotten, and the state carried on."""
+"""Counted micro-batches can be taken out again, begun ones forgotten, and the state transferred."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
@@ -41,7 +41,7 @@ from tests.zoo.equivalence import captured_small, payloads, random_cut, sizes_of
 FLOAT64_MAX = 1e-12
 FLOAT32_MAX = 1e-5
 FLOOR = 1e-4
-"""Below this share of the largest a sum may be nothing but rounding: that of a bias before a norm."""
+"""A sum below this share of the largest may be only rounding: that of a bias before a norm."""
 HAND = ("hand-gpt", "hand-cnn")
 STEP = 3
 ADAMW = OptimizerSettings("adamw", 2e-3, weight_decay=0.1, schedule=Schedule("linear", 1, 9), clip_norm=1.0)
@@ -90,14 +90,14 @@ def sizes_max(name: str) -> tuple[int, ...]:
 
 
 class Chain:
-    """Stages in a row that remember, as peers do, what each was given for a micro-batch."""
+    """Stages in a row that remember their inputs for each micro-batch, as peers do."""
 
     def __init__(self, stages: Sequence[StageGraph], sizes: Sequence[int], **changes: Any) -> None:
         self.stages = [Held(stage, sizes, **changes) for stage in stages]
         self.given: dict[int, tuple[list[Payload], list[Payload | None]]] = {}
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """First values that the graph does not hold."""
+        """Initial values that the graph does not hold."""
         for stage in self.stages:
             rows = [slot.name for slot in parameter_layout(stage.specification)]
             data = {name: tensors[name].detach().clone().contiguous() for name in rows}
@@ -122,7 +122,7 @@ class Chain:
         return end
 
     def take_out(self, number: int, labels: Payload) -> Forwarded:
-        """Each stage alone, in any order: it needs nothing of the others now."""
+        """Replay each stage alone, in any order: it no longer needs the others."""
         inputs, gradients = self.given.pop(number)
         for place, stage in reversed(list(enumerate(self.stages))):
             wanted = labels if place == len(self.stages) - 1 else None
@@ -174,7 +174,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "stages", "recompute"), CASES)
-def test_sums_from_which_one_was_taken_out_are_those_of_the_others(
+def test_sums_without_one_micro_batch_are_those_of_the_others(
     name: str, stages: int, recompute: bool
 ) -> None:
     changes: dict[str, Any] = {"microbatches": 3, "recompute": recompute}
@@ -192,7 +192,7 @@ def test_sums_from_which_one_was_taken_out_are_those_of_the_others(
     taken = found.take_out(1, batch_of(name, 1)[1])
     assert (taken.loss, taken.samples, taken.metrics) == (first.loss, first.samples, first.metrics)
     assert distance(found.sums(), wanted.sums()) <= FLOAT64_MAX
-    # It may come again, and then everything is there once more.
+    # It may come again, and then the sums are complete once more.
     assert found.give(1, batch_of(name, 1)) == first
     assert distance(found.sums(), complete) <= FLOAT64_MAX
 
@@ -201,10 +201,10 @@ def test_sums_from_which_one_was_taken_out_are_those_of_the_others(
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("autocast", ["off", "bfloat16"])
 @pytest.mark.parametrize("name", HAND)
-def test_in_float32_what_remains_is_its_rounding(
+def test_in_float32_only_rounding_remains(
     name: str, autocast: Literal["off", "bfloat16"], recompute: bool, stages: int
 ) -> None:
-    """Under autocast too: were the replay another computation, bfloat16 would show a thousandth of it."""
+    """The same holds under autocast: a different replay in bfloat16 would leave a thousandth."""
     changes: dict[str, Any] = {"microbatches": 3, "recompute": recompute, "autocast": autocast}
     parts = spread(hand(name, "float32"), stages)
     found, wanted = (Chain(parts, sizes_max(name), **changes) for _ in range(2))
@@ -218,7 +218,7 @@ def test_in_float32_what_remains_is_its_rounding(
 
 
 @pytest.mark.parametrize("name", HAND)
-def test_when_the_last_is_taken_out_nothing_at_all_remains(name: str) -> None:
+def test_taking_out_the_last_leaves_exactly_zero(name: str) -> None:
     chain = Chain(stages_of(name, 3), sizes_max(name), microbatches=2)
     for number in (0, 1):
         chain.give(number, batch_of(name, number))
@@ -257,7 +257,7 @@ def test_only_counted_micro_batches_can_be_taken_out_once() -> None:
     stage.ask(forward(0, -1), Refused)
 
 
-def test_a_forgotten_micro_batch_was_never_given() -> None:
+def test_a_forgotten_micro_batch_leaves_no_trace() -> None:
     first, _ = stages_of("hand-gpt", 2)
     stage = Held(first, (4, 8))
     inputs = [batch_of("hand-gpt", number)[0] for number in (0, 1)]
@@ -271,7 +271,7 @@ def test_a_forgotten_micro_batch_was_never_given() -> None:
     stage.ask(Backward(0, 0, once.output), BackwardDone)
     counted = stage.vector("gradients").copy()
     assert "not in flight" in stage.ask(Forget(0, 0), Refused).reason
-    # One that is on its way out stays where it was.
+    # A micro-batch that is being taken out stays there.
     stage.ask(Forward(0, 0, True, inputs[0], sign=-1), Forwarded)
     stage.ask(Forget(0, 0), StageDone)
     assert np.array_equal(stage.vector("gradients"), counted)
@@ -279,7 +279,7 @@ def test_a_forgotten_micro_batch_was_never_given() -> None:
     stage.ask(Discard(), StageDone)
     stage.ask(Forward(4, 1, True, inputs[1]), Forwarded)
     stage.ask(Forget(4, 1), StageDone)
-    stage.ask(Forward(5, 1, True, inputs[1]), Forwarded)  # nothing of step 4 is here
+    stage.ask(Forward(5, 1, True, inputs[1]), Forwarded)  # no data of step 4 is here
 
 
 def product() -> Graph:
@@ -334,7 +334,7 @@ def test_the_sums_always_hold_the_counted_micro_batches(asked: list[tuple[str, i
 
 @pytest.mark.parametrize("optimizer", [ADAMW, MOMENTUM], ids=["adamw", "sgd"])
 @pytest.mark.parametrize("name", HAND)
-def test_a_stage_restored_after_three_steps_goes_on_to_the_bit(
+def test_a_stage_restored_after_three_steps_continues_bit_for_bit(
     name: str, optimizer: OptimizerSettings
 ) -> None:
     def row() -> Row:
@@ -351,7 +351,7 @@ def test_a_stage_restored_after_three_steps_goes_on_to_the_bit(
     for step in range(3):
         train(old, step)
     for source, stage in zip(old.chains[0], new.chains[0], strict=True):
-        # Work begun in step 0 is no part of the restored state.
+        # Work begun in step 0 is not part of the restored state.
         stage.handle(Forward(0, 0, True, batch_of(name, 0)[0]))
         for arena in ("parameters", "moments"):
             stage.arenas[arena][:] = source.arenas[arena]
@@ -364,20 +364,20 @@ def test_a_stage_restored_after_three_steps_goes_on_to_the_bit(
             assert stage.arenas[arena] == source.arenas[arena], arena
 
 
-def test_a_restored_stage_takes_only_the_step_at_which_it_stands() -> None:
+def test_a_restored_stage_accepts_only_its_next_step() -> None:
     stage = Held(stages_of("hand-gpt", 2)[0], (4, 8))
     inputs = batch_of("hand-gpt", 0)[0]
     stage.ask(Restore(3), StageDone)
     for wrong in (Forward(2, 0, True, inputs), Forward(4, 0, True, inputs), Apply(4, 1)):
         assert "step 3 is the next" in stage.ask(wrong, Refused).reason
-    stage.ask(Forward(7, 0, False, inputs), Forwarded)  # an evaluation is of no step
+    stage.ask(Forward(7, 0, False, inputs), Forwarded)  # an evaluation belongs to no step
     stage.ask(Forward(3, 0, True, inputs), Forwarded)
     stage.ask(Discard(), StageDone)
     stage.handle(Apply(3, 1))
     assert "step 4 is the next" in stage.ask(Forward(3, 0, True, inputs), Refused).reason
 
 
-def test_numbers_that_no_training_gives_are_not_restored() -> None:
+def test_values_that_training_cannot_give_are_not_restored() -> None:
     stage = Held(stages_of("hand-gpt", 2)[0], (4, 8), optimizer=ADAMW)
     output = stage.ask(Forward(0, 0, True, batch_of("hand-gpt", 0)[0]), Forwarded).output
     assert output is not None

@@ -166,7 +166,7 @@ def test_one_stall_of_a_punctual_peer_is_excused() -> None:
         assert attendance.is_waited_for(5.0 * number + 1.0, SLOW)
 
 
-def test_a_round_waits_until_the_median_at_least() -> None:
+def test_waiting_times_count_from_the_median_arrival() -> None:
     waits = RoundWaits(
         10.0, {PUNCTUAL: 1.0, SLOW: 2.0}, usual=[PUNCTUAL, SLOW], middle_seconds=5.0, others_seconds=0.5
     )
