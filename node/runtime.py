@@ -59,7 +59,18 @@ from node.runs.held import standing_of
 from node.runs.needs import Beside, RunHost, SwarmView
 from node.runs.runs import Runs
 from node.runs.vacating import of_others, vacate
-from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
+from node.seams import (
+    Clock,
+    Executor,
+    LocalNetwork,
+    Network,
+    Parts,
+    RealClock,
+    Seams,
+    Storage,
+    make_core,
+    own_rng,
+)
 from node.service_settings import ServiceSettings
 from node.services.adverts import keep_advertised
 from node.services.autonat import ReachService
@@ -99,8 +110,9 @@ class Node(Surface):
 
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
     are the six seams, the simulator's way in; `observe` is told of every event of membership and records, and
-    of every message of a run that is sent; `swim` and `kademlia` make these cores, for whoever tries out
-    others; `recorder` writes down what comes in. Use it as an async context manager under trio.
+    of every message of a run that is sent; `swim` and `kademlia` make these cores, and `parts` names
+    subclasses that take the place of other parts, for whoever tries out others; `recorder` writes down what
+    comes in. Use it as an async context manager under trio.
 
     Long because it is the composition root: it makes each service once, joins them, and holds no rule of any.
     """
@@ -121,6 +133,7 @@ class Node(Surface):
         observe: Callable[[object], None] | None = None,
         swim: Callable[..., Swim] = Swim,
         kademlia: Callable[..., Kademlia] = Kademlia,
+        parts: Parts | None = None,
         recorder: Recorder | None = None,
         settings: ServiceSettings | None = None,
     ) -> None:
@@ -143,6 +156,7 @@ class Node(Surface):
         self._storage, self._capacity = storage, capacity
         self._observe = observe or (lambda _event: None)
         self._make_swim, self._make_kademlia = swim, kademlia
+        self._classes: Parts = parts or {}
         self._recorder = recorder
         self.journal = Journal(self._clock, report, recorder)
         self._publish, self._refuse = self.journal.publish, self.journal.refuse
@@ -186,7 +200,15 @@ class Node(Surface):
         core = make_core if (recorder := self._recorder) is None else recorder.core
         clock, corrected = self._clock, self._swarm_clock
         self.seams = Seams(
-            self.network, clock, self._rng, self._entropy, self._executor, storage, core, corrected
+            self.network,
+            clock,
+            self._rng,
+            self._entropy,
+            self._executor,
+            storage,
+            core,
+            corrected,
+            self._classes,
         )
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
         await nursery.start(self.network.run)
@@ -419,7 +441,7 @@ class Node(Surface):
         places = Places(self.peer, self.membership, lambda: self.capacity.location)
         measurements = self._make_measurements()
         beside = Beside(measurements, self.checkpoints, self.copies, self._guests, self.averaging, places)
-        self.runs = Runs(self.seams, self.signer, swarm, host, beside, LocalRuns)
+        self.runs = self.seams.part(Runs)(self.seams, self.signer, swarm, host, beside, LocalRuns)
 
     def _make_inbound(self) -> Inbound:
         return Inbound(

@@ -7,7 +7,7 @@ in `transport`, `storage`, `executor` and `RealClock` here, the simulated ones i
 
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import IO, Any, Protocol, TypeVar
@@ -332,10 +332,15 @@ def make_core(kind: Callable[..., T], *arguments: Any, **named: Any) -> T:
     return kind(*arguments, **named)
 
 
+Parts = Mapping[type, type]
+"""Classes of a node's parts, each with the subclass that the node has in its place."""
+
+
 @dataclass(frozen=True)
 class Seams:
     """All six, as one node holds them. `core` makes the cores over them: those of a node that is recorded
-    (`node.recording`) are made by its recorder."""
+    (`node.recording`) are made by its recorder. `parts` are the classes that this node has in the place of
+    ours."""
 
     network: Network
     clock: Clock
@@ -345,6 +350,11 @@ class Seams:
     storage: Storage
     core: CoreMaker = make_core
     corrected: Clock | None = None
+    parts: Parts = field(default_factory=dict)
+
+    def part(self, usual: type[T]) -> type[T]:
+        """Return the class of which this node makes such a part."""
+        return self.parts.get(usual, usual)
 
     @property
     def swarm_clock(self) -> Clock:

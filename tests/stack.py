@@ -31,6 +31,7 @@ from node.protocols.manifest import Manifest, Run, make_run
 from node.recording.recorder import Recorder
 from node.runs.manifest_builder import make_batches
 from node.runtime import Node
+from node.seams import Parts
 from node.service_settings import ServiceSettings
 from node.services.capacity import Capacity
 from partition import stage as api
@@ -72,6 +73,8 @@ class Swarm:
     medium: SimNetworkFabric = field(default_factory=lambda: SimNetworkFabric(SimLinks(NetworkModel(), 1)))
     preset: config.Preset = "lan"
     settings: ServiceSettings = field(default_factory=ServiceSettings)
+    parts: Parts = field(default_factory=dict)
+    parts_of: Mapping[str, Parts] = field(default_factory=dict)
 
     def kill(self, name: str) -> PeerId:
         """Kill like SIGKILL: nothing more leaves or enters, no goodbye."""
@@ -97,13 +100,22 @@ async def swarm(
     network: NetworkModel | None = None,
     preset: config.Preset = "lan",
     settings: ServiceSettings | None = None,
+    parts: Parts | None = None,
+    parts_of: Mapping[str, Parts] | None = None,
 ) -> AsyncIterator[Swarm]:
     """Yield nodes named by one letter each; each joins through the one before it. `storages` are disks of
     earlier lives, `recorders` record the nodes, `executors` compute in their place. `offer` is each node's
     offer, `network` the network between them, `preset` their timers: with "lan" a virtual second costs a
-    fifth of one with "local". `settings` are those of the services."""
+    fifth of one with "local". `settings` are those of the services; `parts` are
+    classes of all nodes in the place of ours, `parts_of` those of one node, by its name."""
     medium = SimNetworkFabric(SimLinks(network or NetworkModel(), seed))
-    group = Swarm(medium=medium, preset=preset, settings=settings or ServiceSettings())
+    group = Swarm(
+        medium=medium,
+        preset=preset,
+        settings=settings or ServiceSettings(),
+        parts=parts or {},
+        parts_of=parts_of or {},
+    )
     async with trio.open_nursery() as nursery:
         before: str | None = None
         for name in names:
@@ -160,6 +172,7 @@ async def _live(
         report=events.append,
         recorder=recorder,
         settings=group.settings,
+        parts={**group.parts, **group.parts_of.get(name, {})},
     )
     with trio.CancelScope() as scope:
         group.scopes[name] = scope

@@ -84,7 +84,7 @@ class Participation:
         self._stirred = trio.Event()
         self._items = 1
         self._dtype: Dtype = "float32"
-        self.expectations = Expectations(self.peer, roster, service.seams.clock)
+        self.expectations = service.seams.part(Expectations)(self.peer, roster, service.seams.clock)
         """The peers that are awaited and left out, by this node's experience."""
         self.states = StateExchange(name, key, roster, service, self.expectations)
         """The states that this peer hands on and takes."""
@@ -287,7 +287,7 @@ class Participation:
         last = None if self._last_attempt is None else self._last_attempt()
         silent = self._undeclared if last is None else last.undeclared
         make = partial(
-            Attempt,
+            seams.part(Attempt),
             self._service.signer,
             group,
             vector,
@@ -298,7 +298,7 @@ class Participation:
             silent=silent,
         )
         attempt = await seams.executor.run(make)
-        runner = Runner(attempt, seams.network, seams.clock, seams.executor, self._service.refuse)
+        runner = seams.part(Runner)(attempt, seams.network, seams.clock, seams.executor, self._service.refuse)
         self._service.start(runner)
         try:
             result = await runner.result()

@@ -188,7 +188,8 @@ class Averaging:
             averaged=self._count,
             close=lambda: self._close(key, scope),
         )
-        found = self._runs[key] = Participation(name, key, entry, service, gate, aggregate, alike)
+        make = self._seams.part(Participation)
+        found = self._runs[key] = make(name, key, entry, service, gate, aggregate, alike)
         if door is not None:
             self.invitations.open(found, door)
         if is_named:

@@ -247,7 +247,7 @@ class LocalMember:
         bytes_max = max(payload_bytes_max(specification), export_bytes_max(graph))
         if not self._stage and self._stages > 1:
             stage = self.crew.open_column(service, plan, opened, bytes_max)
-        trainer = self._trainer = LocalTrainer(
+        trainer = self._trainer = self._service.seams.part(LocalTrainer)(
             self.run, specification, stage, batches, executor, self._me, in_flight=self._stages
         )
         assert self._part is not None

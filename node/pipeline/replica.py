@@ -129,7 +129,7 @@ class ReplicaShell:
         self._save = save
         self._restore = restore
         self._parts: deque[tuple[PeerId, Part]] = deque()
-        self._reduction = StageReduction(
+        self._reduction = seams.part(StageReduction)(
             signer.peer, parts, stage, specification.dtype, seams.executor, send, self._reduced
         )
         self._meter = WorkMeter()
@@ -139,7 +139,7 @@ class ReplicaShell:
         self._filling = trio.CancelScope()
         self._is_changing = self._is_changed = False
         self._codecs = codecs
-        self._frames = FrameStore(seams.storage, seams.executor, frames_bytes_max)
+        self._frames = seams.part(FrameStore)(seams.storage, seams.executor, frames_bytes_max)
         self._failure: StageFailed | None = None
         self._computing: int | None = None
         self.failed = trio.Event()

@@ -72,7 +72,7 @@ class ChainShell:
     ) -> None:
         seams, me = service.seams, service.signer.peer
         self.core: PaxosChain = seams.core(
-            PaxosChain,
+            seams.part(PaxosChain),
             me,
             plan,
             own_rng(seams.rng),

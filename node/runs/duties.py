@@ -125,7 +125,7 @@ class Duties:
 
     def _commit(self, plan: Plan, lost_steps: int) -> None:
         saved = self._member.keeping.restorable
-        self.committer = CommitterShell(
+        self.committer = self._service.seams.part(CommitterShell)(
             self._service,
             self.steering.run,
             plan,

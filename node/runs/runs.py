@@ -98,7 +98,7 @@ class Runs:
         self.averaging, self.measurements = beside.averaging, beside.measurements
         self.sends_less: Callable[[], bool] = lambda: False
         self.measurements.is_computing = self._is_computing
-        self.models = Models(seams, self._graphs_needed, self.guests, self.limits.graphs)
+        self.models = seams.part(Models)(seams, self._graphs_needed, self.guests, self.limits.graphs)
         self.receipts = Receipts(
             seams,
             signer,
@@ -139,7 +139,7 @@ class Runs:
         self.readiness = Readiness(self, self.members.values, self.limits.spares)
         self.decliners = Decliners()
         self._requests = RunServer(self)
-        self.links = Links(
+        self.links = seams.part(Links)(
             seams.network,
             wire.PIPELINE_PROTOCOL,
             seams.clock,
@@ -407,7 +407,7 @@ class Runs:
         """Return this node's membership in a run, creating it if there is none."""
         member = self.members.get(run.id)
         if member is None:
-            member = self.members[run.id] = RunMember(self, run)
+            member = self.members[run.id] = self.seams.part(RunMember)(self, run)
             self.note_guests()
             self.publish(run_accepted(self.seams.clock.wall(), run))
         return member

@@ -169,7 +169,7 @@ class StageHosting:
             with trio.CancelScope(shield=True):
                 await opened.aclose()
             return False
-        shell = ReplicaShell(
+        shell = service.seams.part(ReplicaShell)(
             service.signer,
             plan,
             specification,

@@ -91,7 +91,8 @@ class TrainingLoop:
         if not fits(dataset, manifest, graph):
             raise PeerloomError("the data this node has does not fit the run's manifest; has it changed?")
         batches = make_batches(dataset, manifest, graph)
-        return FeederShell(service.signer, self._run, self._plan, batches, service.seams, service.send)
+        make = service.seams.part(FeederShell)
+        return make(service.signer, self._run, self._plan, batches, service.seams, service.send)
 
     def open(self, sender: PeerId, message: Open) -> None:
         """Feed micro-batches that the committer has opened. Raises RemoteProtocolError."""

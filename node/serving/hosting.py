@@ -223,7 +223,7 @@ class ServiceHost:
         owner, service = self._owner, member.service
         with member.scope:
             try:
-                member.stage = await HeldStage.open(
+                member.stage = await owner.seams.part(HeldStage).open(
                     owner.seams,
                     service,
                     member.number,

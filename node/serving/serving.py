@@ -140,7 +140,7 @@ class Serving:
         """The files of a run's weights, by its id."""
         self._machine = machine
         self._round_trip_seconds = round_trip_seconds
-        self.provider = SessionProvider(
+        self.provider = seams.part(SessionProvider)(
             source_of=self._source_of, weight_of=receipts.weight, bounds_of=bounds_of
         )
         self.hosting = ServiceHost(self)

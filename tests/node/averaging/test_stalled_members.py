@@ -1,5 +1,6 @@
 """Members that stall, or enter groups and send nothing, beside honest ones: whole nodes in virtual time."""
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from gossip.averaging.outcome import NotAveraged, Reason
 from node.averaging.participation import Participation
 from node.averaging.rounds import RoundWish
 from node.averaging.runner import Runner
+from node.seams import Parts
 from sim.executor import SimExecutor
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
@@ -88,22 +90,20 @@ class Slow(SimExecutor):
         ("abc", "computing", LARGE),
     ],
 )
-def test_a_stall_costs_honest_members_little_more_than_its_length(
-    monkeypatch: pytest.MonkeyPatch, names: str, kind: str, items: int
-) -> None:
-    original, stalls = Participation._attempt, set[bytes]()
+def test_a_stall_costs_honest_members_little_more_than_its_length(names: str, kind: str, items: int) -> None:
+    stalls = set[bytes]()
 
-    async def late(self: Participation, *arguments: Any) -> Any:
-        if self.peer in stalls:
-            stalls.remove(self.peer)
-            await trio.sleep(STALL_SECONDS)
-        return await original(self, *arguments)
-
-    monkeypatch.setattr(Participation, "_attempt", late)
+    class LateParticipation(Participation):
+        async def _attempt(self, *arguments: Any) -> Any:
+            if self.peer in stalls:
+                stalls.remove(self.peer)
+                await trio.sleep(STALL_SECONDS)
+            return await super()._attempt(*arguments)
 
     async def play() -> None:
         executors = {name: Slow() for name in names}
-        async with swarm(names, executors=executors) as group:
+        parts: Parts = {Participation: LateParticipation}
+        async with swarm(names, executors=executors, parts=parts) as group:
             runs = {name: node.averaging.open("stall", SIGNATURE) for name, node in group.nodes.items()}
             for run in runs.values():
                 await run.wait_for_peers(len(names) - 1)
@@ -129,28 +129,20 @@ def test_a_stall_costs_honest_members_little_more_than_its_length(
 
 
 @pytest.mark.parametrize(("names", "items"), [("ab", SMALL), ("ab", LARGE), ("abc", LARGE)])
-def test_only_the_silent_member_of_a_group_is_blamed(
-    monkeypatch: pytest.MonkeyPatch, names: str, items: int
-) -> None:
-    original, silent_peers = Participation._attempt, set[bytes]()
-
+def test_only_the_silent_member_of_a_group_is_blamed(names: str, items: int) -> None:
     class Nothing:
         sent_bytes = received_bytes = 0
 
-    async def silent(self: Participation, *arguments: Any) -> Any:
-        if self.peer in silent_peers:
+    class SilentParticipation(Participation):
+        async def _attempt(self, *_: Any) -> Any:
             await trio.sleep(1.0)
             return Nothing, NotAveraged(Reason.CANCELLED)
-        return await original(self, *arguments)
-
-    monkeypatch.setattr(Participation, "_attempt", silent)
 
     async def play() -> None:
-        async with swarm(names + "s") as group:
+        async with swarm(names + "s", parts_of={"s": {Participation: SilentParticipation}}) as group:
             runs = {name: node.averaging.open("silent", SIGNATURE) for name, node in group.nodes.items()}
             for run in runs.values():
                 await run.wait_for_peers(len(names))
-            silent_peers.add(runs["s"].peer)
             members = Members({name: runs[name] for name in names}, items)
             enters = Members({"s": runs["s"]}, items)
             async with trio.open_nursery() as nursery:
@@ -168,24 +160,20 @@ def test_only_the_silent_member_of_a_group_is_blamed(
 
 
 @pytest.mark.parametrize(("items", "messages"), [(SMALL, 1), (LARGE, 0)])
-def test_a_member_silent_in_every_attempt_costs_one_timeout_each(
-    monkeypatch: pytest.MonkeyPatch, items: int, messages: int
-) -> None:
-    original, silent_peers, sent = Runner._send_one, set[bytes](), dict[tuple[bytes, bytes], int]()
+def test_a_member_silent_in_every_attempt_costs_one_timeout_each(items: int, messages: int) -> None:
+    silent_peers, sent = set[bytes](), Counter[tuple[bytes, bytes]]()
 
-    async def send_one(self: Runner, stream: Any, peer: Any) -> bool:
-        if self._network.peer in silent_peers:
-            key = (self.attempt.id, peer)
-            sent[key] = sent.get(key, 0) + 1
-            if sent[key] > messages:  # the stream stays open
-                await self._closed.wait()
-                return False
-        return await original(self, stream, peer)
-
-    monkeypatch.setattr(Runner, "_send_one", send_one)
+    class SilentRunner(Runner):
+        async def _send_one(self, stream: Any, peer: Any) -> bool:
+            if self._network.peer in silent_peers:
+                sent[self.attempt.id, peer] += 1
+                if sent[self.attempt.id, peer] > messages:  # the stream stays open
+                    await self._closed.wait()
+                    return False
+            return await super()._send_one(stream, peer)
 
     async def play() -> None:
-        async with swarm("abs") as group:
+        async with swarm("abs", parts_of={"s": {Runner: SilentRunner}}) as group:
             runs = {name: node.averaging.open("silent", SIGNATURE) for name, node in group.nodes.items()}
             for run in runs.values():
                 await run.wait_for_peers(2)

@@ -3,12 +3,12 @@
 import pytest
 import trio
 
-from node.averaging.participation import Participation
 from node.averaging.rounds import Round
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs
+from tests.node.local.heard_rounds import HeardRounds
 from tests.node.local.test_runs import ADAM, SLOW, ends
 from tests.stack import Swarm, swarm
 
@@ -20,31 +20,23 @@ def steps_of(group: Swarm, name: str) -> int:
     return member.step
 
 
-async def mean_of_all(made: list[Round]) -> Round:
+async def mean_of_all(heard: HeardRounds) -> Round:
     """Wait for a round of all three members."""
-    del made[:]
+    heard.clear()
     with trio.fail_after(60):
         while True:
-            for each in made:
+            for each in [row.made for row in heard]:
                 if each.vector is not None and len(each.shares) == 3:
                     return each
             await trio.sleep(0.1)
 
 
 @pytest.mark.slow
-def test_an_isolated_member_is_merged_by_its_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Round] = []
-    average = Participation.average
-
-    async def watched(*arguments: object) -> Round:
-        found: Round = await average(*arguments)  # type: ignore[arg-type]  # as it was called
-        made.append(found)
-        return found
-
-    monkeypatch.setattr(Participation, "average", watched)
+def test_an_isolated_member_is_merged_by_its_progress() -> None:
+    heard = HeardRounds()
 
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan", parts=heard.parts) as group:
             wanted = stack.manifest(
                 stages=1,
                 replicas=0,
@@ -58,14 +50,14 @@ def test_an_isolated_member_is_merged_by_its_progress(monkeypatch: pytest.Monkey
             )
             nodes = {name: group.nodes[name].peer for name in "abc"}
             await group.nodes["a"].runs.submit(stack.prepare(group.nodes["a"], wanted), wait_seconds=60.0)
-            usual = (await mean_of_all(made)).shares[nodes["c"]]
+            usual = (await mean_of_all(heard)).shares[nodes["c"]]
             group.medium.split([nodes["c"]], [nodes["a"], nodes["b"]])
             before = steps_of(group, "c")
             await trio.sleep(PARTED_SECONDS)
             alone = steps_of(group, "c") - before
             group.medium.heal()
             assert alone > 4, f"the member trains on: {alone} steps"
-            share = (await mean_of_all(made)).shares[nodes["c"]]
+            share = (await mean_of_all(heard)).shares[nodes["c"]]
             assert usual < 0.5 < share, f"{usual}, {share} after {alone} steps"
             found = await ends(group, "abc", 400.0)
             assert {event.outcome for event in found} == {"done"}

@@ -12,10 +12,7 @@ from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
 from crypto.facts import IdentitySigner
 from crypto.identity import Identity
-from gossip.averaging.robust.reduction import Vector
 from node import toml
-from node.averaging.participation import Participation
-from node.averaging.rounds import Round, RoundWish
 from node.averaging_events import AveragingEnded
 from node.content.datasets import Dataset, load_digits, load_folder
 from node.errors import Unreachable, UsageError
@@ -29,6 +26,7 @@ from partition.stage import OptimizerSettings
 from sim.streams import SimStream
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.node.local.heard_rounds import HeardRounds
 from tests.node.local.test_runs import SLOW, ends
 from tests.stack import Swarm, swarm
 
@@ -235,24 +233,20 @@ def test_only_nodes_that_offer_a_matching_set_take_part(tmp_path: Path) -> None:
     run_virtually(play)
 
 
-def test_updates_are_weighted_by_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_updates_are_weighted_by_samples(tmp_path: Path) -> None:
     paths = write_sets(tmp_path, "ab", shares=(0.75, 0.25))
-    told: set[float] = set()
-    average = Participation.average
-
-    async def listened(self: Participation, offered: Vector, weight: float, wanted: RoundWish) -> Round:
-        told.add(weight)
-        return await average(self, offered, weight, wanted)
+    heard = HeardRounds()
 
     async def play() -> None:
-        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan", parts=heard.parts) as group:
             group.nodes["b"].set("own_data", f"{NAME}={paths['b']}")
             await submit(group, "a", wanted(paths["a"], steps=24), load_folder(paths["a"]))
             await ends(group, "ab", 200)
 
-    monkeypatch.setattr(Participation, "average", listened)
     run_virtually(play)
-    assert told == {float(load_folder(path).train_samples) for path in paths.values()}
+    assert {each.weight for each in heard} == {
+        float(load_folder(path).train_samples) for path in paths.values()
+    }
 
 
 def test_a_requester_without_a_set_provides_only_the_shape(tmp_path: Path) -> None:

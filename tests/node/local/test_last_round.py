@@ -2,7 +2,6 @@
 last round.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,8 +10,6 @@ import trio
 
 from crypto.identity import PeerId, peer_text
 from gossip.averaging.robust.reduction import Vector
-from node.averaging.participation import Participation
-from node.averaging.rounds import Round, RoundWish
 from node.averaging_events import AveragingEnded
 from node.events import StepCommitted
 from node.local.trainer import LocalTrainer
@@ -20,6 +17,7 @@ from partition.run.local.round_schedule import LAST_ROUND_SECONDS
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
+from tests.node.local.heard_rounds import HeardRounds
 from tests.node.local.test_columns import begin
 from tests.node.local.test_runs import SLOW, ends, train
 from tests.stack import Swarm, swarm
@@ -28,29 +26,10 @@ LOCAL_STEPS, STEPS = 4, 15
 """Three steps follow the last scheduled round."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """A round of one member: its input and its outcome."""
-
-    run: str
-    peer: PeerId
-    offered: Vector
-    made: Round
-
-
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> list[_Held]:
+def held() -> HeardRounds:
     """Return all rounds that were held."""
-    found: list[_Held] = []
-    average = Participation.average
-
-    async def listened(self: Participation, offered: Vector, weight: float, wanted: RoundWish) -> Round:
-        made = await average(self, offered, weight, wanted)
-        found.append(_Held(self.name, self.peer, offered, made))
-        return made
-
-    monkeypatch.setattr(Participation, "average", listened)
-    return found
+    return HeardRounds()
 
 
 def values_of(group: Swarm, name: str, run: Any) -> list[Vector]:
@@ -63,11 +42,11 @@ def has_all(vector: Vector | None, values: Vector) -> bool:
 
 
 @pytest.mark.parametrize("local", [{}, {"patience": 1, "improvement": 100.0}], ids=["steps", "convergence"])
-def test_the_result_is_a_mean_of_all_members(held: list[_Held], local: dict[str, Any]) -> None:
+def test_the_result_is_a_mean_of_all_members(held: HeardRounds, local: dict[str, Any]) -> None:
     """The run ends by steps, or by evaluations, which also use weights that have not been averaged."""
 
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
+        async with swarm("abc", stage_seconds=SLOW, preset="lan", parts=held.parts) as group:
             settings = LocalSettings(local_steps=LOCAL_STEPS, **local)
             run, _ = await train(group, settings, steps=STEPS if not local else 1_000)
             assert [end.outcome for end in await ends(group, "abc")] == ["done"] * 3
@@ -84,11 +63,11 @@ def test_the_result_is_a_mean_of_all_members(held: list[_Held], local: dict[str,
     run_virtually(play)
 
 
-def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
+def test_pairs_average_until_all_have_met(held: HeardRounds) -> None:
     """Four members in pairs form a grid of two axes, so the mean of all takes two rounds."""
 
     async def play() -> None:
-        async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
+        async with swarm("abcd", stage_seconds=SLOW, preset="lan", parts=held.parts) as group:
             settings = LocalSettings(local_steps=LOCAL_STEPS, strategy="gossip")
             run, _ = await train(group, settings, steps=STEPS)
             await ends(group, "abcd")
@@ -107,26 +86,23 @@ def test_pairs_average_until_all_have_met(held: list[_Held]) -> None:
     run_virtually(play)
 
 
-def test_a_damped_run_takes_partial_means_and_ends_whole(
-    held: list[_Held], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damped_run_takes_partial_means_and_ends_whole(held: HeardRounds) -> None:
     moved: list[Vector] = []
     before: dict[int, Vector] = {}
-    copy_out, copy_in = LocalTrainer.copy_out, LocalTrainer.copy_in
 
-    async def listened_out(self: LocalTrainer, *, moments: bool) -> Vector:
-        before[id(self)] = await copy_out(self, moments=moments)
-        return before[id(self)].copy()
+    class HeardTrainer(LocalTrainer):
+        async def copy_out(self, *, moments: bool) -> Vector:
+            before[id(self)] = await super().copy_out(moments=moments)
+            return before[id(self)].copy()
 
-    async def listened_in(self: LocalTrainer, vector: Vector) -> None:
-        moved.append(vector - before[id(self)])
-        await copy_in(self, vector)
-
-    monkeypatch.setattr(LocalTrainer, "copy_out", listened_out)
-    monkeypatch.setattr(LocalTrainer, "copy_in", listened_in)
+        async def copy_in(self, vector: Vector) -> None:
+            moved.append(vector - before[id(self)])
+            await super().copy_in(vector)
 
     async def play() -> None:
-        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
+        async with swarm(
+            "ab", stage_seconds=SLOW, preset="lan", parts=held.parts | {LocalTrainer: HeardTrainer}
+        ) as group:
             settings = LocalSettings(local_steps=LOCAL_STEPS, damping=0.25)
             run, _ = await train(group, settings, steps=STEPS)
             await ends(group, "ab")
@@ -167,9 +143,9 @@ def test_departed_members_do_not_prevent_the_end_of_a_run() -> None:
     run_virtually(play)
 
 
-def test_both_stages_of_columns_end_with_a_mean(held: list[_Held]) -> None:
+def test_both_stages_of_columns_end_with_a_mean(held: HeardRounds) -> None:
     async def play() -> None:
-        async with swarm("abcd", stage_seconds=SLOW, preset="lan") as group:
+        async with swarm("abcd", stage_seconds=SLOW, preset="lan", parts=held.parts) as group:
             run = await begin(group, steps=14)
             await ends(group, "abcd", 400.0)
             means: dict[str, list[Vector]] = {each.run: [] for each in held}

@@ -14,6 +14,7 @@ from node.averaging_events import AveragingEnded
 from node.errors import UsageError
 from node.events import Event, RunEvaluated
 from node.protocols.run_file import RunFile, TrainTable, check_run_file
+from node.seams import Parts
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests.node.local.test_runs import SLOW, train
@@ -24,23 +25,25 @@ GUESS = log(10)
 RUINED = 10
 
 
+class LyingParticipation(Participation):
+    """Averages ten times the opposite of what it learnt, at the largest weight."""
+
+    async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
+        assert vector is not None
+        lie = np.clip(-10 * np.clip(vector, -1, 1), -10, 10)
+        return await super().average(lie, 1e12, wanted)
+
+
 @pytest.mark.parametrize(("choice", "rule"), [("mean", "mean"), ("auto", "nnm-trimmed-mean")])
-def test_a_recruited_liar_ruins_only_a_run_by_mean(
-    monkeypatch: pytest.MonkeyPatch, choice: Any, rule: str
-) -> None:
+def test_a_recruited_liar_ruins_only_a_run_by_mean(choice: Any, rule: str) -> None:
     """Node d is asked to join, like any node with a free slot, and averages ten times its negated progress,
-    at the largest weight.
-    """
+    at the largest weight."""
 
     async def play() -> None:
         losses: list[float] = []
-        async with swarm("abcd", stage_seconds=SLOW) as group:
-            liar, average = group.nodes["d"].peer, Participation.average
-
-            async def lie(self: Participation, offered: Vector, weight: float, wanted: RoundWish) -> Round:
-                if self.peer == liar:
-                    offered, weight = np.clip(-10 * np.clip(offered, -1, 1), -10, 10), 1e12
-                return await average(self, offered, weight, wanted)
+        parts: dict[str, Parts] = {"d": {Participation: LyingParticipation}}
+        async with swarm("abcd", stage_seconds=SLOW, parts_of=parts) as group:
+            liar = group.nodes["d"].peer
 
             async def judge(event: Event) -> None:
                 if isinstance(event, RunEvaluated):
@@ -48,7 +51,6 @@ def test_a_recruited_liar_ruins_only_a_run_by_mean(
                     if event.loss > RUINED * GUESS:
                         scope.cancel()  # the liar does not come back
 
-            monkeypatch.setattr(Participation, "average", lie)
             with trio.CancelScope() as scope:
                 await train(group, LocalSettings(local_steps=2, aggregate=choice), judge, steps=24)
             rounds = [e for e in group.events["a"] if isinstance(e, AveragingEnded) and e.outcome == "ok"]

@@ -1,0 +1,37 @@
+"""The rounds of averaging that nodes of a test hold, with the numbers in them, which no event has."""
+
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+from gossip.averaging.robust.reduction import Vector
+from node.averaging.participation import Participation
+from node.averaging.rounds import Round, RoundWish
+
+
+@dataclass(frozen=True, eq=False)
+class HeldRound:
+    """A round of one member: what it offered at which weight, and the result."""
+
+    run: str
+    peer: PeerId
+    offered: Vector
+    weight: float
+    made: Round
+
+
+class HeardRounds(list[HeldRound]):
+    """All rounds of the nodes that have `parts`, oldest first."""
+
+    @property
+    def parts(self) -> dict[type, type]:
+        """Return the classes of a node whose rounds are heard."""
+        heard = self
+
+        class HeardParticipation(Participation):
+            async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
+                made = await super().average(vector, weight, wanted)
+                assert vector is not None, "a member in local mode has one"
+                heard.append(HeldRound(self.name, self.peer, vector, weight, made))
+                return made
+
+        return {Participation: HeardParticipation}
