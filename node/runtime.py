@@ -8,12 +8,13 @@ A node given no seams takes the real ones. Everything that happens becomes an ev
 
 import os
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
 from random import Random
 from types import TracebackType
+from typing import Any
 
 import trio
 
@@ -59,18 +60,7 @@ from node.runs.held import standing_of
 from node.runs.needs import Beside, RunHost, SwarmView
 from node.runs.runs import Runs
 from node.runs.vacating import of_others, vacate
-from node.seams import (
-    Clock,
-    Executor,
-    LocalNetwork,
-    Network,
-    Parts,
-    RealClock,
-    Seams,
-    Storage,
-    make_core,
-    own_rng,
-)
+from node.seams import Clock, Executor, LocalNetwork, Network, RealClock, Seams, Storage, make_core, own_rng
 from node.service_settings import ServiceSettings
 from node.services.adverts import keep_advertised
 from node.services.autonat import ReachService
@@ -110,9 +100,8 @@ class Node(Surface):
 
     `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
     are the six seams, the simulator's way in; `observe` is told of every event of membership and records, and
-    of every message of a run that is sent; `swim` and `kademlia` make these cores, and `parts` names
-    subclasses that take the place of other parts, for whoever tries out others; `recorder` writes down what
-    comes in. Use it as an async context manager under trio.
+    of every message of a run that is sent; `parts` make some of its parts in the place of our classes, to try
+    out others; `recorder` writes down what comes in. Use it as an async context manager under trio.
 
     Long because it is the composition root: it makes each service once, joins them, and holds no rule of any.
     """
@@ -131,9 +120,7 @@ class Node(Surface):
         capacity: Capacity | None = None,
         report: Callable[[Event], None] | None = None,
         observe: Callable[[object], None] | None = None,
-        swim: Callable[..., Swim] = Swim,
-        kademlia: Callable[..., Kademlia] = Kademlia,
-        parts: Parts | None = None,
+        parts: Mapping[type[Any], Callable[..., Any]] | None = None,
         recorder: Recorder | None = None,
         settings: ServiceSettings | None = None,
     ) -> None:
@@ -155,9 +142,7 @@ class Node(Surface):
         self.energy = EnergyLog()
         self._storage, self._capacity = storage, capacity
         self._observe = observe or (lambda _event: None)
-        self._make_swim, self._make_kademlia = swim, kademlia
-        self._classes: Parts = parts or {}
-        self._recorder = recorder
+        self._recorder, self._classes = recorder, parts or {}
         self.journal = Journal(self._clock, report, recorder)
         self._publish, self._refuse = self.journal.publish, self.journal.refuse
         self.watch, self._refused = self.journal.watch, self.journal.counts
@@ -198,17 +183,9 @@ class Node(Surface):
             keep_loop_from_children()
         self.peer = keys.identity.peer
         core = make_core if (recorder := self._recorder) is None else recorder.core
-        clock, corrected = self._clock, self._swarm_clock
+        clock, corrected, parts = self._clock, self._swarm_clock, self._classes
         self.seams = Seams(
-            self.network,
-            clock,
-            self._rng,
-            self._entropy,
-            self._executor,
-            storage,
-            core,
-            corrected,
-            self._classes,
+            self.network, clock, self._rng, self._entropy, self._executor, storage, core, corrected, parts
         )
         self.signer = IdentitySigner(keys.identity, self.config.swarm.name)
         await nursery.start(self.network.run)
@@ -370,7 +347,7 @@ class Node(Surface):
             look_up=lambda key, found: self.discovery.locate(key, found),
             is_scoped=self.config.swarm.scope == "neighbourhood",
             work_bits=self.config.swarm.work_bits,
-            make=partial(self.seams.core, self._make_swim),
+            make=partial(self.seams.core, self.seams.part(Swim)),
             instance=self._entropy(INSTANCE_BYTES),
             yields=self._stop_as_younger,
             doubt=self._doubt_sessions,
@@ -383,7 +360,7 @@ class Node(Surface):
             self.signer,
             refuse=self._refuse,
             observe=self._observe,
-            make=partial(self.seams.core, self._make_kademlia),
+            make=partial(self.seams.core, self.seams.part(Kademlia)),
             seams=self.seams,
             work_bits=self.config.swarm.work_bits,
             publish=self._publish,

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import trio
@@ -332,15 +332,15 @@ def make_core(kind: Callable[..., T], *arguments: Any, **named: Any) -> T:
     return kind(*arguments, **named)
 
 
-Parts = Mapping[type, type]
-"""Classes of a node's parts, each with the subclass that the node has in its place."""
+Parts = Mapping[type[Any], Callable[..., Any]]
+"""Classes of a node's parts, each with what makes them in its place."""
 
 
 @dataclass(frozen=True)
 class Seams:
     """All six, as one node holds them. `core` makes the cores over them: those of a node that is recorded
-    (`node.recording`) are made by its recorder. `parts` are the classes that this node has in the place of
-    ours."""
+    (`node.recording`) are made by its recorder. `parts` make some of the node's parts in the place of our
+    classes."""
 
     network: Network
     clock: Clock
@@ -354,7 +354,7 @@ class Seams:
 
     def part(self, usual: type[T]) -> type[T]:
         """Return the class of which this node makes such a part."""
-        return self.parts.get(usual, usual)
+        return cast("type[T]", self.parts.get(usual, usual))
 
     @property
     def swarm_clock(self) -> Clock:

@@ -11,15 +11,13 @@ from random import Random
 from types import TracebackType
 from typing import TypedDict, Unpack
 
-from dht.kademlia import Kademlia
-from gossip.swim import Swim
 from node import runtime
 from node.config import Config, resolve
 from node.errors import UsageError
 from node.events import Event
 from node.paths import is_default_data_dir
 from node.recording.recorder import open_record
-from node.seams import Clock, Executor, Network, Storage
+from node.seams import Clock, Executor, Network, Parts, Storage
 from node.services.capacity import Capacity
 from node.storage.folder_lock import find_holder
 
@@ -38,8 +36,7 @@ class NodeParts(TypedDict, total=False):
     storage: Storage
     capacity: Capacity
     observe: Callable[[object], None]
-    swim: Callable[..., Swim]
-    kademlia: Callable[..., Kademlia]
+    parts: Parts
 
 
 class Node(runtime.Node):

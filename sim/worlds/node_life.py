@@ -6,7 +6,10 @@ from typing import Any
 import trio
 
 from crypto.facts import Signer
+from dht.kademlia import Kademlia
+from gossip.swim import Swim
 from node.runtime import Node
+from node.seams import Parts
 from sim.worlds.factories import Cores
 from sim.worlds.life import Life
 
@@ -22,9 +25,10 @@ class NodeLife(Life):
         self._scope = trio.CancelScope()
         self._bye = trio.Event()
 
-    def makers(self, cores: Cores) -> dict[str, Any]:
+    def parts(self, cores: Cores) -> Parts:
         """Return the makers of the node's cores: those of `cores`, recorded here."""
-        return {name: partial(self._make, name, cores) for name in ("swim", "kademlia")}
+        kinds: dict[type, str] = {Swim: "swim", Kademlia: "kademlia"}
+        return {kind: partial(self._make, name, cores) for kind, name in kinds.items()}
 
     def _make(self, name: str, cores: Cores, *arguments: Any, **options: Any) -> Any:
         core = getattr(cores, name)(*arguments, **options)

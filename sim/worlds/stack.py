@@ -382,7 +382,7 @@ class StackWorld:
             capacity=offered,
             report=partial(self._said, life),
             observe=partial(self._learnt, life),
-            **life.makers(self.cores),
+            parts=life.parts(self.cores),
         )
 
     def _through(self, life: NodeLife) -> Address | None:
