@@ -1,7 +1,6 @@
-"""`peerloom autostart`: have this machine start a node by itself, and again where it fails.
-
-By systemd's user supervisor on Linux, by launchd on macOS. What they are given stands in
-`node.cli.autostart_units`; what a node tells them while it runs in `node.services.notify_socket`.
+"""`peerloom autostart`: install a node as a service that starts with the machine and restarts after failures.
+It uses systemd's user supervisor on Linux and launchd on macOS. `node.cli.autostart_units` writes their
+files; `node.services.notify_socket` reports the running node's state to them.
 """
 
 import getpass
@@ -32,7 +31,7 @@ from node.invocation import command_span, service_words
 from node.paths import default_data_dir, short_path
 
 ANSWER_SECONDS_MAX = 240.0
-"""For one call of the service supervisor: a start waits until the node listens."""
+"""The time limit of one call of the service supervisor: a start waits until the node listens."""
 BOOTED = Path("/run/systemd/system")
 """It is there where systemd started the machine (sd_booted(3))."""
 _PASSED_ON = {"ignore_unknown_options": True}
@@ -63,7 +62,7 @@ def install(
     data_dir: DataDir = "",
     is_printed: Annotated[bool, typer.Option("--print", help="Print the unit, and change nothing.")] = False,
 ) -> None:
-    """Have this machine start a node now and with each start, and again where it fails."""
+    """Start a node now and with this machine, and restart it after failures."""
     before: dict[str, Any] = context.obj or {}
     config = config or before.get("config") or ""
     words = [*(flags or ()), *(("--config", config) if config else ())]
@@ -92,7 +91,7 @@ def install(
 
 @app.command("remove")
 def remove(context: typer.Context, data_dir: DataDir = "") -> None:
-    """Stop the node that was installed, and start it no more. Its data folder stays."""
+    """Stop the installed node, and do not start it again. Its data folder stays."""
     supervisor = _installed(context, data_dir)
     supervisor.stop()
     supervisor.file.unlink(missing_ok=True)
@@ -102,7 +101,7 @@ def remove(context: typer.Context, data_dir: DataDir = "") -> None:
 
 @app.command("status")
 def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Show whether the node that was installed runs. Exit code 3 where it does not."""
+    """Show whether the installed node runs. Exit code 3 if it does not."""
     supervisor = _installed(context, data_dir)
     state = supervisor.state()
     if as_json:
@@ -126,7 +125,7 @@ def _status_lines(supervisor: "Systemd", state: Mapping[str, Any]) -> list[str]:
 
 
 def _service(context: typer.Context, flags: Sequence[str], data_dir: str) -> AutostartService:
-    """Return the service that starts a node with these flags, which are checked. Raises UsageError."""
+    """Check these flags, and return the service that starts a node with them. Raises UsageError."""
     from node import config
 
     root = context.find_root().command
@@ -163,7 +162,7 @@ def _installed(context: typer.Context, data_dir: str) -> "Systemd":
 
 @dataclass(frozen=True)
 class Systemd:
-    """Return the starter of this user's services: systemd here, launchd on macOS."""
+    """Return this user's service supervisor: systemd here, launchd on macOS."""
 
     name: str
 
@@ -204,7 +203,7 @@ class Systemd:
         }
 
     def hints(self) -> list[str]:
-        """Return further advice: without lingering the user supervisor ends with the last session."""
+        """Return further advice: without lingering the user's services end with the last session."""
         user = getpass.getuser()
         lingers = _said(["loginctl", "show-user", user, "--property=Linger", "--value"])
         if lingers == "yes":
@@ -243,7 +242,7 @@ class Launchd(Systemd):
         _said(["launchctl", "bootout", self._target])
 
     def forget(self) -> None:
-        """Nothing: launchd has forgotten what was booted out."""
+        """Do nothing: launchd forgets a service that was booted out."""
 
     def state(self) -> dict[str, Any]:
         said = _said(["launchctl", "print", self._target]) or ""
@@ -267,7 +266,7 @@ def _is_mac() -> bool:
 
 
 def _supervisor(name: str, words: Sequence[str]) -> Systemd:
-    """Return what starts services on this machine. Raises UsageError: nothing that is known here."""
+    """Return the service supervisor of this machine. Raises UsageError: there is no known one."""
     if _is_mac():
         return Launchd(name)
     has_systemd = shutil.which("systemctl") is not None
@@ -285,7 +284,7 @@ def _supervisor(name: str, words: Sequence[str]) -> Systemd:
 
 
 def _said(words: Sequence[str]) -> str | None:
-    """Return what a program says; None where it fails or is not there."""
+    """Return a program's output; None if it fails or is missing."""
     try:
         ended = subprocess.run(words, capture_output=True, text=True, check=True, timeout=ANSWER_SECONDS_MAX)  # noqa: S603 - service managers, by names of ours
     except (OSError, subprocess.SubprocessError):
@@ -294,7 +293,7 @@ def _said(words: Sequence[str]) -> str | None:
 
 
 def _run(words: Sequence[str], log_hint: str) -> str:
-    """Return what a service supervisor says. Raises PeerloomError with its own words."""
+    """Return the output of a service supervisor. Raises PeerloomError with its message."""
     what = " ".join(words[:4])
     try:
         ended = subprocess.run(words, capture_output=True, text=True, check=False, timeout=ANSWER_SECONDS_MAX)  # noqa: S603 - as above

@@ -12,20 +12,21 @@ from pathlib import Path
 from node.errors import UsageError
 
 WATCHDOG_SECONDS = 60
-"""After so long without a sign of life a node is started again. Its loop never computes; a machine that swaps
-may hold it for some seconds."""
+"""A node without a sign of life for this long is restarted. Its loop never computes, but a swapping machine
+may hold it for some seconds.
+"""
 START_SECONDS_MAX = 180
-"""Until a node listens: it measures its processor first, which a busy machine makes slow."""
+"""The time until a node listens: it measures its processor first, which is slow on a busy machine."""
 STOP_SECONDS_MAX = 30
 """A node ends itself after half of that (`node.process.END_SECONDS_MAX`)."""
 AGAIN_SECONDS = 5
-"""Between an end that was not wished and the next start."""
+"""The pause between a failure and the next start."""
 LABEL = "peerloom"
 
 
 @dataclass(frozen=True)
 class AutostartService:
-    """A node as a service: what starts it, from which folder, with which variables."""
+    """A node as a service: its command, folder and environment variables."""
 
     name: str
     data_dir: Path
@@ -114,7 +115,7 @@ def _command_word(word: str) -> str:
 
 
 def _quoted(word: str) -> str:
-    """Return a word as it stands in a unit: in quotes where it needs them (systemd.syntax(7), "Quoting")."""
+    """Return a word for a unit, in quotes if it needs them (systemd.syntax(7), "Quoting")."""
     text = _escaped(word)
     if word and re.fullmatch(r"[\w./:=@,+-]+", word, re.ASCII):
         return text
@@ -123,7 +124,7 @@ def _quoted(word: str) -> str:
 
 
 def _escaped(text: str) -> str:
-    """Return a text with its specifiers escaped. Raises UsageError: it has a line of its own."""
+    """Return a text with its specifiers escaped. Raises UsageError: it has a line break."""
     if not text.isprintable():
         raise UsageError(f"{text!r} cannot stand in a unit of systemd", "use names of one line")
     return text.replace("%", "%%")

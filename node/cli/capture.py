@@ -1,7 +1,6 @@
-"""From the `model` of a RUN.toml to a captured graph in a folder: what `train` does before it asks the node.
-
-The only part of a run that needs torch in the command's own process, which loads it for built-in models and
-for a person's own factory; a FILE.peerloom that was captured before is only named.
+"""Capture the `model` of a RUN.toml into a graph in a folder, before `train` asks the node. It is the only
+part of a run that needs torch in the command's own process, for built-in models and for a user's own factory;
+a FILE.peerloom is already captured and only named.
 """
 
 from collections.abc import Callable, Iterator
@@ -30,19 +29,17 @@ from partition.model.groups import with_groups
 
 Load = Callable[[], datasets.Dataset]
 DATA_SEED = 20
-"""Seed the draws of a person's own data, such as augmentations, so that they come out the same again."""
+"""The seed for random draws of a user's own data, such as augmentations, so that they repeat."""
 LOOKED_AT_BYTES_MAX = 1 << 30
-"""Arrays that a run takes as they are, which are unpacked once more to be described."""
+"""The largest arrays, of those that a run takes unchanged, that are unpacked once more to be described."""
 _GRAPH_NAME = f"model{GRAPH_SUFFIX}"
 
 
 def prepare_data(
     run_file: RunFile, base: Path, folder: Path, name: str, tell: Tell = lambda _: None
 ) -> SourceReading | None:
-    """Turn the data of a run into arrays in `folder`, and return how it was read; None where it is of a form
-    that a run takes as it is.
-
-    `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
+    """Turn the data of a run into arrays in `folder`, and return its reading; None if a run takes this form
+    unchanged. `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
     """
     splits, source, keys = run_file.splits, run_file.source, run_file.data_keys
     language = language_of(run_file, base, name)
@@ -80,13 +77,15 @@ def prepare_data(
 
 
 def loading(run_file: RunFile, base: Path, tell: Tell = lambda _: None) -> Load:
-    """A reader of a run's data that reads when it is first asked."""
+    """Return a reader of a run's data that reads at its first call."""
     window = run_file.train.window or WINDOW
     return cache(partial(datasets.load, run_file.source, base, window=window, tell=tell))
 
 
 def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:
-    """How data is read that a run takes as it is: a text, arrays, the digits. Raises UsageError."""
+    """Return the reading of data that a run takes unchanged: a text, arrays, the digits. Raises
+    UsageError.
+    """
     path = datasets.path_of(run_file.source, base)
     if path.is_dir() and sum(each.stat().st_size for each in path.glob("*.npz")) > LOOKED_AT_BYTES_MAX:
         return SourceReading(run_file.source, "arrays of numbers, too many to look through")
@@ -98,7 +97,7 @@ def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:
 
 
 def _own_reading(source: str, folder: Path) -> SourceReading:
-    """Describe the samples of a person's own function."""
+    """Describe the samples of a user's own function."""
     reading = SourceReading(source, "samples of a function")
     describe(reading, datasets.load_folder(folder).parts)
     return reading
@@ -115,7 +114,7 @@ def _is_converted(run_file: RunFile, base: Path) -> bool:
 
 
 def _run_own_data(reference: str, folder: Path, where: str) -> None:
-    """Samples of what a person's own function returns. Raises UsageError."""
+    """Return the samples of a user's own function. Raises UsageError."""
     from partition.capture.errors import CaptureRefused
     from partition.capture.task import call_seeded, load_factory
 
@@ -128,10 +127,9 @@ def _run_own_data(reference: str, folder: Path, where: str) -> None:
 
 @contextmanager
 def captured(run_file: RunFile, path: Path, name: str, load: Load | None = None) -> Iterator[dict[str, str]]:
-    """Where graph and first values of a run's model lie, as arguments for the node, while it takes them.
-
-    `path` is that of RUN.toml, against which other paths are meant; errors call it `name`. `load` reads its
-    data, where somebody else needs it too.
+    """Yield the files of a run's graph and first values, as arguments for the node, while it takes them.
+    Other paths are relative to `path`, that of RUN.toml; errors call it `name`. `load` reads its data, for
+    other users of it too.
 
     Raises:
         UsageError: no such model, or one that cannot be captured.
@@ -158,7 +156,7 @@ def _arguments(graph: Path) -> dict[str, str]:
 
 
 def _regrouped(graph: Path, run_file: RunFile, folder: Path, name: str) -> dict[str, str]:
-    """The graph with its parameters in the groups of the run, where it has some. Raises UsageError."""
+    """Return the graph with its parameters in the groups of the run, if it has any. Raises UsageError."""
     if not run_file.train.groups:
         return {}
     try:
@@ -173,7 +171,7 @@ def _regrouped(graph: Path, run_file: RunFile, folder: Path, name: str) -> dict[
 
 
 def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load | None = None) -> None:
-    """Capture a built-in model, a Hugging Face folder, or what a function makes, into the file `graph`.
+    """Capture a built-in model, a Hugging Face folder, or a function's model into the file `graph`.
 
     Raises:
         UsageError: no such model, or one that cannot be captured.
@@ -217,22 +215,23 @@ def capture_to(graph: Path, run_file: RunFile, path: Path, name: str, load: Load
 
 
 def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tuple[int, ...], int]:
-    """The shape of a sample, and how many classes a built-in model must tell apart. Raises UsageError."""
+    """Return the shape of a sample, and the number of classes of a built-in model. Raises UsageError."""
     if run_file.source == datasets.DIGITS_NAME:
         return datasets.DIGITS_SAMPLE_SHAPE, datasets.DIGITS_CLASSES
     dataset = load()
     reading = read_reading(datasets.path_of(run_file.source, base))
     if reading is not None and reading.vocabulary:
         return dataset.sample_shape, reading.vocabulary
-    words = reading.words if reading is not None else []  # the last of them may be of no sample
+    words = reading.words if reading is not None else []  # the last classes may have no sample
     return dataset.sample_shape, max(dataset.classes, len(words))
 
 
 @contextmanager
 def captured_to_serve(model: str) -> Iterator[str]:
-    """The file of a graph to be served, while the node takes and proves it: `model` itself, or what a folder
-    of transformers is captured to. Raises UsageError: it cannot be captured, or does not answer as its
-    model."""
+    """Yield the file of a graph to be served, while the node takes and proves it: `model` itself, or the
+    graph captured from a folder of transformers. Raises UsageError: it cannot be captured, or its answers
+    differ from its model's.
+    """
     path = Path(model).expanduser().absolute()
     if not is_model_folder(path):
         yield str(path)

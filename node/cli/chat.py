@@ -1,9 +1,8 @@
 """`peerloom chat SERVICE`: a conversation with a served model, by the chat template of its folder.
 
-What was said is kept in this process and nowhere else, and goes to the node with each message; `/save`
-writes it down. Ctrl-C stops the answer that is being given, which stays in the conversation as far as it
-came. So does one that breaks off; the next line, or `/retry`, goes on. Ctrl-D, or the end of the input,
-ends the chat.
+The conversation is kept only in this process, and goes to the node with each message; `/save` writes it down.
+Ctrl-C stops the current answer; its part so far stays in the conversation, as does that of an answer that
+breaks off. The next line, or `/retry`, goes on. Ctrl-D, or the end of the input, ends the chat.
 """
 
 import json
@@ -25,7 +24,9 @@ from node.errors import EXIT_DONE, PeerloomError, UsageError
 from node.suggest import did_you_mean
 
 HISTORY_BYTES_MAX = 1 << 20
-"""Messages that go with a question: less than the control channel takes. The oldest are left out beyond."""
+"""The most bytes of messages in a question, below the limit of the control channel. The oldest are left out
+beyond.
+"""
 PROMPT = "> "
 HELP = (
     "/retry           answer the last message again",
@@ -47,7 +48,7 @@ def chat(
         str, typer.Option("--system", metavar="TEXT", help="What the model is told before all.")
     ] = "",
     tokens_max: Annotated[
-        int, typer.Option("--max-tokens", metavar="N", help="So many at most in an answer.")
+        int, typer.Option("--max-tokens", metavar="N", help="The most in an answer.")
     ] = 512,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -81,13 +82,14 @@ def chat(
         if not talk.take(said):
             break
     if talk.exit_code and not is_terminal:
-        raise typer.Exit(talk.exit_code)  # whoever pipes into this looks at nothing else
+        raise typer.Exit(talk.exit_code)  # with piped input only the exit code reports a failure
 
 
 @dataclass
 class _Talk:
-    """A conversation. `turns` are what was said and answered, in turn; a message without a word of an answer
-    is not sent again."""
+    """A conversation. `turns` are messages and answers, alternating; a message without any answer is not sent
+    again.
+    """
 
     folder: Path
     service: str
@@ -95,10 +97,10 @@ class _Talk:
     system: str
     turns: list[Message] = field(default_factory=list)
     exit_code: int = EXIT_DONE
-    """Why the newest answer failed, 0 where it did not."""
+    """The exit code of the newest answer, 0 if it succeeded."""
 
     def take(self, said: str) -> bool:
-        """Take a line of a person; return whether the chat goes on."""
+        """Take a line of the user; return whether the chat goes on."""
         if not said.startswith("/") or said.startswith("//"):
             self._ask(said.removeprefix("/") if said.startswith("//") else said)
             return True
@@ -121,7 +123,7 @@ class _Talk:
         return True
 
     def _attempt(self, work: Callable[[], object]) -> None:
-        """Do something; say what kept it from being done."""
+        """Run an action; show its error, if any."""
         self.exit_code = EXIT_DONE
         try:
             work()
@@ -158,7 +160,7 @@ class _Talk:
         path = Path(name).expanduser()
         data = json.dumps(self._messages(), ensure_ascii=False, indent=1)
         try:
-            # Nobody else's to read, and no file of before is written over.
+            # Readable only by this user, and no existing file is overwritten.
             with open(
                 path, "x", encoding="utf-8", opener=lambda at, flags: os.open(at, flags, 0o600)
             ) as file:
@@ -168,13 +170,13 @@ class _Talk:
         show([f"({len(self.turns) // 2} messages with their answers are in {path})"], sys.stderr)
 
     def _messages(self) -> list[Message]:
-        """Return what is sent: the last message, and those before it that were answered."""
+        """Return the messages to send: the last one, and the answered ones before it."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         pairs = [self.turns[at : at + 2] for at in range(0, len(self.turns), 2)]
         return head + [each for pair in pairs if pair[1]["content"] for each in pair]
 
     def _answer(self) -> None:
-        """Show an answer to the last message as it comes; what of it came is kept. Raises PeerloomError."""
+        """Show the answer to the last message as it comes, and keep it, even a part. Raises PeerloomError."""
         pieces: list[str] = []
         result: dict[str, Any] = {}
         messages = [*self._messages(), self.turns[-2]]
@@ -229,8 +231,9 @@ def _said(*, is_terminal: bool) -> Iterator[str]:
 
 
 def fitting(history: list[Message], bytes_max: int = HISTORY_BYTES_MAX) -> list[Message]:
-    """Return a conversation without its oldest messages, but for the system's, if it is long. Raises
-    UsageError: its last message alone is too long."""
+    """Return a conversation that fits, without its oldest messages but with the system's. Raises UsageError:
+    its last message alone is too long.
+    """
     head = [each for each in history[:1] if each["role"] == "system"]
     rest = history[len(head) :]
     sizes = [_bytes([each]) for each in rest]

@@ -1,7 +1,7 @@
 """`peerloom checkpoint`: a run's checkpoints on this machine: list, save, export, fetch.
 
-`list` and `export` work without a running node too, from what lies in its data folder; with one they know,
-and bring, what other peers keep.
+Without a running node `list` and `export` use only its data folder; with one they also find and fetch other
+peers' checkpoints.
 """
 
 import sys
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from node.checkpoints.store import CheckpointStore
 
 LIST_SECONDS_MAX = 60.0
-"""The node asks others who has copies."""
+"""The time limit while the node asks others for copies."""
 _WIDTH = 8
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
@@ -133,7 +133,7 @@ def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _store(folder: Path) -> "CheckpointStore":
-    """Return what lies in a data folder that no node holds. Raises UsageError."""
+    """Return the store of a data folder that no node holds. Raises UsageError."""
     from node.checkpoints.store import CheckpointStore
     from node.storage.blobs import Blobs
     from node.storage.folder import FolderStorage

@@ -17,7 +17,7 @@ from node.storage.folder_lock import last_holder
 
 CONNECT_SECONDS_MAX = 5.0
 ANSWER_SECONDS_MAX = 10.0
-"""For commands that only look: a node answers them in milliseconds unless it is stopped."""
+"""The time limit of commands that only read: a node answers them in milliseconds unless it is stopped."""
 _LOOK_SECONDS = 0.01
 _START = "`peerloom`, or name its data folder: --data-dir DIR"
 
@@ -25,7 +25,7 @@ Reply = dict[str, Any]
 
 
 class GoneAway(NoNode):
-    """The node ended, or hung up, before it had answered: caught by `leave`, which wants just that."""
+    """The node ended, or hung up, before it answered: caught by `leave`, which expects that."""
 
 
 class NodeRefused(PeerloomError):
@@ -49,9 +49,8 @@ def request(
     Closing the iterator hangs up, which cancels the command in the node. `seconds` is how long one line
     may take, None for as long as it likes.
 
-    Raises:
-        NoNode: no node holds this data folder, it is another user's, or it said nothing for `seconds`.
-        GoneAway: it went away in between.
+    Raises: NoNode: no node holds this data folder, it is another user's, or it was silent for `seconds`.
+    GoneAway: it ended meanwhile.
         NodeRefused: the node's own error, with its exit code.
     """
     line = json.dumps({"command": command, "arguments": dict(arguments or {})})
@@ -69,7 +68,7 @@ def request(
         except TimeoutError:
             raise NoNode(*_silence(data_dir, seconds or 0.0)) from None
         except OSError:
-            pass  # said below: an end without a result
+            pass  # reported below as an end without a result
     raise _gone()
 
 
@@ -91,7 +90,7 @@ def ask(
 
 
 def peer_names(data_dir: Path) -> dict[str, str]:
-    """Return what this node and those that it knows are called, by their ids. Raises as `request` does."""
+    """Return the names of this node and those that it knows, by their ids. Raises as `request` does."""
     own = ask(data_dir, "status")
     rows = [own, *ask(data_dir, "peers")["peers"]]
     return {row["peer"]: row["name"] for row in rows if row["name"]}
@@ -109,11 +108,11 @@ def is_running(data_dir: Path) -> bool:
 
 
 class _Stuck(NoNode):
-    """It listens and takes no connection."""
+    """The node listens but accepts no connection."""
 
 
 def _connect(data_dir: Path, seconds: float = CONNECT_SECONDS_MAX) -> socket.socket:
-    """A connection to the node that holds `data_dir`, waiting so long for a busy one. Raises NoNode."""
+    """Connect to the node that holds `data_dir`, waiting up to `seconds` for a busy one. Raises NoNode."""
     until = time.monotonic() + seconds
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -123,7 +122,7 @@ def _connect(data_dir: Path, seconds: float = CONNECT_SECONDS_MAX) -> socket.soc
                 try:
                     connection.connect(path)
                     return connection
-                except BlockingIOError:  # as many as fit wait to be accepted
+                except BlockingIOError:  # the queue of unaccepted connections is full
                     if time.monotonic() >= until:
                         raise _Stuck(*_silence(data_dir, seconds)) from None
                 time.sleep(_LOOK_SECONDS)
@@ -142,7 +141,7 @@ def _connect(data_dir: Path, seconds: float = CONNECT_SECONDS_MAX) -> socket.soc
 
 
 def _silence(data_dir: Path, seconds: float) -> tuple[str, str]:
-    """Return what a node that does not answer is told by, and what to do."""
+    """Return the error for a node that does not answer, with a remedy."""
     holder = last_holder(data_dir)
     end = f"; to end it: kill {holder}" if holder else ""
     return (
@@ -155,7 +154,7 @@ def _checked(answer: bytes) -> Reply:
     try:
         reply = json.loads(answer)
     except ValueError:
-        # The node writes nothing but JSON, so this line was cut by its end.
+        # The node writes only JSON, so this line was cut when the node ended.
         raise _gone() from None
     if not isinstance(reply, dict) or not reply.keys() & {"event", "result", "error"}:
         raise PeerloomError("the node sent what this command does not know; are both of one version?")

@@ -1,8 +1,7 @@
-"""`completion SHELL`: a script by which a shell completes commands and flags of peerloom.
-
-Made from the commands themselves, and fixed: no process of ours starts when a person presses Tab. A shell's
-own completion of files follows where there is no command to complete, and behind a flag that takes a value.
-Sources: bash(1) "Programmable Completion", zshcompsys(1), fish's complete(1).
+"""`completion SHELL`: a script with which a shell completes commands and flags of peerloom. It is static,
+generated from the commands themselves: pressing Tab starts no process of ours. Where no command can follow,
+and after a flag that takes a value, the shell completes files. Sources: bash(1) "Programmable Completion",
+zshcompsys(1), fish's complete(1).
 """
 
 import sys
@@ -17,12 +16,12 @@ from node.suggest import did_you_mean
 
 PROGRAM = "peerloom"
 STARTS_NODES = (f"{PROGRAM} autostart install",)
-"""Commands that take the flags of a node too."""
+"""Commands that also take the flags of a node."""
 
 
 @dataclass(frozen=True)
 class Words:
-    """Words that may follow a command: commands and flags with their help; flags that take a value."""
+    """Words that may follow a command: commands and flags with their help, and which flags take a value."""
 
     commands: Mapping[str, str]
     flags: dict[str, str]
@@ -114,7 +113,9 @@ def _fish(tree: Mapping[str, Words]) -> Iterator[str]:
 
 
 def _quoted(text: str) -> str:
-    """Return a text in single quotes: a path for any of the shells, or help with its own quotes for fish."""
+    """Return a text in single quotes: a path for any shell, or help, whose own quotes are
+    escaped, for fish.
+    """
     return "'" + text.replace("\\", "").replace("`", "").replace("'", "\\'") + "'"
 
 

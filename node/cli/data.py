@@ -1,6 +1,5 @@
-"""`peerloom data show SOURCE`: how a source of samples would be read, before anything is trained on it.
-
-The same reading that `train` states in its first lines. The flags are keys of `[data]` in RUN.toml.
+"""`peerloom data show SOURCE`: show the reading of a source before training on it. It is the reading that
+`train` prints first. The flags are keys of `[data]` in RUN.toml.
 """
 
 from pathlib import Path

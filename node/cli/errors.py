@@ -1,7 +1,7 @@
 """From a command line to an exit code: every error becomes at most three lines on stderr.
 
-For the commands of a node and for those of the simulator, which stands above it. typer parses; its
-own complaints are put into our form. Exit codes are those of `node.errors`.
+For the commands of a node and of the simulator, which stands above it. typer parses; its errors are put into
+our form. Exit codes are those of `node.errors`.
 """
 
 import errno
@@ -21,23 +21,23 @@ from node.suggest import nearest
 
 DEBUG = "--debug"
 _SYSTEM = (*NO_ROOM, errno.EROFS)
-"""A person is told of these as of a mistyped flag, wherever they are raised."""
+"""Errors that are shown like a mistyped flag, wherever they are raised."""
 _NO_TEMPORARY = "No usable temporary directory"
 _NO_HOME_FOLDER = "Could not determine home directory."
-"""Python's own words for them (tempfile, pathlib)."""
+"""Python's messages for them (tempfile, pathlib)."""
 
 
 Keys = Mapping[str, Callable[[], Mapping[str, str]]]
-"""For a command that reads a file: its keys, as flags would be called, and where each stands there."""
+"""For a command that reads a file: its keys in the form of flags, and the table of each."""
 
 
 def dispatch(app: typer.Typer, arguments: Sequence[str], program: str, keys: Keys | None = None) -> int:
-    """Do what the command line says; the exit code. Raises nothing."""
-    # Taken out before parsing, so that it works behind any command and for errors of parsing too.
+    """Run the command line; return the exit code. Raises nothing."""
+    # Removed before parsing, so that it works after any command and for parsing errors.
     rest = [argument for argument in arguments if argument != DEBUG]
     debug = len(rest) < len(arguments)
     for stream in (sys.stdout, sys.stderr):
-        # A name in a script that the terminal does not know is no reason to fail.
+        # A name in letters that the terminal cannot show must not fail the command.
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:
@@ -68,7 +68,7 @@ def _fail(error: Exception, program: str, keys: Keys, *, debug: bool) -> int:
 
 
 def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
-    """Any error as one a person can use."""
+    """Return any error in a form with a remedy."""
     if isinstance(error, PeerloomError):
         return error
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
@@ -89,7 +89,7 @@ def _told(error: Exception, program: str, keys: Keys) -> PeerloomError:
 
 
 def _system_error(error: OSError) -> UsageError:
-    """Refusals of the system that a person can mend."""
+    """Return the error for a refusal of the system that a user can fix."""
     reason = (error.strerror or str(error)).lower()
     if error.filename is None:
         return UsageError(
@@ -116,13 +116,13 @@ def _parsing_error(error: Any, program: str, keys: Keys) -> UsageError:
 
 
 def _commands_of(error: Any, message: str, context: Any) -> list[str]:
-    """Return the commands of a group that was typed alone, for which typer gives its whole help."""
+    """Return the commands of a group that was typed alone, for which typer would print its whole help."""
     is_alone = type(error).__name__ == "NoArgsIsHelpError" or message.startswith("Missing command")
     return list(context.command.list_commands(context)) if is_alone else []
 
 
 def _meant(option: str, command: Any, keys: Keys) -> str:
-    """`; did you mean --join?`, or which key of a file that the command reads, or nothing."""
+    """Return `; did you mean --join?`, or the key of a file that the command reads, or nothing."""
     parameters = command.params if command is not None else ()
     known = [flag for each in parameters for flag in (*each.opts, *each.secondary_opts)]
     if (near := nearest(option, known)) is not None:

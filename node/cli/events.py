@@ -1,4 +1,4 @@
-"""`peerloom events`: what happened to the node on this machine, and what happens."""
+"""`peerloom events`: past and coming events of the node on this machine."""
 
 import time
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""How fast a run is wanted (`[goal]`), in the words of its requester's screens."""
+"""The texts of a run's goal (`[goal]`) on its requester's screens."""
 
 from collections.abc import Mapping
 from typing import Any

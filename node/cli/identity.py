@@ -1,4 +1,4 @@
-"""`peerloom id`: who this node is, whether it runs or not."""
+"""`peerloom id`: the identity of this node, whether it runs or not."""
 
 import contextlib
 import os
@@ -37,7 +37,7 @@ def identity(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = F
         "running": False,
     }
     if is_running(folder):
-        # A node that ended a moment ago is no fault: then what the files say is the answer.
+        # A node that has just ended is not an error: the files then give the answer.
         with contextlib.suppress(NoNode):
             document |= {"name": ask(folder, "status")["name"], "running": True}
     if as_json:

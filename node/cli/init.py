@@ -16,12 +16,12 @@ from node.invocation import command_span
 from node.suggest import nearest
 
 LINE_COLUMNS = 100
-"""Beyond it a key's text stands above the key."""
+"""A longer key has its text on the line above."""
 
 
 @dataclass(frozen=True)
 class RunExample:
-    """A run to begin with: what it shows, and the keys that differ from their defaults."""
+    """An example run: its purpose, and the keys that differ from their defaults."""
 
     about: str
     keys: Mapping[str, Any]
@@ -163,7 +163,7 @@ def _short(chosen: RunExample) -> list[str]:
 
 
 def _lines(rows: Iterator[tuple[str, str, str, bool]]) -> Iterator[str]:
-    """Write keys with their values and meanings, a table after the other."""
+    """Write keys with their values and meanings, table after table."""
     before = ""
     for key, value, text, is_set in rows:
         table, _, name = key.rpartition(".")

@@ -1,5 +1,5 @@
 """The meaning of each key of node.toml and RUN.toml, in one line: for files that `peerloom init` writes and
-for docs/reference. Tests hold the tables against the settings: no key is missing, none is left over.
+for docs/reference. Tests compare the tables with the settings: every key has a text, and every text a key.
 """
 
 from collections.abc import Mapping

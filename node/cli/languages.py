@@ -1,8 +1,7 @@
-"""Which text of a RUN.toml becomes tokens, by which tokenizer, and how many of them make a sample.
-
-Where the model is a Hugging Face folder its own tokenizer makes them, unless the key `tokenizer` names
-another; bytes are no tokens of such a model. `train.window` is the length of a sample, else `length` of
-`[options]`, else what the model takes (of records, what the longest takes).
+"""The tokenizer of a RUN.toml's text, and the tokens in a sample. A Hugging Face folder uses its own
+tokenizer, unless the key `tokenizer` names another; such a model never learns bytes. `train.window` is the
+length of a sample, else `length` of `[options]`, else the model's maximum (for records, the length of the
+longest).
 """
 
 from pathlib import Path
@@ -19,7 +18,7 @@ from node.protocols.run_file import RunFile
 from node.runs.manifest_builder import WINDOW
 
 LENGTH = "length"
-"""The option of a folder's model that says how many tokens a sample has."""
+"""The option of a folder's model for the tokens in a sample."""
 _ARRAYS = (".npz", ".safetensors")
 _BYTE_VOCABULARY_MAX = 512
 """A model of bytes knows 256 and some special tokens."""
@@ -29,13 +28,13 @@ _SAVE_TOKENIZER = (
 
 
 def model_folder_of(run_file: RunFile, base: Path) -> ModelFolder | None:
-    """Return what the run's model says, where that is a Hugging Face folder. Raises UsageError."""
+    """Return the run's model folder if its model is a Hugging Face folder. Raises UsageError."""
     path = base / Path(run_file.model).expanduser()
     return read_model_folder(path) if is_model_folder(path) else None
 
 
 def length_of(run_file: RunFile, name: str) -> int:
-    """Return how many tokens make a sample, as the run says; 0 where it does not. Raises UsageError."""
+    """Return the tokens in a sample by the run's settings; 0 if they do not say. Raises UsageError."""
     window, length = run_file.train.window, run_file.options.get(LENGTH, 0)
     length = length if isinstance(length, int) else 0
     if window and length and window != length:
@@ -47,15 +46,16 @@ def length_of(run_file: RunFile, name: str) -> int:
 
 
 def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
-    """Return what makes tokens of the run's data; None where it is no text, or its bytes are learnt. Raises
-    UsageError: that can be meant in two ways, or does not fit the model."""
+    """Return the tokenizer of the run's data; None if it is not text, or if bytes are learnt. Raises
+    UsageError: it is ambiguous, or does not fit the model.
+    """
     source, keys = run_file.source, run_file.data_keys
     suffix = Path(source).suffix.lower()
     path = base / Path(source).expanduser()
     model = model_folder_of(run_file, base)
     is_text = source != DIGITS_NAME and ".py:" not in source and suffix not in _ARRAYS
     if not is_text or keys.form == "table" or path.is_dir():
-        if run_file.tokenizer and ".py:" not in source:  # of a function `check_keys` says it
+        if run_file.tokenizer and ".py:" not in source:  # for a function `check_keys` reports it
             raise UsageError(
                 f"{name}: tokenizer: has no effect on {source}, which is no text", "leave tokenizer out"
             )
@@ -96,8 +96,9 @@ def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
 
 
 def sample_length(run_file: RunFile, base: Path, name: str) -> int:
-    """Return how many tokens the samples of data have that lies there as arrays or text: the length that a
-    folder's model is captured for. 0 where it is not of tokens. Raises UsageError."""
+    """Return the tokens in the samples of existing arrays or text: the length for which a folder's model is
+    captured. 0 if the data has no tokens. Raises UsageError.
+    """
     asked = length_of(run_file, name)
     path = base / Path(run_file.source).expanduser()
     if not (path / "train.npz").is_file():
@@ -106,7 +107,7 @@ def sample_length(run_file: RunFile, base: Path, name: str) -> int:
         with (path / "train.npz").open("rb") as file:
             arrays = read_layouts(file).arrays
     except (BadArchive, OSError):
-        return asked  # what is wrong with it is said when it is read
+        return asked  # errors in it are reported when it is read
     shapes = [arrays[each].shape[1:] for each in ("input_ids", "x") if each in arrays]
     found = shapes[0][0] if shapes and len(shapes[0]) == 1 else 0
     if found and asked and found != asked:

@@ -24,7 +24,7 @@ def leave(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = Fals
     until = time.monotonic() + ENDING_SECONDS_MAX
     show(["leaving..."], sys.stderr)
     answer: dict[str, Any] = {"runs": []}
-    with contextlib.suppress(GoneAway):  # it may end faster than its answer travels
+    with contextlib.suppress(GoneAway):  # it may end before its answer arrives
         answer = ask(folder, "leave", seconds=ENDING_SECONDS_MAX)
     while is_running(folder):
         if time.monotonic() > until:

@@ -1,8 +1,8 @@
 """`peerloom model`: capture a model into a file, show what is in one, verify one.
 
-A captured model is FILE.peerloom, the graph as it travels, and where it has values of its own the safetensors
-file beside it. `show` needs neither torch nor the model's code. `capture` and `verify` load torch, and run
-the code of the model that the person at this machine names: never code that came from elsewhere.
+A captured model is FILE.peerloom, the graph as it travels, and, if it has its own values, the safetensors
+file beside it. `show` needs neither torch nor the model's code. `capture` and `verify` load torch and run the
+code of the model that the user of this machine names: never code that came from elsewhere.
 """
 
 import contextlib
@@ -130,7 +130,7 @@ def capture(
 
 
 def _explain(wanted: "_Wanted", *, as_json: bool) -> None:
-    """Show what a capture makes of a model. Raises UsageError: nothing, with every reason."""
+    """Show the result of a capture. Raises UsageError: it failed, with every reason."""
     with _told():
         from partition.capture.explain import explain
 
@@ -198,7 +198,9 @@ def verify(
     settings: Settings = None,
     as_json: AsJson = False,
 ) -> None:
-    """Whether a captured model is whole, may run on a peer, and, given the model's code, is that model."""
+    """Check that a captured model is complete, may run on a peer, and, given the model's code, is
+    that model.
+    """
     from node.cli.model_summary import read_graph, sizes_of
 
     path = Path(file).expanduser()
@@ -231,7 +233,7 @@ def verify(
 
 @dataclass(frozen=True)
 class _Wanted:
-    """The model that a person's words name, to be made when asked."""
+    """The model that the command line names, made on request."""
 
     source: str
     sample: str
@@ -273,7 +275,7 @@ class _Wanted:
 
 
 def _check_free(target: Path) -> None:
-    """Raises UsageError: where the first values will lie there is a file that is none of this model's."""
+    """Raise UsageError if the file for the first values exists and is not this model's."""
     from crypto.errors import RemoteProtocolError
     from node.cli.model_summary import read_graph
     from partition.model.safetensors_layout import check_file, file_header
@@ -320,7 +322,7 @@ def _dtype_of(graph: "Graph") -> Literal["float32", "float64"]:
 
 @contextmanager
 def _told(where: str = "") -> Iterator[None]:
-    """Turn a file that is no graph, or another than it says, into an error of the command line."""
+    """Turn a file that is not a graph, or not the stated one, into an error of the command line."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.errors import CaptureRefused
 
@@ -337,7 +339,7 @@ def _told(where: str = "") -> Iterator[None]:
 
 
 def _check_values(path: Path, graph: "Graph") -> int:
-    """Every stored range against its digest; their bytes."""
+    """Check every stored range against its digest; return their bytes."""
     from partition.model.safetensors_layout import stored_parameters
 
     rows = stored_parameters(graph)
@@ -350,7 +352,7 @@ def _check_values(path: Path, graph: "Graph") -> int:
 
 
 def _admit(graph: "Graph", name: bytes, sizes: tuple[int, ...]) -> dict[str, Any]:
-    """Each layer as a stage of its own, through the gate that every peer has."""
+    """Admit each layer as a separate stage, as every peer would."""
     from partition.execute.admit import admit
     from partition.model.cut import cut_layers
     from partition.stage import StageSpecification
@@ -385,7 +387,7 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
     from partition.capture.task import capture_task
 
     show(["comparing it with the model"], sys.stderr)
-    # Captured again, it also says which outputs and draws of the model a graph leaves out.
+    # Capturing again also shows which outputs and draws of the model the graph leaves out.
     found: Provable = _Named(graph, name)
     with contextlib.suppress(CaptureRefused):
         again = capture_task(task, unproved=True)
@@ -403,8 +405,9 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
 
 
 def _other_values(task: "Task", graph: "Graph") -> int:
-    """Return how many stored tensors are not the model's. A function that draws new ones each time has
-    others."""
+    """Return how many stored tensors differ from the model's. They differ if a function draws new ones each
+    time.
+    """
     from crypto.errors import RemoteProtocolError
     from partition.capture.state_dict import bytes_of
     from partition.model.graph import StoredValues

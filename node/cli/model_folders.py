@@ -1,7 +1,6 @@
-"""A run's result as a Hugging Face folder: what `from_pretrained` of transformers reads.
-
-The weights go into safetensors files of at most 5 GB with an index of them, copied range by range; beside
-them lie the files of the folder that the model came from. It takes its name only when it is whole.
+"""A run's result as a Hugging Face folder for `from_pretrained` of transformers. The weights go into
+safetensors files of at most 5 GB with an index, copied range by range; beside them lie the files of the
+model's original folder. The folder gets its name only when it is complete.
 """
 
 import json
@@ -40,13 +39,14 @@ Header = Mapping[str, Mapping[str, Any]]
 
 
 def is_folder_path(text: str) -> bool:
-    """Return whether a person means a folder: by a slash at the end, or because it is one."""
+    """Return whether a path means a folder: it ends in a slash, or is one."""
     return text.endswith(("/", os.sep)) or Path(text).expanduser().is_dir()
 
 
 def check_folder(out: str) -> Path:
-    """Return where a folder is to be written, absolute. Raises UsageError: something is there already, or
-    nothing can be."""
+    """Return the absolute path for a new folder. Raises UsageError: something is there already, or cannot be
+    written.
+    """
     target = Path(out.rstrip(f"/{os.sep}") or out).expanduser().absolute()
     if not target.is_dir():
         return output_path(str(target))
@@ -60,8 +60,9 @@ def check_folder(out: str) -> Path:
 
 
 def fetch_folder(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
-    """Write a run's result as a folder; the files beside the weights are those that the node keeps for it, or
-    those of the folder `model`. Says so on stderr. Raises UsageError."""
+    """Write a run's result as a folder and report it on stderr; the files beside the weights are those that
+    the node keeps for it, or those of the folder `model`. Raises UsageError.
+    """
     if model and not is_model_folder(Path(model).expanduser()):
         raise UsageError(f"--model {model}: no folder with a {CONFIG}")
     with _made_whole(out) as (target, half):
@@ -82,9 +83,10 @@ def fetch_folder(data_dir: Path, run: str, out: str, model: str = "") -> dict[st
 def write_model_folder(
     weights: Path, folder: Path, words: Sequence[str] = (), *, shard_bytes_max: int = SHARD_BYTES_MAX
 ) -> list[str]:
-    """Put the weights of a safetensors file into a folder that holds the model's other files, and have its
-    configuration say their type and the classes' `words`; returns the names of the weights' files. Raises
-    UsageError."""
+    """Put the weights of a safetensors file into a folder that holds the model's other files, and write their
+    type and the classes' `words` into its configuration; return the names of the weights' files. Raises
+    UsageError.
+    """
     try:
         with weights.open("rb") as file:
             header, begin = _read_header(file, weights)
@@ -105,7 +107,7 @@ def write_model_folder(
 
 @contextmanager
 def _made_whole(out: str) -> Iterator[tuple[Path, Path]]:
-    """Yield where a folder is to be, and one beside it that takes its place at the end."""
+    """Yield a path, and a folder beside it that is renamed to it at the end."""
     target = check_folder(out)
     half = target.with_name(f".{target.name}.{os.getpid()}.half")
     try:
@@ -180,7 +182,7 @@ def _write_index(header: Header, shards: Mapping[str, Sequence[str]], path: Path
 
 
 def _write_config(folder: Path, header: Header, words: Sequence[str]) -> None:
-    """Have the configuration say what the weights are, and what the classes are called."""
+    """Write the type of the weights and the names of the classes into the configuration."""
     config = read_table(folder / CONFIG, CONFIG_BYTES_MAX)
     kinds = {_DTYPES[row["dtype"]] for row in header.values() if row["dtype"] in _DTYPES}
     if len(kinds) == 1:

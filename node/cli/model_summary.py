@@ -41,7 +41,7 @@ from partition.plan.problem import Constraints, Infeasible, Link, Problem, unifo
 
 SCHEMA = "peerloom/model/1"
 EXAMPLE = PeerResources(flops_per_second=50_000_000_000, memory_bytes=1 << 60)
-"""The machine of which `--stages` imagines several: a laptop's processor, and memory without end."""
+"""The machine of which `--stages` assumes several: a laptop's processor with unlimited memory."""
 EXAMPLE_LINK_BYTES_PER_SECOND = 125_000_000
 BAR_WIDTH = 16
 NAME_WIDTH_MAX = 44
@@ -69,7 +69,9 @@ def read_graph(file: Path) -> tuple[Graph, bytes]:
 
 
 def sizes_of(graph: Graph, batch: int) -> tuple[int, ...]:
-    """The symbols' values to show a graph at; a batch of 0 lets us choose. Raises UsageError."""
+    """Return the values of symbols for which a graph is shown; a batch of 0 is chosen here. Raises
+    UsageError.
+    """
     sizes = reference_sizes(graph)
     if batch:
         sizes = (batch, *sizes[1:])
@@ -176,7 +178,7 @@ def _layers(graph: Graph, costs: Sequence[LayerCost], sent: Sequence[Sequence[in
 
 
 def _skips(sent: Sequence[Sequence[int]], work: EntryWork) -> list[dict[str, Any]]:
-    """Values that cross more than one boundary in a row: made in `first`, still wanted in `last`."""
+    """Values that cross more than one boundary in a row: made in `first`, last used in `last`."""
     found = []
     begun: dict[int, int] = {}
     for boundary, values in enumerate((*sent, ())):
@@ -208,8 +210,8 @@ def _tied(graph: Graph) -> list[dict[str, Any]]:
 
 
 def _stages(graph: Graph, name: bytes, costs: Sequence[LayerCost], stages: int) -> list[dict[str, Any]]:
-    """How equal machines would share the model."""
-    from partition.plan.solver import solve  # with numpy, which all else here does without
+    """Return how equal machines would share the model."""
+    from partition.plan.solver import solve  # needs numpy, which the rest of this file does not
 
     try:
         offers = [(f"{n:04}", EXAMPLE.flops_per_second, EXAMPLE.memory_bytes) for n in range(stages)]
@@ -356,7 +358,9 @@ def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _stage_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
-    """`<` stands behind what the pipeline waits for: a stage's computing, or its sending."""
+    """Return the stages' lines; `<` marks the pipeline's slowest part: a stage's computing, or
+    its sending.
+    """
     longest = max(stage["seconds"] for stage in stages) or 1.0
     slowest = max(max(stage["seconds"], stage["transfer_seconds"]) for stage in stages)
     rows = [

@@ -18,12 +18,12 @@ BAR = 14
 THIN = 5
 BAR_WIDTH = 360
 LETTER = 7.3
-"""The width of a monospaced letter of 12 pixels: names are as wide as this times their length, nearly."""
+"""The approximate width of a monospaced letter of 12 pixels."""
 TEXT_WIDTH = 180
 """Right of the bars: FLOPs and parameters of a layer."""
 ARC_STEP = 14
 ARCS_MAX = 8
-"""Beyond as many arcs side by side they share places; a picture of more would be a knot anyway."""
+"""The most lanes of arcs side by side; further arcs share lanes, since more would be unreadable anyway."""
 TOP = 76
 MARGIN = 16
 
@@ -131,7 +131,7 @@ def _rows(
 
 
 def _edge(layer: Mapping[str, Any], bar_x: float, top: float) -> list[str]:
-    """Return what is sent to the next layer."""
+    """Return the edge to the next layer, with the bytes sent."""
     count = layer["output_tensors"]
     told = bytes_text(layer["output_bytes"]) + (f" in {count} tensors" if count > 1 else "")
     x, end = bar_x + 4, top + ROW - BAR - THIN
@@ -157,7 +157,7 @@ def _bands(stages: Sequence[Mapping[str, Any]], width: float) -> list[str]:
 
 
 def _sides(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Each span with a lane in which it touches no other, as long as there are lanes; short ones inside."""
+    """Return each span with a lane in which it touches no other, while there are lanes; short ones inside."""
     taken: list[list[tuple[int, int]]] = []
     lanes: dict[int, int] = {}
     order = sorted(

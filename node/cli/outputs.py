@@ -1,4 +1,4 @@
-"""Files that commands write: whether that can be done is said before the work, and not after it."""
+"""Files that commands write: checked before the work instead of after it."""
 
 import tempfile
 from pathlib import Path
@@ -7,7 +7,7 @@ from node.errors import UsageError
 
 
 def output_path(text: str, option: str = "--out") -> Path:
-    """Return where a command is to write, absolute. Raises UsageError: no file can be there."""
+    """Return the absolute path of an output file. Raises UsageError: it cannot be written."""
     path = Path(text).expanduser().absolute()
     if path.is_dir():
         raise UsageError(f"{option} {text}: is a folder", f"name a file in it: {option} {path / 'FILE'}")
@@ -15,7 +15,7 @@ def output_path(text: str, option: str = "--out") -> Path:
         raise UsageError(f"{option} {text}: no folder {path.parent}", f"make it: mkdir -p {path.parent}")
     try:
         with tempfile.TemporaryFile(dir=path.parent):
-            pass  # asked of the system itself, which knows of quotas and of file systems that are read only
+            pass  # only the system knows of quotas and of read-only file systems
         if path.exists():
             with path.open("r+b"):
                 pass

@@ -47,8 +47,9 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _more(member: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return the lines below a member's row: why it is not simply alive, which way it is spoken to, what it
-    offers, how it was found."""
+    """Return the lines below a member's row: why it is not simply alive, the way to it, its offer, how it was
+    found.
+    """
     way = _way(member.get("path"), names)
     why = _why(member["status"], member["reason"], member.get("degraded"))
     capacity, found = member["capacity"], member["found_through"]
@@ -58,7 +59,7 @@ def _more(member: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
 
 
 def _place(place: Mapping[str, Any] | None) -> str:
-    """Where a member says it is, and what round trips say instead."""
+    """Return a member's stated location, and the one that round trips suggest instead."""
     if place is None or not (place["claimed"] or place["location"]):
         return ""
     if place["is_doubted"]:
@@ -67,7 +68,7 @@ def _place(place: Mapping[str, Any] | None) -> str:
 
 
 def _way(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
-    """Which way it is spoken to, where it cannot simply be dialled, and how fast that was found to be."""
+    """Return the way to a member that cannot simply be dialled, and its measured speed."""
     if path is None or path["way"] == "direct":
         return ""
     relay = path["relay"] or ""
@@ -75,14 +76,14 @@ def _way(path: Mapping[str, Any] | None, names: Mapping[str, str]) -> str:
 
 
 def _why(status: str, reason: str, degraded: Mapping[str, Any] | None) -> str:
-    """Return why a member is not simply alive; empty where its status says all."""
+    """Return why a member is not simply alive; empty if its status says all."""
     if degraded is not None:
         return f"{degraded['condition']}: {degraded['reason']}"
     return reason if reason != status else ""
 
 
 def _sparing(status: str, standing: Mapping[str, Any] | None) -> str:
-    """Whether a member says that it sends less, for its link is metered or its battery low."""
+    """Return whether a member sends less because its link is metered or its battery low."""
     return ", sends less" if status == "alive" and standing is not None and standing["sends_less"] else ""
 
 

@@ -1,4 +1,6 @@
-"""`peerloom plan MODEL`: who would hold what, how fast that would be, and why, before anything runs."""
+"""`peerloom plan MODEL`: predict the holders of stages and the speed of a run, with reasons, before anything
+runs.
+"""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,6 @@
-"""`peerloom predict RUN.toml --run RUN`: what a trained model says of samples, against the truth.
-
-It all happens in this command's process: the model is made by what RUN.toml names (a person's own code, on
-their own machine), gets the run's weights, and computes. Nothing of the data leaves the machine.
+"""`peerloom predict RUN.toml --run RUN`: predictions of a trained model, compared with the truth. All of it
+happens in this command's process: it builds the model that RUN.toml names (the user's own code, on their own
+machine), loads the run's weights, and computes. No data leaves the machine.
 """
 
 import csv
@@ -53,7 +52,7 @@ def predict(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Have a trained model predict, and compare with the ground truth where there is one."""
+    """Predict with a trained model, and compare with the ground truth if there is one."""
     if bool(run) == bool(weights):
         raise UsageError("give --run RUN or --weights FILE", "runs: `peerloom runs`")
     writing = Writing(tuple(prompt or ()), tokens, temperature, top_k, top_p, seed)
@@ -115,7 +114,7 @@ def predict(
 
 
 def _outputs(out: str, picture: str) -> dict[str, Path]:
-    """Return where what is to be written. Raises UsageError."""
+    """Return the output files. Raises UsageError."""
     written = {
         name: output_path(text, f"--{name}") for name, text in (("out", out), ("picture", picture)) if text
     }
@@ -134,7 +133,7 @@ def _check_writing(writing: Writing, data: str) -> None:
 
 
 def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: bool) -> None:
-    """Show what a model wrote, and put it into a file. Raises UsageError."""
+    """Show a model's texts, and write them into a file. Raises UsageError."""
     if "picture" in written:
         raise UsageError("--picture: a model that writes has no confusion matrix", "--out FILE.jsonl")
     if "out" in written:
@@ -154,7 +153,9 @@ def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: boo
 
 @dataclass(frozen=True)
 class Predictions:
-    """Outputs (N, ...), what they say, and how good they are; `words` are the classes' names, if known."""
+    """Outputs (N, ...), the predictions from them, and their quality; `words` are the classes' names, if
+    known.
+    """
 
     outputs: Any
     predicted: Any
@@ -175,9 +176,10 @@ def run_model(
     *,
     wants_all: bool = False,
 ) -> "Predictions | Answers":
-    """Predict for the samples of `data`, or of the run in the RUN.toml at `path` if empty; or what a model of
-    text says to prompts. `kept` is how the run's data was read, where this machine's node knows it. Raises
-    UsageError."""
+    """Predict for the samples of `data`, or of the run in the RUN.toml at `path` if it is empty; or answer
+    prompts by a language model. `kept` is the reading of the run's data, if this machine's node has it.
+    Raises UsageError.
+    """
     import numpy as np
     import safetensors
     import safetensors.numpy
@@ -266,8 +268,9 @@ def _samples(
     kept: Mapping[str, Any] | None,
     prompts: Sequence[str],
 ) -> tuple[Mapping[str, Any], tuple[int, ...], int, Any]:
-    """Arrays to predict from, shape and classes of what was trained on, and how that was read. Raises
-    UsageError."""
+    """Return arrays to predict from, and shape, classes and reading of the training data. Raises
+    UsageError.
+    """
     import msgspec
     from msgspec.structs import replace
 
@@ -310,7 +313,7 @@ def _samples(
 
 
 def _agreed(kept: Any, now: Any, name: str) -> Any:
-    """The reading by which a run was trained. Raises UsageError: its data says something else by now."""
+    """Return the reading by which a run was trained. Raises UsageError: its data has changed since."""
     if kept is None:
         return now
     for key, called in (("words", "classes"), ("features", "features")):
@@ -325,7 +328,7 @@ def _agreed(kept: Any, now: Any, name: str) -> Any:
 def _new_samples(
     run_file: Any, path: Path, data: str, folder: Path, reading: Any, keys: Any
 ) -> Mapping[str, Any]:
-    """Samples of another source, read as those that were trained on."""
+    """Return samples of another source, read like the training data."""
     from msgspec.structs import replace
 
     from node.cli.languages import language_of
@@ -342,7 +345,7 @@ def _new_samples(
         return datasets.load(data, Path(), window=run_file.train.window or WINDOW).test
     like = reading if reading is not None else SourceReading(run_file.source)
     is_table = Path(data).suffix.lower() in (".csv", ".tsv")
-    if not is_table:  # how a table of text is written says nothing of another form
+    if not is_table:  # the keys of a text table do not apply to another form
         keys = replace(keys, separator="", decimal="", encoding="", header=None)
     return read_fenced(SourceWish(data, Path(), keys, like=like, language=language), folder, progress).parts[
         "train"

@@ -1,5 +1,6 @@
-"""A picture of predictions as SVG, without a drawing library: a confusion matrix, samples with what was
-predicted and what is true, or predicted numbers against true ones."""
+"""A picture of predictions as SVG, without a drawing library: a confusion matrix, samples with predicted and
+true labels, or predicted numbers against true ones.
+"""
 
 import base64
 import struct
@@ -27,8 +28,9 @@ def picture(
     truth: Array | None,
     words: list[str],
 ) -> str:
-    """Return the parts of the picture, one below the other. `inputs` are the model's, each (N, ...); of their
-    samples some are drawn, evenly spread, for data is often in the order of its classes."""
+    """Return the parts of the picture, one below the other. `inputs` are the model's, each (N, ...); it draws
+    evenly spread samples, since data is often sorted by class.
+    """
     parts = []
     if confusion is not None and len(confusion) <= CLASSES_SHOWN_MAX:
         parts.append(_matrix(confusion, words))
@@ -82,7 +84,7 @@ def _matrix(confusion: Array, words: list[str]) -> tuple[str, int, int]:
 
 
 def _images(x: Array) -> Array | None:
-    """Samples as bytes (N, H, W, 3), where they can be seen as images."""
+    """Return samples as bytes (N, H, W, 3), if they can be seen as images."""
     if x.ndim == 4 and x.shape[1] in (1, 3) and min(x.shape[2:]) >= 4:
         pixels = x.transpose(0, 2, 3, 1).astype(np.float64)
     elif x.ndim == 3 and min(x.shape[1:]) >= 4:

@@ -1,8 +1,7 @@
-"""Answers in words of a model from a Hugging Face folder: what it writes behind prompts, or what a text is.
-
-The weights are a run's, the tokenizer and generation configuration the folder's. Prompts are read as the
-run's data was (`node.content.fine_tuning`), in the fenced process: those of a run on chats are what a user
-says, by the folder's template.
+"""Text answers of a model from a Hugging Face folder: continuations of prompts, or classes of texts. The
+weights are a run's, the tokenizer and generation configuration the folder's. Prompts are read like the run's
+data (`node.content.fine_tuning`), in the fenced process: for a run on chats they are user messages, by the
+folder's template.
 """
 
 import csv
@@ -14,20 +13,20 @@ from typing import TYPE_CHECKING, Any
 
 from node.errors import UsageError
 
-if TYPE_CHECKING:  # other commands, which load this file too, answer at once
+if TYPE_CHECKING:  # imported late: other commands load this file too, and must start fast
     from node.content.model_folder import ModelFolder
     from node.content.reading import SourceReading
     from node.protocols.run_file import RunFile
 
 WRITTEN_MAX = 3
-"""Samples of the run's own test part that are written on, where no file is wanted."""
+"""The most samples of the run's own test part that are continued if no file is wanted."""
 BATCH = 8
 PROMPTS = "prompts.jsonl"
 
 
 @dataclass(frozen=True)
 class Writing:
-    """How a model is to write, as a person says it: `temperature` 0 takes the likeliest token."""
+    """The user's settings of generation: `temperature` 0 takes the likeliest token."""
 
     prompts: tuple[str, ...] = ()
     tokens: int = 0
@@ -39,7 +38,7 @@ class Writing:
 
 @dataclass
 class Answers:
-    """Prompts, what was predicted of each, what is true where that is known, and how good that is."""
+    """Prompts, the prediction for each, the truth where it is known, and the quality."""
 
     rows: list[tuple[str, str, str | None]] = field(default_factory=list)
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -84,8 +83,9 @@ def predict_words(
     is_new: bool,
     wants_all: bool,
 ) -> Answers:
-    """Return what a model writes behind the prompts of samples. `arrays` are new ones of `read_records`, or
-    the run's test part. Raises UsageError, CaptureRefused."""
+    """Return a model's continuations of the prompts of samples. `arrays` are new ones of `read_records`, or
+    the run's test part. Raises UsageError, CaptureRefused.
+    """
     from node.cli.languages import language_of
     from node.content.tokens import Tokens
     from partition.capture.writing import Writer, judge_tokens, new_rows, sample_rows
@@ -138,7 +138,7 @@ def predict_words(
 
 
 def write_prompts(folder: Path, prompts: Sequence[str], keys: Any, form: str) -> Path:
-    """Put prompts into a file of records such as the run was trained on; its path."""
+    """Write prompts into a file of records like the run's training data; return its path."""
     path = folder / PROMPTS
     with path.open("w", encoding="utf-8") as file:
         for prompt in prompts:

@@ -1,4 +1,4 @@
-"""`peerloom receipts`: what this node did for others' runs, and others did as it was measured here."""
+"""`peerloom receipts`: this node's work for others' runs, and others' work as measured here."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -42,7 +42,7 @@ def receipts_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def work_text(row: Mapping[str, Any]) -> str:
-    """Return what was done, by one row of the document."""
+    """Return the work of one row of the document."""
     if row["kind"] == "compute":
         return flops_text(row["flops"])
     what = {"data": "of data", "checkpoint": "of checkpoints", "averaging": "averaged"}[row["kind"]]

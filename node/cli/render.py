@@ -1,8 +1,7 @@
-"""How everything is put on a screen: plain lines, coloured by rich where there is a terminal.
-
-A command builds lines of text; what they look like is decided here once. Lines hold words of other
-peers (names, reasons), so whatever is not printable is replaced: nobody steers our terminal.
-Only the standard library at import; rich is loaded for a terminal alone.
+"""The output of all commands: plain lines, coloured by rich on a terminal. A command builds lines of text;
+this file alone decides how they look. Lines contain texts of other peers (names, reasons), so unprintable
+characters are replaced: no peer can control our terminal. It imports only the standard library; rich is
+loaded only for a terminal.
 """
 
 import csv
@@ -25,12 +24,12 @@ from node.text import table as table
 
 _LABEL_WIDTH = 12
 WIDTH = 80
-"""Columns that tables are made for, and of a terminal that does not say how wide it is."""
+"""The width for which tables are made, and that of a terminal of unknown width."""
 WIDTH_MIN = 40
-"""Below this, folding leaves no room for words behind a label."""
+"""In a narrower terminal folding leaves no room for words after a label."""
 _NO_BREAK = "\N{NO-BREAK SPACE}"
 PASTED = ("  do: ", "  look: ", "  On another machine:", "  On this machine:")
-"""Lines with something to type. The terminal itself wraps these, so that they are copied as one line."""
+"""Lines with something to type. The terminal wraps these itself, so that they can be copied as one line."""
 DATA_HASH_LENGTH = 64
 """Hex digits of a BLAKE3 hash."""
 
@@ -72,7 +71,7 @@ def folded(line: str, width: int) -> list[str]:
 
 
 def progress(text: str) -> None:
-    """Say on a terminal's stderr how far something is, in one line that the next one overwrites."""
+    """Show progress on a terminal's stderr, in one line that the next one overwrites."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K  {_printable(text)}\r")
         sys.stderr.flush()
@@ -96,7 +95,7 @@ def error_lines(error: PeerloomError) -> list[str]:
     """`error: what`, then `  do: remedy`; never more than three lines."""
     lines = [f"error: {' '.join(error.what.split())}"]
     if error.do is not None:
-        # A remedy in columns brings its own word, as in "look: ...     a second one: ...".
+        # A remedy in columns has its own label, as in "look: ... a second one: ...".
         lines.append("  " + (error.do if error.do.startswith("look: ") else f"do: {error.do}"))
     return lines
 
@@ -129,7 +128,7 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def csv_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as CSV (RFC 4180), with a header; what a row does not have is empty."""
+    """Return rows as CSV (RFC 4180), with a header; missing values are empty."""
     out = io.StringIO()
     writer = csv.DictWriter(out, columns_of(rows) or ["step"], restval="")
     writer.writeheader()
@@ -164,14 +163,14 @@ def flops_text(flops: float) -> str:
 
 
 def data_text(data: str, reading: Mapping[str, Any] | None = None) -> str:
-    """Return a data set by name: its own, that of the file which was read, or how its hash begins."""
+    """Return the name of a data set: its own, that of the file which was read, or a prefix of its hash."""
     if len(data) < DATA_HASH_LENGTH:
         return data
     return Path(reading["source"]).name if reading and reading["source"] else f"data {data[:8]}"
 
 
 def compute_lines(capacity: Mapping[str, Any]) -> list[str]:
-    """Return the lines of what a machine computes with: figures, corrected claims, what is too small."""
+    """Return the lines of a machine's capacity: figures, corrected claims, and what is too small."""
     corrected = [labelled("", f"corrected: {what}") for what in capacity.get("corrected", ())]
     small = [labelled("", f"too small: {what}") for what in capacity.get("small", ())]
     return [labelled("compute", capacity_text(capacity)), *corrected, *small]

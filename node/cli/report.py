@@ -1,8 +1,8 @@
 """`peerloom report`: one file for a bug report, without secrets.
 
-Versions, the status with its counters, members, the newest events and the end of `errors.log`. Keys, tokens,
-the environment and the contents of any other file are never in it: what is packed is named here. Names and
-addresses of members are in it, and it says so. The checks of `doctor` are a command of their own.
+Versions, the status with its counters, members, the newest events and the end of `errors.log`. It never
+contains keys, tokens, the environment or any other file: this file lists its parts. It contains names and
+addresses of members, and says so. The checks of `doctor` are a command of their own.
 """
 
 import json
@@ -53,7 +53,7 @@ def report(
 
 
 def collect(folder: Path) -> dict[str, str]:
-    """The files of a report, by name. A node that does not answer is part of what there is to report."""
+    """Return the files of a report, by name. A node that does not answer is reported too."""
     parts = {"versions.json": _json(_versions())}
     try:
         parts["status.json"] = _json(ask(folder, "status"))

@@ -10,14 +10,14 @@ from node.cli.render import bytes_text, data_text, seconds_text, short_id
 from node.text import counted, cover_text, layers_text
 
 FIRST_STEPS = 5
-"""Every step is shown up to here, then every STEPS_APART-th: the curve stays readable."""
+"""Up to this step every step is shown, then every STEPS_APART-th, so that the curve stays readable."""
 PACE_STEPS = 20
-"""The time left follows the mean of as many steps: one slow step is no forecast."""
+"""The time left follows the mean of this many steps, so that one slow step does not dominate."""
 STEPS_APART = 10
 
 
 def rate_text(step: Mapping[str, Any]) -> str:
-    """Return how fast a committed step was: in samples, and in tokens where the loss counts those."""
+    """Return the rate of a committed step: in samples, and in tokens if the loss counts those."""
     if step["seconds"] <= 0:
         return "0 samples/s"
     text = f"{step['samples'] / step['seconds']:.0f} samples/s"
@@ -37,7 +37,7 @@ class RunLines:
         self._counts_tokens: set[str] = set()
 
     def lines(self, event: Event) -> list[str]:
-        """The lines for one event; none for kinds that are nobody's news, or of no run."""
+        """Return the lines for one event; none for kinds that are not shown, or not of a run."""
         render = _RENDERERS.get(event["kind"])
         return render(self, event) if render is not None else []
 
@@ -82,7 +82,7 @@ class RunLines:
         return [at_clock(event, f"run {event['run'][:8]} covered: {with_names(said, self._names)}")]
 
     def _risk(self, event: Event) -> str:
-        """Say what the death of one machine will do where the others could not decide how to go on."""
+        """State the effect of one machine's death if the others could not form a majority."""
         names = " or ".join(self._name(peer) for peer in event["pauses_without"])
         if {*event["trainers"], *(peer for row in event["stages"] for peer in row)} <= {event["trainer"]}:
             return f"nobody else takes part: while {names} is down, the run waits"

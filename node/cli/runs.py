@@ -1,4 +1,4 @@
-"""`peerloom runs`: the runs this node knows, each in detail, and what its requester does to one."""
+"""`peerloom runs`: the runs this node knows, each in detail, and their requester's commands."""
 
 import json
 import sys
@@ -37,13 +37,14 @@ from node.text import counted, cover_text, layers_text
 
 TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
-"""A checkpoint may have to be brought, and each stage needs a process of its own."""
+"""The time limit: a checkpoint may have to be fetched, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
-"""A stage's process takes some seconds to end, on a busy machine; members are waited for five."""
+"""The time limit: on a busy machine a stage's process takes some seconds to end; members are waited for five.
+"""
 SHOW_SECONDS_MAX = 15.0
 """Members of a run that this node is not in are asked."""
 POLL_SECONDS = 2.0
-"""How often they are asked while a person watches."""
+"""How often members are asked while a user watches."""
 _OVER = ("done", "failed", "stopped")
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=False, rich_markup_mode=None)
@@ -212,7 +213,7 @@ def revoke(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Revoke what lets a peer take part in a run of this node's own: it is out with the next round."""
+    """Revoke a peer's admission to a run of this node's own: it is excluded from the next round on."""
     result = ask(find_data_dir(context, data_dir), "runs.revoke", {"run": run, "peer": peer})
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/revocation/1", **result})
@@ -223,7 +224,7 @@ def revoke(
 
 @app.command("show")
 def show_run(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Say how a run is: as this node knows it, or else as its members say."""
+    """Show a run's state: as this node knows it, or else as its members report it."""
     document = ask(find_data_dir(context, data_dir), "runs.show", {"run": run}, seconds=SHOW_SECONDS_MAX)
     if as_json or context.obj["as_json"]:
         show_json({"schema": "peerloom/run/1", **document})
@@ -239,7 +240,7 @@ def log(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJso
 
 @app.command()
 def watch(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Show what happens to a run, to its end; Ctrl-C stops watching, never the run."""
+    """Follow a run to its end; Ctrl-C stops watching, never the run."""
     _events(find_data_dir(context, data_dir), run, as_json=as_json or context.obj["as_json"], follow=True)
 
 
@@ -264,8 +265,9 @@ def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
 
 
 def _poll(data_dir: Path, document: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
-    """Show what the members of a run say while it goes on without this node, which hears none of its events;
-    how it is in the end, or once this node takes part."""
+    """Show the members' reports while a run goes on without this node, which receives none of its events;
+    return its state at the end, or once this node takes part.
+    """
     shown = None
     if not as_json and document["status"] not in _OVER:
         show(["this node takes no part in the run, so its members are asked"], sys.stderr)
@@ -309,13 +311,13 @@ def _number_text(value: Any) -> str:
 
 @app.command()
 def pause(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Have all members of a run of this node's own wait after this step, with a checkpoint."""
+    """Pause a run of this node's own on all members after this step, with a checkpoint."""
     _revise(context, data_dir, {"run": run, "is_paused": True}, as_json=as_json)
 
 
 @app.command()
 def resume(context: typer.Context, run: Run, data_dir: DataDir = "", as_json: AsJson = False) -> None:
-    """Let a paused run go on."""
+    """Resume a paused run."""
     _revise(context, data_dir, {"run": run, "is_paused": False}, as_json=as_json)
 
 
@@ -364,7 +366,7 @@ def _told(result: Mapping[str, Any]) -> str:
 
 
 def fetch_weights(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
-    """Have the node write the weights of `run` to a file, or the whole model to a folder."""
+    """Let the node write the weights of `run` to a file, or the whole model to a folder."""
     if is_folder_path(out):
         return fetch_folder(data_dir, run, out, model)
     if model:
@@ -403,14 +405,14 @@ def _row(run: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _more(run: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return the lines below a run's row: on what data, whose it is, and how it came to its status."""
+    """Return the lines below a run's row: its data, its requester, and the reason for its status."""
     whose = f"on {data_text(run['data'])}, asked for by {name_and_id(names, run['requester'])}"
     wanted = [goal_text(run["goal"]) + pace_text(run)] if run.get("goal") else []
     return [whose, *wanted, *([run["detail"]] if run["detail"] else [])]
 
 
 def _since_text(run: Mapping[str, Any]) -> str:
-    """Since when a run that goes on is as it is; nothing of one that is over."""
+    """Return since when a running run has its state; nothing for a finished one."""
     if run.get("detail") or not run.get("reason_since"):
         return ""
     at = datetime.fromisoformat(run["reason_since"]).astimezone()
@@ -418,7 +420,7 @@ def _since_text(run: Mapping[str, Any]) -> str:
 
 
 def reading_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """How a run's data was read, as the command `data show` has it; nothing where that is not known here."""
+    """Return the reading of a run's data, as `data show` prints it; nothing if it is not known here."""
     if document is None:
         return []
     import msgspec
@@ -494,7 +496,9 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 def step_text(run: Mapping[str, Any]) -> str:
-    """How far a run is, `12 of 200`; `-` where it is done and this node, which had left it, heard no step."""
+    """Return a run's progress, `12 of 200`; `-` if it is done and this node, which had left it, received no
+    step.
+    """
     if run["status"] == "done" and not run["step"]:
         return "-"
     return f"{run['step']} of {run['steps']}"

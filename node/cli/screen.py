@@ -1,7 +1,6 @@
-"""Events as lines: what scrolls by on a node's screen and under `train --follow`.
-
-Works on event documents (`node.state_documents.event_document`), because a client gets just these over the
-control channel. It keeps only what a line needs from earlier events. `node.cli.run_lines` has those of runs.
+"""Events as lines, on a node's screen and under `train --follow`. It works on event documents
+(`node.state_documents.event_document`), because a client gets only these over the control channel. It keeps
+only what a line needs from earlier events. `node.cli.run_lines` has those of runs.
 """
 
 import os
@@ -32,7 +31,8 @@ FOUND = {"beacon": "heard on the local network", "memory": "met before"}
 
 class EventScreen:
     """Turns events, in their order, into lines. `seeds` is the number of addresses to join through, `names`
-    what peers are called that no event has told of."""
+    the names of peers that no event has named.
+    """
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class EventScreen:
         self._reachable: bool | None = None
 
     def lines(self, event: Event) -> list[str]:
-        """The lines for one event; none for kinds that are nobody's news."""
+        """Return the lines for one event; none for kinds that are not shown."""
         render = _RENDERERS.get(event["kind"])
         return render(self, event) if render is not None else self._runs.lines(event)
 
@@ -93,11 +93,11 @@ class EventScreen:
             join = f"--join {short_address(event['join_address'])}"
             if event["swarm"] != "default":
                 join += f" --swarm {event['swarm']}"
-            # There the key file, copied, may have any name.
+            # On the other machine the copied key file may have any name.
             key = "PEERLOOM_KEY_FILE=FILE " if event["is_private"] else ""
             lines.append(f"  On another machine:  {key}{elsewhere()} {join}")
         if not is_default_data_dir(Path(event["data_dir"]), self._environ):
-            # In a second terminal, which may stand in another folder.
+            # For a second terminal, which may be in another folder.
             status = command_span("status", "--data-dir", os.path.abspath(event["data_dir"]))
             lines.append(f"  On this machine:     {shown(status, program_from_anywhere)}")
         return lines
@@ -123,7 +123,7 @@ class EventScreen:
         return [at_clock(event, f"measured again: {now.split(maxsplit=1)[1]}"), *rest]
 
     def _fences_tried(self, event: Event) -> list[str]:
-        # That they all stand is what everybody expects.
+        # Complete fences are the normal case and not shown.
         self._fences = []
         if event["unfenced"]:
             taken = "takes stages of others all the same" if event["is_allowed"] else "takes none of others"
@@ -132,7 +132,7 @@ class EventScreen:
         return self._fences if self._has_started else []
 
     def _join_tried(self, event: Event) -> list[str]:
-        # A node keeps trying; only another outcome than last time is news.
+        # A node keeps trying; only a changed outcome is shown.
         if self._outcomes.get(event["address"]) == event["outcome"]:
             return []
         self._outcomes[event["address"]] = event["outcome"]
@@ -144,7 +144,7 @@ class EventScreen:
         return [f"join  {event['outcome']:<10} {short_address(event['address'])}   {detail}"]
 
     def _reachability(self, event: Event) -> list[str]:
-        # Only a change is news, and that others get through is what everybody expects.
+        # Only a change is shown, and being reachable is the normal case.
         before, self._reachable = self._reachable, event["reachable"]
         if event["reachable"] is False and before is not False:
             told = (

@@ -35,7 +35,8 @@ def serve(
     ],
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What the service is called.")] = "",
     replicas: Annotated[
-        int, typer.Option("--replicas", metavar="N", help="Nodes that hold each stage; members keep it so.")
+        int,
+        typer.Option("--replicas", metavar="N", help="Nodes that hold each stage; members maintain it."),
     ] = 1,
     stages: Annotated[
         int,
@@ -62,12 +63,12 @@ def serve(
         wish |= {"peers": [each.strip() for each in peers.split(",") if each.strip()]}
     if tokenizer or is_model_folder(Path(model).expanduser()):
         wish |= {"text": str(Path(tokenizer or model).expanduser().absolute())}
-    ask(folder, "status")  # at once: capturing takes seconds, and without a node it would be in vain
+    ask(folder, "status")  # checked first: capturing takes seconds, and is useless without a node
     found: dict[str, Any]
     if is_run(model):
         found = ask(folder, "serve", {"model": model, "wish": wish}, seconds=None)
     else:
-        # Late: `generate` and `services`, which need none of it, answer at once.
+        # Imported late: `generate` and `services` do not need it, and start faster.
         from node.cli.capture import captured_to_serve
 
         with captured_to_serve(model) as path:
@@ -81,7 +82,7 @@ def serve(
 def generate(
     context: typer.Context,
     service: Annotated[str, typer.Argument(metavar="SERVICE", help="Its name, or its id.")],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="What it is to go on from; - reads it.")],
+    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The prompt; - reads it from stdin.")],
     tokens_max: Annotated[int, typer.Option("--max-tokens", metavar="N", help="So many at most.")] = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -94,12 +95,12 @@ def generate(
     ] = "",
     exact: Annotated[
         bool,
-        typer.Option("--exact", help="Rather end than go on with machines of another bit class."),
+        typer.Option("--exact", help="End instead of going on with machines of another bit class."),
     ] = False,
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Have a service go on from a prompt, and show its answer as it comes."""
+    """Let a service continue a prompt, and show its answer as it comes."""
     folder = find_data_dir(context, data_dir)
     text = sys.stdin.read() if prompt == "-" else prompt
     question: dict[str, Any] = {
@@ -163,7 +164,7 @@ def services(
 
 
 def served_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return what a person is told of how a model was cut."""
+    """Return the lines that say how a model was cut."""
     name, count = document["name"], len(document["stages"])
     if count == 1:
         return [f"{name} fits one peer, so it is not split (--stages N splits it)"]
@@ -172,7 +173,9 @@ def served_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return a service with who answers for its stages, how full they are, and how its last answer went."""
+    """Return the lines of a service: the peers that answer for its stages, their load, and its
+    last answer.
+    """
     head = f"{document['name']}  {document['service']}  up to {document['context']:,} tokens"
     if document.get("run"):
         head += f"  run {document['run'][:8]} at step {document['step']}"
@@ -188,7 +191,7 @@ def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list
         told = f", {rate:.1f} tokens a second" if rate is not None else ""
         lines.append(f"  the last answer here: the first token after {document['first_seconds']:.2f} s{told}")
     for number, replicas in enumerate(document["stages"], 1):
-        classes = {each.get("bits", "") for each in replicas} - {""}  # where it was not said, nothing is
+        classes = {each.get("bits", "") for each in replicas} - {""}  # unknown values are left out
         if len(classes) > 1:
             lines.append(f"  stage {number} has replicas of {len(classes)} bit classes: an answer that moves")
             lines.append("  between them may go on with another text")
@@ -203,7 +206,7 @@ def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list
 
 
 def _cache(replicas: Sequence[Mapping[str, Any]]) -> str:
-    """How much of the room for keys and values is taken."""
+    """Return the used share of the room for keys and values."""
     room = sum(each.get("tokens_max", 0) for each in replicas)
     if not room:
         return ""
@@ -212,7 +215,7 @@ def _cache(replicas: Sequence[Mapping[str, Any]]) -> str:
 
 
 def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
-    """Return how an answer went."""
+    """Return the lines that sum up an answer."""
     parts = [counted(document["tokens"], "token")]
     if document["first_seconds"] is not None:
         parts.append(f"the first after {document['first_seconds']:.2f} s")
@@ -231,7 +234,7 @@ def answer_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[
 
 
 def write_piece(text: str) -> None:
-    """Write a piece of an answer. What a model says is a stranger's: it steers no terminal."""
+    """Write a piece of an answer, escaped: a stranger's model must not control the terminal."""
     from crypto.encoding import clean_text
 
     sys.stdout.write("".join(letter if letter in "\n\t" else clean_text(letter) for letter in text))
@@ -243,7 +246,7 @@ def _named(peer: str, names: Mapping[str, str]) -> str:
 
 
 def read_seed(text: str) -> int | None:
-    """Return the seed that a person gave, if any. Raises UsageError."""
+    """Return the given seed, if any. Raises UsageError."""
     if not text:
         return None
     if not text.isdecimal():
@@ -254,7 +257,7 @@ def read_seed(text: str) -> int | None:
 def _by_tokenizer(
     path: str, text: str, stops: Sequence[str]
 ) -> tuple[list[int], Callable[[Any], str], Callable[[], str]]:
-    """Return a prompt's tokens, and what makes text of the answer's. Raises UsageError."""
+    """Return a prompt's tokens, and the decoder of the answer's tokens. Raises UsageError."""
     from node.content.tokens import Tokens
     from partition.serve.text import TextStream
 

@@ -1,6 +1,5 @@
-"""`peerloom config`: what the node on this machine gives to others; `config set` changes it at once.
-
-`config sign` and `config publish` set it for all nodes that follow a key (`node.following`).
+"""`peerloom config`: the offer of the node on this machine; `config set` changes it at once. `config sign`
+and `config publish` set it for all nodes that follow a key (`node.following`).
 """
 
 import os
@@ -16,7 +15,7 @@ from node.errors import UsageError
 from node.paths import short_path
 
 SIZES = "memory", "cores", "slots"
-"""Rules by which an offer may become too small to be useful."""
+"""Rules that can make an offer too small to be useful."""
 SIGNED_SUFFIX = ".signed"
 
 

@@ -1,7 +1,6 @@
-"""How a program that started others is stopped: the first Ctrl-C ends it in order, the second at once.
-
-The signal only sets a sign, and the program looks at it wherever it waits: an exception out of nowhere
-might strike between the start of a process and the note that it was started.
+"""Stopping a program that has started others: the first Ctrl-C ends it in order, the second at once. The
+signal only sets a flag that the program checks wherever it waits: an exception at an arbitrary point could
+come between the start of a process and the record of it.
 """
 
 import os
@@ -18,11 +17,11 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Stopped(Exception):
-    """The person, or the system, wants no more."""
+    """The user, or the system, stopped the program."""
 
 
 class StopFlag:
-    """Set by a signal while `heeded`; raised as `Stopped` by whoever waits."""
+    """A flag that a signal sets while `heeded`; waiting code raises it as `Stopped`."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
@@ -34,7 +33,9 @@ class StopFlag:
 
     @contextmanager
     def heeded(self, force: Callable[[], None]) -> Iterator[None]:
-        """Heed the signals inside; a second one calls `force` and ends this process with 130."""
+        """Handle the signals inside this context; a second one calls `force` and ends this
+        process with 130.
+        """
 
         def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's shape
             if self._event.is_set():

@@ -1,6 +1,6 @@
 """`peerloom sim`: the simulator's own command line, under this name too.
 
-The simulator stands above the node and is loaded by its name when asked for: nothing here imports it.
+The simulator stands above the node, so nothing here imports it: it is loaded by name on request.
 """
 
 from importlib import import_module
@@ -12,7 +12,7 @@ from node.shadowing import remedy, shadow_of_ours, shadow_text
 
 COMMAND_LINE = "sim.cli"
 PASSED_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""So that every flag, --help too, reaches the simulator as it was typed."""
+"""Passes every flag, --help too, to the simulator as it was typed."""
 
 
 def simulate(context: typer.Context) -> None:

@@ -22,7 +22,7 @@ from node.counter_names import TRAFFIC
 from node.text import bytes_text, clock_text, counted, open_ports_text
 
 TRAFFIC_SHOWN = ("datagrams_sent", "datagrams_received", "streams_opened", "streams_served")
-"""On this screen, which is for people; `--json` and `/metrics` have all."""
+"""The most counters on this screen; `--json` and `/metrics` have all."""
 BROKEN = (
     "broken",
     "cut_short",
@@ -37,11 +37,11 @@ BROKEN = (
     "timed_out",
     "vanished",
 )
-"""Words in counters of what a network or a peer lost on its way; all others count something refused."""
+"""Words in the names of counters of losses by a network or a peer; all others count refusals."""
 _CIRCUIT = "/p2p-circuit"
-"""As `crypto.contact.CIRCUIT`, whose module loads more than a command that only looks may take time for."""
+"""As `crypto.contact.CIRCUIT`, whose import would slow down this command."""
 RUNS_SHOWN_MAX = 16
-"""Runs on this screen, the newest; `runs` lists all that are known, those of earlier lives too."""
+"""The most runs on this screen, the newest; `runs` lists all known ones, those of earlier lives too."""
 
 
 def status(context: typer.Context, data_dir: DataDir = "", as_json: AsJson = False) -> None:
@@ -85,7 +85,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
     if (given := document.get("contribution")) and (given["earned_receipts"] or given["issued_receipts"]):
         lines.append(labelled("contributed", contribution_text(given)))
     for join in document["joins"]:
-        # Where others are here, it does not matter that a peer of an earlier day is not.
+        # A remembered peer that is away does not matter while others are there.
         is_stale = join.get("found_by") == "memory" and alive
         if join["outcome"] != "ok" and not is_stale:
             lines.append(
@@ -102,7 +102,7 @@ def status_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines for `offer` in a status document: it serves nobody else, or sends less."""
+    """Return the lines for `offer` in a status document: whether it serves nobody else, or sends less."""
     if document is None:
         return []
     lines = [] if document["may_serve"] else [labelled("serves", f"nobody else: {document['reason']}")]
@@ -112,7 +112,7 @@ def offer_lines(document: Mapping[str, Any] | None) -> list[str]:
 
 
 def follow_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines for `follow` in a status document: whose settings are kept to, and which."""
+    """Return the lines for `follow` in a status document: the followed key and its settings."""
     if document is None:
         return []
     name = document["name"] or short_id(document["key"])
@@ -124,7 +124,7 @@ def follow_lines(document: Mapping[str, Any] | None) -> list[str]:
 
 
 def spare_lines(document: Mapping[str, Any] | None) -> list[str]:
-    """Return the lines for `spare_process` in a status document, where a process waits for a stage."""
+    """Return the lines for `spare_process` in a status document, if a process waits for a stage."""
     if document is None or not document["memory_bytes"]:
         return []
     cost = f"{bytes_text(document['memory_bytes'])} of memory (spare_process = false: none)"
@@ -132,8 +132,9 @@ def spare_lines(document: Mapping[str, Any] | None) -> list[str]:
 
 
 def fence_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return the lines for `fences` in a status document: what a stage's process is held to on this
-    machine."""
+    """Return the lines for `fences` in a status document: the restrictions of a stage's process on this
+    machine.
+    """
     if not document["unfenced"]:
         return [labelled("fences", "a stage is held to its files, memory and processor, and has no network")]
     allowed = document["allow_unfenced"]
@@ -144,7 +145,7 @@ def fence_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def reach_lines(document: Mapping[str, Any], own: Sequence[str]) -> list[str]:
-    """Return what is known of being reached by others at the `own` addresses."""
+    """Return the lines about others' ability to reach the `own` addresses."""
     found = document.get("reachability")
     if found is None:
         return []
@@ -186,8 +187,9 @@ def table_text(document: Mapping[str, Any]) -> str:
 
 
 def contribution_text(document: Mapping[str, Any]) -> str:
-    """Return the text for `contribution` in a status document: what this node computed for others, and they
-    for it."""
+    """Return the text for `contribution` in a status document: work of this node for others, and theirs for
+    it.
+    """
     text = "nothing for others yet"
     if document["earned_receipts"]:
         text = f"{flops_text(document['earned_flops'])} for others"

@@ -1,6 +1,5 @@
-"""A folder for the time of one command, gone with it; one that SIGKILL left goes with the next command.
-
-Like the folder of a stage's process (`node.stages.scratch`): whoever holds its lock is alive.
+"""A folder that is removed with its command; one that SIGKILL left is removed by the next command. As for a
+stage's process (`node.stages.scratch`), a held lock shows that its owner is alive.
 """
 
 import signal
@@ -17,8 +16,7 @@ _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 @contextmanager
 def command_folder() -> Iterator[Path]:
-    """Yield an empty folder of this process's own; SIGTERM and SIGHUP, too, end the command only after it was
-    removed."""
+    """Yield an empty folder of this process; SIGTERM and SIGHUP end the command only after it is removed."""
     remove_forgotten()
     scratch = Scratch(prefix=COMMAND_PREFIX)
     is_main = threading.current_thread() is threading.main_thread()

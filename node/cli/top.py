@@ -34,7 +34,7 @@ EVENT_LINES_MAX = 8
 EVENTS_SECONDS = 600.0
 EVERY_SECONDS = 1.0
 EVERY_SECONDS_MIN = 0.2
-"""More often costs the node more than a person sees."""
+"""Shorter intervals cost the node more than a user can see."""
 EVERY_SECONDS_MAX = 60.0
 BARS = " .:-=+*#%@"
 _OVER = ("done", "failed", "stopped")
@@ -50,14 +50,14 @@ def top(
     data_dir: DataDir = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show the swarm, runs and newest events, again and again, until Ctrl-C."""
+    """Show the swarm, runs and newest events, refreshed until Ctrl-C."""
     if every is not None and (once or as_json):
         raise UsageError("top: --every has no effect where it looks once", "leave --every out")
     pause_seconds = EVERY_SECONDS
     if every is not None:
         from node.config import (
             read_setting,
-        )  # only here: the other commands start faster without the settings
+        )  # imported here so that other commands start faster, without the settings
 
         pause_seconds = read_setting("--every", every, _read_pause)
     folder = find_data_dir(context, data_dir)
@@ -148,7 +148,9 @@ def _run_lines(
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A curve of one line, in letters that every terminal has; the newest values, at most `width`."""
+    """Return a curve of one line, in characters that every terminal has; the newest values, at
+    most `width`.
+    """
     shown = [value for value in values if value == value][-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = (high - low) or 1.0

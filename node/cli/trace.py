@@ -1,4 +1,4 @@
-"""Traces as others read them: a Chrome trace (Perfetto, chrome://tracing) and OTLP as JSON. Pure.
+"""Traces in common formats: a Chrome trace (Perfetto, chrome://tracing) and OTLP as JSON. Pure.
 
 Both are made from the document of the command `runs.trace`, whose spans are on one clock already.
 """
@@ -18,7 +18,9 @@ OTLP_SECONDS_MAX = 10.0
 
 
 def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace of some steps: a process for each peer, a thread for each stage, an arrow for each frame."""
+    """Return the trace of some steps: a process for each peer, a thread for each stage, an arrow for each
+    frame.
+    """
     rows: list[dict[str, Any]] = []
     passes: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for number, peer in enumerate(document["peers"], start=1):
@@ -70,13 +72,13 @@ def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers_text(layers: list[tuple[int, int]]) -> str:
-    """Return which layers a stage had in turn, "" where that is not told."""
+    """Return the layers that a stage had in turn, "" if unknown."""
     texts = [f"{first + 1}-{last}" for first, last in dict.fromkeys(layers) if last]
     return f" (layers {', then '.join(texts)})" if texts else ""
 
 
 def _arrows(name: str, rows: list[dict[str, Any]], *, is_forward: bool) -> list[dict[str, Any]]:
-    """From each stage's pass of a micro-batch to that of the next stage; back for gradients."""
+    """Yield arrows from each stage's pass of a micro-batch to that of the next stage; back for gradients."""
     ordered = sorted(rows, key=lambda row: (row["tid"] if is_forward else -row["tid"], row["ts"]))
     arrows = []
     for earlier, later in pairwise(ordered):
@@ -133,7 +135,7 @@ def _name(span: Mapping[str, Any]) -> str:
 
 
 def send_otlp(url: str, document: Mapping[str, Any]) -> None:
-    """POST a trace to a collector. Raises UsageError: it is no URL, or did not take it."""
+    """POST a trace to a collector. Raises UsageError: the URL is invalid, or the collector refused it."""
     if not url.startswith(("http://", "https://")):
         raise UsageError(f"--otlp {url}: want a URL such as http://127.0.0.1:4318/v1/traces")
     request = urllib.request.Request(  # noqa: S310 - http and https alone, checked above

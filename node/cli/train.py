@@ -54,7 +54,7 @@ def train(
     if out:
         check_folder(out) if is_folder_path(out) else output_path(
             out
-        )  # now, and not when the training is over
+        )  # checked now instead of after the training
     if prepare:
         _hold_prepared(Path(run_file), Path(prepare))
         return
@@ -63,7 +63,7 @@ def train(
     path = Path(run_file).expanduser()
     order = [COMMON] if devices == COMMON else read_devices(devices)
     wanted = _read_run(path, run_file, order)
-    # At once: capturing takes seconds, and without a node it would be in vain.
+    # Checked first: capturing takes seconds, and is useless without a node.
     screen = EventScreen(names=peer_names(folder))
     begun: list[str] = []
 
@@ -87,7 +87,9 @@ def train(
 
 
 def keys_as_flags() -> dict[str, str]:
-    """Return what the keys of RUN.toml would be called as flags, and where each stands, for who types one."""
+    """Return the keys of RUN.toml in the form of flags, and the table of each, for hints about mistyped
+    flags.
+    """
     from node.protocols.data_table import DataTable
     from node.protocols.run_file import PlanTable, RunFile, SplitsTable, TrainTable
 
@@ -104,7 +106,7 @@ def keys_as_flags() -> dict[str, str]:
 
 
 def unwatched(run: str, out: str) -> list[str]:
-    """Return the lines for a person who stops watching; `run` is empty where no node accepted it yet."""
+    """Return the lines for a user who stops watching; `run` is empty if no node has accepted it yet."""
     if not run:
         return ["stopped watching before the run began; whether it does: `peerloom runs`"]
     look = command_span("runs", "watch", run[:8])
@@ -115,9 +117,10 @@ def unwatched(run: str, out: str) -> list[str]:
 
 
 def _hold_prepared(file: Path, path: Path) -> None:
-    """For a node's page and a program's `me.train`, which have checked the run and written it into `file`:
-    capture and convert what it names, as if it lay at `path`, print where that is, and keep it until this
-    process's input ends."""
+    """Capture and convert what a checked run in `file` names, as if the file lay at `path`; print the
+    location of the results, and keep them until this process's input ends. For a node's page and a program's
+    `me.train`.
+    """
     import msgspec
 
     from node.protocols.run_file import RunFile
@@ -129,7 +132,7 @@ def _hold_prepared(file: Path, path: Path) -> None:
 
 
 def read_devices(text: str) -> list[str]:
-    """Kinds of devices in the order of a person's wishes. Raises UsageError."""
+    """Return kinds of devices in the user's order. Raises UsageError."""
     found = [part for part in text.replace(",", " ").split() if part]
     if len(set(found)) < len(found) or not set(found) <= {*DEVICE_WORDS}:
         raise UsageError(f"--devices {text}: want some of {', '.join(DEVICE_WORDS)}, each once")
@@ -137,8 +140,8 @@ def read_devices(text: str) -> list[str]:
 
 
 def _read_run(path: Path, name: str, devices: list[str]) -> "RunFile":
-    """A run in its file, with this order of devices in place of its own. Raises UsageError."""
-    # Late, here and below: the other commands need none of it, and answer at once.
+    """Read a run's file, with this order of devices in place of its own. Raises UsageError."""
+    # Imported late, here and below: other commands do not need it, and start faster.
     from msgspec.structs import replace
 
     from node.api.task_defaults import read_run
@@ -183,7 +186,7 @@ def handed_over(
             run_file = replace(run_file, data=str(folder))
             found = {"data": str(folder)}
         load = loading(run_file, path.parent)
-        if shows and source != DIGITS_NAME:  # which everybody has, and reads in one way
+        if shows and source != DIGITS_NAME:  # the digits, which need no reading
             stated = reading if reading is not None else reading_as_is(run_file, path.parent, load)
             show(stated.lines(), sys.stderr)
         names = data_names(str(folder), source) if found else {}
@@ -210,7 +213,7 @@ def _finish(folder: Path, result: dict[str, Any], out: str, *, follow: bool, as_
 
 
 def _not_written(error: PeerloomError, run: str) -> PeerloomError:
-    """The run is done, and its result is kept: say how to come by it."""
+    """Return an error for a finished run whose kept result was not written: how to get it."""
     found = PeerloomError(
         f"run {run[:8]} is done and its weights are kept, but not written: {error.what}",
         f"`peerloom runs fetch {run} --out FILE`",

@@ -1,1 +1,1 @@
-"""Services: a model that is split over peers answers. The driver of `partition.serve`."""
+"""Services: models that are split over peers and answer. The driver of `partition.serve`."""

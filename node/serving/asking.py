@@ -1,6 +1,5 @@
-"""Answers what people and programs ask of services on this node: serve a model, answer, list, end.
-
-Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
+"""This node's interface to services for users and programs: serve a model, answer, list, end. Prompts and
+answers only pass through: no event, log, recording or report contains them.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -41,10 +40,11 @@ from partition.model.head import head_input, hidden_width
 from partition.model.serving import count_words, is_whole
 
 CONTEXT_USUAL = 1_024
-"""Tokens of a session where nobody says more: as many as the built-in models take."""
+"""The default tokens of a session: the maximum of the built-in models."""
 THREADS_USUAL = 4
-"""Threads of a service, where its publisher has as many. Stages of one bit class compute with exactly
-the service's number, so a larger one shuts smaller machines out; and decoding waits for memory, not cores."""
+"""The most threads of a service, if its publisher has as many. Stages of one bit class compute with exactly
+the service's number, so a larger one excludes smaller machines; and decoding waits for memory, not cores.
+"""
 HIDDEN_NUMBERS_MAX = 1 << 27
 """Hidden states of one prompt: half a GiB of float32, or 32,768 tokens of 4,096 numbers each."""
 BYTES = 256
@@ -66,9 +66,9 @@ class ServeWish:
     context: int = 0
     stops: tuple[int, ...] = ()
     text: str = ""
-    """The folder, or the tokenizer.json, by which it takes and gives text."""
+    """The folder, or the tokenizer.json, for its text."""
     peers: tuple[str, ...] = ()
-    """Those that may hold it besides this node, by name or id; "invited" are the owner's listed peers."""
+    """The peers that may hold it besides this node, by name or id; "invited" are the owner's listed peers."""
 
 
 class Asking:
@@ -126,7 +126,7 @@ class Asking:
                 holders=holders,
                 vector=vector,
             )
-            # What a struct may hold is checked where it is read.
+            # Structs check their bounds when they are decoded.
             data = msgspec.msgpack.encode(manifest)
             msgspec.msgpack.decode(data, type=ServiceManifest)
         except (ValueError, msgspec.ValidationError) as error:
@@ -141,8 +141,9 @@ class Asking:
         return await self.document(service) | {"is_split": len(ranges) > 1, "was_asked": bool(wish.stages)}
 
     def _holders(self, peers: Sequence[str]) -> tuple[bytes, ...]:
-        """Return how a manifest names the peers that may hold a service; none where everybody may. Raises
-        UsageError."""
+        """Return the manifest's entry of the peers that may hold a service; none if all may. Raises
+        UsageError.
+        """
         if not peers:
             return ()
         found = dict.fromkeys([self._serving.signer.peer, *self._serving.named(peers)])
@@ -151,12 +152,13 @@ class Asking:
         return tuple(map(holder_name, found))
 
     async def _learn(self, files: ServedFiles, wish: ServeWish) -> tuple[bytes, Graph]:
-        """Have this node hold the graph that serves a captured model, and its values, once it is proved.
-        Raises UsageError."""
+        """Store a captured model's serving graph and its values on this node, once it is proved. Raises
+        UsageError.
+        """
         serving, context = self._serving, wish.context or CONTEXT_USUAL
         name, decoded = await serving.models.learn(files.graph, files.values)
         served = await serving.seams.executor.run(partial(served_graph, decoded, wish.name, context))
-        # By what this node holds now: the file may have become another.
+        # Proved by the stored copy: the file may have changed.
         if (held := await serving.models.read(name)) is None:
             raise UsageError(f"{files.graph}: it could not be kept")
         machine = serving.machine
@@ -172,8 +174,9 @@ class Asking:
             return await serving.models.learn(path, files.values)
 
     async def _text(self, wish: ServeWish, vocabulary: int) -> tuple[bytes, TextFacts] | None:
-        """Have this node hold the files by which the model takes text, if there are any. Raises UsageError:
-        they are not this model's."""
+        """Store the model's text files on this node, if there are any. Raises UsageError: they are not this
+        model's.
+        """
         if not wish.text:
             return None
         found = await self._serving.texts.keep(Path(wish.text))
@@ -209,7 +212,7 @@ class Asking:
         return {"schema": "peerloom/services/1", "services": rows}
 
     async def document(self, service: Service) -> dict[str, Any]:
-        """Return what is known of a service: its stages, and who answers for each."""
+        """Return the known state of a service: its stages, and the members that answer for each."""
         routes = await self._serving.routes(service)
         manifest = service.manifest
         usage = self._serving.finder.usage(service.id)
@@ -253,8 +256,9 @@ class Asking:
 
     @asynccontextmanager
     async def answering(self, name: str, question: Question) -> AsyncIterator["AnswerStream"]:
-        """An answer that lasts as long as the context. Raises UsageError: no such service, or nothing that it
-        can be asked; RunFailed: it cannot answer."""
+        """Yield an answer, which ends with the context. Raises UsageError: no such service, or an invalid
+        request; RunFailed: it cannot answer.
+        """
         serving = self._serving
         service = await serving.finder.find(name)
         async with AsyncExitStack() as stack:
@@ -268,9 +272,9 @@ class Asking:
             yield AnswerStream(service, generation, pieces if question.is_text else None, asked.forgotten)
 
     async def hidden(self, name: str, question: Question) -> Array:
-        """Return the final hidden states of a prompt, float32 or float64 [tokens, width]: those of which the
-        model's head makes logits. Raises UsageError: no such service, or nothing that it can be asked;
-        RunFailed: it cannot answer."""
+        """Return the final hidden states of a prompt, float32 or float64 [tokens, width]: the input of the
+        model's head. Raises UsageError: no such service, or an invalid request; RunFailed: it cannot answer.
+        """
         serving = self._serving
         service = await serving.finder.find(name)
         await serving.finder.routes(service)
@@ -286,7 +290,7 @@ class Asking:
             made = await stack.enter_async_context(serving.answer(service, wish, width))
             async for _ in made:
                 raise AssertionError("a token where hidden states were asked for")
-            if made.hidden is None:  # a member said that the prompt is too long, which it is not
+            if made.hidden is None:  # a member wrongly claimed that the prompt is too long
                 reason = "no finish" if made.finish is None else made.finish.reason
                 raise RunFailed(
                     f"{service.manifest.name}: the answer ended ({reason}) without the hidden states",
@@ -295,7 +299,7 @@ class Asking:
             return made.hidden
 
     async def _hidden_width(self, service: Service, members: Sequence[PeerId], tokens: int) -> int:
-        """Return how long a row of a service's hidden states is. Raises UsageError, RunFailed."""
+        """Return the width of a service's hidden states. Raises UsageError, RunFailed."""
         called = service.manifest.name
         try:
             graph = await self._serving.models.get(service.manifest.graph, members)
@@ -313,8 +317,9 @@ class Asking:
 
     @asynccontextmanager
     async def reading(self, service: Service, purpose: str = "") -> AsyncIterator[FencedText]:
-        """Yield what makes tokens of texts for a service, by files that its members have too; a process of
-        its own for another purpose. Raises UsageError, RunFailed."""
+        """Yield the text codec of a service, from files that its members have too; each purpose has its own
+        process. Raises UsageError, RunFailed.
+        """
         serving = self._serving
         await serving.finder.routes(service)
         holders = [*serving.finder.members(service.id), service.publisher]
@@ -322,7 +327,7 @@ class Asking:
             yield text
 
     async def text_document(self, name: str) -> dict[str, Any]:
-        """Return how a service takes text. Raises UsageError, RunFailed."""
+        """Return how a service handles text. Raises UsageError, RunFailed."""
         service = await self._serving.finder.find(name)
         has_template = False
         if service.manifest.text == "tokenizer":
@@ -337,7 +342,7 @@ class Asking:
         }
 
     async def first_use(self) -> str:
-        """Return what a person is told at the first question of this node; empty later."""
+        """Return the notice for the first question of this node; empty later."""
         storage, executor = self._serving.seams.storage, self._serving.seams.executor
         if await executor.run(partial(storage.read, _TOLD_NAME)) is not None:
             return ""
@@ -346,7 +351,7 @@ class Asking:
 
 
 class AnswerStream:
-    """The pieces of one answer: of text where it was asked by one, else tokens."""
+    """The pieces of one answer: text if the prompt was text, else tokens."""
 
     def __init__(
         self, service: Service, generation: Generation, text: TextPieces | None, forgotten: int = 0
@@ -383,7 +388,7 @@ class AnswerStream:
         raise StopAsyncIteration
 
     def document(self, now: float) -> dict[str, Any]:
-        """Return how the answer went, without what it said."""
+        """Return the figures of the answer, without its text."""
         made = self.generation
         first = made.first_at
         seconds = None if first is None else now - first
@@ -406,7 +411,7 @@ class AnswerStream:
 
 @contextmanager
 def _told_of_tokenizer(service: Service) -> Iterator[None]:
-    """Raise RunFailed where the process that makes tokens of a service's texts is gone."""
+    """Raise RunFailed if the tokenizer process of a service is gone."""
     try:
         yield
     except TextLost as error:
@@ -415,8 +420,9 @@ def _told_of_tokenizer(service: Service) -> Iterator[None]:
 
 
 def sizes_of(graph: Graph) -> tuple[int, int]:
-    """Return how many tokens a model tells apart, and how many numbers a vector of it has: 0 for a language
-    model, whose rows are scores of its tokens. Raises UsageError."""
+    """Return the vocabulary of a model and the length of its vectors: 0 for a language model, whose rows are
+    scores of its tokens. Raises UsageError.
+    """
     entry = graph.entries[0]
     side = graph.types[entry.types[entry.outputs[0]]].shape[-1]
     if not isinstance(side, int):

@@ -1,7 +1,6 @@
-"""Which services there are, and who answers for their stages: from members, which the DHT names.
-
-Nothing is believed of a service but its publisher's signature. Who answers is what its members say, each of
-itself; a member that another names and that does not answer is left out.
+"""Finds services and the members that answer for their stages; the DHT names the members. Only the
+publisher's signature of a service is believed. Each member states what it holds itself; a member that only
+others name, and that does not answer, is left out.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -36,16 +35,16 @@ Held = tuple[PeerId, int]
 """A member, and a stage that it holds."""
 
 ASKED_MAX = 16
-"""Members of one service that are asked who answers."""
+"""The most members of one service that are queried."""
 ANSWER_SECONDS_MAX = 1.0
 """A member that takes longer is left out: it would be as slow for each token."""
 KNOWN_MAX = 64
-"""Services whose members this node remembers; the oldest goes."""
+"""The most services whose members this node remembers; the oldest is dropped."""
 
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Tokens of which a member has keys and values, and for how many it has room; 0 where it says none."""
+    """Tokens whose keys and values a member keeps, and its room for them; 0 if it states none."""
 
     tokens: int
     tokens_max: int
@@ -82,11 +81,11 @@ class Finder:
         self._owner = owner
         self._members: dict[bytes, dict[PeerId, None]] = {}
         self._usage: dict[bytes, dict[Held, CacheUse]] = {}
-        """As members said when they were asked last; of the services whose members are known."""
+        """The members' last statements, for the services whose members are known."""
         self._loading: dict[bytes, frozenset[int]] = {}
 
     def usage(self, service: bytes) -> Mapping["Held", "CacheUse"]:
-        """Return what members of a service, this node too, said of their memory."""
+        """Return the memory that members of a service, this node included, have stated."""
         found = dict(self._usage.get(service, {}))
         for each, listing in self._owner.hosting.own():
             if each.id == service:
@@ -95,7 +94,7 @@ class Finder:
         return found
 
     def note(self, service: Service, members: Sequence[PeerId]) -> None:
-        """These are members of a service, or were said to be."""
+        """Note members of a service, confirmed or reported by others."""
         known = self._members.pop(service.id, {})
         self._members[service.id] = dict.fromkeys([*members, *known][:ASKED_MAX])
         while len(self._members) > KNOWN_MAX:
@@ -109,7 +108,7 @@ class Finder:
         return self._loading.get(service, frozenset())
 
     def members(self, service: bytes) -> list[PeerId]:
-        """Return those that are known."""
+        """Return the known members."""
         return list(self._members.get(service, {}))
 
     async def find(self, name: str) -> Service:
@@ -137,7 +136,7 @@ class Finder:
         return max(found.values(), key=lambda each: (each.manifest.at_milliseconds, each.id))
 
     async def all(self) -> list[Service]:
-        """Return all services that are known of, the newest first."""
+        """Return all known services, the newest first."""
         found = {each.id: each for each in await self._recorded(ALL_PURPOSE, b"")}
         found |= {each.id: each for each, _ in self._owner.hosting.own()}
         return sorted(found.values(), key=lambda each: (-each.manifest.at_milliseconds, each.id))
@@ -151,7 +150,7 @@ class Finder:
         return services
 
     async def routes(self, service: Service) -> Routes:
-        """Return who answers for each stage now; a stage without anybody is not in it."""
+        """Return the members that answer for each stage now; a stage without any is absent."""
         routes = await self._ask_members(service)
         if len(routes) < service.manifest.stages:
             await self._recorded(NAMED_PURPOSE, service.manifest.name.encode())
@@ -170,7 +169,7 @@ class Finder:
         loading = {row.stage for listing in own.values() for row in listing.rows if not row.is_ready}
         for stage, peers in enumerate(owner.hosting.ready_of(service.id)):
             said |= {(peer, stage): own.get(stage) if peer == me else None for peer in peers}
-            # What bit class they are of they say themselves.
+            # Members state their bit class themselves.
             self.note(service, [peer for peer in peers if peer != me])
 
         async def ask(peer: PeerId) -> None:
@@ -190,7 +189,7 @@ class Finder:
                 else:
                     loading.add(row.stage)
 
-        # Those that members name are asked in turn: two rounds reach all of them.
+        # Members that others name are queried too: two rounds reach all of them.
         for _ in range(2):
             new = [peer for peer in self.members(service.id) if peer not in asked][:ASKED_MAX]
             asked |= set(new)
@@ -228,7 +227,7 @@ class Finder:
         return routes
 
     async def _listings(self, peer: PeerId, service: Service) -> list[Listing]:
-        """Return what a member says of a service, once for each stage that it holds."""
+        """Return a member's statement about a service, once for each stage that it holds."""
         reply: Reply | None = None
         with trio.move_on_after(ANSWER_SECONDS_MAX), suppress(Unreachable):
             reply = await self._owner.hosting.recruiter.ask(peer, Find(service.id))

@@ -1,4 +1,4 @@
-"""Drives the door of this node: the generations that it asks of services, each an iterator over tokens."""
+"""Drives the door of this node: its generations by services, each an iterator over tokens."""
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from contextlib import asynccontextmanager
@@ -38,7 +38,7 @@ from partition.serve.door import (
 from partition.serve.messages import Sends
 
 NEWEST_MAX = 64
-"""Services of which it is remembered how the newest answer went."""
+"""The most services whose newest answer is remembered."""
 
 
 class DoorOwner(Protocol):
@@ -71,14 +71,14 @@ def _not_masked(_allowed: Array) -> None:
 
 
 class Generation:
-    """One that goes on. `finish` says how it ended, once it has."""
+    """A running generation. `finish` says how it ended, once it has."""
 
     def __init__(self, service: Service, now: float, prompt_tokens: int) -> None:
         self.service = service
         self.prompt_tokens = prompt_tokens
         self.route: tuple[PeerId, ...] = ()
         self.is_following = False
-        """Whether it began without a route, for another reads what both begin with."""
+        """Whether it began without a route because another generation reads their common beginning."""
         self.moves = 0
         self.lost = ""
         """Why it left its last route."""
@@ -92,12 +92,12 @@ class Generation:
         self.newest_at: float | None = None
         self.finish: GenerationOver | None = None
         self.permit: Callable[[Array], None] = _not_masked
-        """Say which tokens may come next, where the wish is for that."""
+        """Set the tokens that may come next, if the wish has a rule."""
         self.vector: Array | None = None
         """The answer of an encoder."""
         self.hidden: Array | None = None
-        """The hidden states of the prompt, where they were asked for."""
-        # Not bounded by a wait: a generation brings `tokens_max` tokens at most.
+        """The hidden states of the prompt, if requested."""
+        # Unbounded, so that nothing waits: a generation has at most `tokens_max` tokens.
         self._send, self._receive = trio.open_memory_channel[Token](1 << 24)
 
     def put(self, now: float, event: Sampled) -> None:
@@ -139,16 +139,17 @@ class Generations:
         self._going: dict[int, Generation] = {}
         self._services: dict[bytes, Service] = {}
         self.newest: dict[bytes, GenerationEnded] = {}
-        """How the newest answer of a service went here, for `services`."""
+        """The figures of a service's newest answer here, for `services`."""
         self.watch: Callable[[str, float], None] = lambda _name, _seconds: None
-        """Told of each service's name, and the seconds between two tokens of an answer."""
+        """Called with a service's name and the seconds between two tokens of an answer."""
 
     @asynccontextmanager
     async def generating(
         self, service: Service, wish: GenerationWish, width: int = 0
     ) -> AsyncIterator[Generation]:
-        """A generation that lasts as long as the context; every stage forgets it at the end. `width` is that
-        of hidden states, where they are wished for. Raises RunFailed: too many at once."""
+        """Yield a generation, which ends with the context; then every stage forgets it. `width` is that of
+        hidden states, if requested. Raises RunFailed: too many at once.
+        """
         owner, clock = self._owner, self._owner.seams.clock
         if self.door.generations >= GENERATIONS_MAX:
             raise RunFailed(
@@ -164,7 +165,7 @@ class Generations:
         number, sends = self.door.begin(clock.monotonic(), shape, wish)
         found.is_following = self.door.is_following(number)
         self._going[number] = found
-        self._services[service.id] = service  # the last answer of it may have ended meanwhile
+        self._services[service.id] = service  # its last answer may have ended meanwhile
         if wish.is_masked:
             found.permit = partial(self._permit, number)
         self._learn_links(service)
@@ -184,7 +185,7 @@ class Generations:
         self._owner.act()
 
     def _served(self, event: ComputedFor) -> None:
-        """Have receipts made out to those who computed."""
+        """Issue receipts to the members that computed."""
         service = self._services.get(event.service)
         if service is None:
             return
@@ -195,12 +196,12 @@ class Generations:
             self._owner.answered(service.id, work, peer, layers, event.tokens)
 
     def _learn_links(self, service: Service) -> None:
-        """Have the measurements of the service's members looked up, for the next route that is chosen."""
+        """Look up the measurements of the service's members, for the next choice of a route."""
         members = [each.peer for rows in self.door.replicas(service.id) for each in rows]
         self._owner.start_task(self._owner.learn, members)
 
     def act(self) -> None:
-        """Do what the core wants done."""
+        """Execute the core's actions."""
         now = self._owner.seams.clock.monotonic()
         events, self.door.events = self.door.events, []
         for event in events:
@@ -247,7 +248,7 @@ class Generations:
         if found is None:
             return
         found.route = event.route
-        if found.first_at is None:  # where it moves before its first token, its prompt is read once more
+        if found.first_at is None:  # a move before the first token reads the prompt once more
             found.shared = min(event.shared, found.prompt_tokens)
         if not event.lost:
             return

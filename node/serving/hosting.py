@@ -1,9 +1,9 @@
 """The stages of services that this node holds: taken on, loaded, kept at their number, let go.
 
-A stage takes a slot as a run's does, and the owner's rules say whose it may be. A further stage of a service
-that is here already takes a slot of its own, or where none is free what is left of the first one's, whose
-stages compute in turn. What a member hears of the others is `partition.serve.upkeep`'s; the node that is to
-take a missing stage is found and asked by `node.serving.recruiting`.
+A stage takes a slot as a run's does, and the owner's rules say whose it may be. A further stage of the same
+service takes a slot of its own or, if none is free, the memory that the first stage leaves of its slot;
+stages of one slot compute in turn. `partition.serve.upkeep` handles what members tell each other;
+`node.serving.recruiting` finds and asks a node for a missing stage.
 """
 
 from collections import deque
@@ -55,12 +55,13 @@ from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpke
 
 LOOK_SECONDS = 0.1
 IDLE_LOOK_SECONDS = 1.0
-"""How often a stage that nobody asks anything is tried: where its process has ended, answers would move to it
-in vain. As often as members tell each other."""
+"""How often an idle stage is probed, since answers would fail to move to one whose process has ended. As
+often as members tell each other.
+"""
 BACKOFF_COUNT_MAX = 256
-"""Stages whose end is kept in mind: far more than a node holds at once, each some hundred bytes."""
+"""The most ended stages that are remembered: far more than a node holds at once, each some hundred bytes."""
 GONE_RECORD_SECONDS = 1.0
-"""How long the record that takes another's place in the DHT lives, where a service is left."""
+"""How long the record that replaces a left service's record in the DHT lives."""
 
 
 class HostingOwner(Protocol):
@@ -125,7 +126,7 @@ class ServiceMembership:
         self.is_working = False
         self.roster: tuple[tuple[PeerId, ...], ...] = ()
         self.offering: frozenset[PeerId] = frozenset()
-        """Nodes that had a free slot when a stage was last offered, and did not take it."""
+        """Nodes that had a free slot when a stage was last offered, but did not take it."""
         now = owner.seams.clock.monotonic()
         manifest = service.manifest
         self.upkeep = ServiceUpkeep(
@@ -144,17 +145,17 @@ class ServiceHost:
         self._backoff: StageBackoff[tuple[bytes, int]] = StageBackoff(BACKOFF_COUNT_MAX)
         self.recruiter = StageRecruiter(owner, self.take)
         self.is_leaving = False
-        """Whether this node says goodbye, and takes no stage again."""
+        """Whether this node is leaving, and takes no stage again."""
 
     def of(self, service: bytes) -> list[ServiceMembership]:
-        """Return the stages of a service that are here, the one that is held for good first."""
+        """Return the stages of a service that are here, the permanent one first."""
         found = [member for member in self.members.values() if member.service.id == service]
         return sorted(found, key=lambda member: member.upkeep.is_stopgap)
 
     # Taking a stage on
 
     def take(self, service: Service, number: int, rows: Sequence[ServiceRow], asker: PeerId) -> str | None:
-        """Begin to load a stage, as `asker` wants; return why not, None where it is begun."""
+        """Begin to load a stage for `asker`; return a refusal, None if it is begun."""
         owner = self._owner
         if number >= service.manifest.stages:
             return "the service has no such stage"
@@ -184,7 +185,7 @@ class ServiceHost:
         return None
 
     def _refusal(self, service: Service, number: int) -> str | None:
-        """Return why this node takes no stage of a service, or not this one; None where it may."""
+        """Return why this node takes no stage of a service, or not this one; None if it may."""
         owner = self._owner
         if not service.manifest.may_hold(owner.signer.peer):
             return "the service is restricted to other peers"
@@ -199,7 +200,7 @@ class ServiceHost:
     def _further(
         self, service: Service, number: int, rows: Sequence[ServiceRow], here: Sequence[ServiceMembership]
     ) -> ServiceMembership | str:
-        """Return what is to hold a stage beside others of the same service, or why it has no place."""
+        """Return the membership for a stage beside others of the same service, or why it has no place."""
         owner = self._owner
         own = blake3(service.id + number.to_bytes(2)).digest()
         if owner.slots.is_free_for(own):
@@ -219,7 +220,7 @@ class ServiceHost:
         )  # fmt: skip
 
     async def _hold(self, member: ServiceMembership) -> None:
-        """Load a stage and answer by it, until it is let go or its process ends."""
+        """Load a stage and answer with it, until it is dropped or its process ends."""
         owner, service = self._owner, member.service
         with member.scope:
             try:
@@ -248,13 +249,13 @@ class ServiceHost:
         owner.act()
         if manifest.text == "tokenizer":
             owner.start_task(self._keep_text, member)
-        # For the day on which another is to hold it: machines of which class there are.
+        # Needed when another node has to hold it: the machines of each bit class.
         owner.start_task(owner.learn, [each.peer for each in owner.offers()])
         owner.start_task(self._watch, member)
         await self._advertise(service, encode(service.fact), None)
 
     async def _watch(self, member: ServiceMembership) -> None:
-        """Let go of a stage whose process ends while nobody asks it anything."""
+        """Drop a stage whose process ends while it is idle."""
         try:
             while (stage := member.stage) is not None and self._has(member):
                 if not member.is_working:
@@ -264,17 +265,18 @@ class ServiceHost:
             await self.let_go(member, "failed", str(error)[:REASON_LENGTH_MAX])
 
     def _has(self, member: ServiceMembership) -> bool:
-        """Return whether a stage has not been let go."""
+        """Return whether a stage is still held."""
         return self.members.get((member.service.id, member.number)) is member
 
     async def _keep_text(self, member: ServiceMembership) -> None:
-        """Hold the service's tokenizer too: doors get it from members when the publisher is gone."""
+        """Keep the service's tokenizer too: doors fetch it from members when the publisher is gone."""
         with suppress(Unreachable):
             await self._owner.texts.bring(member.service, self.holders(member))
 
     def holders(self, member: ServiceMembership) -> list[PeerId]:
-        """Return who may have what a stage is made of: its members, those of the same stage first, and the
-        publisher."""
+        """Return the peers that may have a stage's parts: its members, those of the same stage first, and the
+        publisher.
+        """
         rows = sorted(member.upkeep.rows(), key=lambda row: row.stage != member.number)
         me = self._owner.signer.peer
         others = [row for each in self.of(member.service.id) for row in each.upkeep.rows()]
@@ -288,7 +290,7 @@ class ServiceHost:
             await discovery.publish_for(ALL_PURPOSE, service.id[:0], value, seconds)
 
     async def let_go(self, member: ServiceMembership, code: CloseCode, reason: str) -> None:
-        """Serve a stage no more; doors and members are told."""
+        """Stop serving a stage, and tell doors and members."""
         owner, service = self._owner, member.service
         if not self._has(member):
             return
@@ -320,14 +322,14 @@ class ServiceHost:
             owner.start_task(self._advertise, service, b"", GONE_RECORD_SECONDS)
 
     async def leave(self) -> None:
-        """Let go of all stages: sessions go on elsewhere before this node is gone."""
+        """Drop all stages, after their sessions have moved elsewhere."""
         self.is_leaving = True
         async with trio.open_nursery() as nursery:
             for member in list(self.members.values()):
                 nursery.start_soon(self._hand_over, member)
 
     async def _hand_over(self, member: ServiceMembership) -> None:
-        """Let go of a stage, after another node answers for it where sessions would have to wait for that."""
+        """Drop a stage; if its sessions would have to wait, only after another node answers for it."""
         owner, service, number = self._owner, member.service, member.number
         if owner.provider.sessions_of(service.id) and not self._has_other(member):
             with trio.move_on_after(LEAVE_SECONDS_MAX):
@@ -356,10 +358,10 @@ class ServiceHost:
         return [member.upkeep for member in self.members.values()]
 
     deadline = inf
-    """None of its own: it is woken with any other core."""
+    """It has no deadline of its own: it wakes with any other core."""
 
     def wake(self, now: float) -> Sends:
-        """Tell paused members of other offers, before their own cores are woken."""
+        """Tell waiting members about new offers, before their own cores wake."""
         for member in self.members.values():
             if member.upkeep.is_paused and not self._offering() <= member.offering:
                 member.upkeep.offered(now)
@@ -369,7 +371,7 @@ class ServiceHost:
         return frozenset(each.peer for each in self._owner.offers() if each.has_slot)
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
-        """Take what a member tells; of a service that is not here it is passed over."""
+        """Take a member's message; it is ignored for a service that is not here."""
         members = self.of(message.service)
         return [send for member in members for send in member.upkeep.receive(now, sender, message)]
 
@@ -377,11 +379,11 @@ class ServiceHost:
         return [send for member in self.members.values() for send in member.upkeep.lost(now, peer)]
 
     def knows(self, peer: PeerId) -> bool:
-        """Return whether a peer is a member of a service that this node is a member of."""
+        """Return whether a peer shares a service with this node."""
         return any(row.peer == peer for member in self.members.values() for row in member.upkeep.rows())
 
     def act(self) -> None:
-        """Do what the cores want done."""
+        """Execute the cores' actions."""
         owner = self._owner
         for member in list(self.members.values()):
             events, member.upkeep.events = member.upkeep.events, []
@@ -425,12 +427,12 @@ class ServiceHost:
         return [(member.service, self.listing(member)) for member in self.members.values()]
 
     def ready_of(self, service: bytes) -> tuple[tuple[PeerId, ...], ...]:
-        """Return who answers for each stage, as this node knows it as a member."""
+        """Return the members that answer for each stage, as this member knows it."""
         members = self.of(service)
         return members[0].roster if members else ()
 
     def listing(self, member: ServiceMembership) -> Listing:
-        """Return what this node says of a service that it is a member of."""
+        """Return this node's statement about a service of which it is a member."""
         provider, name = self._owner.provider, member.service.id
         room = member.stage.tokens_max if member.stage is not None else 0
         return Listing(
@@ -446,5 +448,5 @@ class ServiceHost:
 
 
 def declined(reason: object) -> Declined:
-    """Return a refusal that is short enough."""
+    """Return a refusal, shortened to its limit."""
     return Declined(str(reason)[:REASON_LENGTH_MAX])

@@ -1,4 +1,4 @@
-"""The service of services as a node has it: joined to its runs, whose slots and models it shares."""
+"""The wiring of services into a node: they share the slots and models of its runs."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from node.state import State
 from partition.serve.bounds import NO_BOUNDS, PeerBounds
 
 INVITED = "invited"
-"""In the place of a peer's name: all that this node's owner lists."""
+"""The word for all peers that this node's owner lists."""
 
 
 class ServingNode(Protocol):
@@ -39,8 +39,9 @@ class ServingNode(Protocol):
 
 
 def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
-    """Return the members that are called so, or whose ids end so; `invited` are those that the owner lists.
-    Raises UsageError."""
+    """Return the members with this name or end of an id; `invited` are those that the owner lists. Raises
+    UsageError.
+    """
     found: list[PeerId] = []
     for text in texts:
         if text == INVITED:
@@ -64,7 +65,7 @@ def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
 
 
 def peer_bounds(node: ServingNode, peer: PeerId) -> PeerBounds:
-    """Return what a peer may have of the services here; this node's own owner may have all."""
+    """Return a peer's limits for services here; this node's own owner has none."""
     if peer == node.peer:
         return NO_BOUNDS
     rules = node.provider.rules
@@ -72,7 +73,7 @@ def peer_bounds(node: ServingNode, peer: PeerId) -> PeerBounds:
 
 
 def make_serving(node: ServingNode) -> Serving:
-    """Make it, and count its stages among those that have a slot of this node."""
+    """Make the service of services, and count its stages among those with a slot of this node."""
     runs = node.runs
     serving = Serving(
         node.seams,

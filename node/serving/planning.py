@@ -1,5 +1,5 @@
-"""Into which stages a model is cut to be served, by the planner: the fewest milliseconds a token, and where
-that costs little, machines of whose kind another one is free.
+"""The planner's cut of a model for serving: the fewest milliseconds a token, and, if that costs little,
+machines of whose kind another one is free.
 """
 
 from collections import Counter
@@ -27,18 +27,21 @@ from partition.plan.solver import solve
 READ_TOKENS = 128
 """A chunk of a prompt, as doors send it."""
 KIND_COST_MAX = 1.25
-"""How many times as long a token may take where each stage is then held by a machine of whose kind another is
-free: where the first one dies, answers go on there with the same bits."""
+"""How many times as long a token may take if each stage is then on a machine of whose kind another is free:
+when the machine dies, answers continue on the other with the same bits.
+"""
 KINDS_TRIED_MAX = 8
-"""Kinds of machines, the most numerous first, that a plan is made for: each is one more solution."""
+"""The most kinds of machines, the most numerous first, that are planned for: each is one more solution."""
 READ_TOKENS_A_TOKEN = 4
-"""Tokens of a prompt for each token of the answer, in the answer that a plan is made for: to read them in
-chunks costs other operators less than to make as many, by what each peer was measured at."""
+"""Tokens of the prompt for each token of the answer, in the answer for which plans are made. Reading a token
+in a chunk costs less than making one, by each peer's measurements.
+"""
 
 
 def served_graph(graph: Graph, name: str, context: int) -> Graph:
-    """Return the graph that serves a model which was captured, be it to be trained or to be served. Raises
-    UsageError: it cannot be served."""
+    """Return the serving graph of a model that was captured for training or serving. Raises UsageError: it
+    cannot be served.
+    """
     kind = graph.entries[0].name
     if kind == SERVE:
         return graph
@@ -51,7 +54,9 @@ def served_graph(graph: Graph, name: str, context: int) -> Graph:
 
 
 def _together(graph: Graph) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of layers between which no stage may begin: what crosses there is not the tokens'."""
+    """Return the pairs of layers between which no stage may begin: what crosses there is not one
+    row a token.
+    """
     entry = graph.entries[0]
     found = []
     for position, values in enumerate(crossings(graph, entry.boundaries), 1):
@@ -65,8 +70,9 @@ def _together(graph: Graph) -> tuple[tuple[int, int], ...]:
 
 
 def _sample_length(graph: Graph) -> int:
-    """Return how many tokens a sequence has that a model was captured for: as many as it has places for.
-    Raises ValueError: it takes no sequences."""
+    """Return the sequence length for which a model was captured: its number of positions. Raises ValueError:
+    it takes no sequences.
+    """
     entry = graph.entries[0]
     shape = graph.types[entry.inputs[0].type].shape
     if len(shape) != 2:
@@ -79,10 +85,10 @@ def _sample_length(graph: Graph) -> int:
 def plan_service(
     graph: Graph, offers: Sequence[Offer], stages: int, knowledge: Knowledge = NOTHING
 ) -> tuple[list[tuple[int, int]], list[PeerId]]:
-    """Return the layers of each stage and the peer that suits it best, by what was measured of peers and of
-    the links between them. With `stages` 0 the model is cut only where that is quicker, or where it fits no
-    peer. Machines with a free one of their kind beside them are preferred, up to `KIND_COST_MAX`. Raises
-    RunFailed: nothing fits."""
+    """Return the layers of each stage and the best peer for it, by the measured speed of peers and links.
+    With `stages` 0 the model is cut only if that is quicker, or if it fits no peer. Machines with a free one
+    of their kind beside them are preferred, up to `KIND_COST_MAX`. Raises RunFailed: nothing fits.
+    """
     context = graph.symbols[2].maximum
     decode = layer_operations(graph, (1, 1, context))
     read = layer_operations(graph, (READ_TOKENS, 1, context))
@@ -118,8 +124,9 @@ def _solve(problem: Problem) -> _Placed:
 
 
 def _with_spares(problem: Problem, found: _Placed, kinds: Mapping[PeerId, MachineKind]) -> _Placed:
-    """Return the quickest split among machines of one kind of which one is left over, if it is not much
-    slower than the one that was found; else that one."""
+    """Return the quickest split among machines of one kind that leaves a spare one, if it is not much slower
+    than the found split; else the found one.
+    """
     counts = Counter(kinds.values())
 
     def has_spares(peers: Sequence[PeerId]) -> bool:
@@ -144,8 +151,9 @@ def _with_spares(problem: Problem, found: _Placed, kinds: Mapping[PeerId, Machin
 def _cost(
     offer: Offer, decode: Sequence[Operations], read: Sequence[Operations], knowledge: Knowledge
 ) -> PeerCost:
-    """Return what a layer takes on a peer for a token of a usual answer: to compute that token, and its part
-    of the prompt."""
+    """Return a layer's time on a peer for a token of a usual answer: for the token itself, and its part of
+    the prompt.
+    """
     rate = whole_rate(knowledge.flops_per_second(offer.peer, whole_rate(offer.flops_per_second)))
     if (calibration := knowledge.calibrations.get(offer.peer)) is None:
         device = assumed(rate)

@@ -1,11 +1,8 @@
-"""The proof that a captured model answers as itself when it is served: `python -m
-node.serving.proof_process`.
-
-A node has it computed for everything that it publishes, by the bytes that it holds, whoever asked: so a
-service never lists a model that nobody has proved. It needs torch, so it is a process of its own, which
-ends with it, fenced as a stage is. What is compared, and what it costs: `partition.capture.serving_proof`.
-For a folder of transformers, `serve` compares with the model itself before, since the graph alone does not
-know it.
+"""The proof that a captured model gives the same answers when it is served: `python -m
+node.serving.proof_process`. A node runs it for everything that it publishes, on its stored bytes, so no
+service has an unproved model. It needs torch, so it is a separate process, fenced like a stage's.
+`partition.capture.serving_proof` says what is compared, and the cost. For a folder of transformers `serve`
+compares with the model itself beforehand, since the graph does not contain it.
 """
 
 import gc
@@ -28,7 +25,7 @@ from partition.model.check import check_graph
 from partition.model.graph import GRAPH_BYTES_MAX, decode_graph
 
 MEMORY_BYTES_MIN = 1 << 30
-"""The memory that it may take where a slot gives less: the largest parameters of a small model, and torch."""
+"""The least memory that the proof may take: the largest parameters of a small model, and torch."""
 SAID_BYTES_MAX = 65_536
 MIXES_DO = (
     "have nothing but causal attention mix tokens: scaled_dot_product_attention(..., is_causal=True) "
@@ -46,7 +43,7 @@ class _Asked(msgspec.Struct, frozen=True):
 
 
 class _Said(msgspec.Struct, frozen=True):
-    """The findings; `refused` is empty where the model may be served."""
+    """The findings; `refused` is empty if the model may be served."""
 
     refused: str = ""
     do: str = ""
@@ -110,7 +107,7 @@ def main() -> None:
     gc.freeze()
     sandbox.enter(
         scratch=os.getcwd(), device="cpu", memory_bytes=asked.memory_bytes, allow_unfenced=True
-    )  # a person's own graph: a fence that is missing here is no reason not to prove it
+    )  # the user's own graph: a missing fence must not prevent the proof
     prepare_process(asked.threads)
     try:
         captured = decode_graph(sys.stdin.buffer.read(GRAPH_BYTES_MAX))

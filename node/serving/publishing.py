@@ -1,4 +1,4 @@
-"""The services that this node publishes: begun, kept where all of their members are gone, and ended."""
+"""The services that this node publishes: begun, revived when all of their members are gone, and ended."""
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -19,12 +19,12 @@ from node.serving.recruiting import MachineKind
 from partition.serve.messages import ServiceRow
 
 LOAD_SECONDS_MAX = 180.0
-"""For all stages to be loaded, from other peers too."""
+"""The time for all stages to load, from other peers too."""
 READY_LOOK_SECONDS = 0.2
 KEEP_SECONDS = 5.0
 """How often a publisher that holds no stage itself asks whether its service has members."""
 OWN_LOOK_SECONDS = 0.5
-"""How often it looks whether it holds one itself: where that was the last, answers wait for the next."""
+"""How often it checks whether it holds a stage itself: if that was the last, answers wait for the next."""
 
 
 class PublisherOwner(Protocol):
@@ -46,11 +46,12 @@ class PublishedServices:
     def __init__(self, owner: PublisherOwner) -> None:
         self._owner = owner
         self._published: set[bytes] = set()
-        """Those whose members are replaced where none is left."""
+        """The services whose members are replaced when none is left."""
 
     async def begin(self, manifest: ServiceManifest, peers: Sequence[PeerId] = ()) -> Service:
-        """Publish a service and have its stages held, the first replicas at these peers if they take them; it
-        answers a little later (`await_ready`). Raises RunFailed: nobody takes one of its stages."""
+        """Publish a service and place its stages, the first replicas at these peers if they accept; it
+        answers a little later (`await_ready`). Raises RunFailed: no node takes one of its stages.
+        """
         service = wire.make_service(self._owner.signer, manifest)
         rows: list[ServiceRow] = []
         recruiter = self._owner.hosting.recruiter
@@ -75,7 +76,7 @@ class PublishedServices:
         return service
 
     async def await_ready(self, service: Service, seconds: float = LOAD_SECONDS_MAX) -> Routes:
-        """Wait until every stage of a service has somebody who answers. Raises RunFailed."""
+        """Wait until every stage of a service has a member that answers. Raises RunFailed."""
         clock = self._owner.seams.clock
         until = clock.monotonic() + seconds
         while True:
@@ -117,8 +118,9 @@ class PublishedServices:
         return told
 
     async def _keep(self, service: Service, kind: MachineKind | None) -> None:
-        """Have the stages of this node's own service held again where all of its members are gone, rather by
-        machines of the `kind` that had them: answers that wait go on with the same bits there."""
+        """Place the stages of this node's own service again when all of its members are gone, preferably on
+        machines of the previous `kind`, so that waiting answers continue with the same bits.
+        """
         recruiter = self._owner.hosting.recruiter
         clock = self._owner.seams.clock
         asked_at = clock.monotonic()
@@ -133,7 +135,7 @@ class PublishedServices:
             await self._owner.routes(service)
             me, rows = self._owner.signer.peer, list[ServiceRow]()
             if any(peer != me for peer in self._owner.finder.members(service.id)):
-                continue  # this node was one itself, and is no more
+                continue  # this node was a member itself, and no longer is
             for number in range(service.manifest.stages):
                 taken = {row.peer for row in rows}
                 peer, _ = await recruiter.place(service, number, rows, taken, kind=kind)

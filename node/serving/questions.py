@@ -1,4 +1,4 @@
-"""Turns what is asked of a service into a wish of the door: tokens, and how to draw.
+"""Turns a question to a service into the door's wish: tokens, and how to sample.
 
 A prompt is a text, a chat, or tokens. Texts become tokens in a fenced process (`node.content.fenced_text`),
 or, where the model is one of bytes, here. Not here: where the answer comes from (`node.serving.asking`).
@@ -20,7 +20,7 @@ from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
 TOKENS_USUAL = 256
 TOKENS_MAX = 1 << 20
 MESSAGES_MAX = 1_024
-"""Messages of one chat. What is said with them is bounded by the model's context."""
+"""The most messages of one chat. The model's context bounds their length."""
 SYSTEM, USER, ASSISTANT = "system", "user", "assistant"
 ROLES = (SYSTEM, USER, ASSISTANT)
 
@@ -28,7 +28,9 @@ ROLES = (SYSTEM, USER, ASSISTANT)
 @dataclass(frozen=True)
 class Question:
     """A question to a service: a text, a chat (`messages`, each with role and content), or tokens where
-    its model has no text. What is None is as the model's folder says, else the likeliest token each time."""
+    its model has no text. Settings that are None come from the model's folder; without one the likeliest
+    token is taken.
+    """
 
     prompt: str | Sequence[int] = ""
     tokens_max: int = TOKENS_USUAL
@@ -66,7 +68,7 @@ class Prompt:
 async def make_door_wish(
     manifest: ServiceManifest, question: Question, text: FencedText | None, entropy: Callable[[int], bytes]
 ) -> DoorWish:
-    """Return what a door is asked; a seed is drawn where none is given. Raises UsageError, TextLost."""
+    """Return the door's wish; without a seed one is drawn. Raises UsageError, TextLost."""
     check_question(question)
     if manifest.vector:
         raise UsageError(
@@ -102,7 +104,7 @@ def split_prompt(
 
 
 def check_question(question: Question) -> None:
-    """Raise UsageError for what no service takes."""
+    """Raise UsageError for a question that no service accepts."""
     if not 1 <= question.tokens_max <= TOKENS_MAX:
         raise UsageError(f"--max-tokens {question.tokens_max}: want 1 to {TOKENS_MAX:,}")
     if len(question.stops) > STOPS_MAX or any(
@@ -139,14 +141,15 @@ async def _prompt(manifest: ServiceManifest, question: Question, text: FencedTex
 async def _rendered(
     manifest: ServiceManifest, messages: Sequence[dict[str, str]], text: FencedText
 ) -> Prompt:
-    """Return the tokens of a chat, without its oldest messages where it is longer than the model takes. What
-    is left out is found by bisection: to render a long chat anew for each message would take minutes."""
+    """Return the tokens of a chat, without its oldest messages if it is too long for the model. Bisection
+    finds the messages to leave out: rendering a long chat anew for each would take minutes.
+    """
     head = [each for each in messages[:1] if each["role"] == SYSTEM]
     rest = list(messages[len(head) :])
     tokens = await text.render([*head, *rest])
     if len(tokens) < manifest.context or len(rest) <= 1:
         return Prompt(tuple(tokens))
-    # What was asked and what was answered go together: templates want them in turns.
+    # A question and its answer are left out together: templates need alternating turns.
     cuts = [*range(2, len(rest), 2), *([len(rest) - 1] if len(rest) % 2 == 0 else [])]
     low, high, found = 0, len(cuts) - 1, dict[int, list[int]]()
     while low < high:

@@ -1,7 +1,6 @@
-"""Finds the nodes that hold the stages of services, and asks them; also whatever else members are asked.
-
-The node is the one on which a token takes the least, by its speed and its measured links to the members of
-the stages before and after. Machines of the kind that holds the stage already come before all others.
+"""Finds nodes for the stages of services, and asks them; sends all other requests to members too. It chooses
+the node on which a token takes least time, by its speed and its measured links to the members of the stages
+before and after. Machines of the kind that holds the stage already come before all others.
 """
 
 from collections import Counter
@@ -29,13 +28,14 @@ from partition.plan.observed import Knowledge
 from partition.serve.messages import ServiceRow
 
 ASK_SECONDS_MAX = 5.0
-"""For a node to say whether it takes a stage: it has nothing to fetch before."""
+"""The time for a node to accept or refuse a stage: it has nothing to fetch before."""
 TOKEN_FLOPS = 1e9
-"""The approximate work of a stage for a token, where nodes are weighed against the links to them."""
+"""The approximate work of a stage for a token, to weigh nodes against the links to them."""
 
 MachineKind = tuple[str, str]
-"""A processor and a build of torch. What bits a stage has is found out once it is loaded; of equal kinds and
-with equal threads, which the service says, they are the same."""
+"""A processor and a build of torch. A stage determines its bits once it is loaded; equal kinds with equal
+threads, which the service sets, have the same bits.
+"""
 
 
 class RecruiterOwner(Protocol):
@@ -69,9 +69,10 @@ class StageRecruiter:
         first: PeerId | None = None,
         kind: MachineKind | None = None,
     ) -> tuple[PeerId | None, str]:
-        """Have a node that is none of `taken` hold a stage, `first` if it can; return which does, or why
-        none. Machines like those that hold it, or the stages beside it, or of `kind` where nobody does, come
-        before others: they compute the same bits, so that answers that move there stay the same."""
+        """Place a stage on a node outside `taken`, `first` if it can; return the node, or why none takes it.
+        Machines like the holders of the stage, or of the neighbouring stages, or of `kind` if there are none,
+        come first: they compute the same bits, so that answers that move there stay the same.
+        """
         owner = self._owner
         offers = [
             each
@@ -90,7 +91,7 @@ class StageRecruiter:
 
         def rank(offer: Offer) -> tuple[object, ...]:
             is_other = usual is not None and kinds.get(offer.peer) != usual
-            # What a token takes there and on the way there; of equals the one with most memory.
+            # The time of a token there and on the way; among equals the node with most memory.
             return (
                 offer.peer != first,
                 is_other,
@@ -109,7 +110,7 @@ class StageRecruiter:
         return None, "; ".join(dict.fromkeys(reasons)) or "no node offers a free slot"
 
     def usual_kind(self, rows: Sequence[ServiceRow]) -> MachineKind | None:
-        """Return the kind of machine that most have who hold a stage; None where that is not known."""
+        """Return the most frequent kind of machine among a stage's holders; None if unknown."""
         return usual_kind(rows, -1, self._kinds())
 
     def _kinds(self) -> dict[PeerId, MachineKind]:
@@ -120,7 +121,7 @@ class StageRecruiter:
     async def ask_to_host(
         self, peer: PeerId, service: Service, number: int, rows: Sequence[ServiceRow]
     ) -> str | None:
-        """Ask one node, which may be this one; return why it does not."""
+        """Ask one node, which may be this one, to hold a stage; return its refusal, if any."""
         if peer == self._owner.signer.peer:
             return self._take(service, number, rows, peer)
         try:
@@ -132,7 +133,7 @@ class StageRecruiter:
         return reply.reason if isinstance(reply, Declined) else "not what was asked for"
 
     async def ask(self, peer: PeerId, request: Request) -> Reply:
-        """Put one request. Raises Unreachable."""
+        """Send one request. Raises Unreachable."""
         try:
             reply: Reply = await call(
                 self._owner.seams.network,
@@ -150,7 +151,7 @@ class StageRecruiter:
     async def double_up(
         self, service: Service, number: int, rows: Sequence[ServiceRow], members: Iterable[PeerId]
     ) -> PeerId | None:
-        """Have one of these members hold a stage beside its own; return which does, None where none can."""
+        """Let one of these members hold a stage beside its own; return the member, None if none can."""
         free = {each.peer for each in self._owner.offers() if each.has_slot}
         for peer in sorted(dict.fromkeys(members), key=lambda peer: peer not in free):
             if await self.ask_to_host(peer, service, number, rows) is None:
@@ -159,7 +160,7 @@ class StageRecruiter:
 
 
 def kind_of(knowledge: Knowledge, peer: PeerId) -> MachineKind | None:
-    """Return the kind of a peer's machine; None where it was not calibrated."""
+    """Return the kind of a peer's machine; None if it was not calibrated."""
     row = knowledge.calibrations.get(peer)
     return None if row is None else (row.hardware, row.torch)
 
@@ -167,8 +168,9 @@ def kind_of(knowledge: Knowledge, peer: PeerId) -> MachineKind | None:
 def usual_kind(
     rows: Sequence[ServiceRow], number: int, kinds: Mapping[PeerId, MachineKind]
 ) -> MachineKind | None:
-    """Return the kind of machine that most have who hold a stage; where none of these is known, most of the
-    service's members; None where that is not known either."""
+    """Return the most frequent kind of machine among a stage's holders; if none of these is known, among the
+    service's members; None if that is unknown too.
+    """
     for among in ([row for row in rows if row.stage == number], rows):
         known = Counter(kinds[PeerId(row.peer)] for row in among if row.peer in kinds)
         if known:

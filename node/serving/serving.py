@@ -1,10 +1,11 @@
-"""Services on this node: the stages that it holds of them, and the answers that it asks of them.
+"""Services on this node: the stages that it holds, and the answers that it requests.
 
     await serving.published.begin(manifest)          publish a service, and place its stages
     async with serving.answer(service, wish) as it   tokens of a service, wherever it is held
 
 The rules are cores (`partition.serve`): a door, a provider, and for each service the upkeep of its replicas.
-All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is heard at once.
+All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is noticed at
+once.
 """
 
 from collections import Counter
@@ -75,16 +76,18 @@ from partition.serve.provider import (
 from partition.serve.provider import Event as ProviderEvent
 
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
-"""One each way; another while a broken one is not known to be."""
+"""One stream each way; another while a broken one is not yet noticed."""
 PAYLOAD_BYTES_MAX = 64 << 20
 """One unit takes no more: 512 tokens at 32,768 float32 numbers each. Without a session none."""
 QUEUE_BYTES_MAX = 128 << 20
-"""Bytes that wait for one peer: two of the largest units, or a hundred of usual ones. A peer that does not
-read them is lost, with its sessions: else whoever asks and never reads would fill this machine's memory."""
+"""Bytes that may wait for one peer: two of the largest units, or a hundred usual ones. A peer that does not
+read them is lost, with its sessions; otherwise a peer that sends requests and never reads would fill this
+machine's memory.
+"""
 PARTNER_SECONDS = 60.0
-"""How long a peer may send tensors after its last session here: those on their way when it ended."""
+"""How long a peer may send tensors after its last session here ended: some are still on their way."""
 IDLE_SECONDS_MAX = 120.0
-"""A stream that brings nothing for so long is closed: members and doors say something each second."""
+"""A stream that is silent for this long is closed: members and doors send something each second."""
 REQUEST_SECONDS_MAX = 10.0
 NO_PAYLOAD = memoryview(b"")
 
@@ -94,7 +97,7 @@ RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
 class Serving:
     """The service of services. `run` owns its tasks.
 
-    Long because it joins the cores of serving to the node: each of its parts is short.
+    It is long because it connects the cores of serving to the node; each of its parts is short.
     """
 
     def __init__(
@@ -203,11 +206,11 @@ class Serving:
 
     @property
     def machine(self) -> Machine:
-        """Return what a slot gives to a stage that is opened now."""
+        """Return a slot's resources for a stage that is opened now."""
         return self._machine()
 
     async def _values_served(self, graph: bytes, offset: int, length: int) -> bytes | None:
-        """Return values of a graph out of a stage that serves them here."""
+        """Return values of a graph from a stage that serves it here."""
         for member in list(self.hosting.members.values()):
             is_here = member.service.manifest.graph == graph and member.ready.is_set()
             if is_here and member.stage is not None:
@@ -217,12 +220,13 @@ class Serving:
         return None
 
     def round_trip_seconds(self, peer: PeerId) -> float:
-        """Return what a question to a peer takes, 0 where that was not measured."""
+        """Return the round trip to a peer, 0 if it was not measured."""
         return self._round_trip_seconds(peer) or 0.0
 
     def link_seconds(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], float]:
-        """Return how long a message takes between two of these peers, for those of which that is known:
-        measured by them, or by this node to one of them."""
+        """Return the time of a message between two of these peers, for known pairs: measured by them, or by
+        this node to one of them.
+        """
         me = self.signer.peer
         found = {}
         if len(peers) <= LINKED_PEERS_MAX:
@@ -233,11 +237,11 @@ class Serving:
         return found
 
     def hosted(self) -> dict[bytes, bytes]:
-        """Return what has a slot here, a service or a further stage of one, and the graph of each."""
+        """Return the services and further stages with a slot here, and the graph of each."""
         return {member.slot: member.service.manifest.graph for member in self.hosting.members.values()}
 
     async def leave(self) -> None:
-        """Let go of all stages: their sessions go on elsewhere before this node is gone."""
+        """Drop all stages, after their sessions have moved elsewhere."""
         self.published.leave()
         await self.hosting.leave()
 
@@ -257,8 +261,9 @@ class Serving:
                 self._links.send(peer, encode(message))
 
     async def _serve(self, stream: Stream) -> None:
-        """Take what a peer sends, until its stream ends: then it is lost, until it opens another. One that
-        moves to a better path has another by then."""
+        """Receive from a peer until its stream ends: then the peer is lost until it opens another. A stream
+        that moves to a better path has its successor by then.
+        """
         self._serving[stream.peer] += 1
         is_moved = False
         try:
@@ -281,8 +286,9 @@ class Serving:
                 self._lost(stream.peer)
 
     def _is_partner(self, peer: PeerId) -> bool:
-        """Return whether a peer may send tensors: it shares a session or a service with this node, or did so
-        just now."""
+        """Return whether a peer may send tensors: it shares, or shared a moment ago, a session or a service
+        with this node.
+        """
         now = self.seams.clock.monotonic()
         if self.provider.knows(peer) or self.generations.door.knows(peer) or self.hosting.knows(peer):
             self._partners = {each: until for each, until in self._partners.items() if until > now}
@@ -290,7 +296,7 @@ class Serving:
         return self._partners.get(peer, now) > now
 
     async def _deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
-        """Take one message; one that is none costs its sender."""
+        """Take one message; an invalid one is counted against its sender."""
         try:
             message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
             if payload and not isinstance(message, UnitWork | Answer):
@@ -345,7 +351,7 @@ class Serving:
     # What the cores want
 
     def act(self) -> None:
-        """Do what the cores want done, and look at their deadlines anew."""
+        """Execute the cores' actions, and recompute their deadlines."""
         events, self.provider.events = self.provider.events, []
         for event in events:
             if (member := self.hosting.members.get((event.service, event.stage))) is not None:
@@ -366,11 +372,11 @@ class Serving:
         self.act()
 
     def _timed(self) -> tuple[Timed[Iterable[tuple[PeerId, Message | Carried]]], ...]:
-        """Return the cores that are woken at their deadlines."""
+        """Return the cores that wake at their deadlines."""
         return (self.provider, self.generations.door, self.hosting, *self.hosting.upkeeps)
 
     async def _work(self, member: ServiceMembership) -> None:
-        """Have a stage do what is asked, one after the other, until nothing is left."""
+        """Let a stage do its queued work in order, until nothing is left."""
         try:
             while member.asked and member.stage is not None:
                 await self._do(member, member.stage, member.asked.popleft())
@@ -380,7 +386,7 @@ class Serving:
             member.is_working = False
 
     async def _do(self, member: ServiceMembership, stage: HeldStage, asked: ProviderEvent) -> None:
-        """Raises StageFailed: its process is gone."""
+        """Do one piece of a stage's work. Raises StageFailed: its process is gone."""
         match asked:
             case ComputeBatch():
                 async with member.turn:
@@ -438,7 +444,7 @@ class Serving:
                 return self.stopped(request.stop)
 
     def stopped(self, stop: Fact) -> wire.Reply:
-        """Let go of a service that its publisher has ended. Raises RemoteProtocolError."""
+        """Drop a service that its publisher has ended. Raises RemoteProtocolError."""
         name, author = wire.check_stop(self.signer, stop)
         members = self.hosting.of(name)
         if not members:
@@ -455,7 +461,7 @@ class Serving:
     # What this node wants
 
     async def routes(self, service: Service) -> Routes:
-        """Return who answers for each stage of a service now; a stage without anybody is not in it."""
+        """Return the members that answer for each stage of a service now; a stage without any is absent."""
         return await self.finder.routes(service)
 
     def loading(self, service: Service) -> frozenset[int]:
@@ -465,7 +471,7 @@ class Serving:
     def answer(
         self, service: Service, wish: GenerationWish, width: int = 0
     ) -> AbstractAsyncContextManager[Generation]:
-        """An answer of a service; see `Generations.generating`."""
+        """Yield an answer of a service; see `Generations.generating`."""
         return self.generations.generating(service, wish, width)
 
 
@@ -474,7 +480,7 @@ def _no_runs(name: str) -> AbstractAsyncContextManager[ServedFiles]:
 
 
 def _as_former(data: bytes) -> bytes:
-    """Return an encoded message as peers of the version before read it."""
+    """Return an encoded message in the form of the previous version."""
     message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
     return encode(in_former_version(message))
 

@@ -1,4 +1,4 @@
-"""The files that are served: those of a captured model, wherever they come from."""
+"""The files of a model to be served, from any source."""
 
 import re
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ GRAPH_SUFFIX, VALUES_SUFFIX = ".peerloom", ".safetensors"
 
 @dataclass(frozen=True)
 class ServedFiles:
-    """A captured graph, the file of its values if there is one, what the service is called by default, and
-    the folder or tokenizer by which it takes text. `run` and `step` are the run and checkpoint it comes
-    from."""
+    """A captured graph, the file of its values if there is one, the service's default name, and the folder or
+    tokenizer for its text. `run` and `step` are its run and checkpoint.
+    """
 
     graph: Path
     values: Path | None
@@ -24,7 +24,7 @@ class ServedFiles:
 
 
 def is_run(model: str) -> bool:
-    """Return whether a person means a run, by its id or how that begins, and no file."""
+    """Return whether a text means a run, by its id or a prefix, and not a file."""
     return re.fullmatch(r"[0-9a-f]{4,16}", model) is not None and not Path(model).exists()
 
 
@@ -41,5 +41,5 @@ def captured_files(model: str) -> ServedFiles:
 
 
 def service_name(text: str) -> str:
-    """Return a text as a service may be called."""
+    """Return a text as a valid name of a service."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", text).lstrip("._-") or "model"

@@ -1,4 +1,4 @@
-"""One stage of a service in its process: loaded, and computing what the provider's core puts together."""
+"""One stage of a service in its process: loads it, and computes the batches of the provider's core."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -29,25 +29,25 @@ from partition.serve.turns import BATCH_TOKENS_MAX
 from partition.stage_layout import parameter_layout, payload_bytes_max
 
 CACHE_SHARE = 0.5
-"""The part of a slot's memory that keys and values may take; the rest is for parameters and for computing."""
+"""The share of a slot's memory for keys and values; the rest is for parameters and computing."""
 OF_UNITS = (1, 2)
-"""Inputs of the entry point `serve` that say where tokens stand and which rows are wanted."""
+"""Inputs of the entry point `serve` for the positions of tokens and the wanted rows."""
 TOKENS = Size(0)
-"""The side of a tensor that is as long as a batch has tokens."""
+"""The dimension of a tensor that is the number of tokens in a batch."""
 SPARE_TOKENS = 128
 """Places of a session's last page that may stay empty."""
 READING_PAUSE = 4
-"""How many times as long as values were read out of packed weights the process is left to its sessions."""
+"""After unpacking a weight, the process serves only its sessions for this many times the time that took."""
 NOBODY = bytes(SESSION_BYTES)
 """A session that nobody has."""
 SHORT_BYTES = 64 << 10
-"""Tensors that are joined on the event loop: a decoded token of each of many sessions."""
+"""The most bytes of tensors joined on the event loop: a decoded token of each of many sessions."""
 
 Outcome = list[tuple[Answer | None, tuple[Typed, ...]]]
 
 
 class BatchRefused(Exception):
-    """The stage did not compute a batch, and goes on. `session` is whose unit it was, where that is known."""
+    """The stage refused a batch, and goes on. `session` is that of the refused unit, if known."""
 
     def __init__(self, code: CloseCode, reason: str, session: bytes = b"") -> None:
         super().__init__(reason)
@@ -56,7 +56,9 @@ class BatchRefused(Exception):
 
 
 def specification(service: Service, graph: Graph, number: int, machine: Machine) -> api.StageSpecification:
-    """Return what the stage's process has to know. Raises RemoteProtocolError: no such stage can be."""
+    """Return the specification for the stage's process. Raises RemoteProtocolError: such a stage is
+    impossible.
+    """
     manifest = service.manifest
     if not any(entry.name == SERVE for entry in graph.entries):
         raise RemoteProtocolError("the model was not captured to be served")
@@ -79,7 +81,7 @@ def specification(service: Service, graph: Graph, number: int, machine: Machine)
 
 
 def token_bytes(graph: StageGraph) -> int:
-    """Return what keys and values of one token take in a stage."""
+    """Return the bytes of keys and values of one token in a stage."""
     kinds = [kind for _, *pair in attention_layers(graph, graph.entry(SERVE)) for kind in pair]
     return sum(
         ITEM_BYTES[kind.dtype] * prod(side for side in kind.shape if isinstance(side, int)) for kind in kinds
@@ -87,7 +89,7 @@ def token_bytes(graph: StageGraph) -> int:
 
 
 def sessions_bytes(graph: StageGraph, manifest: ServiceManifest) -> int:
-    """Return what keys and values of all sessions take that a stage may have at once."""
+    """Return the bytes of keys and values of all sessions that a stage may have at once."""
     return token_bytes(graph) * SESSIONS_MAX * (manifest.context + SPARE_TOKENS)
 
 
@@ -104,7 +106,7 @@ class HeldStage:
         self.bits = b""
         """The bit class of its process: see `partition.execute.bit_class`."""
         self.needed_bytes = wanted.memory_bytes_max
-        """The most that it needs of the memory that it was given."""
+        """The most memory that it needs, of what it was given."""
         self._stage = stage
         self._packed: frozenset[int] = frozenset()
         """Rows whose values only the process has."""
@@ -156,7 +158,7 @@ class HeldStage:
 
     @property
     def tokens_max(self) -> int:
-        """How many tokens it has room for, of all sessions; 0 where it keeps none."""
+        """How many tokens of all sessions it has room for; 0 if it keeps none."""
         each = token_bytes(self.specification.graph)
         return self.specification.cache_bytes // each if each else 0
 
@@ -165,8 +167,9 @@ class HeldStage:
         return self.number == self.service.manifest.stages - 1
 
     async def read_stored(self, offset: int, length: int, executor: Executor) -> bytes | None:
-        """Return a range of the values beside the graph, out of the arena, or of the process where it has
-        packed them: a replica hands them to the next one. None: they are another stage's."""
+        """Return a range of the values beside the graph, for the next replica, from the arena or, if they are
+        packed, from the process. None: they are another stage's.
+        """
         for slot in parameter_layout(self.specification):
             source = slot.parameter.source
             if isinstance(source, StoredValues) and source.offset <= offset < source.offset + source.length:
@@ -184,22 +187,23 @@ class HeldStage:
         return None
 
     async def _read_packed(self, asked: api.ReadValues) -> bytes | None:
-        """Return what the process makes of a packed weight. Raises StageFailed."""
+        """Return a packed weight, unpacked by the process. Raises StageFailed."""
         async with self._reading:
-            # A call that is cancelled ends the process, and this one is a peer's to cancel.
+            # A cancelled call would end the process, and a peer can cancel this one.
             with trio.CancelScope(shield=True):
                 begun = self._clock.monotonic()
                 found = await self._stage.call(asked)
                 took = self._clock.monotonic() - begun
-            # Whoever asks for one weight after another has each unpacked, and sessions wait for that.
+            # Each requested weight is unpacked while sessions wait, so requests are paced.
             await trio.sleep(READING_PAUSE * took)
         if not isinstance(found, api.ValuesRead) or len(found.data) != asked.length:
             return None
         return found.data
 
     def check(self, work: UnitWork, arrays: Sequence[Typed]) -> None:
-        """Raise RemoteProtocolError where a unit is none of this stage's: one that its process would refuse
-        costs those of all doors that are computed with it."""
+        """Raise RemoteProtocolError if a unit is invalid for this stage: one that its process refuses would
+        spoil the batch for all doors.
+        """
         if work.is_hidden and not self._has_hidden:
             raise RemoteProtocolError("hidden states of a model whose logits are not made of any")
         if self.number == 0:
@@ -208,14 +212,16 @@ class HeldStage:
             tensors.check_boundary(work, arrays, self._given)
 
     async def compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
-        """Return what a batch comes to, a row for each unit. Raises Refusal, or StageFailed: the process is
-        gone."""
+        """Return the results of a batch, a row for each unit. Raises Refusal, or StageFailed: the process is
+        gone.
+        """
         hidden = [unit for unit in asked.units if unit.work.is_hidden and self.is_last]
         others = [unit for unit in asked.units if unit not in hidden]
         if not (hidden and others):
             return await self._compute(asked, executor)
         found: dict[bytes, tuple[Answer | None, tuple[Typed, ...]]] = {}
-        for part in (others, hidden):  # what is computed twice where the second is refused changes nothing
+        # computing the first part twice after a refusal of the second changes nothing
+        for part in (others, hidden):
             outcome = await self._compute(replace(asked, units=tuple(part)), executor)
             found |= {unit.session: row for unit, row in zip(part, outcome, strict=True)}
         return [found[unit.session] for unit in asked.units]
@@ -248,8 +254,9 @@ class HeldStage:
             raise StageFailed(f"the stage's process answered nonsense: {error}") from None
 
     async def fork(self, session: bytes, base: bytes, tokens: int) -> None:
-        """Have the process begin a session with the first tokens of another. Where it refuses, it refuses
-        that session's first unit too. Raises StageFailed: it is gone."""
+        """Let the process begin a session with the first tokens of another. If it refuses, it refuses that
+        session's first unit too. Raises StageFailed: it is gone.
+        """
         try:
             await self._stage.call(api.CopySession(session, base, tokens))
         except SessionRefused:
@@ -258,7 +265,7 @@ class HeldStage:
             await self.try_process()
 
     async def try_process(self) -> None:
-        """Raise StageFailed where the process is gone."""
+        """Raise StageFailed if the process is gone."""
         await self.forget(NOBODY)
 
     async def forget(self, session: bytes) -> None:
@@ -271,8 +278,9 @@ class HeldStage:
 
 
 def _boundary_forms(graph: StageGraph, numbers: Sequence[int]) -> tuple[tensors.BoundaryForm, ...]:
-    """Return what crosses a boundary; every stage makes positions and wanted rows of the units itself. Raises
-    RemoteProtocolError, as `boundary_form`."""
+    """Return the tensors that cross a boundary; every stage derives positions and wanted rows from the units
+    itself. Raises RemoteProtocolError, as `boundary_form`.
+    """
     types = dict(graph.entry(SERVE).types)
     return tuple(boundary_form(graph.types[types[number]]) for number in numbers if number not in OF_UNITS)
 

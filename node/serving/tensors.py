@@ -1,6 +1,5 @@
-"""Tensors of units on the wire and in a batch: checked, joined, split, and logits made answers.
-
-Not for the event loop where they are long: whoever calls says where it runs.
+"""Tensors of units on the wire and in a batch: checking, joining and splitting them, and turning logits into
+answers. Long ones must not run on the event loop: the caller decides where.
 """
 
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from partition.serve.selection import best_logits
 
 
 def tensor_headers(arrays: Sequence[Typed]) -> tuple[TensorHeader, ...]:
-    """Return what a message says of the tensors that follow it."""
+    """Return a message's headers of the tensors that follow it."""
     return tuple(
         TensorHeader(dtype, tuple(array.shape))  # type: ignore[arg-type]  # no boundary is complex
         for dtype, array in arrays
@@ -26,12 +25,12 @@ def tensor_headers(arrays: Sequence[Typed]) -> tuple[TensorHeader, ...]:
 
 
 def tensor_bytes(arrays: Sequence[Typed]) -> list[memoryview]:
-    """Return the bytes that follow, without a copy where they lie in one piece."""
+    """Return the bytes that follow, without a copy if they are contiguous."""
     return [np.ascontiguousarray(array).reshape(-1).view(np.uint8).data for _, array in arrays]
 
 
 def read_tensors(headers: Sequence[TensorHeader], data: memoryview) -> tuple[Typed, ...]:
-    """Return tensors that came, as views of `data`. Raises RemoteProtocolError: they take other bytes."""
+    """Return received tensors as views of `data`. Raises RemoteProtocolError: the lengths differ."""
     check_length(headers, "raw", len(data))
     found: list[Typed] = []
     begin = 0
@@ -45,7 +44,7 @@ def read_tensors(headers: Sequence[TensorHeader], data: memoryview) -> tuple[Typ
 
 
 def check_ids(work: UnitWork, arrays: Sequence[Typed], vocabulary: int) -> None:
-    """Raise RemoteProtocolError where a unit of a first stage is not so many tokens of the model."""
+    """Raise RemoteProtocolError if a unit of a first stage does not have this many valid tokens."""
     if len(arrays) != 1 or arrays[0][0] != "int64" or arrays[0][1].shape != (work.tokens,):
         raise RemoteProtocolError("a unit without its token ids")
     ids = arrays[0][1]
@@ -55,19 +54,19 @@ def check_ids(work: UnitWork, arrays: Sequence[Typed], vocabulary: int) -> None:
 
 @dataclass(frozen=True)
 class BoundaryForm:
-    """A tensor of a boundary: its type, its sides, and the axis of the tokens, whose side does not count."""
+    """A tensor of a boundary: its type, its shape, and the axis of the tokens, whose length varies."""
 
     dtype: DataType
     sides: tuple[int, ...]
     axis: int
 
     def shape(self, tokens: int) -> tuple[int, ...]:
-        """Return its shape for so many tokens."""
+        """Return its shape for a number of tokens."""
         return tuple(tokens if axis == self.axis else side for axis, side in enumerate(self.sides))
 
 
 def check_boundary(work: UnitWork, arrays: Sequence[Typed], form: Sequence[BoundaryForm]) -> None:
-    """Raise RemoteProtocolError where a unit is not what crosses a boundary."""
+    """Raise RemoteProtocolError if a unit does not fit a boundary."""
     wanted = [(each.dtype, each.shape(work.tokens)) for each in form]
     if [(dtype, array.shape) for dtype, array in arrays] != wanted:
         raise RemoteProtocolError("a unit with other tensors than its boundary has")
@@ -105,8 +104,9 @@ def split(
 
 
 def answer(work: UnitWork, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
-    """Return the answer to a unit of the last stage: of each row the best logits, or all of them, or its
-    hidden state where that is wanted."""
+    """Return the answer to a unit of the last stage: for each row the best logits, or all of them, or its
+    hidden state, as requested.
+    """
     if logits is None or not work.wanted:
         return Answer(work.session, work.number), ()
     dtype = "float64" if logits.dtype == np.float64 else "float32"

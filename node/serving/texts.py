@@ -1,8 +1,8 @@
-"""How services take and give text: files that members keep, doors fetch, and a fenced process reads.
+"""The text of services: files that members keep, doors fetch, and a fenced process reads.
 
 A publisher puts the files of its model (`node.content.text_files`) among its blobs, and every member of the
 service keeps them, so they outlive the publisher. A door fetches them by their hash at the first question,
-and keeps one fenced process for each of the services that it asked last.
+and keeps one fenced process for each of its latest services.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -27,13 +27,13 @@ from node.storage.blobs import Blobs, NoRoom
 from partition.serve.text import TextStream, decode_bytes
 
 KEPT_MAX = 16
-"""Services whose files a node keeps; the one that was needed longest ago goes."""
+"""The most services whose files a node keeps; the least recently used is dropped."""
 READERS_MAX = 3
-"""Fenced processes that are kept, of 60 MB and what a tokenizer takes."""
+"""Fenced processes that are kept, each of 60 MB and its tokenizer's memory."""
 READERS_USED_MAX = 16
-"""More, where answers use all of them: 1 GB and what sixteen tokenizers take."""
+"""The most while answers use all of them: 1 GB and the memory of sixteen tokenizers."""
 IDLE_SECONDS = 60.0
-"""How long one is kept that nobody asks: the next question of a chat comes soon."""
+"""How long an idle process is kept: the next question of a chat comes soon."""
 FETCH_SECONDS_MAX = 60.0
 _PIN = "service-text"
 
@@ -51,7 +51,7 @@ class TextsOwner(Protocol):
 
 
 class _Reader:
-    """A process, and who uses it."""
+    """A process, and its users."""
 
     def __init__(self, text: FencedText) -> None:
         self.text = text
@@ -72,8 +72,9 @@ class Texts:
         self._streams = 0
 
     async def keep(self, path: Path) -> tuple[bytes, TextFacts] | None:
-        """Have this node hold the files of a model's folder, or of a tokenizer.json; their hash, and what
-        they say. None: the folder has no tokenizer. Raises UsageError: they cannot be read."""
+        """Store the files of a model's folder, or of a tokenizer.json; return their hash and content. None:
+        the folder has no tokenizer. Raises UsageError: they cannot be read.
+        """
         executor = self._owner.seams.executor
         data = await executor.run(partial(text_files.collect, path))
         if not data:
@@ -99,8 +100,9 @@ class Texts:
         return name, facts
 
     async def bring(self, service: Service, holders: Sequence[PeerId]) -> bytes:
-        """Return the files of a service's text, from here or from `holders`; they are kept here. Raises
-        Unreachable: nobody hands them over."""
+        """Return the files of a service's text, from here or from `holders`, and keep them. Raises
+        Unreachable: no holder delivers them.
+        """
         name = service.manifest.tokenizer
         seams, executor = self._owner.seams, self._owner.seams.executor
         sink, refuse = BlobSink(self._blobs, executor), self._owner.refuse
@@ -150,8 +152,9 @@ class Texts:
     async def reading(
         self, service: Service, holders: Sequence[PeerId], *, purpose: str = ""
     ) -> AsyncIterator[FencedText]:
-        """A process that reads and writes a service's text; one for another purpose is a process of its own.
-        Raises UsageError: the files cannot be read here; RunFailed: nobody hands them over."""
+        """Yield a process that reads and writes a service's text; each purpose has its own process. Raises
+        UsageError: the files cannot be read here; RunFailed: no holder delivers them.
+        """
         called = service.manifest.name
         name = service.manifest.tokenizer + purpose.encode()
         try:
@@ -192,9 +195,8 @@ class Texts:
         return _Reader(await FencedText.open(data, allow_unfenced=allow))
 
     async def _make_room(self) -> None:
-        """End the process that nobody uses and that was asked least, where there are enough.
-
-        Raises RunFailed: all are used, and there are too many.
+        """End the least used idle process if there are too many. Raises RunFailed: all are in use, and there
+        are too many.
         """
         idle = [name for name, each in self._readers.items() if not each.users]
         while len(self._readers) >= READERS_MAX and idle:
@@ -215,8 +217,9 @@ class Texts:
     async def pieces(
         self, text: FencedText | None, stops: Sequence[str], *, is_marked: bool = False
     ) -> AsyncIterator["TextPieces"]:
-        """Yield what makes text of one answer's tokens; None where they are bytes. Where it `is_marked`,
-        special tokens that tell calls and reasoning apart are part of it."""
+        """Yield the decoder of one answer's tokens; None if they are bytes. With `is_marked` its text
+        contains the special tokens that mark calls and reasoning.
+        """
         found = TextPieces(text, self.next_stream(), stops, is_marked=is_marked)
         try:
             yield found
@@ -225,7 +228,7 @@ class Texts:
                 await found.finish()  # the process forgets it
 
     def next_stream(self) -> int:
-        """Return a number that no other answer has in a process."""
+        """Return a number that is unique among the answers in a process."""
         self._streams += 1
         return self._streams
 

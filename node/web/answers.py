@@ -1,10 +1,10 @@
-"""Answers by services, for the HTTP forms: prompts become tokens, and tokens pieces of text; choices of one
-request go side by side.
+"""Answers by services, for the HTTP forms: prompts become tokens, and tokens pieces of text; the choices of
+one request run concurrently.
 
     answers = await answers_of.open(request, held)     checked and begun; it ends with `held`
     event = await answers.next()                       TextPiece, CallPiece and AnswerEnd, of all choices
 
-Prompts and answers pass through here and stand nowhere else: in no event, log, recording or report.
+Prompts and answers only pass through: no event, log, recording or report contains them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -45,20 +45,21 @@ from partition.serve.door import GenerationWish
 from partition.serve.sampling import SEED_MAX, Sampling
 
 RETRY_SECONDS = 2.0
-"""When a client may ask again where nobody answers for a stage: another member has taken it by then."""
+"""The seconds after which a client may retry if a stage has no holder: by then another member has taken it.
+"""
 WAITING_EVENTS_MAX = 64
-"""Events of one request that wait for a client that reads slowly; its generations go on meanwhile."""
+"""Events of one request that may wait for a slow client; its generations go on meanwhile."""
 
 CALL_ID_BYTES = 9
 SPELLED_MAX = 4_096
-"""Tokens of one request whose bytes are kept: as a rule the same ones are likely again and again."""
+"""Tokens of one request whose bytes are cached: usually the same ones are likely again and again."""
 
 Event = TextPiece | CallPiece | AnswerEnd
 
 
 @dataclass(frozen=True)
 class PromptTokens:
-    """A prompt as the model takes it; `is_reasoning` where it ends with the beginning of its reasoning."""
+    """A prompt's tokens; `is_reasoning` if the prompt ends with the beginning of the model's reasoning."""
 
     tokens: Sequence[int]
     is_reasoning: bool = False
@@ -66,7 +67,7 @@ class PromptTokens:
 
 
 class ServiceText:
-    """How one service takes and gives text: by a fenced process, or as bytes where there is none."""
+    """The text codec of one service: a fenced process, or bytes if there is none."""
 
     def __init__(self, fenced: FencedText | None) -> None:
         self.fenced = fenced
@@ -81,7 +82,7 @@ class ServiceText:
         if self.fenced is None:
             return {token: bytes([token]) for token in tokens}
         known = self._spelled
-        # A copy: another choice of the request may clear what is kept while this one waits.
+        # A copy: another choice of the request may clear the cache while this one waits.
         found = {token: known[token] for token in tokens if token in known}
         if missing := [token for token in dict.fromkeys(tokens) if token not in found]:
             new = dict(zip(missing, await self.fenced.spell(missing), strict=True))
@@ -141,7 +142,8 @@ class RunningAnswers:
     @property
     def _cached(self) -> int:
         """Return the tokens of the prompts that had been read before: of several answers to one prompt, all
-        but the first begin from what that one reads."""
+        but the first reuse what the first one reads.
+        """
         rows = [[self.generations[choice].shared for choice in row if choice in self.generations]
                 for row in self.prompts]  # fmt: skip
         return sum(min(row) for row in rows if row)
@@ -161,7 +163,7 @@ class RunningAnswers:
         except trio.WouldBlock:
             return None
         if isinstance(found, FormProblem):
-            self._problem = found  # told next, after what came before it
+            self._problem = found  # raised by the next call, after the earlier events
             return None
         return self._checked(found)
 
@@ -193,8 +195,9 @@ class ServiceAnswers:
             return sum(len(prompt.tokens) for prompt in prompts)
 
     async def open(self, request: AnswerRequest, held: AsyncExitStack, owner: str = "") -> RunningAnswers:
-        """Begin all answers of a request; they end with `held`. What was read for one `owner` is read again
-        for any other. Raises FormProblem."""
+        """Begin all answers of a request; they end with `held`. Cached prompts are never shared between
+        owners. Raises FormProblem.
+        """
         service = await self._find(request.model)
         text = await self._text(service, held)
         if request.logprobs is not None and text is None:
@@ -240,7 +243,7 @@ class ServiceAnswers:
         return service
 
     async def _text(self, service: Service, held: AsyncExitStack) -> ServiceText | None:
-        """Return what makes tokens of texts, None where the model takes tokens alone. Raises FormProblem."""
+        """Return the text codec of a service, None if the model takes only tokens. Raises FormProblem."""
         if service.manifest.text == "tokenizer":
             try:
                 return ServiceText(await held.enter_async_context(self._asking.reading(service)))
@@ -272,7 +275,7 @@ class ServiceAnswers:
             raise FormProblem(f"{manifest.name} takes tokens, and no text of its own", field="model")
         else:
             found = await text.tokens(manifest.name, prompt)
-        # Before anything looks at each token: millions would hold up all streams.
+        # Checked before each token is: millions would block all streams.
         if len(found.tokens) >= manifest.context:
             raise FormProblem(
                 f"{len(found.tokens):,} tokens, and {manifest.name} takes at most {manifest.context - 1:,}",
@@ -378,7 +381,7 @@ class _Choice:
         await self.events.send(AnswerEnd(self.number, reason, pieces.stopped_by or None))
 
     async def _send(self, text: str, *, is_last: bool = False) -> None:
-        """Send more text as what it is part of."""
+        """Send more text, as text or reasoning."""
         if self._reader is None:
             if text:
                 await self._send_text(text)
@@ -419,7 +422,7 @@ class _Choice:
 
 
 def _reader_of(prompt: PromptTokens, text: ServiceText | None, request: AnswerRequest) -> AnswerReader | None:
-    """Return what takes an answer apart; None where it is text throughout."""
+    """Return the parser of an answer's calls and reasoning; None if it is plain text."""
     facts = None if text is None else text.facts
     chat = prompt.chat
     if facts is None or chat is None:
@@ -437,8 +440,9 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
 
 
 def _rule_for(rule: AnswerRule, facts: TextFacts, prompt: PromptTokens) -> AnswerRule | None:
-    """Return a rule for a model's chats: with its format of calls, and its reasoning before the answer; None
-    where its calls cannot be held to it."""
+    """Return a rule for a model's chats, with its format of calls and its reasoning before the answer; None
+    if its calls cannot be constrained.
+    """
     calls = held_calls(rule, facts.calls)
     if calls is None:
         return None
@@ -455,7 +459,7 @@ def _wish(
     entropy: Callable[[int], bytes],
     owner: str = "",
 ) -> GenerationWish:
-    """Return what a door is asked for one choice. Raises FormProblem."""
+    """Return the door's request for one choice. Raises FormProblem."""
     manifest = service.manifest
     seed = int.from_bytes(entropy(8)) if request.seed is None else request.seed
     if choice:  # choices of one seed differ, and are the same each time

@@ -36,11 +36,11 @@ class Assets:
 
     @property
     def script_bytes(self) -> int:
-        """How long all scripts are together, as they are served."""
+        """Return the total length of all scripts as served."""
         return sum(len(data) for name, (data, _, _) in self._files.items() if name.endswith(".js"))
 
     def serve(self, name: str, known: str | None) -> Response:
-        """A file; nothing but a word where the browser has it, by its tag, already."""
+        """Serve a file; only a status if the browser already has it, by its tag."""
         found = self._files.get(name)
         if found is None:
             return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
@@ -52,7 +52,7 @@ class Assets:
 
 
 def _with_commands(page: bytes) -> bytes:
-    """Put how this node's person types commands in place of {program} and {elsewhere}."""
+    """Replace {program} and {elsewhere} by the form in which this node's user types commands."""
     for name, form in (("program", program_from_anywhere()), ("elsewhere", elsewhere())):
         page = page.replace(b"{%s}" % name.encode(), escape(form).encode())
     return page
@@ -71,12 +71,12 @@ def squeeze(script: bytes) -> bytes:
 
 _SIGNS = frozenset("{}()[];,:?=<>*&|!")
 _BEFORE_PATTERN = frozenset("(,=:[!&|?{};\n")
-"""Behind these a slash begins a pattern; elsewhere it divides."""
+"""After these a slash begins a pattern; elsewhere it divides."""
 
 
 def _unblanked(text: str) -> str:
     out: list[str] = []
-    depths: list[int] = []  # of braces, for each template that the place is inside the code of
+    depths: list[int] = []  # open braces, for each template whose code contains the place
     depth, at = 0, 0
     while at < len(text):
         char = text[at]

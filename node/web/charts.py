@@ -20,8 +20,9 @@ POINT_COLUMNS = ("step", "at", "loss", "samples_per_second", "bubble", "utilisat
 
 Point = list[float | None]
 Mark = list[Any]
-"""(unix seconds, step, kind, text): kind is death, dropped, leave, join, plan, resume,
-checkpoint, validation, accuracy or state."""
+"""(unix seconds, step, kind, text), where kind is death, dropped, leave, join, plan, resume, checkpoint,
+validation, accuracy or state.
+"""
 
 
 @dataclass
@@ -34,7 +35,7 @@ class Course:
     step: int = 0
     peers: frozenset[bytes] = frozenset()
     former: frozenset[bytes] = frozenset()
-    """Those of the plan before: news of a death may come after the plan that does without the dead."""
+    """The replicas of the previous plan: the event of a death may come after the plan without the dead."""
 
     def document(self) -> dict[str, Any]:
         """For the page."""
@@ -42,13 +43,13 @@ class Course:
 
 
 class Charts:
-    """Courses by run. `take` returns what it added, for whoever has the rest already."""
+    """Courses by run. `take` returns its additions, for a reader that has the rest already."""
 
     def __init__(self) -> None:
         self.courses: dict[str, Course] = {}
 
     def take(self, event: events.Event) -> tuple[list[tuple[str, Point]], list[tuple[str, Mark]]]:
-        """Fold one event in; the points and marks that are new, each with its run."""
+        """Fold one event in; return the new points and marks, each with its run."""
         match event:
             case events.RunAccepted(run=run):
                 self._course(run)

@@ -4,9 +4,9 @@
     GET  /api/service-text?service=  how one takes text
     POST /api/chat                   one answer, as server-sent events: begin, piece, route, moved, error, end
 
-The page lets its owner through. The browser's window alone keeps a conversation, and sends all of it with
-each question; here it passes through, and stands in no event, log or recording. Not here: the answers for
-programs, which have keys and turns (`node.web.model_api`).
+The page admits only its owner. Only the browser's window keeps a conversation, and sends all of it with each
+question; here it only passes through, and no event, log or recording contains it. Answers for programs, which
+have keys and turns, are elsewhere (`node.web.model_api`).
 """
 
 from collections.abc import Sequence
@@ -32,10 +32,10 @@ from node.web.views import peer_key
 CHAT_BYTES_MAX = 1 << 20
 """A conversation; what the control channel takes too."""
 LOOK_SECONDS = 0.25
-"""How soon the page is told that an answer goes over another route while no token comes."""
+"""How soon the page learns of a new route of an answer while no token comes."""
 BEAT_SECONDS = 15.0
 LISTED_SECONDS = 1.0
-"""Windows that ask within it share one look at the services: it asks their members."""
+"""The time for which windows share one query of the services' members."""
 WAITING_PIECES_MAX = 64
 """Pieces that wait for a browser that reads slowly; the answer goes on meanwhile."""
 

@@ -1,7 +1,6 @@
-"""Answers that follow a rule: which tokens may come next, asked of a fenced process for each token anew.
-
-The process is another one than that which makes texts: a grammar that takes too much ends it, and with it no
-text. Whoever else has a rule there goes on in a new one, which is given the tokens that came so far.
+"""Answers that follow a rule: for each token a fenced process says which tokens may come next. It is separate
+from the process that makes texts, so that a too expensive grammar ends only rules. Other answers with rules
+in that process go on in a new one, which gets their tokens so far.
 """
 
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from partition.codecs.base import Array
 
 PURPOSE = "rules"
 BEGINNINGS_MAX = 3
-"""Processes in which one token of an answer is asked for: each costs a second, and its client waits."""
+"""Processes that are tried for one token of an answer: each costs a second, and the client waits."""
 
 
 class Constraint:
@@ -71,7 +70,7 @@ class Constraint:
         return FormProblem(f"{self._field}: {error}", kind="failed")
 
     async def _begin(self) -> TokenMask:
-        """Begin in a process that lives, and again where another answer's grammar ends it first."""
+        """Begin in a living process, and again if another answer's grammar ends it first."""
         for tries in range(BEGINNINGS_MAX):
             try:
                 return await self._begin_once()

@@ -1,9 +1,8 @@
-"""The HTTP door: HTTP/1.1 by h11 on trio, for what this node serves to its own machine.
-
-Not the pages themselves (`node.web.page`), and not who may see them (`node.web.guard`). Every request is
-bounded in size and time, every connection in what it may hold up, so a client that is slow, silent or hostile
-costs a task and some kilobytes. An answer is whole (`Response`) or goes on (`Streaming`); either is cancelled
-as soon as the client hangs up, also while it is being made.
+"""The HTTP server of a node for its own machine: HTTP/1.1 by h11 on trio. `node.web.page` has the pages,
+`node.web.guard` the access control. Every request is bounded in size and time, every connection in the
+resources that it may hold, so a slow, silent or hostile client costs a task and some kilobytes. An answer is
+complete (`Response`) or a stream (`Streaming`); either is cancelled as soon as the client hangs up, even
+while it is being made.
 """
 
 import ipaddress
@@ -34,26 +33,27 @@ HEADER_BYTES_MAX = 16 << 10
 BODY_BYTES_MAX = 64 << 10
 """An action is a few names; a run's data never comes this way."""
 BODIES_BYTES_MAX = 64 << 20
-"""All bodies together that are longer than that, while they are read and answered."""
+"""The bytes of all longer bodies together, while they are read and answered."""
 EARLY_BYTES_MAX = 16 << 10
 """The bytes that a client may send of its next requests while it waits for an answer."""
 SEND_SECONDS_MAX = 20.0
-"""A client that takes nothing for so long is cut off; a page comes back and goes on where it was."""
+"""A client that reads nothing for this long is cut off; a page reconnects and continues."""
 SEND_BUFFER_BYTES = 128 << 10
-"""The bytes that the system holds of one client. Without a limit they grow to megabytes for a slow reader."""
+"""The system's send buffer for one client. Without a limit it grows to megabytes for a slow reader."""
 DRAIN_SECONDS_MAX = 0.5
-"""How long what a refused client still sends is thrown away, so that it reads why."""
+"""How long a refused client's further bytes are discarded, so that it reads the reason."""
 QUERY_FIELDS_MAX = 32
 _CHUNK_BYTES = 16 << 10
 
 Send = Callable[[bytes], Awaitable[None]]
-"""Sends a piece of a body that goes on; waits while the client reads slowly."""
+"""Sends a piece of a streamed body; waits while the client reads slowly."""
 
 
 @dataclass(frozen=True)
 class HttpRequest:
-    """One request. `headers` have names in lower case; `path` is decoded; of a query's repeated name the last
-    counts. What `held` holds is let go once the answer is sent, or the client has hung up."""
+    """One request. `headers` have names in lower case; `path` is decoded; the last value of a repeated query
+    name counts. `held` is closed once the answer is sent, or the client has hung up.
+    """
 
     method: str
     path: str
@@ -85,11 +85,11 @@ class Streaming:
 
 Handler = Callable[[HttpRequest], Awaitable[Response | Streaming]]
 Admit = Callable[[HttpRequest], int | Response]
-"""By a request without its body: how long that may be, or why it is not read."""
+"""Returns, for a request without its body, the most bytes of the body, or why it is not read."""
 
 
 def problem(status: HTTPStatus, reason: str) -> Response:
-    """An answer that says what was wrong."""
+    """Return an answer that states an error."""
     return Response(msgspec.json.encode({"error": reason}), status, headers=(("cache-control", "no-store"),))
 
 
@@ -103,8 +103,9 @@ def _explain(_path: str, refusal: RequestRefusal) -> Response:
 
 @dataclass(frozen=True)
 class DoorRules:
-    """The rules of a door besides answering: `guard` is over method, path and headers; `explain` writes down
-    a refusal for a path; with `tls` it speaks HTTPS alone."""
+    """The rules of a door besides answering: `guard` checks method, path and headers; `explain` formats a
+    refusal for a path; with `tls` the door speaks only HTTPS.
+    """
 
     is_owner: Callable[[HttpRequest], bool]
     new_id: Callable[[], str]
@@ -174,8 +175,9 @@ class HttpServer:
                 await trio.aclose_forcefully(stream)
 
     def _enter_doorway(self, connection: "_Connection") -> "tuple[_Connection, ...] | None":
-        """Let a connection say who it is though all places are taken; return those that lose theirs in the
-        doorway for it, None where it gets none."""
+        """Give a connection a short time to identify itself while all places are taken; return the
+        connections that lose their doorway place for it, None if it gets none.
+        """
         gone: tuple[_Connection, ...] = ()
         if len(self._doorway) >= self.rules.settings.doorway_max:
             found = self._crowded_out(connection)
@@ -187,9 +189,10 @@ class HttpServer:
         return gone
 
     def _crowded_out(self, new: "_Connection") -> "_Connection | None":
-        """Return who loses its place in a full doorway: the newest of the source that has the most there, if
-        the new one's has fewer; else the oldest that has had its time, of a source that has no fewer. What a
-        client sends keeps no place: bytes cost nothing."""
+        """Return the connection that loses its place in a full doorway: the newest of the source with the
+        most there, if the new connection's source has fewer; else the oldest whose time is over, of a source
+        with at least as many. Sending bytes keeps no place: they cost nothing.
+        """
         strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
         counts = Counter(each.source for each in strangers)
         own, most = counts[new.source], max(counts.values(), default=0)
@@ -203,7 +206,7 @@ class HttpServer:
         return next(timed_out, None)
 
     def note(self, connection: "_Connection", request: HttpRequest) -> None:
-        """Let the owner's connections stay before those of strangers."""
+        """Mark a connection as the owner's, so that it stays before those of strangers."""
         if connection.is_owner or not self.rules.is_owner(request):
             return
         connection.is_owner = True
@@ -219,7 +222,7 @@ class HttpServer:
 
 
 class _Gone(Exception):
-    """The client has hung up, or takes nothing."""
+    """The client has hung up, or reads nothing."""
 
 
 class _Connection:
@@ -231,7 +234,7 @@ class _Connection:
         """The prefix of its address; all of this machine are one."""
         self.scope = trio.CancelScope()
         self.is_owner = False
-        """Whether it has shown the token, or a key."""
+        """Whether the client has shown the token, or a key."""
         self._silence = Silence()
         self._door = door
         self._rules = door.rules
@@ -253,10 +256,10 @@ class _Connection:
             while await self._serve_one():
                 self._http.start_next_cycle()
         except* (_Gone, trio.BrokenResourceError, trio.ClosedResourceError):
-            pass  # nobody is left who could be told
+            pass  # nobody is left to answer
 
     async def _serve_one(self) -> bool:
-        """Serve one request; whether another may follow."""
+        """Serve one request; return whether another may follow."""
         self._wants_body, self._path = True, ""
         self._id = self._rules.new_id()
         body = bytearray()
@@ -273,7 +276,7 @@ class _Connection:
         return self._http.our_state is h11.DONE and self._http.their_state is h11.DONE
 
     async def _read_in_time(self, body: bytearray) -> HttpRequest | Response | RequestRefusal | None:
-        """Return the next request, why it is not served, or None where there is none."""
+        """Return the next request, the reason why it is not served, or None if there is none."""
         try:
             with trio.fail_after(self._rules.settings.idle_seconds_max):
                 await self._first_bytes()
@@ -386,7 +389,7 @@ class _Connection:
         await self._end_with(self._rules.explain(self._path, refusal))
 
     async def _end_with(self, answer: Response) -> None:
-        """Say why, if the protocol still allows an answer; the connection ends with it."""
+        """Send the reason, if the protocol still allows an answer, and end the connection."""
         if self._http.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             return
         await self._send_whole(replace(answer, headers=(*answer.headers, ("connection", "close"))))
@@ -394,7 +397,7 @@ class _Connection:
             await self._stream.send_eof()
         with trio.move_on_after(
             DRAIN_SECONDS_MAX
-        ):  # closed on unread bytes, the system would drop the answer
+        ):  # if it closed with unread bytes, the system would drop the answer
             while await self._receive():
                 pass
 
@@ -408,7 +411,7 @@ class _Connection:
             raise _Gone
 
     async def _watch_for_end(self, scope: trio.CancelScope) -> None:
-        """Cancel the answer once its client hangs up, or sends much that it cannot want answered yet."""
+        """Cancel the answer once its client hangs up, or sends many bytes of further requests."""
         early = 0
         with suppress(trio.BrokenResourceError):
             while early <= EARLY_BYTES_MAX and (data := await self._stream.receive_some(_CHUNK_BYTES)):

@@ -1,5 +1,6 @@
-"""Vectors of texts, by encoders that are served: for `/v1/embeddings`. Texts pass through here and stand
-nowhere else."""
+"""Vectors of texts from served encoders, for `/v1/embeddings`. Texts only pass through and are stored
+nowhere.
+"""
 
 from contextlib import AsyncExitStack
 from functools import partial
@@ -21,7 +22,7 @@ from partition.serve.sampling import Sampling
 AT_ONCE_MAX = 16
 """Texts of one request that are computed at once: as many sessions as a door has of a provider."""
 SHORT_NUMBERS = 1 << 14
-"""More take milliseconds to write down, in which the event loop would do nothing else."""
+"""More take milliseconds to encode, which would block the event loop."""
 
 
 class ServiceVectors:
@@ -82,7 +83,7 @@ class ServiceVectors:
                 raise FormProblem(
                     f"input: more than {TOKENS_TOTAL_MAX:,} tokens in one request", field="input"
                 )
-            # Only now is each token looked at: there are not too many.
+            # Each token is checked only now, when their number is known to be small.
             if max(tokens) >= manifest.vocabulary:
                 raise FormProblem(f"{where}: a token that {manifest.name} does not have", field="input")
             found.append(tokens)

@@ -1,10 +1,10 @@
 """Access control for HTTP requests: pure rules over a request's headers, for `node.web.door`.
 
-The page listens on this machine alone, yet a browser here also runs pages of strangers. Three things keep
-those out: the Host must name this machine, so a name that a stranger points at 127.0.0.1 (DNS rebinding) is
-refused; an Origin or Sec-Fetch-Site of elsewhere is refused, and no answer allows another origin (no CORS);
-whatever changes something, or shows members, paths and runs, needs the token, which neither a stranger's page
-nor another user of this machine can read or guess. The page's own files and `/metrics` need none.
+The page listens only on this machine, but a browser here also runs strangers' pages. Three rules keep those
+out. The Host must name this machine, so a stranger's name that points at 127.0.0.1 (DNS rebinding) is
+refused. A foreign Origin or Sec-Fetch-Site is refused, and no answer allows another origin (no CORS). Every
+request that changes something, or shows members, paths and runs, needs the token, which neither a stranger's
+page nor another user of this machine can read or guess. The page's own files and `/metrics` need none.
 """
 
 import hmac
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 
 LOCAL_HOSTS = frozenset({"127.0.0.1", "localhost", "[::1]"})
-"""Any port: one that is forwarded here (`ssh -L`) has another."""
+"""Any port is accepted: a forwarded one (`ssh -L`) differs."""
 TOKEN_HEADER = "x-peerloom-token"  # noqa: S105 - the name of a header
 HEADERS = (
     (
@@ -27,7 +27,9 @@ HEADERS = (
     ("x-content-type-options", "nosniff"),
     ("x-frame-options", "DENY"),
 )
-"""On every answer: nobody frames the page, reads it from elsewhere, or has it load what is not ours."""
+"""Headers of every answer: the page cannot be framed, read from another origin, or made to load foreign
+files.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,7 @@ class RequestRefusal:
 
 def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
     """Return None for a request of this machine's own programs and pages. `headers` have names in lower case.
-
-    A link from elsewhere may open the page, and nothing that the node computes for it.
+    A link from elsewhere may open the page, but none of its data.
     """
     host = headers.get("host", "")
     if _name(host) not in LOCAL_HOSTS:
@@ -59,24 +60,25 @@ def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> Reque
 
 
 def refuse_elsewhere(_method: str, _path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
-    """Return None for a request of a program that a door beyond this machine serves, by a key in a header
-    that no page of a stranger can set. A page of any origin is refused, and so is what a browser loads for
-    one."""
+    """Return None for a program's request to a door beyond this machine: its key is in a header that a
+    stranger's page cannot set. Requests of pages of any origin are refused.
+    """
     if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
         return RequestRefusal(HTTPStatus.FORBIDDEN, "programs are served, and no pages")
     return None
 
 
 def refuse_action(headers: Mapping[str, str], token: str) -> RequestRefusal | None:
-    """None for an action with the token. A form cannot set either header, so no form is an action."""
+    """Return None for an action with the token. A form cannot set either header, so a form cannot act."""
     if headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         return RequestRefusal(HTTPStatus.UNSUPPORTED_MEDIA_TYPE, "want content-type: application/json")
     return refuse_reader(headers, {}, token)
 
 
 def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: str) -> RequestRefusal | None:
-    """None for a request with the token in its header, or in its query: a live stream and a download of a
-    browser have no headers of ours. It is in no address that a person sees, and sent to nobody else."""
+    """Return None for a request with the token in its header, or in its query, since a browser's live stream
+    and download have no custom headers. That address is never shown, and sent to nobody else.
+    """
     given = headers.get(TOKEN_HEADER) or query.get("token", "")
     if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
         return RequestRefusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")
@@ -84,7 +86,7 @@ def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: s
 
 
 def _name(host: str) -> str:
-    """The host of a Host header, without its port."""
+    """Return the host of a Host header, without its port."""
     if host.startswith("["):
         name, bracket, rest = host.partition("]")
         return name + bracket if not rest or rest.startswith(":") else ""

@@ -1,7 +1,7 @@
 """Keys for the HTTP forms: made once, shown once, kept as hashes in the data folder.
 
-A key is 32 random bytes, so a plain hash is as good as a slow one. The page's token is something else: it
-lets its owner act on the node, a key lets a program ask models.
+A key is 32 random bytes, so a plain hash is as good as a slow one. A key only lets a program ask models; the
+page's token lets its owner act on the node.
 """
 
 from base64 import urlsafe_b64encode
@@ -22,7 +22,7 @@ KEYS_NAME = "api-keys"
 KEYS_MAX = 256
 KEY_BYTES = 32
 KEY_LENGTH_MAX = 128
-"""Longer texts are no keys of ours, and are not hashed."""
+"""Longer texts are not our keys, and are not hashed."""
 NAME_LENGTH_MAX = 64
 PREFIX = "pl-"
 
@@ -38,7 +38,7 @@ class ApiKey(msgspec.Struct, frozen=True):
 
 
 class NewKeyRequest(msgspec.Struct, frozen=True):
-    """Make a key that so many requests may use at once."""
+    """Make a key with a limit of concurrent requests."""
 
     name: Annotated[str, msgspec.Meta(max_length=NAME_LENGTH_MAX)] = ""
     in_flight: Annotated[int, msgspec.Meta(ge=1, le=IN_FLIGHT_MAX)] = IN_FLIGHT_USUAL
@@ -71,12 +71,12 @@ class KeyRing:
         return len(self._keys)
 
     def find(self, headers: Mapping[str, str]) -> ApiKey | None:
-        """Return the key that a request shows, as OpenAI's clients or as Anthropic's do."""
+        """Return the key of a request, from the header of OpenAI's or Anthropic's clients."""
         kind, _, bearer = headers.get("authorization", "").partition(" ")
         text = bearer.strip() if kind.lower() == "bearer" else headers.get("x-api-key", "")
         if not text or len(text) > KEY_LENGTH_MAX:
             return None
-        # A lookup by hash: how long it takes says nothing of how much of a key was right.
+        # A lookup by hash: its time reveals nothing about how much of a key was right.
         return self._keys.get(_digest(text))
 
     @property
@@ -89,7 +89,7 @@ class KeyRing:
         }
 
     async def _new(self, asked: NewKeyRequest, _emit: Emit) -> object:
-        """Make a key. Its text is in the answer, and nowhere else afterwards."""
+        """Make a key. Only the answer has its text."""
         if not asked.name.isprintable():
             raise UsageError("name: want printable letters")
         if len(self._keys) >= KEYS_MAX:

@@ -7,7 +7,7 @@ from node.planning.planner import rate_text
 
 
 def document(config: Config) -> dict[str, Any]:
-    """The limits of a configuration; a key file is only said to be there."""
+    """Return the limits of a configuration; of a key file only whether there is one."""
     resources = config.resources
     return {
         "device": resources.device,

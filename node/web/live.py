@@ -1,8 +1,7 @@
-"""The news for open pages, as numbered deltas that are encoded once for all of them.
-
-A page begins with a snapshot and follows with what came after its number. Nothing is queued for a page: it
-has a place in one ring of deltas, and one that falls behind its end begins with a new snapshot. While nobody
-looks, events are only folded into charts and metrics.
+"""Live updates for open pages: numbered deltas that are encoded once for all pages. A page begins with a
+snapshot and then gets the deltas after its number. There is no queue per page: a page has a position in one
+ring of deltas, and one that falls out of the ring gets a new snapshot. While no page is open, events are only
+folded into charts and metrics.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ from node.web.metrics import Metrics
 from node.web.settings import WebSettings
 
 TICK_SECONDS = 0.5
-"""How often open pages are told what is new; a death has to be seen within two seconds."""
+"""How often open pages are updated; a death must be visible within two seconds."""
 IDLE_TICK_SECONDS = 2.0
 COUNTERS_SECONDS = 1.0
 DELTA_BYTES_KEPT_MAX = 4 << 20
@@ -74,7 +73,7 @@ class Live:
         self._snapshot: tuple[int, bytes] | None = None
 
     async def run(self) -> None:
-        """Fold what happens, and tell open pages, until cancelled."""
+        """Fold events and update open pages, until cancelled."""
         while True:
             self.tick()
             if self.watchers:
@@ -86,7 +85,7 @@ class Live:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count somebody who looks; deltas are made for the time."""
+        """Count an open page; deltas are made meanwhile."""
         self.watchers += 1
         self._arrived.set()
         try:
@@ -95,17 +94,18 @@ class Live:
             self.watchers -= 1
 
     async def follow(self, after: int | None) -> AsyncGenerator[tuple[int, str, bytes], None]:
-        """(number, kind, JSON) of a snapshot and deltas, or of what came after a number, without end; kind
-        is reset, delta, or beat, which has nothing to tell."""
+        """Yield (number, kind, JSON) of a snapshot and deltas, or of the deltas after a number, without end;
+        kind is reset, delta, or an empty beat.
+        """
         position = after
         while True:
             if position is None or position > self.number or (self._ring_start() > position):
                 self.tick()
-                position = self.number  # now: while a snapshot is being sent, more happens
+                position = self.number  # read now: more happens while a snapshot is being sent
                 yield position, "reset", self.snapshot()
             for number, data in [each for each in self._ring if each[0] > position]:
                 if number <= position or self._ring_start() > position:
-                    break  # it waited for its reader, and much has happened since
+                    break  # it waited for its reader, and fell out of the ring
                 position = number
                 yield number, "delta", data
             if position >= self.number:
@@ -115,13 +115,13 @@ class Live:
                     yield position, "beat", b""
 
     def snapshot(self) -> bytes:
-        """Everything a page begins with, as JSON; made once for all that ask at the same number."""
+        """Return a page's first state as JSON, made once for all pages at the same number."""
         if self._snapshot is None or self._snapshot[0] != self.number:
             self._snapshot = (self.number, msgspec.json.encode(self._whole()))
         return self._snapshot[1]
 
     def tick(self) -> None:
-        """Fold what has happened since the last time, and make a delta of it while somebody looks."""
+        """Fold the events since the last call, and make a delta of them while a page is open."""
         state, events = self._read_state(), self._history.after(self._seen)
         points: dict[str, list[object]] = {}
         marks: dict[str, list[object]] = {}
@@ -204,14 +204,14 @@ class Live:
         self._wake()
 
     def _forget(self) -> None:
-        """Things happened that no delta tells of: whoever comes back begins with a snapshot."""
+        """Drop all deltas, since events happened without one: returning pages begin with a snapshot."""
         self.number += 1
         self._ring.clear()
         self._ring_bytes = 0
         self._wake()
 
     def _ring_start(self) -> int:
-        """The lowest number after which every delta is still here."""
+        """Return the lowest number after which every delta is still in the ring."""
         return self._ring[0][0] - 1 if self._ring else self.number
 
     def _wake(self) -> None:

@@ -1,9 +1,7 @@
-"""`/metrics`: what this node has done and is, in the text form of Prometheus.
-
-Names begin with `peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds
-of events and reasons that our own code names, and some models (`node.web.model_metrics`). No peer and no run
-is a label: there is no end of them. What events tell is counted from the start of the page on; the rest is
-read when it is asked for.
+"""`/metrics`: the counters and state of this node, in the text form of Prometheus. Names begin with
+`peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds of events and
+reasons that our own code names, and some models (`node.web.model_metrics`). Peers and runs are not labels:
+there is no bound on them. Events are counted from the start of the page on; the rest is read on request.
 """
 
 from collections import Counter
@@ -31,7 +29,7 @@ MEMBER_STATUSES = ("alive", "suspect", "dead", "left")
 
 
 class Metrics:
-    """Counts what events tell, and writes everything down when it is asked for."""
+    """Counts events, and writes all metrics on request."""
 
     def __init__(self) -> None:
         self._kinds: Counter[str] = Counter()
@@ -84,8 +82,9 @@ class Metrics:
         version: str,
         held: Iterable[tuple[Service, Listing]] = (),
     ) -> bytes:
-        """Everything, in the text form. `own` is what the page tells of itself, by name of a gauge; `held`
-        are the services that have a stage here, with what it says of itself."""
+        """Return all metrics in the text form. `own` are the page's own gauges by name; `held` are the
+        services with a stage here, and the state of that stage.
+        """
         registry = CollectorRegistry(auto_describe=False)
         told = [
             *self._told(),
@@ -100,7 +99,7 @@ class Metrics:
         return generate_latest(registry)
 
     def _told(self) -> Iterable[Metric]:
-        """Return what events have told so far."""
+        """Return the metrics counted from events."""
         happened = CounterMetricFamily(
             "peerloom_events",
             "Events of this node by kind. What is refused below a threshold is counted, but is no event.",
@@ -168,7 +167,7 @@ class Metrics:
 
 
 class _Collected:
-    """Metrics that are already there, as prometheus-client wants to be handed them."""
+    """An adapter that gives existing metrics to prometheus-client."""
 
     def __init__(self, metrics: list[Metric]) -> None:
         self._metrics = metrics
@@ -178,7 +177,7 @@ class _Collected:
 
 
 def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
-    """Return what `State` and the counters say now."""
+    """Return the metrics of `State` and the counters now."""
     members = GaugeMetricFamily(
         "peerloom_members",
         "Other members this node lists, by status. This node is not counted.",
@@ -218,7 +217,7 @@ def _present(state: State, counters: Mapping[str, int]) -> Iterable[Metric]:
 
 
 def _own(own: Mapping[str, float], version: str) -> Iterable[Metric]:
-    """Return what is told of the process and the page."""
+    """Return the metrics of the process and the page."""
     process = psutil.Process()
     with process.oneshot():
         times, memory = process.cpu_times(), process.memory_info().rss

@@ -1,4 +1,4 @@
-"""The HTTP door of models: the clients that people have already, pointed at any node of the swarm.
+"""The HTTP door of models, for existing clients pointed at any node of the swarm.
 
     GET  /v1/models  /v1/models/NAME               services that answer now
     POST /v1/completions  /v1/chat/completions     OpenAI's forms
@@ -8,7 +8,7 @@
     GET  /health  /openapi.json                    for everybody; all else needs a key (`peerloom keys new`)
 
 Requests are read and written by `node.web.forms`, answers come from `node.web.answers`, and turns are given
-by `node.web.quotas`. An answer ends when its client hangs up, also while it waits for its turn or for a long
+by `node.web.quotas`. An answer ends when its client hangs up, even while it waits for its turn or for a long
 prompt; then every stage forgets it.
 """
 
@@ -57,7 +57,7 @@ from node.web.quotas import QueueFull, RequestQueue, RequestTurn
 from node.web.settings import WebSettings
 
 READ_HERE_BYTES_MAX = 64 << 10
-"""A longer body takes milliseconds to decode, in which the event loop would do nothing else."""
+"""A longer body takes milliseconds to decode, which would block the event loop."""
 HEARTBEAT_SECONDS = 15.0
 QUEUE_SECONDS_MAX = 120.0
 """How long a request waits for its turn; the official clients give up after ten minutes."""
@@ -115,15 +115,15 @@ class ModelApi:
         self._vectors = vectors
         self._events: dict[RequestTurn, trio.Event] = {}
         self.on_turn: Callable[[str, float], None] = lambda _model, _seconds: None
-        """Told of each request that got its turn: the model's name, and how long it waited."""
+        """Called for each request that got its turn, with the model's name and the seconds waited."""
 
     @staticmethod
     def serves(path: str) -> bool:
-        """Return whether a path is one of these, or was meant for one."""
+        """Return whether a path is one of these, or looks like one."""
         return path.startswith("/v1/") or path in OPEN_PATHS
 
     def admit(self, request: HttpRequest) -> int | Response:
-        """Return how long a request's body may be; without a key it is not read."""
+        """Return the most bytes of a request's body; without a key it is not read."""
         if request.path in OPEN_PATHS:
             return 0
         if self.keys.find(request.headers) is None:
@@ -211,8 +211,9 @@ class ModelApi:
         return Response(await self._vectors.embed(asked, texts, request.held), headers=(NO_STORE,))
 
     async def _read(self, body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
-        """Return a request in its form, and what it asks; a long one is read beside the event loop. Raises
-        FormProblem."""
+        """Return a request in its form, and the common request; a long one is read in a thread. Raises
+        FormProblem.
+        """
         if len(body) <= READ_HERE_BYTES_MAX:
             return _asked(body, kind)
         return await self._seams.executor.run(partial(_asked, body, kind))
@@ -284,7 +285,7 @@ async def _whole(writer: AnswerWriter, answers: RunningAnswers) -> Response:
 
 
 async def _stream(writer: AnswerWriter, answers: RunningAnswers, send: Send) -> None:
-    """Send an answer as it comes. What breaks it off is told as an event: the status has been sent."""
+    """Send an answer as it comes. An error goes out as an event, since the status has already been sent."""
     await send(writer.begin())
     try:
         while True:
@@ -313,7 +314,7 @@ def _written(writer: AnswerWriter, found: Event) -> bytes:
 
 
 def _model(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a service as both companies' clients list models, and what is particular to a swarm."""
+    """Return a service in the model format of both companies' clients, with fields of the swarm."""
     created = int(row["at_milliseconds"]) // 1_000
     return {
         "id": row["name"],

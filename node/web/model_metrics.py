@@ -1,6 +1,5 @@
-"""Figures of the models that this node was asked for, by model, for `/metrics`.
-
-A model is a label by its service's name: the first MODELS_MAX names have their own, all others are "other".
+"""Metrics of the models that this node was asked for, for `/metrics`. A model's label is its service's name:
+the first MODELS_MAX names have their own, all others are "other".
 """
 
 from collections import Counter
@@ -13,7 +12,7 @@ from node.protocols.services import Listing, Service
 from node.serving_events import GenerationEnded
 
 MODELS_MAX = 32
-"""A dashboard of more lines is none, and each histogram has a dozen series a model."""
+"""More lines make a dashboard unreadable, and each histogram has a dozen series a model."""
 OTHER = "other"
 FIRST_BUCKETS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 BETWEEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
@@ -73,8 +72,8 @@ class ModelMetrics:
         self._between.labels(self._label(name)).observe(seconds)
 
     def queued(self, name: str, seconds: float) -> None:
-        """Count what a request waited for its turn."""
-        # A name that nobody serves is a client's mistake, and makes no label.
+        """Count the time that a request waited for its turn."""
+        # A name without a service is a client's mistake, and makes no label.
         self._queue.labels(name if name in self._names else OTHER).observe(seconds)
 
     def families(self, held: Iterable[tuple[Service, Listing]]) -> Iterator[Metric]:
@@ -112,7 +111,7 @@ class ModelMetrics:
         known: set[bytes] = set()
         for service, listing in held:
             model = self._label(service.manifest.name)
-            # A session has keys and values in each stage that is here, and is one session.
+            # A session has keys and values in each stage held here, but counts once.
             sessions = 0 if service.id in known else listing.sessions
             known.add(service.id)
             for row, count in enumerate((sessions, listing.tokens, listing.tokens_max)):

@@ -1,4 +1,4 @@
-"""The page of a node: which path is answered by what, on one HTTP door of this machine.
+"""The page of a node: the routing of paths on one HTTP door of this machine.
 
     /  /run  /plan  /models  /chat  /node  /events   one page; its script (static/) shows the view of the path
     /api/view  /api/stream                       a snapshot; snapshots and deltas as server-sent events
@@ -10,12 +10,10 @@
     /v1/...  /health  /openapi.json              models, for clients with a key (`node.web.model_api`)
     /static/...                                  scripts and styles of ours, and the vendored ones
 
-All of /api/ needs the token of the link that the node prints; it stays the same from start to start, so that
-an open page goes on after one. The page listens on this machine alone; where models are served beyond it,
-that has a door of its own.
-
-The page is no part of the node: it reads `State`, the history of events and the counters, and acts through
-the same handlers as the command line. If it fails, it is begun again, and the node has not noticed.
+All of /api/ needs the token of the link that the node prints; it survives restarts, so that an open page
+continues after one. The page listens only on this machine; serving models beyond it uses a separate door. The
+page is not part of the node: it reads `State`, the history of events and the counters, and acts through the
+same handlers as the command line. If it fails, it is restarted without effect on the node.
 """
 
 import ssl
@@ -70,9 +68,9 @@ from node.web.settings import WebSettings
 from node.web.starting import Starter
 
 STREAMS_MAX = 32
-"""Pages open at once: a person's windows."""
+"""The most pages open at once: a user's windows."""
 EVENTS_ANSWERED_MAX = 2_000
-"""Events in one answer; an export asks again from where it ended."""
+"""The most events in one answer; an export continues from its end."""
 EXPORT_LINES = 200
 """Lines sent at once; the page waits for a slow reader in between."""
 TOKEN_BYTES = 16
@@ -82,7 +80,7 @@ PAGE_HOST = "127.0.0.1"
 VIEWS = ("/", "/run", "/plan", "/models", "/chat", "/node", "/events")
 CHAT_PATH = "/api/chat"
 ACTIONS = {"stop": "runs.stop", "drop": "runs.drop", "save": "checkpoint.save", "leave": "leave"}
-"""A person's actions on the page, by the command that carries them out; beside these `start` and `limits`."""
+"""The page's actions, by the command that executes them; `start` and `limits` are separate."""
 
 
 class PageNode(Protocol):
@@ -176,8 +174,9 @@ class Page:
         )
 
     async def _open_shared(self, nursery: trio.Nursery, host: str, port: int) -> int:
-        """Serve models to others than this machine's programs; the port. They have no name of this machine to
-        be held to, and see nothing of the page."""
+        """Serve models beyond this machine; return the port. Their requests need not name this machine as
+        Host, and cannot reach the page.
+        """
         rules = DoorRules(
             is_owner=self._has_key,
             new_id=self._new_id,
@@ -206,8 +205,9 @@ class Page:
         return self.models.keys.find(request.headers) is not None
 
     def _links(self) -> dict[str, float]:
-        """The members that this node has heard prove who they are, with the seconds that a join through them
-        took, 0 where none did."""
+        """Return the members that have proved their identity to this node, with the seconds of a join through
+        them, 0 if there was none.
+        """
         state, network = self._node.state, self._node.seams.network
         joined = {join.peer: join.seconds for join in state.joins if join.outcome == "ok"}
         return {
@@ -217,8 +217,9 @@ class Page:
         }
 
     def _ways(self) -> dict[str, str]:
-        """By member, how this node speaks to it where it is not simply dialled: punched, or through which
-        relay, and how fast that was found to be."""
+        """Return, by member, the way to it if it is not simply dialled: punched, or through a relay, and its
+        measured speed.
+        """
         members = self._node.state.members
         found = {}
         for peer, member in members.items():
@@ -231,12 +232,14 @@ class Page:
         return found
 
     async def tell(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        """The command `page`: where it is, with the token for this user's browser."""
+        """Answer the command `page` with its address and the token for this user's browser."""
         return {"schema": "peerloom/link/1", "address": self._address, "link": self.link}
 
     @property
     def link(self) -> str:
-        """The address with the token, for this user's browser alone: what follows # never leaves it."""
+        """Return the address with the token, only for this user's browser: the part after # never
+        leaves it.
+        """
         return f"{self._address}/#token={self.token}"
 
     def _is_owner(self, request: HttpRequest) -> bool:
@@ -247,7 +250,7 @@ class Page:
         return self._node.seams.entropy(8).hex()
 
     async def answer(self, request: HttpRequest) -> Response | Streaming:
-        """Answer one request that the guard has let through."""
+        """Answer one request that the guard has admitted."""
         path = request.path
         if ModelApi.serves(path):
             return await self.models.answer(request)
@@ -268,7 +271,7 @@ class Page:
         return await self._look(path, request)
 
     async def _look(self, path: str, request: HttpRequest) -> Response | Streaming:
-        """Answer what has to be found out first."""
+        """Answer a request that has to ask others first."""
         if path == "/api/whatif":
             return await self._what_if(request)
         if path.startswith("/api/run/"):
@@ -292,7 +295,9 @@ class Page:
         return problem(HTTPStatus.NOT_FOUND, "there is nothing here")
 
     async def _what_if(self, request: HttpRequest) -> Response:
-        """A run without some peers: from its last step, and by the planner where this node has its graph."""
+        """Answer a prediction of a run without some peers: from its last step, and by the planner if this
+        node has its graph.
+        """
         run = request.query.get("run", "")
         view = self._node.state.runs.get(run)
         if view is None:
@@ -331,7 +336,7 @@ class Page:
         return b"event: %s\nid: %s.%d\ndata: %s\n\n" % (kind.encode(), self.live.boot.encode(), number, data)
 
     def _resumed(self, text: str) -> int | None:
-        """The number that a page has seen of this life of the node; None for a new page."""
+        """Return the last number that a page has seen in this life of the node; None for a new page."""
         boot, _, number = text.partition(".")
         is_number = number.isascii() and number.isdigit() and len(number) <= 15
         return int(number) if boot == self.live.boot and is_number else None
@@ -355,7 +360,7 @@ class Page:
         return _json(msgspec.json.encode(document))
 
     def _events(self, request: HttpRequest) -> Response:
-        """Events by filter: `after` (a number), `kind`, `text` (in the event's JSON), `count`."""
+        """Answer with events by filter: `after` (a number), `kind`, `text` (in the event's JSON), `count`."""
         after, count = request.query.get("after", "0"), request.query.get("count", "500")
         if not all(text.isascii() and text.isdigit() and len(text) <= 15 for text in (after, count)):
             return problem(HTTPStatus.BAD_REQUEST, "after and count are whole numbers")
@@ -371,7 +376,7 @@ class Page:
         return _json(msgspec.json.encode(document))
 
     def _export(self, request: HttpRequest) -> Streaming:
-        """All events by filter that are still here, a line each."""
+        """Answer with all kept events by filter, a line each."""
         rows = [row for _, row in self._found(request, 0)]
 
         async def write(send: Send) -> None:
@@ -382,7 +387,7 @@ class Page:
         return Streaming(write, "application/jsonl", (name, ("cache-control", "no-store")))
 
     def _found(self, request: HttpRequest, after: int) -> Iterator[tuple[int, bytes]]:
-        """(number, JSON) of the events that a request's `kind` and `text` let through."""
+        """Yield (number, JSON) of the events that match a request's `kind` and `text`."""
         kind, text = request.query.get("kind", ""), request.query.get("text", "").lower().encode()
         for number, event in self._node.history.after(after):
             if not kind or type(event).__name__ == kind:
@@ -436,7 +441,7 @@ class Page:
         return await self._starter.start(str(arguments.get("text", "")))
 
     async def _limit(self, arguments: dict[str, Any], emit: Emit) -> object:  # noqa: ARG002
-        """Whether this node takes stages of others, until it ends: what it holds now it keeps."""
+        """Set whether this node takes stages of others until it ends; present stages stay."""
         accept_runs = str(arguments.get("accept_runs", ""))
         if accept_runs not in ("swarm", "never"):
             raise UsageError("accept_runs: want swarm or never")
@@ -445,19 +450,22 @@ class Page:
 
 
 def _kept_token(seams: Seams) -> str:
-    """Return the token of the last start, or a new one that is kept for the next: it lies beside the keys,
-    behind the same modes."""
+    """Return the token of the last start, or a new one that is kept for the next, beside the keys and with
+    the same file modes.
+    """
     kept = seams.storage.read(TOKEN_NAME) or b""
     if len(kept) == 2 * TOKEN_BYTES and kept.isalnum():
         return kept.decode()
     token = seams.entropy(TOKEN_BYTES).hex()
-    with suppress(OSError):  # of a full disk the page is not to suffer
+    with suppress(OSError):  # a full disk must not stop the page
         seams.storage.write(TOKEN_NAME, token.encode())
     return token
 
 
 def _tls_of(web: Web) -> ssl.SSLContext | None:
-    """Return how HTTPS is spoken; None where it is not. Raises UsageError: the certificate cannot be used."""
+    """Return the TLS context for HTTPS; None without it. Raises UsageError: the certificate
+    cannot be used.
+    """
     if web.cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -484,7 +492,7 @@ def _version() -> str:
 
 
 async def _ignore(event: object) -> None:
-    """Ignore a command's news: they are on the page already."""
+    """Ignore a command's events: they are on the page already."""
     del event
 
 

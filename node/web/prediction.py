@@ -1,7 +1,6 @@
-"""Predictions of a run's plan without some peers: the code of `node plan`, over those alive.
-
-Only a node that is in the run has its graph. `node.web.whatif` scales the last step instead, for all others;
-the page shows both where there are both.
+"""Predictions of a run's plan without some peers, by the code of `peerloom plan` over the living ones. Only a
+node in the run has its graph; for all others `node.web.whatif` scales the last step. The page shows both if
+both exist.
 """
 
 from collections.abc import Set
@@ -26,7 +25,7 @@ from partition.model.graph import Graph
 from partition.plan.problem import Infeasible
 
 PEERS_MAX = 256
-"""More are not planned for at a click: `node plan` has no such limit."""
+"""The most peers planned for at a click: `peerloom plan` has no such limit."""
 FIND_SECONDS_MAX = 2.0
 
 
@@ -43,7 +42,7 @@ class PlannedNode(Protocol):
 
 
 class Predictor:
-    """Plans for one page, one plan at a time; what was asked last is known."""
+    """Plans for one page, one plan at a time; the last answer is cached."""
 
     def __init__(self, node: PlannedNode) -> None:
         self._node = node
@@ -51,7 +50,9 @@ class Predictor:
         self._last: tuple[object, dict[str, Any]] | None = None
 
     async def predict(self, run: str, without: Set[str]) -> dict[str, Any] | None:
-        """The plan with all and that without the peers of these keys; None: this node has no graph of it."""
+        """Return the plan with all peers and that without the peers of these keys; None: this node has no
+        graph of it.
+        """
         node = self._node
         members = node.runs.members.values()
         member = next((each for each in members if each.run.text == run), None)
@@ -79,7 +80,7 @@ class Predictor:
 
 
 def wanted_of(manifest: Manifest) -> PlanWish:
-    """Return what a run's manifest asks of a plan."""
+    """Return the planner's request of a run's manifest."""
     settings = manifest.optimizer
     return PlanWish(
         batch=manifest.microbatch * manifest.microbatches,

@@ -1,15 +1,15 @@
-"""Turns of requests: so many at once of each key and of all, the others in a queue, fair by key. Pure.
-
-A request enters under its key and has its turn at once, or when others leave; keys that wait take turns.
-Where a key's queue is full the request is refused, with the seconds after which it may come again.
+"""Turns of requests: a limit of concurrent requests for each key and for all, and a queue that is fair by
+key. Pure. A request enters under its key and gets its turn at once, or when others leave; waiting keys take
+turns. If a key's queue is full, the request is refused with the seconds after which to retry.
 """
 
 from collections import deque
 from dataclasses import dataclass, field
 
 TOTAL_MAX = 64
-"""Requests of all keys that are answered at once: the door has 256 generations, of which a request takes up
-to eight."""
+"""Requests of all keys that are answered at once: the door has 256 generations, and a request takes up to
+eight.
+"""
 IN_FLIGHT_USUAL = 16
 """For one key, unless it was made with another limit."""
 IN_FLIGHT_MAX = TOTAL_MAX
@@ -35,7 +35,7 @@ class _Line:
 
 
 class QueueFull(Exception):
-    """A key has as many requests waiting as it may. `seconds` is when one may come again."""
+    """A key's queue is full. `seconds` is the time until a retry."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(f"ask again in {seconds:.0f} s")
@@ -56,16 +56,16 @@ class RequestQueue:
 
     @property
     def going(self) -> int:
-        """Requests that have their turn."""
+        """The number of requests that have their turn."""
         return self._going
 
     @property
     def waiting(self) -> int:
-        """Requests that have not."""
+        """The number of waiting requests."""
         return sum(len(line.waiting) for line in self._lines.values())
 
     def enter(self, now: float, key: str, in_flight_max: int = IN_FLIGHT_USUAL) -> RequestTurn:
-        """Return the turn of a request, which has come where `at` is set. Raises QueueFull."""
+        """Return the turn of a request; it has come if `at` is set. Raises QueueFull."""
         line = self._lines.setdefault(key, _Line())
         self._limits[key] = in_flight_max
         turn = RequestTurn(key)
@@ -77,7 +77,7 @@ class RequestQueue:
         return turn
 
     def leave(self, now: float, turn: RequestTurn) -> list[RequestTurn]:
-        """Take a request out, whether its turn had come or not; return those whose turn has come by it."""
+        """Remove a request, whether its turn had come or not; return the requests whose turn comes now."""
         line = self._lines.get(turn.key)
         if line is None:
             return []

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from crypto.registers import Budget
 
 PATIENCE_SECONDS = 10.0
-"""How long the owner's browser may rest on a connection that another needs."""
+"""How long an idle connection of the owner's browser keeps its place when another needs it."""
 
 
 @dataclass(frozen=True)
@@ -14,18 +14,21 @@ class WebSettings:
     """The limits of one node's page. Raises ValueError where they contradict each other."""
 
     connections_max: int = 128
-    """A browser opens six a page; one more takes the place of whoever has been silent for longest, strangers
-    before those who have shown the token, and of strangers those of the address that has the most. Those of
-    this machine are told apart by the token alone. 128."""
+    """Connections. A browser opens six a page. One more displaces the longest silent one: strangers before
+    those that have shown the token, and among strangers those of the address with the most. Connections of
+    this machine are told apart only by the token. 128.
+    """
 
     doorway_max: int = 32
-    """Connections beyond that, which may say who they are: a browser's six, and a few clients'. Those that
-    show the token or a key are served there; of the others the oldest goes when another comes, or the newest
-    of an address that crowds it. 0 for none. 32."""
+    """Further connections, which may identify themselves: a browser's six, and a few clients'. Those that
+    show the token or a key are served; of the others a new one displaces the oldest, or the newest of an
+    address with too many. 0 for none. 32.
+    """
 
     doorway_seconds: float = 2.0
-    """How long each of those keeps its connection, however full the doorway is: a handshake of TLS and a
-    request take three round trips. A flood that has filled the doorway holds it as long. 2."""
+    """How long each of those keeps its connection, however full the doorway is: a TLS handshake and a request
+    take three round trips. A flood that fills the doorway holds it for as long. 2.
+    """
 
     request_seconds_max: float = 5.0
     """From a request's first byte to its last. 5."""
@@ -49,7 +52,7 @@ class WebSettings:
     a short body's 64 KiB. 4 MiB."""
 
     deltas_kept_max: int = 1_200
-    """Ten minutes of deltas: a laptop that was closed for less goes on where it was. At least 1. 1,200."""
+    """Deltas of ten minutes: a laptop that was closed for less continues from them. At least 1. 1,200."""
 
     def __post_init__(self) -> None:
         bounds = (

@@ -1,9 +1,9 @@
 """Starting a run from the page, as the command `train` would.
 
-Capturing a model needs torch, which this process never loads: a process of its own does that. What comes over
-HTTP is the text of a RUN.toml; a model in it is a built-in one or a captured file. A person's own code
-(`PATH.py:FUNCTION`, for the model or the data) is for the command line alone: whoever can write to the page
-must not name code that runs.
+Capturing a model needs torch, which this process never loads, so a process of its own does that. HTTP brings
+the text of a RUN.toml, whose model is a built-in one or a captured file. A user's own code
+(`PATH.py:FUNCTION`, for the model or the data) is only for the command line: access to the page must not
+allow naming code that runs.
 """
 
 import tempfile
@@ -21,20 +21,21 @@ from node.errors import PeerloomError, UsageError
 from node.protocols.run_file import RunFile
 
 START_SECONDS_MAX = 300.0
-"""How long capturing and placing may take; a run that waits for peers longer is begun by the command."""
+"""How long capturing and placing may take; a run that has to wait longer for peers is started by the command.
+"""
 TEXT_LENGTH_MAX = 32_000
 NAME = "RUN.toml"
 
 
 class Starter:
-    """Starts runs on this node, one after another. `train` gives what the node does for that command."""
+    """Starts runs on this node, one after another. `train` is the node's handler of that command."""
 
     def __init__(self, train: Callable[[], CommandHandler]) -> None:
         self._train = train
         self._is_busy = False
 
     async def start(self, text: str) -> dict[str, str]:
-        """Start the run that the text of a RUN.toml says; its id. Raises PeerloomError."""
+        """Start the run of a RUN.toml's text; return its id. Raises PeerloomError."""
         if len(text) > TEXT_LENGTH_MAX:
             raise UsageError(f"a run of {len(text)} letters, at most {TEXT_LENGTH_MAX}")
         run_file, _ = read_run(text, Path("/"), NAME)
@@ -54,7 +55,7 @@ class Starter:
     async def _start(self, run_file: RunFile) -> dict[str, str]:
         with (
             trio.move_on_after(START_SECONDS_MAX),
-            # Where nothing else lies: the page names files by their whole path.
+            # An empty folder: the page names files by their whole path.
             tempfile.TemporaryDirectory(prefix="peerloom-start-") as folder,
         ):
             async with prepared_run(run_file, Path(folder) / NAME, NAME) as made:

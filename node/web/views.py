@@ -1,7 +1,7 @@
 """The contents of the page, as plain documents: pure functions of `State` (ARCHITECTURE law 5).
 
 Rows of members are lists in the order of `MEMBER_COLUMNS`, because a thousand of them are one answer. A peer
-is shown by the end of its id, as on every screen; `peer_key` has enough of it to tell all apart.
+is shown by the end of its id, as on every screen; `peer_key` is long enough to be unique.
 """
 
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ _OVER = ("done", "failed", "stopped")
 
 @lru_cache(maxsize=8_192)
 def peer_key(peer: PeerId) -> str:
-    """The end of a peer's id, by which the page knows it."""
+    """Return the end of a peer's id, the page's key for it."""
     return peer_text(peer)[-KEY_LETTERS:]
 
 
@@ -70,7 +70,7 @@ def run_row(view: RunView) -> dict[str, Any]:
 
 
 def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str, Any]) -> dict[str, Any]:
-    """This node: where it is, what it offers, what it counted. `limits` are those of its configuration."""
+    """Return this node's document: addresses, offer and counters. `limits` are those of its configuration."""
     started = state.started
     return {
         "peer": peer_text(started.peer) if started else "",
@@ -93,7 +93,7 @@ def node_document(state: State, counters: Mapping[str, int], limits: Mapping[str
 
 
 def alert_rows(state: State) -> list[dict[str, str]]:
-    """Return what is wrong now."""
+    """Return the alerts that are raised now."""
     return [
         {"kind": raised.alert.replace("_", " "), "level": raised.level, "text": raised.text}
         for raised in state.alerts.values()
@@ -101,14 +101,14 @@ def alert_rows(state: State) -> list[dict[str, str]]:
 
 
 def shown_runs(state: State) -> dict[str, RunView]:
-    """All runs that go on, and the newest of those that have ended."""
+    """Return all running runs, and the newest finished ones."""
     ended = [run for run, view in state.runs.items() if view.status in _OVER]
     hidden = set(ended[:-ENDED_RUNS_SHOWN_MAX])
     return {run: view for run, view in state.runs.items() if run not in hidden}
 
 
 def members_changed(before: State, after: State) -> tuple[list[list[object]], list[str]]:
-    """The rows of members that are new or another, and the keys of those that are gone."""
+    """Return the rows of new or changed members, and the keys of those that are gone."""
     if before.members is after.members:
         return [], []
     rows = [
@@ -119,7 +119,7 @@ def members_changed(before: State, after: State) -> tuple[list[list[object]], li
 
 
 def runs_changed(before: State, after: State) -> tuple[list[dict[str, Any]], list[str]]:
-    """The rows of runs that are new or another, and the ids of those that are gone."""
+    """Return the rows of new or changed runs, and the ids of those that are gone."""
     if before.runs is after.runs:
         return [], []
     rows = [run_row(view) for run, view in after.runs.items() if before.runs.get(run) is not view]

@@ -1,8 +1,8 @@
 """The time of a run's step without some of its peers: a prediction from the last measured step.
 
-Each stage's busy time is what its replicas measured together; without some of them the rest share it by their
-speed. The step is as long as its slowest stage makes it, so it scales with the largest busy share. Transfers
-and the bubble are taken to scale alike, which holds while computing is what limits. Pure.
+Each stage's busy time is the sum over its replicas; without some of them the rest share it by their speed.
+The slowest stage determines the length of a step, so it scales with the largest busy share. Transfers and the
+bubble are assumed to scale alike, which holds while computing is the bottleneck. Pure.
 """
 
 from collections.abc import Set
@@ -39,7 +39,7 @@ def document(state: State, view: RunView, without: Set[str]) -> dict[str, Any]:
     shares = [(row["busy"], row["busy_then"]) for row in rows if row["busy_then"] is not None]
     slowest = max((now for now, _ in shares), default=0.0)
     slowest_then = max((then for _, then in shares), default=0.0)
-    # Above its whole time a stage holds everybody up; below it, it only waits less.
+    # A stage that is busy beyond the whole step delays all; one below only waits less.
     stretch = max(1.0, slowest_then / slowest) if slowest > 0 else None
     predicted = seconds * stretch if seconds is not None and stretch is not None and not empty else None
     return {
@@ -55,7 +55,7 @@ def document(state: State, view: RunView, without: Set[str]) -> dict[str, Any]:
 
 
 def _speed(state: State, peers: tuple[PeerId, ...] | list[PeerId]) -> float:
-    """Return what these offer together; those whose offer is not known count as the mean of the known."""
+    """Return the sum of these peers' offers; an unknown offer counts as the mean of the known ones."""
     known = [speed for peer in peers if (speed := _offer(state, peer)) > 0]
     mean = sum(known) / len(known) if known else 1.0
     return sum(_offer(state, peer) or mean for peer in peers)

@@ -1,6 +1,5 @@
-"""The core of every form: one request for answers, the pieces of them, and problems that a client is told.
-
-A form reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
+"""The core of every form: a request for answers, the pieces of answers, and problems for the client. A form
+reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
 """
 
 from collections.abc import Sequence
@@ -23,12 +22,12 @@ from partition.serve.sampling import (
 from partition.serve.text import STOP_LENGTH_MAX, STOPS_MAX
 
 CHOICES_MAX = 8
-"""Answers to one request: each is a session of its own in every stage."""
+"""The most answers to one request: each is a separate session in every stage."""
 TURNS_MAX = 4_096
 """Messages of one conversation; a body bounds their length."""
 PARTS_MAX = 1_024
 TOOLS_MAX = 512
-"""Coding agents send some dozens, with all that is plugged into them some hundred."""
+"""Coding agents send some dozens, with all their plugins some hundred."""
 NAME_LENGTH_MAX = 256
 PROMPT_TOKENS_MAX = 1 << 20
 TEMPERATURE_MAX = 2.0
@@ -75,7 +74,7 @@ class FormProblem(Exception):
         self.code = code
         self.retry_seconds = retry_seconds
         self.is_begun = False
-        """Whether tokens of the answer were made: then asking again would cost them again."""
+        """Whether tokens of the answer were already made: a retry would compute them again."""
 
     @property
     def status(self) -> HTTPStatus:
@@ -90,8 +89,9 @@ class FormProblem(Exception):
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation in the manner of chat templates: turns with `role`, `content`, `tool_calls` and so on,
-    the tools that the model may call, and what else the template is told."""
+    """A conversation for chat templates: turns with `role`, `content`, `tool_calls` and so on, the tools that
+    the model may call, and further arguments of the template.
+    """
 
     turns: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -103,8 +103,9 @@ Prompt = str | tuple[int, ...] | Chat
 
 @dataclass(frozen=True)
 class AnswerRequest:
-    """Answers that a client wants of a model, one for each prompt and choice. None: as many tokens as the
-    model takes, and a seed that is drawn."""
+    """Answers that a client wants of a model, one for each prompt and choice. None means the model's maximum
+    of tokens, and a random seed.
+    """
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -120,19 +121,19 @@ class AnswerRequest:
     presence_penalty: float = 0.0
     biases: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
-    """How many of the likeliest tokens are told with each; None: nothing but the text."""
+    """How many of the likeliest tokens come with each token; None: only the text."""
     repetition_penalty: float = 1.0
     rule: AnswerRule | None = None
     """The rules of every answer; the format of the model's calls is not known yet."""
     rule_field: str = ""
-    """The part of the request that the rule came with."""
+    """The field of the request with the rule."""
     calls_max: int | None = None
-    """After so many calls an answer is over."""
+    """The number of calls that ends an answer."""
 
 
 @dataclass(frozen=True)
 class TokenSaid:
-    """A token, for clients that want its probability; `data` may be a part of a letter."""
+    """A token, for clients that want its probability; `data` may be a part of a character."""
 
     text: str
     data: bytes
@@ -142,8 +143,9 @@ class TokenSaid:
 
 @dataclass(frozen=True)
 class TextPiece:
-    """More text of an answer, or of the reasoning before it, whole letters; `tokens` are those since the last
-    piece, where they are wanted."""
+    """More text of an answer, or of the reasoning before it, in whole characters; `tokens` are those since
+    the last piece, if requested.
+    """
 
     choice: int
     text: str
@@ -176,8 +178,9 @@ class AnswerEnd:
 
 @dataclass(frozen=True)
 class TokenUsage:
-    """Tokens of prompts and made; of the latter those that are reasoning, of the former those that had been
-    read for an earlier answer."""
+    """Tokens of prompts (and those cached from an earlier answer) and tokens made (and those that are
+    reasoning).
+    """
 
     prompt: int = 0
     made: int = 0
@@ -187,7 +190,7 @@ class TokenUsage:
 
 @dataclass(frozen=True)
 class AnswerFrame:
-    """A request as its writer knows it: its id, when it began, and the model's name as it was asked for."""
+    """The frame of an answer: its id, when it began, and the model's name as requested."""
 
     id: str
     created: int
@@ -207,8 +210,9 @@ class AskedForm(Protocol):
 
 
 class AnswerWriter(Protocol):
-    """Makes an answer, or its event stream. Each method returns bytes to be sent, empty where there are none;
-    who answers as a whole calls them for what they gather and sends `whole` alone."""
+    """Makes an answer, or its event stream. Each method returns bytes to send, possibly empty; for a complete
+    answer the caller discards them and sends only `whole`.
+    """
 
     def begin(self) -> bytes: ...
     def piece(self, piece: TextPiece) -> bytes: ...
@@ -223,7 +227,7 @@ T = TypeVar("T")
 
 
 def read_form(data: bytes, form: type[T]) -> T:
-    """Return a request as its struct; fields that it does not have are passed over. Raises FormProblem."""
+    """Return a request as its struct; unknown fields are ignored. Raises FormProblem."""
     try:
         return msgspec.json.decode(data, type=form)
     except msgspec.ValidationError as error:
@@ -249,7 +253,7 @@ def biases_of(biases: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
 
 
 def refuse_field(is_given: object, field: str, reason: str) -> None:
-    """Raise FormProblem where a field is given that would change an answer, and that is not served."""
+    """Raise FormProblem if a field is given that would change an answer and is not supported."""
     if is_given:
         raise FormProblem(f"{field}: {reason}", field=field, code="unsupported_parameter")
 
@@ -273,7 +277,7 @@ class GatheredCall:
     arguments: str = ""
 
     def input(self) -> dict[str, Any]:
-        """Return the arguments as an object; what is none stands in one as it was written."""
+        """Return the arguments as an object; text that is not an object is wrapped in one."""
         try:
             found = msgspec.json.decode(self.arguments or "{}")
         except (msgspec.DecodeError, RecursionError):

@@ -1,7 +1,7 @@
 """`/v1/completions` and `/v1/chat/completions`, after OpenAI's API reference.
 
-Streams: the finish reason has a chunk of its own; the usage chunk is the last, comes once, and alone has no
-choices; then `[DONE]`.
+Streams: the finish reason has a chunk of its own; the usage chunk is the last, comes once, and is the only
+one without choices; then `[DONE]`.
 """
 
 from dataclasses import replace
@@ -56,7 +56,7 @@ from node.web.forms.rules import (
 )
 
 TOKENS_USUAL = 16
-"""The length of a completion where nobody says more, as in OpenAI's API."""
+"""The default length of a completion, as in OpenAI's API."""
 LOGPROBS_MAX = 5
 TOP_LOGPROBS_MAX = 20
 DONE = b"data: [DONE]\n\n"
@@ -71,7 +71,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that both forms have. Null is as not given."""
+    """The fields of both forms. Null means not given."""
 
     model: ShortText
     temperature: Temperature | None = None
@@ -99,7 +99,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def rule(self) -> tuple[AnswerRule | None, str]:
-        """Return what the answer has to be, and the field that says so. Raises FormProblem."""
+        """Return the rule of the answer, and the field with it. Raises FormProblem."""
         rule = rule_of_format(self.response_format, "response_format")
         outputs = rule_of_outputs(self.structured_outputs)
         if rule is not None and outputs is not None:
@@ -109,7 +109,7 @@ class SampledRequest(msgspec.Struct, frozen=True, kw_only=True):
     def asked(
         self, prompts: tuple[Prompt, ...], tokens_max: int | None, logprobs: int | None
     ) -> AnswerRequest:
-        """Return it as the request that every form comes to. Raises FormProblem."""
+        """Return the request common to all forms. Raises FormProblem."""
         rule, field = self.rule()
         return AnswerRequest(
             self.model,
@@ -213,8 +213,9 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 
 class ChatRequest(SampledRequest, frozen=True, kw_only=True):
-    """`/v1/chat/completions`. Tools go to the model's template as they are; those that are no functions are
-    passed over."""
+    """`/v1/chat/completions`. Tools go to the model's template unchanged; those that are not functions are
+    ignored.
+    """
 
     messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(min_length=1, max_length=TURNS_MAX)]
     max_tokens: TokenCount | None = None
@@ -261,7 +262,7 @@ def text_of(content: str | tuple[ContentPart, ...] | None) -> str:
 
 
 def function_of(called: CalledFunction) -> dict[str, Any]:
-    """Return a call as templates take it: with its arguments as an object, where they are one."""
+    """Return a call as templates take it: with its arguments as an object if they are one."""
     try:
         arguments = msgspec.json.decode(called.arguments or "{}")
     except (msgspec.MsgspecError, RecursionError):
@@ -461,7 +462,7 @@ def token_document(token: TokenSaid) -> dict[str, Any]:
 
 
 def usage_document(usage: TokenUsage) -> dict[str, Any]:
-    """Return what was used, as OpenAI counts it."""
+    """Return the usage, as OpenAI counts it."""
     return {
         "prompt_tokens": usage.prompt,
         "completion_tokens": usage.made,

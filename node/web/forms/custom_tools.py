@@ -1,6 +1,5 @@
-"""Tools that take a text as it is (`custom` of Responses), which models are shown as functions of one text.
-
-A model calls such a tool with JSON as any other; its client sees the text alone.
+"""Tools that take plain text (`custom` of Responses), shown to models as functions of one text. A model calls
+such a tool with JSON like any other; its client sees only the text.
 """
 
 import json
@@ -20,8 +19,10 @@ _LETTERS = re.compile(
 
 
 def custom_function(tool: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool of the type custom as a function in the form of chat completions. An expression becomes
-    the pattern of its text; a Lark grammar is told to the model. Raises FormProblem: its format is none."""
+    """Return a tool of the type custom as a function in the form of chat completions. A regular expression
+    becomes the pattern of its text; a Lark grammar goes into the description. Raises FormProblem: the format
+    is invalid.
+    """
     text: dict[str, Any] = {"type": "string"}
     description = tool.get("description")
     description = description if isinstance(description, str) else ""
@@ -48,7 +49,7 @@ def custom_function(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_held(tool: dict[str, Any]) -> bool:
-    """Return whether a custom tool's text has to follow an expression."""
+    """Return whether a custom tool's text must match a regular expression."""
     asked = tool.get("format")
     return isinstance(asked, dict) and asked.get("syntax") == "regex"
 
@@ -59,7 +60,7 @@ class TextArgument:
     def __init__(self) -> None:
         self._json = ""
         self._at = -1
-        """Where what has not been told begins; -1: the text has not begun."""
+        """The start of the text that was not returned yet; -1: the text has not begun."""
         self._told = 0
 
     def push(self, more: str) -> str:
@@ -76,7 +77,7 @@ class TextArgument:
         return self._count(_plain(json.loads(f'"{letters.group()}"', strict=False)))
 
     def finish(self) -> str:
-        """Return what is left of the text; arguments of another form are the text as they stand."""
+        """Return the rest of the text; arguments of another form are the text themselves."""
         try:
             found = json.loads(self._json, strict=False)
         except (ValueError, RecursionError):
@@ -92,5 +93,5 @@ class TextArgument:
 
 
 def _plain(text: str) -> str:
-    """Return a text without halves of letters, which no JSON is made of."""
+    """Return a text without unpaired surrogates, which JSON cannot have."""
     return text.encode("utf-8", "replace").decode()

@@ -35,8 +35,9 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_embeddings(data: bytes) -> tuple[EmbeddingsRequest, Texts]:
-    """Return a request, and each of its texts or its tokens: milliseconds where they are many. Raises
-    FormProblem."""
+    """Return a request, and each of its texts or token rows; takes milliseconds if they are many. Raises
+    FormProblem.
+    """
     request = read_form(data, EmbeddingsRequest)
     return request, _texts_of(request.input)
 
@@ -59,7 +60,7 @@ def _texts_of(given: str | list[str | int | list[int]]) -> Texts:
 
 
 def embeddings_document(request: EmbeddingsRequest, vectors: Sequence[Array], tokens: int) -> bytes:
-    """Return the answer. Each vector is cut to the dimensions that are wanted, and made one long."""
+    """Return the answer. Each vector is cut to the requested dimensions and normalised."""
     rows = []
     for index, vector in enumerate(vectors):
         wanted = vector[: request.dimensions]

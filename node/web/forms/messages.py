@@ -1,6 +1,6 @@
 """`/v1/messages`, after Anthropic's API reference, without a memory: the whole conversation comes each time.
 
-Fields of other servers' services (caching, containers) are passed over.
+Fields for other servers' services (caching, containers) are ignored.
 """
 
 from typing import Annotated, Any, Literal
@@ -40,11 +40,11 @@ from node.web.forms.rules import (
 from partition.serve.text import STOPS_MAX
 
 PASSED_OVER = frozenset({"redacted_thinking"})
-"""Blocks of earlier answers that say nothing to a model of ours."""
+"""Blocks of earlier answers that our models do not use."""
 
 
 class MessageBlock(msgspec.Struct, frozen=True):
-    """A block of a message: text, a call that the model made, or what came of one."""
+    """A block of a message: text, a call that the model made, or a call's result."""
 
     type: ShortText
     text: str | None = None
@@ -94,7 +94,7 @@ class MessageTurn(msgspec.Struct, frozen=True):
 
 
 class MessageTool(msgspec.Struct, frozen=True):
-    """A tool; one with a `type` of another server has no schema, and is passed over."""
+    """A tool; one with a `type` of another server has no schema and is ignored."""
 
     name: ShortText
     description: str = ""
@@ -163,7 +163,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _options(self) -> dict[str, Any]:
-        """Return what templates are told of reasoning, under the names that the known ones have for it."""
+        """Return the templates' options for reasoning, under the names that known templates use."""
         found: dict[str, Any] = {}
         if self.thinking is not None:
             found["enable_thinking"] = self.thinking.type != "disabled"
@@ -202,7 +202,7 @@ class MessagesRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def result_text(content: Any) -> str:
-    """Return the text of what came of a call. Raises FormProblem: it is something else."""
+    """Return the text of a call's result. Raises FormProblem: it is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     rows = content if isinstance(content, list) else [content]
@@ -212,7 +212,7 @@ def result_text(content: Any) -> str:
 
 
 class MessagesWriter:
-    """Answers of `/v1/messages`: blocks, each of which begins when there is something in it."""
+    """Answers of `/v1/messages`: blocks, each of which begins with its first content."""
 
     def __init__(self, frame: AnswerFrame, _request: MessagesRequest) -> None:
         self._frame = frame
@@ -339,7 +339,7 @@ def message_error(problem: FormProblem) -> dict[str, Any]:
 
 
 def _usage(usage: TokenUsage) -> dict[str, int]:
-    """Return what was used, as Anthropic counts it: `input_tokens` had not been read before."""
+    """Return the usage, as Anthropic counts it: `input_tokens` excludes cached ones."""
     return {
         "input_tokens": usage.prompt - usage.cached,
         "output_tokens": usage.made,

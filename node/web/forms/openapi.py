@@ -1,4 +1,4 @@
-"""`/openapi.json`: what the HTTP door of models takes, made from the structs that read it."""
+"""`/openapi.json`: the requests of the HTTP door of models, generated from the structs that read them."""
 
 from functools import cache
 from typing import Any

@@ -1,5 +1,5 @@
 """`/v1/responses`, after OpenAI's API reference, without a memory: the whole input comes each time, as coding
-agents send it, and nothing is stored. Kinds of tools that are of other servers are passed over.
+agents send it, and nothing is stored. Kinds of tools that only other servers run are ignored.
 """
 
 from dataclasses import dataclass, field
@@ -50,14 +50,14 @@ from node.web.forms.rules import (
 )
 
 PASSED_OVER = frozenset({"compaction", "web_search_call", "local_shell_call"})
-"""Items of an input that say nothing to a model of ours."""
+"""Items of an input that our models do not use."""
 CALL_KINDS = frozenset({"function_call", "custom_tool_call"})
 RESULT_KINDS = frozenset({"function_call_output", "custom_tool_call_output"})
 LOGPROBS = "message.output_text.logprobs"
 
 
 class InputItem(msgspec.Struct, frozen=True):
-    """A message, a call that the model made, or what came of one."""
+    """A message, a call that the model made, or a call's result."""
 
     type: ShortText = "message"
     role: ShortText | None = None
@@ -69,7 +69,7 @@ class InputItem(msgspec.Struct, frozen=True):
     output: str | Annotated[tuple[ContentPart, ...], msgspec.Meta(max_length=PARTS_MAX)] | None = None
 
     def turn(self) -> dict[str, Any] | None:
-        """Return it as chat templates take it; None where it says nothing. Raises FormProblem."""
+        """Return the turn for chat templates; None if it is empty. Raises FormProblem."""
         if self.type in PASSED_OVER:
             return None
         if self.type == "message":
@@ -82,7 +82,7 @@ class InputItem(msgspec.Struct, frozen=True):
             return {"role": "assistant", "content": "", "reasoning_content": told} if told else None
         if self.type in CALL_KINDS:
             written = self.arguments
-            if self.input is not None:  # a tool that takes a text as it is
+            if self.input is not None:  # a tool that takes plain text
                 written = msgspec.json.encode({"input": self.input}).decode()
             called = CalledFunction(self.name or "", written or "")
             call = {"type": "function", "id": self.call_id or "", "function": function_of(called)}
@@ -193,13 +193,12 @@ class ResponsesRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def custom_names(self) -> frozenset[str]:
-        """Return the names of the tools that take a text as it is."""
+        """Return the names of the tools that take plain text."""
         return frozenset(str(tool.get("name")) for tool in self.tools or () if tool.get("type") == "custom")
 
 
 def joined_calls(turns: list[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """Return turns in which the reasoning, the text and the calls of one answer are one turn, as templates
-    want them."""
+    """Return turns in which reasoning, text and calls of one answer are joined, as templates need them."""
     joined: list[dict[str, Any]] = []
     for turn in turns:
         before = joined[-1] if joined else {}
@@ -235,7 +234,7 @@ class _Item:
 
 
 class ResponsesWriter:
-    """Answers of `/v1/responses`: items, each of which begins when there is something in it."""
+    """Answers of `/v1/responses`: items, each of which begins with its first content."""
 
     def __init__(self, frame: AnswerFrame, request: ResponsesRequest) -> None:
         self._frame = frame
@@ -299,7 +298,7 @@ class ResponsesWriter:
         return "incomplete" if is_cut else "completed"
 
     def _opened(self, kind: str, call: CallPiece | None = None) -> bytes:
-        """Begin an item, unless the newest is of this kind and goes on; close that which was open."""
+        """Begin an item, unless the newest is of this kind and goes on; close the open one."""
         newest = self._items[-1] if self._items else None
         if newest is not None and newest.kind == kind and newest.status == "in_progress" and call is None:
             return b""

@@ -1,4 +1,6 @@
-"""The shape of an answer in each form: schemas, expressions, grammars, and which tools must be called."""
+"""The rules of an answer in each form: schemas, regular expressions, grammars, and tools that
+must be called.
+"""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -17,7 +19,7 @@ RuleText = Annotated[str, msgspec.Meta(min_length=1, max_length=RULE_LENGTH_MAX)
 
 
 class SchemaFormat(msgspec.Struct, frozen=True):
-    """A schema with a name, which says nothing to a model of ours."""
+    """A schema with a name, which our models do not use."""
 
     schema: dict[str, Any] | bool | None = None
 
@@ -32,7 +34,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True):
-    """The field by which other servers of open models take more than schemas: one of these."""
+    """The field of other servers of open models for more than schemas: one of these."""
 
     json: dict[str, Any] | RuleText | None = None
     json_object: bool | None = None
@@ -49,7 +51,7 @@ class StructuredOutputs(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class ToolChoice:
-    """Which of the tools may be called (None: all), and whether one must be."""
+    """The tools that may be called (None: all), and whether one must be."""
 
     names: tuple[str, ...] | None = None
     is_forced: bool = False
@@ -57,7 +59,7 @@ class ToolChoice:
 
 
 def rule_of_format(asked: ResponseFormat | None, field: str) -> AnswerRule | None:
-    """Return the rule of a format; None where it is text. Raises FormProblem."""
+    """Return the rule of a format; None for text. Raises FormProblem."""
     if asked is None or asked.type == "text":
         return None
     if asked.type == "json_object":
@@ -75,7 +77,7 @@ def rule_of_format(asked: ResponseFormat | None, field: str) -> AnswerRule | Non
 
 
 def rule_of_outputs(asked: StructuredOutputs | None) -> AnswerRule | None:
-    """Return the rule of `structured_outputs`. Raises FormProblem: it says several things, or none."""
+    """Return the rule of `structured_outputs`. Raises FormProblem: it has several rules, or none."""
     if asked is None:
         return None
     field = "structured_outputs"
@@ -115,7 +117,7 @@ def _is_shallow(value: object, levels: int) -> bool:
 
 
 def choice_of(choice: str | dict[str, Any] | None, *, is_single: bool) -> ToolChoice:
-    """Return what `tool_choice` of Chat Completions and Responses says. Raises FormProblem."""
+    """Return the `tool_choice` of Chat Completions and Responses. Raises FormProblem."""
     if choice in (None, "auto"):
         return ToolChoice(is_single=is_single)
     if choice == "none":
@@ -151,7 +153,7 @@ def _allowed_names(tools: object) -> tuple[str, ...]:
 
 
 def chosen_tools(tools: tuple[dict[str, Any], ...], choice: ToolChoice) -> tuple[dict[str, Any], ...]:
-    """Return the tools that may be called. Raises FormProblem: one that must be called is not there."""
+    """Return the tools that may be called. Raises FormProblem: a required tool is missing."""
     if choice.names is None:
         if choice.is_forced and not tools:
             raise FormProblem("tool_choice: want tools beside it", field="tool_choice")
@@ -170,8 +172,9 @@ def rule_of_answer(
     field: str,
     strict: frozenset[str] = frozenset(),
 ) -> tuple[AnswerRule | None, str]:
-    """Return the rule of an answer that may have to be calls, and the field that it came with. Calls of tools
-    that are `strict` follow their schemas where a model may choose to make none, too. Raises FormProblem."""
+    """Return the rule of an answer that may have to be calls, and the field with it. Calls of `strict` tools
+    follow their schemas even if the model need not call any. Raises FormProblem.
+    """
     if not choice.is_forced:
         if asked is not None and tools:
             asked = msgspec.structs.replace(asked, tools=_rule_tools(tools), is_single=choice.is_single)
@@ -194,8 +197,9 @@ def _rule_tools(tools: tuple[dict[str, Any], ...]) -> tuple[RuleTool, ...]:
 
 
 def function_tools(tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
-    """Return the tools that are functions; other kinds are of other servers. Raises FormProblem: one has no
-    name, or parameters that are no schema."""
+    """Return the tools that are functions; other kinds belong to other servers. Raises FormProblem: one has
+    no name, or invalid parameters.
+    """
     found = []
     for number, tool in enumerate(tools):
         function = tool.get("function")
