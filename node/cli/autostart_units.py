@@ -13,8 +13,7 @@ from node.errors import UsageError
 
 WATCHDOG_SECONDS = 60
 """A node without a sign of life for this long is restarted. Its loop never computes, but a swapping machine
-may hold it for some seconds.
-"""
+may hold it for some seconds."""
 START_SECONDS_MAX = 180
 """The time until a node listens: it measures its processor first, which is slow on a busy machine."""
 STOP_SECONDS_MAX = 30

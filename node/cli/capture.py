@@ -84,8 +84,7 @@ def loading(run_file: RunFile, base: Path, tell: Tell = lambda _: None) -> Load:
 
 def reading_as_is(run_file: RunFile, base: Path, load: Load) -> SourceReading:
     """Return the reading of data that a run takes unchanged: a text, arrays, the digits. Raises
-    UsageError.
-    """
+    UsageError."""
     path = datasets.path_of(run_file.source, base)
     if path.is_dir() and sum(each.stat().st_size for each in path.glob("*.npz")) > LOOKED_AT_BYTES_MAX:
         return SourceReading(run_file.source, "arrays of numbers, too many to look through")
@@ -230,8 +229,7 @@ def _sample_and_classes(run_file: RunFile, base: Path, load: Load) -> tuple[tupl
 def captured_to_serve(model: str) -> Iterator[str]:
     """Yield the file of a graph to be served, while the node takes and proves it: `model` itself, or the
     graph captured from a folder of transformers. Raises UsageError: it cannot be captured, or its answers
-    differ from its model's.
-    """
+    differ from its model's."""
     path = Path(model).expanduser().absolute()
     if not is_model_folder(path):
         yield str(path)

@@ -25,8 +25,7 @@ from node.suggest import did_you_mean
 
 HISTORY_BYTES_MAX = 1 << 20
 """The most bytes of messages in a question, below the limit of the control channel. The oldest are left out
-beyond.
-"""
+beyond."""
 PROMPT = "> "
 HELP = (
     "/retry           answer the last message again",
@@ -88,8 +87,7 @@ def chat(
 @dataclass
 class _Talk:
     """A conversation. `turns` are messages and answers, alternating; a message without any answer is not sent
-    again.
-    """
+    again."""
 
     folder: Path
     service: str
@@ -232,8 +230,7 @@ def _said(*, is_terminal: bool) -> Iterator[str]:
 
 def fitting(history: list[Message], bytes_max: int = HISTORY_BYTES_MAX) -> list[Message]:
     """Return a conversation that fits, without its oldest messages but with the system's. Raises UsageError:
-    its last message alone is too long.
-    """
+    its last message alone is too long."""
     head = [each for each in history[:1] if each["role"] == "system"]
     rest = history[len(head) :]
     sizes = [_bytes([each]) for each in rest]

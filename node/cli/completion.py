@@ -114,8 +114,7 @@ def _fish(tree: Mapping[str, Words]) -> Iterator[str]:
 
 def _quoted(text: str) -> str:
     """Return a text in single quotes: a path for any shell, or help, whose own quotes are
-    escaped, for fish.
-    """
+    escaped, for fish."""
     return "'" + text.replace("\\", "").replace("`", "").replace("'", "\\'") + "'"
 
 

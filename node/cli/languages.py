@@ -47,8 +47,7 @@ def length_of(run_file: RunFile, name: str) -> int:
 
 def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
     """Return the tokenizer of the run's data; None if it is not text, or if bytes are learnt. Raises
-    UsageError: it is ambiguous, or does not fit the model.
-    """
+    UsageError: it is ambiguous, or does not fit the model."""
     source, keys = run_file.source, run_file.data_keys
     suffix = Path(source).suffix.lower()
     path = base / Path(source).expanduser()
@@ -97,8 +96,7 @@ def language_of(run_file: RunFile, base: Path, name: str) -> Language | None:
 
 def sample_length(run_file: RunFile, base: Path, name: str) -> int:
     """Return the tokens in the samples of existing arrays or text: the length for which a folder's model is
-    captured. 0 if the data has no tokens. Raises UsageError.
-    """
+    captured. 0 if the data has no tokens. Raises UsageError."""
     asked = length_of(run_file, name)
     path = base / Path(run_file.source).expanduser()
     if not (path / "train.npz").is_file():

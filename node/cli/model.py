@@ -199,8 +199,7 @@ def verify(
     as_json: AsJson = False,
 ) -> None:
     """Check that a captured model is complete, may run on a peer, and, given the model's code, is
-    that model.
-    """
+    that model."""
     from node.cli.model_summary import read_graph, sizes_of
 
     path = Path(file).expanduser()
@@ -406,8 +405,7 @@ def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
 
 def _other_values(task: "Task", graph: "Graph") -> int:
     """Return how many stored tensors differ from the model's. They differ if a function draws new ones each
-    time.
-    """
+    time."""
     from crypto.errors import RemoteProtocolError
     from partition.capture.state_dict import bytes_of
     from partition.model.graph import StoredValues

@@ -45,8 +45,7 @@ def is_folder_path(text: str) -> bool:
 
 def check_folder(out: str) -> Path:
     """Return the absolute path for a new folder. Raises UsageError: something is there already, or cannot be
-    written.
-    """
+    written."""
     target = Path(out.rstrip(f"/{os.sep}") or out).expanduser().absolute()
     if not target.is_dir():
         return output_path(str(target))
@@ -61,8 +60,7 @@ def check_folder(out: str) -> Path:
 
 def fetch_folder(data_dir: Path, run: str, out: str, model: str = "") -> dict[str, Any]:
     """Write a run's result as a folder and report it on stderr; the files beside the weights are those that
-    the node keeps for it, or those of the folder `model`. Raises UsageError.
-    """
+    the node keeps for it, or those of the folder `model`. Raises UsageError."""
     if model and not is_model_folder(Path(model).expanduser()):
         raise UsageError(f"--model {model}: no folder with a {CONFIG}")
     with _made_whole(out) as (target, half):
@@ -85,8 +83,7 @@ def write_model_folder(
 ) -> list[str]:
     """Put the weights of a safetensors file into a folder that holds the model's other files, and write their
     type and the classes' `words` into its configuration; return the names of the weights' files. Raises
-    UsageError.
-    """
+    UsageError."""
     try:
         with weights.open("rb") as file:
             header, begin = _read_header(file, weights)

@@ -70,8 +70,7 @@ def read_graph(file: Path) -> tuple[Graph, bytes]:
 
 def sizes_of(graph: Graph, batch: int) -> tuple[int, ...]:
     """Return the values of symbols for which a graph is shown; a batch of 0 is chosen here. Raises
-    UsageError.
-    """
+    UsageError."""
     sizes = reference_sizes(graph)
     if batch:
         sizes = (batch, *sizes[1:])
@@ -359,8 +358,7 @@ def _layer_lines(layers: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def _stage_lines(stages: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the stages' lines; `<` marks the pipeline's slowest part: a stage's computing, or
-    its sending.
-    """
+    its sending."""
     longest = max(stage["seconds"] for stage in stages) or 1.0
     slowest = max(max(stage["seconds"], stage["transfer_seconds"]) for stage in stages)
     rows = [

@@ -48,8 +48,7 @@ def _row(member: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _more(member: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     """Return the lines below a member's row: why it is not simply alive, the way to it, its offer, how it was
-    found.
-    """
+    found."""
     way = _way(member.get("path"), names)
     why = _why(member["status"], member["reason"], member.get("degraded"))
     capacity, found = member["capacity"], member["found_through"]

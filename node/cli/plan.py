@@ -1,6 +1,5 @@
 """`peerloom plan MODEL`: predict the holders of stages and the speed of a run, with reasons, before anything
-runs.
-"""
+runs."""
 
 import sys
 from pathlib import Path

@@ -154,8 +154,7 @@ def _finish_answers(found: Answers, written: Mapping[str, Path], *, as_json: boo
 @dataclass(frozen=True)
 class Predictions:
     """Outputs (N, ...), the predictions from them, and their quality; `words` are the classes' names, if
-    known.
-    """
+    known."""
 
     outputs: Any
     predicted: Any
@@ -178,8 +177,7 @@ def run_model(
 ) -> "Predictions | Answers":
     """Predict for the samples of `data`, or of the run in the RUN.toml at `path` if it is empty; or answer
     prompts by a language model. `kept` is the reading of the run's data, if this machine's node has it.
-    Raises UsageError.
-    """
+    Raises UsageError."""
     import numpy as np
     import safetensors
     import safetensors.numpy
@@ -269,8 +267,7 @@ def _samples(
     prompts: Sequence[str],
 ) -> tuple[Mapping[str, Any], tuple[int, ...], int, Any]:
     """Return arrays to predict from, and shape, classes and reading of the training data. Raises
-    UsageError.
-    """
+    UsageError."""
     import msgspec
     from msgspec.structs import replace
 

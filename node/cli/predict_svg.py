@@ -1,6 +1,5 @@
 """A picture of predictions as SVG, without a drawing library: a confusion matrix, samples with predicted and
-true labels, or predicted numbers against true ones.
-"""
+true labels, or predicted numbers against true ones."""
 
 import base64
 import struct
@@ -29,8 +28,7 @@ def picture(
     words: list[str],
 ) -> str:
     """Return the parts of the picture, one below the other. `inputs` are the model's, each (N, ...); it draws
-    evenly spread samples, since data is often sorted by class.
-    """
+    evenly spread samples, since data is often sorted by class."""
     parts = []
     if confusion is not None and len(confusion) <= CLASSES_SHOWN_MAX:
         parts.append(_matrix(confusion, words))

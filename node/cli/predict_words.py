@@ -84,8 +84,7 @@ def predict_words(
     wants_all: bool,
 ) -> Answers:
     """Return a model's continuations of the prompts of samples. `arrays` are new ones of `read_records`, or
-    the run's test part. Raises UsageError, CaptureRefused.
-    """
+    the run's test part. Raises UsageError, CaptureRefused."""
     from node.cli.languages import language_of
     from node.content.tokens import Tokens
     from partition.capture.writing import Writer, judge_tokens, new_rows, sample_rows

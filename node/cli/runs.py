@@ -39,8 +39,7 @@ TRACE_SECONDS_MAX = 30.0
 AUDIT_SECONDS_MAX = 600.0
 """The time limit: a checkpoint may have to be fetched, and each stage needs a process of its own."""
 STOP_SECONDS_MAX = 30.0
-"""The time limit: on a busy machine a stage's process takes some seconds to end; members are waited for five.
-"""
+"""On a busy machine a stage's process takes seconds to end; members are waited for five."""
 SHOW_SECONDS_MAX = 15.0
 """Members of a run that this node is not in are asked."""
 POLL_SECONDS = 2.0
@@ -266,8 +265,7 @@ def _events(data_dir: Path, run: str, *, as_json: bool, follow: bool) -> None:
 
 def _poll(data_dir: Path, document: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
     """Show the members' reports while a run goes on without this node, which receives none of its events;
-    return its state at the end, or once this node takes part.
-    """
+    return its state at the end, or once this node takes part."""
     shown = None
     if not as_json and document["status"] not in _OVER:
         show(["this node takes no part in the run, so its members are asked"], sys.stderr)
@@ -496,9 +494,7 @@ def run_text(run: Mapping[str, Any]) -> str:
 
 
 def step_text(run: Mapping[str, Any]) -> str:
-    """Return a run's progress, `12 of 200`; `-` if it is done and this node, which had left it, received no
-    step.
-    """
+    """Return a run's progress, `12 of 200`; `-` if it is done and this node, having left, knows no step."""
     if run["status"] == "done" and not run["step"]:
         return "-"
     return f"{run['step']} of {run['steps']}"

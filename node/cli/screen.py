@@ -31,8 +31,7 @@ FOUND = {"beacon": "heard on the local network", "memory": "met before"}
 
 class EventScreen:
     """Turns events, in their order, into lines. `seeds` is the number of addresses to join through, `names`
-    the names of peers that no event has named.
-    """
+    the names of peers that no event has named."""
 
     def __init__(
         self,

@@ -174,8 +174,7 @@ def served_lines(document: Mapping[str, Any]) -> list[str]:
 
 def service_lines(document: Mapping[str, Any], names: Mapping[str, str]) -> list[str]:
     """Return the lines of a service: the peers that answer for its stages, their load, and its
-    last answer.
-    """
+    last answer."""
     head = f"{document['name']}  {document['service']}  up to {document['context']:,} tokens"
     if document.get("run"):
         head += f"  run {document['run'][:8]} at step {document['step']}"

@@ -34,8 +34,7 @@ class StopFlag:
     @contextmanager
     def heeded(self, force: Callable[[], None]) -> Iterator[None]:
         """Handle the signals inside this context; a second one calls `force` and ends this
-        process with 130.
-        """
+        process with 130."""
 
         def on_signal(number: int, frame: FrameType | None) -> None:  # noqa: ARG001 - a handler's shape
             if self._event.is_set():

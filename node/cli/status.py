@@ -133,8 +133,7 @@ def spare_lines(document: Mapping[str, Any] | None) -> list[str]:
 
 def fence_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the lines for `fences` in a status document: the restrictions of a stage's process on this
-    machine.
-    """
+    machine."""
     if not document["unfenced"]:
         return [labelled("fences", "a stage is held to its files, memory and processor, and has no network")]
     allowed = document["allow_unfenced"]
@@ -188,8 +187,7 @@ def table_text(document: Mapping[str, Any]) -> str:
 
 def contribution_text(document: Mapping[str, Any]) -> str:
     """Return the text for `contribution` in a status document: work of this node for others, and theirs for
-    it.
-    """
+    it."""
     text = "nothing for others yet"
     if document["earned_receipts"]:
         text = f"{flops_text(document['earned_flops'])} for others"

@@ -149,8 +149,7 @@ def _run_lines(
 
 def sparkline(values: Sequence[float], width: int) -> str:
     """Return a curve of one line, in characters that every terminal has; the newest values, at
-    most `width`.
-    """
+    most `width`."""
     shown = [value for value in values if value == value][-width:]
     low, high = min(shown, default=0.0), max(shown, default=0.0)
     span = (high - low) or 1.0

@@ -19,8 +19,7 @@ OTLP_SECONDS_MAX = 10.0
 
 def chrome_trace(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the trace of some steps: a process for each peer, a thread for each stage, an arrow for each
-    frame.
-    """
+    frame."""
     rows: list[dict[str, Any]] = []
     passes: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
     for number, peer in enumerate(document["peers"], start=1):

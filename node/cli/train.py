@@ -88,8 +88,7 @@ def train(
 
 def keys_as_flags() -> dict[str, str]:
     """Return the keys of RUN.toml in the form of flags, and the table of each, for hints about mistyped
-    flags.
-    """
+    flags."""
     from node.protocols.data_table import DataTable
     from node.protocols.run_file import PlanTable, RunFile, SplitsTable, TrainTable
 
@@ -119,8 +118,7 @@ def unwatched(run: str, out: str) -> list[str]:
 def _hold_prepared(file: Path, path: Path) -> None:
     """Capture and convert what a checked run in `file` names, as if the file lay at `path`; print the
     location of the results, and keep them until this process's input ends. For a node's page and a program's
-    `me.train`.
-    """
+    `me.train`."""
     import msgspec
 
     from node.protocols.run_file import RunFile

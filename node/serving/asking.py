@@ -43,8 +43,7 @@ CONTEXT_USUAL = 1_024
 """The default tokens of a session: the maximum of the built-in models."""
 THREADS_USUAL = 4
 """The most threads of a service, if its publisher has as many. Stages of one bit class compute with exactly
-the service's number, so a larger one excludes smaller machines; and decoding waits for memory, not cores.
-"""
+the service's number, so a larger one excludes smaller machines; and decoding waits for memory, not cores."""
 HIDDEN_NUMBERS_MAX = 1 << 27
 """Hidden states of one prompt: half a GiB of float32, or 32,768 tokens of 4,096 numbers each."""
 BYTES = 256
@@ -142,8 +141,7 @@ class Asking:
 
     def _holders(self, peers: Sequence[str]) -> tuple[bytes, ...]:
         """Return the manifest's entry of the peers that may hold a service; none if all may. Raises
-        UsageError.
-        """
+        UsageError."""
         if not peers:
             return ()
         found = dict.fromkeys([self._serving.signer.peer, *self._serving.named(peers)])
@@ -153,8 +151,7 @@ class Asking:
 
     async def _learn(self, files: ServedFiles, wish: ServeWish) -> tuple[bytes, Graph]:
         """Store a captured model's serving graph and its values on this node, once it is proved. Raises
-        UsageError.
-        """
+        UsageError."""
         serving, context = self._serving, wish.context or CONTEXT_USUAL
         name, decoded = await serving.models.learn(files.graph, files.values)
         served = await serving.seams.executor.run(partial(served_graph, decoded, wish.name, context))
@@ -175,8 +172,7 @@ class Asking:
 
     async def _text(self, wish: ServeWish, vocabulary: int) -> tuple[bytes, TextFacts] | None:
         """Store the model's text files on this node, if there are any. Raises UsageError: they are not this
-        model's.
-        """
+        model's."""
         if not wish.text:
             return None
         found = await self._serving.texts.keep(Path(wish.text))
@@ -257,8 +253,7 @@ class Asking:
     @asynccontextmanager
     async def answering(self, name: str, question: Question) -> AsyncIterator["AnswerStream"]:
         """Yield an answer, which ends with the context. Raises UsageError: no such service, or an invalid
-        request; RunFailed: it cannot answer.
-        """
+        request; RunFailed: it cannot answer."""
         serving = self._serving
         service = await serving.finder.find(name)
         async with AsyncExitStack() as stack:
@@ -318,8 +313,7 @@ class Asking:
     @asynccontextmanager
     async def reading(self, service: Service, purpose: str = "") -> AsyncIterator[FencedText]:
         """Yield the text codec of a service, from files that its members have too; each purpose has its own
-        process. Raises UsageError, RunFailed.
-        """
+        process. Raises UsageError, RunFailed."""
         serving = self._serving
         await serving.finder.routes(service)
         holders = [*serving.finder.members(service.id), service.publisher]
@@ -421,8 +415,7 @@ def _told_of_tokenizer(service: Service) -> Iterator[None]:
 
 def sizes_of(graph: Graph) -> tuple[int, int]:
     """Return the vocabulary of a model and the length of its vectors: 0 for a language model, whose rows are
-    scores of its tokens. Raises UsageError.
-    """
+    scores of its tokens. Raises UsageError."""
     entry = graph.entries[0]
     side = graph.types[entry.types[entry.outputs[0]]].shape[-1]
     if not isinstance(side, int):

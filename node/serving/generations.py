@@ -148,8 +148,7 @@ class Generations:
         self, service: Service, wish: GenerationWish, width: int = 0
     ) -> AsyncIterator[Generation]:
         """Yield a generation, which ends with the context; then every stage forgets it. `width` is that of
-        hidden states, if requested. Raises RunFailed: too many at once.
-        """
+        hidden states, if requested. Raises RunFailed: too many at once."""
         owner, clock = self._owner, self._owner.seams.clock
         if self.door.generations >= GENERATIONS_MAX:
             raise RunFailed(

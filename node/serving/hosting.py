@@ -56,8 +56,7 @@ from partition.serve.upkeep import Recruit, Relieved, RosterChanged, ServiceUpke
 LOOK_SECONDS = 0.1
 IDLE_LOOK_SECONDS = 1.0
 """How often an idle stage is probed, since answers would fail to move to one whose process has ended. As
-often as members tell each other.
-"""
+often as members tell each other."""
 BACKOFF_COUNT_MAX = 256
 """The most ended stages that are remembered: far more than a node holds at once, each some hundred bytes."""
 GONE_RECORD_SECONDS = 1.0
@@ -275,8 +274,7 @@ class ServiceHost:
 
     def holders(self, member: ServiceMembership) -> list[PeerId]:
         """Return the peers that may have a stage's parts: its members, those of the same stage first, and the
-        publisher.
-        """
+        publisher."""
         rows = sorted(member.upkeep.rows(), key=lambda row: row.stage != member.number)
         me = self._owner.signer.peer
         others = [row for each in self.of(member.service.id) for row in each.upkeep.rows()]

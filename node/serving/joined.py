@@ -40,8 +40,7 @@ class ServingNode(Protocol):
 
 def named_peers(node: ServingNode, texts: Sequence[str]) -> list[PeerId]:
     """Return the members with this name or end of an id; `invited` are those that the owner lists. Raises
-    UsageError.
-    """
+    UsageError."""
     found: list[PeerId] = []
     for text in texts:
         if text == INVITED:

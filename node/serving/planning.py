@@ -28,20 +28,17 @@ READ_TOKENS = 128
 """A chunk of a prompt, as doors send it."""
 KIND_COST_MAX = 1.25
 """How many times as long a token may take if each stage is then on a machine of whose kind another is free:
-when the machine dies, answers continue on the other with the same bits.
-"""
+when the machine dies, answers continue on the other with the same bits."""
 KINDS_TRIED_MAX = 8
 """The most kinds of machines, the most numerous first, that are planned for: each is one more solution."""
 READ_TOKENS_A_TOKEN = 4
 """Tokens of the prompt for each token of the answer, in the answer for which plans are made. Reading a token
-in a chunk costs less than making one, by each peer's measurements.
-"""
+in a chunk costs less than making one, by each peer's measurements."""
 
 
 def served_graph(graph: Graph, name: str, context: int) -> Graph:
     """Return the serving graph of a model that was captured for training or serving. Raises UsageError: it
-    cannot be served.
-    """
+    cannot be served."""
     kind = graph.entries[0].name
     if kind == SERVE:
         return graph
@@ -55,8 +52,7 @@ def served_graph(graph: Graph, name: str, context: int) -> Graph:
 
 def _together(graph: Graph) -> tuple[tuple[int, int], ...]:
     """Return the pairs of layers between which no stage may begin: what crosses there is not one
-    row a token.
-    """
+    row a token."""
     entry = graph.entries[0]
     found = []
     for position, values in enumerate(crossings(graph, entry.boundaries), 1):
@@ -71,8 +67,7 @@ def _together(graph: Graph) -> tuple[tuple[int, int], ...]:
 
 def _sample_length(graph: Graph) -> int:
     """Return the sequence length for which a model was captured: its number of positions. Raises ValueError:
-    it takes no sequences.
-    """
+    it takes no sequences."""
     entry = graph.entries[0]
     shape = graph.types[entry.inputs[0].type].shape
     if len(shape) != 2:
@@ -87,8 +82,7 @@ def plan_service(
 ) -> tuple[list[tuple[int, int]], list[PeerId]]:
     """Return the layers of each stage and the best peer for it, by the measured speed of peers and links.
     With `stages` 0 the model is cut only if that is quicker, or if it fits no peer. Machines with a free one
-    of their kind beside them are preferred, up to `KIND_COST_MAX`. Raises RunFailed: nothing fits.
-    """
+    of their kind beside them are preferred, up to `KIND_COST_MAX`. Raises RunFailed: nothing fits."""
     context = graph.symbols[2].maximum
     decode = layer_operations(graph, (1, 1, context))
     read = layer_operations(graph, (READ_TOKENS, 1, context))
@@ -125,8 +119,7 @@ def _solve(problem: Problem) -> _Placed:
 
 def _with_spares(problem: Problem, found: _Placed, kinds: Mapping[PeerId, MachineKind]) -> _Placed:
     """Return the quickest split among machines of one kind that leaves a spare one, if it is not much slower
-    than the found split; else the found one.
-    """
+    than the found split; else the found one."""
     counts = Counter(kinds.values())
 
     def has_spares(peers: Sequence[PeerId]) -> bool:
@@ -152,8 +145,7 @@ def _cost(
     offer: Offer, decode: Sequence[Operations], read: Sequence[Operations], knowledge: Knowledge
 ) -> PeerCost:
     """Return a layer's time on a peer for a token of a usual answer: for the token itself, and its part of
-    the prompt.
-    """
+    the prompt."""
     rate = whole_rate(knowledge.flops_per_second(offer.peer, whole_rate(offer.flops_per_second)))
     if (calibration := knowledge.calibrations.get(offer.peer)) is None:
         device = assumed(rate)

@@ -50,8 +50,7 @@ class PublishedServices:
 
     async def begin(self, manifest: ServiceManifest, peers: Sequence[PeerId] = ()) -> Service:
         """Publish a service and place its stages, the first replicas at these peers if they accept; it
-        answers a little later (`await_ready`). Raises RunFailed: no node takes one of its stages.
-        """
+        answers a little later (`await_ready`). Raises RunFailed: no node takes one of its stages."""
         service = wire.make_service(self._owner.signer, manifest)
         rows: list[ServiceRow] = []
         recruiter = self._owner.hosting.recruiter
@@ -119,8 +118,7 @@ class PublishedServices:
 
     async def _keep(self, service: Service, kind: MachineKind | None) -> None:
         """Place the stages of this node's own service again when all of its members are gone, preferably on
-        machines of the previous `kind`, so that waiting answers continue with the same bits.
-        """
+        machines of the previous `kind`, so that waiting answers continue with the same bits."""
         recruiter = self._owner.hosting.recruiter
         clock = self._owner.seams.clock
         asked_at = clock.monotonic()

@@ -29,8 +29,7 @@ ROLES = (SYSTEM, USER, ASSISTANT)
 class Question:
     """A question to a service: a text, a chat (`messages`, each with role and content), or tokens where
     its model has no text. Settings that are None come from the model's folder; without one the likeliest
-    token is taken.
-    """
+    token is taken."""
 
     prompt: str | Sequence[int] = ""
     tokens_max: int = TOKENS_USUAL
@@ -142,8 +141,7 @@ async def _rendered(
     manifest: ServiceManifest, messages: Sequence[dict[str, str]], text: FencedText
 ) -> Prompt:
     """Return the tokens of a chat, without its oldest messages if it is too long for the model. Bisection
-    finds the messages to leave out: rendering a long chat anew for each would take minutes.
-    """
+    finds the messages to leave out: rendering a long chat anew for each would take minutes."""
     head = [each for each in messages[:1] if each["role"] == SYSTEM]
     rest = list(messages[len(head) :])
     tokens = await text.render([*head, *rest])

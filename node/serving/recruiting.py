@@ -34,8 +34,7 @@ TOKEN_FLOPS = 1e9
 
 MachineKind = tuple[str, str]
 """A processor and a build of torch. A stage determines its bits once it is loaded; equal kinds with equal
-threads, which the service sets, have the same bits.
-"""
+threads, which the service sets, have the same bits."""
 
 
 class RecruiterOwner(Protocol):
@@ -71,8 +70,7 @@ class StageRecruiter:
     ) -> tuple[PeerId | None, str]:
         """Place a stage on a node outside `taken`, `first` if it can; return the node, or why none takes it.
         Machines like the holders of the stage, or of the neighbouring stages, or of `kind` if there are none,
-        come first: they compute the same bits, so that answers that move there stay the same.
-        """
+        come first: they compute the same bits, so that answers that move there stay the same."""
         owner = self._owner
         offers = [
             each
@@ -169,8 +167,7 @@ def usual_kind(
     rows: Sequence[ServiceRow], number: int, kinds: Mapping[PeerId, MachineKind]
 ) -> MachineKind | None:
     """Return the most frequent kind of machine among a stage's holders; if none of these is known, among the
-    service's members; None if that is unknown too.
-    """
+    service's members; None if that is unknown too."""
     for among in ([row for row in rows if row.stage == number], rows):
         known = Counter(kinds[PeerId(row.peer)] for row in among if row.peer in kinds)
         if known:

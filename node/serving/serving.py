@@ -82,8 +82,7 @@ PAYLOAD_BYTES_MAX = 64 << 20
 QUEUE_BYTES_MAX = 128 << 20
 """Bytes that may wait for one peer: two of the largest units, or a hundred usual ones. A peer that does not
 read them is lost, with its sessions; otherwise a peer that sends requests and never reads would fill this
-machine's memory.
-"""
+machine's memory."""
 PARTNER_SECONDS = 60.0
 """How long a peer may send tensors after its last session here ended: some are still on their way."""
 IDLE_SECONDS_MAX = 120.0
@@ -97,7 +96,7 @@ RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
 class Serving:
     """The service of services. `run` owns its tasks.
 
-    It is long because it connects the cores of serving to the node; each of its parts is short.
+    Long because it connects the cores of serving to the node; each of its parts is short.
     """
 
     def __init__(
@@ -225,8 +224,7 @@ class Serving:
 
     def link_seconds(self, peers: Collection[PeerId]) -> dict[tuple[PeerId, PeerId], float]:
         """Return the time of a message between two of these peers, for known pairs: measured by them, or by
-        this node to one of them.
-        """
+        this node to one of them."""
         me = self.signer.peer
         found = {}
         if len(peers) <= LINKED_PEERS_MAX:
@@ -262,8 +260,7 @@ class Serving:
 
     async def _serve(self, stream: Stream) -> None:
         """Receive from a peer until its stream ends: then the peer is lost until it opens another. A stream
-        that moves to a better path has its successor by then.
-        """
+        that moves to a better path has its successor by then."""
         self._serving[stream.peer] += 1
         is_moved = False
         try:
@@ -287,8 +284,7 @@ class Serving:
 
     def _is_partner(self, peer: PeerId) -> bool:
         """Return whether a peer may send tensors: it shares, or shared a moment ago, a session or a service
-        with this node.
-        """
+        with this node."""
         now = self.seams.clock.monotonic()
         if self.provider.knows(peer) or self.generations.door.knows(peer) or self.hosting.knows(peer):
             self._partners = {each: until for each, until in self._partners.items() if until > now}

@@ -12,8 +12,7 @@ GRAPH_SUFFIX, VALUES_SUFFIX = ".peerloom", ".safetensors"
 @dataclass(frozen=True)
 class ServedFiles:
     """A captured graph, the file of its values if there is one, the service's default name, and the folder or
-    tokenizer for its text. `run` and `step` are its run and checkpoint.
-    """
+    tokenizer for its text. `run` and `step` are its run and checkpoint."""
 
     graph: Path
     values: Path | None

@@ -57,8 +57,7 @@ class BatchRefused(Exception):
 
 def specification(service: Service, graph: Graph, number: int, machine: Machine) -> api.StageSpecification:
     """Return the specification for the stage's process. Raises RemoteProtocolError: such a stage is
-    impossible.
-    """
+    impossible."""
     manifest = service.manifest
     if not any(entry.name == SERVE for entry in graph.entries):
         raise RemoteProtocolError("the model was not captured to be served")
@@ -168,8 +167,7 @@ class HeldStage:
 
     async def read_stored(self, offset: int, length: int, executor: Executor) -> bytes | None:
         """Return a range of the values beside the graph, for the next replica, from the arena or, if they are
-        packed, from the process. None: they are another stage's.
-        """
+        packed, from the process. None: they are another stage's."""
         for slot in parameter_layout(self.specification):
             source = slot.parameter.source
             if isinstance(source, StoredValues) and source.offset <= offset < source.offset + source.length:
@@ -202,8 +200,7 @@ class HeldStage:
 
     def check(self, work: UnitWork, arrays: Sequence[Typed]) -> None:
         """Raise RemoteProtocolError if a unit is invalid for this stage: one that its process refuses would
-        spoil the batch for all doors.
-        """
+        spoil the batch for all doors."""
         if work.is_hidden and not self._has_hidden:
             raise RemoteProtocolError("hidden states of a model whose logits are not made of any")
         if self.number == 0:
@@ -213,8 +210,7 @@ class HeldStage:
 
     async def compute(self, asked: ComputeBatch, executor: Executor) -> Outcome:
         """Return the results of a batch, a row for each unit. Raises Refusal, or StageFailed: the process is
-        gone.
-        """
+        gone."""
         hidden = [unit for unit in asked.units if unit.work.is_hidden and self.is_last]
         others = [unit for unit in asked.units if unit not in hidden]
         if not (hidden and others):
@@ -255,8 +251,7 @@ class HeldStage:
 
     async def fork(self, session: bytes, base: bytes, tokens: int) -> None:
         """Let the process begin a session with the first tokens of another. If it refuses, it refuses that
-        session's first unit too. Raises StageFailed: it is gone.
-        """
+        session's first unit too. Raises StageFailed: it is gone."""
         try:
             await self._stage.call(api.CopySession(session, base, tokens))
         except SessionRefused:
@@ -279,8 +274,7 @@ class HeldStage:
 
 def _boundary_forms(graph: StageGraph, numbers: Sequence[int]) -> tuple[tensors.BoundaryForm, ...]:
     """Return the tensors that cross a boundary; every stage derives positions and wanted rows from the units
-    itself. Raises RemoteProtocolError, as `boundary_form`.
-    """
+    itself. Raises RemoteProtocolError, as `boundary_form`."""
     types = dict(graph.entry(SERVE).types)
     return tuple(boundary_form(graph.types[types[number]]) for number in numbers if number not in OF_UNITS)
 

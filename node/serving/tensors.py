@@ -105,8 +105,7 @@ def split(
 
 def answer(work: UnitWork, logits: Array | None) -> tuple[Answer, tuple[Typed, ...]]:
     """Return the answer to a unit of the last stage: for each row the best logits, or all of them, or its
-    hidden state, as requested.
-    """
+    hidden state, as requested."""
     if logits is None or not work.wanted:
         return Answer(work.session, work.number), ()
     dtype = "float64" if logits.dtype == np.float64 else "float32"

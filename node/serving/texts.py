@@ -73,8 +73,7 @@ class Texts:
 
     async def keep(self, path: Path) -> tuple[bytes, TextFacts] | None:
         """Store the files of a model's folder, or of a tokenizer.json; return their hash and content. None:
-        the folder has no tokenizer. Raises UsageError: they cannot be read.
-        """
+        the folder has no tokenizer. Raises UsageError: they cannot be read."""
         executor = self._owner.seams.executor
         data = await executor.run(partial(text_files.collect, path))
         if not data:
@@ -101,8 +100,7 @@ class Texts:
 
     async def bring(self, service: Service, holders: Sequence[PeerId]) -> bytes:
         """Return the files of a service's text, from here or from `holders`, and keep them. Raises
-        Unreachable: no holder delivers them.
-        """
+        Unreachable: no holder delivers them."""
         name = service.manifest.tokenizer
         seams, executor = self._owner.seams, self._owner.seams.executor
         sink, refuse = BlobSink(self._blobs, executor), self._owner.refuse
@@ -153,8 +151,7 @@ class Texts:
         self, service: Service, holders: Sequence[PeerId], *, purpose: str = ""
     ) -> AsyncIterator[FencedText]:
         """Yield a process that reads and writes a service's text; each purpose has its own process. Raises
-        UsageError: the files cannot be read here; RunFailed: no holder delivers them.
-        """
+        UsageError: the files cannot be read here; RunFailed: no holder delivers them."""
         called = service.manifest.name
         name = service.manifest.tokenizer + purpose.encode()
         try:
@@ -218,8 +215,7 @@ class Texts:
         self, text: FencedText | None, stops: Sequence[str], *, is_marked: bool = False
     ) -> AsyncIterator["TextPieces"]:
         """Yield the decoder of one answer's tokens; None if they are bytes. With `is_marked` its text
-        contains the special tokens that mark calls and reasoning.
-        """
+        contains the special tokens that mark calls and reasoning."""
         found = TextPieces(text, self.next_stream(), stops, is_marked=is_marked)
         try:
             yield found

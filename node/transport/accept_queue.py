@@ -90,7 +90,8 @@ class PendingConnection:
         return wanted - len(self.came)
 
     def gather(self, bytes_min: int) -> None:
-        """Be readable only with so many bytes, or at the end; where the system cannot, with any."""
+        """Make a socket readable only with this many bytes, or at its end; on systems without
+        this, with any."""
         if self.gathers or bytes_min > 1:
             with suppress(OSError, AttributeError):
                 self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, bytes_min)
@@ -113,8 +114,9 @@ class PendingConnection:
 
 
 class PendingConnections:
-    """For one `run`, which is to follow. `has_room(source)` says whether a peer from there would be let in at
-    all; `shake_hands(stranger)` begins a task, in which `accept` goes on, and which tells `leave` in the end.
+    """The queue of one `run`, which follows. `has_room(source)` returns whether a peer from there would be
+    let in at all; `shake_hands(stranger)` starts a task that continues with `accept` and finally calls
+    `leave`.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class PendingConnections:
         self._turns = TokenBucket(TURNS_RATE, TURNS_BURST, TURNS_BURST, now)
 
     async def run(self, listening: Iterable[socket.socket]) -> None:
-        """Take connections until cancelled; who stands in the doorway without a task is sent away then."""
+        """Take connections until cancelled; then waiting connections without a task are closed."""
         try:
             for each in listening:
                 self._selector.register(each, selectors.EVENT_READ)
@@ -189,7 +191,7 @@ class PendingConnections:
     # --- a turn ------------------------------------------------------------------------------------
 
     async def _something_to_read(self) -> None:
-        """Until there is; where a selector is no file that could be waited for, look now and then."""
+        """Wait for readable sockets; poll if the system's selector cannot be waited for."""
         if isinstance(self._selector, _FILES):
             await trio.lowlevel.wait_readable(self._selector.fileno())
         else:
@@ -251,7 +253,7 @@ class PendingConnections:
                 stranger.gather(stranger.missing_bytes)
                 self._register(stranger)
         except BlockingIOError:
-            stranger.gather(stranger.missing_bytes)  # a first byte alone is to wake nobody either
+            stranger.gather(stranger.missing_bytes)  # a single first byte must not wake the task either
             self._register(stranger)
         except RemoteProtocolError:
             if self._credentials.swarm.is_private:
@@ -267,7 +269,7 @@ class PendingConnections:
             note(error, "a stranger's first flight")
 
     def _ignore(self, stranger: PendingConnection) -> None:
-        """Take what comes, and forget it."""
+        """Read and discard what comes."""
         try:
             data = stranger.socket.recv(READ_BYTES_MAX - stranger.read_bytes)
         except BlockingIOError:
@@ -289,8 +291,8 @@ class PendingConnections:
 
     def _admit(self) -> None:
         while self._ready:
-            # The newest of each source: where some must wait in vain, the one that has waited longest is
-            # nearest to its own deadline, and has the least time left to shake hands.
+            # The newest of each source: if some must wait in vain, the longest waiting one is nearest to its
+            # deadline, and has the least time left to shake hands.
             newest = {stranger.source: stranger for stranger in self._ready}
             source = self._admission.choose(newest, trio.current_time())
             if source is None:
@@ -322,7 +324,7 @@ class PendingConnections:
         if self._credentials.swarm.is_private:
             stranger.gather(1)
             with suppress(OSError):
-                stranger.socket.recv(READ_BYTES_MAX)  # what is left unread makes a reset of the end
+                stranger.socket.recv(READ_BYTES_MAX)  # unread bytes would turn the close into a reset
         stranger.socket.close()
 
     def _register(self, stranger: PendingConnection) -> None:

@@ -1,13 +1,11 @@
-"""Where peers may be reached: what they claim, what we saw, and which of it comes first. No I/O.
+"""The addresses of peers: claimed and observed ones, and their order. No I/O.
 
 An *observed* address is the source of an authentic datagram, a *proved* one answered a handshake
-with that peer's key, a *claimed* one is hearsay. An observation grows stale, since the peer may have
-moved without a word; then datagrams go to the other addresses as well, a few at a time and other ones each
-time, so that no order of a long list hides the one that works.
-
-Hearsay can name any number of peers, so it pushes out only hearsay. Peers that answered from an address push
-out those of the source that has most of them. Which claims are tried at all, and in what order, is said by
-`address_policy`; each is tried a few times, then ever more rarely.
+with that peer's key, a *claimed* one is hearsay. An observation becomes stale, since the peer may have moved
+silently; then datagrams go to the other addresses as well, a few different ones each time, so that the
+working one of a long list is found. Hearsay can name any number of peers, so it displaces only hearsay. Peers
+that answered from an address displace those of the source that has most of them. `address_policy` decides
+which claims are tried, and in what order; each is tried a few times, then ever more rarely.
 """
 
 from collections import OrderedDict
@@ -97,8 +95,8 @@ class AddressBook:
         self._hearsay: OrderedDict[PeerId, _Entry] = OrderedDict()
 
     def claim(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
-        """Replace what a peer says of itself, or what others say of it where it `is_hint`; no addresses
-        change nothing."""
+        """Replace a peer's claims about itself, or, if it `is_hint`, others' claims about it; an empty list
+        changes nothing."""
         if not addresses:
             return
         entry = self._met.get(peer) or self._hearsay.setdefault(peer, _Entry())
@@ -149,34 +147,33 @@ class AddressBook:
         self._entry(peer).dials.pop(circuit.of(None), None)
 
     def known(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where the peer has answered, the latest first, and then those of its claims that may be
-        tried: they are dialled at the next start, when nobody looks at them again."""
+        """Return the addresses where the peer has answered, the latest first, and then its claims that may be
+        tried: the next start dials them without checking them again."""
         entry = self._entry(peer)
         claimed = (each for each in self._claimed(entry) if not each.kind.startswith("dns"))
         return _distinct(*entry.proved, entry.observed, *claimed)
 
     def seen(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where the peer has answered, the latest first, and where its datagrams come from: nothing
-        that is only said of it."""
+        """Return the addresses where the peer has answered, the latest first, and the source of its
+        datagrams: no claims."""
         entry = self._entry(peer)
         return _distinct(*entry.proved, entry.observed)
 
     def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where the peer has answered when it was dialled, the latest first, and where its datagrams
-        come from if it says itself that it is there: a router may show those of a peer that nobody can dial
-        anywhere."""
+        """Return the addresses where the peer has answered a dial, the latest first, and the source of its
+        datagrams if the peer claims that address itself: behind a router the source may not be dialable."""
         entry = self._entry(peer)
         return _distinct(*entry.proved, entry.observed if entry.observed in entry.claimed else None)
 
     def host_of(self, peer: PeerId) -> str | None:
-        """Return the host where the peer was seen last; None if it was not."""
+        """Return the host where the peer was last seen; None if it was not."""
         entry = self._met.get(peer, _NOTHING)
         if entry.observed is not None:
             return entry.observed.host
         return entry.proved[0].host if entry.proved else None
 
     def observed(self, peer: PeerId) -> Address | None:
-        """Return where the peer's latest authentic datagram came from."""
+        """Return the source of the peer's latest authentic datagram."""
         return self._met.get(peer, _NOTHING).observed
 
     def heard_at(self, peer: PeerId) -> float:
@@ -221,8 +218,8 @@ class AddressBook:
         return _distinct(entry.preferred, *entry.proved, entry.observed, *self._claimed(entry))
 
     def may_dial(self, peer: PeerId, address: Address, now: float) -> bool:
-        """Note that a connection to an address of the peer is tried; return whether it may. Where it was seen
-        always; where it only claims to be as rarely as datagrams go there."""
+        """Note an attempt to connect to an address of the peer; return whether it is allowed: always where
+        the peer was seen, at a claimed address as rarely as datagrams go there."""
         entry, place = self._entry(peer), address.of(None)
         if place in entry.proved or place == entry.observed:
             return True
@@ -246,9 +243,8 @@ class AddressBook:
         return tuple(each for each in self._claimed(self._entry(peer)) if each.relay is not None)
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
-        """Return where one datagram goes: a fresh observation alone, else a few addresses at once.
-
-        Where the peer was seen comes first and always; the others take turns."""
+        """Return the addresses for one datagram: a fresh observation alone, else a few at once. Addresses
+        where the peer was seen always come first; the others take turns."""
         entry = self._entry(peer)
         if entry.observed is not None and now - entry.observed_at <= OBSERVED_SECONDS:
             return (entry.observed,)

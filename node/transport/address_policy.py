@@ -1,4 +1,4 @@
-"""Which addresses to tell others, which to try and in what order: evidence before guesses. No I/O.
+"""Decides which addresses to announce, which to try and in what order: evidence before guesses. No I/O.
 
 An address at which a peer has really reached this node, or from which this node reached a peer, comes before
 all that the names and carriers of interfaces suggest. Among claimed addresses, those of a network that this
@@ -76,11 +76,11 @@ class AddressPolicy:
         # Own addresses that peers reached or were reached from, the latest last; a dict for its order.
         self._reached: dict[Ip, None] = {}
         self._routed: set[Network] = set()
-        # Whether this node tells others nothing but loopback: then so may they.
+        # Whether this node announces only loopback: then others may too.
         self._is_of_one_machine = True
 
     def look(self, places: Sequence[Place], interfaces: Sequence[InterfaceAddress]) -> None:
-        """Take note of where this node listens and what interfaces the machine has now."""
+        """Update this node's listening places and the machine's interfaces."""
         self.places = tuple(places)
         self._interfaces = tuple(interfaces)
         self._uses = {each.host: each.use for each in interfaces}
@@ -116,10 +116,9 @@ class AddressPolicy:
     def own(
         self, announced: Sequence[Address] = (), confirmed: Sequence[Address] = ()
     ) -> tuple[Address, ...]:
-        """Return the addresses to tell others, best first, at most ADDRESSES_MAX: as `announced`, or those of
-        each place, and behind the best of them what others have `confirmed`.
-
-        Loopback is told only where there is nothing else, link-local IPv6 never: it means nothing elsewhere.
+        """Return the addresses to announce, best first, at most ADDRESSES_MAX: as `announced`, or those of
+        each place, and after the best of them those that others have `confirmed`. Loopback is announced only
+        if there is nothing else, link-local IPv6 never: it is meaningless elsewhere.
         """
         if announced:
             return tuple(announced)[:ADDRESSES_MAX]
@@ -129,8 +128,8 @@ class AddressPolicy:
         return tuple(dict.fromkeys((*usable[:1], *first, *usable[1:], *others)))[:ADDRESSES_MAX]
 
     def for_others(self, told: Iterable[Address]) -> Address | None:
-        """Return the first of `told` that a person can use on another machine; None where only loopback,
-        bridges of containers and interfaces without a carrier are there."""
+        """Return the first of `told` that works on another machine; None if there are only loopback,
+        container bridges and interfaces without a carrier."""
         for address in told:
             host = ip_of(address.host)
             if host is None or host in self._reached:
@@ -165,8 +164,7 @@ class AddressPolicy:
         return [(host, port) for _, host, port in found]
 
     def _stands_for(self, place: Ip, host: Ip) -> bool:
-        """Whether listening at `place` is listening at `host`; where it is the only place, `::` stands for
-        both families."""
+        """Return whether listening at `place` covers `host`; a single place `::` covers both families."""
         if not place.is_unspecified:
             return place == host
         return place.version == host.version or (place.version == 6 and len(self.places) == 1)
@@ -189,20 +187,20 @@ class AddressPolicy:
         return False
 
     def admits(self, address: Address) -> bool:
-        """Whether to write to an address of which a peer says that another, or it, is there."""
+        """Return whether to write to an address that a peer claims for itself or another peer."""
         if not self.places:
             return True  # before the start nothing is sent
         if address.port < CLAIMED_PORT_MIN or self.is_own(address):
             return False
         there = ip_of(address.host)
         if there is None:
-            return True  # a name; what it stands for is looked at when it is known
+            return True  # a name is checked once it is resolved
         if any(there in block for block in _NEVER if block.version == there.version):
             return False
         if there.is_loopback:
             return self._is_of_one_machine
         if there.is_link_local:
-            # With a zone it is where a beacon was heard to come from; peers cannot claim one.
+            # An address with a zone is the source of a beacon; peers cannot claim one.
             return self._has_only_link_local if there.version == 4 else "%" in address.host
         blocks = _blocks_of(there)
         return not blocks or self.is_near(address) or any(block in self._routed for block in blocks)
@@ -237,7 +235,7 @@ class AddressPolicy:
         return _ROUTED if there.version in self._families else _OTHER_FAMILY
 
     def _shares(self, there: Ip) -> Use | None:
-        """Return the use of the network of this machine that an address is in; None where it is in none."""
+        """Return the use of this machine's network that contains an address; None if there is none."""
         uses = [each.use for each in self._interfaces if there in each.network]
         for each in self._interfaces:
             # A point-to-point VPN gives its machines addresses of one block, each a network of its own.

@@ -1,4 +1,4 @@
-"""Connections that other peers open: strangers shake hands, peers are counted in, and their hellos answered.
+"""Connections that other peers open: handshakes with strangers, admission of peers, and answers to hellos.
 
 A connection carries one conversation after another, each begun by a hello. `connections` has the table of all
 connections and those that this node opens.
@@ -39,7 +39,7 @@ class ArrivalHost(Protocol):
 
     @property
     def serving(self) -> trio.Nursery | None:
-        """Where tasks run; None before the start, and once the node is leaving."""
+        """The nursery for tasks; None before the start, and once the node is leaving."""
 
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
@@ -88,7 +88,7 @@ class ServedConnections:
             connection.end("this node is leaving")
 
     async def serve_punched(self, connection: Connection) -> None:
-        """Serve a punched connection, on which the other side says what it is for."""
+        """Serve a punched connection whose purpose the other side states."""
         place = connection.source
         if place is not None and self._enter(connection, prefix_of(place.host)) is not None:
             await self._serve_entered(connection)
@@ -162,7 +162,7 @@ class ServedConnections:
         return self._register.has_room(trio.current_time(), source)
 
     def _enter(self, connection: Connection, source: bytes) -> Connection | None:
-        """Count it in, and make room for it where there is none; None if there is none to be made."""
+        """Count a connection, making room if necessary; None if no room can be made."""
         evicted = self._register.admit(trio.current_time(), connection, connection.peer, source)
         if evicted is None:
             self._counters["connections_over_limit"] += 1
@@ -197,7 +197,7 @@ class ServedConnections:
     async def _welcome(
         self, connection: Connection, *, busy: bool, is_first: bool
     ) -> tuple[Hello, str] | None:
-        """Return what is wanted next; None if nothing, or it was refused."""
+        """Return the next request; None if there is none, or it was refused."""
         seconds = self._settings.handshake_seconds
         if not is_first:
             seconds = INBOUND_IDLE_SECONDS

@@ -1,15 +1,13 @@
-"""Beacons: nodes of one swarm on one local network find each other without being told an address.
-
-A core without I/O, of the shape of every core; `multicast` has the sockets. A newcomer asks, those there
-answer after a short pause by chance, and from then on each says now and then that it is there, the more
-rarely the more there are. A beacon is only a hint: the peer that is dialled there proves its identity.
+"""Beacons, by which nodes of one swarm on one local network find each other without configured addresses. A
+core without I/O; `multicast` has the sockets. A newcomer asks, present nodes answer after a short random
+pause, and from then on each announces itself now and then, the more rarely the more nodes there are. A beacon
+is only a hint: the dialled peer proves its identity.
 
 A beacon is encrypted and authenticated with a key that follows from the swarm's secret: garbage and other
 swarms cost one MAC, and an outsider of a private swarm learns neither which swarm it is nor who. A member may
-lie in the name of another one; so may a recording. Both cost whoever believes them one dial.
-
-Not as multicast DNS (RFC 6762), which says everything to everybody; its pauses by chance and its silence
-where others have answered already (sections 5.2 and 7) are taken from there.
+lie in the name of another one, and recordings may be replayed; each costs the receiver one dial. Unlike
+multicast DNS (RFC 6762) it does not publish everything to everybody; its random pauses and its suppression of
+duplicate answers (sections 5.2 and 7) are taken from there.
 """
 
 import hashlib
@@ -73,7 +71,7 @@ _TAG_BYTES = 16
 
 
 class Beacon(msgspec.Struct, frozen=True, array_like=True):
-    """`peer` is here, and may be reached at `addresses`; `asks` who else is."""
+    """`peer` is here, reachable at `addresses`; `asks`: others should answer."""
 
     asks: bool
     peer: Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
@@ -85,7 +83,7 @@ class Beacon(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class NeighbourHeard:
-    """A peer of the swarm says that it is near, and where; nothing of it is proved."""
+    """A peer of the swarm claims to be near, with its addresses; nothing of it is proved."""
 
     peer: PeerId
     addresses: tuple[Address, ...]
@@ -104,10 +102,8 @@ class BeaconSeal:
         return nonce + self._ciphers[0].encrypt(nonce, encode(beacon), _PURPOSE)
 
     def open(self, data: bytes) -> Beacon | None:
-        """Return what a packet says; None where it is of no swarm of ours.
-
-        Raises:
-            RemoteProtocolError: of this swarm, and not a beacon.
+        """Return the content of a packet; None if it is of another swarm. Raises: RemoteProtocolError: of
+        this swarm, but not a beacon.
         """
         nonce, sealed = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
         for cipher in self._ciphers:
@@ -121,7 +117,7 @@ class BeaconSeal:
 
 
 class Beacons:
-    """When to speak, whom to hear. `addresses` says where this node may be reached just now."""
+    """Decides when to send beacons and which to accept. `addresses` returns this node's present addresses."""
 
     def __init__(
         self,
@@ -165,7 +161,8 @@ class Beacons:
         }
 
     def receive(self, now: float, source: str, data: bytes) -> None:
-        """One packet, from the host `source` as the network says. Raises nothing: what is wrong counts."""
+        """Take one packet from the host `source`, as the network states it. Raises nothing: errors are
+        counted."""
         if not _NONCE_BYTES + _TAG_BYTES < len(data) <= BEACON_BYTES_MAX:
             self._counters["beacons_refused_size"] += 1
             return
@@ -185,7 +182,7 @@ class Beacons:
             self._hear(now, source, beacon)
 
     def wake(self, now: float) -> list[bytes]:
-        """Do what is due: the packet to send to all, or none."""
+        """Return the packet that is due for all, or none."""
         if self.deadline > now:
             return []
         here = self._look(now)
@@ -203,8 +200,8 @@ class Beacons:
         return [self._seal.seal(Beacon(asks, self._peer, addresses[:ADDRESSES_MAX]))]
 
     def _look(self, now: float) -> tuple[Address, ...]:
-        """Return where this node may be reached. A machine that has changed its network is a newcomer to the
-        new one."""
+        """Return this node's addresses. A machine that has changed its network is a newcomer to
+        the new one."""
         known, here = self._known_here, tuple(self._addresses())
         self._known_here = here
         if known is not None and known != here:
@@ -219,7 +216,7 @@ class Beacons:
         if len(self._heard) > NEIGHBOURS_MAX:
             self._heard.popitem(last=False)
         is_old = now - known.told > RETELL_SECONDS
-        # By each interface it is heard a little differently: only what was not heard by another is news.
+        # Each interface hears it slightly differently: only addresses not heard by another one are new.
         is_news = is_old or not known.addresses.issuperset(addresses)
         if addresses and is_news and self._news.take(now):
             known.addresses = frozenset(addresses) if is_old else known.addresses.union(addresses)
@@ -249,11 +246,9 @@ class _Neighbour:
 
 
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
-    """Return where to dial who says so: first at the address the packet came from, named or not. It is the
-    only one of which we know that it works on this link.
-
-    A packet that came over loopback may name loopback; no other may. An address of one link counts where the
-    packet came from one, and is that one; it comes last, for the others hold on every link.
+    """Return the addresses to dial for a beacon: first the packet's source, named or not, the only one known
+    to work on this link. Only a packet over loopback may name loopback. A link-local address counts only if
+    it is the packet's own source; it comes last, since the others work on every link.
     """
     addresses = []
     for text in texts:

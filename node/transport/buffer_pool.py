@@ -1,8 +1,8 @@
-"""Memory for payloads that come and chunks that leave, used again: new pages cost more than the cipher.
+"""Reused memory for incoming payloads and outgoing chunks: new pages cost more than the cipher.
 
-Measured for 16 MiB: 9 ms for the first touch of fresh pages, 1.6 ms for AES-256-GCM. A loan ends by itself,
-when nothing refers to its memory any more, so nobody can read what the next payload has overwritten. What is
-borrowed again soon stays warm; what is not goes back to the system, so a burst leaves nothing behind.
+Measured for 16 MiB: 9 ms for the first touch of fresh pages, 1.6 ms for AES-256-GCM. A loan ends when nothing
+refers to its memory any more, so no reader sees the next payload's bytes. Memory that is borrowed again soon
+stays warm; the rest returns to the system, so a burst leaves nothing behind.
 """
 
 import mmap
@@ -31,7 +31,7 @@ class Pool:
         self._lock = threading.RLock()
 
     def lend(self, length: int) -> memoryview:
-        """`length` writable bytes of unknown content; what was not used before has no pages until touched.
+        """Return `length` writable bytes of unknown content; unused ones have no pages until touched.
 
         The loan ends when the last view of it, and the last array on one, is gone. Raises OSError: no room.
         """
@@ -49,8 +49,7 @@ class Pool:
         return owner.data[:length]
 
     def look(self) -> None:
-        """Give back to the system what nobody has borrowed between the last look and this one; to be called
-        now and then."""
+        """Return memory to the system that was not borrowed since the last call; call it now and then."""
         with self._lock:
             self._looks += 1
             while self._idle and self._idle[0][0] < self._looks - 1:

@@ -1,7 +1,7 @@
 """The ends of a circuit: a connection to a relay that leads to another peer from then on.
 
-The two ends shake hands over it as over any connection, so the relay sees that they talk, when, and how much,
-and nothing of what they say. The first two flights of that handshake travel in what is said to the relay.
+The two ends shake hands over it as over any connection, so the relay learns only that they talk, when, and
+how much. The first two flights of that handshake travel in the messages to the relay.
 """
 
 import trio
@@ -25,7 +25,8 @@ from node.transport.streams import SecureStream
 
 
 class CircuitEnd:
-    """One end of a circuit. `request` is what the relay is asked, and `connect` goes on once it was sent."""
+    """One end of a circuit. `request` is the request to the relay, and `connect` continues once
+    it was sent."""
 
     def __init__(
         self,
@@ -51,8 +52,8 @@ class CircuitEnd:
 
     @classmethod
     def taking(cls, credentials: Credentials, peer: PeerId, token: bytes, flight: bytes) -> "CircuitEnd":
-        """Return the end of the node that `peer` wants to reach, as a relay has announced with this token.
-        RemoteProtocolError where its flight is none of a peer of this swarm."""
+        """Return this node's end of the circuit by which `peer` wants to reach it, as a relay announced with
+        this token. RemoteProtocolError: its flight is not of a peer of this swarm."""
         handshake = credentials.handshake(initiator=False)
         try:
             request = encode(TakeCircuit(token, answer_flight(handshake, flight)))

@@ -1,6 +1,5 @@
-"""Connections that rest between two conversations, by peer, the latest used first. No I/O but looking.
-
-They save the next conversation with that peer a handshake; what they cost is bounded in number and time.
+"""Idle connections between two conversations, by peer, the latest used first. No I/O except checking them.
+They save the next conversation with that peer a handshake, and are bounded in number and time.
 """
 
 from collections import OrderedDict
@@ -20,7 +19,7 @@ have open."""
 
 
 class IdleConnections:
-    """Bounded in number and time; what has to go is ended. `now` is monotonic seconds."""
+    """A bounded pool; dropped connections are ended. `now` is monotonic seconds."""
 
     def __init__(
         self,
@@ -51,8 +50,8 @@ class IdleConnections:
             next(iter(self._since)).end("more idle connections than needed")
 
     def take(self, peer: PeerId, at: Address | None = None, *, is_bare: bool = False) -> Connection | None:
-        """Return a connection to `peer` that still stands as far as can be seen here: if asked for one to its
-        address `at`, or one that `is_bare`, no channel of a path."""
+        """Return a connection to `peer` that still seems open: on request one to its address `at`, or one
+        that `is_bare`, not a channel of a path."""
         for connection in reversed(tuple(self._by_peer.get(peer, ()))):
             if not connection.is_quiet:
                 connection.end("the other side closed it while it was idle")
@@ -85,7 +84,7 @@ class IdleConnections:
             connection.end("this node is leaving")
 
     def forget(self, connection: Connection) -> None:
-        """It is used again, or has ended; nothing if it is none of these."""
+        """Remove a connection that is used again, or has ended; ignore unknown ones."""
         if self._since.pop(connection, None) is not None:
             of_peer = self._by_peer[connection.peer]
             of_peer.remove(connection)

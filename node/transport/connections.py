@@ -61,7 +61,7 @@ async def _first(
 class Connections:
     """`run` must be running to serve, and to keep connections for another conversation.
 
-    Long because whoever is dialled, kept or ended is found in one table of connections.
+    Long because dialling, keeping and ending share one table of connections.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Connections:
         self._assembly = ReassemblyBudget()
         self._pool = Pool()
         self._idle = IdleConnections()
-        # Every one that stands, with the stream it carries; a dict for its order.
+        # Every open connection, with the stream that it carries; a dict for its order.
         self._open: dict[Connection, SecureStream | None] = {}
         self.paths = Paths(self, credentials, counters, settings.paths)
         self.arrivals = ServedConnections(self, credentials, router, self._assembly, counters, settings)
@@ -90,9 +90,8 @@ class Connections:
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED) -> None:
-        """Until `leave`, and a grace for what is open; `started` with where to serve connections.
-
-        Being cancelled is put off until then: a handler may finish its answer.
+        """Run until `leave` and a grace period for open streams; `started` with the nursery for connections.
+        Cancellation is delayed until then, so that a handler may finish its answer.
         """
         self._leaving = leaving = trio.Event()
         try:
@@ -171,7 +170,7 @@ class Connections:
         self._keep(connection)
 
     async def identify(self, address: Address) -> PeerId:
-        """Return who answers at an address, always by a new handshake. Raises Unreachable."""
+        """Return the peer that answers at an address, always by a new handshake. Raises Unreachable."""
         with trio.move_on_after(OPEN_SECONDS):
             connection, _ = await self._dial(address, Hello("identify", (), self._work_bits))
             self._keep(connection)
@@ -206,7 +205,7 @@ class Connections:
         is_bare: bool = False,
         ahead: bytes = b"",
     ) -> tuple[Connection, str] | None:
-        """Use a connection that rests here; None where there is none that stands."""
+        """Use an idle connection; None if there is none that is open."""
         connection = self._idle.take(peer, at, is_bare=is_bare)
         if connection is not None:
             try:
@@ -214,7 +213,7 @@ class Connections:
                 self._counters["connections_used_again"] += 1
                 return connection, protocol
             except (StreamClosed, trio.TooSlowError):
-                # Nobody read a hello there, nor what went ahead: to ask again does nothing twice.
+                # The hello and what went ahead were not read there, so a repetition does nothing twice.
                 self._counters["connections_stale"] += 1
                 self._idle.drop(peer)
         return None
@@ -222,8 +221,8 @@ class Connections:
     async def _dial_peer(
         self, peer: PeerId, hello: Hello, message_bytes_max: int, *, is_bare: bool = False
     ) -> tuple[Connection, str]:
-        """Try the peer's addresses, side by side where they are slow, and circuits behind them unless it
-        `is_bare`. Raises Unreachable, as says most."""
+        """Try the peer's addresses, in parallel if they are slow, and then circuits unless it `is_bare`.
+        Raises Unreachable: the most informative failure."""
         addresses = [each for each in self._book.for_stream(peer) if each.relay is None or not is_bare]
         if not addresses:
             raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
@@ -257,7 +256,7 @@ class Connections:
         return await self._shake_hands_with(address)
 
     async def _look_up(self, name: Address) -> list[Address]:
-        """Return what a claimed name stands for, as far as it may be tried. Raises Unreachable."""
+        """Return the addresses of a claimed name that may be tried. Raises Unreachable."""
         try:
             found = await trio.socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
         except OSError:
@@ -283,7 +282,7 @@ class Connections:
 
     @property
     def serving(self) -> trio.Nursery | None:
-        """See `paths.PathHost`, as of all of these."""
+        """See `paths.PathHost`, as for the following ones."""
         return self._nursery if self._is_staying else None
 
     async def open_bare(self, peer: PeerId, protocol: str, at: Address, ahead: bytes) -> SecureStream:
@@ -294,7 +293,7 @@ class Connections:
         with trio.move_on_after(OPEN_SECONDS):
             found = await self._greet_idle(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True, ahead=ahead)
             if found is None:
-                # Dialled as seldom as a claim: only a peer behind it may have said where the relay is.
+                # Dialled as rarely as a claim: the relay's address may come only from a peer behind it.
                 found = await self._meet(await self._attempt(peer, at), hello, MESSAGE_BYTES_USUAL, ahead)
             return self._stream(*found)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
@@ -328,18 +327,18 @@ class Connections:
 
     async def agree_on_path(self, secured: SecuredTransport) -> Connection:
         """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
-        # Where it is seen is no address at which anybody could dial it.
+        # The address where it is seen is not dialable.
         hello = Hello("path", (), self._work_bits)
         return (await self._introduce(secured, hello, MESSAGE_BYTES_USUAL, is_punched=True))[0]
 
     async def serve_punched(self, secured: SecuredTransport) -> None:
-        """Serve a connection that was punched, and on which the other side says what it is for."""
+        """Serve a punched connection whose purpose the other side states."""
         connection = self.make(secured.transport, secured.session)
         connection.is_punched = True
         await self.arrivals.serve_punched(connection)
 
     def has_better(self, path: MultiplexedPath) -> None:
-        """End what rests on a path."""
+        """End idle connections on a path."""
         self._idle.drop_of(path)
 
     async def reach_again(self, peer: PeerId) -> None:
@@ -392,7 +391,7 @@ class Connections:
         is_punched: bool = False,
         ahead: bytes = b"",
     ) -> tuple[Connection, str]:
-        """Say what the connection is for, once hands were shaken."""
+        """State the connection's purpose after the handshake."""
         address, transport, session = dialled.address, dialled.transport, dialled.session
         connection = self.make(transport, session)
         connection.is_punched = is_punched
@@ -472,7 +471,7 @@ class Connections:
             self._end_idle_paths()
 
     def _end_idle_paths(self) -> None:
-        """The node is leaving: a path lasts as long as what it carries."""
+        """End idle paths as the node leaves: a path lasts as long as the streams on it."""
         used = {connection.path for connection in self._open}
         for path in self.paths:
             if path not in used:

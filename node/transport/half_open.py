@@ -1,9 +1,8 @@
-"""The doorway: who stands in it has connected and has not yet shaken hands. Its places are few, and not kept.
-
-A stranger may connect and say nothing, or drip, or come a thousand times; a limit that turned away the
-newest would let it shut out everybody for as long as it likes. So the newest gets in, and who leaves for it
-is of the source that takes up most room, the one that has stood there longest. An honest peer needs a few
-trips, and is through before its turn comes.
+"""The queue of half-open connections, which have connected but not yet shaken hands. Its places are few and
+can be lost. A stranger may connect and stay silent, send slowly, or connect a thousand times; a limit that
+refused the newest would let it exclude all others for as long as it likes. So the newest gets in, and
+displaces the oldest connection of the source that has most places. An honest peer needs a few round trips,
+and is through before its turn comes.
 """
 
 from typing import Generic, TypeVar
@@ -14,11 +13,11 @@ Who = TypeVar("Who")
 
 
 class HalfOpenQueue(Generic[Who]):
-    """Knows who is half-open, by source, and makes room."""
+    """The half-open connections by source; makes room for new ones."""
 
     def __init__(self, places_max: int = TRANSPORT.half_open_max) -> None:
         self.places_max = places_max
-        # By source those who stand there, longest first.
+        # The connections by source, the oldest first.
         self._standing: dict[bytes, dict[Who, None]] = {}
         self._count = 0
 
@@ -26,8 +25,8 @@ class HalfOpenQueue(Generic[Who]):
         return self._count
 
     def enter(self, who: Who, source: bytes) -> Who | None:
-        """A place for somebody from there, until it leaves; and who has lost its own for that, if there was
-        none to be had."""
+        """Return a place for a connection from a source, and the connection that lost its place for it if all
+        were taken."""
         gone = self._make_room() if self._count >= self.places_max else None
         self._standing.setdefault(source, {})[who] = None
         self._count += 1

@@ -1,8 +1,8 @@
-"""Which protocols are served on streams, by what, and how much of each one peer may ask for. No I/O.
+"""The protocols served on streams, their handlers, and the limits for each peer. No I/O.
 
 Every stream that another peer opens has a place in one register (`crypto.registers`): a peer, a network, a
-protocol and all together have budgets, and a silent stream makes room for one that is needed. The real
-network and the simulated one count by it, so they refuse and evict the same.
+protocol and all together have budgets, and a silent stream makes room for one that is needed. The real and
+the simulated network use the same register, so they refuse and evict alike.
 """
 
 from collections import Counter
@@ -21,8 +21,8 @@ H = TypeVar("H", bound=PlaceHolder)
 
 
 async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> bool:
-    """Have a handler serve a stream, and count how that ended. False where the handler failed by a bug of our
-    own, which is contained."""
+    """Let a handler serve a stream, and count the outcome. False if the handler failed by a bug of ours,
+    which is contained."""
     with contain(f"stream {stream.protocol}") as part:
         try:
             await handler(stream)
@@ -31,7 +31,7 @@ async def serve(handler: Handler, stream: Stream, counters: Counter[str]) -> boo
         except* Unreachable:
             counters["streams_ended_early"] += 1
         except* StreamClosed:
-            pass  # how a conversation ends; what broke one was counted where it broke
+            pass  # the normal end of a conversation; errors were counted where they occurred
     if part.error is not None:
         counters["streams_failed"] += 1
     return part.error is None
@@ -54,7 +54,7 @@ class Handlers(Generic[H]):
         return {protocol: limits for protocol, (_, limits) in self._handlers.items()}
 
     def add(self, protocol: str, handler: Handler, limits: StreamLimits) -> None:
-        """Serve streams of `protocol`; LocalProtocolError if somebody does already."""
+        """Serve streams of `protocol`; LocalProtocolError if it has a handler already."""
         protocol_bytes(protocol)
         if protocol in self._handlers:
             raise LocalProtocolError(f"{protocol} has a handler already")
@@ -62,7 +62,7 @@ class Handlers(Generic[H]):
         self.register.open(protocol, limits.budget)
 
     def of(self, protocol: str) -> Handler:
-        """Return what serves it."""
+        """Return the handler of a protocol."""
         return self._handlers[protocol][0]
 
     def message_bytes_max(self, protocol: str) -> int:

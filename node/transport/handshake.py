@@ -103,12 +103,13 @@ class SecuredTransport:
 
 
 def default_suites(cpu_file: str = CPU_FILE) -> tuple[Suite, ...]:
-    """Return all that work here, the best for this machine first; `cpu_file` says what its processor can."""
+    """Return all suites that work here, the best for this machine first; `cpu_file` lists the processor's
+    features."""
     return preferred(has_aes=_has_aes(cpu_file))
 
 
 def _has_aes(cpu_file: str) -> bool:
-    """Return whether the CPU has instructions for AES, where that can be told by reading one file."""
+    """Return whether the CPU has instructions for AES, if one file tells."""
     try:
         with open(cpu_file) as file:
             text = file.read(_CPU_BYTES)
@@ -118,10 +119,8 @@ def _has_aes(cpu_file: str) -> bool:
 
 
 async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, HandshakeResult]:
-    """Connect and shake hands; `address.peer`, if set, must be who answers.
-
-    Raises:
-        WrongPeer, Unreachable: with the reason and a sentence for a person.
+    """Connect and shake hands; `address.peer`, if set, must answer. Raises: WrongPeer, Unreachable: with the
+    reason and a sentence for people.
     """
     transport = await _connect(address)
     return transport, await shake_hands(transport, credentials, address.short, expected=address.peer)
@@ -137,12 +136,9 @@ async def shake_hands(
     came: bytes = b"",
     begun: PeerHandshake | None = None,
 ) -> HandshakeResult:
-    """Shake hands on a connection that stands, or close it. `where` is what a person calls the other end;
-    `is_first` is true on one side; what `came` has been read already. A handshake that has `begun` has said
-    what it had to say by other means.
-
-    Raises:
-        WrongPeer, Unreachable: with the reason and a sentence for a person.
+    """Shake hands on an open connection, or close it. `where` names the other end for people; `is_first` is
+    true on one side; `came` are bytes already read. A handshake that has `begun` has sent its flight by other
+    means. Raises: WrongPeer, Unreachable: with the reason and a sentence for people.
     """
     session = None
     try:
@@ -173,8 +169,8 @@ async def shake_hands(
 
 
 def answer_flight(handshake: PeerHandshake, flight: bytes) -> bytes:
-    """Return a responder's answer to the first flight of a handshake, which came by other means than the
-    connection on which the rest follows. Raises RemoteProtocolError for what is no whole flight."""
+    """Return a responder's answer to the first flight of a handshake that came by other means than the
+    connection for the rest. Raises RemoteProtocolError: it is not a complete flight."""
     answer = handshake.start()
     while not answer:
         taken, flight = flight[: handshake.wanted], flight[handshake.wanted :]
@@ -187,8 +183,8 @@ def answer_flight(handshake: PeerHandshake, flight: bytes) -> bytes:
 
 
 async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: bytes) -> HandshakeResult:
-    """The other side of `dial`, for a `handshake` that has opened, and what came behind its first flight; to
-    be cancelled when its time is over.
+    """Answer a dial: the other side of `dial`, for a `handshake` that has opened, with the bytes after its
+    first flight; to be cancelled when its time is over.
 
     Raises:
         RemoteProtocolError, trio.BrokenResourceError: no peer of this swarm is there.
@@ -198,7 +194,7 @@ async def accept(transport: trio.SocketStream, handshake: PeerHandshake, came: b
 
 
 def _about_key(credentials: Credentials) -> str:
-    """Return what a person should look at who cannot get into a private swarm: nobody there will say it."""
+    """Return a hint for users who cannot get into a private swarm, since no node there explains it."""
     return "; a node with another swarm key is as silent" if credentials.swarm.is_private else ""
 
 
@@ -210,7 +206,7 @@ async def _shake_hands(
             await transport.send_all(outgoing)
         wanted = handshake.wanted
         while len(came) < wanted:
-            # Whole flights at a time; of the last message no byte too much, for what follows is a stream's.
+            # Whole flights at a time, and no byte beyond the last message, since a stream follows.
             more = await transport.receive_some(wanted - len(came) if handshake.is_last else FLIGHT_BYTES_MAX)
             if not more:
                 raise RemoteProtocolError("the connection ended inside the handshake")
@@ -243,7 +239,8 @@ async def _connect(address: Address) -> trio.SocketStream:
 
 
 def _no_connection(address: Address, error: OSError) -> Unreachable:
-    """trio wraps what the attempts raised: one error as the cause, several as a group in the cause."""
+    """Convert trio's error: it wraps the attempts' errors, one as the cause, several as a group
+    in the cause."""
     cause = error.__cause__
     causes = cause.exceptions if isinstance(cause, BaseExceptionGroup) else (cause or error,)
     if any(isinstance(each, ConnectionRefusedError) for each in causes):

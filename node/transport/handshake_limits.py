@@ -1,8 +1,8 @@
-"""Limits on handshakes: which one is computed next and which waits, so that strangers' cost is bounded.
+"""Limits on handshakes, which choose the next one to compute, so that strangers' cost is bounded.
 
-The address of a connection is real, so each source has a limit of its own. A connection that waits is not
-refused: it stands in the doorway for as long as any other may. The next one computed is the one whose source
-has asked for least lately, so a newcomer from elsewhere does not wait behind a crowd. Sources from which a
+The address of a connection is real, so each source has a limit of its own. A waiting connection is not
+refused: it keeps its place in the queue for as long as any other may. The next one is that of the source with
+the fewest recent handshakes, so a newcomer from elsewhere does not wait behind a crowd. Sources from which a
 peer has proved itself share a limit of their own, which no stranger can use up.
 """
 
@@ -37,8 +37,7 @@ class HandshakeGate:
         self._proved: OrderedDict[bytes, None] = OrderedDict()
 
     def choose(self, waiting: Iterable[bytes], now: float) -> bytes | None:
-        """The source whose handshake is to be computed, the first of those with an equal claim; it counts.
-        None: nobody's, now."""
+        """Return the source whose handshake is computed next, and count it. None: no handshake now."""
         left = {source: self._sources.left(source, now) for source in waiting}
         for common, is_known in ((self._known, True), (self._strangers, False)):
             fitting = [

@@ -1,7 +1,6 @@
-"""Closed ports, as the system tells of them: a host has answered one of our packets with "port unreachable".
-
-Linux queues such answers on the socket that sent the packet (`IP_RECVERR`, ip(7)); elsewhere nothing is told.
-The queue holds where the packet went, which anybody on the way may have forged: it is a hint.
+"""Closed ports, as the system reports them: a host has answered one of our packets with "port unreachable".
+Linux queues such answers on the sending socket (`IP_RECVERR`, ip(7)); other systems report nothing. The queue
+has the packet's destination, which any host on the way may have forged: it is a hint.
 """
 
 import ipaddress
@@ -21,14 +20,14 @@ _CODES_PORT = {2: (3, 3), 3: (1, 4)}
 
 
 def ask_for_errors(own: socket.socket) -> None:
-    """Have the system keep what hosts say of our packets, where it can."""
+    """Enable the system's queue of hosts' errors about our packets, if it has one."""
     if sys.platform == "linux":
         is_six = own.family == socket.AF_INET6
         own.setsockopt(socket.IPPROTO_IPV6 if is_six else socket.IPPROTO_IP, _recverr(own), 1)
 
 
 def closed_places(own: socket.socket) -> list[Address]:
-    """Take from the socket's queue where packets found a closed port."""
+    """Take the destinations with a closed port from the socket's queue."""
     found: list[Address] = []
     if sys.platform != "linux":
         return found  # there the flag has another meaning, and a packet would be taken

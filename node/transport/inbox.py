@@ -76,7 +76,7 @@ class QueueInbox:
         alarm.watch(self)
 
     def put(self, sender: PeerId, message: bytes) -> None:
-        """Add what has come, or drop and count it."""
+        """Add a message, or drop and count it."""
         if len(self._messages) >= self._messages_max or self._bytes + len(message) > self._bytes_max:
             self._counters["inbox_full"] += 1
             return

@@ -59,7 +59,7 @@ def read_interfaces() -> tuple[InterfaceAddress, ...]:
         state = states.get(name)
         if state is None or not state.isup:
             continue
-        # Where the system tells no flags an interface that is up counts as one with a carrier.
+        # If the system has no flags, an interface that is up counts as having a carrier.
         has_carrier = not state.flags or "running" in state.flags.split(",")
         for entry in entries:
             if int(entry.family) not in _DOCUMENTATION:
@@ -82,8 +82,8 @@ def read_interfaces() -> tuple[InterfaceAddress, ...]:
 
 
 def use_of(name: str, host: Ip, *, has_carrier: bool, is_default: bool) -> Use:
-    """Return what an interface of this name with this address is probably for. A full-tunnel VPN holds the
-    default route and is a tunnel all the same: the neighbours on the cable are nearer."""
+    """Return the probable use of an interface with this name and address. A full-tunnel VPN has the default
+    route but still counts as a tunnel: the neighbours on the cable are nearer."""
     if host.is_loopback:
         return Use.LOOPBACK
     if host.is_link_local:
@@ -98,7 +98,7 @@ def use_of(name: str, host: Ip, *, has_carrier: bool, is_default: bool) -> Use:
 
 
 def _source_of_default_route(family: int) -> Ip | None:
-    """This machine's address for a packet to anywhere; None where there is no way."""
+    """Return this machine's source address for the default route; None if there is none."""
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((_DOCUMENTATION[family], 9))

@@ -1,9 +1,8 @@
 """Introduces two peers that both know this node and have no path to each other: relays their messages before
 both dial at once (`punch_messages`).
 
-A peer is told of another one by a message of about a hundred bytes, and comes on a stream of its own: this
-node dials no one for it. The relayed messages are those of that conversation alone, bounded in number, size
-and time.
+A message of about a hundred bytes tells a peer of another one, and the peer opens a stream itself: this node
+dials nobody for it. Only the messages of that conversation are relayed, bounded in number, size and time.
 """
 
 from collections import Counter
@@ -135,7 +134,8 @@ class Introductions:
     # --- for others ----------------------------------------------------------------------------------
 
     async def introduce(self, stream: Stream, target: PeerId) -> None:
-        """Have `target` meet the peer of a stream, which asks for it; the stream ends where it cannot be."""
+        """Introduce `target` to the peer of a stream, which requests it; if that is impossible the stream
+        ends."""
         if not self._may_introduce(stream.peer, target):
             self._counters["introductions_refused"] += 1
             return
@@ -169,7 +169,7 @@ class Introductions:
         return is_other and is_near and self.budget.may_introduce(asker, target, now)
 
     async def _pass_on(self, near: Stream, far: Stream) -> None:
-        """Raises StreamClosed where either is done."""
+        """Pass messages on. Raises StreamClosed when either side is done."""
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._pass, near, far)

@@ -29,7 +29,7 @@ _NO_FAMILY = (errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL, errno.EPROTONOSUPPORT)
 
 @dataclass(frozen=True)
 class BoundSockets:
-    """Both sockets of one place; another port than the `wanted` one where others held that."""
+    """Both sockets of one place; their port differs from the `wanted` one if others held that."""
 
     tcp: socket.socket
     udp: socket.socket
@@ -43,11 +43,10 @@ class BoundSockets:
 
 
 async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[BoundSockets, ...]:
-    """Listen on every place, on all or on none. Unless they `may_move`, at these ports alone; places that
-    want one port move together, so that a node has one number for both families.
-
-    `[::]` takes IPv4 too, unless an IPv4 address is among the places: then each family has its own. Beside
-    another place `[::]` is left out on a machine without IPv6.
+    """Listen on all places or on none. Unless they `may_move`, only at these ports; places that want one port
+    move together, so that a node has one port number for both families. `[::]` accepts IPv4 too, unless an
+    IPv4 address is among the places: then each family has its own socket. Beside another place `[::]` is left
+    out on a machine without IPv6.
 
     Raises:
         UsageError: no such address here, or all the ports are taken.
@@ -87,8 +86,8 @@ async def _look_up(host: str, port: int) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Wanted:
-    """A place as the system names it; `host` is what the person said. One that `may_lack` is left out where
-    this machine does not have its family."""
+    """A place as the system names it; `host` is the user's text. One that `may_lack` is left out if this
+    machine lacks its family."""
 
     family: int
     literal: str
@@ -122,7 +121,7 @@ def _bind_group(
 def _bind_at(
     wanted: Sequence[_Wanted], number: int, port: int, *, both_families: bool
 ) -> "list[BoundSockets | None] | None":
-    """All of these at port `number`, in place of `port`; None where it is taken at one of them."""
+    """Bind all of these at port `number` instead of `port`; None if it is taken at one of them."""
     made: list[BoundSockets | None] = []
     for each in wanted:
         try:
@@ -172,15 +171,16 @@ def _bind_pair(
 
 
 def _allow_fragments(udp: socket.socket, family: int) -> None:
-    """Let routers cut datagrams where a link's MTU is smaller: a VPN's may be, and many firewalls drop what
-    would tell us of it. Linux only; elsewhere that is the default."""
+    """Let routers fragment datagrams where a link's MTU is smaller: a VPN's may be, and many firewalls drop
+    the messages that would report it. Linux only; elsewhere that is the default."""
     if sys.platform == "linux" and family == socket.AF_INET:
         udp.setsockopt(socket.IPPROTO_IP, _MTU_DISCOVER, _NEVER_DISCOVER)
 
 
 def dialable(places: Sequence[Place], announce: Sequence[Address] = ()) -> tuple[Address, ...]:
-    """Return where others should dial what listens at `places` (IP literals), best first: as announced, or
-    each place, or for one that is every interface, the addresses of this machine (`AddressPolicy.own`).
+    """Return the addresses at which others should dial `places` (IP literals), best first: as announced, or
+    each place, or, for a place that means every interface, the addresses of this machine
+    (`AddressPolicy.own`).
 
     There may be none on a machine that has only link-local IPv6: see `Multicast.addresses`.
     """

@@ -1,9 +1,9 @@
 """The real `node.seams.LocalNetwork`: UDP multicast on the interfaces that a node listens on.
 
 IPv4 with a group of the local scope (RFC 2365, 239.255.0.0/16), IPv6 with a transient group of the link
-(RFC 4291, ff12::/16); one socket for each interface and family, so that nothing comes in by an interface that
-was not meant. A node that listens only on loopback is heard only on loopback. What packets say, and when one
-is sent, is not known here (`beacon`).
+(RFC 4291, ff12::/16); one socket for each interface and family, so that no packet comes by an unwanted
+interface. A node that listens only on loopback is heard only on loopback. `beacon` decides the content and
+time of packets.
 """
 
 import errno
@@ -61,8 +61,8 @@ class Interface:
 
 
 def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
-    """The interfaces on which a node that listens on `hosts` (IP literals) is near to others: that of each
-    host, or all but loopback for an unspecified one; loopback where there is no other."""
+    """Return the interfaces for beacons of a node that listens on `hosts` (IP literals): that of each host,
+    or all but loopback for an unspecified one; loopback if there is no other."""
     found: dict[tuple[str, int], Interface] = {}
     for each in read_interfaces():
         if any(_stands_for(place, each, alone=len(hosts) == 1) for place in hosts):
@@ -73,7 +73,7 @@ def interfaces_of(hosts: Sequence[str]) -> tuple[Interface, ...]:
 
 
 def _stands_for(place: str, each: InterfaceAddress, *, alone: bool) -> bool:
-    """Whether who listens at `place` is near to others on the interface of this address."""
+    """Return whether a node that listens at `place` uses the interface of this address for beacons."""
     host, _, zone = place.partition("%")
     listening = ipaddress.ip_address(host)
     if listening.is_unspecified:
@@ -89,7 +89,8 @@ def _index(name: str) -> int:
 
 
 class Multicast:
-    """`run` must be running. `places` are where the node listens, IP literals with the ports it has."""
+    """The driver of multicast; `run` must be running. `places` are the node's listening places, IP literals
+    with ports."""
 
     def __init__(self, places: Sequence[Place], counters: Counter[str], *, port: int = BEACON_PORT) -> None:
         self._places = tuple(places)
@@ -146,13 +147,13 @@ class Multicast:
 
     @property
     def _awaits_others(self) -> bool:
-        """Whether it would speak on other interfaces than loopback, and there is none: also where the only
-        one it listens on has no carrier yet."""
+        """Return whether it needs an interface other than loopback and there is none, for instance because
+        its only one has no carrier yet."""
         wants_others = any(not ipaddress.ip_address(host).is_loopback for host, _ in self._places)
         return wants_others and all(ipaddress.ip_address(line.host).is_loopback for line in self._lines)
 
     def _look(self, nursery: trio.Nursery) -> None:
-        """Open what has come, close what has gone."""
+        """Open new interfaces, close vanished ones."""
         present = interfaces_of([host for host, _ in self._places])
         for interface in [each for each in self._lines if each not in present]:
             self._lines.pop(interface).close()
@@ -191,7 +192,7 @@ class Multicast:
 
 
 class _Line:
-    """One socket: the group on one interface. Raises OSError where that is not to be had."""
+    """One socket: the group on one interface. Raises OSError if it is unavailable."""
 
     def __init__(self, interface: Interface, port: int) -> None:
         self._bare = socket.socket(interface.family, socket.SOCK_DGRAM)

@@ -1,7 +1,7 @@
 """The driver of a multiplexed path: sockets of this process, each a channel, over one secured connection.
 
-What speaks over a channel sees a connected socket, so all that is built on connections works on a path too:
-messages, marks, limits, pools. The path seals everything; a channel is not sealed again.
+A user of a channel sees a connected socket, so everything built on connections works on a path too: messages,
+marks, limits, pools. The path encrypts everything; a channel is not encrypted again.
 """
 
 import socket
@@ -44,7 +44,8 @@ through their routers; or a third node carries it."""
 
 
 class SealedBelow(CipherState):
-    """A cipher that adds a tag of zeros: what it is used on leaves this machine sealed by its path."""
+    """A cipher that only adds a tag of zeros: the path below encrypts its bytes before they leave this
+    machine."""
 
     def __init__(self) -> None:
         pass
@@ -60,7 +61,7 @@ class SealedBelow(CipherState):
         view[-TAG_BYTES:] = bytes(TAG_BYTES)
 
     def decrypt(self, ciphertext: Data, associated: bytes = b"") -> bytes:  # noqa: ARG002 - no key
-        """Return what `encrypt` was given."""
+        """Return the input of `encrypt`."""
         if len(ciphertext) < TAG_BYTES:
             raise RemoteProtocolError("a record without a tag")
         return bytes(memoryview(ciphertext)[:-TAG_BYTES])
@@ -71,13 +72,13 @@ class SealedBelow(CipherState):
 
 
 def channel_session(peer: PeerId) -> HandshakeResult:
-    """Return what stands for a handshake on a channel: the path has shaken hands."""
+    """Return the substitute for a handshake on a channel: the path has shaken hands."""
     return HandshakeResult(peer, SUITES[0], SealedBelow(), SealedBelow(), b"")
 
 
 @dataclass(eq=False)
 class _End:
-    """The path's end of a channel: its half of a socket pair, and what the reader has yet to take."""
+    """The path's end of a channel: its half of a socket pair, and bytes not yet read."""
 
     socket: socket.socket
     waiting: bytearray = field(default_factory=bytearray)
@@ -148,7 +149,7 @@ class MultiplexedPath:
 
     @property
     def place(self) -> Address | None:
-        """Where the peer is, as seen from here; None where a relay is between."""
+        """The peer's address as seen from here; None behind a relay."""
         return None if self.way == "relayed" else self.address
 
     @property
@@ -319,7 +320,7 @@ class MultiplexedPath:
         while True:
             while not (room := min(self._core.room(channel), QUEUED_BYTES_MAX)):
                 if channel not in self._core:
-                    return  # the other side has closed it: what came is still delivered
+                    return  # the other side has closed it: received bytes are still delivered
                 end.moved = trio.Event()
                 await end.moved.wait()
             try:

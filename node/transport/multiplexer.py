@@ -5,13 +5,13 @@ a TCP connection does. The rules:
 
 * A sender has credit for each channel, as HTTP/2 and yamux grant it, so a reader that pauses stops its own
   channel and no other. Credit grows for a reader that keeps up, up to a bound for all channels together.
-* What is in flight on the path is bounded by its delay (`path_window`). So a probe does not wait behind a
-  long queue in a relay or a router, however large their buffers are.
+* The path's delay bounds the bytes in flight (`path_window`). So a probe does not wait behind a long queue in
+a relay or a router, however large their buffers are.
 * Control frames leave first. Channels take turns by deficit, and one that had nothing queued goes before
   those that are busy (FQ-CoDel, RFC 8290), so a small message overtakes bulk.
 * A ping says whether the other side is there. Nothing of it grows with what the other side sends.
 
-The driver is `node.transport.multiplexed`; what a channel is used for is not known here.
+The driver is `node.transport.multiplexed`; the use of channels is not known here.
 """
 
 import struct
@@ -80,7 +80,7 @@ class ChannelData:
 
 @dataclass(frozen=True)
 class ChannelClosed:
-    """The other side has closed a channel; what came before it is for the reader. The channel is gone."""
+    """The other side has closed a channel; the reader still gets earlier bytes. The channel is gone."""
 
     channel: int
 
@@ -195,7 +195,7 @@ class Multiplexer:
             found.queued_bytes += len(data)
 
     def taken(self, channel: int, count: int) -> None:
-        """The reader of a channel has taken so many bytes of those that came."""
+        """Note that the reader of a channel has taken this many of the received bytes."""
         found = self._channels.get(channel)
         if found is None:
             return
@@ -209,7 +209,7 @@ class Multiplexer:
             found.ungranted = 0
 
     def close(self, channel: int) -> None:
-        """Neither send nor take anything more, once what is queued has left."""
+        """Stop sending and receiving once the queue has left."""
         found = self._channels.get(channel)
         if found is None or found.is_closing:
             return
@@ -323,7 +323,7 @@ class Multiplexer:
     # --- what leaves ---------------------------------------------------------------------------------
 
     def tick(self, now: float) -> bool:
-        """Ping where that is due; return False where the other side is gone."""
+        """Ping if that is due; return False if the other side is gone."""
         due_at, self._ticked_at = max(self.deadline, self._ticked_at), now
         if now < self.deadline:
             return True

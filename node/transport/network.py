@@ -1,8 +1,8 @@
 """The real `node.seams.Network`: datagrams over UDP, streams over TCP, one port number for both.
 
-It composes and decides nothing twice: `listen` has the sockets, `udp` the datagrams, `connections` the
-streams, `router` the protocols, `book` the addresses. What strangers do wrong is counted here and raised
-nowhere; a bug in one of our own handlers comes out of `run`.
+It only composes: `listen` has the sockets, `udp` the datagrams, `connections` the streams, `router` the
+protocols, `book` the addresses. Strangers' errors are counted here and never raised; `run` raises a bug in
+one of our own handlers.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ ONE_SHOT_QUEUE_BYTES_MAX = 32 * 2**20
 
 @dataclass(frozen=True)
 class Translation:
-    """How this machine's router translates addresses, as texts for people; empty where it is not known."""
+    """The address translation of this machine's router, as texts for people; empty if unknown."""
 
     mapping: str = ""
     """The outcome of asking it for a port."""
@@ -65,15 +65,13 @@ class RealNetwork:
     """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages; when it
     is cancelled, handlers get a moment, then all streams end, in order.
 
-    `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the addresses that others are told;
-    `static` is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private;
-    `work_bits` of proof of work are wanted of every id, also of those that others tell of;
-    `suites` by name, best first, are taken in place of all that work here; `beacon_port` is that of the local
-    network's beacons, usually `multicast.BEACON_PORT`, None for no local network. A port that is taken is
-    an error unless they `may_move` to one of the next ten. After the start `ports` says where it listens, in
-    the order of `listen`. `settings` are for those who try out others.
-
-    Long because it is the one face of all that a node does with its sockets.
+    `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the announced addresses; `static`
+    is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private; every id,
+    also a reported one, needs `work_bits` of proof of work; `suites` by name, best first, replace all that
+    work here; `beacon_port` is that of the local network's beacons, usually `multicast.BEACON_PORT`, None for
+    no local network. A port that is taken is an error unless they `may_move` to one of the next ten. After
+    the start `ports` has the ports, in the order of `listen`. `settings` are for
+    experiments. Long because it is the single interface to a node's sockets.
     """
 
     def __init__(
@@ -152,7 +150,7 @@ class RealNetwork:
 
     @property
     def moved(self) -> tuple[tuple[int, int], ...]:
-        """(port wanted, port taken instead) of each that others held."""
+        """(wanted port, port taken instead) for each that others held."""
         pairs = ((each.wanted, each.port) for each in self._bound if each.wanted not in (0, each.port))
         return tuple(dict.fromkeys(pairs))
 
@@ -194,9 +192,8 @@ class RealNetwork:
         return None
 
     def look(self) -> bool:
-        """Look at this machine's interfaces again, and at which addresses were used; whether it has others
-        than before, and not just in another order. What others had confirmed was of the old network then,
-        and is forgotten."""
+        """Read this machine's interfaces and the used addresses again; return whether the set has changed.
+        Then confirmations of the old network are forgotten."""
         before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
         has_moved = self._policy.listening != before
@@ -211,8 +208,8 @@ class RealNetwork:
             self._datagrams.doubt()
 
     def announce(self, address: Address) -> None:
-        """As the seam says, unless a person has said what to tell, or it is of one link only, where beacons
-        tell it."""
+        """Announce an address as the seam defines, unless the user has set the announced ones, or it is
+        link-local, which beacons announce."""
         if address.is_link_local or address.of(self.peer) in self._addresses:
             return
         self._confirmed = (address.of(None), *self._confirmed)[:ADDRESSES_MAX]
@@ -220,7 +217,7 @@ class RealNetwork:
 
     @property
     def listening(self) -> tuple[Place, ...]:
-        """Where this node listens, as IP literals and ports."""
+        """The listening places, as IP literals and ports."""
         return self._places
 
     def knock_at(self, peer: PeerId, addresses: Sequence[Address]) -> None:
@@ -233,16 +230,16 @@ class RealNetwork:
         return self._book.heard_at(peer)
 
     def seen_at(self, peer: PeerId) -> Address | None:
-        """Return where the latest datagram of this peer came from."""
+        """Return the source of this peer's latest datagram."""
         return self._book.observed(peer)
 
     def answered_at(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where a peer has answered, and where its datagrams come from and it says it is: no mere
-        claim, and no port of a router."""
+        """Return the addresses where a peer has answered, and the source of its datagrams if it claims that
+        address: no mere claims, and no port of a router."""
         return self._book.answered_at(peer)
 
     def map_to(self, address: Address | None) -> None:
-        """Tell others that a router leads what comes to this address here; None: no longer."""
+        """Announce that a router forwards this address to this node; None: no longer."""
         self._mapped = address
         self._tell()
 
@@ -258,7 +255,7 @@ class RealNetwork:
 
     @property
     def address_for_others(self) -> Address | None:
-        """The address that a person can use on another machine; None where there is none."""
+        """Return the address that works on another machine; None if there is none."""
         return self._policy.for_others(self._addresses)
 
     def is_own(self, address: Address) -> bool:
@@ -332,8 +329,7 @@ class RealNetwork:
         return await self._connections.open(peer, *names, message_bytes_max=message_bytes_max, at=at)
 
     async def keep_ready(self, peer: PeerId, at: Address) -> None:
-        """Have a connection to a peer `at` an address rest here for what needs one soon. Raises
-        Unreachable."""
+        """Keep an idle connection to a peer `at` an address for a use that comes soon. Raises Unreachable."""
         await self._connections.keep_ready(peer, at)
 
     async def identify(self, address: Address) -> PeerId:

@@ -1,7 +1,7 @@
-"""Peers that tell this node at which address they see it: found, asked again and again, and let go.
-
-What they say shows how the own router translates (`punching.SeenPlaces`), goes with every offer to punch, and
-keeps the router's mapping. Not here: the dialling of peers (`puncher`), and this node's answers to others.
+"""Observers, which tell this node at which address they see it: finds them, asks them again and again, and
+drops them. Their answers show how the own router translates (`punching.SeenPlaces`), go with every offer to
+punch, and keep the router's mapping open. Not here: the dialling of peers (`puncher`), and this node's
+answers to others.
 """
 
 from collections import Counter
@@ -55,8 +55,8 @@ Connect = Callable[[Sequence[Place], Address], Awaitable[trio.SocketStream]]
 
 
 class Observers:
-    """Those of one node. `peers` are the peers that may be asked; `asked` are those that are, each with its
-    stream; `seen` is what they said."""
+    """The observers of one node. `peers` are the peers that may be asked, `asked` those that are, each with
+    its stream, `seen` their answers."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class Observers:
         """When the latest look that is complete began."""
 
     async def run(self) -> None:
-        """Ask others where they see this node, until cancelled: what they say goes with every offer, and the
-        connections keep the mapping."""
+        """Ask others where they see this node, until cancelled: the answers go with every offer, and the
+        connections keep the mapping open."""
         pause_seconds = LOOK_SECONDS
         try:
             while True:
@@ -127,9 +127,8 @@ class Observers:
         return any(is_global(each.host) and self.is_own(each.host) for each in own)
 
     def candidates(self, family: int = 4) -> list[PeerId]:
-        """Peers that were reached at addresses of the internet, one of each host, in any order: a peer that
-        only claims to be somewhere has nobody dialled there. Not those that are behind a router: a punched
-        path has the same ports."""
+        """Return peers that were reached at public addresses, one of each host, in any order: a mere claim
+        must not cause a dial. Peers behind a router are left out: a punched path has the same ports."""
         now = self._clock.monotonic()
         by_host: dict[str, PeerId] = {}
         for peer in self._peers():
@@ -153,9 +152,8 @@ class Observers:
         return next((each for each in usual if is_global(each.host)), None)
 
     async def look(self, *, anew: bool = False) -> None:
-        """Ask those that were asked before again, and others where they are gone. Of those that wait for
-        another look one looks for all: peers that make this node look often keep nobody waiting. `anew`: what
-        was said before counts no more."""
+        """Ask the present observers again, and replace those that are gone. Concurrent calls share one look,
+        so peers that cause many looks keep nobody waiting. `anew`: earlier answers no longer count."""
         asked_at, has_waited = self._clock.monotonic(), self._looking.locked()
         async with self._looking:
             began = self._clock.monotonic()
@@ -166,7 +164,7 @@ class Observers:
                 for observer in self.asked:
                     nursery.start_soon(self.ask, observer)
             if len(self.asked) < before:
-                # A router that was rebooted may still answer to what it does not know.
+                # A rebooted router may still answer on connections that it does not know.
                 await trio.sleep(RECONNECT_SECONDS)
             async with trio.open_nursery() as nursery:
                 for family in self._families():
@@ -179,7 +177,7 @@ class Observers:
             self._looked_at = began
 
     async def ask(self, observer: Observer) -> None:
-        """Ask one where it sees this node."""
+        """Ask one peer where it sees this node."""
         peer, family = observer
         place, is_reached = self._place_of(peer, family), observer in self.asked
         try:
@@ -221,7 +219,7 @@ class Observers:
                 stream.connection.end("it is not asked any more where this node is seen")
 
     def _note(self, peer: PeerId, observed: ObservedAddresses, network: bytes) -> None:
-        """RemoteProtocolError for what is no place."""
+        """Note an answer. Raises RemoteProtocolError: it is not a place."""
         transports: tuple[tuple[Transport, str], ...] = (("tcp", observed.tcp), ("udp", observed.udp))
         for transport, text in transports:
             if text:
@@ -230,7 +228,7 @@ class Observers:
 
 
 def _address(text: str) -> Address:
-    """RemoteProtocolError for what is no IP address."""
+    """Return an address. Raises RemoteProtocolError: it is not an IP address."""
     try:
         address = parse_address(text)
     except ValueError:

@@ -1,7 +1,7 @@
-"""How fast bulk may go: what a node's owner gives of its connection, each way, over all streams together.
+"""The rate limits of bulk transfers that a node's owner sets, each way, over all streams together.
 
 Pure arithmetic; `node.transport.tcp` waits. Only long messages wait. A short one (a request, a probe) and
-every datagram goes at once: short ones are counted, so that what is long makes up for them.
+every datagram goes at once, but is counted, so that long messages wait correspondingly longer.
 """
 
 from math import inf
@@ -24,7 +24,7 @@ class Pace:
         self.bytes_per_second, self._due = bytes_per_second, -inf
 
     def take(self, now: float, count: int) -> float:
-        """Count so many bytes; return for how many seconds to wait."""
+        """Count bytes; return the seconds to wait."""
         if not self.bytes_per_second:
             return 0.0
         self._due = max(self._due, now - BURST_SECONDS) + count / self.bytes_per_second

@@ -1,7 +1,6 @@
-"""How many bytes a multiplexed path may have in flight: enough to keep it busy, and no long queue.
-
-A sans-IO core, after FAST TCP (Jin et al. 2004): what is in flight is bounded by the path's delay, at most
-what keeps it busy for its shortest round trip and QUEUE_SECONDS more. `multiplexer` says what leaves.
+"""The bytes that a multiplexed path may have in flight: enough to keep it busy, without a long queue. A
+sans-IO core, after FAST TCP (Jin et al. 2004): the path's delay bounds the bytes in flight, which fill at
+most its shortest round trip and QUEUE_SECONDS more. `multiplexer` chooses what leaves.
 """
 
 from collections import deque
@@ -25,9 +24,9 @@ class PathWindow:
     def __init__(self) -> None:
         self._sent = self._acknowledged = 0
         self._bytes_max = WINDOW_BYTES_MIN
-        # What was sent until when, the oldest first; one for each frame in flight.
+        # The total sent and the time, for each frame in flight, the oldest first.
         self._marks: deque[tuple[int, float]] = deque()
-        # A round ends when what was sent until its beginning is acknowledged.
+        # A round ends when everything sent before its beginning is acknowledged.
         self._round_end = 0
         self._round_trip = 0.0
         self._was_full = False
@@ -35,7 +34,7 @@ class PathWindow:
         self._shortest: deque[tuple[float, float]] = deque(maxlen=64)
 
     def is_full(self, more: int) -> bool:
-        """Return whether there is no room for so many bytes `more`."""
+        """Return whether there is no room for `more` bytes."""
         return self._sent - self._acknowledged + more > self._bytes_max
 
     def hold_back(self) -> None:
@@ -48,7 +47,8 @@ class PathWindow:
         self._marks.append((self._sent, now))
 
     def acknowledge(self, now: float, total: int) -> None:
-        """The other side has so many bytes in all. Raises RemoteProtocolError: so many never left."""
+        """Note the total bytes that the other side has received. Raises RemoteProtocolError: more than were
+        sent."""
         if not self._acknowledged <= total <= self._sent:
             raise RemoteProtocolError("an acknowledgement of what was not sent")
         self._acknowledged = total
@@ -64,7 +64,7 @@ class PathWindow:
             self._round_end, self._round_trip, self._was_full = self._sent, 0.0, False
 
     def measure(self, now: float, trip: float) -> None:
-        """A round trip took so many seconds."""
+        """Note a round trip's seconds."""
         while self._shortest and self._shortest[0][0] < now - SHORTEST_SECONDS:
             self._shortest.popleft()
         while self._shortest and self._shortest[-1][1] >= trip:
@@ -72,8 +72,8 @@ class PathWindow:
         self._shortest.append((now, trip))
 
     def _fitting(self, trip: float) -> int:
-        """Return what may be in flight after a round trip that took so long: half way to
-        what makes a queue of QUEUE_SECONDS. Twice as much while there has been no queue for long."""
+        """Return the bytes allowed in flight after a round trip of this length: half way to a queue of
+        QUEUE_SECONDS; twice the present bytes while there has been no queue for long."""
         shortest = min((each for _, each in self._shortest), default=0.0)
         self._trips_without_queue += 1
         if trip > shortest + QUEUE_SECONDS / 4:

@@ -1,8 +1,6 @@
-"""The multiplexed paths of a node, by peer: how they come about, which one an opened stream takes, and which
-are given up.
-
-A path is made of a connection on which hands were shaken: one that a peer offers because it cannot be
-dialled, one that was punched, or a circuit of a relay.
+"""The multiplexed paths of a node, by peer: creates them, chooses one for each stream, and gives them up. A
+path is a connection after its handshake: one that a peer offers because it cannot be dialled, a punched one,
+or a circuit of a relay.
 """
 
 import socket
@@ -94,7 +92,7 @@ class PathHost(Protocol):
         """Serve a punched connection, until it is over."""
 
     def has_better(self, path: MultiplexedPath) -> None:
-        """There is another path to a peer: what rests on this one is not used again."""
+        """Note a better path to a peer: idle connections on this one are not used again."""
 
     async def reach_again(self, peer: PeerId) -> None:
         """Make a new path to a peer by any of its relays. Raises Unreachable."""
@@ -105,7 +103,7 @@ class PathHost(Protocol):
 
 @dataclass(eq=False)
 class _Coming:
-    """A circuit that somebody is asking for; others that want it wait, and ask where that one gives up."""
+    """A circuit that one task is requesting; others wait for it, and request it if that task gives up."""
 
     over: trio.Event = field(default_factory=trio.Event)
     has_failed: bool = False
@@ -153,7 +151,7 @@ class Paths:
         return tuple(sorted(standing, key=lambda path: (path.is_silent, _WAYS.index(path.way), -path.since)))
 
     def best(self, peer: PeerId) -> MultiplexedPath | None:
-        """Return the path for what is opened to a peer; None where it is dialled."""
+        """Return the path for a new stream to a peer; None if the peer is dialled."""
         paths = self.of(peer)
         if not paths or any(path.is_own_dial for path in paths):
             return None
@@ -183,7 +181,7 @@ class Paths:
 
     @contextmanager
     def seeking(self, peer: PeerId) -> Iterator[None]:
-        """Dial a peer; where it cannot be, have others bring it together with this node, now and then."""
+        """Dial a peer; if that fails, ask others now and then to introduce it to this node."""
         try:
             yield
         except Unreachable:
@@ -219,8 +217,8 @@ class Paths:
                 self._counters["paths_not_offered"] += 1
 
     async def offer_on(self, secured: SecuredTransport) -> MultiplexedPath:
-        """Make a path of a connection that was punched, and on which the other side waits to be told what it
-        is for. Raises Unreachable."""
+        """Make a path of a punched connection on which the other side waits for its purpose. Raises
+        Unreachable."""
         connection = await self._host.agree_on_path(secured)
         return await self._start(connection, is_first=True, way="punched", address=connection.source)
 
@@ -236,7 +234,7 @@ class Paths:
             self._host.serving.start_soon(self._host.serve_punched, secured)
 
     async def through(self, circuit: Address) -> MultiplexedPath:
-        """Return the path by a circuit: one that stands, or is about to, or a new one. Raises Unreachable."""
+        """Return the path by a circuit: an open one, one being opened, or a new one. Raises Unreachable."""
         peer, relay = circuit.peer, circuit.relay
         assert relay is not None
         if peer is None:
@@ -359,7 +357,7 @@ class Paths:
     def _fell_silent(self, path: MultiplexedPath) -> None:
         """A peer lets a ping wait: look for another way, which shows whether this one is dead."""
         if path.is_kept:
-            path.doubt()  # whoever keeps it makes a new one
+            path.doubt()  # the keeper of the path makes a new one
         else:
             self._replace_soon(path)
 
@@ -404,7 +402,7 @@ class Paths:
     # --- upkeep --------------------------------------------------------------------------------------
 
     def look(self, now: float) -> None:
-        """Give up those that nobody uses, and look for better ways than those that a relay carries."""
+        """Give up unused paths, and look for better ways than relayed ones."""
         for path in self:
             has_better = any(each.way != "relayed" for each in self.of(path.peer))
             idle_until = path.used_at + idle_seconds(path.way, has_better=has_better)

@@ -1,8 +1,8 @@
 """Ask the router for a port that leads here: NAT-PMP (RFC 6886) and PCP (RFC 6887), a core without I/O.
 
-Both are asked at the same port of the router. Which one it speaks is found out by asking in turns. What it
-grants is asked for again every minute: a router that was rebooted has forgotten it, and only says so when it
-is asked. Not here: the socket, and which router (`portmap_driver`).
+Both are asked at the same port of the router. Asking in turns shows which one it speaks. A mapping is renewed
+every minute: a rebooted router has forgotten it, and says so only when asked. Not here: the socket, and which
+router (`portmap_driver`).
 """
 
 import ipaddress
@@ -114,13 +114,13 @@ class PortMapper:
         return self._requests()
 
     def end(self) -> list[bytes]:
-        """Take back what was granted."""
+        """Remove the granted mappings."""
         if self._version == 2:
             return [self._pcp(transport, 0, 0) for transport in self._grants]
         return [self._pmp(transport, 0, 0) for transport in self._grants]
 
     def receive(self, now: float, data: bytes) -> list[bytes]:
-        """Take an answer; what is none is ignored. It must be of the router, which the driver sees to."""
+        """Take an answer; anything else is ignored. The driver makes sure that it comes from the router."""
         if len(data) > ANSWER_BYTES_MAX or len(data) < 8 or not data[1] & 0x80:
             return []
         if data[0] == 0:
@@ -152,7 +152,7 @@ class PortMapper:
     def _receive_pmp(self, now: float, data: bytes) -> list[bytes]:
         opcode, (result,) = data[1] & 0x7F, struct.unpack_from(">H", data, 2)
         if result == _UNSUPPORTED_VERSION:
-            # So answers a router that knows NAT-PMP alone and was asked by PCP.
+            # A router that knows only NAT-PMP answers PCP in this way.
             if self._version is None and self._is_asking:
                 self._version = 0
                 return self._requests()

@@ -1,8 +1,7 @@
-"""Has the router of this machine's network lead a port to this node, as long as it runs: drives `portmap`,
-and `upnp_driver` where the router speaks neither of its protocols.
-
-Only where this node listens on a private IPv4 address towards its router: others reach it without. A router
-that is behind another one grants a port at an address that nobody can dial; it is shown, and not told.
+"""Keeps a port of the local router mapped to this node while it runs: drives `portmap`, and `upnp_driver` if
+the router speaks neither of its protocols. It does so only if this node listens on a private IPv4 address
+towards its router; otherwise no mapping is needed. A router behind another one grants a port at an address
+that nobody can dial; it is shown but not announced.
 """
 
 import socket
@@ -32,7 +31,7 @@ _UP_GATEWAY = 0x3
 
 @dataclass(frozen=True)
 class PortMappingState:
-    """The outcome of asking a router. `router` is empty where there is none."""
+    """The outcome of asking a router. `router` is empty if there is none."""
 
     router: str = ""
     outcome: str = ""
@@ -41,7 +40,7 @@ class PortMappingState:
 
     @property
     def address(self) -> Address | None:
-        """Where others reach this node by it; None where they do not."""
+        """The mapped address at which others reach this node; None if they do not."""
         if self.mapping is None or not is_global(self.mapping.host):
             return None
         return make_address(self.mapping.host, self.mapping.port)
@@ -63,8 +62,8 @@ class PortMappingState:
 
 
 def find_router() -> str | None:
-    """Return this machine's default router of IPv4; None where there is none, or it cannot be told (on
-    systems other than Linux)."""
+    """Return this machine's default IPv4 router; None if there is none, or if it is unknown (on systems other
+    than Linux)."""
     with suppress(OSError, ValueError, IndexError):
         with open(_ROUTES) as file:
             lines = file.read(_ROUTES_BYTES).splitlines()[1:]
@@ -76,7 +75,7 @@ def find_router() -> str | None:
 
 
 def _state(router: str, core: PortMapper, upnp: UpnpMapper) -> PortMappingState:
-    """Return what came of both: what maps, else what refuses."""
+    """Return the joint state of both drivers: the mapping, else the refusal."""
     asked: tuple[PortMapper | UpnpMapper, ...] = (core, upnp)
     is_upnp = upnp.outcome in ("mapped", "refused") or core.outcome == "no answer"
     if core.outcome != "mapped" and is_upnp:
@@ -96,12 +95,12 @@ class _Mapping:
         self.changed = trio.Event()
 
     async def keep_asking(self) -> NoReturn:
-        """Send what is due. Raises OSError."""
+        """Send due requests. Raises OSError."""
         while True:
             await self._act(await self._waker.wake_when_due(self._core))
 
     async def listen(self) -> NoReturn:
-        """Take what the router sends. Raises OSError."""
+        """Receive the router's answers. Raises OSError."""
         while True:
             data = b""
             with suppress(ConnectionRefusedError):
@@ -112,7 +111,7 @@ class _Mapping:
     async def send(self, packets: Sequence[bytes]) -> None:
         """Raises OSError."""
         for packet in packets:
-            with suppress(ConnectionRefusedError):  # of an earlier one: nobody listens there
+            with suppress(ConnectionRefusedError):  # an error of an earlier request: nothing listens there
                 await self._asking.send(packet)
 
     async def _act(self, packets: Sequence[bytes] | None) -> None:
@@ -123,7 +122,7 @@ class _Mapping:
 
 
 class PortMappingDriver:
-    """`state` is what has come of it so far."""
+    """The driver; `state` is the outcome so far."""
 
     def __init__(
         self,
@@ -137,7 +136,7 @@ class PortMappingDriver:
         self.state = PortMappingState()
 
     async def run(self) -> None:
-        """Until cancelled; then the router is told that the port is not wanted any more."""
+        """Run until cancelled; then remove the mapping."""
         while True:
             router = find_router()
             if router is not None:
@@ -151,7 +150,7 @@ class PortMappingDriver:
     async def _ask(self, router: str) -> None:
         """Until this machine is in another network. Raises OSError, or a group of them."""
         with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            # Connected, so that what others send does not come here.
+            # Connected, so that packets of others do not arrive.
             await asking.connect((router, ROUTER_PORT))
             host = asking.getsockname()[0]
             listening = [each for each in self._network.addresses if each.host == host]

@@ -1,13 +1,10 @@
-"""`/peerloom/punch/1`: what two peers say to each other before both dial at once, as data.
-
-Over a stream that a relay or an older path carries: Offer, the other's Offer, then RoundTrip and its echo, by
-which the round trip is measured, and Begin, upon which both start so that they do at one instant. As in
-libp2p's DCUtR the side that was reached through the relay begins the conversation. On a stream of its own a
-peer with an address of the internet is asked Observe: where it sees the asker.
-
-Two peers without any path meet by a third one that both know. One asks it to Introduce another; the other is
-sent Introduced, in a message of its own, and comes with Meet on a stream. What the two say from then on is
-passed on, a few messages each.
+"""`/peerloom/punch/1`: the messages of two peers before both dial at once, as data. Over a stream on a relay
+or an older path go Offer, the other's Offer, then RoundTrip and its echo, which measure the round trip, and
+Begin, after which both dial at one instant. As in libp2p's DCUtR the side that was reached through the relay
+begins the conversation. On a separate stream Observe asks a peer with a public address where it sees the
+asker. A third peer that both know introduces two peers without any path. One sends it Introduce; the other
+gets Introduced, as a single message, and opens a stream with Meet. Their following messages are passed on, a
+few each.
 """
 
 from typing import Annotated
@@ -52,7 +49,7 @@ class Begin(msgspec.Struct, frozen=True, array_like=True, tag="begin"):
 
 
 class Introduce(msgspec.Struct, frozen=True, array_like=True, tag="introduce"):
-    """Have this peer meet me: pass on what follows."""
+    """Introduce this peer to me, and pass on what follows."""
 
     peer: RawPeer
 
@@ -65,7 +62,7 @@ class Introduced(msgspec.Struct, frozen=True, array_like=True, tag="introduced")
 
 
 class Meet(msgspec.Struct, frozen=True, array_like=True, tag="meet"):
-    """Here I am, for the peer of this token: pass on what it says."""
+    """I am here for the peer of this token: pass its messages on."""
 
     token: Token
 

@@ -2,8 +2,8 @@
 maps.
 
 Two peers talk over a path that exists, usually a relay's (`punch_messages`), and dial each other at the same
-instant from the ports at which they listen. A connection that comes about is a path like any other; where
-one side's dial is taken by the other's listening socket, that is an ordinary connection, and does as well.
+instant from the ports at which they listen. The resulting connection becomes a path like any other; if the
+other's listening socket accepts one side's dial, that ordinary connection does as well.
 """
 
 import socket
@@ -63,7 +63,7 @@ INTRODUCERS_MAX = 2
 
 
 class Puncher:
-    """The service of one node. `peers` are those that may be asked where they see it."""
+    """The service of one node. `peers` are possible observers."""
 
     def __init__(
         self,
@@ -86,8 +86,7 @@ class Puncher:
         network.multiplexed.lost_punched = self._lost
 
     async def run(self) -> None:
-        """Have others say where they see this node, and tell of peers that want to meet it, until
-        cancelled."""
+        """Ask others where they see this node, and accept introductions, until cancelled."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._introductions.run)
             await self.observers.run()
@@ -95,7 +94,7 @@ class Puncher:
     # --- punching ------------------------------------------------------------------------------------
 
     async def punch(self, peer: PeerId) -> None:
-        """Try to reach a peer, to which there is a path, without whoever carries that."""
+        """Try to reach a peer directly, to which there is a relayed path."""
         for pause_seconds in (0.0, RETRY_SECONDS):
             await trio.sleep(pause_seconds)
             may_start = self.budget.may_start(peer, self._clock.monotonic())
@@ -192,7 +191,7 @@ class Puncher:
             await self._meet(stream, first, stream.peer)
 
     async def _observe(self, stream: Stream) -> None:
-        """Tell a peer where it is seen, as often as it asks."""
+        """Answer a peer's Observe requests."""
         with suppress(StreamClosed):
             while True:
                 await stream.send(encode(self._observed(stream)))
@@ -226,7 +225,7 @@ class Puncher:
         )
 
     def _own_offer(self) -> PunchOffer:
-        """Where this node is, by its own interfaces and by what others see."""
+        """Return this node's addresses, by its interfaces and by observers."""
         now = self._clock.monotonic()
         own = [
             each for each in self._network.addresses if each.relay is None and ip_of(each.host) is not None
@@ -245,8 +244,8 @@ class Puncher:
     async def _dial(
         self, peer: PeerId, teller: PeerId, offer: PunchOffer, round_trip_seconds: float, *, is_first: bool
     ) -> bool:
-        """Dial as both do now; whether a path came about. The offer came from the `teller`, which is another
-        one where that has the two meet."""
+        """Dial at the same time as the other side; return whether there is a path. The offer came from the
+        `teller`, an introducer if it is another peer."""
         via = None if teller == peer else teller
         tcp = self._admitted(peer, offer.tcp, teller=via)
         udp = self._admitted(peer, offer.udp, [each.host for each in tcp], teller=via)
@@ -270,8 +269,8 @@ class Puncher:
         *,
         teller: PeerId | None = None,
     ) -> list[Address]:
-        """Return what of an offer is dialled. Local addresses mean this network only where both are seen at
-        one address from outside: this node by several observers, and the peer says itself where it is."""
+        """Return the addresses of an offer to dial. Local addresses refer to this network only if both nodes
+        have the same outer address: this node's by several observers, the peer's by its own statement."""
         now = self._clock.monotonic()
         found = self.budget.admit(peer, offered, now, paid, teller)
         own, outside = self.seen.agreed_place("tcp", now), [each for each in found if is_global(each.host)]

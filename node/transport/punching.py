@@ -1,5 +1,5 @@
-"""Decides for hole punching where others see this node, which addresses to dial, and how often. A core
-without I/O; `now` is monotonic seconds.
+"""Decides for hole punching this node's outer address, which addresses to dial, and how often. A core without
+I/O; `now` is monotonic seconds.
 
 Two routers that drop unsolicited packets are both opened from inside when both nodes dial at once, each the
 address and port at which the other is seen from outside. It works where a router has one outer port for all
@@ -111,8 +111,8 @@ class PunchBudget:
         return True
 
     def may_come(self, teller: PeerId, now: float) -> bool:
-        """Note that this node comes to meet another peer, of which `teller` tells; return whether it may. The
-        other one has done nothing yet, nor the teller for itself: their own offers are taken as before."""
+        """Note an introduction by `teller` to another peer; return whether this node may accept it. It does
+        not count against either one's own offers."""
         tries = self._of(teller)
         if now < tries.comes_at:
             return False
@@ -138,11 +138,11 @@ class PunchBudget:
         paid: Collection[str] = (),
         teller: PeerId | None = None,
     ) -> list[Address]:
-        """Return what of a peer's offer is dialled: what may be claimed at all (see `AddressPolicy.admits`:
-        no port below 1024, no loopback, no private network but this node's own), one address of each host,
-        and none where this peer or all have had too much dialled, or of a host that was dialled too often.
-        Those of `paid` are counted already: the same try dials them by the other transport. An offer that
-        came by a `teller` counts against what that one tells: it may have invented the peer."""
+        """Return the addresses of a peer's offer to dial: only valid claims (see `AddressPolicy.admits`: no
+        port below 1024, no loopback, no private network but this node's own), one of each host, and none
+        beyond the limits of this peer, of all peers, or of the host. Those of `paid` are counted already: the
+        same attempt dials them by the other transport. An offer through a `teller` counts against the
+        teller's introductions, since it may have invented the peer."""
         found: dict[str, Address] = {}
         for text in offered[:CANDIDATES_MAX]:
             try:
@@ -210,7 +210,7 @@ class IntroductionBudget:
 
 
 class ObserverRests:
-    """Hosts that were dialled in vain to ask where they see this node, and are left alone for a while."""
+    """Hosts that did not answer as observers, and are left alone for a while."""
 
     def __init__(self) -> None:
         self._rests: OrderedDict[str, tuple[float, float]] = OrderedDict()
@@ -227,7 +227,7 @@ class ObserverRests:
             self._rests.popitem(last=False)
 
     def answered(self, host: str) -> None:
-        """It does what it is asked."""
+        """Note that a host answered."""
         self._rests.pop(host, None)
 
     def may_ask(self, host: str, now: float) -> bool:
@@ -237,7 +237,7 @@ class ObserverRests:
 
 @dataclass
 class SeenPlaces:
-    """Where others see this node, by transport and family: the latest of each that was asked."""
+    """The outer addresses of this node, by transport and family: the latest answer of each observer."""
 
     _seen: dict[tuple[Transport, int], OrderedDict[PeerId, tuple[float, Address, bytes]]] = field(
         default_factory=dict
@@ -258,19 +258,19 @@ class SeenPlaces:
         self._seen.clear()
 
     def place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
-        """Return where it is seen; None where observers contradict each other."""
+        """Return the outer address; None if observers contradict each other."""
         seen = self._by_network(transport, family, now)
         return next(iter(seen.values())) if len(seen) == 1 else self.agreed_place(transport, now, family)
 
     def agreed_place(self, transport: Transport, now: float, family: int = 4) -> Address | None:
-        """Return where it is seen from several networks, at the port that was seen last unless most say the
-        same; None where they do not agree."""
+        """Return the outer address seen from several networks, with the latest port unless most agree on one;
+        None if they do not agree."""
         agreed = self._agreed(transport, family, now)
         return max(reversed(agreed), key=agreed.count) if agreed else None
 
     def kind(self, transport: Transport, now: float, own: Callable[[str], bool], family: int = 4) -> Kind:
-        """Return how its router maps; `own` says whether a host is this machine. One observer alone can say
-        nothing, and of three one that lies changes nothing."""
+        """Return how the router maps; `own` says whether a host is this machine. One observer is not enough,
+        and one liar among three changes nothing."""
         agreed = self._agreed(transport, family, now)
         if not agreed:
             return ""
@@ -284,7 +284,7 @@ class SeenPlaces:
         return len(set(agreed)) < len(agreed)
 
     def text(self, now: float, own: Callable[[str], bool]) -> str:
-        """Return what is known, for a person; empty while nothing is."""
+        """Return the known state for people; empty if nothing is known."""
         found = self._family_text(now, own, 4), self._family_text(now, own, 6)
         return "; IPv6: ".join(found) if all(found) else found[0] or (found[1] and f"IPv6: {found[1]}")
 
@@ -296,8 +296,8 @@ class SeenPlaces:
         return ", ".join(parts)
 
     def _agreed(self, transport: Transport, family: int, now: float) -> list[Address]:
-        """Return what observers in different networks say, as far as they name the same host; empty where no
-        two do."""
+        """Return the answers of observers in different networks that name the same host; empty if
+        no two do."""
         seen = list(self._by_network(transport, family, now).values())
         hosts = [address.host for address in seen]
         return [address for address in seen if hosts.count(address.host) > 1]

@@ -29,12 +29,11 @@ async def race(
     attempt: Callable[[Address], Awaitable[T]],
     first_delay_seconds: float = ATTEMPT_DELAY_SECONDS,
 ) -> list[T]:
-    """Return what the first attempt that succeeded came to; more than one result where several succeeded at
-    the same instant, of which the caller releases all but the first. The others are cancelled. The second
-    attempt begins `first_delay_seconds` after the first.
+    """Return the result of the first successful attempt; several results if several succeeded at the same
+    instant: the caller releases all but the first. The others are cancelled. The second attempt begins
+    `first_delay_seconds` after the first.
 
-    Raises:
-        Unreachable: all failed; the failure that says most.
+    Raises: Unreachable: all failed; the most informative failure.
     """
     won: list[T] = []
     failures: list[Unreachable] = []
@@ -67,7 +66,7 @@ async def race(
         return won
     if not failures:
         raise Unreachable("unknown", "there is no address to try")
-    # Whatever another address says, a node that answers somewhere listens.
+    # An answer from one address outweighs failures at others: a node listens there.
     raise min(
         failures, key=lambda failure: (REASONS.index(failure.reason), isinstance(failure, NotListening))
     )

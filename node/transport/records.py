@@ -3,10 +3,9 @@
 A message is eight bytes of head (its length, its payload's length), its bytes, and its payload, cut into
 records; a record is two bytes of length and a ciphertext of at most 65,535 bytes. A message begins with
 a record of its own, so that nothing waits for the next one, and so does its payload, so that every
-record of it is decrypted straight to its place. What is long leaves in chunks of many records, each
-chunk for one write, encrypted into one buffer that is lent until the last of them has left.
-
-A mark is a head alone, whose first length no message can have: what a side says about the conversation.
+record of it is decrypted straight to its place. Long messages leave in chunks of many records, each chunk for
+one write, encrypted into one buffer that is lent until the last of them has left. A mark, a side's statement
+about the conversation, is a head whose first length no message can have.
 """
 
 from collections.abc import Iterator, Sequence
@@ -141,8 +140,8 @@ def _cut(pieces: Sequence[memoryview]) -> Iterator[bytes | memoryview]:
 class RecordReader:
     """One direction's bytes to messages: fill `space`, say how much with `filled`, ask `next_message`.
 
-    `message_bytes_max` may be moved between two messages. `held_bytes` is what the message that has begun
-    has cost so far, beyond the reader's own buffer.
+    `message_bytes_max` may be moved between two messages. `held_bytes` is the memory of the unfinished
+    message beyond the reader's own buffer.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class RecordReader:
 
     @property
     def inside(self) -> bool:
-        """Whether a message has begun and is not whole."""
+        """Whether a message has begun and is not complete."""
         return self._end > self._start or self._long is not None
 
     @property
@@ -173,7 +172,7 @@ class RecordReader:
             self._start = self._end = 0
 
     def rest(self) -> bytes:
-        """Take out what has come of no message yet."""
+        """Take out the received bytes that belong to no message yet."""
         rest = bytes(self._buffer[self._start : self._end])
         self._start = self._end = 0
         return rest
@@ -197,7 +196,7 @@ class RecordReader:
         return len(own) < _READ_BYTES and self._end - self._start >= len(own) // 2
 
     def _give_back(self) -> None:
-        """Stop using a borrowed buffer, once what is left in it fits the own one."""
+        """Stop using a borrowed buffer once its rest fits the own one."""
         if self._buffer is not self._own_buffer and self._end - self._start <= _RECORD_BYTES_MAX:
             if self._is_too_small(self._own_buffer):
                 self._own_buffer = memoryview(bytearray(_READ_BYTES))
@@ -270,8 +269,8 @@ class RecordReader:
 class _LongMessage:
     """A message of several records, each decrypted to its place, first the message's, then its payload's.
 
-    Lent memory has no pages before it is touched, so a length alone, be it a lie, takes none. (What malloc
-    hands out has, as soon as it was used before.) The message is copied once, when it is whole.
+    Lent memory has no pages before it is touched, so a false length takes none (memory from malloc has pages
+    if it was used before). The message is copied once, when it is complete.
     """
 
     def __init__(self, first: bytes, memory: memoryview, payload: memoryview) -> None:
@@ -286,9 +285,8 @@ class _LongMessage:
         return sum(map(len, self._gaps))
 
     def room(self, count: int) -> memoryview:
-        """Return where the next `count` bytes go. Only a last record may be less than full.
-
-        That keeps a message from coming in crumbs, each of which would cost as much as a full record.
+        """Return the place for the next `count` bytes. Only the last record may be short, so a message cannot
+        come in small pieces, each of which would cost as much as a full record.
         """
         gap = self._gaps[0]
         if count != min(RECORD_PLAIN_BYTES_MAX, len(gap)):

@@ -1,10 +1,10 @@
-"""`/peerloom/relay/1`: what nodes and their relays say to each other, as data.
+"""`/peerloom/relay/1`: the messages between nodes and their relays, as data.
 
 A node that nobody can dial keeps a stream to a relay: it says KeepPlace, again before the place lapses, and
 is told CircuitAnnounced for each peer that wants to reach it. That peer says AskCircuit, the node says
 TakeCircuit on another stream. Once both were told CircuitReady, the relay carries bytes between these two
 connections and can read none of them. The two ends shake hands through it, and these messages carry the first
-two flights of that handshake, so that it costs no round trip of its own.
+two flights of that handshake, which saves a round trip.
 """
 
 from typing import Annotated
@@ -59,7 +59,7 @@ Request = KeepPlace | AskCircuit | TakeCircuit
 
 
 class PlaceKept(msgspec.Struct, frozen=True, array_like=True, tag="kept"):
-    """It is kept for so many seconds. `bytes_per_second` is what all circuits share."""
+    """The place is kept for `seconds`. All circuits share `bytes_per_second`."""
 
     seconds: Seconds
     bytes_per_second: Rate

@@ -1,8 +1,8 @@
 """Dispatch of incoming traffic: a handler per protocol for streams, an inbox per protocol for messages.
 
 A conversation's first message names the protocol, or several in order of preference, so that two versions
-of a program understand each other in one round trip; the answer is numbers. Never a text: what a stranger
-writes does not reach a screen.
+of a program understand each other in one round trip; the answer is numbers and never a text, so that a
+stranger's text does not reach a screen.
 """
 
 from collections import Counter
@@ -67,9 +67,9 @@ class HelloAnswer(msgspec.Struct, frozen=True, array_like=True):
 async def greet(
     connection: Connection, hello: Hello, me: PeerId, message_bytes_max: int = 0, ahead: bytes = b""
 ) -> str:
-    """Say what the conversation of `me` is for and wait for the answer: the name that the other side chose.
-    From then on messages of at most `message_bytes_max` are taken. The first message of the conversation may
-    go `ahead` of the answer; where the answer is no, the connection ends.
+    """State the purpose of `me`'s conversation and return the name that the other side chose. From then on
+    messages of at most `message_bytes_max` are accepted. The first message of the conversation may go `ahead`
+    of the answer; if the answer is no, the connection ends.
 
     Raises:
         Unreachable: "refused", with what the other side has against it; it may be asked for something else.
@@ -108,8 +108,8 @@ async def greet(
 
 
 def _work_fault(me: PeerId, own_bits: int, peer: PeerId, bits: int) -> str:
-    """Return what is wrong between this node, that wants `own_bits` of ids, and one that wants `bits`; empty
-    for nothing."""
+    """Return the conflict between this node, which wants `own_bits` of work in ids, and one that wants
+    `bits`; empty for none."""
     if work_of(me) < bits:
         wanted = f"start with --work-bits {bits} and a new identity"
         return f"this swarm wants ids with {bits} bits of work, this node's has {work_of(me)}: {wanted}"
@@ -127,7 +127,7 @@ def _work_fault(me: PeerId, own_bits: int, peer: PeerId, bits: int) -> str:
 
 class Router:
     """The handlers and inboxes of one node. Its `alarm` is to be run while the node is. Peers whose ids have
-    less than `work_bits` of work, or who want another number of them, are served nothing."""
+    less than `work_bits` of work, or that want another number, are not served."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Router:
         """Told of each peer from which a message came by a stream that would have fitted a datagram."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
-        """Serve streams of `protocol`; LocalProtocolError if somebody does already."""
+        """Serve streams of `protocol`; LocalProtocolError if it has a handler already."""
         self._handlers.add(protocol, handler, limits)
 
     def inbox(self, protocol: str) -> QueueInbox:
@@ -163,11 +163,9 @@ class Router:
             inbox.put(sender, message)
 
     async def welcome(self, connection: Connection, *, busy: bool) -> tuple[Hello, str] | None:
-        """Read and answer a hello: what is wanted, by which of the names; None where it was refused. A stream
-        that was promised is counted until `serve` has ended, or `forget`.
-
-        Raises:
-            RemoteProtocolError, StreamClosed: what came was no hello.
+        """Read and answer a hello; return the purpose and the chosen name, None if it was refused. A promised
+        stream is counted until `serve` has ended, or `forget`. Raises: RemoteProtocolError, StreamClosed: it
+        was not a hello.
         """
         connection.limit(HELLO_BYTES_MAX)
         received = await connection.receive(0)
@@ -193,8 +191,8 @@ class Router:
         return (hello, name) if code == ACCEPTED else None
 
     async def serve(self, stream: SecureStream) -> None:
-        """Have its handler serve a stream. Where it fails by a bug of our own the connection is cut: the
-        other side must not take what came for all there is."""
+        """Let its handler serve a stream. If that fails by a bug of ours, the connection is cut, so that the
+        other side does not take the answer for complete."""
         try:
             if not await serve(self._handlers.of(stream.protocol), stream, self._counters):
                 stream.connection.end("its handler failed")
@@ -207,7 +205,7 @@ class Router:
         return self._handlers.register
 
     def forget(self, connection: Connection) -> None:
-        """No stream is served on it, whatever was promised. May be repeated."""
+        """Serve no stream on a connection, even if one was promised. May be repeated."""
         self.register.step_back(connection)
 
     def _promise(self, connection: Connection, protocol: str) -> bool:
@@ -238,7 +236,7 @@ class Router:
         return True
 
     def _choose(self, hello: Hello) -> int | None:
-        """The number of the first name that is known here; 0 where no name is asked for."""
+        """Return the number of the first known name; 0 if no name was requested."""
         if hello.kind in ("identify", "path"):
             return 0
         known: Container[str] = self._inboxes if hello.kind == "message" else self._handlers

@@ -1,7 +1,7 @@
 """The settings of a node's transport: what each does, its bounds against its siblings, a good value.
 
-`TransportSettings` is handed to the network, which gives each part its share; `PathSettings` is the share of
-multiplexed paths. Limits that no two networks need differently are constants beside what they bound.
+The network gets `TransportSettings` and gives each part its share; `PathSettings` is the share of multiplexed
+paths. Limits that are the same for all networks are constants beside what they bound.
 """
 
 from dataclasses import dataclass, field
@@ -125,8 +125,8 @@ class TransportSettings:
 
     @property
     def inbound(self) -> Budget:
-        """The budget of connections from others. One more for each peer than it may use: on the last it is
-        told that it has too many."""
+        """Return the budget of connections from others. Each peer has one more than it may use: the last one
+        tells it that it has too many."""
         return Budget(
             self.inbound_max,
             self.inbound_per_peer_max + 1,

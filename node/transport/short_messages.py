@@ -1,8 +1,6 @@
-"""Messages that would fit a datagram and go by streams, because no datagram gets through: in order, and what
-waits for one peer delays no other.
-
-Peers that never answered have a few senders of their own. Most of them lead nowhere, and anybody can invent
-more, so they must not take those of peers that are there.
+"""Sends messages that would fit a datagram by streams, because no datagram gets through: in order, and
+without delaying other peers. Peers that never answered have a few senders of their own: most of them lead
+nowhere, and anybody can invent more, so they must not take the senders of present peers.
 """
 
 from collections import Counter, deque
@@ -28,8 +26,9 @@ MESSAGES_PER_PEER_MAX = 32
 
 
 class ShortMessages:
-    """The queues. `send` opens a stream and raises Unreachable or StreamClosed; `is_reached` says whether a
-    peer has ever answered; `sent` and `failed` are told of each peer to which that worked, or did not."""
+    """The queues. `send` opens a stream and raises Unreachable or StreamClosed; `is_reached` returns whether
+    a peer has ever answered; `sent` and `failed` are called with each peer to which sending succeeded or
+    failed."""
 
     def __init__(
         self,

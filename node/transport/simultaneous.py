@@ -1,8 +1,8 @@
-"""TCP connections from the port at which this node listens: so a router shows others one and the same outer
-port, and two nodes that dial each other at once meet in one connection (RFC 9293, section 3.5).
+"""TCP connections from this node's listening port, so that a router uses one outer port for all, and two
+nodes that dial each other at once meet in one connection (RFC 9293, section 3.5).
 
-Linux lets a connecting socket have a listening one's port where both say SO_REUSEPORT; the listening one says
-so only once it has the port alone (`listen`), so no other program can listen there.
+Linux lets a connecting socket share a listening one's port if both set SO_REUSEPORT; the listening one sets
+it only once it has the port exclusively (`listen`), so no other program can listen there.
 """
 
 import errno
@@ -27,7 +27,7 @@ _OTHERS_FIRST = (errno.EADDRNOTAVAIL, errno.EADDRINUSE, errno.EISCONN)
 
 
 def open_at(family: int, place: Place) -> trio.socket.SocketType:
-    """Return a socket that connects from a place where this node listens. Raises Unreachable."""
+    """Return a socket bound to one of this node's listening places. Raises Unreachable."""
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
         keep_from_children(made)
@@ -84,14 +84,14 @@ async def connect_from(
 
 
 def leave_nothing(transport: trio.SocketStream) -> None:
-    """Have the connection leave no trace when it is closed: else none from this port to the same place could
-    follow for a minute. What is not sent by then is lost."""
+    """Close the connection without TIME_WAIT: else no connection from this port to the same place could
+    follow for a minute. Unsent bytes are lost."""
     transport.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 async def secure(
     transport: trio.SocketStream, credentials: Credentials, there: Address, *, is_first: bool
 ) -> SecuredTransport:
-    """Shake hands with the peer of `there` on a connection that stands. Raises Unreachable."""
+    """Shake hands with the peer of `there` on an open connection. Raises Unreachable."""
     session = await shake_hands(transport, credentials, there.short, expected=there.peer, is_first=is_first)
     return SecuredTransport(there, transport, session)

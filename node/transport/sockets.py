@@ -1,6 +1,5 @@
-"""The UDP sockets of one node: which one a packet leaves by, and what comes in by any of them.
-
-Bare packets and where they come from. Not here: who sent them and what they say (`udp`).
+"""The UDP sockets of one node: chooses the socket for each packet, and receives on all of them. It handles
+bare packets and their sources; `udp` handles senders and contents.
 """
 
 import ipaddress
@@ -43,8 +42,8 @@ SEND_TRIES = 3
 
 
 class UdpSockets:
-    """Owns the sockets. A packet leaves by the socket by which the receiver's own came; by one of its
-    family whose address is most like the receiver's where none came."""
+    """Owns the sockets. A packet leaves by the socket on which the receiver's packets came; if none came, by
+    the one of its family whose address is most similar to the receiver's."""
 
     def __init__(
         self,
@@ -52,7 +51,8 @@ class UdpSockets:
         counters: Counter[str],
         closed: Callable[[Address], None] | None = None,
     ) -> None:
-        """`closed` is told where a host says that nothing listens any more, where the system tells us."""
+        """`closed` is called with the address if a host reports a closed port and the system
+        passes that on."""
         for each in bound:
             each.setblocking(False)
             each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, BUFFER_BYTES)
@@ -76,7 +76,7 @@ class UdpSockets:
             each.close()
 
     def send(self, packet: bytes, route: Route) -> None:
-        """Send at once; what the kernel does not take is a lost packet like any other."""
+        """Send at once; a packet that the kernel refuses is lost like any other."""
         index, target = route
         for _ in range(SEND_TRIES):
             try:
@@ -178,8 +178,7 @@ def _target(family: int, address: Address, *, mapped: bool) -> Source | None:
 
 
 def socket_name(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, int]:
-    """Return what the system calls a place of which it has the IP address. Raises OSError: no such
-    interface."""
+    """Return the system's name of a place with an IP address. Raises OSError: no such interface."""
     host, _, zone = host.partition("%")
     if not zone:
         return host, port
@@ -187,7 +186,7 @@ def socket_name(host: str, port: int) -> tuple[str, int] | tuple[str, int, int, 
 
 
 def source_of_name(name: "tuple[Any, ...]") -> Source:
-    """And back: of what the system says, the address with its zone, and the port."""
+    """Return the address with its zone, and the port, from the system's name."""
     return name[:2] if len(name) < 4 or not name[3] else _zoned(name[0], name[1], name[3])
 
 
@@ -201,8 +200,7 @@ def _zoned(host: str, port: int, index: int) -> Source:
 
 
 def _likeness(own: _Ip, other: _Ip) -> int:
-    """Return how many leading bits are the same: 0 for a socket of all addresses, less where there is no
-    way."""
+    """Return the number of equal leading bits: 0 for a socket of all addresses, less if there is no route."""
     if own.is_unspecified:
         return 0
     if own.is_loopback != other.is_loopback:

@@ -119,13 +119,10 @@ class SecureStream:
         return message
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        """The next message and its payload, empty for none, read-only.
-
-        The payload's memory is used again once nothing refers to it; who keeps a small part of it for
-        long had better copy that. A longer payload than allowed ends the stream before it is taken.
-
-        Raises:
-            StreamEnded: all has come. StreamClosed: it is over, with the reason.
+        """Return the next message and its payload, empty for none, read-only. The payload's memory is reused
+        once nothing refers to it, so copy a small part that is kept for long. A too long payload ends the
+        stream before it is read. Raises: StreamEnded: everything was received. StreamClosed: it is over, with
+        the reason.
         """
         # Once it is closed here, the turn is its end's.
         self._check_receiving()
@@ -150,7 +147,7 @@ class SecureStream:
             raise StreamClosed(_LEAVING)
 
     def _hear(self, received: Mark | tuple[bytes, memoryview]) -> None:
-        """A mark that came, or a message where only a mark may come."""
+        """Handle a mark, or a message where only a mark is allowed."""
         if isinstance(received, Mark) and received is Mark.CLOSE and not self._heard_close:
             self._heard_end = self._heard_close = True
             self._closed = self._closed or _OTHER_SIDE
@@ -173,7 +170,7 @@ class SecureStream:
             return
         self._closed = _THIS_SIDE
         if self._sending.is_taken:
-            # Somebody is inside a message: nothing can be said any more.
+            # Another task is inside a message: no mark can be sent any more.
             self._connection.end(_THIS_SIDE)
         else:
             self._connection.say(Mark.CLOSE)
@@ -183,13 +180,13 @@ class SecureStream:
             self._tell_closed(self)
 
     def leave(self) -> None:
-        """This node is leaving: what is being answered may be finished, but no new message is taken."""
+        """Leave: the current answer may be finished, but no new message is accepted."""
         self._is_leaving = True
         if self._receiving.is_taken:
             self._connection.notify()
 
     def finish_now(self) -> bool:
-        """Close, and whether the other side is known to have closed too, by what has come already."""
+        """Close; return whether the received bytes show that the other side has closed too."""
         self.close()
         if self._receiving.is_taken:
             return False
@@ -219,7 +216,7 @@ class SecureStream:
         return False
 
     async def _hear_out(self) -> None:
-        """Until the other side closes; what it sends meanwhile is for nobody."""
+        """Read until the other side closes, discarding what it sends."""
         came_bytes = 0
         while not self._heard_close:
             received = await self._connection.receive(PAYLOAD_BYTES_MAX)

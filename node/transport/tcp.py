@@ -1,8 +1,8 @@
 """`Connection`: messages and marks over one TCP connection, after its handshake.
 
 On the wire: the messages of `handshake.py`, then records as in `records.py`. Turns and the meaning of marks
-are not here: see `streams.py`. The socket is used directly and not through trio's, which rests before
-and after every call; here a call rests when it has to wait, or after so many that had not.
+are not here: see `streams.py`. The socket is used directly and not through trio's, which checkpoints at every
+call; here a call checkpoints when it has to wait, or after a number of calls without a wait.
 """
 
 import socket
@@ -67,12 +67,12 @@ class ReassemblyBudget:
     def __init__(self, bytes_max: int = ASSEMBLY_BYTES_MAX) -> None:
         self._bytes_max = bytes_max
         self._bytes = 0
-        # The message that began first stands first.
+        # In the order of their beginnings.
         self._held: dict[object, tuple[int, Callable[[], object]]] = {}
 
     def hold(self, who: object, held_bytes: int, give_up: Callable[[], object], *, anew: bool) -> None:
-        """Record the bytes held for the message of a stream; `anew`: another message than before. While all
-        together exceed the limit, call `give_up` of the one that began first, which must `release` it."""
+        """Record the bytes held for the message of a stream; `anew`: a new message. While the total exceeds
+        the limit, call `give_up` of the oldest message, which must `release` it."""
         before = self._held.pop(who, None) if anew or not held_bytes else self._held.get(who)
         self._bytes += held_bytes - (before[0] if before is not None else 0)
         if held_bytes:
@@ -86,12 +86,10 @@ class ReassemblyBudget:
 
 
 class Connection:
-    """One at a time may send, and one receive. A `send` that is cancelled after it began ends the connection;
-    a `receive` that is cancelled has taken nothing, and the next goes on where it was.
-
-    `ended(connection)` is called once, when it is over; `why` says why.
-
-    Long because sending, receiving and ending share one socket and its state.
+    """One task at a time may send, and one receive. A `send` that is cancelled after it began ends the
+    connection; a cancelled `receive` loses nothing, and the next one continues. `ended(connection)` is called
+    once, at the end; `why` is the reason. Long because sending, receiving and ending share one socket
+    and its state.
     """
 
     def __init__(
@@ -107,7 +105,7 @@ class Connection:
         path: Carrier | None = None,
         place: Address | None = None,
     ) -> None:
-        """A channel has the `path` that carries it, and where its peer is by that, if it is known."""
+        """A channel has the `path` that carries it, and its peer's address by that, if known."""
         # The stream over it is not used any more, and can neither close nor warn.
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
@@ -177,13 +175,14 @@ class Connection:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes_max)
 
     def leave_nothing(self) -> None:
-        """Leave no trace of it when it ends: else no connection between the same two ports could follow for a
-        minute. What is not sent by then is lost."""
+        """End without TIME_WAIT: else no connection between the same two ports could follow for a minute.
+        Unsent bytes are lost."""
         with suppress(OSError):
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def detach(self) -> tuple[socket.socket, bytes]:
-        """Hand over the socket, between two messages, and what has come of none; the connection is over."""
+        """Hand over the socket, between two messages, and the bytes received since; the
+        connection is over."""
         if self.why is not None or self._owed:
             raise self.end("it cannot carry anything else")
         rest = self._reader.rest()
@@ -228,7 +227,7 @@ class Connection:
                 self.end("the connection broke while sending")
 
     async def settle(self) -> None:
-        """Send what is left of marks."""
+        """Send unsent marks."""
         owed, self._owed = self._owed, b""
         settled = not owed
         try:
@@ -291,7 +290,7 @@ class Connection:
         return received
 
     def take(self) -> Received | None:
-        """Like `receive`, but only of what has come already. Raises StreamClosed."""
+        """Like `receive`, but only from received bytes. Raises StreamClosed."""
         try:
             received = self._next(PAYLOAD_BYTES_MAX)
             if received is None and self.why is None:
@@ -307,7 +306,7 @@ class Connection:
         return received
 
     def offended(self, error: RemoteProtocolError) -> StreamClosed:
-        """End it for what the other side did wrong, and count that."""
+        """End the connection for a violation of the other side, and count that."""
         self._counters["streams_broken"] += 1
         return self.end(f"the other side broke the protocol: {error}")
 
@@ -330,7 +329,7 @@ class Connection:
     async def _fill(self) -> bool:
         """More bytes; False after `wake`."""
         inside = self._reader.inside
-        # After a read that took all there was, the next would find nothing; but a long message goes on.
+        # After a read that emptied the socket the next would find nothing, except within a long message.
         if self._is_drained and not inside and not await self._wait_for_bytes(inside=False):
             return False
         # Straight into the buffer: to receive bytes would copy every one once more.
@@ -349,11 +348,11 @@ class Connection:
         return True
 
     async def _read_paced(self, count: int) -> None:
-        """Let the sender wait for as long as this node's owner wants it to; what has come stays here."""
+        """Delay the sender by the owner's rate limit; received bytes stay here."""
         pace = self._paces.down
         seconds = pace.take(trio.current_time(), count)
         if self._narrowed != pace.bytes_per_second:
-            # What the kernel takes in meanwhile is beyond the owner's bound.
+            # Bytes that the kernel receives meanwhile exceed the owner's limit.
             self._narrowed = pace.bytes_per_second
             size = max(PIECE_BYTES, int(pace.bytes_per_second * BURST_SECONDS))
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
@@ -415,7 +414,7 @@ class Connection:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it stands, and nothing is left to be sent."""
+        """Whether it is open, and nothing is left to send."""
         return self.why is None and not self._owed
 
     @property
@@ -442,7 +441,7 @@ class Connection:
                 self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
 
     def has_vanished(self, silent_seconds: float) -> bool:
-        """Return whether the kernel has repeated itself and heard nothing for so long; only Linux can say."""
+        """Return whether the kernel has retransmitted without an answer for this long; only on Linux."""
         if self.why is not None or sys.platform != "linux":
             return False
         try:

@@ -22,9 +22,9 @@ FAILED_SECONDS = 1.0
 
 
 class Datagrams:
-    """`where(peer, now)` says where to send; `heard(peer, source, now)` is called for each newest authentic
-    packet, whatever was in it; `arrived(datagram)` for each message; `unanswered(peer, now)` where handshakes
-    lead to nothing."""
+    """`where(peer, now)` returns the destinations; `heard(peer, source, now)` is called for each newest
+    authentic packet, with any content; `arrived(datagram)` for each message; `unanswered(peer, now)` when
+    handshakes fail."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class Datagrams:
     def send(
         self, now: float, peer: PeerId, protocol: str, payload: bytes, addresses: Sequence[Address]
     ) -> bool:
-        """Send one message to each address, of which the peer takes one; False if none can be used."""
+        """Send one message to each address, of which the peer accepts one; False if none can be used."""
         routes = self._routes(addresses)
         if not routes:
             return False
@@ -62,7 +62,7 @@ class Datagrams:
         return True
 
     def knock(self, now: float, peer: PeerId, addresses: Sequence[Address], *, anew: bool = False) -> None:
-        """Try whether datagrams get through to a peer, also where that is being tried if `anew`."""
+        """Test whether datagrams get through to a peer; with `anew` even during such a test."""
         routes = self._routes(addresses)
         for packet in self._sessions.knock(now, peer, anew=anew) if routes else ():
             for route in routes:
@@ -78,7 +78,7 @@ class Datagrams:
         await self._sockets.receive_forever(DATAGRAM_BYTES_MAX, self._take, self._waker.hasten)
 
     async def wake_forever(self) -> None:
-        """Send what is due, until cancelled."""
+        """Send due packets, until cancelled."""
         while True:
             with contain("sessions: their deadline") as part:
                 due = await self._waker.wake_when_due(self._sessions)
@@ -94,7 +94,7 @@ class Datagrams:
                 await trio.sleep(FAILED_SECONDS)
 
     def _take(self, packet: bytes, route: Route) -> bool:
-        """Return whether somebody is proved by it. A packet at which we fail is as good as lost."""
+        """Return whether a packet proves a peer. A packet at which this code fails counts as lost."""
         try:
             return self._take_authentic(packet, route)
         except Exception as error:

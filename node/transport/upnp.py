@@ -1,8 +1,8 @@
-"""UPnP as far as a router is asked for a port: packets and documents, written and read. Pure.
+"""The part of UPnP that maps a router's port: packets and documents, written and read. Pure.
 
 After UPnP Device Architecture 1.1 (SSDP, SOAP) and the services WANIPConnection 1 and 2 and WANPPPConnection.
-What a router sends is trusted with nothing: a document is read up to a limit, without any entity, and names
-no other host than the router's own. Not here: sockets, and when what is asked (`upnp_driver`).
+A router's data is not trusted: a document is read up to a limit, without entities, and may name only the
+router's own host. `upnp_driver` has the sockets and the times.
 """
 
 import ipaddress
@@ -61,7 +61,7 @@ class UpnpFault(Exception):
 
 @dataclass(frozen=True)
 class ControlPoint:
-    """Where a router takes calls about its ports."""
+    """The control URL of a router's ports."""
 
     host: str
     port: int
@@ -97,8 +97,8 @@ def location(data: bytes, router: str) -> tuple[int, str]:
 
 
 def control_point(document: bytes, router: str, port: int, path: str) -> ControlPoint:
-    """Return where the router whose description this is takes calls. `port` and `path` are the description's.
-    Raises UpnpFault."""
+    """Return the control point in a router's description. `port` and `path` are the description's. Raises
+    UpnpFault."""
     base, kind = f"http://{router}:{port}{path}", ""
     found: dict[str, str] = {}
     for name, text in _texts(document, DESCRIPTION_BYTES_MAX):
@@ -150,7 +150,7 @@ def unmapping_arguments(transport: str, outer: int) -> tuple[tuple[str, object],
 
 
 def answer(status: int, document: bytes) -> dict[str, str]:
-    """Return what a call has returned, by name. Raises UpnpFault: the router refuses, or sent no answer."""
+    """Return a call's results by name. Raises UpnpFault: the router refused, or sent no answer."""
     texts = dict(_texts(document, ANSWER_BYTES_MAX))
     if status == 200:
         return texts

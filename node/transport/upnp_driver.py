@@ -1,8 +1,7 @@
-"""Asks one router for a port by UPnP: sockets around `upnp`, and when it is asked again.
-
-It speaks to the router alone, at the address that it was given, and follows no redirect. Each exchange has an
-end in time and in bytes. A mapping lasts ten minutes where the router knows such, is asked for again every
-minute, as with the other protocols (`portmap`), and is taken back at the end.
+"""Asks one router for a port by UPnP: sockets around `upnp`, and renewals. It speaks only to the router, at
+the given address, and follows no redirect. Each exchange is bounded in time and bytes. A mapping lasts ten
+minutes if the router supports that, is renewed every minute, as with the other protocols (`portmap`), and is
+removed at the end.
 """
 
 import ipaddress
@@ -93,7 +92,7 @@ class UpnpMapper:
         self.deadline = clock.monotonic()
 
     async def act(self) -> None:
-        """Ask, or ask again; where that fails, find anew where the router takes calls."""
+        """Request or renew the mapping; if that fails, find the router's control point anew."""
         try:
             if self._point is not None:
                 with suppress(*_FAILURES):
@@ -111,7 +110,7 @@ class UpnpMapper:
             self._fail("refused", "it broke off a call by UPnP")
 
     async def end(self) -> None:
-        """Take back what was granted."""
+        """Remove the granted mappings."""
         granted, self._granted = self._granted, None
         if granted is not None and self._point is not None:
             for transport in granted.transports:
@@ -120,7 +119,7 @@ class UpnpMapper:
                     await self._call(self._point, "DeletePortMapping", arguments)
 
     def _fail(self, outcome: Outcome, reason: str) -> None:
-        """Note a failure. A granted mapping holds until its lease is over, even where a refresh fails."""
+        """Note a failure. A granted mapping holds until its lease is over, even if a renewal fails."""
         now = self._clock.monotonic()
         self.deadline = now + (LATER_SECONDS if self._granted is None else REFRESH_SECONDS)
         if self.mapping is not None and now < self._until:
@@ -132,7 +131,7 @@ class UpnpMapper:
     # --- what is asked -------------------------------------------------------------------------------
 
     async def _find(self) -> ControlPoint | None:
-        """Return where the router takes calls; None where it speaks no UPnP. Raises UpnpFault."""
+        """Return the router's control point; None if it does not speak UPnP. Raises UpnpFault."""
         with trio.socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             await asking.bind((self._host, 0))
             asking.setsockopt(socket.IPPROTO_IP, socket.IP_MULTICAST_TTL, 2)
@@ -162,8 +161,8 @@ class UpnpMapper:
     async def _answered(
         self, asking: trio.socket.SocketType, faults: list[UpnpFault]
     ) -> tuple[int, str] | None:
-        """Wait for an answer of the router that says where its description is; those of others say nothing.
-        What is wrong with its other answers goes to `faults`."""
+        """Wait for the router's answer with the place of its description; answers of others are ignored.
+        Errors in its other answers go to `faults`."""
         while len(faults) < ANSWERS_MAX:
             with suppress(ConnectionRefusedError):
                 data, source = await asking.recvfrom(SEARCH_BYTES_MAX + 1)
@@ -193,7 +192,7 @@ class UpnpMapper:
         self.deadline = self._clock.monotonic() + REFRESH_SECONDS
 
     async def _add(self, point: ControlPoint, transport: str, port: int, tries: int = PORTS_TRIED) -> int:
-        """Have a port mapped, or the next where another machine has it. Raises UpnpFault."""
+        """Map a port, or the next if another machine has it. Raises UpnpFault."""
         for outer in range(max(port, EXTERNAL_PORT_MIN), max(port, EXTERNAL_PORT_MIN) + tries):
             seconds = 0 if self._is_for_ever else LIFETIME_SECONDS
             try:

@@ -27,7 +27,8 @@ class VanishedConnections:
         self._is_doubting = False
 
     def look(self, silent_seconds: float | None = None) -> None:
-        """End those on which the kernel has repeated itself and heard nothing for so long, or as usual."""
+        """End connections on which the kernel has retransmitted without an answer for this long, by default
+        the usual time."""
         least_seconds = self._silent_seconds if silent_seconds is None else silent_seconds
         for connection in self._standing():
             if connection.has_vanished(least_seconds):

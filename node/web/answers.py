@@ -142,8 +142,7 @@ class RunningAnswers:
     @property
     def _cached(self) -> int:
         """Return the tokens of the prompts that had been read before: of several answers to one prompt, all
-        but the first reuse what the first one reads.
-        """
+        but the first reuse what the first one reads."""
         rows = [[self.generations[choice].shared for choice in row if choice in self.generations]
                 for row in self.prompts]  # fmt: skip
         return sum(min(row) for row in rows if row)
@@ -196,8 +195,7 @@ class ServiceAnswers:
 
     async def open(self, request: AnswerRequest, held: AsyncExitStack, owner: str = "") -> RunningAnswers:
         """Begin all answers of a request; they end with `held`. Cached prompts are never shared between
-        owners. Raises FormProblem.
-        """
+        owners. Raises FormProblem."""
         service = await self._find(request.model)
         text = await self._text(service, held)
         if request.logprobs is not None and text is None:
@@ -441,8 +439,7 @@ def _schemas(tools: Sequence[Mapping[str, Any]]) -> Tools:
 
 def _rule_for(rule: AnswerRule, facts: TextFacts, prompt: PromptTokens) -> AnswerRule | None:
     """Return a rule for a model's chats, with its format of calls and its reasoning before the answer; None
-    if its calls cannot be constrained.
-    """
+    if its calls cannot be constrained."""
     calls = held_calls(rule, facts.calls)
     if calls is None:
         return None

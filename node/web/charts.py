@@ -21,8 +21,7 @@ POINT_COLUMNS = ("step", "at", "loss", "samples_per_second", "bubble", "utilisat
 Point = list[float | None]
 Mark = list[Any]
 """(unix seconds, step, kind, text), where kind is death, dropped, leave, join, plan, resume, checkpoint,
-validation, accuracy or state.
-"""
+validation, accuracy or state."""
 
 
 @dataclass

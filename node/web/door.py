@@ -52,8 +52,7 @@ Send = Callable[[bytes], Awaitable[None]]
 @dataclass(frozen=True)
 class HttpRequest:
     """One request. `headers` have names in lower case; `path` is decoded; the last value of a repeated query
-    name counts. `held` is closed once the answer is sent, or the client has hung up.
-    """
+    name counts. `held` is closed once the answer is sent, or the client has hung up."""
 
     method: str
     path: str
@@ -104,8 +103,7 @@ def _explain(_path: str, refusal: RequestRefusal) -> Response:
 @dataclass(frozen=True)
 class DoorRules:
     """The rules of a door besides answering: `guard` checks method, path and headers; `explain` formats a
-    refusal for a path; with `tls` the door speaks only HTTPS.
-    """
+    refusal for a path; with `tls` the door speaks only HTTPS."""
 
     is_owner: Callable[[HttpRequest], bool]
     new_id: Callable[[], str]
@@ -176,8 +174,7 @@ class HttpServer:
 
     def _enter_doorway(self, connection: "_Connection") -> "tuple[_Connection, ...] | None":
         """Give a connection a short time to identify itself while all places are taken; return the
-        connections that lose their doorway place for it, None if it gets none.
-        """
+        connections that lose their doorway place for it, None if it gets none."""
         gone: tuple[_Connection, ...] = ()
         if len(self._doorway) >= self.rules.settings.doorway_max:
             found = self._crowded_out(connection)
@@ -191,8 +188,7 @@ class HttpServer:
     def _crowded_out(self, new: "_Connection") -> "_Connection | None":
         """Return the connection that loses its place in a full doorway: the newest of the source with the
         most there, if the new connection's source has fewer; else the oldest whose time is over, of a source
-        with at least as many. Sending bytes keeps no place: they cost nothing.
-        """
+        with at least as many. Sending bytes keeps no place: they cost nothing."""
         strangers = [each for each in self._doorway if not each.is_owner and each.silent_since < inf]
         counts = Counter(each.source for each in strangers)
         own, most = counts[new.source], max(counts.values(), default=0)

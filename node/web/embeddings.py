@@ -1,6 +1,5 @@
 """Vectors of texts from served encoders, for `/v1/embeddings`. Texts only pass through and are stored
-nowhere.
-"""
+nowhere."""
 
 from contextlib import AsyncExitStack
 from functools import partial

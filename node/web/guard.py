@@ -28,8 +28,7 @@ HEADERS = (
     ("x-frame-options", "DENY"),
 )
 """Headers of every answer: the page cannot be framed, read from another origin, or made to load foreign
-files.
-"""
+files."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,7 @@ def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> Reque
 
 def refuse_elsewhere(_method: str, _path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
     """Return None for a program's request to a door beyond this machine: its key is in a header that a
-    stranger's page cannot set. Requests of pages of any origin are refused.
-    """
+    stranger's page cannot set. Requests of pages of any origin are refused."""
     if "origin" in headers or headers.get("sec-fetch-site", "none") != "none":
         return RequestRefusal(HTTPStatus.FORBIDDEN, "programs are served, and no pages")
     return None
@@ -77,8 +75,7 @@ def refuse_action(headers: Mapping[str, str], token: str) -> RequestRefusal | No
 
 def refuse_reader(headers: Mapping[str, str], query: Mapping[str, str], token: str) -> RequestRefusal | None:
     """Return None for a request with the token in its header, or in its query, since a browser's live stream
-    and download have no custom headers. That address is never shown, and sent to nobody else.
-    """
+    and download have no custom headers. That address is never shown, and sent to nobody else."""
     given = headers.get(TOKEN_HEADER) or query.get("token", "")
     if not hmac.compare_digest(given.encode("utf-8", "replace"), token.encode()):
         return RequestRefusal(HTTPStatus.UNAUTHORIZED, "open the page with the line of: `peerloom page`")

@@ -95,8 +95,7 @@ class Live:
 
     async def follow(self, after: int | None) -> AsyncGenerator[tuple[int, str, bytes], None]:
         """Yield (number, kind, JSON) of a snapshot and deltas, or of the deltas after a number, without end;
-        kind is reset, delta, or an empty beat.
-        """
+        kind is reset, delta, or an empty beat."""
         position = after
         while True:
             if position is None or position > self.number or (self._ring_start() > position):

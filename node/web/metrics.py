@@ -83,8 +83,7 @@ class Metrics:
         held: Iterable[tuple[Service, Listing]] = (),
     ) -> bytes:
         """Return all metrics in the text form. `own` are the page's own gauges by name; `held` are the
-        services with a stage here, and the state of that stage.
-        """
+        services with a stage here, and the state of that stage."""
         registry = CollectorRegistry(auto_describe=False)
         told = [
             *self._told(),

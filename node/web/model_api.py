@@ -212,8 +212,7 @@ class ModelApi:
 
     async def _read(self, body: bytes, kind: type[AskedForm]) -> tuple[AskedForm, AnswerRequest]:
         """Return a request in its form, and the common request; a long one is read in a thread. Raises
-        FormProblem.
-        """
+        FormProblem."""
         if len(body) <= READ_HERE_BYTES_MAX:
             return _asked(body, kind)
         return await self._seams.executor.run(partial(_asked, body, kind))

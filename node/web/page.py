@@ -175,8 +175,7 @@ class Page:
 
     async def _open_shared(self, nursery: trio.Nursery, host: str, port: int) -> int:
         """Serve models beyond this machine; return the port. Their requests need not name this machine as
-        Host, and cannot reach the page.
-        """
+        Host, and cannot reach the page."""
         rules = DoorRules(
             is_owner=self._has_key,
             new_id=self._new_id,
@@ -206,8 +205,7 @@ class Page:
 
     def _links(self) -> dict[str, float]:
         """Return the members that have proved their identity to this node, with the seconds of a join through
-        them, 0 if there was none.
-        """
+        them, 0 if there was none."""
         state, network = self._node.state, self._node.seams.network
         joined = {join.peer: join.seconds for join in state.joins if join.outcome == "ok"}
         return {
@@ -218,8 +216,7 @@ class Page:
 
     def _ways(self) -> dict[str, str]:
         """Return, by member, the way to it if it is not simply dialled: punched, or through a relay, and its
-        measured speed.
-        """
+        measured speed."""
         members = self._node.state.members
         found = {}
         for peer, member in members.items():
@@ -238,8 +235,7 @@ class Page:
     @property
     def link(self) -> str:
         """Return the address with the token, only for this user's browser: the part after # never
-        leaves it.
-        """
+        leaves it."""
         return f"{self._address}/#token={self.token}"
 
     def _is_owner(self, request: HttpRequest) -> bool:
@@ -296,8 +292,7 @@ class Page:
 
     async def _what_if(self, request: HttpRequest) -> Response:
         """Answer a prediction of a run without some peers: from its last step, and by the planner if this
-        node has its graph.
-        """
+        node has its graph."""
         run = request.query.get("run", "")
         view = self._node.state.runs.get(run)
         if view is None:
@@ -451,8 +446,7 @@ class Page:
 
 def _kept_token(seams: Seams) -> str:
     """Return the token of the last start, or a new one that is kept for the next, beside the keys and with
-    the same file modes.
-    """
+    the same file modes."""
     kept = seams.storage.read(TOKEN_NAME) or b""
     if len(kept) == 2 * TOKEN_BYTES and kept.isalnum():
         return kept.decode()
@@ -464,8 +458,7 @@ def _kept_token(seams: Seams) -> str:
 
 def _tls_of(web: Web) -> ssl.SSLContext | None:
     """Return the TLS context for HTTPS; None without it. Raises UsageError: the certificate
-    cannot be used.
-    """
+    cannot be used."""
     if web.cert is None:
         return None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

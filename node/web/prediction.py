@@ -51,8 +51,7 @@ class Predictor:
 
     async def predict(self, run: str, without: Set[str]) -> dict[str, Any] | None:
         """Return the plan with all peers and that without the peers of these keys; None: this node has no
-        graph of it.
-        """
+        graph of it."""
         node = self._node
         members = node.runs.members.values()
         member = next((each for each in members if each.run.text == run), None)

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 TOTAL_MAX = 64
 """Requests of all keys that are answered at once: the door has 256 generations, and a request takes up to
-eight.
-"""
+eight."""
 IN_FLIGHT_USUAL = 16
 """For one key, unless it was made with another limit."""
 IN_FLIGHT_MAX = TOTAL_MAX

@@ -16,19 +16,16 @@ class WebSettings:
     connections_max: int = 128
     """Connections. A browser opens six a page. One more displaces the longest silent one: strangers before
     those that have shown the token, and among strangers those of the address with the most. Connections of
-    this machine are told apart only by the token. 128.
-    """
+    this machine are told apart only by the token. 128."""
 
     doorway_max: int = 32
     """Further connections, which may identify themselves: a browser's six, and a few clients'. Those that
     show the token or a key are served; of the others a new one displaces the oldest, or the newest of an
-    address with too many. 0 for none. 32.
-    """
+    address with too many. 0 for none. 32."""
 
     doorway_seconds: float = 2.0
     """How long each of those keeps its connection, however full the doorway is: a TLS handshake and a request
-    take three round trips. A flood that fills the doorway holds it for as long. 2.
-    """
+    take three round trips. A flood that fills the doorway holds it for as long. 2."""
 
     request_seconds_max: float = 5.0
     """From a request's first byte to its last. 5."""

@@ -90,8 +90,7 @@ class FormProblem(Exception):
 @dataclass(frozen=True)
 class Chat:
     """A conversation for chat templates: turns with `role`, `content`, `tool_calls` and so on, the tools that
-    the model may call, and further arguments of the template.
-    """
+    the model may call, and further arguments of the template."""
 
     turns: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
@@ -104,8 +103,7 @@ Prompt = str | tuple[int, ...] | Chat
 @dataclass(frozen=True)
 class AnswerRequest:
     """Answers that a client wants of a model, one for each prompt and choice. None means the model's maximum
-    of tokens, and a random seed.
-    """
+    of tokens, and a random seed."""
 
     model: str
     prompts: tuple[Prompt, ...]
@@ -144,8 +142,7 @@ class TokenSaid:
 @dataclass(frozen=True)
 class TextPiece:
     """More text of an answer, or of the reasoning before it, in whole characters; `tokens` are those since
-    the last piece, if requested.
-    """
+    the last piece, if requested."""
 
     choice: int
     text: str
@@ -179,8 +176,7 @@ class AnswerEnd:
 @dataclass(frozen=True)
 class TokenUsage:
     """Tokens of prompts (and those cached from an earlier answer) and tokens made (and those that are
-    reasoning).
-    """
+    reasoning)."""
 
     prompt: int = 0
     made: int = 0
@@ -211,8 +207,7 @@ class AskedForm(Protocol):
 
 class AnswerWriter(Protocol):
     """Makes an answer, or its event stream. Each method returns bytes to send, possibly empty; for a complete
-    answer the caller discards them and sends only `whole`.
-    """
+    answer the caller discards them and sends only `whole`."""
 
     def begin(self) -> bytes: ...
     def piece(self, piece: TextPiece) -> bytes: ...

@@ -214,8 +214,7 @@ class ChatMessage(msgspec.Struct, frozen=True):
 
 class ChatRequest(SampledRequest, frozen=True, kw_only=True):
     """`/v1/chat/completions`. Tools go to the model's template unchanged; those that are not functions are
-    ignored.
-    """
+    ignored."""
 
     messages: Annotated[tuple[ChatMessage, ...], msgspec.Meta(min_length=1, max_length=TURNS_MAX)]
     max_tokens: TokenCount | None = None

@@ -21,8 +21,7 @@ _LETTERS = re.compile(
 def custom_function(tool: dict[str, Any]) -> dict[str, Any]:
     """Return a tool of the type custom as a function in the form of chat completions. A regular expression
     becomes the pattern of its text; a Lark grammar goes into the description. Raises FormProblem: the format
-    is invalid.
-    """
+    is invalid."""
     text: dict[str, Any] = {"type": "string"}
     description = tool.get("description")
     description = description if isinstance(description, str) else ""

@@ -36,8 +36,7 @@ class EmbeddingsRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 def read_embeddings(data: bytes) -> tuple[EmbeddingsRequest, Texts]:
     """Return a request, and each of its texts or token rows; takes milliseconds if they are many. Raises
-    FormProblem.
-    """
+    FormProblem."""
     request = read_form(data, EmbeddingsRequest)
     return request, _texts_of(request.input)
 

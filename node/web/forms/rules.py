@@ -1,6 +1,5 @@
 """The rules of an answer in each form: schemas, regular expressions, grammars, and tools that
-must be called.
-"""
+must be called."""
 
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -173,8 +172,7 @@ def rule_of_answer(
     strict: frozenset[str] = frozenset(),
 ) -> tuple[AnswerRule | None, str]:
     """Return the rule of an answer that may have to be calls, and the field with it. Calls of `strict` tools
-    follow their schemas even if the model need not call any. Raises FormProblem.
-    """
+    follow their schemas even if the model need not call any. Raises FormProblem."""
     if not choice.is_forced:
         if asked is not None and tools:
             asked = msgspec.structs.replace(asked, tools=_rule_tools(tools), is_single=choice.is_single)
@@ -198,8 +196,7 @@ def _rule_tools(tools: tuple[dict[str, Any], ...]) -> tuple[RuleTool, ...]:
 
 def function_tools(tools: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     """Return the tools that are functions; other kinds belong to other servers. Raises FormProblem: one has
-    no name, or invalid parameters.
-    """
+    no name, or invalid parameters."""
     found = []
     for number, tool in enumerate(tools):
         function = tool.get("function")
