@@ -220,10 +220,12 @@ class RealNetwork:
         """The listening places, as IP literals and ports."""
         return self._places
 
-    def knock_at(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Try whether datagrams get through to a peer at these addresses."""
+    def knock_at(
+        self, peer: PeerId, addresses: Sequence[Address], may_send: Callable[[Address, int], bool]
+    ) -> None:
+        """Try whether datagrams get through to a peer at these addresses, as far as the bytes may be sent."""
         if self._datagrams is not None:
-            self._datagrams.knock(self._clock.monotonic(), peer, addresses, anew=True)
+            self._datagrams.knock(self._clock.monotonic(), peer, addresses, anew=True, may_send=may_send)
 
     def heard_at(self, peer: PeerId) -> float:
         """Return when a datagram of this peer came last; minus infinity for never."""

@@ -8,8 +8,9 @@ other's listening socket accepts one side's dial, that ordinary connection does 
 
 import socket
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from contextlib import suppress
+from functools import partial
 from random import Random
 
 import trio
@@ -21,7 +22,7 @@ from crypto.identity import PeerId
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.seams import Clock, Stream
-from node.transport.address_policy import ip_of, is_global
+from node.transport.address_policy import Place, ip_of, is_global
 from node.transport.introductions import Introductions
 from node.transport.network import RealNetwork
 from node.transport.observers import ASK_SECONDS, Observers
@@ -41,7 +42,9 @@ from node.transport.punch_messages import (
 )
 from node.transport.punching import (
     RETRY_SECONDS,
+    SYNS_BYTES,
     TRANSPORTS,
+    OfferAllowance,
     PunchBudget,
     Transport,
 )
@@ -55,11 +58,16 @@ FLIGHT_SECONDS = 0.5
 """The side that waits for the other's first flight, on top of two round trips: after it the connection was
 taken by the other's listening socket, which waits as well."""
 KNOCKS_SECONDS = (0.0, 0.25, 0.75)
-"""When a handshake by datagram is tried, after both have begun: at most three packets to each address."""
+"""When a handshake by datagram is tried, after both have begun: at most three packets to each address, and to
+all addresses of an offer what `OfferAllowance` leaves."""
 OBSERVED_FRESH_SECONDS = 60.0
 """A datagram's source is told to its sender for so long: routers keep a mapping as long, or nearly."""
 INTRODUCERS_MAX = 2
 """Peers that are asked, one after the other, to bring this node together with one that it cannot reach."""
+
+
+PunchConnect = Callable[[Sequence[Place], Address, Sequence[float]], Awaitable[trio.SocketStream]]
+"""As `connect_from`: from one of the places where this node listens, again after each pause."""
 
 
 class Puncher:
@@ -72,7 +80,9 @@ class Puncher:
         rng: Random,
         peers: Callable[[], Collection[PeerId]],
         counters: Counter[str],
+        connect: PunchConnect = connect_from,
     ) -> None:
+        self._connect = connect
         self._network = network
         self._clock = clock
         self._counters = counters
@@ -238,8 +248,7 @@ class Puncher:
                 outside = None  # it listens there, and was seen at another port
             every = dict.fromkeys(([] if outside is None else [outside]) + near)
             places[transport] = tuple(str(each) for each in every)[:CANDIDATES_MAX]
-        offer = PunchOffer(places["tcp"], places["udp"])
-        return PunchOffer(offer.tcp, offer.udp, bytes(max(0, OFFER_BYTES_MIN - len(encode(offer)))))
+        return PunchOffer(places["tcp"], places["udp"], bytes(OFFER_BYTES_MIN))
 
     async def _dial(
         self, peer: PeerId, teller: PeerId, offer: PunchOffer, round_trip_seconds: float, *, is_first: bool
@@ -250,12 +259,15 @@ class Puncher:
         tcp = self._admitted(peer, offer.tcp, teller=via)
         udp = self._admitted(peer, offer.udp, [each.host for each in tcp], teller=via)
         until = trio.current_time() + DIAL_SECONDS
+        allowance = OfferAllowance(len(encode(offer)))
+        tcp = [each for each in tcp if allowance.take(each, SYNS_BYTES[each.kind])]
         async with trio.open_nursery() as knocking:
-            knocking.start_soon(self._knock, peer, udp)
+            knocking.start_soon(self._knock, peer, udp, allowance)
             done = trio.Event()
             async with trio.open_nursery() as nursery:
                 for address in tcp:
-                    nursery.start_soon(self._dial_one, peer, address, round_trip_seconds, is_first, done)
+                    dial = partial(self._dial_one, peer, address, round_trip_seconds, is_first, allowance)
+                    nursery.start_soon(dial, done)
                 with trio.move_on_at(until):
                     await done.wait()
                 nursery.cancel_scope.cancel()
@@ -281,24 +293,31 @@ class Puncher:
     def _is_reached(self, peer: PeerId) -> bool:
         return any(path.way != "relayed" for path in self._network.multiplexed.of(peer))
 
-    async def _knock(self, peer: PeerId, addresses: Sequence[Address]) -> None:
+    async def _knock(self, peer: PeerId, addresses: Sequence[Address], allowance: OfferAllowance) -> None:
         began, since = trio.current_time(), self._clock.monotonic()
         for seconds in KNOCKS_SECONDS:
             await trio.sleep_until(began + seconds)
             if self._network.heard_at(peer) >= since:
                 self._counters["punched_udp"] += 1
                 return
-            self._network.knock_at(peer, addresses)
+            self._network.knock_at(peer, addresses, allowance.take)
 
     async def _dial_one(
-        self, peer: PeerId, address: Address, round_trip_seconds: float, is_first: bool, done: trio.Event
+        self,
+        peer: PeerId,
+        address: Address,
+        round_trip_seconds: float,
+        is_first: bool,
+        allowance: OfferAllowance,
+        done: trio.Event,
     ) -> None:
         try:
-            transport = await connect_from(self._network.listening, address, PUNCH_RETRIES_SECONDS)
+            transport = await self._connect(self._network.listening, address, PUNCH_RETRIES_SECONDS)
             is_first = is_first or not await _speaks(transport, 2 * round_trip_seconds + FLIGHT_SECONDS)
             secured = await secure(transport, self._network.credentials, address.of(peer), is_first=is_first)
         except Unreachable:
             return
+        allowance.proved(address)
         if done.is_set():
             secured.transport.socket.close()
             return

@@ -52,6 +52,12 @@ PAIR_INTRODUCED_PER_SECOND, PAIR_INTRODUCED_BURST = 1 / 60, 2.0
 PAIRS_MAX = 4_096
 ALL_INTRODUCED_PER_SECOND, ALL_INTRODUCED_BURST = 2.0, 16.0
 """The same of all: each costs two streams for seconds, and a dozen messages."""
+SENT_PER_BYTE_MAX = 4 / 3
+"""Bytes that one offer has this node send, for each byte that it has, to all hosts together that have not
+proved to be its peer: who lies about its addresses gains next to nothing. What a host behind a router needs,
+three initiations and three SYNs, is less than that of a filled offer."""
+SYNS_BYTES = {"ip4": 3 * 60, "ip6": 3 * 80}
+"""The packets by which one host is dialled, as the kernel repeats them, or this node after a refusal."""
 OBSERVERS_MAX = 3
 """Peers that are asked where they see this node. Two show whether it is everywhere alike."""
 OBSERVED_SECONDS = 900.0
@@ -172,6 +178,31 @@ class PunchBudget:
         if len(self._tries) > PEERS_MAX:
             self._tries.popitem(last=False)
         return tries
+
+
+class OfferAllowance:
+    """The bytes that one offer, which had `offer_bytes`, may still have this node send. An answer alone frees
+    no host: a stranger's machine accepts or refuses connections too. Its peer has to be proved there."""
+
+    def __init__(self, offer_bytes: int) -> None:
+        self._left = SENT_PER_BYTE_MAX * offer_bytes
+        self._spent: dict[str, int] = {}
+        self._proved: set[str] = set()
+
+    def take(self, address: Address, count: int) -> bool:
+        """Note that so many bytes are sent to an address; return whether they may."""
+        if address.host in self._proved:
+            return True
+        if count > self._left:
+            return False
+        self._left -= count
+        self._spent[address.host] = self._spent.get(address.host, 0) + count
+        return True
+
+    def proved(self, address: Address) -> None:
+        """The peer of the offer has shaken hands at an address: what was sent to its host counts no more."""
+        self._proved.add(address.host)
+        self._left += self._spent.pop(address.host, 0)
 
 
 class IntroductionBudget:

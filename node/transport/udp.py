@@ -61,12 +61,22 @@ class Datagrams:
         self._waker.hasten()
         return True
 
-    def knock(self, now: float, peer: PeerId, addresses: Sequence[Address], *, anew: bool = False) -> None:
-        """Test whether datagrams get through to a peer; with `anew` even during such a test."""
-        routes = self._routes(addresses)
-        for packet in self._sessions.knock(now, peer, anew=anew) if routes else ():
-            for route in routes:
-                self._sockets.send(packet, route)
+    def knock(
+        self,
+        now: float,
+        peer: PeerId,
+        addresses: Sequence[Address],
+        *,
+        anew: bool = False,
+        may_send: Callable[[Address, int], bool] = lambda _address, _count: True,
+    ) -> None:
+        """Test whether datagrams get through to a peer; with `anew` even during such a test.
+        `may_send(address, bytes)` is asked before each packet."""
+        ways = [(address, route) for address in addresses if (route := self._sockets.route(address))]
+        for packet in self._sessions.knock(now, peer, anew=anew) if ways else ():
+            for address, route in ways:
+                if may_send(address, len(packet)):
+                    self._sockets.send(packet, route)
         self._waker.hasten()
 
     def doubt(self) -> None:
