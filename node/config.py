@@ -8,7 +8,7 @@ only list of settings: the flags, the environment names and the file keys are al
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -421,68 +421,57 @@ def _from_file_text(rule: SettingRule, text: str, document: toml.Document[Config
 
 
 def _build(values: Mapping[str, Any], *, may_move: bool) -> Config:
-    def section(**names: str) -> Iterator[tuple[str, Any]]:
-        return ((key, values[name]) for key, name in names.items() if name in values)
+    def section(**names: str) -> dict[str, Any]:
+        return {key: values[name] for key, name in names.items() if name in values}
 
-    top = dict(section(name="name", data_dir="data_dir", observer="observer"))
     return Config(
-        **top,
-        join=JoinSettings(**dict(section(seeds="join", remember="remember", lan="lan"))),
-        listen=Listen(**dict(section(addresses="listen", announce="announce", map="map")), may_move=may_move),
+        **section(name="name", data_dir="data_dir", observer="observer"),
+        join=JoinSettings(**section(seeds="join", remember="remember", lan="lan")),
+        listen=Listen(**section(addresses="listen", announce="announce", map="map"), may_move=may_move),
         swarm=SwarmSettings(
-            **dict(
-                section(
-                    name="swarm", preset="preset", scope="scope", key_file="key_file", work_bits="work_bits"
-                )
+            **section(
+                name="swarm", preset="preset", scope="scope", key_file="key_file", work_bits="work_bits"
             )
         ),
         resources=Resources(
-            **dict(
-                section(
-                    device="device",
-                    memory="memory",
-                    scratch="scratch",
-                    disk="disk",
-                    cores="cores",
-                    location="location",
-                    accept_runs="accept_runs",
-                    allow_unfenced="allow_unfenced",
-                    calibrate="calibrate",
-                    spare_process="spare_process",
-                )
+            **section(
+                device="device",
+                memory="memory",
+                scratch="scratch",
+                disk="disk",
+                cores="cores",
+                location="location",
+                accept_runs="accept_runs",
+                allow_unfenced="allow_unfenced",
+                calibrate="calibrate",
+                spare_process="spare_process",
             )
         ),
         offer=Offering(
-            **dict(
-                section(
-                    slots="slots",
-                    hours="hours",
-                    idle_seconds="idle",
-                    load_percent="load",
-                    mains_only="mains_only",
-                    battery_min_percent="battery_min",
-                    battery_low="battery_low",
-                    metered="metered",
-                    upload_bytes_per_second="upload",
-                    download_bytes_per_second="download",
-                    peers="peers",
-                    runs="runs",
-                    own_data="own_data",
-                    peer_sessions="peer_sessions",
-                    peer_tokens_per_minute="peer_tokens",
-                    peer_cache_percent="peer_cache",
-                )
+            **section(
+                slots="slots",
+                hours="hours",
+                idle_seconds="idle",
+                load_percent="load",
+                mains_only="mains_only",
+                battery_min_percent="battery_min",
+                battery_low="battery_low",
+                metered="metered",
+                upload_bytes_per_second="upload",
+                download_bytes_per_second="download",
+                peers="peers",
+                runs="runs",
+                own_data="own_data",
+                peer_sessions="peer_sessions",
+                peer_tokens_per_minute="peer_tokens",
+                peer_cache_percent="peer_cache",
             )
         ),
-        web=check_web(
-            replace(values.get("web", Web()), **dict(section(cert="web_cert", is_proxied="web_proxy")))
-        ),
-        log=Log(**dict(section(format="log", levels="log_levels"))),
+        web=check_web(replace(values.get("web", Web()), **section(cert="web_cert", is_proxied="web_proxy"))),
+        log=Log(**section(format="log", levels="log_levels")),
         relay=Relaying(
-            **dict(
-                section(enabled="relay", upload_bytes_per_second="relay_upload", circuits="relay_circuits")
-            )
+            **section(enabled="relay", upload_bytes_per_second="relay_upload", circuits="relay_circuits")
         ),
-        alerts=AlertSettings(**dict(section(webhook="alert_webhook", command="alert_command"))),
-        follow=Follow(**dict(section(key="follow", allow="follow_allow"))),
+        alerts=AlertSettings(**section(webhook="alert_webhook", command="alert_command")),
+        follow=Follow(**section(key="follow", allow="follow_allow")),
     )

@@ -71,11 +71,9 @@ def show_source(
         "decimal": decimal,
         "encoding": encoding,
         "header": header,
-        "classes": classes
-        if classes in ("words", "numbers", "amounts")
-        else [e for e in classes.split(",") if e],
+        "classes": _read_classes(classes),
         "channels": channels,
-        "prompt": (prompt or [""])[0] if len(prompt or ()) < 2 else prompt,
+        "prompt": prompt[0] if prompt and len(prompt) == 1 else prompt,
         "completion": completion,
         "messages": messages,
         "text": text,
@@ -83,10 +81,20 @@ def show_source(
         "form": form,
     }
     keys = {name: value for name, value in given.items() if value not in ("", (), [], None)}
-    reading = read_source(source, keys, model)
-    if as_json:
-        from node.content.reading import reading_document
+    _show_reading(read_source(source, keys, model), as_json=as_json)
 
+
+def _read_classes(text: str) -> str | list[str]:
+    """Return the kind of labels that a flag names, or the classes that it lists."""
+    if text in ("words", "numbers", "amounts"):
+        return text
+    return [name for name in text.split(",") if name]
+
+
+def _show_reading(reading: Any, *, as_json: bool) -> None:
+    from node.content.reading import reading_document
+
+    if as_json:
         show_json(reading_document(reading) or {})
     else:
         show(reading.lines())

@@ -25,7 +25,7 @@ from node.suggest import did_you_mean
 from node.text import counted
 
 if TYPE_CHECKING:
-    from partition.capture import Task
+    from partition.capture import Captured, Task
     from partition.capture.proof import Proof
     from partition.model.graph import Graph
 
@@ -78,23 +78,17 @@ def capture(
     """Capture a model with its loss: a graph that any peer can check, cut and run."""
     if dtype not in ("float32", "float64"):
         raise UsageError(f"--dtype {dtype}: want float32 or float64")
+    wanted = _Wanted(
+        source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
+    )
     if explain:
         unused = {"--out": out, "--split": split, "--together": together, "--no-proof": not proof}
         for flag in (name for name, given in unused.items() if given):
             raise UsageError(f"model capture: {flag} has no effect with --explain, which writes nothing")
-        chosen_type: Literal["float32", "float64"] = "float64" if dtype == "float64" else "float32"
-        _explain(_Wanted(source, sample, classes, tuple(settings or ()), chosen_type), as_json=as_json)
+        _explain(wanted, as_json=as_json)
         return
-    target = Path(out).expanduser() if out else Path(_stem(source) + GRAPH_SUFFIX)
-    if target.suffix != GRAPH_SUFFIX:
-        raise UsageError(f"--out {out}: want a name that ends in {GRAPH_SUFFIX}")
-    output_path(str(target))
-    wanted = _Wanted(
-        source, sample, classes, tuple(settings or ()), "float64" if dtype == "float64" else "float32"
-    )
+    target = _target(out, source)
     with _told():
-        from partition.capture.models.model_spec import task_has_values
-        from partition.capture.task import capture_task, captured_and_proved, check_admission
         from partition.capture.weights import write_weights
 
         show([f"capturing {source}"], sys.stderr)
@@ -105,16 +99,15 @@ def capture(
                 together=tuple(tuple(group.split(",")) for group in together or ()) or task.together,
                 name=task.name or _stem(source),
             )
-            proven = None
-            if proof and task_has_values(chosen):
-                captured, proven = captured_and_proved(chosen)
-            else:
-                captured = capture_task(chosen, unproved=not task_has_values(chosen))
-                check_admission(chosen, captured)
+            captured, proven = _capture(chosen, proof=proof)
         if captured.stored:
             _check_free(target)
             write_weights(target.with_suffix(VALUES_SUFFIX), captured)
         target.write_bytes(captured.data)
+    _show_captured(captured, proven, target, as_json=as_json)
+
+
+def _show_captured(captured: "Captured", proven: "Proof | None", target: Path, *, as_json: bool) -> None:
     from node.cli.model_summary import portrait, portrait_lines
 
     if captured.unused:
@@ -127,6 +120,27 @@ def capture(
         show([_proof_text(proven)], sys.stderr)
     look = command_span("model", "show", str(target))
     show([*portrait_lines(document), "", f"written to {target}; look: {look}"])
+
+
+def _target(out: str, source: str) -> Path:
+    """Return the file that a capture goes into. Raises UsageError."""
+    target = Path(out).expanduser() if out else Path(_stem(source) + GRAPH_SUFFIX)
+    if target.suffix != GRAPH_SUFFIX:
+        raise UsageError(f"--out {out}: want a name that ends in {GRAPH_SUFFIX}")
+    output_path(str(target))
+    return target
+
+
+def _capture(task: "Task", *, proof: bool) -> "tuple[Captured, Proof | None]":
+    """Capture a model, with a proof if it is wanted and the model has values. Raises CaptureRefused."""
+    from partition.capture.models.model_spec import task_has_values
+    from partition.capture.task import capture_task, captured_and_proved, check_admission
+
+    if proof and task_has_values(task):
+        return captured_and_proved(task)
+    captured = capture_task(task, unproved=not task_has_values(task))
+    check_admission(task, captured)
+    return captured, None
 
 
 def _explain(wanted: "_Wanted", *, as_json: bool) -> None:

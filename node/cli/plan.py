@@ -3,7 +3,7 @@ runs."""
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,15 +13,19 @@ from node.cli.outputs import output_path
 from node.cli.render import show, show_json
 from node.errors import UsageError
 
+if TYPE_CHECKING:  # the command line loads this file with every command
+    from node.planning.peers import Peers
+    from node.planning.report import PlanReport
+
+Model = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="Built-in, FILE.peerloom, PATH.py:FUNCTION, Hugging Face folder."),
+]
+
 
 def plan(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="Built-in, FILE.peerloom, PATH.py:FUNCTION, Hugging Face folder."
-        ),
-    ],
+    model: Model,
     peers: Annotated[
         str,
         typer.Option("--peers", metavar="FILE|live", help="Peers and links, or this node's swarm."),
@@ -63,25 +67,37 @@ def plan(
 ) -> None:
     """Show who would hold which layers of a model, how fast that would be, and why."""
     from node.cli.train import read_devices
-    from node.planning.peers import in_place, live_peers, read_peers
-    from node.planning.report import plan_document
+    from node.planning.peers import in_place
     from node.planning.request import graph_of, plan_over, wishes, with_together
-    from node.planning.screen import plan_lines
 
     wanted = wishes(batch, objective, microbatch, optimizer, stages, replicas, pipeline, replicas_min, goal)
     if svg:
         output_path(svg, "--svg")
-    if peers == "live":
-        folder = find_data_dir(context, data_dir)
-        offered = live_peers(ask(folder, "status"), ask(folder, "peers"), ask(folder, "measurements"))
-    else:
-        offered = read_peers(peers)
+    offered = _offered(peers, context, data_dir)
     graph = graph_of(model)
     groups = [group.split(",") for group in together or ()]
     wanted = with_together(wanted, graph, groups, keep_tied=keep_tied)
     report = plan_over(
         graph, in_place(offered, place), wanted, what_if=what_if, devices=read_devices(devices), name=model
     )
+    _show_plan(report, svg, explain=explain, as_json=as_json)
+
+
+def _offered(peers: str, context: typer.Context, data_dir: str) -> "Peers":
+    """Return the peers to plan with: those of a file, or of the node's swarm. Raises UsageError."""
+    from node.planning.peers import live_peers, read_peers
+
+    if peers != "live":
+        return read_peers(peers)
+    folder = find_data_dir(context, data_dir)
+    return live_peers(ask(folder, "status"), ask(folder, "peers"), ask(folder, "measurements"))
+
+
+def _show_plan(report: "PlanReport", svg: str, *, explain: bool, as_json: bool) -> None:
+    """Draw a plan into a file if one is named, and show it. Raises UsageError."""
+    from node.planning.report import plan_document
+    from node.planning.screen import plan_lines
+
     if svg:
         try:
             Path(svg).expanduser().write_text(report.to_svg(), encoding="utf-8")

@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,6 +19,10 @@ from node.cli.predict_words import Answers, Writing, predict_words, write_answer
 from node.cli.render import progress, show, show_json
 from node.errors import UsageError
 from node.text import counted
+
+if TYPE_CHECKING:  # the command line loads this file with every command
+    from node.content.model_folder import ModelFolder
+    from node.protocols.run_file import RunFile
 
 BATCH = 64
 COLUMNS_MAX = 64
@@ -63,11 +67,7 @@ def predict(
         kept = None
         if run:
             weights = str(folder / "weights.safetensors")
-            from node.cli.client import ask
-
-            home = find_data_dir(context, data_dir)
-            ask(home, "runs.fetch", {"run": run, "out": weights}, seconds=None)
-            kept = ask(home, "runs.show", {"run": run}).get("reading")
+            kept = _fetch_weights(find_data_dir(context, data_dir), run, weights)
         found = run_model(
             Path(run_file).expanduser(),
             Path(weights).expanduser(),
@@ -79,15 +79,32 @@ def predict(
         )
     if isinstance(found, Answers):
         _finish_answers(found, written, as_json=as_json)
-        return
+    else:
+        _finish_predictions(found, written, writing.prompts, as_json=as_json)
+
+
+def _fetch_weights(home: Path, run: str, out: str) -> Mapping[str, Any] | None:
+    """Have this machine's node write a run's weights into a file; return how the run's data was read, where
+    that is known."""
+    from node.cli.client import ask
+
+    ask(home, "runs.fetch", {"run": run, "out": out}, seconds=None)
+    reading: Mapping[str, Any] | None = ask(home, "runs.show", {"run": run}).get("reading")
+    return reading
+
+
+def _finish_predictions(
+    found: "Predictions", written: Mapping[str, Path], prompts: Sequence[str], *, as_json: bool
+) -> None:
+    """Show what a model predicted, and put it into files. Raises UsageError."""
     if "out" in written and written["out"].suffix == ".jsonl":
-        raise UsageError(f"--out {out}: this model writes no text", "--out FILE.csv or FILE.npz")
+        raise UsageError(f"--out {written['out']}: this model writes no text", "--out FILE.csv or FILE.npz")
     if "out" in written:
         write_predictions(written["out"], found)
     if "picture" in written:
-        from node.cli.predict_svg import picture as draw
+        from node.cli.predict_svg import picture
 
-        drawn = draw(
+        drawn = picture(
             confusion=found.confusion,
             inputs=found.inputs,
             predicted=found.predicted,
@@ -107,7 +124,7 @@ def predict(
         return
     told = "; no labels, so nothing to compare with" if found.truth is None else ""
     show([f"{counted(len(found.outputs), 'sample')}{told}"])
-    for text, value in zip(writing.prompts, found.predicted.reshape(-1), strict=False):
+    for text, value in zip(prompts, found.predicted.reshape(-1), strict=False):
         show([f"  {text} -> {_shown(value, found)}"])
     show([f"  {name} {value:.6g}" for name, value in found.metrics.items() if name != "samples"])
     show([f"written to {path}" for path in written.values()], sys.stderr)
@@ -181,36 +198,13 @@ def run_model(
     import numpy as np
     import safetensors
     import safetensors.numpy
-    from msgspec.structs import replace
 
-    from node.api.task_defaults import read_run
-    from node.cli.languages import model_folder_of
     from node.content.metrics import judge, predicted_of
     from node.content.samples import ITEM
-    from node.toml import read_text
     from partition.capture.errors import CaptureRefused
     from partition.capture.models.prediction import input_names, load_weights, make_task, outputs_of
 
-    run_file, _ = read_run(read_text(path), path.parent, str(path))
-    if run_file.model.endswith(GRAPH_SUFFIX):
-        raise UsageError(
-            f"{path}: model: {run_file.model} is a graph, which ends in its loss",
-            "name the function that makes the model: PATH.py:FUNCTION",
-        )
-    if ".py:" in run_file.model:
-        own = str(path.parent / Path(run_file.model).expanduser())
-        run_file = replace(run_file, model=own)
-    model = model_folder_of(run_file, path.parent)
-    writes = model is not None and model.kind in ("causal", "sequences")
-    if model is not None:
-        run_file = replace(run_file, model=str(model.path))
-    if (writing.prompts and not (model and model.is_of_text)) or (
-        writing != Writing(writing.prompts) and not writes
-    ):
-        raise UsageError(
-            f"{path}: model: {run_file.model} takes no text",
-            "leave out --prompt, --tokens and --temperature: they are for the model of a Hugging Face folder",
-        )
+    run_file, model = _model_of(path, writing)
     arrays, shape, classes, reading = _samples(run_file, path, data, folder, kept, writing.prompts)
     words = (
         list(reading.words) if reading is not None and reading.words else list(model.words) if model else []
@@ -220,7 +214,7 @@ def run_model(
         task = make_task(run_file.model, shape, classes, dtype=run_file.train.dtype, options=run_file.options)
         names = input_names(task)
         load_weights(task, stored)
-        if model is not None and writes:
+        if model is not None and _writes(model):
             return predict_words(
                 run_file,
                 path,
@@ -244,6 +238,42 @@ def run_model(
         return Predictions(outputs, predicted_of(outputs, None), columns, None, {}, None, words)
     judged = judge(outputs, truth)
     return Predictions(outputs, judged.predicted, columns, truth, judged.metrics, judged.confusion, words)
+
+
+def _model_of(path: Path, writing: Writing) -> "tuple[RunFile, ModelFolder | None]":
+    """Return the RUN.toml at `path`, its model named from here, and the Hugging Face folder that the model
+    is, if it is one. Raises UsageError: nothing can be predicted by it, or not in words."""
+    from msgspec.structs import replace
+
+    from node.api.task_defaults import read_run
+    from node.cli.languages import model_folder_of
+    from node.toml import read_text
+
+    run_file, _ = read_run(read_text(path), path.parent, str(path))
+    if run_file.model.endswith(GRAPH_SUFFIX):
+        raise UsageError(
+            f"{path}: model: {run_file.model} is a graph, which ends in its loss",
+            "name the function that makes the model: PATH.py:FUNCTION",
+        )
+    if ".py:" in run_file.model:
+        own = str(path.parent / Path(run_file.model).expanduser())
+        run_file = replace(run_file, model=own)
+    model = model_folder_of(run_file, path.parent)
+    if model is not None:
+        run_file = replace(run_file, model=str(model.path))
+    if (writing.prompts and not (model and model.is_of_text)) or (
+        writing != Writing(writing.prompts) and not (model and _writes(model))
+    ):
+        raise UsageError(
+            f"{path}: model: {run_file.model} takes no text",
+            "leave out --prompt, --tokens and --temperature: they are for the model of a Hugging Face folder",
+        )
+    return run_file, model
+
+
+def _writes(model: "ModelFolder") -> bool:
+    """Return whether a model of a Hugging Face folder answers in text."""
+    return model.kind in ("causal", "sequences")
 
 
 def _column(arrays: Mapping[str, Any], name: str, place: int, names: list[str], item: str) -> Any:

@@ -87,7 +87,7 @@ def predict_words(
     the run's test part. Raises UsageError, CaptureRefused."""
     from node.cli.languages import language_of
     from node.content.tokens import Tokens
-    from partition.capture.writing import Writer, judge_tokens, new_rows, sample_rows
+    from partition.capture.writing import Writer, judge_tokens
 
     language = language_of(run_file, path.parent, str(path))
     if language is None:
@@ -103,12 +103,6 @@ def predict_words(
         seed=writing.seed,
     )
     found = Answers()
-    if model.kind == "sequences":
-        rows = _sequence_rows(arrays)
-    elif "ids" in arrays:
-        rows = new_rows(arrays)
-    else:
-        rows = sample_rows(arrays)
     if not is_new:
         names = (
             ["input_ids"] if model.kind == "causal" else ["input_ids", "attention_mask", "decoder_input_ids"]
@@ -116,7 +110,7 @@ def predict_words(
         found.metrics = judge_tokens(task, names, _batches(arrays, model))
     found.samples = len(next(iter(arrays.values())))
     right = judged = 0
-    for number, (prompt, answer) in enumerate(rows):
+    for number, (prompt, answer) in enumerate(_prompts_and_answers(arrays, model)):
         if number >= WRITTEN_MAX and not (is_new or wants_all):
             break
         if model.is_own_length and model.kind == "causal" and len(prompt) >= model.length_max:
@@ -150,6 +144,17 @@ def write_prompts(folder: Path, prompts: Sequence[str], keys: Any, form: str) ->
                 record = {"prompt": prompt}
             file.write(json.dumps(record) + "\n")
     return path
+
+
+def _prompts_and_answers(
+    arrays: Mapping[str, Any], model: "ModelFolder"
+) -> Iterator[tuple[list[int], list[int]]]:
+    """Return each sample's prompt and true answer in tokens; the answer is empty where none is known."""
+    from partition.capture.writing import new_rows, sample_rows
+
+    if model.kind == "sequences":
+        return _sequence_rows(arrays)
+    return new_rows(arrays) if "ids" in arrays else sample_rows(arrays)
 
 
 def _sequence_rows(arrays: Mapping[str, Any]) -> Iterator[tuple[list[int], list[int]]]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -10,6 +10,9 @@ from node.cli.options import AsJson, DataDir
 from node.cli.render import show, show_json
 from node.errors import CheckFailed
 from node.text import counted
+
+if TYPE_CHECKING:  # the command line loads this file with every command
+    from node.doctor.steps import Steps
 
 
 def doctor(
@@ -64,17 +67,21 @@ def doctor(
             await look_there(steps, scene, there)
 
     trio.run(look)
-    document = {
-        "schema": "peerloom/doctor/1",
-        "ok": not steps.failed,
-        "steps": [step.document for step in steps.all],
-    }
     if as_json:
-        show_json(document)
+        show_json(checks_document(steps))
     else:
         show([conclusion(len(steps.all), len(steps.failed), there is None)])
     if steps.failed:
         raise typer.Exit(CheckFailed.exit_code)
+
+
+def checks_document(steps: "Steps") -> dict[str, Any]:
+    """Return all checks as a `peerloom/doctor/1` document."""
+    return {
+        "schema": "peerloom/doctor/1",
+        "ok": not steps.failed,
+        "steps": [step.document for step in steps.all],
+    }
 
 
 def step_lines(step: Mapping[str, Any]) -> list[str]:

@@ -64,6 +64,27 @@ class RunBestState(Protocol):
     def wanted(self, step: int) -> None: ...
 
 
+def _make_core(
+    service: CommitterService, run: Run, plan: Plan, saved: int, series: Series | None
+) -> core.Committer:
+    manifest = run.manifest
+    made: core.Committer = service.seams.core(
+        core.Committer,
+        service.signer.peer,
+        plan,
+        steps=manifest.steps,
+        evaluations=manifest.evaluations,
+        metrics=len(manifest.metrics),
+        save_every=manifest.save_every,
+        saved=saved,
+        skips_diverged=manifest.on_divergence == "continue",
+        validations=manifest.validations,
+        validation=manifest.validation,
+        series=series,
+    )
+    return made
+
+
 class CommitterShell:
     """Commits one run's steps from this node. `run` returns None when trained, or why it failed."""
 
@@ -88,21 +109,7 @@ class CommitterShell:
         neighbours saw it; `failures` is what went wrong under the plans before. Nothing was computed since
         `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` are to be computed
         again. `best` is what this member knows of validations."""
-        manifest = run.manifest
-        self.core: core.Committer = service.seams.core(
-            core.Committer,
-            service.signer.peer,
-            plan,
-            steps=manifest.steps,
-            evaluations=manifest.evaluations,
-            metrics=len(manifest.metrics),
-            save_every=manifest.save_every,
-            saved=saved,
-            skips_diverged=manifest.on_divergence == "continue",
-            validations=manifest.validations,
-            validation=manifest.validation,
-            series=best.series,
-        )
+        self.core = _make_core(service, run, plan, saved, best.series)
         self._best = best
         self._signer = service.signer
         self._run = run
@@ -125,7 +132,7 @@ class CommitterShell:
         self.refused: tuple[int, bool] | None = None
         """The micro-batch whose data ended the run, and whether it is one to train on."""
         self._lost_steps = lost_steps
-        self.saving = SaveInterval(manifest.save_every)
+        self.saving = SaveInterval(run.manifest.save_every)
         self._moved: Counter[PeerId] = Counter()
         self._events: deque[Any] = deque()
         self._waker = Waker(clock, lambda: self.core.deadline)

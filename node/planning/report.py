@@ -1,6 +1,7 @@
 """A plan with its reasons, and its forms: the `peerloom/plan/1` document, a screen, a picture. No torch."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -153,21 +154,7 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         "mode": report.mode,
         "pipeline": problem.pipeline,
         "optimizer": report.wanted.optimizer,
-        "stages": [
-            {
-                "stage": number + 1,
-                "first_layer": row.first_layer,
-                "last_layer": row.last_layer - 1,
-                "peers": [names[place] for place in row.peers],
-                "seconds": row.nanoseconds / 1e9,
-                "memory_bytes": row.memory_bytes,
-                "memory_offered_bytes": row.memory_offered,
-                "sent_bytes": row.sent_bytes,
-                "sent_seconds": row.sent_nanoseconds / 1e9,
-                "reduce_seconds": row.reduce_nanoseconds / 1e9,
-            }
-            for number, row in enumerate(played.stages)
-        ],
+        "stages": _stage_documents(played, names),
         "left_out": [{"peer": row.name, "reason": row.reason} for row in report.left_out],
         "samples_per_second": predicted.samples_per_second,
         "tokens_per_second": predicted.tokens_per_second,
@@ -194,15 +181,38 @@ def plan_document(report: PlanReport) -> dict[str, Any]:
         "goal": goal_document(report),
         "what_if": ",".join(report.what_if) or None,
         "what_if_gain": report.what_if_gain,
-        "timeline": [
-            {
-                "peer": names[bar.peer],
-                "stage": bar.stage + 1,
-                "microbatch": bar.microbatch,
-                "direction": bar.kind,
-                "start_seconds": bar.start / 1e9,
-                "end_seconds": bar.end / 1e9,
-            }
-            for bar in played.bars[:BARS_MAX]
-        ],
+        "timeline": _timeline(played, names),
     }
+
+
+def _stage_documents(played: Forecast, names: Sequence[str]) -> list[dict[str, Any]]:
+    return [
+        {
+            "stage": number + 1,
+            "first_layer": row.first_layer,
+            "last_layer": row.last_layer - 1,
+            "peers": [names[place] for place in row.peers],
+            "seconds": row.nanoseconds / 1e9,
+            "memory_bytes": row.memory_bytes,
+            "memory_offered_bytes": row.memory_offered,
+            "sent_bytes": row.sent_bytes,
+            "sent_seconds": row.sent_nanoseconds / 1e9,
+            "reduce_seconds": row.reduce_nanoseconds / 1e9,
+        }
+        for number, row in enumerate(played.stages)
+    ]
+
+
+def _timeline(played: Forecast, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the passes of one step, the first `BARS_MAX` of them."""
+    return [
+        {
+            "peer": names[bar.peer],
+            "stage": bar.stage + 1,
+            "microbatch": bar.microbatch,
+            "direction": bar.kind,
+            "start_seconds": bar.start / 1e9,
+            "end_seconds": bar.end / 1e9,
+        }
+        for bar in played.bars[:BARS_MAX]
+    ]

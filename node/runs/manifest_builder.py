@@ -66,17 +66,8 @@ def make_manifest(
     microbatch, recompute, frames = train.microbatch, train.recompute, train.frames
     if microbatch == "auto" or recompute == "auto" or frames == "auto" or train.mode == "auto":
         raise UsageError(f'{name}: what is "auto" has to be chosen before a manifest is made')
-    stages, layers = run_file.plan.stages, len(graph.layers)
-    if stages > layers:  # no peers that come would change that
-        raise UsageError(
-            f"{name}: plan.stages {stages}: the model has {layers} layers to cut between",
-            f"plan.stages = {layers} at most; 0 is as many as pay off",
-        )
-    if train.window and not (dataset.window or is_of_tokens):
-        raise UsageError(
-            f"{name}: train.window: has no effect on {run_file.data}, which is no text",
-            "leave train.window out",
-        )
+    _check_stages(run_file.plan.stages, len(graph.layers), name)
+    _check_window(run_file, is_of_text=bool(dataset.window or is_of_tokens), name=name)
     _check_microbatch(train.batch, microbatch, graph, name)
     sizes = bind_data(graph, dataset, microbatch, name)
     entry = train_entry(graph)
@@ -113,12 +104,35 @@ def make_manifest(
         objective=run_file.plan.objective,
         standbys=run_file.plan.standbys if run_file.plan.objective == "throughput" else 0,
     )
+    _check_admission(manifest, graph, name)
+    _check_frames(manifest, train.batch, graph, name)
+    return manifest
+
+
+def _check_stages(stages: int, layers: int, name: str) -> None:
+    """Refuse more stages than layers: no peers that come would change that. Raises UsageError."""
+    if stages > layers:
+        raise UsageError(
+            f"{name}: plan.stages {stages}: the model has {layers} layers to cut between",
+            f"plan.stages = {layers} at most; 0 is as many as pay off",
+        )
+
+
+def _check_window(run_file: RunFile, *, is_of_text: bool, name: str) -> None:
+    """Refuse a window for data that is no text. Raises UsageError."""
+    if run_file.train.window and not is_of_text:
+        raise UsageError(
+            f"{name}: train.window: has no effect on {run_file.data}, which is no text",
+            "leave train.window out",
+        )
+
+
+def _check_admission(manifest: Manifest, graph: Graph, name: str) -> None:
+    """Refuse a model that no provider would admit for this manifest. Raises UsageError."""
     try:
         check_model(manifest, graph)
     except RemoteProtocolError as error:
         raise UsageError(f"{name}: model: {error}") from None
-    _check_frames(manifest, train.batch, graph, name)
-    return manifest
 
 
 def _check_microbatch(batch: int, microbatch: int, graph: Graph, name: str) -> None:

@@ -86,11 +86,10 @@ class Membership:
     ) -> None:
         """`observe` is told of every event of the core as it is; `make` makes the core. With `look_up`, which
         finds the peers nearest to a key and hands them on, only the neighbourhood of this node is listed,
-        if it `is_scoped`. `instance` is random.
-        `look_for_life` is told where another node may live with this one's key; where one has begun earlier,
-        `yields` is told, and this node is to end without a goodbye, which all would take for the other's.
-        Where this one began earlier, `doubt` is to have it shake hands anew with every peer.
-        No peer is whose id has less than `work_bits` of work in it."""
+        if it `is_scoped`. `instance` is random. `look_for_life` is told where another node may live with this
+        one's key; where one has begun earlier, `yields` is told, and this node is to end without a goodbye,
+        which all would take for the other's. Where this one began earlier, `doubt` is to have it shake hands
+        anew with every peer. No peer is admitted whose id has less than `work_bits` of work in it."""
         self._network = network
         self._clock = clock
         self._publish = publish
@@ -101,41 +100,40 @@ class Membership:
         self._observe = observe
         self._has_left = False
         self.listeners = BroadcastListeners()
-        # The wall clock in milliseconds is above any incarnation of an earlier life.
-        incarnation = int(clock.wall() * 1000)
-        self._look_up = look_up = look_up if is_scoped else None
-        place = None if look_up is None else node_number
-        self.life = life_of(incarnation, instance)
+        self._look_up = look_up if is_scoped else None
         self._rivals: dict[int, None] = {}
         self._yields = yields
         self._doubt = doubt
         self._look_for_life = look_for_life
-        swim = make(
-            signer,
-            profile,
-            PRESETS[preset],
-            rng,
-            incarnation,
-            clock.monotonic(),
-            place=place,
-            instance=instance,
+        self._swim = self._make_core(
+            partial(make, signer, profile, PRESETS[preset], rng), instance, work_bits
         )
-        swim.locate(network.host_of)
+        self.life = life_of(self.incarnation, instance)
+        self.follow_clock()
+        self._driver = self._make_driver()
+        self.run = self._driver.run
+
+    def _make_core(self, make: Callable[..., Swim], instance: bytes, work_bits: int) -> Swim:
+        # The wall clock in milliseconds is above any incarnation of an earlier life.
+        incarnation = int(self._clock.wall() * 1000)
+        place = None if self._look_up is None else node_number
+        swim = make(incarnation, self._clock.monotonic(), place=place, instance=instance)
+        swim.locate(self._network.host_of)
         if work_bits:
             swim.scope.admits = partial(has_work, bits=work_bits)
-        self._swim = swim
-        self.follow_clock()
-        self._driver = Driver(
-            swim,
+        return swim
+
+    def _make_driver(self) -> Driver:
+        return Driver(
+            self._swim,
             PROTOCOL,
             Message,
             message_bytes_max=MESSAGE_BYTES_MAX,
-            network=network,
-            clock=clock,
+            network=self._network,
+            clock=self._clock,
             publish=self._on_event,
-            refuse=refuse,
+            refuse=self._refuse,
         )
-        self.run = self._driver.run
 
     @property
     def live(self) -> "Listed":

@@ -10,7 +10,7 @@ through the same gate as a stranger's graph. `partition.capture.proof` checks th
 model does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -135,29 +135,66 @@ def capture(
     forward = model.forward if through is None else partial(way.call, model)
     ports = _Ports(forward, example_inputs, labels, loss)
     told = (way.name, way.call, bounds, loss, metrics or {})
-    requests = [ports.request(*told, train=through is None, reduction=reduction)]
-    for key, (method, inputs, *rest) in (entries or {}).items():
-        call, signature = _method(model, method)
-        own: dict[str, Bounds] = {BATCH: bounds[BATCH][:2], **((rest[0] if rest else None) or {})}
-        requests.append(_Ports(signature, inputs, ()).request(key, call, own, None, {}, train=False))
-    parts = [_part(model, requests[0], may_fix=BATCH not in (dynamic or {}), unproved=unproved)]
-    found = parts[0][0].request
-    if loss is not None and (_draws_always(parts[0][1]) if evaluation is None else evaluation):
-        twin = replace(found, name=EVALUATE, train=False)
-        parts.append(_part(model, twin, unproved=True))
-    limits = {each.name: each for each in found.dynamics}
-    requests = [found, *(_within(each, limits) for each in requests[1:])]
-    parts += [_part(model, each, unproved=unproved) for each in requests[1:]]
+    first = ports.request(*told, train=through is None, reduction=reduction)
+    requests = [first, *_further_requests(model, entries or {}, bounds[BATCH][:2])]
+    may_fix = BATCH not in (dynamic or {})
+    requests, parts = _parts(model, requests, may_fix=may_fix, evaluation=evaluation, unproved=unproved)
     graph, stored = lower(name, parts, contents, _symbols(requests), groups)
+    graph = _with_cuts(graph, split, together)
+    return _captured(way.finish(graph), stored, parts, contents.parameters)
+
+
+def _with_cuts(graph: Graph, split: Sequence[str], together: Sequence[Sequence[str]]) -> Graph:
+    """Mark where a plan may cut. Raises CaptureRefused: the model has no such modules."""
     try:
-        graph = with_layers(graph, split=split, together=together)
+        return with_layers(graph, split=split, together=together)
     except ValueError as error:
         raise CaptureRefused(str(error)) from error
-    data = encode_graph(graph := way.finish(graph))
+
+
+def _captured(
+    graph: Graph, stored: tuple[tuple[str, Tensor], ...], parts: Sequence["Part"], parameters: Iterable[str]
+) -> Captured:
+    """Pass a finished graph through the gate that a stage has. Raises CaptureRefused."""
+    data = encode_graph(graph)
     try:
         check_graph(decode_graph(data))
     except RemoteProtocolError as error:
         raise CaptureRefused(f"no stage would accept this model: {error}") from error
+    used = _used_parameters(graph)
+    unused = tuple(path for path in parameters if path not in used)
+    functions = tuple(dict.fromkeys(each for exported, _ in parts for each in exported.functions))
+    draws = {exported.request.name: cleaned.draws for exported, cleaned in parts if cleaned.draws}
+    outputs = {exported.request.name: cleaned.outputs for exported, cleaned in parts}
+    return Captured(graph, data, graph_hash(data), stored, unused, functions, draws, outputs)
+
+
+Part = tuple[ExportedGraph, Cleaned]
+
+
+def _parts(
+    model: nn.Module,
+    requests: Sequence[ModelExport],
+    *,
+    may_fix: bool,
+    evaluation: bool | None,
+    unproved: bool,
+) -> tuple[list[ModelExport], list[Part]]:
+    """Capture each entry point within the sizes of the first one, and that one's evaluation where it needs a
+    graph of its own; return the entry points with those sizes, and the parts."""
+    parts = [_part(model, requests[0], may_fix=may_fix, unproved=unproved)]
+    found = parts[0][0].request
+    if found.loss is not None and (_draws_always(parts[0][1]) if evaluation is None else evaluation):
+        twin = replace(found, name=EVALUATE, train=False)
+        parts.append(_part(model, twin, unproved=True))
+    limits = {each.name: each for each in found.dynamics}
+    further = [_within(each, limits) for each in requests[1:]]
+    parts += [_part(model, each, unproved=unproved) for each in further]
+    return [found, *further], parts
+
+
+def _used_parameters(graph: Graph) -> set[str]:
+    """Return the names of the parameters that an entry point uses."""
     rows = {
         argument.row
         for entry in graph.entries
@@ -165,17 +202,10 @@ def capture(
         for argument in arguments_of(node)
         if isinstance(argument, ParameterValue)
     }
-    used = {path for row in rows for path in graph.parameters[row].names}
-    unused = tuple(path for path in contents.parameters if path not in used)
-    functions = tuple(dict.fromkeys(each for exported, _ in parts for each in exported.functions))
-    draws = {exported.request.name: cleaned.draws for exported, cleaned in parts if cleaned.draws}
-    outputs = {exported.request.name: cleaned.outputs for exported, cleaned in parts}
-    return Captured(graph, data, graph_hash(data), stored, unused, functions, draws, outputs)
+    return {path for row in rows for path in graph.parameters[row].names}
 
 
-def _part(
-    model: nn.Module, request: ModelExport, *, may_fix: bool = False, unproved: bool = False
-) -> tuple[ExportedGraph, Cleaned]:
+def _part(model: nn.Module, request: ModelExport, *, may_fix: bool = False, unproved: bool = False) -> Part:
     """Capture one entry point, with the sizes that the model takes where the caller gave none."""
     try:
         exported = export(model, request)
@@ -206,6 +236,15 @@ def _draws_always(cleaned: Cleaned) -> bool:
     """Return whether it draws random numbers in evaluation too."""
     rows = [OPERATORS[step.operator] for step in cleaned.steps]
     return any(row.random and not row.evaluate for row in rows)
+
+
+def _further_requests(
+    model: nn.Module, entries: Mapping[str, Further], batch: tuple[int, int]
+) -> Iterator[ModelExport]:
+    for key, (method, inputs, *rest) in entries.items():
+        call, signature = _method(model, method)
+        bounds: dict[str, Bounds] = {BATCH: batch, **((rest[0] if rest else None) or {})}
+        yield _Ports(signature, inputs, ()).request(key, call, bounds, None, {}, train=False)
 
 
 def _within(request: ModelExport, limits: Mapping[str, Dynamic]) -> ModelExport:

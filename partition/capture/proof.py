@@ -100,43 +100,20 @@ def prove(
     graph = captured.graph
     tolerance = tolerance_of(graph)
     counter = Materialised()
-    error = 0.0
-    with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
-        stack.enter_context(_without_fast_path())
-        stack.enter_context(restored(model))
-        stack.enter_context(with_values(model, seed, counter))
-        if not model.training:
-            model.train()
+    with _as_it_trains(model, seed, counter):
         first = graph.entries[0]
         form, tensors = form_of(model.forward, inputs, labels, loss)
         examples = given(graph, first, form, lively(tensors, seed))
         run = _Run(model, captured, first, _forward, examples, loss, metrics or {}, signs_of(seed), seed)
-        graphed = run.graphed(train=True)
-        wrong: list[str] = []
-        with compared(wrong):
-            trained = run.eager(train=True, beside=graphed)
-        error = compare(graph, first, trained, graphed, tolerance, "training")
-        if wrong:
-            raise CaptureRefused("\n".join(dict.fromkeys(wrong)))
+        trained, error = _compare_training(run, tolerance)
         model.eval()
         run = replace(run, given=examples.enlarged())
         twin = next((entry for entry in graph.entries if entry.name == EVALUATE), None)
         if twin is not None:
             run = replace(run, entry=twin, given=replace(run.given, entry=twin))
-        pairs = [("evaluation", run)]
-        for name, (method, own, *_) in (entries or {}).items():
-            entry = _entry(graph, name)
-            form, tensors = form_of(_signature(model, method), own, ())
-            further_examples = given(graph, entry, form, lively(tensors, seed))
-            call = partial(_call, method)
-            further = replace(run, entry=entry, call=call, given=further_examples, loss=None, metrics={})
-            pairs.append((f"'{name}'", further))
-        for when, each in pairs:
-            graphed = each.graphed(train=False)
-            eager = each.eager(train=False, beside=graphed)
+        for when, each in (("evaluation", run), *_further_runs(run, entries or {})):
             try:
-                error = max(error, compare(graph, each.entry, eager, graphed, tolerance, when))
+                error = max(error, _compare_evaluation(each, tolerance, when))
             except CaptureRefused as refusal:
                 if twin is not None or each is not run:
                     raise
@@ -154,6 +131,49 @@ def prove(
         materialised_bytes=counter.bytes_peak,
         sizes=examples.sizes,
     )
+
+
+@contextmanager
+def _as_it_trains(model: nn.Module, seed: int, counter: Materialised) -> Iterator[None]:
+    """Give the model values and put it into training; undo all of that afterwards."""
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(_without_fast_path())
+        stack.enter_context(restored(model))
+        stack.enter_context(with_values(model, seed, counter))
+        if not model.training:
+            model.train()
+        yield
+
+
+def _compare_training(run: "_Run", tolerance: float) -> tuple[Computed, float]:
+    """Return what the model computes of a step, and how far the graph is from it. Raises CaptureRefused."""
+    graphed = run.graphed(train=True)
+    wrong: list[str] = []
+    with compared(wrong):
+        trained = run.eager(train=True, beside=graphed)
+    error = compare(run.graph, run.entry, trained, graphed, tolerance, "training")
+    if wrong:
+        raise CaptureRefused("\n".join(dict.fromkeys(wrong)))
+    return trained, error
+
+
+def _compare_evaluation(run: "_Run", tolerance: float, when: str) -> float:
+    """Return how far the graph is from the model without a step. Raises CaptureRefused."""
+    graphed = run.graphed(train=False)
+    eager = run.eager(train=False, beside=graphed)
+    return compare(run.graph, run.entry, eager, graphed, tolerance, when)
+
+
+def _further_runs(run: "_Run", entries: Mapping[str, Further]) -> Iterator[tuple[str, "_Run"]]:
+    """Return what each further entry point is called in a refusal, and its run."""
+    graph = run.graph
+    for name, (method, inputs, *_) in entries.items():
+        entry = _entry(graph, name)
+        form, tensors = form_of(_signature(run.model, method), inputs, ())
+        examples = given(graph, entry, form, lively(tensors, run.seed))
+        call = partial(_call, method)
+        yield f"'{name}'", replace(run, entry=entry, call=call, given=examples, loss=None, metrics={})
 
 
 def _forward(model: nn.Module, *arguments: Any, **keywords: Any) -> Any:
