@@ -18,7 +18,7 @@ from crypto.identity import PeerId
 from node.errors import RunFailed, StreamClosed, Unreachable
 from node.protocols.services import SERVICES_PROTOCOL, Service, StopServiceBody, make_stop
 from node.runtime import Node
-from node.serving import hosting, serving
+from node.serving import hosting, streams
 from partition.serve.messages import (
     SERVE_PROTOCOL,
     Alive,
@@ -95,8 +95,8 @@ def check_bounds(group: Swarm) -> None:
         sessions = node.serving.provider._sessions.values()
         own = sum(each.door == group.nodes[NAME].peer for each in sessions)
         assert own <= SESSIONS_PER_DOOR_MAX
-        for link in node.serving._links._links.values():
-            assert link.waiting_bytes <= serving.QUEUE_BYTES_MAX
+        for link in node.serving._streams._links._links.values():
+            assert link.waiting_bytes <= streams.QUEUE_BYTES_MAX
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -12,6 +12,7 @@ from node.runs.runs import Runs
 from node.seams import Seams
 from node.services.discovery import Discovery
 from node.services.membership import Membership
+from node.serving.needs import ServingMachine, ServingSwarm
 from node.serving.serving import Serving
 from node.state import State
 from partition.serve.bounds import NO_BOUNDS, PeerBounds
@@ -77,23 +78,27 @@ def make_serving(node: ServingNode) -> Serving:
     serving = Serving(
         node.seams,
         node.signer,
+        ServingSwarm(
+            discovery=node.discovery,
+            live=runs.live,
+            named=lambda peers: named_peers(node, peers),
+            offers=runs.offers,
+            round_trip_seconds=node.membership.round_trip_seconds,
+            knowledge=lambda: runs.measurements.knowledge,
+            learn=runs.measurements.learn,
+            refuse=runs.refuse,
+        ),
+        ServingMachine(
+            slots=runs.slots,
+            machine=lambda: runs.machine,
+            accepts=lambda service: node.provider.refusal(service, node.peer),
+            bounds_of=lambda peer: peer_bounds(node, peer),
+            expect_stage=runs.readiness.expect,
+            publish=node.publish,
+        ),
         models=runs.models,
         blobs=node.checkpoints.store.blobs,
-        discovery=node.discovery,
-        slots=runs.slots,
-        machine=lambda: runs.machine,
-        offers=runs.offers,
-        accepts=lambda service: node.provider.refusal(service, node.peer),
-        live=runs.live,
-        round_trip_seconds=node.membership.round_trip_seconds,
-        named=lambda peers: named_peers(node, peers),
-        publish=node.publish,
-        refuse=runs.refuse,
-        expect_stage=runs.readiness.expect,
-        knowledge=lambda: runs.measurements.knowledge,
-        learn=runs.measurements.learn,
         receipts=runs.receipts,
-        bounds_of=lambda peer: peer_bounds(node, peer),
     )
     runs.hosted_beside = serving.hosted
     return serving

@@ -4,12 +4,9 @@
     async with serving.answer(service, wish) as it   tokens of a service, wherever it is held
 
 The rules are cores (`partition.serve`): a door, a provider, and for each service the upkeep of its replicas.
-All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is noticed at
-once.
 """
 
-from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import AbstractAsyncContextManager
 from typing import Any
 
@@ -23,36 +20,28 @@ from crypto.identity import PeerId
 from crypto.token_buckets import prefix_of
 from node.containment import contain, keep_running
 from node.content.graphs import Models
-from node.errors import StageFailed, StreamClosed, StreamEnded, UsageError
-from node.events import Event
-from node.pipeline.links import FormerVersion, Links
+from node.errors import StageFailed, StreamClosed, UsageError
 from node.placement.admission import Machine
-from node.placement.leases import Offer
-from node.placement.slots import LeaseSlots
 from node.planning.peers import LINKED_PEERS_MAX
 from node.protocols import services as wire
 from node.protocols.services import Service
 from node.runs.receipts import MeasuredWork, Receipts
-from node.seams import Seams, Stream, StreamLimits
-from node.services.discovery import Discovery
+from node.seams import Seams, Stream
 from node.serving.finding import Finder, Routes
 from node.serving.generations import Generation, Generations
 from node.serving.hosting import ServiceHost, ServiceMembership, declined
+from node.serving.needs import ServingMachine, ServingSwarm
 from node.serving.publishing import PublishedServices
 from node.serving.sources import ServedFiles
 from node.serving.stage import BatchRefused, HeldStage
-from node.serving.tensors import read_tensors, tensor_bytes, tensor_headers
+from node.serving.streams import ServingStreams
+from node.serving.tensors import read_tensors
 from node.serving.texts import Texts
 from node.storage.blobs import Blobs
 from node.waker import CoreGroup, Timed, Waker
-from partition.plan.observed import Knowledge
-from partition.serve.bounds import PeerBounds
 from partition.serve.door import GenerationWish
 from partition.serve.messages import (
-    MESSAGE_BYTES_MAX,
     REASON_LENGTH_MAX,
-    SERVE_PROTOCOL,
-    SERVE_PROTOCOL_FORMER,
     Alive,
     Answer,
     Carried,
@@ -65,7 +54,6 @@ from partition.serve.messages import (
     SessionClosed,
     SessionOpened,
     UnitWork,
-    in_former_version,
 )
 from partition.serve.provider import (
     ComputeBatch,
@@ -75,18 +63,6 @@ from partition.serve.provider import (
 )
 from partition.serve.provider import Event as ProviderEvent
 
-STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=4)
-"""One stream each way; another while a broken one is not yet noticed."""
-PAYLOAD_BYTES_MAX = 64 << 20
-"""One unit takes no more: 512 tokens at 32,768 float32 numbers each. Without a session none."""
-QUEUE_BYTES_MAX = 128 << 20
-"""Bytes that may wait for one peer: two of the largest units, or a hundred usual ones. A peer that does not
-read them is lost, with its sessions; otherwise a peer that sends requests and never reads would fill this
-machine's memory."""
-PARTNER_SECONDS = 60.0
-"""How long a peer may send tensors after its last session here ended: some are still on their way."""
-IDLE_SECONDS_MAX = 120.0
-"""A stream that is silent for this long is closed: members and doors send something each second."""
 REQUEST_SECONDS_MAX = 10.0
 NO_PAYLOAD = memoryview(b"")
 
@@ -94,77 +70,52 @@ RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
 
 
 class Serving:
-    """The service of services. `run` owns its tasks.
-
-    Long because it connects the cores of serving to the node; each of its parts is short.
-    """
+    """The service of services. `run` owns its tasks; `send` puts messages on their way."""
 
     def __init__(
         self,
         seams: Seams,
         signer: Signer,
+        swarm: ServingSwarm,
+        host: ServingMachine,
         *,
         models: Models,
         blobs: Blobs,
-        discovery: Discovery,
-        slots: LeaseSlots,
-        machine: Callable[[], Machine],
-        offers: Callable[[], Sequence[Offer]],
-        accepts: Callable[[Service], str | None],
-        live: Callable[[], Collection[PeerId]],
-        round_trip_seconds: Callable[[PeerId], float | None],
-        named: Callable[[Sequence[str]], list[PeerId]],
-        publish: Callable[[Event], None],
-        refuse: Callable[[PeerId, RemoteProtocolError], None],
-        expect_stage: Callable[[], None],
-        knowledge: Callable[[], Knowledge],
-        learn: Callable[[Collection[PeerId]], Awaitable[Knowledge]],
         receipts: Receipts,
-        bounds_of: Callable[[PeerId], PeerBounds],
     ) -> None:
         self.seams = seams
         self.signer = signer
         self.models = models
-        self.discovery = discovery
-        self.slots = slots
-        self.offers = offers
-        self.accepts = accepts
-        self.live = live
-        self.publish = publish
-        self.refuse = refuse
-        self.expect_stage = expect_stage
-        self.knowledge = knowledge
-        self.learn = learn
+        self.discovery = swarm.discovery
+        self.live, self.named, self.offers = swarm.live, swarm.named, swarm.offers
+        self.knowledge, self.learn = swarm.knowledge, swarm.learn
+        self._round_trip_seconds = swarm.round_trip_seconds
+        self.refuse = swarm.refuse
+        self.slots = host.slots
+        self._machine = host.machine
+        self.accepts, self.expect_stage = host.accepts, host.expect_stage
+        self.publish = host.publish
         self.receipts = receipts
         self.answered: Callable[[bytes, MeasuredWork, PeerId, tuple[int, int], int], None] = receipts.answered
-        self.named = named
         self.run_files: RunFiles = _no_runs
         """The files of a run's weights, by its id."""
-        self._machine = machine
-        self._round_trip_seconds = round_trip_seconds
         self.provider = seams.part(SessionProvider)(
-            source_of=self._source_of, weight_of=receipts.weight, bounds_of=bounds_of
+            source_of=self._source_of, weight_of=receipts.weight, bounds_of=host.bounds_of
         )
         self.hosting = ServiceHost(self)
         self.generations = Generations(self, signer.peer)
-        self._serving: Counter[PeerId] = Counter()
-        self._links = Links(
-            seams.network,
-            SERVE_PROTOCOL,
-            seams.clock,
-            deliver=self._deliver,
-            on_reconnected=lambda _peer: None,
-            on_stuck=self._lost,
-            on_broken=self._lost,
-            on_unopened=self._lost,
-            queue_bytes_max=QUEUE_BYTES_MAX,
-            former=FormerVersion(SERVE_PROTOCOL_FORMER, _as_former, self.generations.door.note_former),
+        self._streams = ServingStreams(
+            seams,
+            receive=self._receive,
+            lost=self._lost,
+            is_working_with=self._is_working_with,
+            note_former=self.generations.door.note_former,
+            refuse=self.refuse,
         )
+        self.send = self._streams.send
         self._nursery: trio.Nursery | None = None
         self._cores = CoreGroup(self._timed)
         self._waker = Waker(seams.clock, lambda: self._cores.deadline)
-        self._partners: dict[PeerId, float] = {}
-        """Until when a peer may send tensors."""
         self._over: dict[bytes, None] = {}
         """Services that were ended, the latest last."""
         self.finder = Finder(self)
@@ -177,9 +128,7 @@ class Serving:
         try:
             async with trio.open_nursery() as nursery:
                 self._nursery = nursery
-                await nursery.start(self._links.run)
-                self.seams.network.handle(SERVE_PROTOCOL, self._serve, STREAMS)
-                self.seams.network.handle(SERVE_PROTOCOL_FORMER, self._serve, STREAMS)
+                await nursery.start(self._streams.run)
                 self.seams.network.handle(wire.SERVICES_PROTOCOL, self._answer_request)
                 nursery.start_soon(keep_running, "serving", self._keep_awake)
                 task_status.started()
@@ -249,58 +198,9 @@ class Serving:
 
     # Messages
 
-    def send(self, sends: Sends) -> None:
-        """Put messages on their way."""
-        for peer, message in sends:
-            if isinstance(message, Carried):
-                told = replace(message.message, tensors=tensor_headers(message.arrays))
-                self._links.send(peer, encode(told), *tensor_bytes(message.arrays))
-            else:
-                self._links.send(peer, encode(message))
-
-    async def _serve(self, stream: Stream) -> None:
-        """Receive from a peer until its stream ends: then the peer is lost until it opens another. A stream
-        that moves to a better path has its successor by then."""
-        self._serving[stream.peer] += 1
-        is_moved = False
-        try:
-            while True:
-                received = None
-                with trio.move_on_after(IDLE_SECONDS_MAX):
-                    allowed = PAYLOAD_BYTES_MAX if self._is_partner(stream.peer) else 0
-                    received = await stream.receive_with_payload(allowed)
-                if received is None:
-                    return
-                await self._deliver(stream.peer, *received)
-        except StreamEnded:
-            is_moved = self._serving[stream.peer] > 1
-        except StreamClosed:
-            pass
-        finally:
-            self._serving[stream.peer] -= 1
-            self._serving += Counter()  # drops those that have none
-            if not is_moved:
-                self._lost(stream.peer)
-
-    def _is_partner(self, peer: PeerId) -> bool:
-        """Return whether a peer may send tensors: it shares, or shared a moment ago, a session or a service
-        with this node."""
-        now = self.seams.clock.monotonic()
-        if self.provider.knows(peer) or self.generations.door.knows(peer) or self.hosting.knows(peer):
-            self._partners = {each: until for each, until in self._partners.items() if until > now}
-            self._partners[peer] = now + PARTNER_SECONDS
-        return self._partners.get(peer, now) > now
-
-    async def _deliver(self, sender: PeerId, data: bytes, payload: memoryview = NO_PAYLOAD) -> None:
-        """Take one message; an invalid one is counted against its sender."""
-        try:
-            message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
-            if payload and not isinstance(message, UnitWork | Answer):
-                raise RemoteProtocolError(f"{len(payload)} bytes beside a message that has none")
-            self._receive(self.seams.clock.monotonic(), sender, message, payload)
-        except RemoteProtocolError as error:
-            self.refuse(sender, error)
-        await trio.lowlevel.checkpoint()
+    def _is_working_with(self, peer: PeerId) -> bool:
+        """Return whether a peer shares a session or a service with this node."""
+        return self.provider.knows(peer) or self.generations.door.knows(peer) or self.hosting.knows(peer)
 
     def _receive(self, now: float, sender: PeerId, message: Message, payload: memoryview) -> None:
         door, sends = self.generations.door, list[Any]()
@@ -339,7 +239,6 @@ class Serving:
     def _lost(self, peer: PeerId) -> None:
         """A stream from or to this peer ended, or cannot be opened."""
         now = self.seams.clock.monotonic()
-        self._links.forget(peer)
         self.provider.lost(peer)
         self.send([*self.generations.door.lost(now, peer), *self.hosting.lost(now, peer)])
         self.act()
@@ -473,12 +372,6 @@ class Serving:
 
 def _no_runs(name: str) -> AbstractAsyncContextManager[ServedFiles]:
     raise UsageError(f"run {name}: this node has no runs")
-
-
-def _as_former(data: bytes) -> bytes:
-    """Return an encoded message in the form of the previous version."""
-    message: Message = decode(data, Message, bytes_max=MESSAGE_BYTES_MAX)
-    return encode(in_former_version(message))
 
 
 def _short(error: object) -> str:

@@ -38,7 +38,7 @@ from node.seams import USUAL_STREAMS, StreamLimits
 from node.services import autonat, links, lives, metadata
 from node.services.relays import server as relays
 from node.services.relays.finding import RelayRecord
-from node.serving import serving
+from node.serving import streams
 from node.transport import punch_messages, relay_messages
 from partition.plan.change import Change
 from partition.plan.history import FIRST_PLAN_PURPOSE, SEGMENT_PURPOSE, Segment
@@ -94,7 +94,7 @@ PROTOCOLS = (
         serve.SERVE_PROTOCOL,
         serve.Message,
         payloads=True,
-        limits=serving.STREAMS,
+        limits=streams.STREAMS,
         former=serve.SERVE_PROTOCOL_FORMER,
     ),
     Protocol(services.SERVICES_PROTOCOL, services.Request, services.Reply),
