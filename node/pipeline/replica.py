@@ -1,27 +1,26 @@
 """The shell around a `partition.steps.replica.Replica`: its stage process, its frames, its all-reduce.
 
 One task computes, in the order in which the core says; messages are taken in between, so a probe or a new
-plan never waits for a product of matrices. The frames that the core keeps lie in a
-`node.pipeline.frame_store`.
+plan never waits for a product of matrices.
 """
 
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import trio
-from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
-from crypto.facts import Fact, Signer
+from crypto.facts import Signer
 from crypto.identity import PeerId
 from gossip.allreduce import Part
 from node.errors import PayloadRefused, StageDiverged, StageFailed
 from node.pipeline.codec_choice import LinkCodecs
-from node.pipeline.frame_store import FRAMES_BYTES_MAX, FrameStore
+from node.pipeline.frame_store import FRAMES_BYTES_MAX
 from node.pipeline.spans import Spans
+from node.pipeline.stage_frames import StageFrames
 from node.pipeline.stage_reduction import StageReduction
 from node.pipeline.state_transfer import fill
 from node.pipeline.work_meter import WorkMeter
@@ -29,19 +28,13 @@ from node.placement.admission import TRAIN
 from node.protocols.runs import FetchState
 from node.seams import Seams, Stage
 from partition import stage as api
-from partition.codecs.codec import Codec, Payload
 from partition.plan.plan import FIRST_VALUES, Plan
 from partition.steps import replica as core
 from partition.steps.frame_archive import FrameArchive
 from partition.steps.frames import (
-    PAYLOAD_BYTES_MAX,
-    Direction,
-    FrameHeader,
     OpenedFrame,
     Outgoing,
     check_signed,
-    make_frame,
-    read_header,
 )
 from partition.steps.messages import BadFrame
 from partition.steps.schedule import Schedule
@@ -63,27 +56,11 @@ class _Export:
     data: bytes | None = None
 
 
-@dataclass(frozen=True)
-class FrameDraft:
-    """A frame but for what it is signed for: it may be sent again under another plan."""
-
-    payload: Payload
-    step: int
-    microbatch: int
-    stage: int
-    direction: Direction
-    train: bool
-
-
-_T = TypeVar("_T")
 _Vector = np.ndarray[Any, np.dtype[Any]]
 
 
 class ReplicaShell:
-    """Hosts one stage of one run on this node.
-
-    Long because one task owns the stage's process: its frames, sums and copies are in its order.
-    """
+    """Hosts one stage of one run on this node."""
 
     def __init__(
         self,
@@ -138,8 +115,9 @@ class ReplicaShell:
         self._is_over = False
         self._filling = trio.CancelScope()
         self._is_changing = self._is_changed = False
-        self._codecs = codecs
-        self._frames = seams.part(FrameStore)(seams.storage, seams.executor, frames_bytes_max)
+        self._frames = StageFrames(
+            signer, self.core, seams, send, codecs, archive, self._meter, frames_bytes_max
+        )
         self._failure: StageFailed | None = None
         self._computing: int | None = None
         self.failed = trio.Event()
@@ -195,18 +173,11 @@ class ReplicaShell:
         """A frame that has come, in memory it may stay in until its step is applied; None where there is no
         room, and the stage fails."""
         try:
-            kept = replace(frame, payload=await self._frames.keep(frame.payload))
-            self._note(kept.header, kept.fact, kept.payload)
-            return kept
+            return await self._frames.keep(frame)
         except StageFailed as error:
             self._failure = error
             self._more.set()
             return None
-
-    def _note(self, header: FrameHeader, fact: Fact, payload: Payload) -> None:
-        """Keep a frame of training for audits that come later."""
-        if header.train:
-            self._archive.note(self._seams.clock.monotonic(), self.core.plan.run, header, fact, payload)
 
     def reconnected(self, peer: PeerId) -> None:
         """A link to `peer` was opened anew: send again what it may have lost."""
@@ -251,7 +222,7 @@ class ReplicaShell:
                     sends = sends + self.core.waits(event.answer(left, peers, for_sums=for_sums))
         for peer, message in sends:
             if isinstance(message, Outgoing):
-                self._send_frame(peer, message)
+                self._frames.send(peer, message)
             elif not isinstance(message, BadFrame) or self._is_proof(message):
                 self._send(peer, message)
         self._more.set()
@@ -322,15 +293,15 @@ class ReplicaShell:
                 work.train,
                 work.input,
                 work.labels,
-                codec=self._codec_towards(-1 if self.core.is_last else +1),
+                codec=self._frames.codec_towards(-1 if self.core.is_last else +1),
             )
         )
         assert isinstance(done, api.Forwarded)
         self._meter.rounded(done.rounding, is_gradient=self.core.is_last)
         sends = self.core.forwarded(
             work,
-            output=await self._draft(work, done.output, +1, "input", train=work.train),
-            gradient=await self._draft(work, done.gradient, -1, "gradient", train=True),
+            output=await self._frames.draft(work, done.output, +1, "input", train=work.train),
+            gradient=await self._frames.draft(work, done.gradient, -1, "gradient", train=True),
             samples=done.samples,
             loss=done.loss,
             metrics=done.metrics,
@@ -339,18 +310,12 @@ class ReplicaShell:
 
     async def _backward(self, work: core.BackwardReady) -> None:
         done = await self._call(
-            api.Backward(work.step, work.microbatch, work.gradient, codec=self._codec_towards(-1))
+            api.Backward(work.step, work.microbatch, work.gradient, codec=self._frames.codec_towards(-1))
         )
         assert isinstance(done, api.BackwardDone)
         self._meter.rounded(done.rounding, is_gradient=True)
-        draft = await self._draft(work, done.gradient, -1, "gradient", train=True)
+        draft = await self._frames.draft(work, done.gradient, -1, "gradient", train=True)
         self._pass_on(self.core.backwarded(work, gradient=draft))
-
-    def _codec_towards(self, towards: int) -> Codec:
-        """Return what goes to the stage after this one, or back to the one before, is packed with."""
-        stages, other = self.core.plan.stages, self.core.stage + towards
-        receivers = [PeerId(peer) for peer in stages[other].replicas] if 0 <= other < len(stages) else []
-        return self._codecs.codec(receivers, is_gradient=towards < 0)
 
     async def _remove(self, work: core.SubtractReady) -> None:
         """Replay a micro-batch that another replica counts, with the other sign."""
@@ -358,45 +323,6 @@ class ReplicaShell:
         if work.gradient is not None:
             await self._call(api.Backward(work.step, work.microbatch, work.gradient, sign=-1))
         self._pass_on(self.core.removed(work))
-
-    async def _draft(
-        self,
-        work: core.ForwardReady | core.BackwardReady,
-        payload: Payload | None,
-        towards: int,
-        direction: Direction,
-        *,
-        train: bool,
-    ) -> FrameDraft | None:
-        if payload is None:
-            return None
-        if len(payload.data) > PAYLOAD_BYTES_MAX:
-            raise StageFailed(
-                f"a frame of {len(payload.data)} bytes, at most {PAYLOAD_BYTES_MAX} can be sent"
-            )
-        await self._codecs.learn(payload, is_gradient=direction == "gradient")
-        payload = await self._frames.keep(payload)
-        return FrameDraft(payload, work.step, work.microbatch, self.core.stage + towards, direction, train)
-
-    def _send_frame(self, peer: PeerId, outgoing: Outgoing) -> None:
-        """Sign a frame for the plan and attempt in force."""
-        draft = outgoing.frame
-        assert isinstance(draft, FrameDraft)
-        key = (draft.microbatch, draft.direction) if draft.train else None
-        self._meter.sent(len(draft.payload.data), key, is_gradient=draft.direction == "gradient")
-        frame = make_frame(
-            self._signer,
-            draft.payload,
-            plan=self.core.plan_hash,
-            step=draft.step,
-            microbatch=draft.microbatch,
-            attempt=outgoing.attempt,
-            stage=draft.stage,
-            direction=draft.direction,
-            train=draft.train,
-        )
-        self._note(read_header(frame.header), frame.header, draft.payload)
-        self._send(peer, frame, draft.payload.data)
 
     async def _fill(self, work: core.FillReady) -> None:
         digest = work.digest

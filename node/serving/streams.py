@@ -1,7 +1,7 @@
 """The streams between nodes that serve: messages of sessions each way, and tensors from partners alone.
 
-All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is noticed at once:
-then the peer is lost, until it opens another.
+All messages between two nodes go by one stream each way (`node.pipeline.links`), whose end is noticed at
+once: then the peer is lost, until it opens another.
 """
 
 from collections import Counter

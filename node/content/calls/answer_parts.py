@@ -41,3 +41,60 @@ class CallOver:
 
 
 Part = TextPart | ReasoningPart | CallBegun | CallArguments | CallOver
+
+
+class AnswerParts:
+    """The parts of one answer that were read and not taken yet. Calls are numbered as they begin."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        """Complete calls."""
+        self.number = 0
+        """The number of the call that is read now, or of the next one."""
+        self._is_in_call = False
+        self._parts: list[Part] = []
+
+    def take(self) -> list[Part]:
+        """Return the parts, neighbours of one kind as one."""
+        parts, self._parts = self._parts, []
+        joined: list[Part] = []
+        for part in parts:
+            last = joined[-1] if joined else None
+            if isinstance(part, TextPart | ReasoningPart) and type(last) is type(part):
+                assert isinstance(last, TextPart | ReasoningPart)
+                joined[-1] = type(part)(last.text + part.text)
+            else:
+                joined.append(part)
+        return joined
+
+    def say(self, text: str) -> None:
+        """Add text of the answer."""
+        if text:
+            self._parts.append(TextPart(text))
+
+    def reason(self, text: str) -> None:
+        """Add reasoning."""
+        if text:
+            self._parts.append(ReasoningPart(text))
+
+    def begin(self, name: str) -> None:
+        """Begin a call of this tool."""
+        self.leave()
+        self._is_in_call = True
+        self._parts.append(CallBegun(self.number, name))
+
+    def argue(self, text: str) -> None:
+        """Add to the arguments of the call."""
+        if text:
+            self._parts.append(CallArguments(self.number, text))
+
+    def end(self) -> None:
+        """End the call: it is complete."""
+        self._parts.append(CallOver(self.number))
+        self.leave()
+        self.calls += 1
+
+    def leave(self) -> None:
+        """Count the call that has begun, even if it is malformed: the next call has another number."""
+        self.number += self._is_in_call
+        self._is_in_call = False
