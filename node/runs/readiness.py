@@ -20,6 +20,7 @@ import psutil
 import trio
 
 from node.placement.admission import Machine
+from node.runs.occupancy import Occupancy
 from node.seams import Seams
 from node.services.measurements import Measurements
 
@@ -76,7 +77,7 @@ class ReadinessService(Protocol):
     @property
     def has_slot(self) -> bool: ...
 
-    hosted_beside: Callable[[], Mapping[bytes, bytes]]
+    occupancy: Occupancy
 
 
 class Readiness:
@@ -160,7 +161,7 @@ class Readiness:
         """Return whether a stage is likely: a witness is the first to be asked for a dead member's stage,
         which must open at once; a member of a service is asked for another stage while answers wait for
         it."""
-        is_asked_first = bool(self._service.hosted_beside()) or any(
+        is_asked_first = bool(self._service.occupancy.beside()) or any(
             member.is_witness for member in self._members()
         )
         return self._is_kept_idle or is_asked_first

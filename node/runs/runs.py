@@ -5,8 +5,7 @@ leaving members (`member_lost`), not a timer of our own; only a run without any 
 time, so that a lease cannot be held for ever.
 """
 
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +16,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Signer
 from crypto.identity import PeerId
 from crypto.noise import Data
-from node.containment import contain, failure_text, keep_running, place_of
+from node.containment import keep_running
 from node.content import datasets as datasets
 from node.content.dataset_store import DataFiles, Lanes
 from node.content.graphs import Models
@@ -29,7 +28,6 @@ from node.pipeline.links import Links
 from node.pipeline.spans import Spans
 from node.placement.admission import Machine
 from node.placement.leases import PlacementFailed, release, start
-from node.placement.slots import LeaseSlots
 from node.protocols import calls
 from node.protocols import runs as wire
 from node.protocols.manifest import Run, run_text
@@ -46,6 +44,7 @@ from node.runs.local_mode import LocalMode
 from node.runs.member import RunMember
 from node.runs.member_news import MemberNews
 from node.runs.needs import Beside, RunHost, SwarmView
+from node.runs.occupancy import Occupancy
 from node.runs.outside import RunsOutside
 from node.runs.own_data import OwnDataSets
 from node.runs.placing import place_run
@@ -56,25 +55,17 @@ from node.runs.recovery import forget_files, recover, run_name
 from node.runs.revising import Revising
 from node.runs.server import RunServer
 from node.runs.stopping import Stopping
+from node.runs.tasks import RunTasks
 from node.runs.traces import Traces
-from node.runs.vacating import is_standby
 from node.seams import Seams
 from partition.plan.history import History, first_history
 from partition.plan.plan import Plan, plan_hash
 from partition.run.decliners import Decliners
-from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.reliability import RunLosses
-
-TRAINING_SECONDS = 60.0
-"""How long after its last step, or its beginning, a program that averages counts as training: longer than a
-step of most."""
 
 
 class Runs:
-    """The service of runs. `run` owns its tasks; it announces all news by `publish`.
-
-    Long because it is the face of a service: what the node, its commands and other nodes ask of runs.
-    """
+    """The service of runs. `run` owns its tasks; it announces all news by `publish`."""
 
     def __init__(
         self,
@@ -97,7 +88,6 @@ class Runs:
         self.guests, self.places = beside.guests, beside.places
         self.averaging, self.measurements = beside.averaging, beside.measurements
         self.sends_less: Callable[[], bool] = lambda: False
-        self.measurements.is_computing = self._is_computing
         self.models = seams.part(Models)(seams, self._graphs_needed, self.guests, self.limits.graphs)
         self.receipts = Receipts(
             seams,
@@ -109,15 +99,17 @@ class Runs:
         )
         self.copies.came = self.receipts.checkpoint_came
         self.averaging.averaged = self._averaged
-        self.hosted_beside: Callable[[], Mapping[bytes, bytes]] = dict
-        """The other holders of this node's slots (services), each with its graph."""
-        self.slots = LeaseSlots(seams, host.slots, self._hosted)
+        self.members: dict[bytes, RunMember] = {}
+        self._tasks = RunTasks(self)
+        self.start_task, self.containing = self._tasks.start, self._tasks.containing
+        self.occupancy = Occupancy(self, host.slots)
+        self.measurements.is_computing = self.occupancy.is_computing
+        self.slots = self.occupancy.slots
         self.queue = Queue(self, host.slots)
         self.losses = RunLosses()
         self.spans = Spans()
         self.traces = Traces(seams, self.spans, self.refuse)
         self.audits = Audits(self)
-        self.members: dict[bytes, RunMember] = {}
         self._observe = host.observe
         self.inbox = PipelineInbox(self)
         self.archive = ArchiveShell(seams, signer.peer)
@@ -126,8 +118,17 @@ class Runs:
         self.outside = RunsOutside(self, signer.peer)
         self.stopping = Stopping(self)
         self.revising = Revising(self)
-        self.data = DataFiles(
-            seams,
+        self.data = self._make_data()
+        self.news = MemberNews(self)
+        self.readiness = Readiness(self, self.members.values, self.limits.spares)
+        self.decliners = Decliners()
+        self._requests = RunServer(self)
+        self.links = self._make_links(swarm.suspect)
+        self.left: dict[str, bool] = {}
+
+    def _make_data(self) -> DataFiles:
+        return DataFiles(
+            self.seams,
             self.checkpoints.store.blobs,
             refuse=self.refuse,
             start_task=partial(self.start_task, of=None),
@@ -135,27 +136,23 @@ class Runs:
             came=self._data_came,
             served=self.receipts.served,
         )
-        self.news = MemberNews(self)
-        self.readiness = Readiness(self, self.members.values, self.limits.spares)
-        self.decliners = Decliners()
-        self._requests = RunServer(self)
-        self.links = seams.part(Links)(
-            seams.network,
+
+    def _make_links(self, suspect: Callable[[PeerId], None]) -> Links:
+        return self.seams.part(Links)(
+            self.seams.network,
             wire.PIPELINE_PROTOCOL,
-            seams.clock,
+            self.seams.clock,
             deliver=self.inbox.deliver,
             on_reconnected=self.news.reconnected,
-            on_stuck=swarm.suspect,
-            on_broken=partial(self.news.link_broken, swarm.suspect),
+            on_stuck=suspect,
+            on_broken=partial(self.news.link_broken, suspect),
         )
-        self.nursery: trio.Nursery | None = None
-        self.left: dict[str, bool] = {}
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; then end every stage that this node hosts."""
         try:
             async with trio.open_nursery() as nursery:
-                self.nursery = nursery
+                self._tasks.nursery = nursery
                 await nursery.start(self.links.run)
                 await nursery.start(self.local.run)
                 nursery.start_soon(keep_running, "receipts", self.receipts.run)
@@ -185,7 +182,7 @@ class Runs:
 
     def _graphs_needed(self) -> list[bytes]:
         going = [run.manifest.graph_hash for run in self._going]
-        return [*going, *self.hosted_beside().values(), *self.checkpoints.store.graphs]
+        return [*going, *self.occupancy.beside().values(), *self.checkpoints.store.graphs]
 
     @property
     def _going(self) -> list[Run]:
@@ -227,26 +224,6 @@ class Runs:
     def has_slot(self) -> bool:
         """Return whether a stage may be placed here."""
         return self.slots.free > 0
-
-    def _hosted(self) -> list[bytes]:
-        """Return the runs that have a slot here. A run that this node only follows makes room at once."""
-        exact = [
-            run
-            for run, member in self.members.items()
-            if member.hosts and not is_standby(member, self.signer.peer)
-        ]
-        local = [run for run, member in self.local.members.items() if member.crew.is_training]
-        return [*exact, *local, *self.hosted_beside()]
-
-    def _is_computing(self) -> bool:
-        """Return whether this node computes, or is about to: a stage, the steps of its own run, or the
-        training and averaging of a program in its process."""
-        now = self.seams.clock.monotonic()
-        return (
-            bool(self.slots.taken() or self.local.members)
-            or any(member.plan and not member.is_witness for member in self.members.values())
-            or any(now - run.stepped_at < TRAINING_SECONDS for run in self.averaging.runs)
-        )
 
     # The requester's side
 
@@ -309,51 +286,6 @@ class Runs:
         """Return the short ids of the runs in memory."""
         return [run_text(run) for run in (*self.members, *self.local.members)]
 
-    # Tasks
-
-    def start_task(self, task: Callable[..., Awaitable[object]], *arguments: object, of: Run | None) -> None:
-        """Run `task(*arguments)` beside the service, until it ends or the node does. A failing task `of` a
-        run ends that run here, never the node."""
-        assert self.nursery is not None, "Runs.run was not started"
-        self.nursery.start_soon(self._run_task, of, task, *arguments)
-
-    async def _run_task(
-        self, of: Run | None, task: Callable[..., Awaitable[object]], *arguments: object
-    ) -> None:
-        if of is None:
-            with contain(place_of(task)):
-                await task(*arguments)
-            return
-        with self.containing(of, place_of(task)):
-            await task(*arguments)
-
-    @contextmanager
-    def containing(self, run: Run, place: str) -> Iterator[None]:
-        """End the run as failed, and nothing else, if the block fails unexpectedly: its half-done work cannot
-        be trusted."""
-        with contain(f"run {place}") as part:
-            yield
-        if part.error is not None and self.nursery is not None:
-            self.nursery.start_soon(self._fail, run, part.error)
-
-    async def _fail(self, run: Run, error: Exception) -> None:
-        member, local = self.members.get(run.id), self.local.members.get(run.id)
-        if member is None and local is None:
-            return  # it had ended already
-        reason = failure_text(error)[:REASON_LENGTH_MAX]
-        if local is not None:
-            with contain("run in local mode ending after a failure"):
-                await self.local.give_up(run.id, "failed", reason)
-        if member is None:
-            return
-        with contain("run ending after a failure") as ending:
-            await member.fail(reason)
-        if ending.error is not None and self.members.get(run.id) is member:
-            with contain("run closing after a failure"):
-                await member.close_stage()
-            with contain("run ending after a failure"):
-                await self.ended(member, "failed", reason, "", is_here=False)
-
     # The end of the node
 
     async def leave(self) -> None:
@@ -367,7 +299,7 @@ class Runs:
 
         async with trio.open_nursery() as nursery:
             for member in list(self.members.values()):
-                nursery.start_soon(self._run_task, member.run, leave, member)
+                nursery.start_soon(self._tasks.run, member.run, leave, member)
 
     # Messages of a step
 
@@ -461,7 +393,7 @@ class Runs:
                     self.links.forget(peer)
         at = self.seams.clock.wall()
         self.publish(run_ended(at, member.run, outcome, detail, weights, is_here=is_here))
-        if is_here and self.nursery is not None:
+        if is_here and self._tasks.nursery is not None:
             self.start_task(self.provide, member.run.text, weights, of=None)
 
     def note_guests(self) -> None:

@@ -100,5 +100,5 @@ def make_serving(node: ServingNode) -> Serving:
         blobs=node.checkpoints.store.blobs,
         receipts=runs.receipts,
     )
-    runs.hosted_beside = serving.hosted
+    runs.occupancy.beside = serving.hosted
     return serving

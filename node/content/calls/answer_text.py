@@ -11,7 +11,7 @@ SPACE = " \t\r\n"
 
 
 class AnswerText:
-    """One answer's text. From `hold` on, dropped text is held back until it is known whether a call begins."""
+    """One answer's text. After `hold`, dropped text is held back until it is known whether a call begins."""
 
     def __init__(self) -> None:
         self.rest = ""
