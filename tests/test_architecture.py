@@ -72,6 +72,8 @@ FLOORS = (
         "library",
         "optimizer",
         "service_settings",
+        "own_machine",
+        "joined_services",
         "runtime",
         "changing",
         "following",

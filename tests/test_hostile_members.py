@@ -195,7 +195,7 @@ def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
 
             # It would take a stage if it were asked, but it is not.
             liar.membership.update(
-                replace(liar._profile(), metadata=encode_metadata(liar.capacity, accepts_runs=False))
+                replace(liar.machine.profile(), metadata=encode_metadata(liar.capacity, accepts_runs=False))
             )
             await trio.sleep(2)
             run, events = await train(group, "e", manifest(), watch)

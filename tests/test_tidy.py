@@ -17,7 +17,6 @@ LONG_FILES = {
     "gossip/averaging/attempt.py",
     "gossip/state_table.py",
     "node/optimizer/wrapper.py",
-    "node/runtime.py",
     "partition/run/member.py",
     "partition/steps/committer.py",
     "partition/steps/replica.py",

@@ -39,9 +39,9 @@ def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
             async with trio.open_nursery() as nursery:
                 for node in nodes:
                     # The load of a busy machine may have used up the changes that a node may announce.
-                    assert node._standing._changes.take(trio.current_time())
+                    assert node.machine.standing._changes.take(trio.current_time())
                     node.measurements.calibration = REFERENCE
-                    node._calibrated(REFERENCE)
+                    node.machine.calibrated(REFERENCE)
                     nursery.start_soon(node.measurements.run, REFERENCE)
                 await trio.sleep(KNOWN_SECONDS)
                 peers = [node.peer for node in nodes]

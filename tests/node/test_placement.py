@@ -59,7 +59,7 @@ def claim(node: Node, flops_per_second: float) -> None:
     said = read_metadata(encode_metadata(node.capacity, accepts_runs=True))
     assert said is not None
     said = msgspec.structs.replace(said, flops_per_second=flops_per_second)
-    node.membership.update(replace(node._profile(), metadata=encode(said)))
+    node.membership.update(replace(node.machine.profile(), metadata=encode(said)))
 
 
 def decline(node: Node, asked: list[str], name: str) -> None:
