@@ -191,7 +191,7 @@ def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         for node in world.group.nodes.values():  # what they hold stays, and they can hold no more
-            node.capacity = replace(node.capacity, memory_free_bytes=1)
+            node.machine.capacity = replace(node.machine.capacity, memory_free_bytes=1)
         world.crash(other(world, "c"))
         await trio.sleep(60)
         await spare(world, "x")
