@@ -80,6 +80,8 @@ class Foundation:
 class JoinedServices:
     """Those of one node."""
 
+    runs: Runs
+
     def __init__(self, base: Foundation) -> None:
         self._base = base
         self.peer, self.provider, self.stopping = base.peer, base.provider, base.stopping

@@ -25,7 +25,14 @@ LONG_FILES = {
 CLASS_LINES_MAX = 350
 REASON = re.compile(r"\bLong because\s+\S")
 """How a docstring says why a file or a class of the product is longer, each time with its own reason."""
-FUNCTION_LINES_MAX = 90
+FUNCTION_LINES_MAX = 60
+TEST_FUNCTION_LINES_MAX = 90
+"""A test may tell one long story."""
+LONG_FUNCTIONS = {
+    "node/local/member.py __init__": "makes each part of a member in local mode, in order",
+    "node/main.py main": "the flags that start a node: each stands once, as the help shows it",
+}
+"""Functions of the product that may be longer, and why. The list only shrinks."""
 LINE_LENGTH_MAX = 110
 TEST_NAME_WORDS_MIN = 3
 TEST_NAME_WORDS_MAX = 12
@@ -238,12 +245,19 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
 
 
 def test_functions_are_short() -> None:
-    functions = [
-        (f"{source.place}:{node.lineno} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1)
-        for source in EVERYTHING
-        for node in source.functions
-    ]
-    assert [function for function in functions if function[1] > FUNCTION_LINES_MAX] == []
+    program = {source.place for source in PROGRAM}
+    long, found = [], set()
+    for source in EVERYTHING:
+        is_product = source.place in program
+        bound = FUNCTION_LINES_MAX if is_product else TEST_FUNCTION_LINES_MAX
+        for node in source.functions:
+            name, length = f"{source.place} {node.name}", (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > bound and name in LONG_FUNCTIONS:
+                found.add(name)
+            elif length > bound:
+                long.append(f"{source.place}:{node.lineno} {node.name}: {length}")
+    assert long == [], "find the step that has a name, and extract it"
+    assert found == LONG_FUNCTIONS.keys(), "short now: take it off the list, which only shrinks"
 
 
 def test_lines_are_short_and_end_cleanly() -> None:

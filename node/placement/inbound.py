@@ -46,7 +46,6 @@ class InboundNode(Protocol):
 
     peer: PeerId
     network: Network
-    config: Config
     discovery: Discovery
     measurements: Measurements
     membership: Membership
@@ -54,6 +53,8 @@ class InboundNode(Protocol):
     reach: ReachService
     stopping: trio.Event
 
+    @property
+    def config(self) -> Config: ...
     def publish(self, event: Event) -> None: ...
 
 

@@ -20,7 +20,6 @@ import psutil
 import trio
 
 from node.placement.admission import Machine
-from node.runs.occupancy import Occupancy
 from node.seams import Seams
 from node.services.measurements import Measurements
 
@@ -65,6 +64,12 @@ class ReadinessMember(Protocol):
     def is_witness(self) -> bool: ...
 
 
+class SlotHolders(Protocol):
+    """The part of `node.runs.occupancy.Occupancy` that this file uses."""
+
+    beside: Callable[[], Mapping[bytes, bytes]]
+
+
 class ReadinessService(Protocol):
     """The part of `node.runs.runs.Runs` that this file uses."""
 
@@ -77,7 +82,8 @@ class ReadinessService(Protocol):
     @property
     def has_slot(self) -> bool: ...
 
-    occupancy: Occupancy
+    @property
+    def occupancy(self) -> SlotHolders: ...
 
 
 class Readiness:

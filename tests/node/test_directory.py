@@ -189,7 +189,7 @@ def test_a_run_is_placed_on_nodes_found_by_their_offers() -> None:
         async with swarm("abcd", preset="lan") as group:
             await trio.sleep(40)
             asker = group.nodes["a"]
-            own = [offer for offer in asker._offers() if offer.peer == asker.peer]
+            own = [offer for offer in asker.runs.offers() if offer.peer == asker.peer]
             asker.runs.offers = lambda: own
             run, outcome = await train(group, "a", manifest(steps=1, stages=2, replicas=1))
             plan = group.nodes["a"].state.runs[run.text].plan

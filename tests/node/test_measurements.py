@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 import trio
 from trio.testing import MockClock
 
-from node.runs.runs import TRAINING_SECONDS
+from node.runs.occupancy import TRAINING_SECONDS
 from partition.plan.problem import LINK_BYTES_PER_SECOND
 from partition.plan.rates import REFERENCE
 from sim.network.links import SimLinks

@@ -166,7 +166,7 @@ def test_rules_are_changed_while_the_node_runs() -> None:
             assert b.state.offer is not None
             assert (b.state.offer.may_serve, b.state.offer.reason) == (False, "on battery")
             await trio.sleep(5)
-            assert not any(offer.has_slot for offer in a._offers() if offer.peer == b.peer)
+            assert not any(offer.has_slot for offer in a.runs.offers() if offer.peer == b.peer)
             b.set("mains_only", "false")
             assert b.provider.takes_stages_of_others
             b.set("accept_runs", "listed")

@@ -3,8 +3,8 @@
 import trio
 from trio.testing import MockClock
 
+from node.runs.occupancy import TRAINING_SECONDS
 from node.runs.readiness import EXPECTED_SECONDS, SpareSettings
-from node.runs.runs import TRAINING_SECONDS
 from node.runtime import Node
 from sim.executor import SimExecutor
 from tests.node.simulated import simulated_node

@@ -113,7 +113,7 @@ def test_a_machine_on_low_battery_is_asked_for_less() -> None:
             a, b = group.nodes["a"], group.nodes["b"]
 
             def seen() -> tuple[bool, float]:
-                (offer,) = (each for each in a._offers() if each.peer == b.peer)
+                (offer,) = (each for each in a.runs.offers() if each.peer == b.peer)
                 return offer.has_slot, offer.flops_per_second
 
             _, usual = seen()

@@ -54,7 +54,7 @@ async def until(holds: Callable[[], bool]) -> None:
 
 def offers_slot(asked: Node, of: Node) -> bool:
     """Whether a run of `asked` may place a stage on the other."""
-    (offer,) = (offer for offer in asked._offers() if offer.peer == of.peer)
+    (offer,) = (offer for offer in asked.runs.offers() if offer.peer == of.peer)
     return offer.has_slot
 
 
@@ -143,7 +143,7 @@ def test_only_reachable_nodes_exchange_stages(nat: Nat, is_asked: bool) -> None:
     async def scenario() -> None:
         async with behind(nat) as (hidden, public):
             assert [offers_slot(each, hidden) for each in public] == [is_asked] * len(public)
-            assert len(hidden._offers()) == (len(public) + 1 if is_asked else 1)
+            assert len(hidden.runs.offers()) == (len(public) + 1 if is_asked else 1)
             run = stack.prepare(public[0], stack.manifest(steps=1))
             refusal = hidden.provider.refusal(run, hidden.peer)
             wanted = None if is_asked else "takes no stages of others: no other node gets through to it"
