@@ -33,7 +33,7 @@ class OwnMachine:
 
     capacity: Capacity
     standing: StandingKeeper
-    """What others are told of how this node is."""
+    """Tells others how this node is."""
 
     def __init__(
         self,

@@ -16,7 +16,6 @@ PRODUCT_FILE_LINES_MAX = 500
 LONG_FILES = {
     "gossip/averaging/attempt.py",
     "gossip/state_table.py",
-    "node/optimizer/wrapper.py",
     "partition/run/member.py",
     "partition/steps/committer.py",
     "partition/steps/replica.py",

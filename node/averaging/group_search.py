@@ -73,7 +73,7 @@ class GroupSearch:
         self.walk = GridWalk(key, self._peer)
         """This peer's walk over the grid, where not all fit into one group."""
         self.status = ""
-        """What the search waits for; empty outside of one."""
+        """The wait of the search that goes on, as people read it; empty outside of one."""
         self.looked_seconds = 0.0
         """How long the present round has looked for groups, up to the last that formed or did not."""
         self.look_seconds: float | None = None

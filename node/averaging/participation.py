@@ -102,7 +102,7 @@ class Participation:
 
     @property
     def status(self) -> str:
-        """What a round waits for, in one line; empty where none goes on."""
+        """The wait of the round that goes on, in one line; empty where none does."""
         return self._search.status or self._status
 
     @property

@@ -396,7 +396,8 @@ class _Named:
 
 def _prove(task: "Task", graph: "Graph", name: bytes) -> "Proof":
     from partition.capture.errors import CaptureRefused
-    from partition.capture.proof import Provable, prove
+    from partition.capture.proof import prove
+    from partition.capture.proof_run import Provable
     from partition.capture.task import capture_task
 
     show(["comparing it with the model"], sys.stderr)

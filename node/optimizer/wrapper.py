@@ -19,58 +19,47 @@ batch. A `GradScaler` unscales before `step` and skips batches that are not fini
 import logging
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from blake3 import blake3
 
-from gossip.averaging.catalogue import EVERY_ROUND, group_size
+from gossip.averaging.catalogue import EVERY_ROUND
 from gossip.averaging.group import Aggregate
 from gossip.averaging.robust.reduction import Vector
-from gossip.averaging.strategies import Strategy
 from gossip.claims import LikelySteps
 from node.averaging.rounds import Round, RoundWish
 from node.averaging.signature import Row
-from node.optimizer.batch import BatchSamples
+from node.optimizer.batch_round import await_round
+from node.optimizer.catching_up import CatchUp
 from node.optimizer.differences import Differences, classes_of
+from node.optimizer.gathered import GatheredGradients
 from node.optimizer.handout import Handout
 from node.optimizer.health import Health
 from node.optimizer.hyperparameters import settings_of
-from node.optimizer.layout import Layout
-from node.optimizer.moments import keep_above_zero, moments_of
+from node.optimizer.local_rounds import LocalRounds
 from node.optimizer.place import RunPlace
-from node.optimizer.plugins import own_codecs, strategy_maker
+from node.optimizer.plugins import own_codecs
 from node.optimizer.position import RunPosition
 from node.optimizer.samples import SampleCounter
 from node.optimizer.schedule import GlobalScheduler, Schedules
-from node.optimizer.session import Exchanged, Pending, TrainingSession
+from node.optimizer.session import TrainingSession
 from node.optimizer.settings import Settings, Stats
 from node.optimizer.state import outer_of
 from node.optimizer.status import StatusLine
 from node.optimizer.takeover import Takeover
 from node.optimizer.tracked import TrackedOptimizer
 from node.optimizer.trained import TrainedTensors
-from node.optimizer.waiting import Overtaken, Waits
+from node.optimizer.waiting import Waits
+from node.optimizer.wishes import round_wish
 from node.text import counted
 
 log = logging.getLogger("peerloom")
-WINDOW_STEPS = 3.0
-"""A round waits for peers as long as this many steps take here, or `window_seconds` if that is longer."""
 POLL_SECONDS = 0.02
-SILENT_SECONDS = 3.0
-"""Beyond its window, how long a round of a target batch waits for anybody at all. A peer that is not ready by
-then does something else, and takes the step over later."""
 TOLD_SECONDS = 1.0
 """Within which peers have told each other whether a round succeeded."""
-STATE_WAIT_SECONDS = 1.0
-"""How long one call waits for a state of others, or for its first bytes where the optimizer is made; the next
-one waits on. It takes as long as its holders' steps, which are out of this peer's sight."""
-CATCH_UP_PAUSES = 2.0
-"""A member whose attempt to catch up failed twice trains on for so many times as long as that took, before
-the next. The second follows at once, and asks those that it knows (`Expectations.missed_state`)."""
-CATCH_UP_PAUSES_NEW = 0.5
-"""The same for one that has nothing of its own: alone with peers that never answer it has to train too."""
 
 
 class PeerOptimizer(TrackedOptimizer):
@@ -86,31 +75,23 @@ class PeerOptimizer(TrackedOptimizer):
         super().__init__(optimizers)
         self.settings = settings
         self._trained = TrainedTensors(self._inner, model)
-        self._parameters, self._tensors = self._trained.parameters, self._trained.tensors
         self._counter = SampleCounter(self._trained.all_parameters, settings.batch_size)
         self._place: RunPlace | None = None
         self._differences: Differences | None = None
         self._session: TrainingSession | None = None
         self._schedules = Schedules(self._inner)
         self.global_step = 0
-        self._lineage = self._tensors.digest()
+        self._lineage = self._trained.tensors.digest()
         self._position = RunPosition(settings.local_steps)
-        self._takeover = Takeover(self._tensors, self._inner, self._trained.counts, settings.own_loss)
-        self._handout = Handout(self._tensors, self._inner, self._trained.counts, settings.local_steps)
+        self._takeover = Takeover(self._trained.tensors, self._inner, self._trained.counts, settings.own_loss)
+        self._handout = Handout(
+            self._trained.tensors, self._inner, self._trained.counts, settings.local_steps
+        )
         self._waits = Waits(settings.run_id)
-        self._catch_up_at, self._catch_ups_failed = 0.0, 0
-        self._gathered: Vector | None = None
-        self._gathered_samples = 0
-        self._batch = BatchSamples()
-        self._pending: Pending[Exchanged] | None = None
-        self._make_strategy = strategy_maker(settings.strategy, settings.local_steps or 1, settings.codec)
-        self._codecs = own_codecs(settings.codec, self._tensors.dtype)
-        self._strategy: Strategy | None = None
-        self._sent: Layout = self._tensors
-        self._moments: list[tuple[str, torch.Tensor]] = []
-        self._steps_since_copy = 0
-        self._steps_since_round = 0
-        self._samples_since_round = 0
+        self._catching_up = CatchUp(self._position, self._takeover, settings.local_steps)
+        self._gathered = GatheredGradients(self._trained)
+        self._local = LocalRounds(settings, self._trained, self._inner)
+        self._codecs = own_codecs(settings.codec, self._trained.tensors.dtype)
         self._step_seconds = 0.0
         self._used = b""
         self._stepped_at = 0.0
@@ -173,7 +154,7 @@ class PeerOptimizer(TrackedOptimizer):
         if self._session is not None:
             view = self._session.view
             self._update(peers=view.peers, total_samples=self._total_samples())
-        self._update(global_step=self.global_step, samples=self._gathered_samples)
+        self._update(global_step=self.global_step, samples=self._gathered.samples)
         return self._stats
 
     def scheduler(self, make: Any, **options: Any) -> GlobalScheduler:
@@ -188,10 +169,10 @@ class PeerOptimizer(TrackedOptimizer):
         Raises ForkedChild.
         """
         self._refuse_in_child()
-        if self._pending is not None:
-            self._pending.wait(timeout_seconds)
+        if self._local.is_under_way:
+            self._local.wait(timeout_seconds)
             self._quietly(self._use_finished)
-        return self._pending is None
+        return not self._local.is_under_way
 
     def average_now(self, timeout_seconds: float = 60.0) -> bool:
         """With local steps: hold a round now, whatever the count, and take its result whole, whatever
@@ -200,8 +181,8 @@ class PeerOptimizer(TrackedOptimizer):
         Raises ForkedChild.
         """
         self._refuse_in_child()
-        if self._pending is not None and not self.finish(0.0):
-            self._pending.cancel()
+        if not self.finish(0.0):
+            self._local.cancel()
             self.finish(timeout_seconds)
         self._look_at_tensors()
         rounds = self._stats.rounds
@@ -226,7 +207,7 @@ class PeerOptimizer(TrackedOptimizer):
     @property
     def rows(self) -> tuple[Row, ...]:
         """The averaged tensors, by name, shape and type: equal at all peers that average together."""
-        return self._tensors.rows
+        return self._trained.tensors.rows
 
     def join(self, session: TrainingSession, place: RunPlace, rule: Aggregate) -> None:
         """Take part by this session. A run that has begun hands over its state first."""
@@ -246,17 +227,12 @@ class PeerOptimizer(TrackedOptimizer):
         if not changed:
             return
         log.warning("run %r, step %d: this peer %s", self.settings.run_id, self.global_step, changed)
-        self._parameters, self._tensors = self._trained.parameters, self._trained.tensors
-        self._sent, self._moments = self._tensors, []
+        self._local.start_afresh()
         self._counter.parameters = self._trained.all_parameters
-        self._takeover.train(self._tensors, self._trained.counts)
-        self._handout.train(self._tensors, self._trained.counts)
-        self._codecs = own_codecs(self.settings.codec, self._tensors.dtype)
-        self._update(samples_dropped=self._stats.samples_dropped + self._gathered_samples)
-        self._gathered, self._gathered_samples = None, 0
-        if self._pending is not None:
-            self._pending.cancel()
-            self._pending = None
+        self._takeover.train(self._trained.tensors, self._trained.counts)
+        self._handout.train(self._trained.tensors, self._trained.counts)
+        self._codecs = own_codecs(self.settings.codec, self._trained.tensors.dtype)
+        self._update(samples_dropped=self._stats.samples_dropped + self._gathered.drop())
         if self._session is None or self._session.error or self._place is None or rows == self.rows:
             return
         if self._differences is not None:
@@ -271,30 +247,16 @@ class PeerOptimizer(TrackedOptimizer):
         self._quietly(self._catch_up_if_behind)
         self._position.is_joined = True
         self._quietly(self._tell)
-        self._quietly(self._begin_strategy)
+        self._quietly(self._local.begin_strategy)
         # For those that begin at the same time: this script may load its data for minutes before its first
         # step. The copy is made before there are gradients, so that no more memory is taken than later.
         self._quietly(self._share, is_first=True)
         if self._status == "joining":
             self._status = self._alone_or_not()
 
-    def _begin_strategy(self, state: Mapping[str, Vector] | None = None) -> None:
-        """Begin the strategy with the numbers that are here, and the state of others where they have one."""
-        lossy = self.settings.codec in ("int8", "int4")
-        if self.settings.local_steps is None or (self.settings.strategy == "average" and not lossy):
-            return
-        vector = self._tensors.empty()
-        self._tensors.copy_out(vector)
-        self._strategy = self._make_strategy(vector)
-        if state:
-            try:
-                self._strategy.load(state)
-            except (KeyError, ValueError):  # what others handed over lacks something
-                self._strategy = self._make_strategy(vector)
-
     def _state_to_take(self) -> LikelySteps | None:
         """Return which state of others this peer takes now; None where it takes none."""
-        if self._session is None or time.perf_counter() < self._catch_up_at:
+        if self._session is None or self._catching_up.is_paused:
             return None
         return self._position.state_to_take(self.global_step, self._lineage, self._others, self._voices)
 
@@ -309,23 +271,15 @@ class PeerOptimizer(TrackedOptimizer):
 
     def _catch_up(self, likely: LikelySteps) -> bool:
         assert self._session is not None
-        found = self._takeover.take(self._session, likely, self._may_wait_for_state)
+        say = partial(self._say_waiting, "catching up")
+        found = self._catching_up.attempt(self._session, likely, self.global_step, say)
         self._update(states_refused=self._takeover.refused_count)
         if found is None:
-            if not self._position.has_progress(self.global_step):
-                self._position.awaits(likely)
             return True
         if isinstance(found, str):
             self._status = f"behind the run: {found}"
-            pauses = CATCH_UP_PAUSES if self._catch_ups_failed else 0.0
-            if not self._position.has_progress(self.global_step):
-                self._position.missed(likely)
-                pauses = CATCH_UP_PAUSES_NEW
-            self._catch_up_at = time.perf_counter() + pauses * self._takeover.lasted_seconds
-            self._catch_ups_failed += 1
             return False
-        self._catch_ups_failed = 0
-        self._begin_strategy(outer_of(found, self._tensors))
+        self._local.begin_strategy(outer_of(found, self._trained.tensors))
         rounds = self._stats.rounds
         if self.settings.strategy in EVERY_ROUND:
             rounds = max(rounds, self._position.rounds_of(found.table.rounds, self._others))
@@ -333,28 +287,13 @@ class PeerOptimizer(TrackedOptimizer):
         self._position.moved(self.global_step, rounds)
         self._update(
             states_loaded=self._stats.states_loaded + 1,
-            samples_dropped=self._stats.samples_dropped + self._gathered_samples,
+            samples_dropped=self._stats.samples_dropped + self._gathered.drop(),
             rounds=rounds,
         )
-        self._gathered, self._gathered_samples = None, 0
         self._schedules.move_to(self.global_step)
         self._used = b""  # others made that step
         self._status = f"caught up with step {self.global_step}"
         return True
-
-    def _may_wait_for_state(self, call_seconds: float, seconds: float) -> bool:
-        """Say what a call that catches up waits for, and return whether it may wait on. With local steps a
-        member trains meanwhile."""
-        session = self._session
-        assert session is not None
-        what, end = "the state of the run to arrive", "training with it begins then"
-        if not session.is_receiving:
-            what = f"the state of the run, from {session.view.peers} peers"
-            end = "it comes once a peer that has it makes its next step"
-        self._say_waiting("catching up", what, seconds, end)
-        if not self._position.is_joined:
-            return session.is_receiving or call_seconds < STATE_WAIT_SECONDS
-        return self.settings.local_steps is None and call_seconds < STATE_WAIT_SECONDS
 
     def _say_waiting(self, where: str, what: str, seconds: float, end: str) -> None:
         self._status = self._waits.said(where, what, seconds, end, self._step_seconds)
@@ -364,17 +303,12 @@ class PeerOptimizer(TrackedOptimizer):
     def _step_local(self, samples: int) -> float:
         """The wrapped step, and a round now and then; how long the wrapped one took."""
         self._quietly(self._use_finished)
-        begun = time.perf_counter()
-        for inner in self._inner:
-            inner.step()
-        seconds = time.perf_counter() - begun
+        seconds = self._step_wrapped()
         self.global_step += 1
         self._position.made_step(self.global_step, is_common=False)
-        self._steps_since_copy += 1
-        self._steps_since_round += 1
-        self._samples_since_round += samples
+        self._local.stepped(samples)
         self._schedules.move_to(self.global_step)
-        if self._steps_since_round >= (self.settings.local_steps or 1):
+        if self._local.is_due:
             self._quietly(self._begin_round, self.settings.damping)
         return seconds
 
@@ -382,56 +316,37 @@ class PeerOptimizer(TrackedOptimizer):
         if self._session is None:
             return
         if self._session.view.peers == 0:
-            self._steps_since_round = 0
+            self._local.put_off()
             self._status = self._alone_or_not()
             return
-        if self._pending is not None:
-            if self._steps_since_round % (self.settings.local_steps or 1) == 0:
+        if self._local.is_under_way:
+            if self._local.is_passed_over:
                 self._update(rounds_skipped=self._stats.rounds_skipped + 1)
             return
-        if self._catch_up_if_behind():
+        is_behind = self._catch_up_if_behind()
+        needs_all = self.settings.strategy in EVERY_ROUND
+        if not is_behind and needs_all and self._position.has_missed_round(self._stats.rounds, self._others):
+            # Others held a round that this peer's strategy had to be in.
+            is_behind = self._catch_up(self._position.local_state(self._others))
+        if is_behind:
             return
-        if self._has_missed_a_round and self._catch_up(self._position.local_state(self._others)):
-            return
-        self._sent = self._tensors
-        if self.settings.average_moments:
-            self._moments = moments_of(self._parameters, self._inner)
-            self._sent = Layout([*((slot.name, slot.tensor) for slot in self._tensors.slots), *self._moments])
-        vector = self._sent.empty()
-        self._sent.copy_out(vector)
-        if not self._health.is_finite(self._sent, vector):
-            self._steps_since_round = 0
+        vector = self._local.copy()
+        if not self._health.is_finite(self._local.sent, vector):
+            self._local.put_off()
             self._update(last_error=self._health.sickness())
             return
-        weight = float(max(1, self._samples_since_round)) if self.settings.weighting == "samples" else 1.0
-        self._steps_since_copy = self._steps_since_round = self._samples_since_round = 0
-        self._pending = self._session.exchange(
-            vector, weight, self._wanted(None), self._strategy, lambda: self._steps_since_copy, damping
-        )
+        self._local.begin(self._session, vector, self._wanted(None), damping)
         self._status = f"a round is under way, with {self._session.view.peers} peers in the run"
 
     def _use_finished(self) -> None:
         """Add what a round that is over has made of the tensors."""
-        if self._pending is None or not self._pending.is_over:
-            return
-        outcome, self._pending = self._pending.outcome(), None
+        outcome = self._local.use_finished()
         if isinstance(outcome, str):
             self._failed(None, outcome)
-        elif outcome.difference is None:
+        elif outcome is not None and outcome.difference is None:
             self._failed(outcome.round, outcome.round.error)
-        else:
-            if self._steps_since_copy == 0 and outcome.taken is not None:
-                self._sent.copy_in(outcome.taken)
-            else:
-                self._sent.add(outcome.difference)
-            keep_above_zero(self._moments)
+        elif outcome is not None:
             self._averaged(outcome.round)
-
-    @property
-    def _has_missed_a_round(self) -> bool:
-        """Whether others held a round that this peer's strategy had to be in."""
-        needs_all = self.settings.strategy in EVERY_ROUND
-        return needs_all and self._position.has_missed_round(self._stats.rounds, self._others)
 
     # A target batch
 
@@ -443,36 +358,31 @@ class PeerOptimizer(TrackedOptimizer):
             # The gradients are of a state that is given up.
             self._update(samples_dropped=self._stats.samples_dropped + samples)
             return 0.0
-        if not samples and not self._gathered_samples:
+        if not samples and not self._gathered.samples:
             self._status = f"step {self.global_step}: this step has no gradients, so it adds none"
             return 0.0
-        if self._is_alone and self._gathered is None and samples >= target:
+        if self._is_alone and self._gathered.is_empty and samples >= target:
             # Nothing to gather: the gradients stay as autograd left them, to the bit.
             return self._make_step(None, samples)
-        if not self._health.has_finite(self._parameters, gradients):
+        if not self._health.has_finite(self._trained.parameters, gradients):
             dropped = self._stats.samples_dropped + samples
             self._update(samples_dropped=dropped, last_error=self._health.sickness())
             return 0.0
-        if self._gathered is None:
-            self._gathered = self._parameters.empty()
-            self._gathered.fill(0)
-        self._parameters.add_scaled(self._gathered, gradients, float(samples))
-        self._gathered_samples += samples
-        if self._total_samples() < target:
-            self._status = self._progress_text()
+        self._gathered.add(gradients, samples)
+        if (total := self._total_samples()) < target:
+            others = counted(0 if self._session is None else self._session.view.peers, "other peer")
+            self._status = f"step {self.global_step}: {total} of {target} samples, {others}"
             return 0.0
         return self._average_gradients(target)
 
     def _average_gradients(self, target: int) -> float:
         """Hold the round of this global step; how long the wrapped step took, 0 where it was not made."""
-        assert self._gathered is not None
-        samples = self._gathered_samples
-        mean = self._gathered / self._gathered.dtype.type(samples)
+        samples, mean = self._gathered.samples, self._gathered.mean()
         made: Round | str = "this peer is alone"
         if not self._is_alone:
             made = self._quietly(self._hold_round, mean, samples) or "the round failed here"
         if isinstance(made, Round) and made.vector is not None:
-            self._batch.completed(made, samples, self._session, self.settings.weighting)
+            self._gathered.completed(made, self._session, self.settings.weighting)
             self._averaged(made)
             return self._make_step(made.vector, samples, made.digest)
         error = made if isinstance(made, str) else made.error
@@ -496,27 +406,19 @@ class PeerOptimizer(TrackedOptimizer):
 
     def _hold_round(self, mean: Vector, samples: int) -> Round | str:
         """Wait for this step's round, but not for longer than is reasonable."""
-        assert self._session is not None
+        session, where = self._session, f"step {self.global_step}"
+        assert session is not None
         self._tell()
         weight = float(samples) if self.settings.weighting == "samples" else 1.0
-        wanted = self._wanted(self.global_step)
-        pending = self._session.average(mean, weight, wanted)
-        begun = time.perf_counter()
-        longest, overtaken = self.settings.round_seconds_max, Overtaken()
-        while not pending.wait(POLL_SECONDS):
-            waited, look = time.perf_counter() - begun, self._session.look_seconds
-            limit = longest if look is None else min(look, longest)
-            end = f"after {limit:.0f} s at most it goes on without those that are missing"
-            self._say_waiting(f"step {self.global_step}", self._session.status or "a group", waited, end)
-            self._share()  # others may need this state to come to the round
-            if waited > longest:
-                pending.cancel()
-                return f"the round was not over after {waited:.0f} s"
-            is_passed = self._state_to_take() is not None
-            if overtaken.ends_round(waited, is_passed, is_looking=look is not None):
-                pending.cancel()
-                return "the others have made this step already, or began with another state"
-        made = pending.outcome()
+        pending = session.average(mean, weight, self._wanted(self.global_step))
+        made = await_round(
+            pending,
+            self.settings.round_seconds_max,
+            look_seconds=lambda: session.look_seconds,
+            say=lambda waited, end: self._say_waiting(where, session.status or "a group", waited, end),
+            share=self._share,
+            is_passed=lambda: self._state_to_take() is not None,
+        )
         if isinstance(made, Round):
             self._update(waited_seconds=self._stats.waited_seconds + made.waited_seconds)
         return made
@@ -525,22 +427,21 @@ class PeerOptimizer(TrackedOptimizer):
         """Step with this mean gradient, None for the gradients that are there. `digest` is that of the round;
         a step made alone has none, and leads to a state that nobody else has."""
         if mean is not None:
-            for slot, gradient in zip(self._parameters.slots, self._parameters.views(mean), strict=True):
+            for slot, gradient in zip(
+                self._trained.parameters.slots, self._trained.parameters.views(mean), strict=True
+            ):
                 slot.tensor.grad = gradient
         if self.settings.clip_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(
-                [slot.tensor for slot in self._parameters.slots], self.settings.clip_grad_norm
+                [slot.tensor for slot in self._trained.parameters.slots], self.settings.clip_grad_norm
             )
         self._used = settings_of(self._inner)
-        begun = time.perf_counter()
-        for inner in self._inner:
-            inner.step()
-        seconds = time.perf_counter() - begun
+        seconds = self._step_wrapped()
         self._lineage = blake3(self._lineage + (digest or secrets.token_bytes())).digest()
         self.global_step += 1
         self._position.made_step(self.global_step, is_common=bool(digest))
         total = self._total_samples() or samples
-        self._gathered, self._gathered_samples = None, 0
+        self._gathered.drop()
         self._schedules.move_to(self.global_step)
         if self._session is not None:
             self._session.stepped(self.global_step, total)
@@ -556,35 +457,17 @@ class PeerOptimizer(TrackedOptimizer):
         """Whether nobody else that can be where this peer is has a state: newcomers come to no round yet."""
         return self._session is None or self._position.is_alone(self._others)
 
-    @property
-    def _window_seconds(self) -> float:
-        return max(self.settings.window_seconds, WINDOW_STEPS * self._step_seconds)
-
     def _wanted(self, number: int | None) -> RoundWish:
-        window = self._window_seconds
-        patience = window + SILENT_SECONDS if number is not None else max(10 * window, 120.0)
-        grouping = None if self._strategy is None else self._strategy.grouping
-        size_max = self.settings.group_size_max
-        return RoundWish(
-            round=number,
-            codec=self.settings.codec if self._strategy is None else self._strategy.codec,
-            mode="butterfly" if self._strategy is None else self._strategy.mode,
-            codecs=self._codecs,
-            window_seconds=window,
-            patience_seconds=patience,
-            size_max=size_max if grouping is None else min(size_max, group_size(grouping)),
-            rate=0 if self.settings.only_sends else None,
-        )
+        return round_wish(self.settings, number, self._step_seconds, self._codecs, self._local.strategy)
 
     def _total_samples(self) -> int:
         """Return what this peer and all that are as far have gathered."""
-        awaited, target = self._session.view.awaited if self._session else {}, self.settings.target_batch_size
-        return self._batch.total(self._gathered_samples, self.global_step, target or 0, awaited)
+        awaited = self._session.view.awaited if self._session else {}
+        return self._gathered.total(self.global_step, self.settings.target_batch_size or 0, awaited)
 
     def _averaged(self, made: Round) -> None:
         self._health.averaged()
-        if self._catch_ups_failed == 1:
-            self._catch_up_at = 0.0  # the others train again; where they fail once more the pause stays
+        self._catching_up.averaged()
         self._update(rounds=self._stats.rounds + 1, last_round=made, last_error="")
         self._position.made_round(self.global_step, self._stats.rounds)
         rule = "" if made.aggregate == "mean" else f", {made.aggregate} survives {made.liars_max} liars"
@@ -600,7 +483,7 @@ class PeerOptimizer(TrackedOptimizer):
         if self._session is not None and self._position.is_joined:
             self._session.tell(
                 step=self.global_step,
-                samples=self._gathered_samples,
+                samples=self._gathered.samples,
                 rounds=self._stats.rounds,
                 lineage=self._lineage,
                 has_state=not self._position.lacks_state,
@@ -611,9 +494,4 @@ class PeerOptimizer(TrackedOptimizer):
         """Copy the state out where somebody waits for it, and when this peer joins."""
         if self._session is not None and not self._position.lacks_state:
             share = self._handout.share_first if is_first else self._handout.share
-            share(self._session, self.global_step, self._stats.rounds, self._lineage, self._strategy)
-
-    def _progress_text(self) -> str:
-        target = self.settings.target_batch_size
-        others = counted(0 if self._session is None else self._session.view.peers, "other peer")
-        return f"step {self.global_step}: {self._total_samples()} of {target} samples, {others}"
+            share(self._session, self.global_step, self._stats.rounds, self._lineage, self._local.strategy)

@@ -1,4 +1,4 @@
-"""What occupies this node: the runs and services that have its slots, and whether it computes now."""
+"""The occupancy of a node: the runs and services that have its slots, and whether it computes now."""
 
 from collections.abc import Callable, Mapping
 from typing import Protocol

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from node.library.sync import SyncNode
-from node.optimizer.wrapper import STATE_WAIT_SECONDS, PeerOptimizer
+from node.optimizer.catching_up import STATE_WAIT_SECONDS
+from node.optimizer.wrapper import PeerOptimizer
 from tests.node.optimizer.starting import WAIT_SECONDS_MAX, start_processes
 from tests.node.optimizer.test_wrapper import (
     adamw,

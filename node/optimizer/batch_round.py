@@ -1,0 +1,42 @@
+"""The round of a target batch: a call of `step` waits for it, but not for longer than is reasonable."""
+
+import time
+from collections.abc import Callable
+
+from node.averaging.rounds import Round
+from node.optimizer.session import Pending
+from node.optimizer.waiting import Overtaken
+
+POLL_SECONDS = 0.02
+
+
+def await_round(
+    pending: Pending[Round],
+    seconds_max: float,
+    *,
+    look_seconds: Callable[[], float | None],
+    say: Callable[[float, str], None],
+    share: Callable[[], None],
+    is_passed: Callable[[], bool],
+) -> Round | str:
+    """Return the round once it is over, or why it was given up: it took longer than `seconds_max`, or others
+    have made its step already.
+
+    `look_seconds` returns how long it may look for a group yet, None where it does not. `say` is told the
+    seconds waited and what ends the wait, `share` lets others have this peer's state, which they may need to
+    come to the round, and `is_passed` says whether others have a state to take instead.
+    """
+    begun = time.perf_counter()
+    overtaken = Overtaken()
+    while not pending.wait(POLL_SECONDS):
+        waited, look = time.perf_counter() - begun, look_seconds()
+        limit = seconds_max if look is None else min(look, seconds_max)
+        say(waited, f"after {limit:.0f} s at most it goes on without those that are missing")
+        share()
+        if waited > seconds_max:
+            pending.cancel()
+            return f"the round was not over after {waited:.0f} s"
+        if overtaken.ends_round(waited, is_passed(), is_looking=look is not None):
+            pending.cancel()
+            return "the others have made this step already, or began with another state"
+    return pending.outcome()

@@ -1,0 +1,40 @@
+"""The wish of an optimizer for each round: with whom, how long it waits for them, and how tensors travel."""
+
+from collections.abc import Mapping
+
+from gossip.averaging.catalogue import group_size
+from gossip.averaging.codecs import Codec
+from gossip.averaging.strategies import Strategy
+from node.averaging.rounds import RoundWish
+from node.optimizer.settings import Settings
+
+WINDOW_STEPS = 3.0
+"""A round waits for peers as long as this many steps take here, or `window_seconds` if that is longer."""
+SILENT_SECONDS = 3.0
+"""Beyond its window, how long a round of a target batch waits for anybody at all. A peer that is not ready by
+then does something else, and takes the step over later."""
+
+
+def round_wish(
+    settings: Settings,
+    number: int | None,
+    step_seconds: float,
+    codecs: Mapping[str, Codec],
+    strategy: Strategy | None,
+) -> RoundWish:
+    """Return the wish for the round of a global step; without a number, for the next of local steps. A step
+    takes `step_seconds` here; `codecs` are a person's own."""
+    window = max(settings.window_seconds, WINDOW_STEPS * step_seconds)
+    patience = window + SILENT_SECONDS if number is not None else max(10 * window, 120.0)
+    grouping = None if strategy is None else strategy.grouping
+    size_max = settings.group_size_max
+    return RoundWish(
+        round=number,
+        codec=settings.codec if strategy is None else strategy.codec,
+        mode="butterfly" if strategy is None else strategy.mode,
+        codecs=codecs,
+        window_seconds=window,
+        patience_seconds=patience,
+        size_max=size_max if grouping is None else min(size_max, group_size(grouping)),
+        rate=0 if settings.only_sends else None,
+    )
