@@ -22,7 +22,7 @@ Say = Callable[[str, float, str], None]
 """Told what is waited for, for how many seconds, and what ends that."""
 
 
-class CatchUp:
+class CatchUpAttempts:
     """The attempts of one optimizer; `takeover` makes them, `position` says where it is."""
 
     def __init__(self, position: RunPosition, takeover: Takeover, local_steps: int | None) -> None:

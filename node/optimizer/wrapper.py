@@ -33,7 +33,7 @@ from gossip.claims import LikelySteps
 from node.averaging.rounds import Round, RoundWish
 from node.averaging.signature import Row
 from node.optimizer.batch_round import await_round
-from node.optimizer.catching_up import CatchUp
+from node.optimizer.catching_up import CatchUpAttempts
 from node.optimizer.differences import Differences, classes_of
 from node.optimizer.gathered import GatheredGradients
 from node.optimizer.handout import Handout
@@ -88,7 +88,7 @@ class PeerOptimizer(TrackedOptimizer):
             self._trained.tensors, self._inner, self._trained.counts, settings.local_steps
         )
         self._waits = Waits(settings.run_id)
-        self._catching_up = CatchUp(self._position, self._takeover, settings.local_steps)
+        self._catching_up = CatchUpAttempts(self._position, self._takeover, settings.local_steps)
         self._gathered = GatheredGradients(self._trained)
         self._local = LocalRounds(settings, self._trained, self._inner)
         self._codecs = own_codecs(settings.codec, self._trained.tensors.dtype)
