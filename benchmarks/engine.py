@@ -20,10 +20,11 @@ from gossip.messages import MESSAGE_BYTES_MAX, Message
 from gossip.settings import SwimSettings
 from gossip.swim import PROTOCOL, Swim
 from node.services.driver import Driver, Sends
-from sim.engine import Engine, Wire
+from sim.engine import Engine
 from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.peer_network import SimNetwork
+from sim.ports import Wire
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 

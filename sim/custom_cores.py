@@ -17,10 +17,11 @@ from typing import Any
 
 from crypto.identity import PeerId
 from node.services.driver import Core
-from sim.engine import Engine, Order
+from sim.engine import Engine
 from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.observers import Observation
+from sim.ports import Order
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 

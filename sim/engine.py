@@ -17,10 +17,8 @@ Not here: streams, transports and whole nodes; those run on `sim.seams` under tr
 """
 
 import math
-from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from crypto.encoding import decode, encode
@@ -31,19 +29,13 @@ from node.services.driver import Core, Sends
 from sim.event_queue import Calendar
 from sim.network.clocks import LocalClock, SkewedCore, act
 from sim.network.instants import TICKS_PER_SECOND, after, instant
-from sim.network.links import Sender, SimLinks
+from sim.network.links import SimLinks
 from sim.network.pace import handling_ticks
-from sim.network.places import RIGHT, Place
+from sim.network.places import RIGHT
 from sim.network.queues import LinkQueue, Parcel
-from sim.network.sizes import SentTraffic, envelope_bytes
+from sim.network.sizes import SentTraffic
+from sim.ports import GONE, Order, Port, PortTable, Wire
 from sim.trace import Trace, TracedCore
-
-WAKES_AT_ONCE_MAX = 1_000
-"""A core woken so often within one microsecond never moves its deadline: a bug, not a load."""
-
-Order = Callable[[Any, float], Sends]
-"""An order of local code to a core: `order(core, now)` returns the messages to send."""
-
 
 # The kinds of events, in their order within one instant of one port.
 _CARRY, _KILL, _START, _FREEZE, _THAW, _DELIVER, _CALL, _WAKE = range(8)
@@ -52,70 +44,12 @@ _NOBODY = -1
 """The port of events that concern no core; it sorts first within an instant."""
 
 
-@dataclass(frozen=True)
-class Wire:
-    """The wire format of one protocol's messages, for experiments that use the real codec."""
-
-    message_type: Any
-    message_bytes_max: int
-
-
-class _Gone:
-    """The replacement of a killed core, so that nothing of that core stays in memory."""
-
-    def __init__(self) -> None:
-        self.events: list[Any] = []
-        self.deadline = math.inf
-
-    def receive(self, now: float, sender: PeerId, message: Any) -> Sends:  # noqa: ARG002 - the shape of a core
-        raise LocalProtocolError("a dead core received something")
-
-    def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        raise LocalProtocolError("a dead core was woken")
-
-
-_GONE = _Gone()
-
-
-class _Port:
-    """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
-    otherwise, until the instant `until`, messages go to `backlog` and local calls to `orders`. `wake_at` is
-    the earliest planned wake that still counts, `wake_for` its deadline; `others` are all ports of the
-    protocol; `pace_ticks` is the time that a message takes."""
-
-    __slots__ = (
-        "alive", "backlog", "core", "envelope_bytes", "index", "is_open", "orders", "others", "pace_ticks",
-        "peer", "place", "protocol", "sender", "until", "wake_at", "wake_for", "wakes", "wire", "woken_at",
-    )  # fmt: skip
-
-    def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, _Port]") -> None:
-        self.index = index
-        self.peer = sender.place.peer
-        self.place: Place = sender.place
-        self.protocol = protocol
-        self.sender = sender
-        self.others = others
-        self.envelope_bytes = envelope_bytes(protocol)
-        self.wire: Wire | None = None
-        self.core: Core = _GONE
-        self.alive = self.is_open = False
-        self.backlog: list[tuple[PeerId, Any]] = []
-        self.orders: list[Order] = []
-        self.until = 0.0
-        self.pace_ticks = 0
-        self.wake_at = self.wake_for = math.inf
-        self.woken_at = -math.inf
-        self.wakes = 0
-
-
 class Engine:
     """Runs cores over `links`.
 
     `trace` records everything (slow). `wires` names the protocols whose messages are encoded and decoded by
     the real codec; all others pass as structs. `publish(now, peer, event)` is called with every event of a
     core. `count_bytes` makes `traffic` report bytes too.
-
-    Long because one calendar orders messages, timers and faults of all peers; every call goes through it.
     """
 
     def __init__(
@@ -130,18 +64,14 @@ class Engine:
         self.now = 0.0
         self._links = links
         self._trace = trace
-        self._wires = wires or {}
         self._publish = publish
         self._weighs = count_bytes or links.is_limited
         self._carrier = LinkQueue() if links.is_limited else None
         self._carry_at = math.inf
         self._counts: Counter[str] = Counter()
         self._delivered = self._tied = 0
-        self._ports: list[_Port] = []
-        # Messages sent by each port, in arrays: boxed integers would be allocated anew each time.
-        self._sent, self._sent_bytes = array("Q"), array("Q")
-        self._by_protocol: dict[str, dict[PeerId, _Port]] = {}
-        self._ports_of: dict[PeerId, list[_Port]] = {}
+        self._ports = PortTable(wires or {})
+        self._sent, self._sent_bytes = self._ports.sent, self._ports.sent_bytes
         self._calendar = Calendar()
         self._number = 0
         self._until = 0.0
@@ -164,43 +94,33 @@ class Engine:
             core = TracedCore(core, peer, protocol, self._trace)
         if clock != RIGHT:
             core = SkewedCore(core, clock)
-        others = self._by_protocol.setdefault(protocol, {})
-        port = others.get(peer)
-        if port is None:
-            sender = self._links.sender(peer, protocol)
-            port = others[peer] = _Port(len(self._ports), protocol, sender, others)
-            port.wire = self._wires.get(protocol)
-            self._ports.append(port)
-            self._sent.append(0)
-            self._sent_bytes.append(0)
-            self._ports_of.setdefault(peer, []).append(port)
-        self._push(at, port, _START, core)
+        self._push(at, self._ports.open(peer, protocol, self._links.sender), _START, core)
 
     def kill(self, peer: PeerId, at: float) -> None:
         """Stop all cores of `peer` at `at`, without a word. Messages sent before still arrive."""
-        for port in self._ports_of.get(peer, ()):
+        for port in self._ports.of(peer):
             self._push(at, port, _KILL, None)
 
     def freeze(self, peer: PeerId, at: float, seconds: float) -> None:
         """Freeze all cores of `peer` at `at` for `seconds`."""
-        for port in self._ports_of.get(peer, ()):
+        for port in self._ports.of(peer):
             self._push(at, port, _FREEZE, seconds)
 
     def slow(self, peer: PeerId, factor: float) -> None:
         """From now on each message takes the cores of `peer` `factor` times the time of `sim.network.pace`;
         at 1 no time, as usual."""
-        for port in self._ports_of.get(peer, ()):
+        for port in self._ports.of(peer):
             port.pace_ticks = handling_ticks(factor)
 
     def call(self, at: float, peer: PeerId, order: Order, *, protocol: str = "") -> None:
         """At `at` let local code of `peer` act on its core; at the thaw if it is frozen then."""
-        self._push(at, self._by_protocol[protocol][peer], _CALL, order)
+        self._push(at, self._ports.get(peer, protocol), _CALL, order)
 
     def command(self, peer: PeerId, order: Order, *, protocol: str = "") -> None:
         """Let local code of `peer` act on its core now, before anything else happens, as
         `node.services.driver.Driver.command` does; for example from within `publish`. A frozen peer acts at
         the thaw, a stopped one never."""
-        port = self._by_protocol[protocol][peer]
+        port = self._ports.get(peer, protocol)
         self._turn(self.now, port, _CALL, order)
         if port.is_open and port.core.deadline < port.wake_for:
             self._plan_wake(self.now, port, port.core.deadline)
@@ -222,23 +142,19 @@ class Engine:
     def under_way(self) -> int:
         """Return how many copies have neither arrived nor been lost, or wait for a thaw. The cost grows with
         their number."""
-        waiting = sum(len(port.backlog) for port in self._ports)
+        waiting = sum(len(port.backlog) for port in self._ports.all)
         carried = 0 if self._carrier is None else self._carrier.under_way
         return sum(entry[2] == _DELIVER for entry in self._calendar) + waiting + carried
 
     def traffic(self, peer: PeerId | None = None) -> dict[str, SentTraffic]:
         """Return what `peer`, in all its lives, or everybody sent by each protocol."""
-        sums: dict[str, SentTraffic] = {}
-        for port in self._ports if peer is None else self._ports_of.get(peer, ()):
-            own = SentTraffic(self._sent[port.index], self._sent_bytes[port.index])
-            sums[port.protocol] = sums.get(port.protocol, SentTraffic()) + own
-        return sums
+        return self._ports.traffic(peer)
 
     def run(self, until: float) -> None:
         """Play all events up to and including the instant `until`, or up to an earlier one that `halt` sets
         meanwhile."""
         self._until = until
-        take, ports = self._calendar.take, self._ports
+        take, ports = self._calendar.take, self._ports.all
         is_free = not self._links.has_translators
         last_time, last_index = -1.0, -1
         while (entry := take(self._until)) is not None:
@@ -292,7 +208,7 @@ class Engine:
         if carrier.deadline < self._carry_at:
             self._plan_carry(carrier.deadline)
 
-    def _deliver_with_care(self, now: float, port: _Port, sender: PeerId, payload: Any) -> None:
+    def _deliver_with_care(self, now: float, port: Port, sender: PeerId, payload: Any) -> None:
         """Deliver where a fault may prevent it."""
         links = self._links
         if not port.alive:
@@ -304,7 +220,7 @@ class Engine:
         else:
             port.backlog.append((sender, payload))
 
-    def _deliver(self, now: float, port: _Port, sender: PeerId, payload: Any) -> None:
+    def _deliver(self, now: float, port: Port, sender: PeerId, payload: Any) -> None:
         core, wire = port.core, port.wire
         self._delivered += 1
         if port.pace_ticks:
@@ -319,12 +235,12 @@ class Engine:
         if sends or core.events:
             self._pass_on(now, port, sends)
 
-    def _turn(self, now: float, port: _Port, kind: int, payload: Any) -> None:
+    def _turn(self, now: float, port: Port, kind: int, payload: Any) -> None:
         """Handle any event but a delivery."""
         if kind == _WAKE:
             port.wake_at = port.wake_for = math.inf
             if port.is_open and port.core.deadline <= now:
-                self._check_wakes(now, port)
+                port.count_wake(now)
                 self._pass_on(now, port, port.core.wake(now))
         elif kind == _CALL:
             if port.is_open:
@@ -339,13 +255,13 @@ class Engine:
         elif kind == _KILL:
             self._counts["missed"] += len(port.backlog)
             port.alive = port.is_open = False
-            port.core, port.until = _GONE, 0.0
+            port.core, port.until = GONE, 0.0
             port.wake_at = port.wake_for = math.inf
             port.backlog, port.orders = [], []
         elif port.alive:
             self._freeze_or_thaw(now, port, kind, payload)
 
-    def _freeze_or_thaw(self, now: float, port: _Port, kind: int, seconds: float) -> None:
+    def _freeze_or_thaw(self, now: float, port: Port, kind: int, seconds: float) -> None:
         if kind == _FREEZE:
             port.until = max(port.until, after(now, seconds) if seconds else 0.0)
             if port.until > now:
@@ -360,13 +276,13 @@ class Engine:
             for order in orders:
                 self._push(now, port, _CALL, order)
 
-    def _take_time(self, now: float, port: _Port) -> None:
+    def _take_time(self, now: float, port: Port) -> None:
         """Make the core busy with a message: after this instant it counts as frozen."""
         busy_until = max(round(port.until * TICKS_PER_SECOND), round(now * TICKS_PER_SECOND))
         port.until = (busy_until + port.pace_ticks) / TICKS_PER_SECOND
         self._push(after(now, 0.0), port, _FREEZE, 0.0)
 
-    def _pass_on(self, now: float, port: _Port, sends: Sends) -> None:
+    def _pass_on(self, now: float, port: Port, sends: Sends) -> None:
         events = port.core.events
         if events:
             drained = events[:]
@@ -397,7 +313,7 @@ class Engine:
             add((due, target.index, _DELIVER, peer, number, payload))
         self._number = number
 
-    def _send_with_care(self, now: float, port: _Port, sends: Sends) -> None:
+    def _send_with_care(self, now: float, port: Port, sends: Sends) -> None:
         """Send as the end of `_pass_on` does, where more may happen to a message than a delay."""
         peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
@@ -448,7 +364,7 @@ class Engine:
         self._number += 1
         self._calendar.add((due, index, _DELIVER, parcel.sender, self._number, payload))
 
-    def _plan_wake(self, now: float, port: _Port, deadline: float) -> None:
+    def _plan_wake(self, now: float, port: Port, deadline: float) -> None:
         # Only an earlier deadline is pushed. A later one is found when the earlier entry comes up, so a core
         # that postpones its deadline with every message adds no entries.
         port.wake_for = deadline
@@ -458,13 +374,7 @@ class Engine:
             self._number += 1
             self._calendar.add((at, port.index, _WAKE, _NO_SENDER, self._number, None))
 
-    def _check_wakes(self, now: float, port: _Port) -> None:
-        port.wakes = port.wakes + 1 if port.woken_at == now else 1
-        port.woken_at = now
-        if port.wakes > WAKES_AT_ONCE_MAX:
-            raise LocalProtocolError(f"woken {port.wakes} times at {now}: its deadline does not move on")
-
-    def _push(self, at: float, port: _Port, kind: int, payload: Any) -> None:
+    def _push(self, at: float, port: Port, kind: int, payload: Any) -> None:
         # The running number makes each entry unique, so that payloads are never compared.
         self._number += 1
         at = instant(max(at, self.now))

@@ -33,7 +33,7 @@ from gossip.swim import PROTOCOL as SWIM
 from node.seams import own_rng
 from node.services.driver import Core, Sends
 from node.services.membership import LEAVE_SECONDS
-from sim.engine import Engine, Order, Wire
+from sim.engine import Engine
 from sim.events import (
     NetworkHealed,
     NetworkSplit,
@@ -46,6 +46,7 @@ from sim.events import (
 from sim.network.instants import after
 from sim.network.links import SimLinks
 from sim.observers import Observation
+from sim.ports import Order, Wire
 from sim.scenario import Scenario
 from sim.seams import EPOCH_SECONDS
 from sim.seeds import seeded_rng

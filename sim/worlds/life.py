@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from crypto.facts import Signer
 from crypto.identity import PeerId
-from sim.engine import Order
+from sim.ports import Order
 from sim.scenario import Scenario
 from sim.worlds.factories import Cores, DiscoveryCore, MembershipCore
 

@@ -33,7 +33,6 @@ from node.errors import UsageError
 from node.events import Event, JoinTried, ReachabilityFound
 from node.runtime import Node
 from partition.stage import StageSpecification
-from sim.engine import Order
 from sim.events import (
     NetworkHealed,
     NetworkSplit,
@@ -46,6 +45,7 @@ from sim.events import (
 from sim.network.instants import nearest_instant
 from sim.network.links import SimLinks
 from sim.observers import Broken, Observation
+from sim.ports import Order
 from sim.scenario import Scenario
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_entropy, seeded_rng

@@ -17,9 +17,10 @@ from gossip.averaging.attendance import Attendance
 from gossip.averaging.group import Group, GroupMember, Terms
 from gossip.matchmaking import Formed, GroupDeclined, GroupWish, Matchmaking, NotFormed
 from gossip.matchmaking_messages import Closed, Propose, Ready
-from sim.engine import Engine, Wire
+from sim.engine import Engine
 from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
+from sim.ports import Wire
 
 KEY, TENSORS = blake3(b"key").digest(), blake3(b"tensors").digest()
 

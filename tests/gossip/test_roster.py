@@ -14,9 +14,10 @@ from gossip import roster
 from gossip.claims import COUNT_MAX
 from gossip.roster import Entered, Leave, Left, Names, Report, Roster
 from gossip.rosters import Rosters
-from sim.engine import Engine, Wire
+from sim.engine import Engine
 from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
+from sim.ports import Wire
 
 RUN, TENSORS, LINEAGE = (blake3(name).digest() for name in (b"run", b"tensors", b"lineage"))
 

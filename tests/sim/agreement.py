@@ -32,12 +32,13 @@ from gossip.member import Profile
 from gossip.swim import PROTOCOL as SWIM
 from gossip.swim import Swim
 from node.services.driver import Core, Driver, Sends
-from sim.engine import Engine, Order, Wire
+from sim.engine import Engine
 from sim.inbox import SimInbox
 from sim.network.clocks import SkewedCore, act
 from sim.network.instants import instant
 from sim.network.links import SimLinks
 from sim.network.model import Access, NetworkModel, Region
+from sim.ports import Order, Wire
 from sim.seams import EPOCH_SECONDS, SimClock, SimNetworkFabric
 from sim.seeds import HashSigner, seeded_peer, seeded_rng
 from sim.trace import Trace, TracedCore

@@ -17,10 +17,11 @@ from trio.testing import MockClock
 
 from crypto.identity import PeerId
 from node.services.driver import Driver, Sends
-from sim.engine import Engine, Wire
+from sim.engine import Engine
 from sim.network.instants import nearest_instant
 from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
+from sim.ports import Wire
 from sim.seams import SimClock, SimNetworkFabric
 from sim.seeds import seeded_peer
 from tests.sim.toys import Message, Ping

@@ -12,11 +12,12 @@ from crypto.encoding import encode
 from crypto.errors import LocalProtocolError
 from crypto.identity import PeerId
 from node.services.driver import Sends
-from sim.engine import Engine, Wire
+from sim.engine import Engine
 from sim.network.clocks import LocalClock
 from sim.network.links import SimLinks
 from sim.network.model import NetworkModel
 from sim.network.sizes import SentTraffic, envelope_bytes
+from sim.ports import Wire
 from sim.seeds import seeded_peer, seeded_rng
 from sim.trace import Trace
 from tests.sim.toys import Message, Ping, Pinger, Ponged
@@ -297,7 +298,7 @@ def test_a_thousand_lives_leave_no_memory() -> None:
         engine.kill(B, at=life + 0.5)
         del core
         engine.run(life + 0.9)
-    assert len(engine._ports) == 2
+    assert len(engine._ports.all) == 2
     assert len(list(engine._calendar)) < 20
     assert all(life() is None for life in lives)
     arisen, delivered = engine.counters["sent"], engine.counters["delivered"]
@@ -316,7 +317,7 @@ def test_pairs_of_peers_cost_no_memory() -> None:
 
     def blocks() -> int:
         engine.run(engine.now + 1.0)
-        for port in engine._ports:
+        for port in engine._ports.all:
             assert isinstance(port.core, Listener)
             port.core.heard.clear()
         gc.collect()
