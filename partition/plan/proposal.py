@@ -1,4 +1,4 @@
-"""One attempt of a proposer (`partition.plan.paxos`), and the change that it may propose."""
+"""One attempt of a proposer (`partition.plan.paxos_proposer`), and the change that it may propose."""
 
 from dataclasses import dataclass, field
 
@@ -73,6 +73,18 @@ def value_of(head: Plan, instance: Instance, change: Change | None) -> bytes | N
     except RemoteProtocolError:
         return None
     return value
+
+
+def names_of(chain: Chain, instance: Instance) -> dict[str, bytes]:
+    """Return the fields by which a message names what follows the head of `chain`, in this instance."""
+    return {"run": chain.head.run, "parent": chain.head_hash, "fork": instance.fork}
+
+
+def check_value(head: Plan, instance: Instance, value: bytes) -> None:
+    """Raise RemoteProtocolError where an encoded change cannot follow `head`, or is of another instance."""
+    _, change = follow(head, value)
+    if change.fork != instance.fork:
+        raise RemoteProtocolError("a change of another fork")
 
 
 def check_same_chain(chain: Chain, genesis: Plan) -> None:

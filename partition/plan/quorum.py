@@ -120,6 +120,10 @@ class Reach:
         than we see."""
         return next((each for each in (self.normal, self.fork) if each and each.fork == fork), None)
 
+    def decides(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+        """Return whether `votes` decide in an instance. A fork has no tie-breaker."""
+        return decides(instance.committee, votes, self._tie_breaker if instance.fork == NO_HASH else None)
+
     def lives(self, peer: PeerId) -> bool:
         """Return whether `peer` is believed to be alive."""
         return self._live is None or peer in self._live

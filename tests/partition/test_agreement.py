@@ -12,12 +12,10 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.chain import Chain
+from partition.plan.chain import Chain, Kept, pack
 from partition.plan.change import Change, Joining, encode_change, successor
 from partition.plan.learner import BEHIND_SECONDS
 from partition.plan.paxos import (
-    PROPOSE_SECONDS,
-    RESEND_SECONDS_MAX,
     ForkFound,
     ForkOpened,
     LeftBehind,
@@ -41,9 +39,10 @@ from partition.plan.paxos_messages import (
     Vote,
     other_branch_wins,
 )
+from partition.plan.paxos_proposer import PROPOSE_SECONDS, RESEND_SECONDS_MAX, PaxosProposer
 from partition.plan.plan import committee, plan_hash
 from partition.plan.proposal import Proposal
-from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance, decides
+from partition.plan.quorum import FORK_SECONDS, QUORUM_SECONDS, Instance, Reach, decides
 from tests.partition.agreement_world import RUN, genesis, walk
 from tests.partition.fake_stage import Broken, peer
 
@@ -79,37 +78,47 @@ def test_no_disturbance_makes_two_plans_of_one(rules: dict[str, bool]) -> None:
 class ForgetsItsVotes(PaxosChain):
     @property
     def durable(self) -> bytes:
-        votes, self._votes = self._votes, {}
-        kept = super().durable
-        self._votes = votes
-        return kept
+        mine = self._acceptor
+        return pack(Kept(self.base, self.chain, (), mine.abstains, mine.past))
 
 
 class IgnoresWhatWasAccepted(PaxosChain):
-    def _count(self, now: float, mine: Proposal) -> Sends:
-        mine.best = Vote()
-        return super()._count(now, mine)
+    class Proposer(PaxosProposer):
+        def _count(self, now: float, mine: Proposal) -> Sends:
+            mine.best = Vote()
+            return super()._count(now, mine)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._proposer.__class__ = self.Proposer
 
 
 class IsContentWithHalf(PaxosChain):
-    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
-        return 2 * len(votes) >= len(instance.committee)
+    class Reach(Reach):
+        def decides(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+            return 2 * len(votes) >= len(instance.committee)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._reach.__class__ = self.Reach
 
 
 class IsItsOwnTieBreaker(PaxosChain):
-    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
-        return decides(instance.committee, votes, self.me)
+    class Reach(Reach):
+        def decides(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+            return decides(instance.committee, votes, self._me)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._reach.__class__ = self.Reach
 
 
 class AcceptsBelowItsPromise(PaxosChain):
     def _vote_on(self, now: float, sender: PeerId, instance: Instance, message: Any) -> Any:
         if isinstance(message, Accept):
-            self._votes[instance.fork] = Vote(None, *self._last(instance))
+            last = self._acceptor.vote(instance)
+            self._acceptor.cast(instance, Vote(None, last.accepted, last.value))
         return super()._vote_on(now, sender, instance, message)
-
-    def _last(self, instance: Instance) -> tuple[Any, Any]:
-        vote = self._votes.get(instance.fork, Vote())
-        return vote.accepted, vote.value
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def core(**arguments: Any) -> PaxosChain:
 
 def state(of: PaxosChain) -> Any:
     """All state that a message could change."""
-    held = vars(of._learner) | vars(of._reach) | vars(of)
+    held = vars(of._learner) | vars(of._reach) | vars(of._proposer) | vars(of)
     parts = ("_heads", "_strayed", "_proposal", "_wish", "_round", "_outbids", "unsaved", "events")
     return of.durable, of.deadline, of.head, of._learner.events, [repr(held[part]) for part in parts]
 
@@ -231,7 +231,7 @@ def test_absurd_heads_forks_and_branches_use_bounded_memory() -> None:
         victim.receive(0.0, OTHER, Decided(**NAMES, links=tuple(links)))
     assert len(victim._learner._heads) < len(PLAN.roster)
     assert len(victim._learner._strayed) == STRAYED_MAX
-    assert len(victim._votes) <= 1 + FORKS_MAX
+    assert len(victim._acceptor.voted) <= 1 + FORKS_MAX
     assert victim.head == PLAN
 
 
@@ -255,7 +255,7 @@ def test_a_member_votes_in_no_more_forks_than_it_can_remember() -> None:
         victim.wake(now)
         opened += any(isinstance(event, ForkOpened) for event in victim.events)
         victim.events.clear()
-    assert (opened, len(victim._votes)) == (FORKS_MAX, FORKS_MAX + 1)  # and the vote for all
+    assert (opened, len(victim._acceptor.voted)) == (FORKS_MAX, FORKS_MAX + 1)  # and the vote for all
     again = PaxosChain(ME, PLAN, Random(1), durable=victim.durable, may_fork=True)
     assert again.durable == victim.durable
 

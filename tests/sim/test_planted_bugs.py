@@ -21,7 +21,7 @@ from gossip.swim import Swim
 from node.services.driver import Sends
 from partition.plan.paxos import ForkFound, PaxosChain
 from partition.plan.paxos_messages import AgreementMessage, ChainHead
-from partition.plan.quorum import Instance
+from partition.plan.quorum import Instance, Reach
 from partition.run.draining import Draining
 from partition.run.parts import Parts
 from partition.steps.replica import Replica, SubtractReady, WorkItem
@@ -214,8 +214,13 @@ def test_a_member_that_forgets_a_leave_is_found_within_fifty_seeds() -> None:
 class DecidesAlone(PaxosChain):
     """A core that takes its own vote for a majority."""
 
-    def _is_quorum(self, instance: Instance, votes: Collection[PeerId]) -> bool:
-        return bool(votes)
+    class Reach(Reach):
+        def decides(self, instance: Instance, votes: Collection[PeerId]) -> bool:
+            return bool(votes)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._reach.__class__ = self.Reach
 
 
 SPLIT_RUN = Scenario(

@@ -1,0 +1,77 @@
+"""The acceptor of `partition.plan.paxos`: one member's votes on what follows the newest plan.
+
+A vote is never taken back, over any restart and any change of branch: votes on the newest plan are stored
+whole, and of the plans left behind is remembered that this member may have voted there. Where it may have
+voted in a way that it has forgotten, it abstains until the next plan.
+"""
+
+from collections.abc import Collection
+
+from partition.plan.chain import Kept, Past, Voted
+from partition.plan.paxos_messages import Accept, Accepted, PreemptedBallot, Prepare, Promised, Vote
+from partition.plan.plan import Plan
+from partition.plan.proposal import check_value
+from partition.plan.quorum import Instance
+
+
+class PaxosAcceptor:
+    """The votes of one member, by instance. `unsaved`: they have changed since this was last cleared."""
+
+    def __init__(self, *, abstains: bool, kept: Kept | None) -> None:
+        self.abstains = abstains if kept is None else kept.abstains
+        self.past = Past() if kept is None else kept.past
+        self.unsaved = False
+        self._votes: dict[bytes, Vote] = {} if kept is None else {row.fork: row.vote for row in kept.votes}
+
+    @property
+    def voted(self) -> Collection[bytes]:
+        """The instances in which this member holds a vote."""
+        return self._votes.keys()
+
+    @property
+    def votes(self) -> tuple[Voted, ...]:
+        """The votes to be stored."""
+        return tuple(Voted(fork, vote) for fork, vote in self._votes.items())
+
+    def vote(self, instance: Instance) -> Vote:
+        """Return the vote in an instance, an empty one where there is none."""
+        return self._votes.get(instance.fork, Vote())
+
+    def cast(self, instance: Instance, vote: Vote) -> None:
+        """Vote in an instance."""
+        if vote != self._votes.get(instance.fork):
+            self._votes[instance.fork] = vote
+            self.unsaved = True
+
+    def answer(
+        self, plan: Plan, instance: Instance, message: Prepare | Accept, names: dict[str, bytes]
+    ) -> Promised | PreemptedBallot | Accepted | None:
+        """Vote on a question about what follows `plan`; return the answer, None where this member abstains.
+        Raises RemoteProtocolError: the value cannot follow, or its ballot had another before."""
+        if self.abstains:
+            return None
+        ballot, vote = message.ballot, self.vote(instance)
+        if vote.promised is not None and vote.forbids(ballot):
+            return PreemptedBallot(**names, ballot=ballot, promised=vote.promised)
+        answer: Promised | Accepted
+        if isinstance(message, Prepare):
+            answer = Promised(**names, ballot=ballot, accepted=vote.accepted, value=vote.value)
+            after = vote.promise(ballot)
+        else:
+            check_value(plan, instance, message.value)
+            answer = Accepted(**names, ballot=ballot)
+            after = vote.accept(ballot, message.value)
+        self.cast(instance, after)
+        return answer
+
+    def leave(self, plan: Plan) -> None:
+        """Give up the votes on what follows `plan`, remembering that there may have been some."""
+        # At a plan that was followed they are of no use any more, unless this member comes back to it.
+        if self._votes or self.abstains:
+            self.past = self.past.with_plan(plan)
+        self._votes.clear()
+        self.abstains = False
+
+    def return_to(self, plan: Plan) -> None:
+        """Abstain on what follows `plan`, where this member may have voted on it before."""
+        self.abstains = self.past.may_hold(plan)
