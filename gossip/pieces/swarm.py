@@ -2,14 +2,12 @@
 
 Each peer says what it has and asks for what it lacks: the pieces that it needs soonest first, then the rarest
 (as BitTorrent's rarest first; Cohen 2003), of several peers at once. A piece is verified by the shell and
-offered to the others at once. A source that alone has pieces sends each once before it sends any twice, as
-super-seeding does, so that one copy of a data set is out after little more than one copy was sent. A peer
-that sends a wrong piece is asked for nothing more, and one that sends nothing is passed over. A piece that
-one peer has owed for a while is asked of another as well, so that the last pieces do not wait for the
-slowest.
+offered to the others at once. A peer that sends a wrong piece is asked for nothing more, and one that sends
+nothing is passed over. A piece that one peer has owed for a while is asked of another as well, so that the
+last pieces do not wait for the slowest.
 
-Not here: hashes, disks and streams. `have` lists the pieces on disk at the start, so that an exchange
-resumes.
+Not here: what is sent to others (`gossip.pieces.uploads`); hashes, disks and streams. `have` lists the pieces
+on disk at the start, so that an exchange resumes.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -35,7 +33,8 @@ from gossip.pieces.messages import (
     PiecesHeld,
     Unknown,
 )
-from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
+from gossip.pieces.peer import SwarmPeer
+from gossip.pieces.uploads import UploadDue, Uploads
 
 PEERS_MAX = 32
 """The peers of one exchange; a newcomer takes the place of one that has moved nothing for a while, or is told
@@ -52,10 +51,6 @@ HEDGE_SECONDS = 3.0
 STALL_SECONDS = 60.0
 """A peer that sends nothing for this long is passed over: it is slower than 35 kbit/s for each piece."""
 PAUSE_SECONDS = 60.0
-GIVEN_SECONDS = 60.0
-"""How long a peer that was sent a piece may take to say that it has it."""
-PUT_OFF_MAX = 4
-"""A peer is told this many times that a piece is to be had elsewhere; then it is sent it."""
 MISSES_MAX = 64
 """Pieces that a peer claimed and does not have, after which it is asked for nothing more."""
 QUESTION_SECONDS = 5.0
@@ -77,14 +72,6 @@ class PieceArrived:
 
 
 @dataclass(frozen=True)
-class UploadDue:
-    """Send this piece to the peer, then say so by `uploaded`."""
-
-    peer: PeerId
-    number: int
-
-
-@dataclass(frozen=True)
 class PeerDropped:
     """The peer broke the protocol, or sent what is not the piece: it is asked for nothing more."""
 
@@ -96,10 +83,7 @@ Event = PieceArrived | UploadDue | PeerDropped
 
 
 class PieceSwarm:
-    """One data set of `count` pieces at one peer, which has those in `have` already.
-
-    Long because what is asked of one peer follows from what all others have, were asked and sent.
-    """
+    """One data set of `count` pieces at one peer, which has those in `have` already."""
 
     def __init__(self, me: PeerId, data: bytes, count: int, have: Collection[int], rng: Random) -> None:
         self.me = me
@@ -119,9 +103,7 @@ class PieceSwarm:
         self._holders: Counts = np.zeros(count, np.int64)
         self._in_flight: Bits = np.zeros(count, np.bool_)
         self._verifying: set[int] = set()
-        # To whom a piece is on its way, and since when: until that peer says that it has it.
-        self._given: dict[int, tuple[PeerId, float]] = {}
-        self._was_given: Bits = np.zeros(count, np.bool_)
+        self._uploads = Uploads(data, self.have, self._holders)
         self._choice = Choice(count, rng)
         self._dropped: set[PeerId] = set()
 
@@ -190,19 +172,15 @@ class PieceSwarm:
         found = self.peers.get(peer)
         if found is None:
             return []
-        found.sending = None
-        sends: Sends = []
         if was_sent:
             self.uploaded_pieces += 1
             found.moved_at = now
             self._places.credit(found)
         else:
             self.have[number] = False
-            self._take_back(number)
-            sends.append((peer, PieceRefused(self.data, number, "absent")))
-        self._upload(found)
+        refusals = self._uploads.done(found, number, was_sent=was_sent)
         self._schedule(now)
-        return sends
+        return self._uploading(peer, refusals)
 
     def lost(self, now: float, peer: PeerId) -> Sends:
         """Remove a peer that is dead, left, or cannot be reached: its pieces are asked of others."""
@@ -242,9 +220,10 @@ class PieceSwarm:
             case Got():
                 return self._on_got(now, peer, message)
             case PieceRequest():
-                return self._on_ask(now, peer, message)
+                refusals = self._uploads.ask(now, peer, self._checked(message.numbers))
+                return self._uploading(sender, refusals)
             case Cancel():
-                self._on_cancel(peer, message)
+                self._uploads.cancel(peer, self._checked(message.numbers))
                 return []
             case PieceRefused():
                 return self._on_refused(now, peer, message)
@@ -301,54 +280,9 @@ class PieceSwarm:
                 self._holders[number] += 1
                 peer.moved_at = now
             peer.retry_at.pop(number, None)
-            if (given := self._given.get(number)) and given[0] == peer.peer:
-                del self._given[number]
+            self._uploads.arrived(peer.peer, number)
         self._schedule(now)
         return self._fill(now, peer)
-
-    def _on_ask(self, now: float, peer: SwarmPeer, message: PieceRequest) -> Sends:
-        sends: Sends = []
-        for number in self._checked(message.numbers):
-            if not self.have[number]:
-                sends.append((peer.peer, PieceRefused(self.data, number, "absent")))
-            elif number in peer.uploads or peer.sending == number:
-                continue
-            elif len(peer.uploads) >= UPLOADS_MAX:
-                sends.append((peer.peer, PieceRefused(self.data, number, "busy")))
-            elif self._goes_elsewhere(now, peer, number):
-                peer.put_off[number] = peer.put_off.get(number, 0) + 1
-                sends.append((peer.peer, PieceRefused(self.data, number, "elsewhere")))
-            else:
-                peer.put_off.pop(number, None)
-                peer.uploads.append(number)
-                self._given[number] = (peer.peer, now)
-                self._was_given[number] = True
-        self._upload(peer)
-        return sends
-
-    def _goes_elsewhere(self, now: float, peer: SwarmPeer, number: int) -> bool:
-        """Return whether another peer has this piece or is being sent it, while there are pieces that nobody
-        was sent yet."""
-        if peer.put_off.get(number, 0) >= PUT_OFF_MAX:
-            return False
-        given = self._given.get(number)
-        is_given = given is not None and given[0] != peer.peer and given[1] + GIVEN_SECONDS > now
-        if not is_given and not self._holders[number]:
-            return False
-        return bool(np.any(self.have & (self._holders == 0) & ~self._was_given))
-
-    def _take_back(self, number: int) -> None:
-        """Stop counting this piece as on its way to anybody."""
-        self._given.pop(number, None)
-        self._was_given[number] = False
-
-    def _on_cancel(self, peer: SwarmPeer, message: Cancel) -> None:
-        for number in self._checked(message.numbers):
-            if number in peer.uploads:
-                peer.uploads.remove(number)
-                given = self._given.get(number)
-                if given is not None and given[0] == peer.peer:
-                    self._take_back(number)
 
     def _on_refused(self, now: float, peer: SwarmPeer, message: PieceRefused) -> Sends:
         number = self._checked((message.number,))[0]
@@ -398,10 +332,11 @@ class PieceSwarm:
         bits = np.packbits(self.have, bitorder="little").tobytes()
         return PiecesHeld(self.data, bits, is_question, self.is_complete)
 
-    def _upload(self, peer: SwarmPeer) -> None:
-        if peer.sending is None and peer.uploads:
-            peer.sending = peer.uploads.popleft()
-            self.events.append(UploadDue(peer.peer, peer.sending))
+    def _uploading(self, peer: PeerId, refusals: Iterable[PieceRefused]) -> Sends:
+        """Tell the shell what it is to send, and the peer what it is not sent."""
+        self.events += self._uploads.due
+        self._uploads.due.clear()
+        return [(peer, refusal) for refusal in refusals]
 
     def _release(self, peer: SwarmPeer, number: int) -> None:
         """Record that `peer` owes this piece no longer; if nobody does, it may be asked of anybody."""
@@ -428,9 +363,7 @@ class PieceSwarm:
         for number in list(found.asked):
             self._release(found, number)
         self._holders -= found.has
-        for number, given in list(self._given.items()):
-            if given[0] == peer:
-                self._take_back(number)
+        self._uploads.forget(peer)
 
     def _drop(self, now: float, peer: PeerId, reason: str) -> Sends:
         self._remove(peer)

@@ -25,7 +25,8 @@ from gossip.pieces.messages import (
     PiecesHeld,
     Unknown,
 )
-from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
+from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends
+from gossip.pieces.uploads import UploadDue
 from node.containment import contain
 from node.errors import StreamClosed, Unreachable
 from node.protocols.moving import MOVE_SECONDS, move

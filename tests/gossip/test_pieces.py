@@ -18,8 +18,8 @@ from gossip.pieces.swarm import (
     PeerDropped,
     PieceArrived,
     PieceSwarm,
-    UploadDue,
 )
+from gossip.pieces.uploads import UploadDue
 from tests.gossip.trading import trade
 
 A, B, C, ME = (PeerId(bytes([number]) * 38) for number in range(1, 5))

@@ -11,7 +11,8 @@ from typing import Any
 
 from crypto.identity import PeerId
 from gossip.pieces.messages import PIECE_BYTES, Message, Piece
-from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends, UploadDue
+from gossip.pieces.swarm import PeerDropped, PieceArrived, PieceSwarm, Sends
+from gossip.pieces.uploads import UploadDue
 from sim.custom_cores import CustomSwarm, PeerSlot
 from sim.network.model import Access, NetworkModel
 

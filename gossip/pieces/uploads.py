@@ -1,0 +1,119 @@
+"""The sending side of an exchange: who is sent which piece, and in which order.
+
+A source that alone has pieces sends each once before it sends any twice, as super-seeding does, so that one
+copy of a data set is out after little more than one copy was sent: whoever asks for a piece that somebody
+else has or is being sent is told to ask elsewhere, while there are pieces that nobody was sent yet.
+
+Not here: reading the piece and its stream. The shell does an `UploadDue` and says so by `done`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from crypto.identity import PeerId
+from gossip.pieces.choice import Bits, Counts
+from gossip.pieces.messages import PieceRefused
+from gossip.pieces.peer import UPLOADS_MAX, SwarmPeer
+
+GIVEN_SECONDS = 60.0
+"""How long a peer that was sent a piece may take to say that it has it."""
+PUT_OFF_MAX = 4
+"""A peer is told this many times that a piece is to be had elsewhere; then it is sent it."""
+
+
+@dataclass(frozen=True)
+class UploadDue:
+    """Send this piece to the peer, then say so by `uploaded`."""
+
+    peer: PeerId
+    number: int
+
+
+class Uploads:
+    """What is sent of the data set `data`. `have` and `holders` are the exchange's own: the pieces that are
+    here, and how many others have each. `due` is for the shell."""
+
+    def __init__(self, data: bytes, have: Bits, holders: Counts) -> None:
+        self.due: list[UploadDue] = []
+        self._data = data
+        self._have = have
+        self._holders = holders
+        # To whom a piece is on its way, and since when: until that peer says that it has it.
+        self._given: dict[int, tuple[PeerId, float]] = {}
+        self._was_given: Bits = np.zeros(len(have), np.bool_)
+
+    def ask(self, now: float, peer: SwarmPeer, numbers: Sequence[int]) -> list[PieceRefused]:
+        """Queue the pieces that a peer asks for; return the refusals of those that it is not sent."""
+        refusals = []
+        for number in numbers:
+            if not self._have[number]:
+                refusals.append(PieceRefused(self._data, number, "absent"))
+            elif number in peer.uploads or peer.sending == number:
+                continue
+            elif len(peer.uploads) >= UPLOADS_MAX:
+                refusals.append(PieceRefused(self._data, number, "busy"))
+            elif self._goes_elsewhere(now, peer, number):
+                peer.put_off[number] = peer.put_off.get(number, 0) + 1
+                refusals.append(PieceRefused(self._data, number, "elsewhere"))
+            else:
+                peer.put_off.pop(number, None)
+                peer.uploads.append(number)
+                self._given[number] = (peer.peer, now)
+                self._was_given[number] = True
+        self._begin(peer)
+        return refusals
+
+    def cancel(self, peer: SwarmPeer, numbers: Sequence[int]) -> None:
+        """Drop the pieces that a peer waits for no more."""
+        for number in numbers:
+            if number in peer.uploads:
+                peer.uploads.remove(number)
+                if self._is_given(peer.peer, number):
+                    self._take_back(number)
+
+    def done(self, peer: SwarmPeer, number: int, *, was_sent: bool) -> list[PieceRefused]:
+        """Record that an UploadDue was done, or that the piece is not here; go on with the peer's next."""
+        peer.sending = None
+        refusals = []
+        if not was_sent:
+            self._take_back(number)
+            refusals.append(PieceRefused(self._data, number, "absent"))
+        self._begin(peer)
+        return refusals
+
+    def arrived(self, peer: PeerId, number: int) -> None:
+        """Record that a peer says that it has a piece."""
+        if self._is_given(peer, number):
+            del self._given[number]
+
+    def forget(self, peer: PeerId) -> None:
+        """Count nothing any more as on its way to this peer."""
+        for number in [each for each, given in self._given.items() if given[0] == peer]:
+            self._take_back(number)
+
+    def _begin(self, peer: SwarmPeer) -> None:
+        if peer.sending is None and peer.uploads:
+            peer.sending = peer.uploads.popleft()
+            self.due.append(UploadDue(peer.peer, peer.sending))
+
+    def _goes_elsewhere(self, now: float, peer: SwarmPeer, number: int) -> bool:
+        """Return whether another peer has this piece or is being sent it, while there are pieces that nobody
+        was sent yet."""
+        if peer.put_off.get(number, 0) >= PUT_OFF_MAX:
+            return False
+        given = self._given.get(number)
+        is_given = given is not None and given[0] != peer.peer and given[1] + GIVEN_SECONDS > now
+        if not is_given and not self._holders[number]:
+            return False
+        return bool(np.any(self._have & (self._holders == 0) & ~self._was_given))
+
+    def _is_given(self, peer: PeerId, number: int) -> bool:
+        given = self._given.get(number)
+        return given is not None and given[0] == peer
+
+    def _take_back(self, number: int) -> None:
+        """Stop counting this piece as on its way to anybody."""
+        self._given.pop(number, None)
+        self._was_given[number] = False
