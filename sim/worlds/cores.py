@@ -53,7 +53,7 @@ from sim.seeds import seeded_rng
 from sim.worlds.autonat import Reaching
 from sim.worlds.factories import Cores
 from sim.worlds.joining import WorldBootstrap, remembered
-from sim.worlds.life import Life
+from sim.worlds.life import Life, RunningLives
 from sim.worlds.local_runs import LocalModeRuns
 from sim.worlds.neighbours import WorldNeighbours
 from sim.worlds.records import RecordsWork
@@ -95,7 +95,7 @@ class CoresWorld:
         self._publish = publish
         self._agenda = Agenda()
         self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
-        self._running: list[Life] = []
+        self._running = RunningLives()
         self._met_before: dict[int, tuple[PeerId, ...]] = {}
         self._joining = WorldBootstrap(self)
         self._direction = Direction(self, scenario, seed, self._region_of)
@@ -225,7 +225,7 @@ class CoresWorld:
             self.engine.command(life.peer, order, protocol=protocol)
 
     def pick(self, rng: Random) -> Life | None:
-        return self._running[rng.randrange(len(self._running))] if self._running else None
+        return self._running.pick(rng)
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
@@ -251,8 +251,7 @@ class CoresWorld:
             self._joining.watch(life)  # it learns its acquaintances when all such peers have started
         else:
             self._joining.begin(life, self._met_before.pop(number, ()))
-        life.place = len(self._running)
-        self._running.append(life)
+        self._running.add(life)
 
     def split(self, side_of: Mapping[int, int]) -> None:
         sides: dict[int, list[PeerId]] = {}
@@ -316,10 +315,7 @@ class CoresWorld:
 
     def stop(self, number: int, why: str) -> None:
         life = self.lives[self.roster.peers[number]]
-        last = self._running.pop()
-        if last is not life:
-            self._running[life.place] = last
-            last.place = life.place
+        self._running.remove(life)
         if self.scenario.churn.remembers:
             self._met_before[number] = remembered(life)
         if why == "leave":

@@ -19,7 +19,7 @@ class Life:
     """A peer's life from a start to the next stop; `serial` counts its lives from 0.
 
     `since` is in virtual seconds of the world. `leaving`: it has said goodbye and is about to end. `entered`:
-    it has met a peer in the DHT. `place` is for the world. Its cores exist until the life is over.
+    it has met a peer in the DHT. `place` is for `RunningLives`. Its cores exist until the life is over.
     """
 
     __slots__ = (
@@ -37,6 +37,29 @@ class Life:
         self.place = -1
         self.swim: MembershipCore
         self.kademlia: DiscoveryCore
+
+
+class RunningLives:
+    """The lives that run and are not about to leave, to be drawn from: each knows its `place` here."""
+
+    def __init__(self) -> None:
+        self._lives: list[Life] = []
+
+    def add(self, life: Life) -> None:
+        """Add a life that begins."""
+        life.place = len(self._lives)
+        self._lives.append(life)
+
+    def remove(self, life: Life) -> None:
+        """Remove a life; the last one takes its place."""
+        last = self._lives.pop()
+        if last is not life:
+            self._lives[life.place] = last
+            last.place = life.place
+
+    def pick(self, rng: Random) -> Life | None:
+        """Draw a life; None where nobody runs."""
+        return self._lives[rng.randrange(len(self._lives))] if self._lives else None
 
 
 class WorldEnvironment(Protocol):

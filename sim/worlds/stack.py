@@ -32,7 +32,6 @@ from node.containment import strictness
 from node.errors import UsageError
 from node.events import Event, JoinTried, ReachabilityFound
 from node.runtime import Node
-from partition.stage import StageSpecification
 from sim.events import (
     NetworkHealed,
     NetworkSplit,
@@ -44,7 +43,7 @@ from sim.events import (
 )
 from sim.network.instants import nearest_instant
 from sim.network.links import SimLinks
-from sim.observers import Broken, Observation
+from sim.observers import Observation
 from sim.ports import Order
 from sim.scenario import Scenario
 from sim.seams import SimClock, SimNetworkFabric
@@ -53,16 +52,16 @@ from sim.storage import MemoryStorage
 from sim.wakeup import SimAlarm
 from sim.worlds.factories import Cores
 from sim.worlds.joining import first_to_dial
-from sim.worlds.life import Life
+from sim.worlds.life import Life, RunningLives
 from sim.worlds.machines import machine, new_disk, takes_stages
 from sim.worlds.node_life import NodeLife
 from sim.worlds.records import RecordsWork
 from sim.worlds.roster import SWARM, WorldRoster, capacity
-from sim.worlds.run_events import RunWords, Trained
+from sim.worlds.run_events import Trained
 from sim.worlds.scheduling import run_repeatably
 from sim.worlds.script import Direction
+from sim.worlds.stack_runs import StackRuns
 from sim.worlds.stages import NodeExecutor, settled
-from sim.worlds.submit import capture, submit
 from sim.worlds.timers import Agenda
 
 OURS = Cores()
@@ -75,8 +74,6 @@ class StackWorld:
     """Plays `scenario` from `seed`; publishes every event with `publish`. A `sim.observers.World`.
 
     Only the membership and record cores of `cores` may be replaced. Raises UsageError for others.
-
-    Long because it is a whole world: its lives, their disturbances and the views of watchers, at one clock.
     """
 
     def __init__(
@@ -97,11 +94,11 @@ class StackWorld:
             self.links.place(peer, number)
             self.medium.attach(peer).die()  # so that each has the address of its number
         self._publish = publish
-        self._words = RunWords()
+        self._runs = StackRuns(self)
         self._agenda = Agenda()
         self._alarm = SimAlarm()
         self._handlers: dict[type, list[Callable[[Life, Any], None]]] = {}
-        self._running: list[Life] = []
+        self._running = RunningLives()
         self._serials = [0] * scenario.nodes
         self._storages = [MemoryStorage() for _ in range(scenario.nodes)]
         self._counters: Counter[str] = Counter()
@@ -125,9 +122,7 @@ class StackWorld:
             UsageError: a run asks for a model or data that is not there.
             Broken: as a watcher says, or a run did not reach the accuracy that it must.
         """
-        captured = [capture(training) for training in self.scenario.runs]
-        for number, training in enumerate(self.scenario.runs):
-            self.at(training.at_seconds, self._submit, number, captured[number])
+        self._runs.plan()
         try:
             # A simulation exists to find our bugs: none is contained, as a node would contain it.
             with settled() if self.scenario.runs else nullcontext(), strictness(is_strict=True):
@@ -136,7 +131,7 @@ class StackWorld:
             raise self._failure or _alone(group) from None
         if self._failure is not None:
             raise self._failure
-        self._check_runs()
+        self._runs.check()
 
     async def _whole(self, on_sample: Callable[[], None]) -> None:
         with self._scope:
@@ -195,7 +190,7 @@ class StackWorld:
     @property
     def trained(self) -> tuple[Trained, ...]:
         """Return the requested runs and their outcomes."""
-        return tuple(self._words.runs.values())
+        return tuple(self._runs.words.runs.values())
 
     def name(self, peer: PeerId) -> str:
         return self.roster.name(peer)
@@ -261,7 +256,7 @@ class StackWorld:
             command(order)
 
     def pick(self, rng: Random) -> Life | None:
-        return self._running[rng.randrange(len(self._running))] if self._running else None
+        return self._running.pick(rng)
 
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
@@ -286,15 +281,11 @@ class StackWorld:
         assert self._nursery is not None, "the world is not playing"
         self._nursery.start_soon(self._live, life)
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
-        life.place = len(self._running)
-        self._running.append(life)
+        self._running.add(life)
 
     def stop(self, number: int, why: str) -> None:
         life = self.lives[self.peers[number]]
-        last = self._running.pop()
-        if last is not life:
-            self._running[life.place] = last
-            last.place = life.place
+        self._running.remove(life)
         if why == "leave":
             life.leave()
         else:
@@ -374,9 +365,9 @@ class StackWorld:
             executor=NodeExecutor(
                 offered.flops_per_second,
                 speed,
-                self._pass_seconds,
+                self._runs.pass_seconds,
                 self.medium.pace(life.peer),
-                partial(self._applied, life),
+                partial(self._runs.applied, life),
             ),
             storage=self._storages[number],
             capacity=offered,
@@ -402,7 +393,7 @@ class StackWorld:
         if self.lives.get(life.peer) is not life:
             return
         if isinstance(event, msgspec.Struct):
-            self._words.sent(life, event)
+            self._runs.words.sent(life, event)
         else:
             self.tell(life, event)
 
@@ -416,45 +407,12 @@ class StackWorld:
                 life.node.joining.add(through)
         if isinstance(event, ReachabilityFound):
             self.tell(life, ReachabilityJudged(event.reachable, event.asked))
-        said = self._words.of_node(life, event)
+        said = self._runs.words.of_node(life, event)
         if said is not None:
-            self.tell(life, said)
-
-    def _applied(
-        self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
-    ) -> None:
-        said = self._words.of_stage(life, specification, step, microbatches)
-        if said is not None and self.lives.get(life.peer) is life:
             self.tell(life, said)
 
     def _joined(self, life: Life, event: Joined) -> None:
         life.entered = life.entered or event.contacts > 0
-
-    # Runs.
-
-    def _pass_seconds(self, run: bytes) -> float:
-        for trained in self._words.runs.values():
-            if trained.run.random_key == run:
-                return trained.training.pass_seconds
-        return 0.0
-
-    def _submit(self, number: int, captured: Any) -> None:
-        """Submit a run at a permanent peer; the next runs at the others, in turn."""
-        training = self.scenario.runs[number]
-        asks = number % max(1, self.scenario.churn.permanent)
-        life = self.lives.get(self.peers[asks])
-        if life is None:
-            self.at(self.now + 1.0, self._submit, number, captured)
-            return
-        made = partial(self._words.made, training)
-        life.node.runs.start_task(submit, life.node, training, captured, self.seed + number, made, of=None)
-
-    def _check_runs(self) -> None:
-        for training in self.scenario.runs:
-            mine = [trained for trained in self.trained if trained.training is training]
-            if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):
-                found = "; ".join(run.standing for run in mine) or "it was never asked for"
-                raise Broken("accuracy", f"want {training.accuracy:g}: {found}")
 
 
 def _alone(group: BaseExceptionGroup[Any]) -> BaseException:

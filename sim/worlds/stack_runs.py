@@ -1,0 +1,77 @@
+"""The runs of a world of whole nodes: asked for when the scenario says, reported, and held to their accuracy.
+
+Not here: what nodes report as events of worlds of cores (`sim.worlds.run_events`).
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from crypto.identity import PeerId
+from partition.stage import StageSpecification
+from sim.observers import Broken
+from sim.worlds.life import WorldEnvironment
+from sim.worlds.node_life import NodeLife
+from sim.worlds.run_events import RunWords
+from sim.worlds.submit import capture, submit
+
+
+class NodesWorld(WorldEnvironment, Protocol):
+    """A world of whole nodes as seen by its runs."""
+
+    @property
+    def peers(self) -> Sequence[PeerId]: ...
+
+    @property
+    def lives(self) -> Mapping[PeerId, NodeLife]: ...
+
+
+class StackRuns:
+    """The runs of a world's scenario, and what is known of each (`words`)."""
+
+    def __init__(self, world: NodesWorld) -> None:
+        self.words = RunWords()
+        self._world = world
+
+    def plan(self) -> None:
+        """Capture the models, and have each run submitted at its time. Raises UsageError: a run asks for a
+        model or data that is not there."""
+        captured = [capture(training) for training in self._world.scenario.runs]
+        for number, training in enumerate(self._world.scenario.runs):
+            self._world.at(training.at_seconds, self._submit, number, captured[number])
+
+    def _submit(self, number: int, captured: Any) -> None:
+        """Submit a run at a permanent peer; the next runs at the others, in turn."""
+        training = self._world.scenario.runs[number]
+        asks = number % max(1, self._world.scenario.churn.permanent)
+        life = self._world.lives.get(self._world.peers[asks])
+        if life is None:
+            self._world.at(self._world.now + 1.0, self._submit, number, captured)
+            return
+        made = partial(self.words.made, training)
+        life.node.runs.start_task(
+            submit, life.node, training, captured, self._world.seed + number, made, of=None
+        )
+
+    def pass_seconds(self, run: bytes) -> float:
+        """Return how long a pass takes in the run of this random key; 0 where it is not known."""
+        for trained in self.words.runs.values():
+            if trained.run.random_key == run:
+                return trained.training.pass_seconds
+        return 0.0
+
+    def applied(
+        self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
+    ) -> None:
+        """Tell that a stage of this peer applied a step."""
+        said = self.words.of_stage(life, specification, step, microbatches)
+        if said is not None and self._world.lives.get(life.peer) is life:
+            self._world.tell(life, said)
+
+    def check(self) -> None:
+        """Raise Broken where a run did not reach the accuracy that it must."""
+        for training in self._world.scenario.runs:
+            mine = [trained for trained in self.words.runs.values() if trained.training is training]
+            if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):
+                found = "; ".join(run.standing for run in mine) or "it was never asked for"
+                raise Broken("accuracy", f"want {training.accuracy:g}: {found}")
