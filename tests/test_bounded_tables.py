@@ -30,7 +30,7 @@ ROOM_MADE = {
     ("gossip/hints.py", "HINTS_MAX"): "hints expire, and each source has a credit of them",
     ("gossip/matchmaking.py", "READY_MAX"): "a wish is over within its patience; a gate says who counts",
     ("gossip/matchmaking.py", "WISHES_MAX"): OWN,
-    ("gossip/pieces/swarm.py", "UPLOADS_MAX"): "one peer's own; what it takes makes room",
+    ("gossip/pieces/uploads.py", "UPLOADS_MAX"): "one peer's own; what it takes makes room",
     ("gossip/state_table.py", "members_max"): "the dead, then those that answer nothing",
     ("gossip/probes.py", "RELAYS_MAX"): "a relay ends with its probe, within a second",
     ("gossip/push_pull.py", "ASKED_MAX"): "emptied at each interval",
