@@ -3,10 +3,6 @@
 It runs in the stage's own process (`node.stages.process`), never in the node's. `partition.stage` defines the
 requests; `partition.execute.interpret` computes a graph.
 
-Torch's parameters are views into the arena `parameters`, their `.grad` views into `gradients`, so sums grow
-in place over the micro-batches, and averaging reads and writes without a copy. On a device without the
-host's memory each arena has a twin there, copied where the two must agree.
-
 The sums hold exactly the micro-batches that were answered: the gradients and the batch statistics of one are
 added when it goes back. All mistakes of a peer are found before, in the forward pass, and refused. If an
 operator still raises on its way back (no memory is left, say), some sums would hold it and others not, so the
@@ -22,35 +18,28 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from blake3 import blake3
 
-from crypto.errors import LocalProtocolError, RemoteProtocolError
+from crypto.errors import RemoteProtocolError
 from partition.codecs.codec import Payload, Rounding
 from partition.execute.attention import ROWS, padded
 from partition.execute.bit_class import bit_class
-from partition.execute.interpret import DTYPES, LabelOutOfRange, Program, Results, compile_entry
+from partition.execute.interpret import LabelOutOfRange, Program, Results, compile_entry
 from partition.execute.open_step import Flight, OpenStep
-from partition.execute.optimize import Optimizer, clip_factor
 from partition.execute.pages import UnitRefused
 from partition.execute.products import Products
 from partition.execute.seeds import seed_of
 from partition.execute.served_weights import ServedWeights
 from partition.execute.serving import ServedStage
 from partition.execute.sessions import StageSessions
+from partition.execute.stage_arenas import StageArenas
 from partition.execute.step_arithmetic import (
     add_statistics,
-    check_moments,
     kept_shares,
     scalar,
-    squared_norm,
 )
-from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite, tensor_of
-from partition.execute.values import first_values
-from partition.execute.vector import ParameterVector, Vector
-from partition.execute.weights import export_file, import_file
-from partition.model.graph import EVALUATE, SERVE, TRAIN, Recipe, StageEntry, TensorType
+from partition.execute.tensor_io import BadPayload, Boundary, NotFinite, blaming, is_finite
+from partition.model.graph import EVALUATE, SERVE, TRAIN, StageEntry, TensorType
 from partition.stage import (
-    ARENAS,
     REASON_LENGTH_MAX,
     SAMPLES_MAX,
     Applied,
@@ -85,7 +74,6 @@ from partition.stage import (
     StageSpecification,
     ValuesRead,
 )
-from partition.stage_layout import arena_bytes, message_bytes_max, parameter_layout
 
 
 class StageExecutor:
@@ -95,8 +83,6 @@ class StageExecutor:
     parameters that have a recipe are written to it at once; stored ones stay zero until the node writes them
     and sends `Reload`. `room_bytes` is the extra memory that a served stage may use for speed.
 
-    Long because all requests work on the same arenas: one that is refused leaves every one as it was.
-
     Raises:
         LocalProtocolError: an arena is missing or has another size.
         RemoteProtocolError: a graph that `partition.execute.admit` would have refused.
@@ -105,9 +91,6 @@ class StageExecutor:
     def __init__(
         self, specification: StageSpecification, arenas: Mapping[str, memoryview], room_bytes: int = 0
     ) -> None:
-        for name, size in arena_bytes(specification).items():
-            if name not in arenas or arenas[name].nbytes != size:
-                raise LocalProtocolError(f"the arena '{name}' must have {size} bytes")
         graph = specification.graph
         self._specification = specification
         self._graph = graph
@@ -115,29 +98,13 @@ class StageExecutor:
         self._boundary = Boundary(specification, self._device)
         self._needed_bytes = max(0, specification.memory_bytes_max - room_bytes)
         self._programs: dict[tuple[str, bool], Program] = {}
-        dtype = DTYPES[specification.dtype]
-        self._arenas = {name: arenas[name] for name in ARENAS}
-        self._slots = parameter_layout(specification)
-        self._values = ParameterVector(arenas["parameters"], self._slots, self._device)
-        self._vectors = {name: Vector(arenas[name], dtype, self._device) for name in ARENAS[1:]}
-        self._parameters, self._statistics = self._make_parameters()
-        self._constants = {
-            row: tensor_of(constant, self._device)
-            for row, constant in zip(graph.constant_rows, graph.constants, strict=True)
-        }
-        size = sum(slot.size for slot in self._slots if slot.parameter.kind != "frozen")
-        self._optimizer = Optimizer(
-            specification.optimizer,
-            self._slots,
-            self._parameters,
-            lambda number, slot: self._vectors["moments"].view(slot, start=number * size),
-        )
+        self._arenas = StageArenas(specification, arenas, self._device)
         names = {entry.name for entry in graph.entries}
         self._evaluated = EVALUATE if EVALUATE in names else TRAIN
         self._sessions = StageSessions(specification, self._device)
         least = ROWS * specification.threads
         products = Products(least, padded(specification.sizes_max[0], least), room_bytes)
-        self._weights = ServedWeights(graph, self._slots, self._values, products)
+        self._weights = ServedWeights(graph, self._arenas.slots, self._arenas.values, products)
         self._served = ServedStage(specification, self._boundary, self._device) if SERVE in names else None
         self._open = OpenStep()
 
@@ -161,7 +128,7 @@ class StageExecutor:
             case Backward():
                 return self._backward(request)
             case Norm():
-                return Normed(squared_norm(self._vectors["totals"], self._slots, self._graph.borrowed))
+                return Normed(self._arenas.squared_norm())
             case Apply():
                 return self._apply(request)
             case RunEntryPoint():
@@ -177,8 +144,7 @@ class StageExecutor:
             case CopySession():
                 return self._fork(request)
             case Export():
-                arena = self._arenas["parameters"]
-                return Exported(export_file(arena, self._slots, self._graph.constants))
+                return Exported(self._arenas.export())
         self._obey(request)
         return StageDone()
 
@@ -306,10 +272,10 @@ class StageExecutor:
         if is_training and keeps:
             for number, tensor in zip(entry.inputs, inputs, strict=True):
                 tensor.requires_grad_(number in entry.backward_inputs)
-        run = self._specification.run
+        run, held = self._specification.run, self._arenas
         seed = partial(seed_of, run, request.step, request.microbatch, entry.name)
         with torch.set_grad_enabled(is_training and keeps), self._precision():
-            return program.run(self._parameters, self._constants, {}, inputs, labels, sizes, seed)
+            return program.run(held.parameters, held.constants, {}, inputs, labels, sizes, seed)
 
     def _precision(self) -> AbstractContextManager[object]:
         if self._specification.autocast == "off":
@@ -348,11 +314,12 @@ class StageExecutor:
     def _count(self, program: Program, results: Results, request: Forward | Backward) -> None:
         """Add the statistics after the gradients; note whether the sums hold the micro-batch."""
         microbatches = self._specification.microbatches
-        add_statistics(self._statistics, program, results, request, microbatches=microbatches)
+        add_statistics(self._arenas.statistics, program, results, request, microbatches=microbatches)
         self._open.count(request)
         if request.sign < 0 and not self._open.counted:
-            self._vectors["gradients"].tensor.zero_()  # not the rounding of what was taken out
-        self._vectors["gradients"].give()
+            self._arenas.clear_sums()  # not the rounding of what was taken out
+        else:
+            self._arenas.give_sums()
 
     # Entry points without gradients
 
@@ -364,9 +331,10 @@ class StageExecutor:
         sizes = self._boundary.sizes(request.input)
         inputs = self._boundary.take(request.input, self._kinds(entry, entry.inputs), sizes)
         states = self._sessions.states(request.session, self._boundary.shapes(self._sessions.kinds, sizes))
+        held = self._arenas
         try:
             with torch.no_grad(), self._precision():
-                results = program.run(self._parameters, self._constants, states, inputs, [], sizes)
+                results = program.run(held.parameters, held.constants, states, inputs, [], sizes)
             kinds = self._kinds(entry, entry.outputs)
             output, _ = self._boundary.give(results.outputs, kinds, sizes, request.codec)
             self._sessions.keep(request.session, states, results.updates)
@@ -384,14 +352,14 @@ class StageExecutor:
         return self._served
 
     def _probe(self) -> BitsFound:
-        served, program = self._serving(), self._program(SERVE, False)
-        bits = bit_class(self._specification, served, program, self._parameters, self._constants)
+        served, program, held = self._serving(), self._program(SERVE, False), self._arenas
+        bits = bit_class(self._specification, served, program, held.parameters, held.constants)
         return BitsFound(bits, self._weights.released, self._needed_bytes)
 
     def _serve(self, request: Serve) -> Served:
-        served = self._serving()
+        served, held = self._serving(), self._arenas
         self._weights.products.forget()
-        return served.serve(request, self._program(SERVE, False), self._parameters, self._constants)
+        return served.serve(request, self._program(SERVE, False), held.parameters, held.constants)
 
     def _fork(self, request: CopySession) -> StageDone:
         self._serving().pages.fork(request.session, request.base, request.tokens)
@@ -401,90 +369,36 @@ class StageExecutor:
 
     def _apply(self, request: Apply) -> Applied:
         self._open.check_applied(request.step)
-        totals = self._vectors["totals"]
         if request.is_skipped:
             self._boundary.forget()  # what was rounded off may be as far from finite as what was sent
         else:
-            self._step_optimizer(request, totals)
-        totals.tensor.zero_()
-        totals.give()
+            moved = self._graph.entry(TRAIN).moved
+            kept = kept_shares(self._program(TRAIN, True), moved, self._specification.microbatches)
+            self._arenas.step(request, kept)
+        self._arenas.clear_totals()
         self._forget()
         self._open.advance()
-        return Applied(blake3(self._arenas["parameters"]).digest())
-
-    def _step_optimizer(self, request: Apply, totals: Vector) -> None:
-        program = self._program(TRAIN, True)
-        clip = clip_factor(self._specification.optimizer, request.squared_norm, request.samples)
-        gradients = self._vectors["gradients"]
-        totals.take()
-        if not is_finite(totals.tensor):
-            raise NotFinite("a total gradient is not finite")
-        # The mean first, and then the factor: the order in which torch.nn.utils.clip_grad_norm_ rounds.
-        torch.div(totals.tensor, request.samples, out=gradients.tensor)
-        if clip < 1:
-            gradients.tensor.mul_(clip)
-        self._optimizer.step(request.step, request.rate)
-        entry, microbatches = self._graph.entry(TRAIN), self._specification.microbatches
-        kept = kept_shares(program, entry.moved, microbatches)
-        for slot in self._slots:
-            if slot.row in self._statistics:
-                self._parameters[slot.row].mul_(kept.get(slot.row, 1.0)).add_(totals.view(slot))
-        self._values.give()
-        self._vectors["moments"].give()
+        return Applied(self._arenas.digest())
 
     def _forget(self) -> None:
         self._open.clear()
-        self._vectors["gradients"].tensor.zero_()
-        self._vectors["gradients"].give()
-
-    # Parameters
-
-    def _make_parameters(self) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-        """Return values by row, with `.grad` where there is one; and the sums of the shares of statistics."""
-        values, gradients = self._values, self._vectors["gradients"]
-        parameters, statistics = {}, {}
-        for slot in self._slots:
-            view = values.view(slot)
-            if isinstance(slot.parameter.source, Recipe):
-                first_values(slot.parameter, self._specification.seed, view.dtype, view)
-            if slot.parameter.kind == "parameter":
-                view.requires_grad_()
-                view.grad = gradients.view(slot)
-            elif slot.parameter.kind == "statistic":
-                statistics[slot.row] = gradients.view(slot)
-            parameters[slot.row] = view
-        values.give()
-        return parameters, statistics
+        self._arenas.clear_sums()
 
     def _import(self, request: Import) -> None:
-        specification = self._specification
-        if len(request.data) > message_bytes_max(specification):
-            raise RemoteProtocolError(f"a safetensors file of {len(request.data)} bytes is not this stage's")
-        arrays = import_file(request.data, self._slots, self._graph.constants)
-        with torch.no_grad():
-            for row, array in arrays.items():
-                held = self._parameters[row]
-                held.copy_(torch.tensor(array).view(held.dtype).view(held.shape))
-        self._values.give()
+        self._arenas.import_values(request.data)
         self._boundary.forget()
         self._forget()
         self._open.next_step = None
 
     def _take(self, step: int | None) -> None:
         """Take the node's values: first parameters (no step), or all state after `step` steps."""
-        moments = self._vectors["moments"]
-        if not all(map(is_finite, self._values.runs())):
-            raise RemoteProtocolError("a parameter is not finite")
-        if step is not None:
-            check_moments(moments.shared, self._specification.optimizer)
-        self._values.take()
-        moments.take()
+        self._arenas.take(has_moments=step is not None)
         self._boundary.forget()
         self._forget()
         self._open.next_step = step
         if self._served is not None:
             self._program(SERVE, False)
-            self._weights.take(self._parameters)
+            self._weights.take(self._arenas.parameters)
 
     # Tables
 

@@ -62,7 +62,7 @@ class Without(TorchDispatchMode):  # type: ignore[no-untyped-call]  # of torch
     def __init__(self, row: Row) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # of torch
         executors = [held.executor for chain in row.chains for held in chain]
-        self._arenas = {each.shared.data_ptr() for one in executors for each in one._vectors.values()}
+        self._arenas = {each.shared.data_ptr() for one in executors for each in one._arenas.vectors.values()}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = func(*args, **(kwargs or {}))

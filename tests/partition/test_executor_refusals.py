@@ -195,7 +195,7 @@ def test_an_error_in_the_backward_pass_ends_the_process() -> None:
     def out_of_memory(gradient: torch.Tensor) -> None:
         raise RuntimeError("no memory is left")
 
-    stage.executor._parameters[0].register_hook(out_of_memory)  # type: ignore[no-untyped-call]  # so in torch
+    stage.executor._arenas.parameters[0].register_hook(out_of_memory)  # type: ignore[no-untyped-call]  # so in torch
     with pytest.raises(RuntimeError, match="no memory"):
         stage.handle(Forward(0, 0, True, GOOD, LABELS))
 
