@@ -7,8 +7,6 @@ sequence it found of each publisher.
 """
 
 from collections.abc import Sequence
-from functools import partial
-from math import inf
 from random import Random
 
 from crypto.contact import Address
@@ -18,7 +16,9 @@ from crypto.identity import PeerId
 from dht import messages
 from dht.advertising import Advertising
 from dht.capabilities import Advert, Query, estimate_nodes
-from dht.events import Event, Joined, PeerHeard, PeerPinged
+from dht.contacts import Contacts
+from dht.entry import Entry
+from dht.events import Event, PeerHeard, PeerPinged
 from dht.groups import Origins
 from dht.hunt import Estimate, Hunts, unknown
 from dht.keys import KEY_BITS, Key, distance, node_key
@@ -37,9 +37,6 @@ from dht.work import has_work
 
 Sends = list[tuple[PeerId, Message]]
 
-SEEDS_MAX = 32
-"""Peers of the last `join`, asked again when the table has run empty."""
-
 
 class Kademlia:
     """One node of the DHT.
@@ -49,13 +46,10 @@ class Kademlia:
     dropped once they have expired by both. The shell sets these as it sets `origins.host_of`, and `estimate`,
     which returns the round trip to given coordinates. Events are to be drained after each call, before its
     messages are sent: they tell the network where the receivers are.
-
-    Long because each message changes the table and the requests under way together; what stands alone
-    (`routing`, `searches`, `requests`, `records`) has files of its own.
     """
 
     __slots__ = (
-        "_advertising", "_checking", "_hunts", "_rejoin_due", "_requests", "_searches", "_seeds", "_sends",
+        "_advertising", "_contacts", "_entry", "_hunts", "_requests", "_searches", "_sends",
         "_sequence", "addresses", "estimate", "events", "is_client", "key", "origins", "own_wall_offset",
         "peer", "records", "replication", "rng", "search", "settings", "signer", "table", "timers", "tokens",
         "upkeep", "wall_offset",
@@ -86,9 +80,6 @@ class Kademlia:
         # The shell puts others in their place, from its entropy; these are enough for an experiment.
         self.tokens = WriteTokens(rng.randbytes(SECRET_BYTES))
         self.addresses = address_texts(addresses)
-        self._seeds: tuple[PeerId, ...] = ()
-        # Those with a ping in flight that no lookup asked for.
-        self._checking: dict[PeerId, Contact] = {}
         self._sends: Sends = []
         self.timers = Timers()
         self._requests = Requests(
@@ -100,15 +91,16 @@ class Kademlia:
         self._hunts = Hunts(self)
         self._searches = Searches(self)
         self.search = self._searches.begin
-        self._rejoin_due = inf
-        self.upkeep = Upkeep(self)
+        self._entry = Entry(self)
+        self._contacts = Contacts(self)
+        self.upkeep = Upkeep(self, self._contacts.check)
 
     # The core shape.
 
     @property
     def deadline(self) -> float:
         """When `wake` wants to be called, in monotonic seconds; inf for never."""
-        return min(self.timers.due, self.upkeep.deadline, self._rejoin_due)
+        return min(self.timers.due, self.upkeep.deadline, self._entry.due)
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
@@ -117,7 +109,7 @@ class Kademlia:
         return {
             "contacts": (len(self.table) + waiting, (self.settings.k + WAITING_MAX) * KEY_BITS),
             "records": (len(self.records), self.settings.records_max),
-            "checks": (len(self._checking), self.settings.checks_max),
+            "checks": (len(self._contacts), self.settings.checks_max),
             **self.replication.sizes,
             **self.upkeep.sizes,
             **self._hunts.sizes,
@@ -133,14 +125,13 @@ class Kademlia:
             self._take_answer(now, sender, message)
         else:
             self._send(sender, reply(self, now, sender, message))
-            self._meet(now, sender, message.addresses)
+            self._contacts.meet(now, sender, message.addresses)
         return self._drain()
 
     def wake(self, now: float) -> Sends:
         """Do what is due."""
         self.timers.run(now)
-        if self._rejoin_due <= now:
-            self._join(now)
+        self._entry.wake(now)
         self.upkeep.wake(now)
         return self._drain()
 
@@ -154,8 +145,7 @@ class Kademlia:
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
         """Enter the network by `peers`, whose addresses the network knows. Ends in `Joined`."""
-        self._seeds = tuple(peers[:SEEDS_MAX])
-        self._join(now)
+        self._entry.begin(now, peers)
         return self._drain()
 
     def add(self, now: float, peer: PeerId, addresses: Sequence[Address]) -> Sends:
@@ -167,30 +157,18 @@ class Kademlia:
         """
         if not has_work(peer, self.settings.work_bits):
             return []
-        known, texts = self.table.get(peer), address_texts(addresses)
-        if (asked := self._checking.get(peer)) is not None:
-            asked.watched = True
-        if known is not None:
-            known.watched = True
-            if known.silence is not None or (texts and texts != known.addresses):
-                self.check(now, known)  # where it is now it is to say itself
-        elif self.table.wants(peer, waiting=False, group=(group := self.origins.group(peer, texts))):
-            contact = Contact(peer, texts, group)
-            contact.watched = True
-            self.check(now, contact)
+        self._contacts.add(now, peer, address_texts(addresses))
         return self._drain()
 
     def unwatch(self, peer: PeerId) -> None:
         """Watch `peer` ourselves from now on: nobody else does any more."""
-        for contact in (self.table.get(peer), self._checking.get(peer)):
-            if contact is not None:
-                contact.watched = False
+        self._contacts.unwatch(peer)
 
     def remove(self, now: float, peer: PeerId) -> Sends:
         """Remove a dead peer: it loses its place at once, and no lookup waits for it."""
         self.unwatch(peer)
         self.upkeep.lose(now, self.table.get(peer))
-        self._verify(now, self.table.remove(peer))
+        self._contacts.remove(now, peer)
         self._searches.pass_over(now, peer)
         return self._drain()
 
@@ -275,49 +253,6 @@ class Kademlia:
             tell(now, None, 0.0)
         return number, self._drain()
 
-    # Others.
-
-    def _meet(self, now: float, sender: PeerId, texts: tuple[str, ...]) -> None:
-        """Note a request of `sender`: a known contact is alive, a stranger is worth a ping, and a client
-        nothing."""
-        if texts == CLIENT_ADDRESSES:
-            self._verify(now, self.table.remove(sender))
-            return
-        contact = self.table.heard(now, sender)
-        if contact is not None:
-            self._take_claim(contact, texts)
-            if contact.silence is not None:
-                self.check(now, contact)  # it lives, and may have become reachable again
-        elif not self.upkeep.is_liar(now, sender) and self.table.wants(
-            sender, group=(group := self.origins.group(sender, texts))
-        ):
-            self.check(now, Contact(sender, texts, group))
-
-    def _take_claim(self, contact: Contact, texts: tuple[str, ...]) -> None:
-        """Take a verified contact's claim of where it is."""
-        if not texts:
-            return
-        if texts == contact.addresses:
-            contact.addresses = texts  # one object for all who were told by it, where messages are not copied
-            return
-        addresses = readable_addresses(texts, contact.peer)
-        readable = address_texts(addresses)
-        if readable and readable != contact.addresses:
-            contact.addresses = readable
-            self.events.append(PeerHeard(contact.peer, addresses))
-
-    def check(self, now: float, contact: Contact) -> None:
-        """Ping a contact, if that is not being done already and not too many others are."""
-        if contact.peer in self._checking or len(self._checking) >= self.settings.checks_max:
-            return
-        self._checking[contact.peer] = contact
-        self.ask(now, contact, self.ping_message(), None)
-
-    def _verify(self, now: float, contact: Contact | None) -> None:
-        """Ping a contact, if there is one that was silent for a while."""
-        if contact is not None and contact.heard + self.settings.fresh_seconds <= now:
-            self.check(now, contact)
-
     # Requests of ours.
 
     def ask(
@@ -349,21 +284,11 @@ class Kademlia:
     def _silent(self, now: float, pending: PendingRequest) -> None:
         """Handle a request that was not answered in time."""
         peer = pending.contact.peer
-        known = self.table.get(peer)
-        concerned = self.table.failed(now, peer, pending.started)
-        if known is not None and self.table.get(peer) is None:
-            self.upkeep.lose(now, known)
-        if concerned is not None and concerned.peer == peer:
-            self.timers.at(now + self.settings.recheck_seconds, partial(self._recheck, concerned))
-        elif concerned is not None:
-            self._verify(now, concerned)
-        elif not len(self.table) and self._seeds:
-            self._rejoin_due = min(self._rejoin_due, now + self.settings.rejoin_seconds)
+        if self._contacts.fail(now, pending) and not len(self.table):
+            self._entry.hurry(now)
         match pending.purpose:
             case None:
-                self._checking.pop(peer, None)
-                if self.table.get(peer) is None:
-                    pending.contact.watched = False  # its answer may still come, when nobody watches any more
+                self._contacts.fail_check(pending.contact)
             case Search() as search:
                 search.lookup.passed_over(peer)
                 self._searches.advance(now, search)
@@ -372,10 +297,6 @@ class Kademlia:
             case Inquiry() as inquiry:
                 inquiry.then(now, None, now - pending.started)
 
-    def _recheck(self, contact: Contact, now: float) -> None:
-        if contact.silence is not None and self.table.get(contact.peer) is contact:
-            self.check(now, contact)
-
     def _take_answer(self, now: float, sender: PeerId, answer: messages.Answer) -> None:
         pending = self._requests.answered(sender, answer)
         if pending is None:
@@ -383,10 +304,10 @@ class Kademlia:
         # All checks come before the first effect: a bad answer is no answer, and its time is up.
         records = self._checked(now, sender, pending, answer)
         self._requests.close(now, pending)
-        self._welcome(now, pending.contact, answer.addresses, answer.token)
+        self._contacts.welcome(now, pending.contact, answer.addresses, answer.token)
         match pending.purpose:
             case None if not pending.passed_over:
-                self._checking.pop(sender, None)
+                self._contacts.end_check(sender)
             case Publication() as publication if not pending.passed_over:
                 refused = answer.refused if isinstance(answer, messages.Stored) else None
                 self.replication.count(publication, refused)
@@ -416,44 +337,6 @@ class Kademlia:
             self._requests.spoil(now, pending)
             self.upkeep.distrust(now, sender)
             raise
-
-    def _welcome(self, now: float, contact: Contact, texts: tuple[str, ...], token: bytes) -> None:
-        """Enter a contact that answered into the table, unless it is a client."""
-        if texts == CLIENT_ADDRESSES:
-            self._verify(now, self.table.remove(contact.peer))
-            return
-        if self.upkeep.is_liar(now, contact.peer):
-            return
-        contact.group = self.origins.group(contact.peer, texts or contact.addresses)
-        self.upkeep.found(contact.peer)
-        is_known = self.table.get(contact.peer) is not None
-        oldest = self.table.answered(now, contact)
-        kept = self.table.get(contact.peer)
-        if kept is not None:
-            kept.watched = kept.watched or contact.watched  # it may have come by another way meanwhile
-            if token:
-                kept.token, kept.answered = token, now
-            self._take_claim(kept, texts)
-            if not is_known and token:
-                self.replication.welcome(now, kept, token)
-        self._verify(now, oldest)
-        self.upkeep.begin(now)
-
-    # Upkeep.
-
-    def _join(self, now: float) -> None:
-        others = (peer for peer in self._seeds if peer != self.peer and self.may_ask(now, peer))
-        seeds = [Contact(peer) for peer in others]
-        # Tried again then, unless somebody answers.
-        self._rejoin_due = now + self.settings.rejoin_seconds if seeds else inf
-        self.search(now, self.key, self._joined, seeds=seeds)
-
-    def _joined(self, now: float, search: Search) -> None:
-        self.events.append(Joined(len(self.table)))
-        if not search.lookup.nearest:
-            return
-        self._rejoin_due = inf
-        self.upkeep.refresh_all(now)
 
     # Small things.
 

@@ -36,15 +36,16 @@ class UpkeepCore(Protocol):
     table: Table
     rng: Random
 
-    def check(self, now: float, contact: Contact) -> None: ...
     def search(self, now: float, key: Key, then: Callable[[float, Search], None]) -> Search: ...
 
 
 class Upkeep:
-    """The part of a core that looks after its table. Times are monotonic seconds."""
+    """The part of a core that looks after its table. `check` pings a contact. Times are monotonic
+    seconds."""
 
-    def __init__(self, ground: UpkeepCore) -> None:
+    def __init__(self, ground: UpkeepCore, check: Callable[[float, Contact], None]) -> None:
         self._ground = ground
+        self._check = check
         # Contacts that fell silent, the longest lost first: how often each was tried since.
         self._lost: dict[PeerId, tuple[Contact, int]] = {}
         self._liars: dict[PeerId, float] = {}
@@ -113,7 +114,7 @@ class Upkeep:
         peer = next(iter(self._lost))
         contact, tries = self._lost.pop(peer)
         if self._ground.table.wants(peer, waiting=False, group=contact.group):
-            self._ground.check(now, contact)
+            self._check(now, contact)
         if tries + 1 < LOST_TRIES_MAX:
             self._lost[peer] = (contact, tries + 1)
         self._retry_due = now + self._retry_pause() if self._lost else inf
@@ -148,7 +149,7 @@ class Upkeep:
             for contact in stalest.get_nodes():
                 patience = WATCHED_PATIENCE if contact.watched else 1
                 if contact.heard + patience * settings.refresh_seconds <= now:
-                    self._ground.check(now, contact)
+                    self._check(now, contact)
             if self._is_worth_a_lookup(stalest):
                 self._ground.search(
                     now, random_key(self._ground.rng, *stalest.range), lambda _now, _search: None

@@ -20,7 +20,7 @@ ROOM_MADE = {
     ("crypto/sessions/table.py", "strangers_max"): "the greediest source's oldest",
     ("crypto/sessions/table.py", "wanted_max"): "the oldest",
     ("dht/hunt.py", "HUNTS_MAX"): OWN,
-    ("dht/kademlia.py", "checks_max"): "a check ends with an answer or its timeout, in a second",
+    ("dht/contacts.py", "checks_max"): "a check ends with an answer or its timeout, in a second",
     ("dht/lookup.py", "found_max"): "a lookup ends in seconds",
     ("gossip/averaging/proof_table.py", "_kept_max"): "the author that matters least, then the oldest",
     ("gossip/broadcasts.py", "TOPICS_MAX"): OWN,

@@ -1,0 +1,79 @@
+"""The entry of a node into the DHT, and its return once its table has run empty."""
+
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Protocol
+
+from crypto.identity import PeerId
+from dht.events import Event, Joined
+from dht.keys import Key
+from dht.requests import Search
+from dht.routing import Contact, Table
+from dht.settings import KademliaSettings
+from dht.upkeep import Upkeep
+
+SEEDS_MAX = 32
+"""Peers of the last `begin`, asked again when the table has run empty."""
+
+
+class EntryCore(Protocol):
+    """The parts of the core that its entry uses."""
+
+    events: list[Event]
+    key: Key
+    peer: PeerId
+    settings: KademliaSettings
+    table: Table
+    upkeep: Upkeep
+
+    def may_ask(self, now: float, peer: PeerId) -> bool: ...
+
+    def search(
+        self,
+        now: float,
+        key: Key,
+        then: Callable[[float, Search], None],
+        *,
+        seeds: Sequence[Contact],
+    ) -> Search: ...
+
+
+class Entry:
+    """The part of a core that enters the network by the peers it was given last. It tries again at `due`, in
+    monotonic seconds, unless somebody has answered; inf: it has entered, or knows nobody to ask."""
+
+    def __init__(self, core: EntryCore) -> None:
+        self._core = core
+        self._seeds: tuple[PeerId, ...] = ()
+        self.due = inf
+
+    def begin(self, now: float, peers: Sequence[PeerId]) -> None:
+        """Enter by `peers`. Ends in `Joined`."""
+        self._seeds = tuple(peers[:SEEDS_MAX])
+        self._enter(now)
+
+    def hurry(self, now: float) -> None:
+        """Enter again soon: the table has run empty."""
+        if self._seeds:
+            self.due = min(self.due, now + self._core.settings.rejoin_seconds)
+
+    def wake(self, now: float) -> None:
+        """Do what is due."""
+        if self.due <= now:
+            self._enter(now)
+
+    def _enter(self, now: float) -> None:
+        core = self._core
+        others = (peer for peer in self._seeds if peer != core.peer and core.may_ask(now, peer))
+        seeds = [Contact(peer) for peer in others]
+        # Tried again then, unless somebody answers.
+        self.due = now + core.settings.rejoin_seconds if seeds else inf
+        core.search(now, core.key, self._entered, seeds=seeds)
+
+    def _entered(self, now: float, search: Search) -> None:
+        core = self._core
+        core.events.append(Joined(len(core.table)))
+        if not search.lookup.nearest:
+            return
+        self.due = inf
+        core.upkeep.refresh_all(now)
