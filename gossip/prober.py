@@ -1,32 +1,42 @@
 """The pings of a membership core that look whether members live: direct ones, through relays, and by stream.
 
-SWIM section 3.1, with Lifeguard's Nacks. Whom to probe in a round is `gossip.swim`'s to say; here is what one
-probe takes from its ping to its failure, and which members that others speak of are probed.
+SWIM section 3.1, with Lifeguard's Nacks: what one probe takes from its ping to its answer or its failure, and
+whom to probe. When, is `gossip.swim`'s to say.
 """
 
 from crypto.identity import PeerId
+from gossip.answers import AnswerMeasures
 from gossip.candidates import PROBED_AT_ONCE_MAX
 from gossip.intake import SLICE_PAUSE_SECONDS
 from gossip.member import CandidateFound, Event, Status
-from gossip.messages import ByStream, Nack, Ping, PingRequest, StreamPing
+from gossip.messages import Ack, ByStream, Gossip, Nack, Ping, PingRequest, StreamPing
 from gossip.probes import RELAY_PATIENCE, InFlightProbes, Kind, Probe, Relay
 from gossip.push_pull import Sends as Sends
 from gossip.settings import SwimSettings
 from gossip.state_table import MembershipState
 from gossip.table import MemberRow
 
+DEAD_PROBED = 4
+"""How many dead members are probed when one of them has answered."""
 DEAD_PROBED_MAX = 32
 
 
 class Prober:
-    """The probes of one core. `beliefs` hold its members; `first_number` is drawn at random."""
+    """The probes of one core. `beliefs` hold its members, `measures` what their answers tell; `first_number`
+    is drawn at random."""
 
-    __slots__ = ("_beliefs", "_events", "_settings", "_table", "candidates_at", "flight")
+    __slots__ = ("_beliefs", "_events", "_measures", "_settings", "_table", "candidates_at", "flight")
 
     def __init__(
-        self, beliefs: MembershipState, settings: SwimSettings, events: list[Event], first_number: int
+        self,
+        beliefs: MembershipState,
+        measures: AnswerMeasures,
+        settings: SwimSettings,
+        events: list[Event],
+        first_number: int,
     ) -> None:
         self._beliefs = beliefs
+        self._measures = measures
         self._table = beliefs.table
         self._settings = settings
         self._events = events
@@ -49,6 +59,58 @@ class Prober:
         patience = RELAY_PATIENCE * self._settings.probe_timeout_seconds
         number = self.flight.add_relay(Relay(sender, request.number, target, now + patience))
         return [] if number is None else [(target, Ping(number, self._beliefs.facts_for(target)))]
+
+    def take_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
+        """Take an answer: to a probe, to its copy or to a relayed ping."""
+        number = ack.number
+        copy = self.flight.copies.get(number)
+        if copy is not None:
+            number = copy.number
+        probe = self.flight.probes.get(number)
+        if probe is not None and (sender == probe.target or sender in probe.relays):
+            self.flight.take(number)
+            if sender == probe.target:
+                self._measures.take(now, ack, probe, copy)
+            if probe.kind == "candidate":
+                self._beliefs.admit(now, probe.target)
+            elif probe.kind != "dead" and copy is None and not self._beliefs.health.score:
+                marked = self._measures.judge(now, sender, probe)
+                if marked is not None:
+                    self._events.append(marked)
+            self._beliefs.health.better()
+            self._table.answered(probe.target)
+            if probe.kind == "dead":
+                self._beliefs.revive(now, probe.target)
+                return self.probe_dead(now, DEAD_PROBED)
+            if probe.kind == "hint" or probe.target in self._beliefs.suspicions:
+                is_direct = sender == probe.target
+                told = self._beliefs.clear(now, probe.target, is_direct=is_direct)
+                return [(peer, Gossip((fact,))) for peer, fact in told]
+        relays = self.flight.relays
+        relay = relays.get(number) if relays else None
+        if relay is not None and sender == relay.target:
+            del self.flight.relays[number]
+            return [(relay.requester, Ack(relay.number, self._beliefs.facts_for(relay.requester)))]
+        return self._take_late(now, sender, number) if self.flight.overdue else []
+
+    def _take_late(self, now: float, sender: PeerId, number: int) -> Sends:
+        """Take an answer to a probe that has failed: the member lives, and is that far away."""
+        late = self.flight.overdue.get(number)
+        if late is None or late.target != sender:
+            return []
+        del self.flight.overdue[number]
+        self._measures.take_late(now, sender, now - late.sent_at)
+        if sender not in self._beliefs.suspicions:
+            return []
+        self._table.answered(sender)
+        told = self._beliefs.clear(now, sender, is_direct=True)
+        return [(peer, Gossip((fact,))) for peer, fact in told]
+
+    def take_nack(self, sender: PeerId, nack: Nack) -> None:
+        """Take a relay's word that it was heard, and the member was not."""
+        probe = self.flight.probes.get(nack.number)
+        if probe is not None and sender in probe.relays and sender not in probe.nacked:
+            probe.nacked += (sender,)
 
     def _wake_relays(self, now: float) -> Sends:
         sends: Sends = []
@@ -135,7 +197,30 @@ class Prober:
         number = self.flight.add_probe(probe)
         return [(peer, Ping(number, self._beliefs.facts_for(peer)))]
 
-    def probe_hints(self, now: float) -> Sends:
+    def probe_next(self, now: float) -> Sends:
+        """Probe the member whose turn it is, and one held for dead."""
+        row = self._table.next_target(self.flight.probing)
+        sends = [] if row is None else self.probe(now, row, is_in_turn=True)
+        return [*sends, *self.probe_dead(now, 1)]
+
+    def probe_accused(self, now: float) -> Sends | None:
+        """Probe the accused member that takes the place of the next one, and one held for dead; None where
+        nobody is accused."""
+        accused = self._beliefs.hints.next_in_round(self._table.rows)
+        if accused is None:
+            return None
+        return [*self.probe(now, accused, "hint"), *self.probe_dead(now, 1)]
+
+    def probe_told(self, now: float) -> Sends:
+        """Probe the members that others speak of: candidates and accused."""
+        sends: Sends = []
+        if self._beliefs.candidates.rows and self.candidates_at <= now:
+            sends = self._probe_candidates(now)
+        if self._beliefs.hints.rows:
+            sends += self._probe_hints(now)
+        return sends
+
+    def _probe_hints(self, now: float) -> Sends:
         """Probe accused members ourselves."""
         sends: Sends = []
         while (peer := self._beliefs.hints.next()) is not None:
@@ -146,7 +231,7 @@ class Prober:
                 sends += self.probe(now, row, "hint")
         return sends
 
-    def probe_candidates(self, now: float) -> Sends:
+    def _probe_candidates(self, now: float) -> Sends:
         """Probe as many candidates as may be at once; each hears who asks, and so lists us without asking."""
         sends: Sends = []
         for _ in range(PROBED_AT_ONCE_MAX):

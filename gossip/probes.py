@@ -136,6 +136,11 @@ class InFlightProbes:
             del self.overdue[next(iter(self.overdue))]
         return self.take(number)
 
+    def excuse(self, seconds: float) -> None:
+        """Leave out of account a time in which we stood still."""
+        for probe in self.probes.values():
+            probe.excuse(seconds)
+
     def clear(self) -> None:
         """Forget all pings in flight."""
         for each in (self.probes, self.copies, self.overdue, self.relays):

@@ -12,6 +12,7 @@ Not here: what a fact means (`gossip.state_table`), probes and the gossip timer 
 from collections.abc import Sequence
 from random import Random
 
+from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from gossip.member import Event, NeighbourhoodLookupWanted
@@ -122,6 +123,12 @@ class Exchange:
         if digest == self._digest(region) or not self._may_serve(sender):
             return []
         return [(sender, self._list(True, self._facts(region)))]
+
+    def check_scope(self, message: Sync | ScopedSync | Compare | ScopedCompare) -> None:
+        """Raise RemoteProtocolError where a message is of a swarm of another scope."""
+        if isinstance(message, Sync | Compare) != self._scope.whole:
+            kind = "of everybody" if self._scope.whole else "of neighbourhoods"
+            raise RemoteProtocolError(f"{type(message).__name__} in a swarm {kind}")
 
     def receive_sync(self, now: float, sender: PeerId, message: Sync | ScopedSync) -> Sends:
         """Take in a list, and answer with the facts that it lacks."""

@@ -27,6 +27,7 @@ from crypto.identity import PeerId
 from gossip.answers import AnswerMeasures
 from gossip.broadcasts import TOPICS_MAX
 from gossip.clocks import PEERS_KEPT_MAX as CLOCKS_KEPT_MAX
+from gossip.gossip_rounds import GossipRounds
 from gossip.hints import HINTS_MAX
 from gossip.intake import JOBS_MAX, SLICE_PAUSE_SECONDS
 from gossip.member import Event, Profile, Status, SwarmMember
@@ -34,7 +35,6 @@ from gossip.messages import (
     INSTANCE_BYTES,
     Ack,
     Compare,
-    Gossip,
     Message,
     Nack,
     Ping,
@@ -61,10 +61,6 @@ _SYNCS = (Sync, ScopedSync)
 _COMPARISONS = (Compare, ScopedCompare)
 
 
-DEAD_PROBED = 4
-"""How many dead members are probed when one of them has answered."""
-
-
 class Swim:
     """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every core;
     the messages that other methods return are to be sent as well.
@@ -72,15 +68,12 @@ class Swim:
     `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds do);
     where it is not, the core goes above the old one as soon as it hears of it. Together with `instance`,
     random bytes, the first one names this life: two that live with one key tell so (`RivalFound`).
-
-    Long because probes, suspicion, gossip and syncs share one list of members and one budget of messages.
     """
 
     __slots__ = (
-        "_beliefs", "_broadcast_at", "_candidates", "_exchange", "_flight", "_gossip_at", "_health",
-        "_left", "_measures", "_prober", "_settings", "_slice_at", "_stream_answers", "_table",
-        "_tick_at", "clocks", "coordinates", "deadline", "events", "peer", "punctuality", "scope",
-        "wall_offset",
+        "_beliefs", "_broadcast_at", "_candidates", "_exchange", "_flight", "_gossip", "_left", "_measures",
+        "_prober", "_settings", "_slice_at", "_stream_answers", "_table", "_tick_at", "clocks", "coordinates",
+        "deadline", "events", "peer", "punctuality", "scope", "wall_offset",
     )  # fmt: skip
 
     def __init__(
@@ -117,20 +110,20 @@ class Swim:
         )
         self._table = self._beliefs.table
         self._candidates = self._beliefs.candidates
-        self._health = self._beliefs.health
         self._measures = AnswerMeasures(self._table, settings, rng)
         self.coordinates, self.clocks = self._measures.coordinates, self._measures.clocks
         self.wall_offset: float | None = None
         """How far this machine's wall clock is ahead of `now`; the shell sets it. None: acks say no time."""
         self.punctuality = self._table.punctuality
-        self._prober = Prober(self._beliefs, settings, self.events, rng.getrandbits(31))
+        self._prober = Prober(self._beliefs, self._measures, settings, self.events, rng.getrandbits(31))
         self._flight = self._prober.flight
         self._stream_answers = StreamAnswers(self._table.is_live, settings.probe_interval_seconds)
         # Random phases, so that peers started together do not probe and sync in step.
         self._tick_at = now + rng.random() * settings.probe_interval_seconds
         sync_at = now + (0.5 + rng.random()) * settings.sync_interval_seconds
         self._exchange = Exchange(self._beliefs, self.scope, settings, rng, self.events, sync_at)
-        self._gossip_at = self._broadcast_at = float("inf")
+        self._gossip = GossipRounds(self._beliefs, settings)
+        self._broadcast_at = float("inf")
         self._slice_at = 0.0
         self._left = False
         self.deadline = 0.0
@@ -201,7 +194,7 @@ class Swim:
         """Announce another name, address or metadata."""
         self._refuse_if_left("update")
         self._beliefs.announce(profile)
-        self._arm_gossip(now)
+        self._gossip.arm(now)
         self._plan()
         return []
 
@@ -210,7 +203,7 @@ class Swim:
         itself above it, the younger falls silent."""
         self._refuse_if_left("meet_life")
         self._beliefs.lives.meet(now, life, incarnation)
-        self._arm_gossip(now)
+        self._gossip.arm(now)
         self._plan()
         return []
 
@@ -222,7 +215,7 @@ class Swim:
         """
         self._refuse_if_left("broadcast")
         self._beliefs.broadcast(now, topic, data)
-        self._arm_gossip(now)
+        self._gossip.arm(now)
         self._broadcast_at = self._beliefs.broadcasts.due(now)
         self._plan()
         return []
@@ -238,10 +231,9 @@ class Swim:
         self._candidates.clear()
         self._beliefs.intake.clear()
         self._tick_at = self._exchange.due = self._broadcast_at = float("inf")
-        self._arm_gossip(now)
+        self._gossip.arm(now)
         self._plan()
-        listeners = self._table.pick(self._settings.retransmits(self._table.live), lambda row: row.live)
-        return [(peer, Gossip((fact,))) for peer in listeners]
+        return self._gossip.say_goodbye(fact)
 
     def hint_suspect(self, now: float, peer: PeerId) -> Sends:
         """Probe `peer` at once, for instance since a stream to it broke. A hint is not a verdict."""
@@ -285,7 +277,7 @@ class Swim:
                 return self._answer(now, sender, message)  # nothing becomes due by it
             if type(message) is Ack and not message.facts:
                 self._beliefs.misled = None
-                sends = self._receive_ack(now, sender, message)
+                sends = self._prober.take_ack(now, sender, message)
                 self._plan()
                 return sends
         try:
@@ -297,14 +289,14 @@ class Swim:
         if sender in self._candidates.rows:
             self._beliefs.admit(now, sender)
         if isinstance(message, _SYNCS):
-            self._refuse_if_scoped_otherwise(message)
+            self._exchange.check_scope(message)
             was_idle = not self._beliefs.intake
             sends = self._exchange.receive_sync(now, sender, message)
             if was_idle and self._beliefs.intake:
                 self._slice_at = now + SLICE_PAUSE_SECONDS
         else:
             if isinstance(message, _COMPARISONS):
-                self._refuse_if_scoped_otherwise(message)
+                self._exchange.check_scope(message)
             self._beliefs.learn(now, sender, message.facts)
             sends = self._answer(now, sender, message)
         if message.facts or self._candidates.rows:
@@ -319,7 +311,7 @@ class Swim:
                 answer: Sends = [(sender, self._stream_answers.choose(now, sender, message, ack))]
                 return answer if self._table.is_live(sender) else answer + self._greet(now, sender)
             case Ack():
-                return self._receive_ack(now, sender, message)
+                return self._prober.take_ack(now, sender, message)
             case PingRequest():
                 # Not for strangers, for whom we would ping; but for those who may list us all the same.
                 is_known = self._table.is_live(sender) or not self.scope.holds(sender)
@@ -328,9 +320,7 @@ class Swim:
             case Compare() | ScopedCompare():
                 return self._exchange.receive_compare(sender, message)
             case Nack():
-                probe = self._flight.probes.get(message.number)
-                if probe is not None and sender in probe.relays and sender not in probe.nacked:
-                    probe.nacked += (sender,)
+                self._prober.take_nack(sender, message)
         return []
 
     def _greet(self, now: float, sender: PeerId) -> Sends:
@@ -338,51 +328,6 @@ class Swim:
         if self._table.status(sender) is Status.DEAD:
             return self._prober.probe_dead(now, 1, sender)
         return self._exchange.greet(sender)
-
-    def _receive_ack(self, now: float, sender: PeerId, ack: Ack) -> Sends:
-        number = ack.number
-        copy = self._flight.copies.get(number)
-        if copy is not None:
-            number = copy.number
-        probe = self._flight.probes.get(number)
-        if probe is not None and (sender == probe.target or sender in probe.relays):
-            self._flight.take(number)
-            if sender == probe.target:
-                self._measures.take(now, ack, probe, copy)
-            if probe.kind == "candidate":
-                self._beliefs.admit(now, probe.target)
-            elif probe.kind != "dead" and copy is None and not self._health.score:
-                marked = self._measures.judge(now, sender, probe)
-                if marked is not None:
-                    self.events.append(marked)
-            self._health.better()
-            self._table.answered(probe.target)
-            if probe.kind == "dead":
-                self._beliefs.revive(now, probe.target)
-                return self._prober.probe_dead(now, DEAD_PROBED)
-            if probe.kind == "hint" or probe.target in self._beliefs.suspicions:
-                is_direct = sender == probe.target
-                told = self._beliefs.clear(now, probe.target, is_direct=is_direct)
-                return [(peer, Gossip((fact,))) for peer, fact in told]
-        relays = self._flight.relays
-        relay = relays.get(number) if relays else None
-        if relay is not None and sender == relay.target:
-            del self._flight.relays[number]
-            return [(relay.requester, Ack(relay.number, self._beliefs.facts_for(relay.requester)))]
-        return self._receive_late(now, sender, number) if self._flight.overdue else []
-
-    def _receive_late(self, now: float, sender: PeerId, number: int) -> Sends:
-        """Take an answer to a probe that has failed: the member lives, and is that far away."""
-        late = self._flight.overdue.get(number)
-        if late is None or late.target != sender:
-            return []
-        del self._flight.overdue[number]
-        self._measures.take_late(now, sender, now - late.sent_at)
-        if sender not in self._beliefs.suspicions:
-            return []
-        self._table.answered(sender)
-        told = self._beliefs.clear(now, sender, is_direct=True)
-        return [(peer, Gossip((fact,))) for peer, fact in told]
 
     def _wall(self, now: float) -> int | None:
         """Return this machine's wall clock, in unix milliseconds."""
@@ -396,8 +341,7 @@ class Swim:
         if late > self._settings.stall_seconds:
             # We stood still ourselves: answers may be unread, so nobody is to blame for that time.
             self._beliefs.excuse(late)
-            for probe in self._flight.probes.values():
-                probe.excuse(late)
+            self._flight.excuse(late)
         sends: Sends = []
         flight = self._flight
         if (flight.probes or flight.relays) and flight.deadline <= now:
@@ -414,57 +358,33 @@ class Swim:
             self._broadcast_at = self._beliefs.broadcasts.due(now)
         if self._beliefs.lives.again_at <= now:
             sends += self._exchange.announce_again(now)
-        if self._gossip_at <= now:
-            sends += self._gossip(now)
+        if self._gossip.due <= now:
+            sends += self._gossip.send(now)
         if self._beliefs.intake.jobs and self._slice_at <= now:
-            self._learn_on(now)
+            self._beliefs.learn_on(now)
+            self._slice_at = now + SLICE_PAUSE_SECONDS
+            self._exchange.narrow_if_crowded(now)
         sends += self._probe_told(now)
         self._plan()
         return sends
 
     def _probe_told(self, now: float) -> Sends:
         """Probe the members that others speak of: candidates and accused."""
-        sends: Sends = []
-        if self._candidates.rows and self._prober.candidates_at <= now:
-            sends = self._prober.probe_candidates(now)
-        if self._beliefs.hints.rows:
-            sends += self._prober.probe_hints(now)
-        self._arm_gossip(now)
+        sends = self._prober.probe_told(now)
+        self._gossip.arm(now)
         return sends
 
-    def _learn_on(self, now: float) -> None:
-        """Take in one more slice of a large message."""
-        self._beliefs.learn_on(now)
-        self._slice_at = now + SLICE_PAUSE_SECONDS
-        self._exchange.narrow_if_crowded(now)
-
     def _tick(self, now: float) -> Sends:
-        self._tick_at = now + self._settings.probe_interval_seconds * self._health.multiplier
+        self._tick_at = now + self._settings.probe_interval_seconds * self._beliefs.health.multiplier
         self._beliefs.refutations.next_interval()
         if self._beliefs.lives.is_silent:
             self._tick_at = self._exchange.due = float("inf")
             return []
         self._exchange.next_interval(now)
         told: Sends = [*self._beliefs.displaced.next_interval(now, self._table.rows)]
-        if (accused := self._beliefs.hints.next_in_round(self._table.rows)) is not None:
-            return [*self._prober.probe(now, accused, "hint"), *self._prober.probe_dead(now, 1), *told]
-        row = self._table.next_target(self._flight.probing)
-        told += [] if row is None else self._prober.probe(now, row, is_in_turn=True)
-        return [*told, *self._prober.probe_dead(now, 1)]
-
-    def _gossip(self, now: float) -> Sends:
-        self._gossip_at = float("inf")
-        fresh = now - self._settings.gossip_to_dead_seconds
-        listeners = self._table.pick(
-            self._settings.gossip_fanout,
-            lambda row: row.live or (row.status is Status.DEAD and row.since > fresh),
-        )
-        news = [(peer, self._beliefs.facts_for(peer)) for peer in listeners if self._beliefs.queue.waits]
-        return [(peer, Gossip(facts)) for peer, facts in news if facts]
-
-    def _arm_gossip(self, now: float) -> None:
-        if self._gossip_at == float("inf") and self._beliefs.queue.waits and self._table.others:
-            self._gossip_at = now + self._settings.gossip_interval_seconds
+        if (accused := self._prober.probe_accused(now)) is not None:
+            return [*accused, *told]
+        return [*told, *self._prober.probe_next(now)]
 
     def _plan(self) -> None:
         """Compute the deadline, at the end of every call: it is read far more often than it changes."""
@@ -472,8 +392,8 @@ class Swim:
         due, exchange, beliefs, flight = self._tick_at, self._exchange, self._beliefs, self._flight
         if exchange.due < due:
             due = exchange.due
-        if self._gossip_at < due:
-            due = self._gossip_at
+        if self._gossip.due < due:
+            due = self._gossip.due
         if self._broadcast_at < due:
             due = self._broadcast_at
         if beliefs.suspicion_deadline < due:
@@ -487,11 +407,6 @@ class Swim:
         if (flight.probes or flight.relays) and (in_flight := flight.deadline) < due:
             due = in_flight
         self.deadline = due
-
-    def _refuse_if_scoped_otherwise(self, message: Message) -> None:
-        if isinstance(message, Sync | Compare) != self.scope.whole:
-            kind = "of everybody" if self.scope.whole else "of neighbourhoods"
-            raise RemoteProtocolError(f"{type(message).__name__} in a swarm {kind}")
 
     def _refuse_if_left(self, order: str) -> None:
         if self._left:

@@ -80,7 +80,7 @@ class ForgetsToRefute(Swim):
 
     def __init__(self, *given: Any, **named: Any) -> None:
         super().__init__(*given, **named)
-        self._prober = ProbesNoDead(self._beliefs, self._settings, self.events, 0)
+        self._prober = ProbesNoDead(self._beliefs, self._measures, self._settings, self.events, 0)
         self._flight = self._prober.flight
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
