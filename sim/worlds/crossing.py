@@ -2,7 +2,7 @@
 
 A path is one connection, or two through a relay, with the node's own multiplexer at both ends: its pings keep
 the mappings of routers open and find out that a path is dead. Decisions about paths, and requests for them,
-are in `sim.worlds.routed`.
+are in `sim.worlds.routed`; all that are open in `sim.worlds.open_paths`.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,8 @@ from node.transport.multiplexed import Way
 from node.transport.multiplexer import Multiplexer
 from node.transport.punching import PunchBudget, SeenPlaces
 from sim.network.instants import after
-from sim.network.machines import RoutedMachine, TcpLink
+from sim.network.links import SimLinks
+from sim.network.machines import RoutedMachine, TcpLink, connect
 from sim.network.routers import Endpoint
 
 Latency = Callable[[PeerId, PeerId], float]
@@ -85,3 +86,13 @@ class SimPath:
         if not (near.passes(sender.machine, now) and far.passes(self.relay.machine, now)):
             return None
         return after(now, latency(sender.peer, self.relay.peer) + latency(self.relay.peer, receiver.peer))
+
+
+def dial(one: Traveller, other: Traveller, now: float) -> TcpLink | None:
+    """Connect one peer to another where that can be dialled; None where it cannot."""
+    return connect(one.machine, other.machine, other.machine.place_for(one.machine, "tcp", now), now)
+
+
+def latencies(links: SimLinks, one: Traveller, other: Traveller) -> tuple[float, float]:
+    """Return the seconds from one peer to another, and back."""
+    return links.latency_seconds(one.peer, other.peer), links.latency_seconds(other.peer, one.peer)
