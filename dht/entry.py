@@ -16,7 +16,7 @@ SEEDS_MAX = 32
 """Peers of the last `begin`, asked again when the table has run empty."""
 
 
-class EntryCore(Protocol):
+class NetworkEntryCore(Protocol):
     """The parts of the core that its entry uses."""
 
     events: list[Event]
@@ -38,11 +38,11 @@ class EntryCore(Protocol):
     ) -> Search: ...
 
 
-class Entry:
+class NetworkEntry:
     """The part of a core that enters the network by the peers it was given last. It tries again at `due`, in
     monotonic seconds, unless somebody has answered; inf: it has entered, or knows nobody to ask."""
 
-    def __init__(self, core: EntryCore) -> None:
+    def __init__(self, core: NetworkEntryCore) -> None:
         self._core = core
         self._seeds: tuple[PeerId, ...] = ()
         self.due = inf

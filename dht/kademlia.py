@@ -17,7 +17,7 @@ from dht import messages
 from dht.advertising import Advertising
 from dht.capabilities import Advert, Query, estimate_nodes
 from dht.contacts import Contacts
-from dht.entry import Entry
+from dht.entry import NetworkEntry
 from dht.events import Event, PeerHeard, PeerPinged
 from dht.groups import Origins
 from dht.hunt import Estimate, Hunts, unknown
@@ -91,7 +91,7 @@ class Kademlia:
         self._hunts = Hunts(self)
         self._searches = Searches(self)
         self.search = self._searches.begin
-        self._entry = Entry(self)
+        self._entry = NetworkEntry(self)
         self._contacts = Contacts(self)
         self.upkeep = Upkeep(self, self._contacts.check)
 

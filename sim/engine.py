@@ -34,7 +34,7 @@ from sim.network.pace import handling_ticks
 from sim.network.places import RIGHT
 from sim.network.queues import LinkQueue, Parcel
 from sim.network.sizes import SentTraffic
-from sim.ports import GONE, Order, Port, PortTable, Wire
+from sim.ports import GONE, CorePort, Order, PortTable, Wire
 from sim.trace import Trace, TracedCore
 
 # The kinds of events, in their order within one instant of one port.
@@ -208,7 +208,7 @@ class Engine:
         if carrier.deadline < self._carry_at:
             self._plan_carry(carrier.deadline)
 
-    def _deliver_with_care(self, now: float, port: Port, sender: PeerId, payload: Any) -> None:
+    def _deliver_with_care(self, now: float, port: CorePort, sender: PeerId, payload: Any) -> None:
         """Deliver where a fault may prevent it."""
         links = self._links
         if not port.alive:
@@ -220,7 +220,7 @@ class Engine:
         else:
             port.backlog.append((sender, payload))
 
-    def _deliver(self, now: float, port: Port, sender: PeerId, payload: Any) -> None:
+    def _deliver(self, now: float, port: CorePort, sender: PeerId, payload: Any) -> None:
         core, wire = port.core, port.wire
         self._delivered += 1
         if port.pace_ticks:
@@ -235,7 +235,7 @@ class Engine:
         if sends or core.events:
             self._pass_on(now, port, sends)
 
-    def _turn(self, now: float, port: Port, kind: int, payload: Any) -> None:
+    def _turn(self, now: float, port: CorePort, kind: int, payload: Any) -> None:
         """Handle any event but a delivery."""
         if kind == _WAKE:
             port.wake_at = port.wake_for = math.inf
@@ -261,7 +261,7 @@ class Engine:
         elif port.alive:
             self._freeze_or_thaw(now, port, kind, payload)
 
-    def _freeze_or_thaw(self, now: float, port: Port, kind: int, seconds: float) -> None:
+    def _freeze_or_thaw(self, now: float, port: CorePort, kind: int, seconds: float) -> None:
         if kind == _FREEZE:
             port.until = max(port.until, after(now, seconds) if seconds else 0.0)
             if port.until > now:
@@ -276,13 +276,13 @@ class Engine:
             for order in orders:
                 self._push(now, port, _CALL, order)
 
-    def _take_time(self, now: float, port: Port) -> None:
+    def _take_time(self, now: float, port: CorePort) -> None:
         """Make the core busy with a message: after this instant it counts as frozen."""
         busy_until = max(round(port.until * TICKS_PER_SECOND), round(now * TICKS_PER_SECOND))
         port.until = (busy_until + port.pace_ticks) / TICKS_PER_SECOND
         self._push(after(now, 0.0), port, _FREEZE, 0.0)
 
-    def _pass_on(self, now: float, port: Port, sends: Sends) -> None:
+    def _pass_on(self, now: float, port: CorePort, sends: Sends) -> None:
         events = port.core.events
         if events:
             drained = events[:]
@@ -313,7 +313,7 @@ class Engine:
             add((due, target.index, _DELIVER, peer, number, payload))
         self._number = number
 
-    def _send_with_care(self, now: float, port: Port, sends: Sends) -> None:
+    def _send_with_care(self, now: float, port: CorePort, sends: Sends) -> None:
         """Send as the end of `_pass_on` does, where more may happen to a message than a delay."""
         peer, wire, carrier, add = port.peer, port.wire, self._carrier, self._calendar.add
         tick = round(now * TICKS_PER_SECOND)
@@ -364,7 +364,7 @@ class Engine:
         self._number += 1
         self._calendar.add((due, index, _DELIVER, parcel.sender, self._number, payload))
 
-    def _plan_wake(self, now: float, port: Port, deadline: float) -> None:
+    def _plan_wake(self, now: float, port: CorePort, deadline: float) -> None:
         # Only an earlier deadline is pushed. A later one is found when the earlier entry comes up, so a core
         # that postpones its deadline with every message adds no entries.
         port.wake_for = deadline
@@ -374,7 +374,7 @@ class Engine:
             self._number += 1
             self._calendar.add((at, port.index, _WAKE, _NO_SENDER, self._number, None))
 
-    def _push(self, at: float, port: Port, kind: int, payload: Any) -> None:
+    def _push(self, at: float, port: CorePort, kind: int, payload: Any) -> None:
         # The running number makes each entry unique, so that payloads are never compared.
         self._number += 1
         at = instant(max(at, self.now))

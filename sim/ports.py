@@ -48,7 +48,7 @@ class _Gone:
 GONE = _Gone()
 
 
-class Port:
+class CorePort:
     """One core of one peer, and the next one after a kill. `is_open`: alive, and neither frozen nor busy;
     otherwise, until the instant `until`, messages go to `backlog` and local calls to `orders`. `wake_at` is
     the earliest planned wake that still counts, `wake_for` its deadline; `others` are all ports of the
@@ -59,7 +59,7 @@ class Port:
         "peer", "place", "protocol", "sender", "until", "wake_at", "wake_for", "wakes", "wire", "woken_at",
     )  # fmt: skip
 
-    def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, Port]") -> None:
+    def __init__(self, index: int, protocol: str, sender: Sender, others: "dict[PeerId, CorePort]") -> None:
         self.index = index
         self.peer = sender.place.peer
         self.place: Place = sender.place
@@ -93,19 +93,19 @@ class PortTable:
     """
 
     def __init__(self, wires: "dict[str, Wire]") -> None:
-        self.all: list[Port] = []
+        self.all: list[CorePort] = []
         # Messages sent by each port, in arrays: boxed integers would be allocated anew each time.
         self.sent, self.sent_bytes = array("Q"), array("Q")
         self._wires = wires
-        self._by_protocol: dict[str, dict[PeerId, Port]] = {}
-        self._by_peer: dict[PeerId, list[Port]] = {}
+        self._by_protocol: dict[str, dict[PeerId, CorePort]] = {}
+        self._by_peer: dict[PeerId, list[CorePort]] = {}
 
-    def open(self, peer: PeerId, protocol: str, find_sender: Callable[[PeerId, str], Sender]) -> Port:
+    def open(self, peer: PeerId, protocol: str, find_sender: Callable[[PeerId, str], Sender]) -> CorePort:
         """Return the port of a peer for a protocol, a new one where it has none."""
         others = self._by_protocol.setdefault(protocol, {})
         port = others.get(peer)
         if port is None:
-            port = others[peer] = Port(len(self.all), protocol, find_sender(peer, protocol), others)
+            port = others[peer] = CorePort(len(self.all), protocol, find_sender(peer, protocol), others)
             port.wire = self._wires.get(protocol)
             self.all.append(port)
             self.sent.append(0)
@@ -113,11 +113,11 @@ class PortTable:
             self._by_peer.setdefault(peer, []).append(port)
         return port
 
-    def get(self, peer: PeerId, protocol: str) -> Port:
+    def get(self, peer: PeerId, protocol: str) -> CorePort:
         """Return the port of a peer for a protocol. Raises KeyError: it never had one."""
         return self._by_protocol[protocol][peer]
 
-    def of(self, peer: PeerId) -> Sequence[Port]:
+    def of(self, peer: PeerId) -> Sequence[CorePort]:
         """Return all ports of a peer."""
         return self._by_peer.get(peer, ())
 

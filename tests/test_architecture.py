@@ -451,6 +451,7 @@ REPEATS = {
     "sim/worlds/autonat.py",
     "sim/worlds/cores.py",
     "sim/worlds/joining.py",
+    "sim/worlds/punching.py",
     "sim/worlds/records.py",
     "sim/worlds/routed.py",
 }

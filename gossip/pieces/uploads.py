@@ -32,8 +32,8 @@ class UploadDue:
 
 
 class Uploads:
-    """What is sent of the data set `data`. `have` and `holders` are the exchange's own: the pieces that are
-    here, and how many others have each. `due` is for the shell."""
+    """The pieces of the data set `data` that are sent to others. `have` and `holders` are the exchange's own:
+    the pieces that are here, and how many others have each. `due` is for the shell."""
 
     def __init__(self, data: bytes, have: Bits, holders: Counts) -> None:
         self.due: list[UploadDue] = []

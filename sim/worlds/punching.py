@@ -1,6 +1,6 @@
 """Better ways between simulated peers that reach each other through a relay: dialling back, and punching.
 
-The budgets and the places where peers are seen are a node's (`node.transport.punching`).
+The glue of `node.transport.puncher`, repeated; budgets and the places where peers are seen are a node's.
 """
 
 from collections import Counter
