@@ -12,18 +12,12 @@ sessions of each: so a door with a long prompt does not hold up another's next t
 The node's owner bounds what a door may have (`PeerBounds`): sessions, tokens a minute, and a part of the
 memory for keys and values. It is told which bound it has met.
 
-A unit that the stage refuses ends its session alone: where a batch fails, its units are computed again one by
-one, which changes nothing, for a unit rolls its session back to where it begins.
-
 A node may hold several stages of a service. A session that several of them serve is one session, with a part
 in each: it has one place, and where one part ends all do.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from math import inf
-
-from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
@@ -49,10 +43,13 @@ from partition.serve.messages import (
     UnitWork,
 )
 from partition.serve.served_session import ServedSession, SessionPart, has_room_to_wait, tokens_together
-from partition.serve.session_places import SessionPlaces
+from partition.serve.served_sessions import OTHERS as OTHERS
+from partition.serve.served_sessions import ServedSessions
+from partition.serve.served_sessions import StageKey as StageKey
+from partition.serve.stage_batches import StageBatches
 from partition.serve.stage_queue import StageQueue
 from partition.serve.timeouts import ALIVE_SECONDS, DOOR_SILENCE_SECONDS_MAX, STALL_SECONDS
-from partition.serve.turns import StageTurns, wait_until
+from partition.serve.turns import StageTurns
 
 IDLE_FORKS_MAX = 32
 """Sessions that one door began from another and ended without a unit, since its last: each is two calls of
@@ -60,19 +57,14 @@ the stage, for which others wait."""
 REST_ALIVE_SECONDS = 3.0
 """How often a node says that it runs where a session only rests: well within what counts as a door's silence,
 and often enough that no stream is closed for being idle."""
-OTHERS = "others wanted the place"
 WAITING_UNITS_MAX = 16
 """Units of one session that wait: a door has fewer in flight."""
-StageKey = tuple[bytes, int]
-"""A service, and the number of its stage."""
 
 
 class SessionProvider:
     """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
     served, empty where it is, `weight_of` how large its share is beside a stranger's, `bounds_of` what it
     may have.
-
-    Long because places, turns and what waits are one state of many messages.
     """
 
     def __init__(
@@ -87,14 +79,11 @@ class SessionProvider:
         self._refuses = refuses
         self._bounds_of = bounds_of
         self._stages: dict[StageKey, StageQueue] = {}
-        self._batches = 0
-        self._sessions: dict[bytes, ServedSession] = {}
-        self._places = SessionPlaces(source_of)
         self._turns = StageTurns(weight_of)
-        self._idle_forks = Counter[PeerId]()
+        self._sessions = ServedSessions(self.events, self._stages, self._turns, source_of)
         self._spent = TokensSpent()
+        self._batches = StageBatches(self.events, self._stages, self._sessions, self._turns, self._spend)
         self._now = -inf
-        self._heard_at: dict[PeerId, float] = {}
         self._alive_at = inf
         self._rest_alive_at = -inf
 
@@ -127,7 +116,7 @@ class SessionProvider:
         """Serve a stage no more; its doors are told why."""
         self._stages.pop((service, number), None)
         gone = [e for e in self._sessions.values() if e.service == service and number in e.parts]
-        return [send for each in gone for send in self._close(each, code, reason)]
+        return [send for each in gone for send in self._sessions.close(each, code, reason)]
 
     def knows_session(self, session: bytes) -> bool:
         """Return whether a session is open here."""
@@ -152,7 +141,7 @@ class SessionProvider:
         found = self._sessions.get(session)
         if found is None or all(part.before != sender for part in found.parts.values()):
             return []
-        return self._close(found, "failed", reason)
+        return self._sessions.close(found, "failed", reason)
 
     # What others say
 
@@ -167,12 +156,12 @@ class SessionProvider:
         self._note(now)
         for stage in self._stages.values():
             if -inf < stage.waits_until <= now:
-                self._compute(stage)
+                self._batches.compute(now, stage)
         if now < self._alive_at:
             return []
         doors = {each.door for each in self._sessions.values()}
         for door in doors:
-            if now - self._heard_at[door] >= DOOR_SILENCE_SECONDS_MAX:
+            if now - self._sessions.heard_at[door] >= DOOR_SILENCE_SECONDS_MAX:
                 self.lost(door)
         doors = {each.door for each in self._sessions.values()}
         busy = {each.door for each in self._sessions.values() if not each.rests}
@@ -185,8 +174,8 @@ class SessionProvider:
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
         """Take what a door, or the stage before, says. Raises RemoteProtocolError."""
         self._note(now)
-        if sender in self._heard_at:
-            self._heard_at[sender] = now
+        if sender in self._sessions.heard_at:
+            self._sessions.heard_at[sender] = now
         match message:
             case OpenSession():
                 return self._open(now, sender, message)
@@ -199,15 +188,15 @@ class SessionProvider:
                 if session is None:
                     return []
                 if isinstance(message, RestSession):
-                    return self._rest(session)
-                return self._forget(session)
+                    return self._sessions.rest(session)
+                return self._sessions.forget(session)
             case _:
                 return []
 
     def lost(self, peer: PeerId) -> None:
         """The stream from this peer is broken: its sessions are over."""
         for session in [each for each in self._sessions.values() if each.door == peer]:
-            self._forget(session)
+            self._sessions.forget(session)
 
     def _open(self, now: float, door: PeerId, message: OpenSession) -> Sends:
         def refuse(code: CloseCode, reason: str) -> Sends:
@@ -218,22 +207,20 @@ class SessionProvider:
             raise RemoteProtocolError("a session that is open already")
         if (refused := self._refusal(door, message, known)) is not None:
             return refuse(*refused)
-        if message.base is not None and self._idle_forks[door] >= IDLE_FORKS_MAX:
+        if message.base is not None and self._sessions.idle_forks(door) >= IDLE_FORKS_MAX:
             return refuse("busy", "too many sessions that began from another, and asked nothing")
         self._stages[message.service, message.stage].check_ends(door, message)
         if known is not None:
             self._add_part(known, message)
             return [(door, SessionOpened(known.id, message.stage))]
-        base = self._base_of(door, message)
+        base = self._sessions.base_of(door, message)
         session = ServedSession(message.session, message.service, door, now, message.share)
-        is_admitted, gone = self._places.admit(now, session, base)
-        sends = [send for each in gone for send in self._close(each, "evicted", OTHERS)]
+        is_admitted, gone = self._sessions.admit(now, session, base)
+        sends = [send for each in gone for send in self._sessions.close(each, "evicted", OTHERS)]
         if not is_admitted:
             return sends + refuse("busy", "too many sessions")
-        self._sessions[session.id] = session
+        self._sessions.enter(now, session)
         self._add_part(session, message)
-        self._heard_at[door] = now
-        self._turns.enter(session)
         self._alive_at = min(self._alive_at, now + ALIVE_SECONDS)
         return [*sends, (door, SessionOpened(session.id, message.stage))]
 
@@ -256,17 +243,10 @@ class SessionProvider:
             return "unknown", "this stage is not here"
         if reason := self._refuses(message.service, door):
             return "refused", reason
-        if message.base is not None and self._base_of(door, message) is None:
+        if message.base is not None and self._sessions.base_of(door, message) is None:
             return "position", "the session that this one begins from is not here"
         reason = self._has_enough(door) if known is None else ""
         return ("busy", reason) if reason else None
-
-    def _base_of(self, door: PeerId, message: OpenSession) -> ServedSession | None:
-        """Return the session of the same door that a new one begins from; None where it is not here."""
-        found = None if message.base is None else self._sessions.get(message.base.session)
-        if found is None or message.base is None or found.kept(message.stage) < message.base.tokens:
-            return None
-        return found if (found.door, found.service) == (door, message.service) else None
 
     def _has_enough(self, door: PeerId) -> str:
         """Return why a door gets no further session, empty where it does."""
@@ -289,21 +269,13 @@ class SessionProvider:
             if (each.door, each.service) == (session.door, session.service) and number in each.parts
         ]
         sends: Sends = []
-        for each in [e for e in self._places.resting if e in own]:
+        for each in [e for e in self._sessions.resting if e in own]:
             if stage.room and tokens_together(own, session, number, tokens) > most:
                 own.remove(each)
-                sends += self._close(each, "evicted", OTHERS)
+                sends += self._sessions.close(each, "evicted", OTHERS)
         if stage.room and tokens_together(own, session, number, tokens) > most:
             return sends, f"its owner allows each peer keys and values of {most:,} tokens here"
         return sends, ""
-
-    def _rest(self, session: ServedSession) -> Sends:
-        """Keep a session for others to begin from; the least used of its door makes room."""
-        for part in session.parts.values():
-            part.waiting.clear()
-        gone = self._places.rest(session)
-        sends = self._close_replaced(session)
-        return sends + [send for each in gone for send in self._close(each, "evicted", "others rest")]
 
     def _take(self, sender: PeerId, carried: Carried) -> Sends:
         work = carried.message
@@ -321,71 +293,25 @@ class SessionProvider:
         part.newest = work.number
         stage = self._stages[session.service, part.stage]
         if work.position > part.kept:
-            return self._close(session, "position", f"{part.kept} tokens are kept")
+            return self._sessions.close(session, "position", f"{part.kept} tokens are kept")
         if work.position + work.tokens > stage.context:
-            return self._close(session, "length", f"the model takes {stage.context} tokens")
+            return self._sessions.close(session, "length", f"the model takes {stage.context} tokens")
         is_full = len(part.waiting) >= WAITING_UNITS_MAX
         if is_full or not has_room_to_wait(self._sessions.values(), session.door, carried.size_bytes):
-            return self._close(session, "busy", "too much waits to be computed")
-        sends = self._close_replaced(session)
+            return self._sessions.close(session, "busy", "too much waits to be computed")
+        sends = self._sessions.close_replaced(session)
         freed, reason = self._find_room(session, stage, work.position + work.tokens)
         sends += freed
         if reason:
-            return sends + self._close(session, "busy", reason)
+            return sends + self._sessions.close(session, "busy", reason)
         part.kept = work.position + work.tokens
         part.waiting.append(carried)
         if part.silent_since < inf:
             part.pause_seconds = self._now - part.silent_since
         part.silent_since = inf
         session.silent_since = inf
-        self._compute(stage)
+        self._batches.compute(self._now, stage)
         return sends
-
-    # What the stage computes
-
-    def _compute(self, stage: StageQueue) -> None:
-        """Have a stage compute what waits, if it is idle."""
-        if stage.computing:
-            return
-        own = [
-            each.parts[stage.number]
-            for each in self._sessions.values()
-            if each.service == stage.service and stage.number in each.parts
-        ]
-        stage.waits_until = wait_until(self._now, own, stage.call_seconds)
-        if stage.waits_until > self._now:
-            return
-        stage.waits_until = -inf
-        chosen = self._choose(stage, own)
-        if not chosen:
-            return
-        for part in chosen:
-            self._idle_forks.pop(part.door, None)
-        self._batches += 1
-        self.events.append(stage.begin(self._now, self._batches, chosen))
-
-    def _choose(self, stage: StageQueue, own: Sequence[SessionPart]) -> list[SessionPart]:
-        """Return the sessions whose next units are computed together, of the least served doors first."""
-        if (alone := stage.next_alone(own)) is not None:
-            return [alone]
-        chosen = self._turns.choose(self._now, own)
-        for part in chosen:
-            self._spend(part, part.waiting[0].message.tokens)  # type: ignore[union-attr]  # only units wait
-        for part in chosen:  # the next time others of the same door come first
-            self._sessions[part.session.id] = self._sessions.pop(part.session.id)
-        return chosen
-
-    def _spend(self, part: SessionPart, tokens: int) -> None:
-        if part.stage == min(part.session.parts):  # a token counts once, however many stages are here
-            rate = self._bounds_of(part.door).tokens_per_minute
-            self._spent.spend(self._now, part.door, tokens, rate)
-
-    def _put_back(self, part: SessionPart, unit: Carried) -> None:
-        """Have a unit wait again that was refused with another, and counts once it is chosen anew."""
-        part.waiting.appendleft(unit)
-        assert isinstance(unit.message, UnitWork)
-        self._turns.give_back(part, unit.message.tokens)
-        self._spend(part, -unit.message.tokens)
 
     def computed(
         self,
@@ -397,31 +323,7 @@ class SessionProvider:
         """The stage has computed a batch: for each unit what goes on to the next stage, or the answer of the
         last one, which the driver has made of the logits."""
         self._note(now)
-        stage = self._finish(service, batch)
-        if stage is None:
-            return []
-        stage.call_seconds = now - stage.began_at
-        sends: Sends = []
-        found = stage.end()
-        for (part, unit), (answer, arrays) in zip(found, answers, strict=True):
-            session = part.session
-            if session.is_over:
-                self.events.append(ForgetSession(service, part.stage, session.id))
-                continue
-            work = unit.message
-            assert isinstance(work, UnitWork)
-            self._places.credit(session)
-            if session.rests:
-                continue
-            part.silent_since = inf if part.waiting else now
-            is_busy = any(each.waiting or each.is_computing for each in session.parts.values())
-            session.silent_since = inf if is_busy else now
-            if answer is None:
-                sends.append((part.after, Carried(replace(work, stage=part.stage + 1), arrays)))
-            else:
-                sends.append((session.door, Carried(answer, arrays)))
-        self._compute(stage)
-        return sends
+        return self._batches.computed(now, service, batch, answers)
 
     def failed(
         self, now: float, service: bytes, batch: int, code: CloseCode, reason: str, session: bytes = b""
@@ -429,70 +331,16 @@ class SessionProvider:
         """The stage has refused a batch, and goes on. The `session` at which it failed ends, or the one whose
         unit was alone; where that is not known, each is computed by itself."""
         self._note(now)
-        stage = self._finish(service, batch)
-        if stage is None:
-            return []
-        sends: Sends = []
-        found = stage.end()
-        # Where there is no page left, those that rest give theirs, and all is computed again.
-        number = stage.number
-        resting = [e for e in self._places.resting if e.service == service and number in e.parts]
-        is_again = code == "busy" and bool(resting)
-        if is_again:
-            sends += self._close(resting[0], "evicted", OTHERS)
-        for part, unit in found:
-            each = part.session
-            if each.is_over:
-                self.events.append(ForgetSession(service, number, each.id))
-            elif each.rests:
-                continue
-            elif not is_again and (len(found) == 1 or each.id == session):
-                sends += self._close(each, code, reason)
-            elif is_again or session:
-                self._put_back(part, unit)
-            else:
-                part.waiting.appendleft(unit)
-                stage.alone.append(each.id)
-        self._compute(stage)
-        return sends
+        return self._batches.failed(now, service, batch, code, reason, session)
 
-    def _finish(self, service: bytes, batch: int) -> StageQueue | None:
-        """Return the stage that has computed a batch; None: it is held no more."""
-        found = (each for each in self._stages.values() if each.service == service and each.computing)
-        return next((each for each in found if each.batch == batch), None)
-
-    # The end of sessions
-
-    def _close(self, session: ServedSession, code: CloseCode, reason: str) -> Sends:
-        sends = self._forget(session)
-        return [*sends, (session.door, SessionClosed(session.id, code, reason))]
-
-    def _close_replaced(self, session: ServedSession) -> Sends:
-        """Let go of the session that gave this one its place."""
-        replaced, session.replaces = session.replaces, None
-        return [] if replaced is None or replaced.is_over else self._close(replaced, "evicted", OTHERS)
-
-    def _forget(self, session: ServedSession) -> Sends:
-        if session.is_over:
-            return []
-        session.is_over = True
-        self._idle_forks[session.door] += session.shared > 0 and not session.has_asked
-        self._sessions.pop(session.id, None)
-        self._places.leave(session)
-        for part in session.parts.values():
-            part.waiting.clear()
-            is_here = (session.service, part.stage) in self._stages
-            if part.is_kept and not part.is_computing and is_here:
-                self.events.append(ForgetSession(session.service, part.stage, session.id))
-        left = [each for each in self._sessions.values() if each.door == session.door]
-        self._turns.leave(session, left)
-        if not left:
-            self._heard_at.pop(session.door, None)
-            self._idle_forks.pop(session.door, None)
-        return self._close_replaced(session)
+    def _spend(self, part: SessionPart, tokens: int) -> None:
+        if part.stage == min(part.session.parts):  # a token counts once, however many stages are here
+            rate = self._bounds_of(part.door).tokens_per_minute
+            self._spent.spend(self._now, part.door, tokens, rate)
 
     def _note(self, now: float) -> None:
         """Where this node itself was asleep, nobody was silent."""
         self._now = now
-        if self._heard_at and now - self._alive_at > STALL_SECONDS - ALIVE_SECONDS:
-            self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
+        heard_at = self._sessions.heard_at
+        if heard_at and now - self._alive_at > STALL_SECONDS - ALIVE_SECONDS:
+            self._sessions.heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in heard_at.items()}
