@@ -10,7 +10,7 @@ is asked in its own process. Not here: who is asked to hold a stage (`partition.
 stage that works for a head (`node.local.stage_server`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import trio
 
@@ -44,7 +44,7 @@ EXPORT_SECONDS_MAX = 300.0
 
 
 class ColumnStage:
-    """Implements `node.seams.Stage` for the head's trainer. `attach` finds holders for missing stages.
+    """Implements `node.seams.Stage` for the head's trainer. `attach` has a peer hold a missing stage.
 
     Several Forwards at once, which pass each stage in the order in which they were called; else one call at a
     time.
@@ -86,7 +86,7 @@ class ColumnStage:
         return self._here
 
     def hold_here(self, stage: int, server: StageServer) -> None:
-        """Hold this stage at the head itself; `mend` has it work."""
+        """Hold this stage at the head itself; `work_here` has it work."""
         self._here[stage], self.holders.here[stage] = server, server.seat
 
     def drop_here(self, stage: int) -> None:
@@ -94,28 +94,9 @@ class ColumnStage:
         self._here.pop(stage, None)
         self.holders.here.pop(stage, None)
 
-    async def mend(
-        self,
-        known: Sequence[PeerId],
-        heads: Sequence[PeerId],
-        step: int,
-        chain: Chain,
-        check: Callable[[PeerId, Chain], None],
-    ) -> None:
-        """Find holders for the stages that are missing: peers said to hold them first, then other members. If
-        none does, some of the other `heads` are asked for names, for the next time."""
-        holders = self.holders
-        for stage in holders.missing:
-            if stage in self._here:
-                await self._here[stage].work_for(self._network.peer, step)
-                continue
-            for peer in holders.candidates(stage, known):
-                if not await self.attach(stage, peer, step, chain, check):
-                    break
-            else:
-                for head in holders.heads_to_ask(heads):
-                    await self.attach(stage, head, step, chain, check)
-        holders.looked()
+    async def work_here(self, stage: int, step: int) -> None:
+        """Have a stage that the head holds itself work for it, after so many steps, if it is ready."""
+        await self._here[stage].work_for(self._network.peer, step)
 
     async def attach(
         self,

@@ -6,20 +6,17 @@ them now and then, as often as members put theirs away, and hands them on while 
 (`partition.run.local.lending`).
 """
 
-import trio
-
 from gossip.claims import lower_median
 from gossip.newcomers import likely_steps
 from node.averaging.participation import Participation
 from node.errors import Unreachable
+from node.local.courses import follow
 from node.local.crew import Crew
 from node.local.keeper import Keeper
 from node.protocols.manifest import Run
 from partition.run.admission import Admission
-from partition.run.local.keeping import FETCH_SHARE
-from partition.run.local.lending import FollowerLending
-
-LOOK_SECONDS = 1.0
+from partition.run.local.keeping import FETCH_SHARE, CopyStage
+from partition.run.local.lending import FollowerLending, LendStage, TakeBack
 
 
 class Copies:
@@ -34,21 +31,27 @@ class Copies:
         self._bytes_max = bytes_max
         self._lending = FollowerLending(crew, run.manifest.stages)
         self._not_before = 0.0
-        self._is_lent = False
 
     async def run(self, part: Participation) -> None:
         """Fetch copies, and hand them on, until cancelled."""
-        while True:
-            now = self._keeper.now()
-            if self._lending.look(now) == "copy":
-                self._take_back(part)
-                steps = [report.step for report in part.roster.reports.values() if report.has_state]
-                if self._keeper.is_due(lower_median(steps)) and now >= self._not_before:
-                    await self._copy(part)
-            elif not self._is_lent:
-                await self._lend(part)
-                self._lending.looked(now, is_lent=self._is_lent)
-            await trio.sleep(LOOK_SECONDS)
+
+        async def do(deed: CopyStage | LendStage | TakeBack) -> bool | None:
+            match deed:
+                case CopyStage():
+                    await self._copy_if_due(part)
+                    return None
+                case LendStage():
+                    return await self._lend(part)
+                case TakeBack():  # a head is there again
+                    part.tell(step=0, samples=0, rounds=0, lineage=self._run.id, has_state=False)
+                    return None
+
+        await follow(self._lending.lend(self._keeper.now), do)
+
+    async def _copy_if_due(self, part: Participation) -> None:
+        steps = [report.step for report in part.roster.reports.values() if report.has_state]
+        if self._keeper.is_due(lower_median(steps)) and self._keeper.now() >= self._not_before:
+            await self._copy(part)
 
     async def _copy(self, part: Participation) -> None:
         """Fetch the newest state of the heads, and put it away."""
@@ -64,18 +67,12 @@ class Copies:
         await self._keeper.save(found)
         self._not_before = self._keeper.now() + FETCH_SHARE * (self._keeper.now() - begun)
 
-    async def _lend(self, part: Participation) -> None:
-        """Hand the copy on, where there is one."""
+    async def _lend(self, part: Participation) -> bool:
+        """Hand the copy on, where there is one; return whether there is."""
         found = await self._keeper.load(self._bytes_max)
         if found is None:
-            return
-        self._is_lent = True
+            return False
         part.states.offer(found)
         step, rounds, lineage = found.table.step, found.table.rounds, self._run.id
         part.tell(step=step, samples=0, rounds=rounds, lineage=lineage, has_state=True)
-
-    def _take_back(self, part: Participation) -> None:
-        """A head is there again."""
-        if self._is_lent:
-            self._is_lent = False
-            part.tell(step=0, samples=0, rounds=0, lineage=self._run.id, has_state=False)
+        return True

@@ -8,7 +8,6 @@ from math import inf, isfinite
 from node.checkpoints.weights import weights_name
 from node.errors import StageDiverged
 from node.local.context import LocalRunsService
-from node.local.courses import follow
 from node.local.crew import Crew
 from node.local.held_stage import AveragedStage
 from node.local.results import LocalResults
@@ -17,9 +16,7 @@ from node.local.verdict import HeldOutLosses, fault_of
 from node.protocols.manifest import Run
 from partition.model.graph import Graph
 from partition.run.conclusions import Conclusion, ModelEvaluated
-from partition.run.ending import Ending
 from partition.run.local.member_ending import (
-    CatchUp,
     EvaluateModel,
     MakeResult,
     MemberEnding,
@@ -27,8 +24,6 @@ from partition.run.local.member_ending import (
     TryResult,
 )
 from partition.run.local_settings import LocalSettings
-
-Deed = EvaluateModel | MakeResult | TryResult | CatchUp
 
 
 class Evaluations:
@@ -38,7 +33,6 @@ class Evaluations:
         self,
         service: LocalRunsService,
         run: Run,
-        ending: Ending,
         finish: MemberEnding,
         crew: Crew,
         results: LocalResults,
@@ -50,27 +44,17 @@ class Evaluations:
         """The held-out loss of the values that all began with."""
         self._service = service
         self._run = run
-        self._ending = ending
+        self._ending = crew.ending
         self._finish = finish
         self._crew = crew
         self._results = results
         self._teller = teller
         self._stages = max(1, run.manifest.stages)
 
-    async def look(self, graph: Graph, held: AveragedStage) -> None:
-        """Evaluate if it is this member's turn, propose a result where the run is over, and try another's."""
-
-        async def do(deed: Deed) -> object:
-            return await self._do(deed, graph, held)
-
-        await follow(self._finish.evaluate(held), do)
-        await follow(self._finish.judge(held), do)
-
-    async def recover(self, held: AveragedStage, reason: str) -> None:
-        """Go on from the numbers of others, or end: those here are not finite any more."""
-        await follow(self._finish.recover(reason, held.step), lambda _: held.catch_up())
-
-    async def _do(self, deed: Deed, graph: Graph, held: AveragedStage) -> object:
+    async def do(
+        self, deed: EvaluateModel | MakeResult | TryResult, graph: Graph, held: AveragedStage
+    ) -> object:
+        """Do a deed about the end of the run. Raises StageFailed, ColumnBroken."""
         match deed:
             case EvaluateModel():
                 return await self._evaluate(held)
@@ -78,9 +62,6 @@ class Evaluations:
                 return await self._make_result(graph, held)
             case TryResult(conclusion=conclusion):
                 return await self._try(conclusion, held)
-            case CatchUp():
-                await held.catch_up()
-                return None
 
     async def _evaluate(self, held: AveragedStage) -> ModelLoss:
         try:

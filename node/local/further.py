@@ -31,6 +31,7 @@ from partition.model.graph import Graph
 from partition.plan.plan import Plan
 from partition.run.asks import Declined, Done
 from partition.run.ending import Ending
+from partition.run.local.member_ending import MemberEnding
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class FurtherStages:
         door: TicketGate,
         crew: Crew,
         material: Material,
+        finish: MemberEnding,
         *,
         own: int,
     ) -> None:
@@ -65,12 +67,12 @@ class FurtherStages:
         self._door = door
         self._crew = crew
         self._material = material
+        self._finish = finish
         self._own = own
         self._holders: dict[int, ColumnHolder] = {}
         self.making_room: Callable[[int], None] = lambda _stage: None
         """Called before this member enters the roster of a stage."""
         self._opening: set[int] = set()
-        self._scopes: dict[int, trio.CancelScope] = {}
         self._to_open, self._wanted = trio.open_memory_channel[tuple[int, Snapshot | None]](HELD_MAX)
 
     @property
@@ -120,8 +122,8 @@ class FurtherStages:
 
     def release(self, stage: int) -> None:
         """Hold this further stage no more, where it is one."""
-        if (scope := self._scopes.get(stage)) is not None:
-            scope.cancel()
+        if (holder := self._holders.get(stage)) is not None:
+            holder.rules.is_released = True
 
     async def run(self) -> None:
         """Open what is to be held, until cancelled; then close all."""
@@ -135,23 +137,21 @@ class FurtherStages:
                     await self._close(stage)
 
     async def _hold(self, stage: int, carried: Snapshot | None) -> None:
+        failures = (StageFailed, Unreachable, UsageError, OSError, RemoteProtocolError, ValueError)
         try:
-            holder = await self._open(stage)
-            self._opening.discard(stage)
             async with trio.open_nursery() as nursery:
-                with suppress(StageFailed, Unreachable, OSError), trio.CancelScope() as scope:
-                    self._scopes[stage] = scope
-                    await holder.work(nursery, carried)
+                with suppress(*failures):  # the head sees that the stage is not there, and looks for another
+                    holder = await self._open(stage, nursery)
+                    self._opening.discard(stage)
+                    holder.held.carried = carried
+                    await holder.work()
                 nursery.cancel_scope.cancel()  # a round that is under way needs this stage no more
-        except (StageFailed, Unreachable, UsageError, OSError, RemoteProtocolError, ValueError):
-            pass  # the head sees that the stage is not there, and looks for another holder
         finally:
             self._opening.discard(stage)
-            self._scopes.pop(stage, None)
             with trio.CancelScope(shield=True):
                 await self._close(stage)
 
-    async def _open(self, stage: int) -> ColumnHolder:
+    async def _open(self, stage: int, nursery: trio.Nursery) -> ColumnHolder:
         """Open a stage. Raises StageFailed, UsageError, OSError, RemoteProtocolError."""
         service, run, material = self._service, self._run, self._material
         build = partial(build_stage_spec, run, material.graph, material.plan, stage, service.machine)
@@ -174,13 +174,13 @@ class FurtherStages:
             stage,
             self._door,
             self._ending,
-            run.manifest.steps,
+            self._finish,
             payload_bytes_max=material.payload_bytes_max,
             is_further=True,
         )
         self._holders[stage] = holder
         self._crew.further[stage] = holder
-        await held.open()
+        await held.open(nursery)
         if self._crew.column is not None:
             self._crew.column.hold_here(stage, holder.server)
         return holder

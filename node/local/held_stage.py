@@ -4,14 +4,13 @@ A head has them of the first stage, a holder of its own and of each that it hold
 Not here: what the stage computes, and for whom (`node.local.member`, `node.local.holder`).
 """
 
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import suppress
+from collections.abc import Awaitable, Callable
+from typing import assert_never
 
 import trio
 
 from crypto.identity import PeerId
 from gossip.newcomers import is_another_further, is_behind
-from gossip.roster import Report
 from node.averaging.participation import Participation
 from node.averaging.snapshot import Snapshot
 from node.errors import Unreachable
@@ -22,8 +21,19 @@ from node.local.trainer import LocalTrainer
 from node.local.trial import Trial
 from node.protocols.manifest import Run
 from partition.run.ending import Ending
-from partition.run.local.member_stage import MemberStage
-from partition.run.local.reports import is_begun
+from partition.run.local.courses import CatchUp
+from partition.run.local.member_stage import (
+    BeginRound,
+    HandOn,
+    KeepState,
+    LookFurther,
+    MemberStage,
+    ReportStage,
+    Resume,
+    UseRound,
+)
+
+Deed = Resume | LookFurther | CatchUp | ReportStage | UseRound | BeginRound | HandOn | KeepState
 
 
 async def _nothing() -> None: ...
@@ -46,24 +56,48 @@ class AveragedStage(MemberStage):
         """The trial of others' states, where a stage can be tried alone."""
         self.taken_over: Callable[[], Awaitable[None]] = _nothing
         """Called when the numbers are others' now."""
+        self.carried: Snapshot | None = None
+        """The state to go on from, in place of the one that was kept."""
         self.trainer = trainer
         self.part = part
         self._keeper = keeper
         self.averaging = Rounds(me, run.manifest.local, trainer, part, keeper.now)
         super().__init__(
-            trainer, self.averaging.schedule, ending, reports=lambda: self.reports, now=keeper.now
+            trainer, self.averaging.schedule, ending, reports=lambda: part.roster.reports, now=keeper.now
         )
         self._run = run
         self._local_steps = run.manifest.local.local_steps
 
-    async def open(self) -> None:
-        """Prepare for the rounds, with the numbers that the model begins with."""
+    async def open(self, nursery: trio.Nursery) -> None:
+        """Prepare for the rounds, which go on in `nursery`, with the numbers that the model begins with."""
+        self._nursery = nursery
         await self.averaging.open()
 
-    @property
-    def reports(self) -> Mapping[PeerId, Report]:
-        """Return the reports of the others that hold this stage."""
-        return self.part.roster.reports
+    async def do(self, deed: Deed) -> object:
+        """Do a deed of this stage. Raises StageFailed."""
+        match deed:
+            case Resume():
+                return await self._resume()
+            case LookFurther():
+                return is_another_further(self.part.roster.reports, self.step, self._local_steps)
+            case CatchUp(is_needed=is_needed):
+                await self._catch_up(is_needed=is_needed)
+            case ReportStage():
+                self.report()
+            case UseRound():
+                made = await self.averaging.use()
+                return made is not None and bool(made.error) and self._is_behind
+            case BeginRound():
+                await self.averaging.begin(self._nursery)
+            case HandOn():
+                if self.part.states.wants_state(self.step):
+                    self.part.states.offer(await self.copy())
+            case KeepState():
+                if self._keeper.is_due(self.step):
+                    await self._keeper.keep(self.trainer, self.averaging, self._nursery)
+            case _:
+                assert_never(deed)
+        return None
 
     @property
     def axes(self) -> int:
@@ -82,23 +116,21 @@ class AveragedStage(MemberStage):
 
     # Where it goes on from
 
-    async def begin(self, carried: Snapshot | None = None) -> None:
-        """Go on from the state of the others, or from the last one here where nobody is further: `carried`,
-        or what was kept. Raises StageFailed."""
+    async def _resume(self) -> bool:
+        """Go on from the state that was carried here, or kept; return whether there is one."""
         trainer = self.trainer
-        own = carried or await self._keeper.load(trainer.state_bytes_max)
-        reports, is_resumed = self.reports, False
-        if own is not None:
-            with suppress(ValueError):
-                self.averaging.take_over(own.table.rounds, await trainer.take_over(own))
-                await self.taken_over()
-                self._keeper.begin(trainer.step)
-                is_resumed = True
-        is_further = is_another_further(reports, trainer.step, self._local_steps)
-        if is_further if is_resumed else is_begun(reports):
-            await self.catch_up(is_needed=not is_resumed)
+        own = self.carried or await self._keeper.load(trainer.state_bytes_max)
+        if own is None:
+            return False
+        try:
+            self.averaging.take_over(own.table.rounds, await trainer.take_over(own))
+        except ValueError:
+            return False
+        await self.taken_over()
+        self._keeper.begin(trainer.step)
+        return True
 
-    async def catch_up(self, *, is_needed: bool = True) -> None:
+    async def _catch_up(self, *, is_needed: bool) -> None:
         """Take over the state of others. Raises StageFailed: it `is_needed`, and nobody hands one over."""
         is_taken = await catch_up(
             self.part,
@@ -123,40 +155,14 @@ class AveragedStage(MemberStage):
             return False
         return True
 
-    # Between two steps
-
-    async def average(self, nursery: trio.Nursery, *, is_still: bool) -> None:
-        """Use a round that is over, and begin the next unless the numbers are to be `is_still`."""
-        rounds = self.averaging
-        made = await rounds.use()
-        if made is not None and made.error and self._is_behind:
-            await self.catch_up()
-        self.note_end()
-        if is_still:
-            return
-        if rounds.is_due and self.training:
-            await rounds.begin(nursery)
-        elif rounds.is_due:
-            rounds.skip()
-
-    async def hand_on(self) -> None:
-        """Make a copy for those that wait for one."""
-        if self.part.states.wants_state(self.trainer.step):
-            self.part.states.offer(await self.copy())
-
     async def copy(self) -> Snapshot:
         """Return this stage's state."""
         return await self.trainer.snapshot(self.rounds.count, self._run.id, self.averaging.outer)
 
-    async def keep(self, nursery: trio.Nursery, *, is_training: bool) -> None:
-        """Put the state away, if that is due."""
-        if self._keeper.is_due(self.trainer.step):
-            await self._keeper.keep(self.trainer, self.averaging, nursery, is_training=is_training)
-
     @property
     def _is_behind(self) -> bool:
         """Whether others held a round that this member had to be in."""
-        return self.rounds.needs_all and is_behind(self.reports, self.rounds.count)
+        return self.rounds.needs_all and is_behind(self.part.roster.reports, self.rounds.count)
 
     async def close(self) -> None:
         """Hold it no more."""

@@ -57,12 +57,10 @@ class Keeper:
         """Note that a state of this step is being kept, or there already."""
         self._schedule.step = step
 
-    async def keep(
-        self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery, *, is_training: bool
-    ) -> None:
-        """Put the state away in the background, and who takes part."""
+    async def keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
+        """Put the state of a member that trains away in the background, and who takes part."""
         self.begin(trainer.step)
-        saved = self.part(is_training=is_training)
+        saved = self.part(is_training=True)
         snapshot = await trainer.snapshot(rounds.schedule.count, self._run.id, rounds.outer)
         nursery.start_soon(self.remember, saved)
         nursery.start_soon(self.save, snapshot)

@@ -23,6 +23,7 @@ from node.local.copies import Copies
 from node.local.crew import Crew
 from node.local.evaluations import Evaluations
 from node.local.further import FurtherStages, Material
+from node.local.head import ColumnHead
 from node.local.held_stage import AveragedStage
 from node.local.holder import ColumnHolder
 from node.local.keeper import Keeper
@@ -31,11 +32,10 @@ from node.local.recruiter import Recruiter
 from node.local.results import LocalResults
 from node.local.stage_copies import StageCopies, state_sizes
 from node.local.stages import local_plan, open_part, stage_count
-from node.local.start import MemberStart
+from node.local.start import meet
 from node.local.succession import Succession
 from node.local.telling import Teller
 from node.local.trainer import LocalTrainer, state_bytes_max
-from node.local.trial import Trial
 from node.placement.admission import build_stage_spec
 from node.protocols.manifest import Run
 from node.runs.manifest_builder import make_batches
@@ -45,24 +45,18 @@ from partition.run.admission import Admission
 from partition.run.asks import Declined, Done
 from partition.run.conclusions import ModelEvaluated, Sends
 from partition.run.ending import Ending
-from partition.run.local.courses import ColumnBroken
 from partition.run.local.member_ending import MemberEnding
 from partition.run.local.regrouping import MERGE_SECONDS, RESUMED_SECONDS
-from partition.run.local_settings import LocalSettings
+from partition.run.local.start_barrier import StartBarrier
 from partition.stage import StageSpecification
 from partition.stage_layout import payload_bytes_max
 
 LOOK_SECONDS = 0.5
 """How often the shards and the end follow who takes part."""
-DIVERGED_MAX = 10
-"""Steps in a row that are not finite, as in exact mode."""
 
 
 class LocalMember:
-    """One run on this node. `live` drives it until it is over here, or this node has left it.
-
-    Long because training, averaging, evaluating and catching up take turns at one copy of the parameters.
-    """
+    """One run on this node. `live` drives it until it is over here, or this node has left it."""
 
     def __init__(
         self,
@@ -95,10 +89,8 @@ class LocalMember:
         """Set once a member trains, or this one cannot go on."""
         self.reason = ""
         """Why this member left, where it did."""
-        self._settings: LocalSettings = run.manifest.local
         self._service = service
         self._now = service.seams.clock.monotonic
-        self._me = service.signer.peer
         self._holders = list(dict.fromkeys([*holders, run.requester]))
         self._tell = tell
         self._life = trio.CancelScope()
@@ -106,37 +98,26 @@ class LocalMember:
         self._trainer: LocalTrainer | None = None
         self._held: AveragedStage | None = None
         self._further: FurtherStages | None = None
-        self._regrouping: Regrouping | None = None
         self._is_resumed = is_resumed
         self._carried = carried
         self.successor: dict[int, Snapshot] | None = None
         """The states with which this node goes on as the head, where it takes that one's place."""
         self._stage = stage
         self._stages = stage_count(run)
-        self._graph: Graph | None = None
         self._finish = MemberEnding(
-            self._me,
-            run.id,
-            self._settings,
-            ending,
-            self.crew,
-            requester=run.requester,
-            stage=stage,
-            stages=self._stages,
-            tell=partial(tell, ending),
-            now=self._now,
-            live=lambda: service.live(),
-            admitted=lambda: door.admission.admitted,
-        )
+            run.id, run.manifest.local, self.crew,
+            requester=run.requester, stage=stage, stages=self._stages,
+            tell=partial(tell, ending), now=self._now, live=lambda: service.live(),
+        )  # fmt: skip
         self.heads = self._finish.heads
         self.results = LocalResults(service, run, ending, self._finish)
-        self._evaluations = Evaluations(
-            service, run, ending, self._finish, self.crew, self.results, self.teller
-        )
+        self._evaluations = Evaluations(service, run, self._finish, self.crew, self.results, self.teller)
         self.keeper = Keeper(service, run, door.admission, stage)
+        self._graph: Graph | None = None
+        self._head: ColumnHead | None = None
         self._holder: ColumnHolder | None = None
         self._recruiter = Recruiter(service, run, door, self.crew, self._stages)
-        self._start = MemberStart(run.id, self.crew, door, lambda: service.live(), inviter, self._now)
+        self._barrier = StartBarrier(run.id, inviter)
 
     # What is known
 
@@ -187,7 +168,7 @@ class LocalMember:
             self._part.close()
             self._part = None
         self.crew.close()
-        self._holder = self._further = self._regrouping = None
+        self._head = self._holder = self._further = None
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await trainer.stage.aclose()
@@ -199,7 +180,7 @@ class LocalMember:
         graph = self._graph = await service.models.get(manifest.graph_hash, self._holders)
         try:
             plan = await service.seams.executor.run(
-                partial(local_plan, self.run, graph, self._me), apart=True
+                partial(local_plan, self.run, graph, self.crew.me), apart=True
             )
             build = partial(build_stage_spec, self.run, graph, plan, self._stage, service.machine)
             specification, _, data = await service.seams.executor.run(build, apart=True)
@@ -207,31 +188,39 @@ class LocalMember:
             raise StageFailed(f"no stage can be made of this model: {error}") from None
         part = self._part = self.crew.part = open_part(service.averaging, self.run, self._stage, self._door)
         if self.crew.is_training:
-            self._start.announce(part)
+            part.tell(step=0, samples=0, rounds=0, lineage=self.run.id, has_state=False)  # it opens its stage
             await self._open(graph, plan, specification, data)
         self.teller.running()
         failure: Exception | None = None
         bytes_max = state_bytes_max(specification)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._look)
-            if self._trainer is None:
+            if self._held is None:
                 copies = Copies(self.run, self.keeper, self.crew, self.admission, bytes_max=bytes_max)
                 nursery.start_soon(copies.run, part)
             if not self._stage:
                 nursery.start_soon(self._recruiter.run)
             if self._further is not None:
-                await self._stand_in(self._further, plan, nursery)
+                await self._stand_in(self._further, graph, plan, nursery)
             try:
-                if self._trainer is not None:
-                    if self._carried is None:  # else this member knows that there is no head
-                        await self._start.meet_inviter(part, self._stage)
-                    await self._train(self._trainer, nursery)
+                if self._held is not None:
+                    await self._train(self._held, nursery)
                 await trio.sleep_forever()
             except (StageFailed, Unreachable, UsageError, OSError) as error:
                 failure = error  # not in a group: whoever calls tells these apart
                 nursery.cancel_scope.cancel()
         if failure is not None:
             raise failure
+
+    async def _train(self, held: AveragedStage, nursery: trio.Nursery) -> None:
+        if self._carried is None:  # else this member knows that there is no head
+            crew, live = self.crew, self._service.live
+            await meet(self._barrier, crew, self._stage, held.part, self._door, lambda: live(), self._now)
+        await held.open(nursery)
+        if self._holder is not None:
+            await self._holder.work()
+        if self._head is not None:
+            await self._head.train()
 
     async def _open(self, graph: Graph, plan: Plan, specification: StageSpecification, data: bytes) -> None:
         service, manifest = self._service, self.run.manifest
@@ -247,37 +236,43 @@ class LocalMember:
         bytes_max = max(payload_bytes_max(specification), export_bytes_max(graph))
         if not self._stage and self._stages > 1:
             stage = self.crew.open_column(service, plan, opened, bytes_max)
-        trainer = self._trainer = self._service.seams.part(LocalTrainer)(
-            self.run, specification, stage, batches, executor, self._me, in_flight=self._stages
+        trainer = self._trainer = service.seams.part(LocalTrainer)(
+            self.run, specification, stage, batches, executor, self.crew.me, in_flight=self._stages
         )
         assert self._part is not None
-        self._held = AveragedStage(self.run, self.ending, self._part, self.keeper, trainer, self._me)
-        self._held.rounds.sends_less = self._service.sends_less
-        self._held.taken_over = self._taken_over
+        held = self._held = AveragedStage(
+            self.run, self.ending, self._part, self.keeper, trainer, self.crew.me
+        )
+        held.rounds.sends_less = self._service.sends_less
+        held.carried = (self._carried or {}).get(0)
         if self._stage:
-            steps = self.run.manifest.steps
             holder = self._holder = ColumnHolder(
-                self._held, self._stage, self._door, self.ending, steps, payload_bytes_max=bytes_max
+                held, self._stage, self._door, self.ending, self._finish, payload_bytes_max=bytes_max
             )
-            holder.is_still = lambda: self._finish.schedule.is_waiting
             holder.begun = self._has_begun
-            holder.alone = lambda: self._finish.end_if_stranded(self.step)
             self.crew.open_server(holder.server)
+        else:
+            self._head = ColumnHead(
+                service, self.run, self.crew, self._door, held, graph,
+                finish=self._finish, evaluations=self._evaluations, teller=self.teller,
+                barrier=self._barrier, begun=self.begun.set,
+            )  # fmt: skip
         if self._stages > 1:
             material = Material(graph, plan, batches, self._holders, bytes_max)
             self._further = FurtherStages(
-                service, self.run, self.ending, self._door, self.crew, material, own=self._stage
+                service, self.run, self.ending, self._door, self.crew, material, self._finish, own=self._stage
             )
 
-    async def _stand_in(self, further: FurtherStages, plan: Plan, nursery: trio.Nursery) -> None:
+    async def _stand_in(
+        self, further: FurtherStages, graph: Graph, plan: Plan, nursery: trio.Nursery
+    ) -> None:
         """Be ready to replace machines that die: holders of the head's column, or the head itself."""
-        service, graph = self._service, self._graph
-        assert graph is not None
+        service, head = self._service, self._head
         sizes = await service.seams.executor.run(
             partial(state_sizes, self.run, graph, plan, service.machine), apart=True
         )
         nursery.start_soon(further.run)
-        if self._stage:
+        if head is None:
             own, step = self._stage, lambda: self.step
             succession = Succession(
                 service, self.run, self._door, self.crew, own=own, bytes_max=sizes[0], step=step
@@ -289,11 +284,12 @@ class LocalMember:
         nursery.start_soon(kept.run)
         patience = None if self._carried is None else MERGE_SECONDS
         patience = RESUMED_SECONDS if self._is_resumed else patience
-        self._regrouping = Regrouping(
-            service, self.run, self._door, self.crew, further, self._recruiter, graph, plan,
+        regrouping = Regrouping(
+            service, self.run, self.crew, further, self._recruiter, graph, plan,
             step=lambda: self.step, tell=self.teller.running, patience_seconds=patience,
         )  # fmt: skip
-        nursery.start_soon(self._regrouping.run)
+        head.further, head.regrouping, head.course.regrouping = further, regrouping, regrouping.rules
+        nursery.start_soon(regrouping.run)
         for stage, state in (self._carried or {}).items():
             further.hold(stage, state)  # but for the first, which is this member's own
 
@@ -332,119 +328,9 @@ class LocalMember:
         self.successor = {0: first, self._stage: await self._held.copy(), **others}
         self._life.cancel()
 
-    # Training
-
-    async def _train(self, trainer: LocalTrainer, nursery: trio.Nursery) -> None:
-        assert self._held is not None
-        held = self._held
-        await held.open()
-        if self._holder is not None:
-            await self._holder.work(nursery)
-            return
-        is_begun = False
-        while True:
-            try:
-                await self._mend(trainer)
-                if not is_begun:
-                    self.begun.set()  # trying the first values may take minutes
-                    first = self._evaluations.first_loss = await trainer.held_out_loss()
-                    if self._stages == 1:  # nobody can tell a good state of one stage from a bad one
-                        is_apart = self._settings.is_federated
-                        held.trial = await Trial.open(trainer, first, is_apart=is_apart)
-                    await self._begin(held)
-                    is_begun = True
-                    self._finish.schedule.evaluated(trainer.step)
-                    await self._wait_for_agreed(held, nursery)
-                await self._turn(held, nursery)
-            except ColumnBroken as error:
-                await self._broken(trainer, str(error))
-
-    async def _wait_for_agreed(self, held: AveragedStage, nursery: trio.Nursery) -> None:
-        """Hold the first step of a run until those that agreed to begin are ready, for a bounded time."""
-
-        async def meanwhile() -> None:
-            held.report()
-            await self._between_steps(held, nursery)
-
-        if not held.trainer.step and self._stages == 1:  # other columns may not become whole for long
-            await self._start.hold(meanwhile, self.teller.running)
-
-    async def _turn(self, held: AveragedStage, nursery: trio.Nursery) -> None:
-        """One step, and what is due before it. Raises ColumnBroken."""
-        trainer, schedule = held.trainer, self._finish.schedule
-        held.report()
-        await self._between_steps(held, nursery)
-        is_still = schedule.is_waiting or schedule.holds_still
-        if is_still or trainer.is_idle or held.is_at_end:
-            await trio.sleep(LOOK_SECONDS)  # the end is being agreed on, or a stage is missing
-            return
-        begun = self._now()
-        stepped = await trainer.train_step()
-        self._finish.diverged = self._finish.diverged + 1 if stepped.diverged else 0
-        if self._regrouping is not None:
-            self._regrouping.stepped(self._now() - begun)
-        replicas = 1 + len(self.crew.training)
-        self.teller.stepped(trainer.step, stepped, self._now() - begun, replicas)
-        if self._finish.diverged >= DIVERGED_MAX:
-            reason = f"{DIVERGED_MAX} steps in a row were not finite"
-            await self._evaluations.recover(held, reason)
-
-    # Columns
-
-    async def _mend(self, trainer: LocalTrainer) -> None:
-        """Find holders for the stages that this head's column lacks; where there are none yet, others are
-        asked to take part (`node.local.recruiter`)."""
-        column = self.crew.column
-        if column is None:
-            return
-        if column.missing:
-            live = self._service.live()
-            known = [peer for peer in self.crew.holders if peer in live]
-            await column.mend(known, self.crew.others, trainer.step, self.admission.chain, self._door.check)
-        elif self._regrouping is not None and self.has_state:
-            await self._regrouping.hand_over()
-        trainer.is_waiting = bool(column.missing)
-        if trainer.is_waiting and not self.has_state:
-            await trio.sleep(LOOK_SECONDS)
-            raise ColumnBroken("stages are missing")
-
-    async def _broken(self, trainer: LocalTrainer, reason: str) -> None:
-        """A stage is gone: drop the step everywhere, and begin it anew once the column is whole."""
-        assert self.crew.column is not None
-        if self.has_state and not trainer.is_waiting:
-            self.teller.running(f"this column waits for a stage: {reason}")
-        trainer.is_waiting = True
-        await self.crew.column.let_go()
-        await trainer.drop_step()
-
     def _has_begun(self) -> None:
-        self._finish.has_state = True
         self.begun.set()
         self._service.readiness.stand_by()
-
-    async def _begin(self, held: AveragedStage) -> None:
-        """Go on from the state of the others, or from the own last one where nobody is further."""
-        carried = None if self._carried is None else self._carried.get(0)
-        await held.begin(carried)
-        held.has_state = self._finish.has_state = True
-        if self._stages > 1:
-            self._service.readiness.stand_by()
-
-    async def _taken_over(self) -> None:
-        """The numbers here are others' now."""
-        self._finish.diverged = 0
-        if self.crew.column is not None:  # its holders are told the new step when they are attached
-            await self.crew.column.let_go()
-
-    async def _between_steps(self, held: AveragedStage, nursery: trio.Nursery) -> None:
-        """Use a round that is over, begin the next, hand on the state, evaluate."""
-        is_proposed = self._finish.schedule.is_waiting  # such numbers stay as they are
-        await held.average(nursery, is_still=is_proposed)
-        await held.hand_on()
-        if not self._finish.diverged:
-            await held.keep(nursery, is_training=self.crew.is_training)
-        assert self._graph is not None
-        await self._evaluations.look(self._graph, held)
 
     # The end
 
@@ -472,7 +358,7 @@ class LocalMember:
                 self.begun.set()
             self._finish.look()
             if self._trainer is not None:
-                self._trainer.shard.set_members([self._me, *training])
+                self._trainer.shard.set_members([self.crew.me, *training])
             for part in self.crew.parts:
                 self._door.show(part.roster.claims)
             await trio.sleep(LOOK_SECONDS)

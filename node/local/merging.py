@@ -6,36 +6,24 @@ when (`partition.run.local.regrouping`), finding free nodes (`recruiter`), the s
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
-
-import trio
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from node.averaging.door import TicketGate
-from node.errors import Unreachable
-from node.local.column import ColumnStage
 from node.local.context import LocalRunsService
+from node.local.courses import follow
 from node.local.crew import Crew
 from node.local.further import FurtherStages
-from node.local.recruiter import JOIN_SECONDS_MAX, Recruiter
+from node.local.recruiter import Recruiter
 from node.placement.leases import Offer, problem_of, rounded
 from node.protocols.manifest import Run
-from node.protocols.runs import Join
 from node.runs.rebalancing import ASSUMED_LINK, PAUSE_NANOSECONDS
 from partition.model.graph import Graph
-from partition.plan.columns import Takers, moves_that_pay
+from partition.plan.columns import moves_that_pay
 from partition.plan.observed import Knowledge
 from partition.plan.plan import Plan
 from partition.plan.problem import Problem
-from partition.run.asks import Done
-from partition.run.local.regrouping import (
-    LOOK_SECONDS,
-    RENEW_LOOK_SECONDS,
-    AskPromised,
-    ColumnRegrouping,
-    FindMoves,
-)
+from partition.run.local.courses import AskToHold
+from partition.run.local.regrouping import ColumnRegrouping, FindMoves
 from partition.run.pauses import GAIN_PERCENT_MIN
 
 MEMORY_BYTES = 1 << 60
@@ -53,13 +41,12 @@ def column_problem(
 
 
 class Regrouping:
-    """The regrouping of a head's column. `run` watches it, `hand_over` is called between two steps."""
+    """The regrouping of a head's column."""
 
     def __init__(
         self,
         service: LocalRunsService,
         run: Run,
-        door: TicketGate,
         crew: Crew,
         further: FurtherStages,
         recruiter: Recruiter,
@@ -75,22 +62,20 @@ class Regrouping:
         self._service = service
         self._now = service.seams.clock.monotonic
         self._run = run
-        self._door = door
-        self._crew = crew
         self._further = further
         self._recruiter = recruiter
         self._graph = graph
         self._plan = plan
         self._step = step
         self._seconds = 0.0
-        self._rules = ColumnRegrouping(
-            self._now(),
+        self.rules = ColumnRegrouping(
+            service.seams.clock.monotonic,
             service.signer.peer,
             plan,
             crew,
             recruiter.choice,
             live=lambda: service.live(),
-            further=lambda: further.stages,
+            rates=self._rates,
             tell=tell,
             patience_seconds=patience_seconds,
         )
@@ -99,71 +84,25 @@ class Regrouping:
         """Add the duration of a step."""
         self._seconds = seconds if not self._seconds else 0.8 * self._seconds + 0.2 * seconds
 
-    @property
-    def _column(self) -> ColumnStage:
-        assert self._crew.column is not None, "a head has a column"
-        return self._crew.column
-
     async def run(self) -> None:
         """Regroup the column until cancelled."""
-        while True:
-            await trio.sleep(LOOK_SECONDS)
-            deed = self._rules.look(self._now(), self._rates)
-            if isinstance(deed, AskPromised):
-                if await self._ask(deed.stages[0], deed.peer, is_beside=True):
-                    self._rules.expect(self._now(), deed.stages, deed.peer)
-                    continue
-                deed = self._rules.look(self._now(), self._rates)
-            if isinstance(deed, Takers):
-                await self._merge(deed)
-            elif isinstance(deed, FindMoves):
-                await self._move(deed)
+        await follow(self.rules.regroup(), self._do)
+
+    async def _do(self, deed: AskToHold | FindMoves) -> object:
+        if isinstance(deed, FindMoves):
+            return await self._moves(deed.column, [*deed.free, *deed.spare])
+        if deed.peer != self._service.signer.peer:
+            return await self._recruiter.ask(deed)
+        if await self._further.refusal(deed.stage):
+            return False
+        self._further.hold(deed.stage)
+        return True
 
     def _rates(self) -> dict[PeerId, int]:
         return {peer: rounded(offer.flops_per_second) for peer, offer in self._offers().items()}
 
     def _offers(self) -> dict[PeerId, Offer]:
         return {offer.peer: offer for offer in self._service.offers()}
-
-    async def _merge(self, takers: Takers) -> None:
-        """Have nodes of this column take the stages that nobody holds."""
-        for stage, peer in takers.by_stage.items():
-            if not await self._ask(stage, peer, is_beside=True):
-                self._rules.refused(self._now(), stage, peer)
-                return
-            self._rules.taken(self._now(), stage, peer)
-        self._rules.merged(takers)
-
-    async def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> bool:
-        """Ask a node to hold this stage, with `is_beside` in addition to its own; return whether it will."""
-        if peer == self._service.signer.peer:
-            if await self._further.refusal(stage):
-                return False
-            self._further.hold(stage)
-            return True
-        chain = self._door.chain_for(peer)
-        if chain is None:
-            return False
-        try:
-            request = Join(self._run.fact, chain, stage, is_beside=is_beside)
-            answer = await self._service.ask(peer, request, JOIN_SECONDS_MAX)
-        except Unreachable:
-            return False
-        if isinstance(answer, Done):
-            self._column.holders.agreed(stage, peer)
-            return True
-        return False
-
-    async def _move(self, deed: FindMoves) -> None:
-        """Give a stage to a node that could make the column faster, if there is one."""
-        moves = await self._moves(deed.column, [*deed.free, *deed.spare])
-        if moves is not None and not moves:
-            self._rules.useless(deed)
-        for stages, peer in moves or ():
-            if peer in deed.spare or await self._ask(stages[0], peer, is_beside=False):
-                self._rules.expect(self._now(), stages, peer)
-                return
-            self._recruiter.choice.asking(self._now(), peer)
 
     async def _moves(
         self, column: Sequence[PeerId], peers: Sequence[PeerId]
@@ -195,21 +134,3 @@ class Regrouping:
             return await self._service.seams.executor.run(work, apart=True)
         except (RemoteProtocolError, ValueError):
             return None
-
-    async def hand_over(self) -> None:
-        """Between two steps: replace a node that stood in by the node that has come for its stage."""
-        now = self._now()
-        arriving = self._rules.arriving(now)
-        if arriving is None:
-            return
-        stage, peer = arriving
-        attach = partial(
-            self._column.attach, stage, peer, self._step(), self._door.admission.chain, self._door.check
-        )
-        while await attach():
-            if not self._rules.awaits_arrival(self._now(), now):
-                self._rules.not_arrived(peer)
-                return
-            await trio.sleep(RENEW_LOOK_SECONDS)
-        self._rules.arrived()
-        self._further.release(stage)

@@ -4,19 +4,18 @@ Not here: which nodes, and for which stage (`partition.run.local.recruiting`).
 """
 
 from collections.abc import Collection
-from contextlib import suppress
-
-import trio
 
 from crypto.identity import PeerId
 from node.averaging.door import TicketGate
 from node.errors import Unreachable
 from node.local.context import LocalRunsService
+from node.local.courses import follow
 from node.protocols.manifest import Run
 from node.protocols.runs import Join
 from partition.run.asks import Done
+from partition.run.local.courses import AskToHold
 from partition.run.local.crew import MemberCrew
-from partition.run.local.recruiting import LOOK_SECONDS, Recruitment
+from partition.run.local.recruiting import Recruitment
 
 JOIN_SECONDS_MAX = 30.0
 
@@ -53,20 +52,15 @@ class Recruiter:
 
     async def run(self) -> None:
         """Ask nodes to take part, until cancelled."""
-        while True:
-            candidates = self.choice.look(self._now())
-            if candidates is not None:
-                for stage, peer in candidates:
-                    await self._ask(stage, peer)
-                self.choice.asked(self._now())
-            await trio.sleep(LOOK_SECONDS)  # offers have no event
+        await follow(self.choice.recruit(self._now), self.ask)
 
-    async def _ask(self, stage: int, peer: PeerId) -> None:
-        self.choice.asking(self._now(), peer)
-        chain = self._door.chain_for(peer)
+    async def ask(self, deed: AskToHold) -> bool:
+        """Ask another node to take part; return whether it will."""
+        chain = self._door.chain_for(deed.peer)
         if chain is None:
-            return
-        with suppress(Unreachable):
-            answer = await self._service.ask(peer, Join(self._run.fact, chain, stage), JOIN_SECONDS_MAX)
-            if isinstance(answer, Done):
-                self.choice.agreed(self._now(), stage, peer)
+            return False
+        request = Join(self._run.fact, chain, deed.stage, is_beside=deed.is_beside)
+        try:
+            return isinstance(await self._service.ask(deed.peer, request, JOIN_SECONDS_MAX), Done)
+        except Unreachable:
+            return False

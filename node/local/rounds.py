@@ -61,18 +61,9 @@ class Rounds:
         return dict(self._strategy.state())
 
     @property
-    def is_due(self) -> bool:
-        """Whether the next round is to begin."""
-        return self.schedule.is_due(self._trainer.step, is_idle=self._trainer.is_idle)
-
-    @property
     def axes(self) -> int:
         """The number of rounds that average all members: one for each axis of their grid."""
         return len(self._part.walk.axes)
-
-    def skip(self) -> None:
-        """Count anew: nobody else is there."""
-        self.schedule.skip(self._now(), self._trainer.step, self._trainer.samples)
 
     async def begin(self, nursery: trio.Nursery) -> None:
         """Copy out what is averaged, and look for a group in the background."""

@@ -9,25 +9,22 @@ averages nothing.
 
 from collections.abc import Callable, Sequence
 
-import trio
-
 from node.averaging.door import TicketGate
 from node.averaging.participation import Participation
-from node.averaging.signature import run_key
-from node.averaging.transfer import fetch_state
-from node.errors import Unreachable, UsageError
+from node.errors import UsageError
 from node.local.context import LocalRunsService
-from node.local.copies import LOOK_SECONDS
+from node.local.copying import StageCopier
+from node.local.courses import follow
 from node.local.crew import Crew
 from node.local.keeper import Keeper
-from node.local.stages import open_part, roster_of
+from node.local.stages import open_part
 from node.local.trainer import state_bytes_max
 from node.placement.admission import Machine, build_stage_spec
 from node.protocols.manifest import Run
 from partition.model.graph import Graph
 from partition.plan.plan import Plan
-from partition.run.local.keeping import FETCH_SHARE
-from partition.run.local.lending import head_lending
+from partition.run.local.keeping import CopyStage
+from partition.run.local.lending import LendStage, TakeBack, lend_stages
 
 
 def state_sizes(run: Run, graph: Graph, plan: Plan, machine: Machine) -> list[int]:
@@ -51,13 +48,11 @@ class StageCopies:
     ) -> None:
         """`step` is the head's own, `bytes_max` bounds the state of each stage."""
         self._service = service
-        self._now = service.seams.clock.monotonic
         self._run = run
         self._crew = crew
         self._door = door
-        self._step = step
+        self._copier = StageCopier(service, run, step)
         self._bytes_max = bytes_max
-        self._not_before = 0.0
         stages = range(1, len(bytes_max))
         self._keepers = {stage: Keeper(service, run, door.admission, 0, copy_of=stage) for stage in stages}
         self._lent: dict[int, Participation | None] = {}
@@ -66,54 +61,23 @@ class StageCopies:
     async def run(self) -> None:
         """Fetch copies, and hand them on, until cancelled."""
         try:
-            while True:
-                if self._crew.column is not None:
-                    for stage in self._keepers:
-                        await self._look(stage)
-                await trio.sleep(LOOK_SECONDS)
+            await follow(lend_stages(self._crew, len(self._bytes_max)), self._do)
         finally:
             for stage in list(self._lent):
                 self.take_back(stage)
 
-    async def _look(self, stage: int) -> None:
-        deed = head_lending(self._crew, stage)
-        if deed in (None, "copy"):
-            self.take_back(stage)
-        if deed == "lend":
-            if stage not in self._lent:
-                self._lent[stage] = await self._lend(stage)
-            part = self._lent[stage]
-            if part is not None:
-                self._door.show(part.roster.claims)
-        is_time = self._now() >= self._not_before
-        if deed == "copy" and is_time and self._keepers[stage].is_due(self._step()):
-            await self._copy(stage)
-
-    async def _copy(self, stage: int) -> None:
-        """Fetch the state of the holder, and put it away."""
-        assert self._crew.column is not None
-        holder, service, begun = self._crew.column.holder(stage), self._service, self._now()
-        name, signature = roster_of(self._run, stage)
-        if holder is None:
-            return
-        try:
-            found = await fetch_state(
-                service.seams.network,
-                service.seams.executor,
-                [holder],
-                run_key(name),
-                signature,
-                0,
-                bytes_max=self._bytes_max[stage],
-                refuse=service.refuse,
-                step_max=self._run.manifest.steps,
-                rng=self._service.seams.rng,
-            )
-        except Unreachable:
-            return  # it is gone, or hands it over later
-        self._keepers[stage].begin(found.table.step)
-        await self._keepers[stage].save(found)
-        self._not_before = self._now() + FETCH_SHARE * (self._now() - begun)
+    async def _do(self, deed: CopyStage | LendStage | TakeBack) -> None:
+        match deed:
+            case TakeBack(stage=stage):
+                self.take_back(stage)
+            case LendStage(stage=stage):
+                if stage not in self._lent:
+                    self._lent[stage] = await self._lend(stage)
+                if (part := self._lent[stage]) is not None:
+                    self._door.show(part.roster.claims)
+            case CopyStage(stage=stage, holder=holder):
+                assert holder is not None, "a head copies from its holders"
+                await self._copier.copy(stage, holder, self._keepers[stage], self._bytes_max[stage])
 
     async def _lend(self, stage: int) -> Participation | None:
         """Hand the copy on, where there is one."""

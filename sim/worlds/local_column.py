@@ -3,21 +3,22 @@
 from typing import Any
 
 from crypto.identity import PeerId
-from partition.plan.columns import Takers
 from partition.plan.plan import NO_HASH, Plan, StagePlan
-from partition.run.local.column import ColumnHolders
+from partition.run.local.column import ColumnHolders, WorkHere
+from partition.run.local.courses import AskToHold, AttachTo, ColumnBroken
+from partition.run.local.head_course import HeadCourse
 from partition.run.local.recruiting import Recruitment
 from partition.run.local.regrouping import (
     MERGE_SECONDS,
-    RENEW_LOOK_SECONDS,
     RESUMED_SECONDS,
-    AskPromised,
     ColumnRegrouping,
+    DropFurther,
     FindMoves,
 )
+from partition.run.local.start_barrier import StartBarrier
 from sim.worlds.local_context import Attachment
 from sim.worlds.local_holder import HolderLife
-from sim.worlds.local_life import LOOK_SECONDS, HeldPlace
+from sim.worlds.local_life import HeldPlace
 from sim.worlds.tasks import Task, Wait, gather
 
 ATTACH_SECONDS_MAX = 5.0
@@ -35,21 +36,13 @@ class ColumnLife(HolderLife):
         self._streams: dict[int, Attachment] = {}
         self._attaching: set[Attachment] = set()
         self._recruitment = Recruitment(self.crew, self, self.run.training.stages)
-        self._regrouping: ColumnRegrouping | None = None
+        self.barrier = StartBarrier(self.run.name, self.begin.inviter)
+        self.life_as_head = HeadCourse(
+            self.own, self.crew, self.finish, self.barrier, stages=self.run.training.stages, live=self.live
+        )
         if self.begin.is_training and not self.stage and self.run.training.stages > 1:
             self.crew.holders_of = ColumnHolders(self.run.training.stages)
-
-    def _recruit(self) -> Task:
-        while True:
-            candidates = self._recruitment.look(self.now)
-            for stage, peer in candidates or ():
-                self._recruitment.asking(self.now, peer)
-                answer = yield from self._join(peer, stage, is_beside=False)
-                if answer:
-                    self._recruitment.agreed(self.now, stage, peer)
-            if candidates is not None:
-                self._recruitment.asked(self.now)
-            yield self.sleep(LOOK_SECONDS)
+            self.own.taken_over = self._let_go  # holders are told the new step when they are attached
 
     def _join(self, peer: PeerId, stage: int, *, is_beside: bool) -> Task:
         """Ask a node to take part; return whether it does."""
@@ -58,35 +51,31 @@ class ColumnLife(HolderLife):
         chain = self.admission.extended(peer, self.run.wall(self.me))
         return bool((yield self.ask(peer, ("join", chain, stage, is_beside), JOIN_SECONDS_MAX)))
 
-    def _mend(self) -> Task:
-        """Find holders for the stages that are missing; return whether none is."""
-        column = self.crew.holders_of
-        if column is None:
-            return True
-        if column.missing:
-            live = self.live()
-            known = [peer for peer in self.crew.holders if peer in live]
-            for stage in column.missing:
-                if stage in column.here:
-                    self._work_here(self.crew.further[stage])
-                    continue
-                for peer in column.candidates(stage, known):
-                    if (yield from self._attach(stage, peer)):
-                        break
-                else:
-                    for head in column.heads_to_ask(self.crew.others):
-                        yield from self._attach(stage, head)
-            column.looked()
-        elif self._regrouping is not None and self.finish.has_state:
-            yield from self._hand_over(self._regrouping)
-        self.own.counts.is_waiting = bool(column.missing)
-        return not column.missing
-
     def _work_here(self, holding: HeldPlace) -> None:
         seat = holding.rules.seat
         if seat.is_vacant and holding.is_ready:
             holding.stage.counts.step = self.own.step
             seat.work_here(self.me)
+
+    def do_in_column(self, deed: object) -> Task:
+        """Do a deed about the holders of the other stages."""
+        match deed:
+            case WorkHere(stage=stage):
+                self._work_here(self.crew.further[stage])
+            case AttachTo(stage=stage, peer=peer):
+                return (yield from self._attach(stage, peer))
+            case AskToHold(stage=stage, peer=peer, is_beside=is_beside):
+                if peer != self.me:
+                    return (yield from self._join(peer, stage, is_beside=is_beside))
+                self.hold(stage)
+                return True
+            case FindMoves(column=column, free=free, spare=spare):
+                several = [n for n, peer in enumerate(column) if column.count(peer) > 1]
+                return [((several[-1],), peer) for peer in (*free, *spare)]
+            case DropFurther(stage=stage):
+                if stage in self.crew.further:
+                    self.crew.further[stage].rules.is_released = True
+        return None
 
     def _attach(self, stage: int, peer: PeerId) -> Task:
         """Have a peer hold a stage; return whether it does."""
@@ -129,57 +118,58 @@ class ColumnLife(HolderLife):
             place.rules.seat.rest()
 
     def _all(self, question: tuple[Any, ...], seconds: float) -> Task:
-        """Ask all other stages; return whether all did what they were asked."""
+        """Have all other stages do something. Raises ColumnBroken."""
         column = self.crew.holders_of
         if column is None:
-            return True
-        if column.missing:
-            return False
+            return
+        is_done = not column.missing
         waits: list[Wait] = []
         asked: list[Attachment] = []
-        for stage in range(1, self.run.training.stages):
+        for stage in range(1, self.run.training.stages) if is_done else ():
             attachment = self._streams.get(stage)
             if attachment is not None:
                 asked.append(attachment)
                 waits.append(self.ask(attachment.holder, ("work", attachment, *question), seconds))
-            elif not self._do(self.crew.further[stage], self.me, question):
-                return False
-        answers = yield gather(waits)
-        for attachment, answer in zip(asked, answers, strict=True):
+            else:
+                is_done = is_done and (yield from self._work(self.crew.further[stage], self.me, question))
+        answers = (yield gather(waits)) if is_done else []
+        for attachment, answer in zip(asked, answers, strict=False):
             if not answer:
                 attachment.end()
-        return all(answers)
+        if not (is_done and all(answers)):
+            raise ColumnBroken("a stage is missing")
 
     def _ask_all_to_settle(self) -> Task:
-        """Have all stages be evaluated or exported; return whether all were."""
+        """Have all stages be evaluated or exported. Raises ColumnBroken."""
         yield self.sleep(0.2)
         waits = [
             self.ask(each.holder, ("settle", each), EXPORT_SECONDS_MAX) for each in self._streams.values()
         ]
         for holding in list(self.crew.further.values()):
-            yield from self._settle(holding)
+            yield from self.follow(holding.rules.settle(), holding.stage.do)
         streams = list(self._streams.values())
         answers = yield gather(waits)
         for attachment, answer in zip(streams, answers, strict=False):
             if not answer:
                 attachment.end()
         column = self.crew.holders_of
-        return all(answers) and not (column is not None and column.missing)
+        if not all(answers) or (column is not None and column.missing):
+            raise ColumnBroken("a stage is missing")
 
     def _prepare_regrouping(self) -> None:
         patience = None if self.begin.carried is None else MERGE_SECONDS
-        self._regrouping = ColumnRegrouping(
-            self.now,
+        self.life_as_head.regrouping = regrouping = ColumnRegrouping(
+            lambda: self.now,
             self.me,
             self._plan(),
             self.crew,
             self._recruitment,
             live=self.live,
-            further=lambda: self.crew.taken,
+            rates=lambda: dict.fromkeys(self.live(), 1),
             tell=lambda _text: None,
             patience_seconds=RESUMED_SECONDS if self.begin.is_resumed else patience,
         )
-        self.tasks.start(self._regroup(self._regrouping))
+        self.tasks.start(self.follow(regrouping.regroup(), self.do_in_column))
         for stage, state in (self.begin.carried or {}).items():
             self.hold(stage, state)
 
@@ -187,61 +177,3 @@ class ColumnLife(HolderLife):
         count = self.run.training.stages
         rows = tuple(StagePlan(LAYERS * n, LAYERS * (n + 1), (self.me,), (1,)) for n in range(count))
         return Plan(self.run.name, NO_HASH, 0, (self.me,), (self.me,), 1, rows)
-
-    def _regroup(self, rules: ColumnRegrouping) -> Task:
-        while True:
-            yield self.sleep(LOOK_SECONDS)
-            deed = rules.look(self.now, lambda: dict.fromkeys(self.live(), 1))
-            if isinstance(deed, AskPromised):
-                if (yield from self._stand_in(deed.stages[0], deed.peer)):
-                    rules.expect(self.now, deed.stages, deed.peer)
-                    continue
-                deed = rules.look(self.now, lambda: dict.fromkeys(self.live(), 1))
-            if isinstance(deed, Takers):
-                for stage, peer in deed.by_stage.items():
-                    if not (yield from self._stand_in(stage, peer)):
-                        rules.refused(self.now, stage, peer)
-                        break
-                    rules.taken(self.now, stage, peer)
-                else:
-                    rules.merged(deed)
-            elif isinstance(deed, FindMoves):
-                yield from self._move(rules, deed)
-
-    def _stand_in(self, stage: int, peer: PeerId) -> Task:
-        """Have a node hold a stage beside its own; return whether it does."""
-        if peer == self.me:
-            self.hold(stage)
-            return True
-        is_agreed = yield from self._join(peer, stage, is_beside=True)
-        if is_agreed and self.crew.holders_of is not None:
-            self.crew.holders_of.agreed(stage, peer)
-        return is_agreed
-
-    def _move(self, rules: ColumnRegrouping, deed: FindMoves) -> Task:
-        """Give a stage of a node that holds several to another."""
-        stage = next(n for n, peer in reversed(list(enumerate(deed.column))) if deed.column.count(peer) > 1)
-        for peer in (*deed.free, *deed.spare):
-            if peer in deed.spare or (yield from self._join(peer, stage, is_beside=False)):
-                rules.expect(self.now, (stage,), peer)
-                if self.crew.holders_of is not None and peer not in deed.spare:
-                    self.crew.holders_of.agreed(stage, peer)
-                return
-            self._recruitment.asking(self.now, peer)
-        if not (deed.free or deed.spare):
-            rules.useless(deed)
-
-    def _hand_over(self, rules: ColumnRegrouping) -> Task:
-        begun = self.now
-        arriving = rules.arriving(begun)
-        if arriving is None:
-            return
-        stage, peer = arriving
-        while not (yield from self._attach(stage, peer)):
-            if not rules.awaits_arrival(self.now, begun):
-                rules.not_arrived(peer)
-                return
-            yield self.sleep(RENEW_LOOK_SECONDS)
-        rules.arrived()
-        if stage in self.crew.further:
-            self.crew.further[stage].is_released = True

@@ -16,23 +16,19 @@ class EndingLife(ColumnLife):
     result = ""
     """The result that is here, by name."""
 
-    def _end_if_due(self) -> Task:
-        """Evaluate, propose a result, and try another's, where that is due."""
-        yield from self.follow(self.finish.evaluate(self.own), self._do_at_end)
-        yield from self.follow(self.finish.judge(self.own), self._do_at_end)
-
-    def _do_at_end(self, deed: EvaluateModel | MakeResult | TryResult) -> Task:
-        is_settled = yield from self._ask_all_to_settle()
+    def do_at_end(self, deed: EvaluateModel | MakeResult | TryResult) -> Task:
+        """Do a deed about the end of the run."""
+        yield from self._ask_all_to_settle()
         match deed:
             case EvaluateModel():
-                return ModelLoss(self.run.loss(self.own.step), 1) if is_settled else None
+                return ModelLoss(self.run.loss(self.own.step), 1)
             case MakeResult():
-                if not is_settled or self.ending.best is not None:
+                if self.ending.best is not None:
                     return None
                 self.result = blake3(self.me + self.own.step.to_bytes(8, "big")).hexdigest()
                 return self.result
             case TryResult(conclusion=conclusion):
-                return "" if is_settled and conclusion == self.ending.best else None
+                return "" if conclusion == self.ending.best else None
 
     def preferred_changed(self, conclusion: Conclusion) -> None:
         """Fetch the result of this conclusion."""

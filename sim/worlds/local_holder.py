@@ -1,14 +1,17 @@
 """The holder's side of a simulated column: stages that work for heads, the own one and further ones."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from partition.run.admission import Present
+from partition.run.local.courses import CallHeads, StageLost
+from partition.run.local.holder import AverageStage, OpenToHeads, RenewState
 from sim.worlds.local_context import Attachment, CountedState
-from sim.worlds.local_life import LOOK_SECONDS, HeldPlace, LocalLife
+from sim.worlds.local_life import HeldPlace, LocalLife
 from sim.worlds.local_stage import LocalStage
 from sim.worlds.tasks import Task
 
@@ -30,59 +33,38 @@ class HolderLife(LocalLife):
         own = [] if self.holding is None else [self.holding]
         return own + list(self.crew.further.values())
 
-    def _do(self, holding: HeldPlace, head: PeerId, question: tuple[Any, ...]) -> bool:
+    def _work(self, holding: HeldPlace, head: PeerId, question: tuple[Any, ...]) -> Task:
         """Do one request of a head; return whether it was done."""
         kind, execution, step = question
-        stage = holding.stage
         if holding.rules.seat.head != head:
             return False
         if kind == "apply":
-            self.run.truth.apply(execution, head, self.me, stage.number)
-            holding.rules.applied(1)
-            stage.counts.step, stage.counts.samples = step + 1, stage.counts.samples + 1
-            self._between(holding)
+            self.run.truth.apply(execution, head, self.me, holding.stage.number)
+            holding.rules.applied(step + 1, 1)
+            yield from self.follow(holding.rules.between(), holding.stage.do)
         return True
 
-    def _between(self, holding: HeldPlace) -> None:
-        stage = holding.stage
-        stage.counts.is_waiting = holding.rules.seat.head is None
-        stage.between(is_still=stage is self.own and self.finish.schedule.is_waiting)
-        self._keep()
-
-    def _settle(self, holding: HeldPlace) -> Task:
-        """Wait for the last rounds, where the numbers are to be what the run ends with."""
-        holding.stage.note_end()
-        while holding.stage.rounds.ending_for >= 0 and holding.stage.lacks_mean():
-            self._between(holding)
-            yield self.sleep(LOOK_SECONDS)
-
-    def _hold(self, holding: HeldPlace, carried: CountedState | None) -> Task:
+    def _hold(self, holding: HeldPlace) -> Task:
         """Hold a stage for heads until it is not needed any more."""
         stage, rules = holding.stage, holding.rules
-        if not (yield from stage.begin(carried)):
-            if stage is self.own:
-                self.run.left(self.me, "no member handed over its state")
-            return
-        stage.has_state = True
-        if stage is self.own:
-            self.finish.has_state = True
-        stage.report()
-        holding.is_ready = True
-        while not (rules.is_spare(self.now) or holding.is_released):
-            step = rules.take_renewal()
-            if step is not None:
-                found = yield from stage.fetch(step, self.run.training.steps)
-                if found is not None and rules.seat.head is None:
-                    stage.take(found)
-            has_converged = self.ending.series.has_converged
-            deed = rules.next_deed(is_idle=stage.counts.is_idle, has_converged=has_converged)
-            if deed == "call":
-                self.greet([*list(self.admission.admitted)[-GREETED_MAX:], *rules.seat.companions])
-            if deed != "hand on":
-                self._between(holding)
-            if deed == "call" and stage is self.own:
-                self.finish.end_if_stranded(stage.step)
-            yield self.sleep(LOOK_SECONDS)
+
+        def do(deed: object) -> Task:
+            match deed:
+                case OpenToHeads():
+                    holding.is_ready = True
+                case RenewState(step=step):
+                    found = yield from stage.fetch(step, self.run.training.steps)
+                    if found is not None and rules.seat.head is None:
+                        stage.take(found)
+                case CallHeads(companions=companions):
+                    self.greet([*list(self.admission.admitted)[-GREETED_MAX:], *companions])
+                case AverageStage():
+                    yield from self.follow(rules.between(), stage.do)
+                case _:
+                    return (yield from stage.do(deed))
+            return None
+
+        yield from self.follow(rules.work(), do)
 
     # Stages beside the own one
 
@@ -101,7 +83,9 @@ class HolderLife(LocalLife):
         if self.crew.holders_of is not None:
             self.crew.holders_of.here[number] = holding.rules.seat
         yield self.sleep(1.0)
-        yield from self._hold(holding, carried or self.disk.copies.get(number))
+        stage.carried = carried or self.disk.copies.get(number)
+        with suppress(StageLost):
+            yield from self._hold(holding)
         self.crew.further.pop(number, None)
         self.crew.taken.discard(number)
         if self.crew.holders_of is not None:
@@ -150,8 +134,7 @@ class HolderLife(LocalLife):
         self.run.attachments.add(attachment)
         self.run.truth.seat(self.me, attachment.stage, head)
         attachment.seated.silence.begin(self.now)
-        holding.rules.applied(0)
-        holding.stage.counts.step = step
+        holding.rules.applied(step, 0)
         return "attached", holding.stage.training
 
     def _serving(self, attachment: Attachment) -> HeldPlace | None:
@@ -159,7 +142,9 @@ class HolderLife(LocalLife):
             return None
         return next((each for each in self._holdings if each.stage.number == attachment.stage), None)
 
-    def _work(self, attachment: Attachment, request: tuple[Any, ...], answer: Callable[[Any], None]) -> None:
+    def _do_work(
+        self, attachment: Attachment, request: tuple[Any, ...], answer: Callable[[Any], None]
+    ) -> None:
         holding = self._serving(attachment)
         if holding is None:
             answer(False)
@@ -177,7 +162,8 @@ class HolderLife(LocalLife):
         answer: Callable[[Any], None],
     ) -> Task:
         yield self.sleep(seconds if request[0] == "pass" else 0.01)
-        is_done = self._serving(attachment) is holding and self._do(holding, attachment.head, request)
+        is_done = self._serving(attachment) is holding
+        is_done = is_done and (yield from self._work(holding, attachment.head, request))
         if is_done and request[0] == "apply":
             holding.rules.seat.stepped(attachment.seated)
         attachment.seated.silence.begin(self.now)
@@ -185,7 +171,7 @@ class HolderLife(LocalLife):
 
     def _settled(self, holding: HeldPlace, attachment: Attachment, answer: Callable[[Any], None]) -> Task:
         attachment.seated.silence.end(self.now)
-        yield from self._settle(holding)
+        yield from self.follow(holding.rules.settle(), holding.stage.do)
         attachment.seated.silence.begin(self.now)
         answer(self._serving(attachment) is holding)
 

@@ -30,10 +30,9 @@ class HeldPlace:
 
     def __init__(self, stage: LocalStage, *, is_further: bool) -> None:
         self.stage = stage
-        steps = stage.member.run.training.steps
-        self.rules = StageHolder(stage, stage.number, steps, is_further=is_further)
+        member = stage.member
+        self.rules = StageHolder(stage, stage.number, member.ending, member.finish, is_further=is_further)
         self.is_ready = False
-        self.is_released = False
 
 
 class SimulatedCrew(MemberCrew):
@@ -72,20 +71,19 @@ class LocalLife:
         self.disk = run.disk(self.me)
         self.begin = begin
         self.own = LocalStage(self, begin.stage)
+        self.own.carried = (begin.carried or {}).get(begin.stage, self.disk.own)
         self.crew = SimulatedCrew(
             self.me,
             self.ending,
             replicas=run.training.replicas,
             is_training=begin.is_training,
-            reports=lambda: self.own.reports,
+            reports=lambda: self.own.rostered,
             admitted=lambda: self.admission.admitted,
         )
         self.crew.further = {}
         self.finish = MemberEnding(
-            self.me,
             run.name,
             run.settings,
-            self.ending,
             self.crew,
             requester=run.requester,
             stage=begin.stage,
@@ -93,7 +91,6 @@ class LocalLife:
             tell=self._tell,
             now=lambda: self.now,
             live=self.live,
-            admitted=lambda: self.admission.admitted,
         )
 
     @property
@@ -151,7 +148,7 @@ class LocalLife:
             except ColumnBroken as error:
                 broken = error
 
-    def _keep(self) -> None:
+    def keep(self) -> None:
         """Put the own state on the disk, if that is due."""
         disk, every = self.disk, self.run.training.save_every
         if not every or not self.own.has_state:

@@ -13,10 +13,16 @@ from gossip.roster import PROTOCOL as ROSTER
 from gossip.roster import Roster
 from partition.run.conclusions import PROTOCOL as LOCAL
 from partition.run.endings import Endings
-from partition.run.local.lending import FollowerLending, head_lending
+from partition.run.local.column import WorkHere
+from partition.run.local.courses import AttachTo, StageLost
+from partition.run.local.head_course import BeginSteps, DropStep, MakeStep, TryFirstValues
+from partition.run.local.keeping import CopyStage
+from partition.run.local.lending import FollowerLending, LendStage, TakeBack, lend_stages
+from partition.run.local.member_ending import EvaluateModel, MakeResult, TryResult
+from partition.run.local.regrouping import DropFurther
 from partition.run.local.seat import CALL_SECONDS_MAX, HEAD_SECONDS_MAX
-from partition.run.local.start_barrier import SETTLE_SECONDS, StartBarrier
-from partition.run.local.succession import SuccessionRule
+from partition.run.local.start_barrier import SETTLE_SECONDS, GreetPeers, Settle, TellStart
+from partition.run.local.succession import FindGone, SuccessionRule
 from sim.worlds.local_column import EXPORT_SECONDS_MAX
 from sim.worlds.local_context import CountedState
 from sim.worlds.local_ending import EndingLife
@@ -32,7 +38,6 @@ class SimulatedMember(EndingLife):
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self._barrier = StartBarrier(self.run.name, self.begin.inviter)
         self._lent: dict[int, LocalStage] = {}
 
     # Life
@@ -67,9 +72,10 @@ class SimulatedMember(EndingLife):
         if begin.is_resumed:
             self.tasks.start(self._return())
         if not self.crew.is_training:
-            self.tasks.start(self._follow())
+            lending = FollowerLending(self.crew, self.run.training.stages)
+            self.tasks.start(self.follow(lending.lend(lambda: self.now), self._do_follow))
         if not self.stage:
-            self.tasks.start(self._recruit())
+            self.tasks.start(self.follow(self._recruitment.recruit(lambda: self.now), self.do_in_column))
         if not self.crew.is_training:
             return
         self.own.report()
@@ -79,25 +85,26 @@ class SimulatedMember(EndingLife):
                 self.tasks.start(self._succeed())
             else:
                 self._prepare_regrouping()
-                self.tasks.start(self._lend())
+                self.tasks.start(self.follow(lend_stages(self.crew, self.run.training.stages), self._do_copy))
         if begin.carried is None:
-            yield from self._meet()
-        if self.stage:
-            self.holding = HeldPlace(self.own, is_further=False)
-            self.crew.own_seat = self.holding.rules.seat
-            yield from self._hold(self.holding, self.disk.own)
-        else:
-            yield from self._train()
+            meeting = self.barrier.meet(self.crew, self.stage, self.live, lambda: self.now)
+            yield from self.follow(meeting, self._do_meet)
+        try:
+            if self.stage:
+                self.holding = HeldPlace(self.own, is_further=False)
+                self.crew.own_seat = self.holding.rules.seat
+                yield from self._hold(self.holding)
+            else:
+                yield from self.follow(self.life_as_head.train(), self._do)
+        except StageLost as lost:
+            self.run.left(self.me, str(lost))
 
-    def _meet(self) -> Task:
-        yield self.sleep(1.0 if self.own.reports else SETTLE_SECONDS)
-        inviter, barrier = self.begin.inviter, self._barrier
-        if inviter is None:
-            return
-        until = self.now + barrier.meeting_seconds(self.stage, self.crew.training)
-        while self.now < until and barrier.misses_inviter(self.own.reports, self.live()):
-            self.greet([inviter])
-            yield self.sleep(LOOK_SECONDS)
+    def _do_meet(self, deed: Settle | GreetPeers) -> Task:
+        match deed:
+            case Settle():
+                yield self.sleep(1.0 if self.own.rostered else SETTLE_SECONDS)
+            case GreetPeers(peers=peers):
+                self.greet(peers)
 
     def _return(self) -> Task:
         """Tell the members of an earlier life that this one is back."""
@@ -120,79 +127,65 @@ class SimulatedMember(EndingLife):
                     attachment.end()
             yield self.sleep(LOOK_SECONDS)
 
-    def _train(self) -> Task:
-        own, carried = self.own, (self.begin.carried or {}).get(0, self.disk.own)
-        while True:
-            is_whole = yield from self._mend()
-            if is_whole and not self.finish.has_state:
-                if not (yield from own.begin(carried)):
-                    self.run.left(self.me, "no member handed over its state")
-                    return
-                own.has_state = self.finish.has_state = True
-                self.finish.schedule.evaluated(own.step)
+    def _do(self, deed: object) -> Task:
+        """Do a deed of a head."""
+        match deed:
+            case MakeStep():
+                yield from self._make_step()
+                return False
+            case DropStep():
                 self._let_go()
-                yield from self._wait_for_agreed()
-                continue
-            if is_whole or self.finish.has_state:
-                is_whole = yield from self._turn()
-            if not is_whole:
-                own.counts.is_waiting = True
-                self._let_go()
-                if not self.finish.has_state:
-                    yield self.sleep(LOOK_SECONDS)
+            case EvaluateModel() | MakeResult() | TryResult():
+                return (yield from self.do_at_end(deed))
+            case WorkHere() | AttachTo() | DropFurther():
+                return (yield from self.do_in_column(deed))
+            case TryFirstValues() | BeginSteps() | TellStart():
+                pass  # there are no numbers, and no screens
+            case _:
+                return (yield from self.own.do(deed))
+        return None
 
-    def _wait_for_agreed(self) -> Task:
-        if self.own.step or self.run.training.stages > 1:
-            return
-        crew = self.crew
-        while self._barrier.holds(
-            self.now, crew.reports, agreed=crew.agreed, has_asked=crew.has_asked, live=self.live()
-        ):
-            self.own.between(is_still=False)
-            yield self.sleep(0.1)
-
-    def _turn(self) -> Task:
-        """Make one step, and what is due before it; return whether the column is whole."""
-        own, schedule = self.own, self.finish.schedule
-        own.between(is_still=schedule.is_waiting)
-        self._keep()
-        yield from self._end_if_due()
-        if schedule.is_waiting or schedule.holds_still or own.counts.is_idle or own.is_at_end:
-            yield self.sleep(LOOK_SECONDS)
-            return True
-        execution = self.run.truth.begin(self.me)
+    def _make_step(self) -> Task:
+        own, execution = self.own, self.run.truth.begin(self.me)
         step = own.step
-        if not (yield from self._all(("pass", execution, step), CALL_SECONDS_MAX)):
-            return False
+        yield from self._all(("pass", execution, step), CALL_SECONDS_MAX)
         yield self.sleep(self.run.training.step_seconds * self.run.slowness(self.me))
-        if not (yield from self._all(("apply", execution, step), CALL_SECONDS_MAX)):
-            return False
-        if own.step != step:
-            return True  # it took over another state meanwhile
-        own.counts.step, own.counts.samples = step + 1, own.counts.samples + 1
-        self.run.counted(self.me, step, self.run.truth.count(execution, step))
-        return True
+        yield from self._all(("apply", execution, step), CALL_SECONDS_MAX)
+        if own.step == step:  # else it took over another state meanwhile
+            own.counts.step, own.counts.samples = step + 1, own.counts.samples + 1
+            self.run.counted(self.me, step, self.run.truth.count(execution, step))
 
-    def _copy(self, stage: int, holder: PeerId) -> Task:
-        found = yield self.ask(holder, ("state", stage, 0), EXPORT_SECONDS_MAX)
-        if found is not None:
-            self.disk.copies[stage] = found
-        return found is not None
+    # Copies of others' stages
 
-    def _lend(self) -> Task:
-        """Copy the other stages of the column, and hand copies on while they have no holder."""
-        while True:
-            for stage in range(1, self.run.training.stages):
-                deed = head_lending(self.crew, stage)
-                if deed in (None, "copy"):
-                    self.take_back(stage)
-                if deed == "lend" and stage not in self._lent and stage in self.disk.copies:
+    def _do_copy(self, deed: CopyStage | LendStage | TakeBack) -> Task:
+        match deed:
+            case CopyStage(stage=stage, holder=holder):
+                return (yield from self._copy(stage, holder))
+            case LendStage(stage=stage):
+                if stage not in self._lent and stage in self.disk.copies:
                     yield from self._lend_one(stage, self.disk.copies[stage])
-                column, kept = self.crew.holders_of, self.disk.copies.get(stage)
-                is_due = kept is None or self.own.step - kept.step >= self.run.training.save_every
-                if deed == "copy" and is_due and column is not None:
-                    yield from self._copy(stage, column.attached[stage])
-            yield self.sleep(1.0)
+            case TakeBack(stage=stage):
+                self.take_back(stage)
+        return None
+
+    def _copy(self, stage: int, holder: PeerId | None) -> Task:
+        """Copy a stage if that is due; return whether the copy is here, None where none was made."""
+        own, every, kept = self.own, self.run.training.save_every, self.disk.copies.get(stage)
+        if not every:
+            return None
+        if holder is not None:
+            if kept is not None and own.step - kept.step < every:
+                return None
+            found = yield self.ask(holder, ("state", stage, 0), EXPORT_SECONDS_MAX)
+        else:
+            reports = own.rostered.values()
+            if kept is not None and not any(r.step.reaches(kept.step + every) for r in reports):
+                return None
+            found = yield from own.fetch(0, self.run.training.steps)
+        if found is None:
+            return None
+        self.disk.copies[stage] = found
+        return True
 
     def _lend_one(self, stage: int, state: CountedState) -> Task:
         lent = self._lent[stage] = LocalStage(self, stage)
@@ -205,51 +198,39 @@ class SimulatedMember(EndingLife):
         if (lent := self._lent.pop(stage, None)) is not None:
             lent.leave()
 
-    def _follow(self) -> Task:
-        """Copy the heads' state, as a requester that only follows, and hand it on while there is none."""
-        lending, is_lent = FollowerLending(self.crew, self.run.training.stages), False
-        own, every = self.own, self.run.training.save_every
-        while True:
-            now = self.now
-            if lending.look(now) == "copy":
-                if is_lent:
-                    is_lent = own.has_state = False
-                    own.counts.step = 0
-                    own.report()
-                kept = self.disk.copies.get(0)
-                if every and (
-                    kept is None or any(r.step.reaches(kept.step + every) for r in own.reports.values())
-                ):
-                    found = yield from own.fetch(0, self.run.training.steps)
-                    if found is not None:
-                        self.disk.copies[0] = found
-                        self._remember()
-            elif not is_lent:
-                if 0 in self.disk.copies:
-                    is_lent = own.has_state = True
-                    own.counts.step = self.disk.copies[0].step
-                    own.report()
-                lending.looked(now, is_lent=is_lent)
-            yield self.sleep(1.0)
+    def _do_follow(self, deed: CopyStage | LendStage | TakeBack) -> Task:
+        """Do a deed of a requester that only follows: it hands a copy on in its own roster."""
+        own = self.own
+        match deed:
+            case CopyStage(stage=stage):
+                if (yield from self._copy(stage, None)):
+                    self._remember()
+                return None
+            case LendStage():
+                own.has_state = 0 in self.disk.copies
+                own.counts.step = self.disk.copies[0].step if own.has_state else 0
+            case TakeBack():
+                own.has_state, own.counts.step = False, 0
+        if own.has_state or isinstance(deed, TakeBack):
+            own.report()
+        return own.has_state
 
     def _succeed(self) -> Task:
         """Keep copies for the head, and take its place once it is gone for good."""
         rule = SuccessionRule(self.crew)
         rule.has_copy = 0 in self.disk.copies
-        while True:
-            yield self.sleep(LOOK_SECONDS)
-            head = rule.missed_head(self.now, has_free=any(map(self.run.has_slot, self.live())))
-            if head is not None and (head not in self.live() or self.run.is_gone(head)):
-                if self.finish.has_state and self.ending.best is None and rule.has_copy:
-                    others = {n: each.stage.state for n, each in self.crew.further.items() if each.is_ready}
-                    carried = {0: self.disk.copies[0], self.stage: self.own.state, **others}
-                    self.run.succeed(self.me, carried)
-                return
-            keeps_for, kept = rule.keeps_for, self.disk.copies.get(0)
-            every = self.run.training.save_every
-            is_due = kept is None or self.own.step - kept.step >= every
-            if keeps_for is not None and every and is_due and (yield from self._copy(0, keeps_for)):
-                rule.has_copy = True
+
+        def do(deed: CopyStage | FindGone) -> Task:
+            if isinstance(deed, CopyStage):
+                return (yield from self._copy(deed.stage, deed.holder))
+            return deed.head not in self.live() or self.run.is_gone(deed.head)
+
+        yield from self.follow(
+            rule.watch(lambda: self.now, lambda: any(map(self.run.has_slot, self.live()))), do
+        )
+        if self.finish.has_state and self.ending.best is None and rule.has_copy:
+            others = {n: each.stage.state for n, each in self.crew.further.items() if each.is_ready}
+            self.run.succeed(self.me, {0: self.disk.copies[0], self.stage: self.own.state, **others})
 
     def admitted(self, peer: PeerId) -> None:
         """Note that a peer has shown that it is a member."""
@@ -272,7 +253,7 @@ class SimulatedMember(EndingLife):
             case ("attach", attachment, step, chain, keeps, column):
                 answer(self._attached(attachment, step, chain, keeps_copies=keeps, column=column))
             case ("work", attachment, *request):
-                self._work(attachment, tuple(request), answer)
+                self._do_work(attachment, tuple(request), answer)
             case ("settle", attachment):
                 holding = self._serving(attachment)
                 if holding is None:

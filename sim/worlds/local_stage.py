@@ -19,8 +19,20 @@ from gossip.roster import Report, Roster
 from gossip.rosters import Rosters
 from partition.run.admission import Admission
 from partition.run.ending import Ending
-from partition.run.local.member_stage import MemberStage, StageCounts
-from partition.run.local.reports import is_begun, training
+from partition.run.local.courses import CatchUp, StageLost
+from partition.run.local.member_ending import MemberEnding
+from partition.run.local.member_stage import (
+    BeginRound,
+    HandOn,
+    KeepState,
+    LookFurther,
+    MemberStage,
+    ReportStage,
+    Resume,
+    StageCounts,
+    UseRound,
+)
+from partition.run.local.reports import training
 from partition.run.local.round_schedule import RoundSchedule
 from sim.worlds.local_context import CountedState, RunSurroundings
 from sim.worlds.local_rounds import RoundTurn
@@ -37,12 +49,14 @@ class LocalStageOwner(Protocol):
     me: PeerId
     rng: Random
     ending: Ending
+    finish: MemberEnding
     admission: Admission
     tasks: Tasks
 
     @property
     def now(self) -> float: ...
     def live(self) -> Collection[PeerId]: ...
+    def keep(self) -> None: ...
     def sleep(self, seconds: float) -> Wait: ...
     def ask(self, peer: PeerId, question: tuple[Any, ...], seconds: float) -> Wait: ...
     def command(self, protocol: str, order: Callable[[Any, float], Any]) -> None: ...
@@ -62,11 +76,15 @@ class LocalStage(MemberStage):
             StageCounts(member.run.training.steps),
             rounds,
             member.ending,
-            reports=lambda: self.reports,
+            reports=lambda: self.rostered,
             now=lambda: member.now,
         )
         self.member = member
         self.number = number
+        self.taken_over: Callable[[], None] = lambda: None
+        """Called when the numbers are others' now."""
+        self.carried: CountedState | None = None
+        """The state to go on from."""
         self.roster: Roster | None = None
         self._made: tuple[bool, int] | None = None
 
@@ -96,7 +114,7 @@ class LocalStage(MemberStage):
             self.member.command(ROSTER, lambda _, now: roster.introduce(now, live))
 
     @property
-    def reports(self) -> Mapping[PeerId, Report]:
+    def rostered(self) -> Mapping[PeerId, Report]:
         return {} if self.roster is None else self.roster.reports
 
     @property
@@ -123,41 +141,52 @@ class LocalStage(MemberStage):
         self.counts.step, self.counts.samples = state.step, state.samples
         self._made = None
         self.rounds.take_over(self.member.now, state.rounds, self.step, self.counts.samples)
+        self.taken_over()
 
-    def begin(self, carried: CountedState | None) -> Task:
-        """Go on from the state of the others, or from the last one here where nobody is further; return
-        whether there is one to go on from."""
-        reports, local_steps = self.reports, self.member.run.settings.local_steps
-        if carried is not None:
-            self.take(carried)
-            is_needed = is_another_further(reports, self.step, local_steps)
-        else:
-            is_needed = is_begun(reports)
-        is_found = True
-        if is_needed:
-            is_found = yield from self.catch_up()
-        return is_found or carried is not None
+    def do(self, deed: object) -> Task:
+        """Do a deed of this stage."""
+        match deed:
+            case Resume():
+                if self.carried is not None:
+                    self.take(self.carried)
+                return self.carried is not None
+            case LookFurther():
+                return is_another_further(self.rostered, self.step, self.member.run.settings.local_steps)
+            case CatchUp(is_needed=is_needed):
+                yield from self.catch_up(is_needed=is_needed)
+            case ReportStage():
+                self.report()
+            case UseRound():
+                self._use()
+            case BeginRound():
+                self._begin_round()
+            case KeepState():
+                self.member.keep()
+            case HandOn():
+                pass  # whoever asks is answered
+        return None
 
-    def catch_up(self) -> Task:
-        """Take over the state of others; return whether one was, or nobody has one any more."""
+    def catch_up(self, *, is_needed: bool) -> Task:
+        """Take over the state of others."""
         local_steps = self.member.run.settings.local_steps
         for _ in range(CATCH_UPS_MAX):
-            reports = self.reports
+            reports = self.rostered
             if not training(reports):
-                return True
+                return
             likely = likely_steps(reports, local_steps)
             found = yield from self.fetch(likely.first, likely.last)
             if found is not None:
                 made = [report.rounds for report in reports.values() if report.has_state]
                 rounds = min(found.rounds, lower_median(made) + LIKELY_ROUNDS)
                 self.take(CountedState(found.step, found.samples, rounds))
-                return True
+                return
             yield self.member.sleep(1.0)
-        return False
+        if is_needed:
+            raise StageLost("no member handed over its state")
 
     def fetch(self, first: int, last: int) -> Task:
         """Return the state of a member that is at one of these steps, None where none hands it over."""
-        reports = self.reports.items()
+        reports = self.rostered.items()
         donors = [
             peer for peer, report in reports if report.has_state and report.step.is_between(first, last)
         ]
@@ -166,27 +195,22 @@ class LocalStage(MemberStage):
         donor = self.member.rng.choice(sorted(donors))
         return (yield self.member.ask(donor, ("state", self.number, first), FETCH_SECONDS))
 
-    # Between two steps
+    # Rounds
 
-    def between(self, *, is_still: bool) -> None:
-        """Use a round that is over, and begin the next unless the numbers are to be `is_still`."""
-        now, rounds = self.member.now, self.rounds
-        self.report()
-        if self._made is not None:
-            (is_mean, members), self._made = self._made, None
-            rounds.use()
-            if is_mean:
-                rounds.averaged(is_included=True)
-                self.member.run.averaged(self.member.me, self.number, members)
-            else:
-                rounds.failed()
-        self.note_end()
-        if is_still or not rounds.is_due(self.step, is_idle=self.counts.is_idle):
+    def _use(self) -> None:
+        if self._made is None:
             return
-        if not self.training:
-            rounds.skip(now, self.step, self.counts.samples)
-            return
-        window = rounds.begin(now, self.step, self.counts.samples)
+        (is_mean, members), self._made = self._made, None
+        self.rounds.use()
+        if is_mean:
+            self.rounds.averaged(is_included=True)
+            self.member.run.averaged(self.member.me, self.number, members)
+        else:
+            self.rounds.failed()
+
+    def _begin_round(self) -> None:
+        rounds = self.rounds
+        window = rounds.begin(self.now(), self.step, self.counts.samples)
         life = rounds.life
 
         def over(members: int) -> None:

@@ -6,13 +6,22 @@ those that they know: a holder that is left over may be unknown to the head that
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from crypto.identity import PeerId
 from partition.run.local.column_messages import MATES_MAX
+from partition.run.local.courses import AttachTo, Course
 from partition.run.local.seat import StageSeat
 
 HEADS_ASKED = 2
 """How many other heads are asked each time that a stage is missing: one after another, all are."""
+
+
+@dataclass(frozen=True)
+class WorkHere:
+    """Have a stage that the head holds itself work for it, if it is ready. No answer."""
+
+    stage: int
 
 
 class ColumnHolders:
@@ -52,20 +61,31 @@ class ColumnHolders:
 
     # Looking for holders
 
-    def candidates(self, stage: int, known: Sequence[PeerId]) -> list[PeerId]:
+    def mend(self, known: Sequence[PeerId], heads: Sequence[PeerId]) -> Course[None]:
+        """Find holders for the stages that are missing: peers said to hold them first, then other members. If
+        none does, some of the other `heads` are asked for names, for the next time."""
+        for stage in self.missing:
+            if stage in self.here:
+                yield WorkHere(stage)
+                continue
+            for peer in self._candidates(stage, known):
+                if (yield AttachTo(stage, peer)):
+                    break
+            else:
+                for head in self._heads_to_ask(heads):
+                    yield AttachTo(stage, head)
+        self.has_looked = True
+
+    def _candidates(self, stage: int, known: Sequence[PeerId]) -> list[PeerId]:
         """Return the peers to ask for a missing stage, one after another until one works for this head: those
         said to hold it first, then other `known` members."""
         taken = set(self.peers) - {self._hosts.get(stage)}
         return [peer for peer in dict.fromkeys((*self.mates[stage], *known)) if peer not in taken]
 
-    def heads_to_ask(self, heads: Sequence[PeerId]) -> list[PeerId]:
+    def _heads_to_ask(self, heads: Sequence[PeerId]) -> list[PeerId]:
         """Return the heads to ask for names where no candidate holds a stage, for the next time."""
         first, self._heads_asked = self._heads_asked, self._heads_asked + HEADS_ASKED
         return [heads[number % len(heads)] for number in range(first, first + min(HEADS_ASKED, len(heads)))]
-
-    def looked(self) -> None:
-        """Note that all missing stages have been looked for."""
-        self.has_looked = True
 
     def wants_copies(self, stage: int) -> bool:
         """Return whether the holder of a stage is to keep copies of the first: one is enough."""

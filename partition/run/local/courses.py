@@ -9,6 +9,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from crypto.identity import PeerId
+
 R = TypeVar("R")
 Course = Generator[object, Any, R]
 """A course whose result is R. Its deeds are frozen dataclasses; each says how it is answered."""
@@ -27,3 +29,35 @@ class Sleep:
     """Go on after so long. No answer."""
 
     seconds: float
+
+
+@dataclass(frozen=True)
+class CatchUp:
+    """Take over the state of others. No answer. StageLost: it `is_needed`, and nobody hands one over."""
+
+    is_needed: bool = True
+
+
+@dataclass(frozen=True)
+class AttachTo:
+    """Have a peer hold a stage of this head's column. The answer says whether it does."""
+
+    stage: int
+    peer: PeerId
+
+
+@dataclass(frozen=True)
+class AskToHold:
+    """Ask a node, which may be this one, to hold a stage; with `is_beside` in addition to its own. The answer
+    says whether it will."""
+
+    stage: int
+    peer: PeerId
+    is_beside: bool = False
+
+
+@dataclass(frozen=True)
+class CallHeads:
+    """Show members that this one is there, and these, which worked for its last head. No answer."""
+
+    companions: tuple[PeerId, ...]

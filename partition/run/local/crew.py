@@ -37,11 +37,11 @@ class MemberCrew:
         """The nodes that agreed to be heads when this member asked them."""
         self.has_asked = False
         """Whether this member has asked every node once that could take part."""
-        self._me = me
-        self._ending = ending
+        self.me = me
+        self.ending = ending
         self._replicas = replicas
         self._reports = reports
-        self._admitted = admitted
+        self.admitted = admitted
 
     @property
     def reports(self) -> Reports:
@@ -83,13 +83,13 @@ class MemberCrew:
     @property
     def missing(self) -> tuple[int, ...]:
         """The stages that this member's column lacks."""
-        return () if self.holders_of is None or self._ending.best is not None else self.holders_of.missing
+        return () if self.holders_of is None or self.ending.best is not None else self.holders_of.missing
 
     def wanted(self, free: int) -> int:
         """Return how many more heads the run can use, where `free` nodes can be asked."""
         others = self.others
-        is_first = self._ending.turns.is_first(others) or not self.training
-        if not is_first or self._ending.best is not None or self.awaits_head:
+        is_first = self.ending.turns.is_first(others) or not self.training
+        if not is_first or self.ending.best is not None or self.awaits_head:
             return 0
         return self._replicas - len(others) - self.is_training if self._replicas else free
 
@@ -102,12 +102,12 @@ class MemberCrew:
     def holders(self) -> list[PeerId]:
         """Return the members known to this head that are not heads."""
         reports = self.reports
-        return [peer for peer in self._admitted() if peer not in reports]
+        return [peer for peer in self.admitted() if peer not in reports]
 
     @property
     def known(self) -> set[PeerId]:
         """Return the nodes that need not be asked."""
-        return {self._me, *self.others, *self.column_peers}
+        return {self.me, *self.others, *self.column_peers}
 
     def joined(self, stage: int, peer: PeerId) -> None:
         """Note that a node will hold this stage."""
@@ -131,8 +131,8 @@ class MemberCrew:
         """Return whether this member's head holds the preferred conclusion, or half of those that train: a
         member that does not train has their word alone."""
         if self.head is not None:
-            return self.head in self._ending.holders
-        return bool(stage) or 2 * len(self._ending.holders) >= len(self.training)
+            return self.head in self.ending.holders
+        return bool(stage) or 2 * len(self.ending.holders) >= len(self.training)
 
     def electorate(
         self, stage: int, stages: int, *, has_state: bool
@@ -140,6 +140,6 @@ class MemberCrew:
         """Return the members that have a state, None where this member tries no result, and those with a vote
         as this member sees it."""
         training = self.training
-        trainers = [*training, *([self._me] * has_state)]
+        trainers = [*training, *([self.me] * has_state)]
         voters = training if not stage else [] if self.head is None else [self.head]
         return (trainers if self.judges(stage, stages, has_state=has_state) else None), voters

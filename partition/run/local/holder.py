@@ -4,11 +4,18 @@ A node has one stage of its own, and further ones where it stands in for machine
 (`partition.run.local.regrouping`). A further one ends once another node holds the stage and has gone on.
 """
 
-from typing import Literal, Protocol
+from dataclasses import dataclass
+from typing import Literal
 
+from partition.run.ending import Ending
+from partition.run.local.courses import CallHeads, Course, Sleep, StageLost
 from partition.run.local.due import Due
-from partition.run.local.reports import Reports, training
+from partition.run.local.member_ending import MemberEnding
+from partition.run.local.member_stage import HandOn, MemberStage, ReportStage
 from partition.run.local.seat import StageSeat
+
+LOOK_SECONDS = 0.5
+"""How often a holder looks what is to be done, while no head calls for it."""
 
 RENEWALS_MAX = 3
 """How often a newcomer takes over a newer state for a head that is further: a member may claim any step."""
@@ -22,26 +29,44 @@ Deed = Literal["call", "average", "hand on"]
 waiting."""
 
 
-class StageNumbers(Protocol):
-    """The numbers of a held stage: after how many steps they are, and the reports of its other holders."""
+@dataclass(frozen=True)
+class OpenToHeads:
+    """Work for heads from now on. No answer."""
 
-    @property
-    def step(self) -> int: ...
-    @property
-    def has_state(self) -> bool: ...
-    @property
-    def reports(self) -> Reports: ...
+
+@dataclass(frozen=True)
+class RenewState:
+    """Take over a state of this step or later, as another holds it now, if there is one. No answer."""
+
+    step: int
+
+
+@dataclass(frozen=True)
+class AverageStage:
+    """Follow `between`, while no head can begin. No answer."""
 
 
 class StageHolder:
-    """One held stage of a run of so many `steps`."""
+    """One held stage, with this number."""
 
-    def __init__(self, numbers: StageNumbers, number: int, steps: int, *, is_further: bool = False) -> None:
+    def __init__(
+        self,
+        stage: MemberStage,
+        number: int,
+        ending: Ending,
+        finish: MemberEnding,
+        *,
+        is_further: bool = False,
+    ) -> None:
+        """`finish` is the member's."""
         self.seat = StageSeat(number)
+        self.stage = stage
         self.wanted_step: int | None = None
         """The step that a head asked for, where this newcomer's state is older."""
-        self._numbers = numbers
-        self._steps = steps
+        self.is_released = False
+        """Whether another node has come for this stage, which is a further one."""
+        self._ending = ending
+        self._finish = finish
         self._is_further = is_further
         self._due = Due()
         self._has_worked = False
@@ -50,9 +75,9 @@ class StageHolder:
     def refusal(self, step: int) -> tuple[str, bool]:
         """Return why this stage does not work for a head after so many steps, "" where it does, and whether
         the head may ask again once a newer state is here."""
-        if step > self._steps:
+        if step > self.stage.counts.steps:
             return "a step beyond the end of the run", False
-        if not self._numbers.has_state:
+        if not self.stage.has_state:
             return "its state is not here yet", False
         if self._is_older(step):
             self.wanted_step = step
@@ -62,16 +87,18 @@ class StageHolder:
     def _is_older(self, step: int) -> bool:
         """Return whether this newcomer's state is older than that of another holder, who is as far as the
         head: the one that gives the stage to it."""
-        numbers = self._numbers
-        if self._has_worked or numbers.step >= step or self._renewals >= RENEWALS_MAX:
+        stage = self.stage
+        if self._has_worked or stage.step >= step or self._renewals >= RENEWALS_MAX:
             return False
-        return any(each.has_state and each.step.reaches(step) for each in numbers.reports.values())
+        return any(each.has_state and each.step.reaches(step) for each in stage.reports().values())
 
-    def applied(self, samples: int) -> None:
-        """Note a step of the head with so many samples; 0 where it only begins."""
+    def applied(self, step: int, samples: int) -> None:
+        """Note that the head has made so many steps, the last with so many samples; 0 where it begins."""
         self._has_worked |= samples > 0
+        self.stage.counts.step = step
+        self.stage.counts.samples += samples
 
-    def take_renewal(self) -> int | None:
+    def _take_renewal(self) -> int | None:
         """Return the step of the state to take over now for a head, None where there is none to."""
         step, self.wanted_step = self.wanted_step, None
         if step is None or self.seat.head is not None:
@@ -79,19 +106,56 @@ class StageHolder:
         self._renewals += 1
         return step
 
-    def next_deed(self, *, is_idle: bool, has_converged: bool) -> Deed:
-        """Return what to do now. `is_idle`: no step is made here any more, so no step of the head calls for a
-        round; nor does one where the run `has_converged`."""
+    def _next_deed(self) -> Deed:
+        """Return what to do now. Where no step is made here any more, or the run has converged, no step of
+        the head calls for a round."""
         if self.seat.head is None:
             return "call"
-        return "average" if is_idle or has_converged else "hand on"
+        is_idle = self.stage.counts.is_idle or self._ending.series.has_converged
+        return "average" if is_idle else "hand on"
 
     def is_spare(self, now: float) -> bool:
         """Return whether another node holds this stage, which is a further one here, and has gone on."""
-        numbers = self._numbers
+        stage = self.stage
         waited = self._due.waited(now, "a head", self.seat.head is None)
-        if not (self._is_further and self._has_worked and training(numbers.reports)) or waited < 0:
+        if not (self._is_further and self._has_worked and stage.training) or waited < 0:
             return False
-        beyond = numbers.step + 1
-        is_past = any(each.has_state and each.step.reaches(beyond) for each in numbers.reports.values())
+        beyond = stage.step + 1
+        is_past = any(each.has_state and each.step.reaches(beyond) for each in stage.reports().values())
         return is_past or waited >= SPARE_SECONDS
+
+    # Its life
+
+    def work(self) -> Course[None]:
+        """Hold the stage for heads, until it fails, or a further one is not needed any more."""
+        stage, seat = self.stage, self.seat
+        yield from stage.begin()
+        if not self._is_further:
+            self._finish.has_state = True
+        yield ReportStage()
+        yield OpenToHeads()
+        while not (self.is_released or self.is_spare(stage.now())):
+            if seat.failure:
+                raise StageLost(seat.failure)
+            if (step := self._take_renewal()) is not None:
+                yield RenewState(step)
+            deed = self._next_deed()
+            if deed == "call":
+                yield CallHeads(tuple(seat.companions))
+            yield HandOn() if deed == "hand on" else AverageStage()
+            if deed == "call" and not self._is_further:
+                self._finish.end_if_stranded(stage.step)
+            yield Sleep(LOOK_SECONDS)
+
+    def between(self) -> Course[None]:
+        """Do what is due after each step of the head, and now and then while it makes none."""
+        self.stage.counts.is_waiting = self.seat.head is None
+        yield from self.stage.between(is_still=not self._is_further and self._finish.schedule.is_waiting)
+
+    def settle(self) -> Course[None]:
+        """Wait for the last rounds, for the numbers are to be what the run ends with."""
+        stage = self.stage
+        stage.note_end()
+        while stage.rounds.ending_for >= 0 and stage.lacks_mean():
+            yield from self.between()
+            yield Sleep(LOOK_SECONDS)

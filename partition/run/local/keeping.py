@@ -3,10 +3,25 @@
 A copy is made as often as the run's manifest says, and less often where it takes long.
 """
 
+from dataclasses import dataclass
+
+from crypto.identity import PeerId
+
 KEEP_SHARE = 50
 """A state that takes a second to put away is put away once in so many: at most 2 % of the time."""
 FETCH_SHARE = 10
 """A state that takes a second to fetch, in which its owner may be computing, is fetched once in so many."""
+LOOK_SECONDS = 1.0
+"""How often a copy of another's stage is looked after."""
+
+
+@dataclass(frozen=True)
+class CopyStage:
+    """Copy the state of a stage from its holder, None for any, if that is due. The answer says whether the
+    copy is here; it is None where none was made."""
+
+    stage: int
+    holder: PeerId | None
 
 
 class CopySchedule:

@@ -5,13 +5,27 @@ column. Each lends them while the stage has no holder: in the roster of that sta
 state.
 """
 
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from partition.run.local.courses import Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.head_watch import HEADLESS_SECONDS
+from partition.run.local.keeping import LOOK_SECONDS, CopyStage
 
-Lending = Literal["copy", "lend", "rest"]
-"""The deed for a copy now: renew it where that is due, hand it on, or neither."""
+
+@dataclass(frozen=True)
+class LendStage:
+    """Hand on the copy of a stage, if there is one. The answer says whether it is handed on."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class TakeBack:
+    """Hand on the copy of a stage no more. No answer."""
+
+    stage: int
 
 
 class FollowerLending:
@@ -22,16 +36,22 @@ class FollowerLending:
         self._stages = stages
         self._trained_at: float | None = None
 
-    def look(self, now: float) -> Lending:
-        """Return what to do with the copy. Heads that train have newer numbers."""
-        if self._crew.training:
-            self._trained_at, self._crew.awaits_head = now, False
-            return "copy"
-        return "lend"
-
-    def looked(self, now: float, *, is_lent: bool) -> None:
-        """Note whether the copy is handed on while no head trains."""
-        self._crew.awaits_head = not is_lent and self._is_awaited(now)
+    def lend(self, now: Callable[[], float]) -> Course[None]:
+        """Renew the copy while heads train, which have newer numbers, and hand it on while none does; without
+        end."""
+        crew, is_lent = self._crew, False
+        while True:
+            if crew.training:
+                self._trained_at, crew.awaits_head = now(), False
+                if is_lent:
+                    is_lent = False
+                    yield TakeBack(0)
+                yield CopyStage(0, None)
+            elif not is_lent:
+                since = now()
+                is_lent = yield LendStage(0)
+                crew.awaits_head = not is_lent and self._is_awaited(since)
+            yield Sleep(LOOK_SECONDS)
 
     def _is_awaited(self, now: float) -> bool:
         """Return whether a head that was there may come back with its disk. A run of one stage can begin anew
@@ -41,12 +61,18 @@ class FollowerLending:
         return self._stages > 1 or now - self._trained_at < HEADLESS_SECONDS
 
 
-def head_lending(crew: MemberCrew, stage: int) -> Lending | None:
-    """Return what a head does with its copy of another stage of its column; None: nothing, and it takes back
-    what it lends. It takes that back before it renews the copy, too."""
-    holders, is_only = crew.holders_of, not crew.training  # else others hold the stage, with newer numbers
-    if holders is None or stage in crew.taken:
-        return None
-    if stage not in holders.attached:
-        return "lend" if is_only else "rest"
-    return "copy" if is_only else None
+def lend_stages(crew: MemberCrew, stages: int) -> Course[None]:
+    """Renew a head's copies of the other stages of its column, and hand on those that have no holder; without
+    end."""
+    while True:
+        for stage in range(1, stages):
+            holders, is_only = crew.holders_of, not crew.training  # else others hold it, with newer numbers
+            if holders is None or stage in crew.taken:
+                yield TakeBack(stage)
+            elif stage in holders.attached:
+                yield TakeBack(stage)
+                if is_only:
+                    yield CopyStage(stage, holders.attached[stage])
+            elif is_only:
+                yield LendStage(stage)
+        yield Sleep(LOOK_SECONDS)

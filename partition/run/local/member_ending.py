@@ -10,8 +10,7 @@ from math import isfinite
 
 from crypto.identity import PeerId
 from partition.run.conclusions import Conclusion, Sends
-from partition.run.ending import Ending
-from partition.run.local.courses import Course, Sleep
+from partition.run.local.courses import CatchUp, Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.evaluating import EvaluationSchedule
 from partition.run.local.head_watch import HeadWatch, stranded_reason
@@ -35,7 +34,7 @@ class ModelLoss:
 
 @dataclass(frozen=True)
 class EvaluateModel:
-    """Evaluate the model that is here. The answer is `ModelLoss`, None where it could not be."""
+    """Evaluate the model that is here. The answer is `ModelLoss`."""
 
 
 @dataclass(frozen=True)
@@ -59,22 +58,13 @@ class FetchResult:
     weights: str
 
 
-@dataclass(frozen=True)
-class CatchUp:
-    """Take over the state of others. No answer. StageLost: it `is_needed`, and nobody hands one over."""
-
-    is_needed: bool = True
-
-
 class MemberEnding:
     """The end of one run for one member, which holds `stage` of so many `stages`, counted from 0."""
 
     def __init__(
         self,
-        me: PeerId,
         run: bytes,
         settings: LocalSettings,
-        ending: Ending,
         crew: MemberCrew,
         *,
         requester: PeerId,
@@ -83,20 +73,17 @@ class MemberEnding:
         tell: Callable[[Callable[[float], Sends]], None],
         now: Callable[[], float],
         live: Callable[[], Collection[PeerId]],
-        admitted: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`tell` has a call act on `ending`. `live` returns the nodes that are alive, `admitted` the members
-        that are known."""
-        self.schedule = EvaluationSchedule(settings, ending)
+        """`tell` has a call act on the core of the end. `live` returns the nodes that are alive."""
+        self.schedule = EvaluationSchedule(settings, crew.ending)
         self.heads = HeadWatch(now(), is_holder=bool(stage))
         self.is_over = False
         """Whether the run is over here."""
         self.has_state = False
         self.diverged = 0
         """The number of the last steps in a row that were not finite."""
-        self._me = me
         self._run = run
-        self._ending = ending
+        self._ending = crew.ending
         self._crew = crew
         self._requester = requester
         self._stage = stage
@@ -104,7 +91,6 @@ class MemberEnding:
         self._tell = tell
         self._now = now
         self._live = live
-        self._admitted = admitted
 
     # Members
 
@@ -119,7 +105,7 @@ class MemberEnding:
         is_stranded, crew = self.heads.is_stranded(self._now()), self._crew
         self._ending.can_go_on = self.has_state and not (self.diverged or is_stranded)
         trainers, voters = crew.electorate(self._stage, self._stages, has_state=self.has_state)
-        far = {*self._admitted(), self._requester}.intersection(self._live())
+        far = {*crew.admitted(), self._requester}.intersection(self._live())
         peers = {*crew.others, *crew.column_peers, *(far if is_stranded else ())}
         self._tell(partial(self._ending.set_peers, peers=peers, trainers=trainers, voters=voters))
 
@@ -134,7 +120,9 @@ class MemberEnding:
     def propose(self, outcome: str, reason: str, step: int, weights: str = "") -> None:
         """Propose to end the run so."""
         is_done, ending = outcome == "done", self._ending
-        conclusion = Conclusion(self._run, "done" if is_done else "failed", reason, step, weights, self._me)
+        conclusion = Conclusion(
+            self._run, "done" if is_done else "failed", reason, step, weights, self._crew.me
+        )
         self.schedule.is_waiting = True
         self._tell(lambda now: ending.propose(now, conclusion))
 
@@ -147,9 +135,7 @@ class MemberEnding:
         )  # fmt: skip
         if not is_mine:
             return
-        found: ModelLoss | None = yield EvaluateModel()
-        if found is None:
-            return
+        found: ModelLoss = yield EvaluateModel()
         if not isfinite(found.loss):
             yield from self.recover("the held-out loss is not finite", own.step)
             return

@@ -4,12 +4,49 @@ Not here: the numbers, and for whom the stage computes (`partition.run.local.hol
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from crypto.identity import PeerId
 from partition.run.ending import Ending
+from partition.run.local.courses import CatchUp, Course
 from partition.run.local.due import Due
-from partition.run.local.reports import Reports, is_at_end, training
+from partition.run.local.reports import Reports, is_at_end, is_begun, training
 from partition.run.local.round_schedule import RoundSchedule
+
+
+@dataclass(frozen=True)
+class Resume:
+    """Go on from the last state here, of an earlier life. The answer says whether there is one."""
+
+
+@dataclass(frozen=True)
+class LookFurther:
+    """Look whether another holder is beyond this stage, and likely is where it says. The answer says so."""
+
+
+@dataclass(frozen=True)
+class ReportStage:
+    """Tell the other holders how far this stage is. No answer."""
+
+
+@dataclass(frozen=True)
+class UseRound:
+    """Use the result of a round that is over. The answer says whether it failed, and others held it."""
+
+
+@dataclass(frozen=True)
+class BeginRound:
+    """Begin a round in the background. No answer."""
+
+
+@dataclass(frozen=True)
+class HandOn:
+    """Make a copy for those that wait for one. No answer."""
+
+
+@dataclass(frozen=True)
+class KeepState:
+    """Put the state away, if that is due. No answer."""
 
 
 class StageCounts:
@@ -46,13 +83,13 @@ class MemberStage:
         self.has_state = False
         self.now = now
         self._ending = ending
-        self._reports = reports
+        self.reports = reports
         self._due = Due()
 
     @property
     def training(self) -> Sequence[PeerId]:
         """Return the other holders that have a state."""
-        return training(self._reports())
+        return training(self.reports())
 
     @property
     def axes(self) -> int:
@@ -67,7 +104,7 @@ class MemberStage:
     @property
     def is_at_end(self) -> bool:
         """Whether the steps of the run are done, as far as others can be believed."""
-        return is_at_end(self._reports(), self.step, self.counts.steps)
+        return is_at_end(self.reports(), self.step, self.counts.steps)
 
     def lacks_mean(self) -> bool:
         """Return whether a result made now would be this member's numbers alone."""
@@ -77,3 +114,32 @@ class MemberStage:
         """Count since when the run has been about to end."""
         is_ending = self.is_at_end or self._ending.series.has_converged
         self.rounds.ending_for = self._due.waited(self.now(), "an end", is_ending)
+
+    # Where it goes on from
+
+    def begin(self) -> Course[None]:
+        """Go on from the state of the others, or from the last one here where nobody is further."""
+        is_resumed: bool = yield Resume()
+        is_needed: bool = (yield LookFurther()) if is_resumed else is_begun(self.reports())
+        if is_needed:
+            yield CatchUp(is_needed=not is_resumed)
+        self.has_state = True
+
+    # Between two steps
+
+    def between(self, *, is_still: bool, keeps: bool = True) -> Course[None]:
+        """Use a round that is over, and begin the next unless the numbers are to be `is_still`; hand on the
+        state, and put it away unless it is not finite (`keeps`)."""
+        yield ReportStage()
+        if (yield UseRound()):
+            yield CatchUp()
+        self.note_end()
+        counts, rounds = self.counts, self.rounds
+        if not is_still and rounds.is_due(counts.step, is_idle=counts.is_idle):
+            if self.training:
+                yield BeginRound()
+            else:
+                rounds.skip(self.now(), counts.step, counts.samples)
+        yield HandOn()
+        if keeps:
+            yield KeepState()

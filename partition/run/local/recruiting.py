@@ -1,14 +1,14 @@
 """The choice of the nodes that a member of a run in local mode asks to take part, and for which stage.
 
-A driver calls `look` every `LOOK_SECONDS`. It asks the nodes that this returns one after another, and says
-what came of each by `asking`, `agreed` and `asked`.
+`recruit` is the course of a member that asks nodes one after another.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import inf
 from typing import Protocol
 
 from crypto.identity import PeerId
+from partition.run.local.courses import AskToHold, Course, Sleep
 from partition.run.local.crew import MemberCrew
 
 RECRUIT_SECONDS = 3.0
@@ -43,26 +43,30 @@ class Recruitment:
         self._declined: dict[PeerId, float] = {}
         self._asked_at = -inf
 
-    def look(self, now: float) -> list[tuple[int, PeerId]] | None:
+    def recruit(self, now: Callable[[], float]) -> Course[None]:
+        """Ask nodes to take part, without end."""
+        while True:
+            candidates = self._look(now())
+            if candidates is not None:
+                for stage, peer in candidates:
+                    self.asking(now(), peer)
+                    if (yield AskToHold(stage, peer)):
+                        self._coming[stage] = peer, now() + COMING_SECONDS
+                        self._crew.joined(stage, peer)
+                self._asked_at = now()
+                self._crew.asked()
+            yield Sleep(LOOK_SECONDS)  # offers have no event
+
+    def _look(self, now: float) -> list[tuple[int, PeerId]] | None:
         """Return the nodes to ask now, each with its stage; None where it is not time to look."""
         is_time = now - self._asked_at >= RECRUIT_SECONDS - SLACK_SECONDS
         if is_time or (self._lacking(now) and self.free(now)):
-            return self.candidates(now)
+            return self._candidates(now)
         return None
 
     def asking(self, now: float, peer: PeerId) -> None:
         """Note that a node is being asked, or would not come: it is asked again after a while."""
         self._declined[peer] = now + DECLINED_SECONDS
-
-    def agreed(self, now: float, stage: int, peer: PeerId) -> None:
-        """Note that a node will hold a stage."""
-        self._coming[stage] = peer, now + COMING_SECONDS
-        self._crew.joined(stage, peer)
-
-    def asked(self, now: float) -> None:
-        """Note that all those were asked that `look` returned."""
-        self._asked_at = now
-        self._crew.asked()
 
     def free(self, now: float) -> list[PeerId]:
         """Return the nodes that could be asked now."""
@@ -75,7 +79,7 @@ class Recruitment:
         missing = self._crew.missing
         return len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
 
-    def candidates(self, now: float) -> list[tuple[int, PeerId]]:
+    def _candidates(self, now: float) -> list[tuple[int, PeerId]]:
         """Return the nodes to ask now: first for the own column, then for further ones, as many as can be
         whole."""
         free = self.free(now)

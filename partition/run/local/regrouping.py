@@ -1,8 +1,7 @@
 """The regrouping of a head's column: nodes take stages whose machines are gone, and give them to newcomers.
 
-`partition.plan.columns` chooses which stage goes where. A driver calls `look` often, does the one thing that
-it returns, and says what came of it. Not here: free nodes (`partition.run.local.recruiting`), and what a move
-costs.
+`partition.plan.columns` chooses which stage goes where. A head follows `regroup` beside its training, and
+`hand_over` between two steps. Not here: free nodes (`partition.run.local.recruiting`), and what a move costs.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -12,6 +11,7 @@ from fractions import Fraction
 from crypto.identity import PeerId
 from partition.plan.columns import Takers, find_takers
 from partition.plan.plan import Plan
+from partition.run.local.courses import AskToHold, AttachTo, Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.due import Due
 from partition.run.local.recruiting import COMING_SECONDS, Recruitment
@@ -34,25 +34,32 @@ REFUSED_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
-class AskPromised:
-    """Have a node that came for other stages hold this one too."""
-
-    stages: tuple[int, ...]
-    peer: PeerId
-
-
-@dataclass(frozen=True)
 class FindMoves:
     """Find out which stages of the column, held by these, should go to other nodes: `free` ones, or `spare`
-    members that hold a stage for nobody."""
+    members that hold a stage for nobody. The answer has the stages of each move, and the node, the best move
+    first; None where too little is known."""
 
     column: tuple[PeerId, ...]
     free: tuple[PeerId, ...]
     spare: tuple[PeerId, ...]
 
 
-Deed = Takers | AskPromised | FindMoves
-"""Takers: ask these nodes, one after another, to hold a stage beside their own."""
+Moves = Sequence[tuple[tuple[int, ...], PeerId]]
+
+
+@dataclass(frozen=True)
+class DropFurther:
+    """Hold this further stage no more, where it is one. No answer."""
+
+    stage: int
+
+
+@dataclass(frozen=True)
+class _Promised:
+    """A node that came for other stages is to hold these too."""
+
+    stages: tuple[int, ...]
+    peer: PeerId
 
 
 class ColumnRegrouping:
@@ -60,26 +67,27 @@ class ColumnRegrouping:
 
     def __init__(
         self,
-        now: float,
+        now: Callable[[], float],
         me: PeerId,
         plan: Plan,
         crew: MemberCrew,
         recruitment: Recruitment,
         *,
         live: Callable[[], Collection[PeerId]],
-        further: Callable[[], Collection[int]],
+        rates: Callable[[], Mapping[PeerId, int]],
         tell: Callable[[str], None],
         patience_seconds: float | None,
     ) -> None:
-        """`further` returns the stages that this node holds beside the first, or is opening. `tell` reports
-        the state of the run. `patience_seconds`: how long a stage may have no holder before the column was
-        first complete; None for any time."""
+        """`rates` returns how fast the nodes are that offer anything. `tell` reports the state of the run.
+        `patience_seconds`: how long a stage may have no holder before the column was first complete; None for
+        any time."""
+        self._now = now
         self._me = me
         self._plan = plan
         self._crew = crew
         self._recruitment = recruitment
         self._live = live
-        self._further = further
+        self._rates = rates
         self._tell = tell
         self._patience = patience_seconds
         self._due = Due()
@@ -90,10 +98,25 @@ class ColumnRegrouping:
         self._said = ""
         self._slower = Fraction(1)
         """The expected slowdown of steps when stages were last merged."""
-        self._looked_at = now
+        self._looked_at = now()
 
-    def look(self, now: float, rates: Callable[[], Mapping[PeerId, int]]) -> Deed | None:
-        """Return what to do now. `rates` returns how fast the nodes are that offer anything."""
+    def regroup(self) -> Course[None]:
+        """Regroup the column, without end."""
+        while True:
+            yield Sleep(LOOK_SECONDS)
+            deed = self._look(self._now())
+            if isinstance(deed, _Promised):
+                if (yield from self._ask(deed.stages[0], deed.peer, is_beside=True)):
+                    self._expect(deed.stages, deed.peer)
+                    continue
+                deed = self._look(self._now())
+            if isinstance(deed, Takers):
+                yield from self._merge(deed)
+            elif isinstance(deed, FindMoves):
+                yield from self._move(deed)
+
+    def _look(self, now: float) -> Takers | _Promised | FindMoves | None:
+        """Return what to do now."""
         column = self._crew.holders_of
         if column is None:
             return None
@@ -105,8 +128,15 @@ class ColumnRegrouping:
             return self._look_further(now)
         is_time = self._patience is not None and waited >= self._patience
         if is_time and not self._recruitment.is_hopeful(now):
-            return self._takers(now, rates())
+            return self._takers(now, self._rates())
         return None
+
+    def _ask(self, stage: int, peer: PeerId, *, is_beside: bool) -> Course[bool]:
+        """Ask a node to hold a stage; return whether it will."""
+        will: bool = yield AskToHold(stage, peer, is_beside)
+        if will and peer != self._me and self._crew.holders_of is not None:
+            self._crew.holders_of.agreed(stage, peer)
+        return will
 
     def _holders(self, now: float) -> dict[int, PeerId]:
         """Return the holder of each stage, including one that is about to be its holder."""
@@ -118,7 +148,7 @@ class ColumnRegrouping:
             if now < until and (peer == self._me or peer in live)
         }
         found = {stage: peer for stage, (peer, _) in self._coming.items()} | {0: self._me}
-        found |= dict.fromkeys(self._further(), self._me)
+        found |= dict.fromkeys(self._crew.taken, self._me)
         return found | column.attached
 
     # Fewer nodes
@@ -133,24 +163,21 @@ class ColumnRegrouping:
         found = find_takers(self._plan, holders, rates, list(self._refused))
         if found is None:
             number = next(stage for stage in range(count) if stage not in holders)
-            self.say(f"stage {number + 1} of {count} has nobody, and no node has room for it")
+            self._say(f"stage {number + 1} of {count} has nobody, and no node has room for it")
         return found
 
-    def taken(self, now: float, stage: int, peer: PeerId) -> None:
-        """Note that a node will hold a stage beside its own."""
-        self._coming[stage] = peer, now + COMING_SECONDS
-
-    def refused(self, now: float, stage: int, peer: PeerId) -> None:
-        """Note that a node does not hold a stage beside its own: another way is looked for."""
-        row = self._plan.stages[stage]
-        self._refused[peer, row.first_layer, row.last_layer] = now + REFUSED_SECONDS
-
-    def merged(self, takers: Takers) -> None:
-        """Note that all of these agreed."""
+    def _merge(self, takers: Takers) -> Course[None]:
+        """Have nodes of this column take the stages that nobody holds."""
+        for stage, peer in takers.by_stage.items():
+            if not (yield from self._ask(stage, peer, is_beside=True)):
+                row = self._plan.stages[stage]
+                self._refused[peer, row.first_layer, row.last_layer] = self._now() + REFUSED_SECONDS
+                return  # another way is looked for
+            self._coming[stage] = peer, self._now() + COMING_SECONDS
         self._slower = takers.slower
-        self.say(stages_fewer(takers.nodes, len(self._plan.stages), takers.slower))
+        self._say(stages_fewer(takers.nodes, len(self._plan.stages), takers.slower))
 
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         """Tell a person how many nodes hold the column, where that has changed."""
         if text != self._said:
             self._said = text
@@ -158,7 +185,7 @@ class ColumnRegrouping:
 
     # More nodes
 
-    def _look_further(self, now: float) -> Deed | None:
+    def _look_further(self, now: float) -> _Promised | FindMoves | None:
         """Return how a node that could make the column faster gets a stage, if there may be one."""
         column = self._crew.holders_of
         assert column is not None, "a head has a column"
@@ -170,11 +197,11 @@ class ColumnRegrouping:
             stages, peer = self._promised
             self._promised = None
             if stages:
-                return AskPromised(stages, peer)
+                return _Promised(stages, peer)
         holders = self._holders(now)
         rows = tuple(holders[stage] for stage in range(len(self._plan.stages)))
         if len(set(rows)) == len(rows):
-            self.say("")
+            self._say("")
             return None
         if now < self._looked_at + SPLIT_SECONDS:
             return None
@@ -184,41 +211,44 @@ class ColumnRegrouping:
         free = self._recruitment.free(now)
         return FindMoves(rows, tuple(free[:IDLE_MAX]), tuple(spare[:IDLE_MAX]))
 
-    def useless(self, deed: FindMoves) -> None:
-        """Note that no move pays."""
-        looked = len(deed.free) + len(deed.spare)
-        fewer = len(set(deed.column))
-        self.say(stages_fewer(fewer, len(deed.column), self._slower, useless=looked))
+    def _move(self, deed: FindMoves) -> Course[None]:
+        """Give a stage to a node that could make the column faster, if there is one."""
+        moves: Moves | None = yield deed
+        if moves is not None and not moves:
+            looked, fewer = len(deed.free) + len(deed.spare), len(set(deed.column))
+            self._say(stages_fewer(fewer, len(deed.column), self._slower, useless=looked))
+        for stages, peer in moves or ():
+            if peer in deed.spare or (yield from self._ask(stages[0], peer, is_beside=False)):
+                self._expect(stages, peer)
+                return
+            self._recruitment.asking(self._now(), peer)
 
-    def expect(self, now: float, stages: Sequence[int], peer: PeerId) -> None:
+    def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
         """Note that a node is opening the first of these stages; it will be asked for the others then."""
-        self._arriving = stages[0], peer, now + COMING_SECONDS
+        self._arriving = stages[0], peer, self._now() + COMING_SECONDS
         self._promised = tuple(stages[1:]), peer
 
     # Between two steps
 
-    def arriving(self, now: float) -> tuple[int, PeerId] | None:
-        """Return the stage and the node that is to take it over from one that stood in, where it is time to
-        ask whether it is ready."""
-        if self._arriving is None:
-            return None
-        if self._due.waited(now, "an arrival", True) < LOOK_SECONDS:
-            return None
-        self._due.waited(now, "an arrival", False)
-        return self._arriving[:2]
+    def hand_over(self) -> Course[None]:
+        """Replace a node that stood in by the node that has come for its stage, where that is ready."""
+        begun = self._now()
+        if self._arriving is None or self._due.waited(begun, "an arrival", True) < LOOK_SECONDS:
+            return
+        self._due.waited(begun, "an arrival", False)
+        stage, peer, _ = self._arriving
+        while not (yield AttachTo(stage, peer)):
+            if not self._awaits_arrival(begun):
+                if peer not in self._live():
+                    self._arriving = self._promised = None
+                return
+            yield Sleep(RENEW_LOOK_SECONDS)
+        self._arriving = None
+        yield DropFurther(stage)
 
-    def awaits_arrival(self, now: float, begun: float) -> bool:
+    def _awaits_arrival(self, begun: float) -> bool:
         """Return whether the column stands still, since `begun`, for a node that fetches a newer state."""
         column = self._crew.holders_of
         if self._arriving is None or column is None or not column.is_older:
             return False
-        return now < min(begun + RENEW_SECONDS, self._arriving[2])
-
-    def not_arrived(self, peer: PeerId) -> None:
-        """Note that the node is not ready yet."""
-        if peer not in self._live():
-            self._arriving = self._promised = None
-
-    def arrived(self) -> None:
-        """Note that the node has taken its stage over."""
-        self._arriving = None
+        return self._now() < min(begun + RENEW_SECONDS, self._arriving[2])

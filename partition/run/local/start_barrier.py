@@ -8,9 +8,12 @@ others.
 A member that opens its stage says so: its report names the run as its lineage and has no state yet.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from crypto.identity import PeerId
+from partition.run.local.courses import Course, Sleep
+from partition.run.local.crew import MemberCrew
 from partition.run.local.reports import Reports, is_begun
 
 START_SECONDS_MAX = 30.0
@@ -19,6 +22,29 @@ SETTLE_SECONDS = 5.0
 """How long a newcomer listens for those that train already."""
 MEET_SECONDS = 30.0
 """How long it listens for the member that asked it, as long as that one is alive."""
+LOOK_SECONDS = 0.1
+GREET_SECONDS = 0.5
+
+Live = Callable[[], Collection[PeerId]]
+
+
+@dataclass(frozen=True)
+class Settle:
+    """Listen for those that train already, for SETTLE_SECONDS at most. No answer."""
+
+
+@dataclass(frozen=True)
+class GreetPeers:
+    """Show these peers that this one is a member. No answer."""
+
+    peers: tuple[PeerId, ...]
+
+
+@dataclass(frozen=True)
+class TellStart:
+    """Tell a person how many members the first step waits for, "" for none any more. No answer."""
+
+    news: str
 
 
 class StartBarrier:
@@ -82,3 +108,25 @@ class StartBarrier:
         if not awaited:
             return ""
         return f"waiting for {awaited} {'member' if awaited == 1 else 'members'} that agreed to begin"
+
+    def meet(self, crew: MemberCrew, stage: int, live: Live, now: Callable[[], float]) -> Course[None]:
+        """Wait for those that train already, and for the report of the member that asked this node."""
+        yield Settle()
+        until = now() + self.meeting_seconds(stage, crew.training)
+        while self.misses_inviter(crew.reports, live()) and now() < until:
+            assert self._inviter is not None
+            yield GreetPeers((self._inviter,))  # it answers where the run is over
+            yield Sleep(GREET_SECONDS)
+
+    def hold(
+        self, crew: MemberCrew, live: Live, now: Callable[[], float], meanwhile: Callable[[], Course[None]]
+    ) -> Course[None]:
+        """Go on once the first step may be made, with the course `meanwhile` now and then until it is."""
+        while self.holds(now(), crew.reports, agreed=crew.agreed, has_asked=crew.has_asked, live=live()):
+            awaited = self.awaited(crew.reports, crew.agreed, live())
+            if awaited and (news := self.news(len(awaited))) is not None:
+                yield TellStart(news)
+            yield from meanwhile()
+            yield Sleep(LOOK_SECONDS)
+        if (news := self.news(0)) is not None:
+            yield TellStart(news)

@@ -5,14 +5,27 @@ with it. A free node that a requester finds goes first (`partition.run.local.len
 memory but its own.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from crypto.identity import PeerId
+from partition.run.local.courses import Course, Sleep
 from partition.run.local.crew import MemberCrew
 from partition.run.local.due import Due
+from partition.run.local.keeping import CopyStage
 
 GONE_SECONDS = 2.0
 """How long a holder waits for a head after the last one has died, which may start again at once."""
 FREE_SECONDS = 20.0
 """The same where a free node may come to be the head."""
+LOOK_SECONDS = 0.5
+
+
+@dataclass(frozen=True)
+class FindGone:
+    """Find out whether a head is dead, as membership or its host says. The answer says whether it is."""
+
+    head: PeerId
 
 
 class SuccessionRule:
@@ -23,18 +36,25 @@ class SuccessionRule:
         self._crew = crew
         self._due = Due()
 
-    @property
-    def keeps_for(self) -> PeerId | None:
-        """The head for which this holder keeps copies; None where it keeps none now."""
-        return self._crew.head if self._keeps else None
+    def watch(self, now: Callable[[], float], has_free: Callable[[], bool]) -> Course[None]:
+        """Keep copies for the head, until it is gone for good and this member can take its place. `has_free`
+        returns whether some node has a free slot."""
+        while True:
+            missed = self._missed_head(now(), has_free=has_free())
+            if missed is not None and (yield FindGone(missed)):
+                return
+            if self._keeps and (head := self._crew.head) is not None:
+                has_copy: bool | None = yield CopyStage(0, head)
+                self.has_copy = self.has_copy if has_copy is None else has_copy
+            yield Sleep(LOOK_SECONDS)
 
     @property
     def _keeps(self) -> bool:
         return any(seat.keeps_copies for seat in self._crew.seats)
 
-    def missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
+    def _missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
         """Return the head whose place is to be taken if it is gone; None while there is one, or others come
-        first. `has_free`: some node has a free slot."""
+        first."""
         is_due = self._crew.head is None and self.has_copy and self._keeps
         waited = self._due.waited(now, "a head", is_due)
         if waited < GONE_SECONDS or (has_free and waited < FREE_SECONDS):

@@ -70,7 +70,7 @@ def test_a_head_may_attach_again_while_a_round_starts() -> None:
         async with trio.open_nursery() as nursery:
 
             async def between() -> None:
-                if rounds.is_due:
+                if rounds.schedule.is_due(trainer.step, is_idle=False):
                     await rounds.begin(nursery)
 
             server.between = between

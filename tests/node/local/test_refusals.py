@@ -9,11 +9,11 @@ import trio
 from node.cli.runs import run_lines
 from node.commands import Commands
 from node.local import evaluations as module
-from node.local.rounds import Rounds
 from node.local.verdict import fault_of
 from node.protocols.calls import ask
 from node.protocols.runs import Join
 from node.result_events import ResultDiffers
+from partition.run.local.round_schedule import RoundSchedule
 from partition.run.tickets import make_ticket
 from sim.worlds.scheduling import run_virtually
 from tests import stack
@@ -76,7 +76,7 @@ def test_members_that_never_agree_end_apart_and_report_it(monkeypatch: pytest.Mo
     async def play() -> None:
         refuse(monkeypatch, lambda number: True)
         # Without rounds their models differ, and the last round never happens.
-        monkeypatch.setattr(Rounds, "is_due", False)
+        monkeypatch.setattr(RoundSchedule, "is_due", lambda *_, **__: False)
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
             group.nodes["a"].limit(accept_runs="never")
             node = group.nodes["a"]

@@ -1,0 +1,171 @@
+"""Courses of local mode: what follows what in a member's life, with a driver of a few lines."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from crypto.identity import PeerId
+from partition.run.conclusions import Conclusion, Said, Sends
+from partition.run.ending import Ending
+from partition.run.local.column import ColumnHolders
+from partition.run.local.courses import AttachTo, CatchUp, ColumnBroken, Course, Sleep, StageLost
+from partition.run.local.crew import MemberCrew
+from partition.run.local.head_course import DIVERGED_MAX, DropStep, HeadCourse, MakeStep
+from partition.run.local.holder import StageHolder
+from partition.run.local.member_ending import FETCH_SECONDS, FetchResult, MemberEnding
+from partition.run.local.member_stage import MemberStage, StageCounts, UseRound
+from partition.run.local.round_schedule import RoundSchedule
+from partition.run.local.start_barrier import StartBarrier
+from partition.run.local_settings import LocalSettings
+
+RUN, STEPS = bytes(32), 40
+ME, OTHER = (PeerId(bytes([number]) * 32) for number in (1, 2))
+
+
+class Player:
+    """One member that sees nobody else. `answers` has what comes of deeds, by their class."""
+
+    def __init__(self, *, stages: int = 1) -> None:
+        self.now = 0.0
+        self.deeds: list[object] = []
+        self.answers: dict[type, Callable[[Any], Any]] = {}
+        self.ending = Ending(ME, RUN, LocalSettings(), STEPS)
+        self.crew = MemberCrew(
+            ME, self.ending, replicas=1, is_training=True, reports=dict, admitted=lambda: [OTHER]
+        )
+        self.crew.has_asked = True
+        self.stage = MemberStage(
+            StageCounts(STEPS),
+            RoundSchedule(LocalSettings(), needs_all=False),
+            self.ending,
+            reports=dict,
+            now=lambda: self.now,
+        )
+        self.finish = MemberEnding(
+            RUN, LocalSettings(), self.crew,
+            requester=ME, stage=0, stages=stages, tell=self._tell, now=lambda: self.now, live=lambda: [OTHER],
+        )  # fmt: skip
+        self.head = HeadCourse(
+            self.stage, self.crew, self.finish, StartBarrier(RUN, None), stages=stages, live=lambda: [OTHER]
+        )
+
+    def preferred(self) -> Conclusion | None:
+        return self.ending.best
+
+    def _tell(self, order: Callable[[float], Sends]) -> None:
+        order(self.now)
+
+    def play(self, course: Course[None], seconds: float = 5.0) -> None:
+        """Follow a course to its end, or for so long."""
+        answer: Any = None
+        while self.now < seconds:
+            try:
+                deed = course.throw(answer) if isinstance(answer, Exception) else course.send(answer)
+            except StopIteration:
+                return
+            answer = None
+            if isinstance(deed, Sleep):
+                self.now += deed.seconds
+                continue
+            self.deeds.append(deed)
+            try:
+                answer = self.answers[type(deed)](deed) if type(deed) in self.answers else None
+            except ColumnBroken as error:
+                answer = error
+
+    def of(self, *kinds: type) -> list[object]:
+        return [deed for deed in self.deeds if isinstance(deed, kinds)]
+
+    def step(self, _: object) -> bool:
+        self.now += 0.5
+        self.stage.counts.step += 1
+        return False
+
+
+def in_column() -> tuple[Player, ColumnHolders]:
+    """Return a head of two stages, and its column, in which another works once it is asked."""
+    player = Player(stages=2)
+    column = player.crew.holders_of = ColumnHolders(2)
+
+    def attach(deed: AttachTo) -> bool:
+        column.took(deed.stage, deed.peer, [])
+        return True
+
+    player.answers = {AttachTo: attach, MakeStep: player.step}
+    return player, column
+
+
+def test_a_head_begins_a_broken_step_anew() -> None:
+    player, column = in_column()
+
+    def fail_once(deed: MakeStep) -> bool:
+        if len(player.of(MakeStep)) == 2:
+            column.lost(1)
+            raise ColumnBroken("its holder is gone")
+        return player.step(deed)
+
+    player.answers[MakeStep] = fail_once
+    player.play(player.head.train(), 1.2)
+    asked, dropped, made = AttachTo(1, OTHER), DropStep("its holder is gone", is_news=True), MakeStep()
+    assert player.of(AttachTo, DropStep, MakeStep) == [asked, made, made, dropped, asked, made, made]
+    assert not player.stage.counts.is_waiting
+
+
+def test_a_head_without_holders_makes_no_step() -> None:
+    player, _ = in_column()
+    player.answers[AttachTo] = lambda _: False
+    player.play(player.head.train(), 1.2)
+    assert player.of(AttachTo)
+    assert not player.of(MakeStep)
+    assert {deed.is_news for deed in player.of(DropStep) if isinstance(deed, DropStep)} == {False}
+    assert not player.finish.has_state
+
+
+def test_steps_that_stay_infinite_end_a_lonely_run() -> None:
+    player = Player()
+
+    def diverge(deed: MakeStep) -> bool:
+        player.step(deed)
+        return True
+
+    player.answers[MakeStep] = diverge
+    player.play(player.head.train(), 60.0)
+    assert len(player.of(MakeStep)) == DIVERGED_MAX
+    ended = player.preferred()
+    assert ended is not None
+    assert ended.outcome == "failed"
+
+
+def test_a_missed_round_makes_a_stage_catch_up() -> None:
+    player = Player()
+    player.answers = {UseRound: lambda _: len(player.of(UseRound)) == 2, MakeStep: player.step}
+    player.play(player.head.train(), 1.6)
+    assert [type(deed) for deed in player.of(UseRound, CatchUp, MakeStep)] == [
+        *(UseRound, MakeStep),
+        *(UseRound, CatchUp, MakeStep),
+        *(UseRound, MakeStep, UseRound, MakeStep),
+    ]
+
+
+def test_a_failed_stage_is_held_no_longer() -> None:
+    player = Player(stages=2)
+    holder = StageHolder(player.stage, 1, player.ending, player.finish)
+    player.play(holder.work(), 2.0)
+    assert player.finish.has_state
+    holder.seat.failure = "its process is gone"
+    with pytest.raises(StageLost, match="its process is gone"):
+        player.play(holder.work(), 4.0)
+
+
+def test_a_result_that_nobody_hands_over_is_given_up() -> None:
+    player = Player()
+    player.finish.has_state = True
+    player.ending.set_peers(0.0, [OTHER])
+    found = Conclusion(RUN, "done", "", 10, "ab" * 32, OTHER)
+    player.ending.receive(0.0, OTHER, Said(RUN, found, holds=True, is_settled=False))
+    assert player.preferred() == found
+    player.answers[FetchResult] = lambda _: False
+    player.play(player.finish.obtain(found), 2 * FETCH_SECONDS)
+    assert player.preferred() is None
+    assert FETCH_SECONDS <= player.now < FETCH_SECONDS + 2.0
