@@ -136,7 +136,7 @@ class MultiplexedPath:
         self._nursery: trio.Nursery | None = None
         connection.become_path(UNSENT_BYTES_MAX)
         if way == "punched":
-            connection.leave_nothing()
+            connection.kernel.leave_nothing()
         connection.limit(FRAME_BYTES_MAX)
 
     def __len__(self) -> int:

@@ -12,7 +12,7 @@ from functools import partial
 
 import trio
 
-from crypto.contact import ADDRESSES_MAX, Address
+from crypto.contact import Address
 from crypto.errors import LocalProtocolError
 from crypto.identity import Identity, PeerId
 from crypto.noise import suites_named
@@ -20,11 +20,10 @@ from crypto.sessions.core import Sessions
 from crypto.sessions.packets import Datagram, payload_bytes_max
 from crypto.swarm import Swarm
 from dht.work import has_work
-from node.containment import note
-from node.errors import StreamClosed, Unreachable
 from node.seams import MESSAGE_BYTES_USUAL, USUAL_STREAMS, Clock, Handler, StreamLimits
 from node.transport.address_book import AddressBook
 from node.transport.address_policy import AddressPolicy, Place, is_global
+from node.transport.announced import AnnouncedAddresses
 from node.transport.connections import Connections
 from node.transport.datagram_paths import DatagramPaths
 from node.transport.handshake import Credentials, default_suites
@@ -32,9 +31,10 @@ from node.transport.inbox import QueueInbox
 from node.transport.interfaces import read_interfaces
 from node.transport.listen import BoundSockets, bind_all
 from node.transport.multicast import Multicast
+from node.transport.one_shots import OneShots
 from node.transport.pace import Paces
 from node.transport.paths import Paths
-from node.transport.router import ONE_SHOT_BYTES_MAX, ONE_SHOT_SECONDS, Router
+from node.transport.router import ONE_SHOT_BYTES_MAX, Router
 from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.short_messages import ShortMessages
 from node.transport.sockets import UdpSockets
@@ -44,11 +44,6 @@ from node.transport.udp import Datagrams
 HEARD_SECONDS = 15.0
 """A peer behind a relay, or that has offered a path, is written to by datagram for so long after its last
 one: half of the time for which the most forgetful of common routers keep a way back open."""
-CIRCUITS_TOLD_MAX = 2
-"""Relays at which others are told to reach this node."""
-ONE_SHOT_SENDERS = 8
-ONE_SHOT_QUEUE_MAX = 256
-ONE_SHOT_QUEUE_BYTES_MAX = 32 * 2**20
 
 
 @dataclass(frozen=True)
@@ -71,7 +66,7 @@ class RealNetwork:
     work here; `beacon_port` is that of the local network's beacons, usually `multicast.BEACON_PORT`, None for
     no local network. A port that is taken is an error unless they `may_move` to one of the next ten. After
     the start `ports` has the ports, in the order of `listen`. `settings` are for
-    experiments. Long because it is the single interface to a node's sockets.
+    experiments.
     """
 
     def __init__(
@@ -99,29 +94,22 @@ class RealNetwork:
         self._clock = clock
         self._listen = tuple(listen)
         self._may_move = may_move
-        self._announce = tuple(announce)
         self._beacon_port = beacon_port
         self._local: Multicast | None = None
         self._counters: Counter[str] = Counter()
         self._router = Router(self._counters, work_bits, settings)
         self._policy = AddressPolicy()
         self._book = AddressBook(self._policy)
+        self._announced = AnnouncedAddresses(self.peer, self._policy, announce)
         self.paces = Paces()
         self._connections = Connections(
             self._credentials, self._book, self._router, self._counters, self.paces, settings
         )
-        self._addresses: tuple[Address, ...] = ()
         self._bound: tuple[BoundSockets, ...] = ()
-        self._confirmed: tuple[Address, ...] = ()
-        self._circuits: tuple[Address, ...] = ()
-        self._mapped: Address | None = None
         self.translation = Translation()
         """The translation of the router before this machine, as far as it is known."""
         self._datagrams: Datagrams | None = None
-        self._one_shots, self._one_shots_out = trio.open_memory_channel[tuple[PeerId, str, bytes]](
-            ONE_SHOT_QUEUE_MAX
-        )
-        self._one_shot_bytes = 0
+        self._one_shots = OneShots(self._connections.send, self._counters)
         self._paths = DatagramPaths()
         self._router.streamed = self._streamed
         self._short = ShortMessages(
@@ -141,7 +129,7 @@ class RealNetwork:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        return self._addresses
+        return self._announced.addresses
 
     @property
     def port(self) -> int:
@@ -176,12 +164,11 @@ class RealNetwork:
     @property
     def circuits(self) -> tuple[Address, ...]:
         """By which relays others reach this node; to be set by `reach_by`."""
-        return self._circuits
+        return self._announced.circuits
 
     def reach_by(self, circuits: Sequence[Address]) -> None:
         """Tell others that they reach this node by these relays."""
-        self._circuits = tuple(each.of(None) for each in circuits[:CIRCUITS_TOLD_MAX])
-        self._tell()
+        self._announced.reach_by(circuits)
 
     @property
     def local(self) -> Multicast | None:
@@ -197,9 +184,7 @@ class RealNetwork:
         before = self._policy.listening
         self._policy.look(self._places, read_interfaces())
         has_moved = self._policy.listening != before
-        if has_moved:
-            self._confirmed = ()
-        self._tell()
+        self._announced.choose(has_moved=has_moved)
         return has_moved
 
     def doubt(self) -> None:
@@ -210,10 +195,8 @@ class RealNetwork:
     def announce(self, address: Address) -> None:
         """Announce an address as the seam defines, unless the user has set the announced ones, or it is
         link-local, which beacons announce."""
-        if address.is_link_local or address.of(self.peer) in self._addresses:
-            return
-        self._confirmed = (address.of(None), *self._confirmed)[:ADDRESSES_MAX]
-        self._tell()
+        if not address.is_link_local and address.of(self.peer) not in self.addresses:
+            self._announced.confirm(address)
 
     @property
     def listening(self) -> tuple[Place, ...]:
@@ -242,14 +225,7 @@ class RealNetwork:
 
     def map_to(self, address: Address | None) -> None:
         """Announce that a router forwards this address to this node; None: no longer."""
-        self._mapped = address
-        self._tell()
-
-    def _tell(self) -> None:
-        mapped = () if self._mapped is None else (self._mapped,)
-        told = self._policy.own(self._announce, (*mapped, *self._confirmed))
-        told = (*told[: ADDRESSES_MAX - len(self._circuits)], *self._circuits)
-        self._addresses = tuple(address.of(self.peer) for address in told)
+        self._announced.map_to(address)
 
     @property
     def _places(self) -> tuple[Place, ...]:
@@ -258,7 +234,7 @@ class RealNetwork:
     @property
     def address_for_others(self) -> Address | None:
         """Return the address that works on another machine; None if there is none."""
-        return self._policy.for_others(self._addresses)
+        return self._policy.for_others(self.addresses)
 
     def is_own(self, address: Address) -> bool:
         return self._policy.is_own(address)
@@ -301,7 +277,7 @@ class RealNetwork:
         if not self._book.knows(peer) and self.multiplexed.best(peer) is None:
             self._counters["messages_without_address"] += 1
         elif len(message) > payload_bytes_max(protocol):
-            self._queue_one_shot(peer, protocol, message)
+            self._one_shots.put(peer, protocol, message)
         elif by_stream or self._paths.is_by_stream(peer, now) or self._is_behind(peer, now):
             self._short.put(peer, protocol, message)
             if self._paths.knocks(peer, now):
@@ -311,7 +287,7 @@ class RealNetwork:
             self.multiplexed.seek(peer)
         elif not self._datagrams.send(now, peer, protocol, message, addresses):
             # Only names to look up, or only the other address family: TCP knows both.
-            self._queue_one_shot(peer, protocol, message)
+            self._one_shots.put(peer, protocol, message)
 
     def paths(self, peer: PeerId) -> tuple[Address, ...]:
         return self._book.paths(peer)
@@ -376,8 +352,7 @@ class RealNetwork:
                         nursery.start_soon(datagrams.wake_forever)
                         await nursery.start(self._connections.arrivals.listen, [each.tcp for each in bound])
                         nursery.start_soon(self._short.run)
-                        for _ in range(ONE_SHOT_SENDERS):
-                            nursery.start_soon(self._send_one_shots)
+                        nursery.start_soon(self._one_shots.run)
                         if self._beacon_port is not None:
                             self._local = Multicast(self._places, self._counters, port=self._beacon_port)
                             await nursery.start(self._local.run)
@@ -406,7 +381,7 @@ class RealNetwork:
         """Handshakes by datagram lead to nothing; by a stream only one is asked that has answered before."""
         if self._is_reached(peer):
             self._paths.unanswered(peer, now)
-            if not any(is_global(each.host) for each in self._addresses if each.relay is None):
+            if not any(is_global(each.host) for each in self.addresses if each.relay is None):
                 # A router is between it and this node, which it cannot dial to answer.
                 self.multiplexed.offer_soon(peer)
         else:
@@ -427,28 +402,3 @@ class RealNetwork:
         if now - self._book.heard_at(peer) <= HEARD_SECONDS:
             return False
         return self.multiplexed.best(peer) is not None or bool(self._book.circuits(peer))
-
-    def _queue_one_shot(self, peer: PeerId, protocol: str, message: bytes) -> None:
-        if self._one_shot_bytes + len(message) > ONE_SHOT_QUEUE_BYTES_MAX:
-            self._counters["messages_dropped_queue_full"] += 1
-            return
-        try:
-            self._one_shots.send_nowait((peer, protocol, message))
-        except trio.WouldBlock:
-            self._counters["messages_dropped_queue_full"] += 1
-            return
-        self._one_shot_bytes += len(message)
-
-    async def _send_one_shots(self) -> None:
-        while True:
-            peer, protocol, message = await self._one_shots_out.receive()
-            try:
-                with trio.fail_after(ONE_SHOT_SECONDS):
-                    await self._connections.send(peer, protocol, message)
-                self._counters["messages_by_stream"] += 1
-            except (Unreachable, StreamClosed, trio.TooSlowError):
-                self._counters["messages_by_stream_failed"] += 1
-            except Exception as error:
-                note(error, "a message by stream")
-            finally:
-                self._one_shot_bytes -= len(message)

@@ -6,11 +6,8 @@ call; here a call checkpoints when it has to wait, or after a number of calls wi
 """
 
 import socket
-import struct
-import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Hashable
-from contextlib import suppress
 from math import inf
 from typing import Protocol
 
@@ -23,7 +20,7 @@ from crypto.registers import Silence
 from node.errors import StreamClosed
 from node.forks import keep_from_children
 from node.transport.buffer_pool import Pool
-from node.transport.handshake import KEEPALIVE_SECONDS
+from node.transport.kernel_socket import KernelSocket
 from node.transport.pace import BURST_SECONDS, PIECE_BYTES, Paces
 from node.transport.records import PAYLOAD_BYTES_MAX, Mark, RecordReader, RecordWriter
 from node.transport.settings import TransportSettings
@@ -38,16 +35,9 @@ message."""
 CALLS_WITHOUT_REST_MAX = 16
 """Calls in a row that need not wait before others get their turn: well below a millisecond of them. To rest
 after each takes as long as the call."""
-KEEPALIVE_QUESTIONS = 3
-"""A machine that vanished in silence is asked so often, ten seconds apart, after half a minute."""
-REPEATED_MIN = 2
-"""One packet may always be on its way."""
 
 _FILL_CALLS = CALLS_WITHOUT_REST_MAX // 2
 """A read of up to a mebibyte and its decryption take as long as so many short calls, or longer."""
-_TCP_INFO_BYTES = 60
-_RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
-"""Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
 
 
 class Carrier(Hashable, Protocol):
@@ -88,8 +78,7 @@ class ReassemblyBudget:
 class Connection:
     """One task at a time may send, and one receive. A `send` that is cancelled after it began ends the
     connection; a cancelled `receive` loses nothing, and the next one continues. `ended(connection)` is called
-    once, at the end; `why` is the reason. Long because sending, receiving and ending share one socket
-    and its state.
+    once, at the end; `why` is the reason.
     """
 
     def __init__(
@@ -110,9 +99,7 @@ class Connection:
         self._socket = socket.socket(fileno=transport.socket.detach())
         self._socket.setblocking(False)
         keep_from_children(self._socket)
-        # A connection that is gone already refuses options; the next read will tell.
-        with suppress(OSError, AttributeError):
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
+        self.kernel = KernelSocket(self._socket)
         self.peer = session.peer
         self.path = path
         self._place = place
@@ -171,14 +158,7 @@ class Connection:
     def become_path(self, unsent_bytes_max: int) -> None:
         """Carry channels, which keep the owner's pace themselves, and let little pile up in the kernel."""
         self._paces = Paces()
-        with suppress(OSError, AttributeError):
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes_max)
-
-    def leave_nothing(self) -> None:
-        """End without TIME_WAIT: else no connection between the same two ports could follow for a minute.
-        Unsent bytes are lost."""
-        with suppress(OSError):
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.kernel.queue_little(unsent_bytes_max)
 
     def detach(self) -> tuple[socket.socket, bytes]:
         """Hand over the socket, between two messages, and the bytes received since; the
@@ -354,8 +334,7 @@ class Connection:
         if self._narrowed != pace.bytes_per_second:
             # Bytes that the kernel receives meanwhile exceed the owner's limit.
             self._narrowed = pace.bytes_per_second
-            size = max(PIECE_BYTES, int(pace.bytes_per_second * BURST_SECONDS))
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size)
+            self.kernel.take_little(max(PIECE_BYTES, int(pace.bytes_per_second * BURST_SECONDS)))
         if seconds and self._reader.inside:
             await trio.sleep(seconds)
             self._stalls_at = trio.current_time() + self._stall_seconds
@@ -429,28 +408,6 @@ class Connection:
         except OSError:
             return False
         return False
-
-    def ask_often(self, *, is_doubted: bool) -> None:
-        """Have the kernel ask every second whether the other machine is there, or as seldom as usual."""
-        if self.why is None and hasattr(socket, "TCP_KEEPIDLE"):
-            idle_seconds, pause_seconds = (
-                (1, 1) if is_doubted else (KEEPALIVE_SECONDS, KEEPALIVE_SECONDS // 3)
-            )
-            with suppress(OSError):
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_seconds)
-                self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
-
-    def has_vanished(self, silent_seconds: float) -> bool:
-        """Return whether the kernel has retransmitted without an answer for this long; only on Linux."""
-        if self.why is not None or sys.platform != "linux":
-            return False
-        try:
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-        except OSError:
-            return False
-        repeated = max(info[_RETRANSMITS_AT], info[_PROBES_AT])
-        waited_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
-        return repeated >= REPEATED_MIN and waited_seconds >= silent_seconds
 
     def end(self, why: str) -> StreamClosed:
         """Close the socket; the first reason stays."""

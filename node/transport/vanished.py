@@ -31,7 +31,7 @@ class VanishedConnections:
         the usual time."""
         least_seconds = self._silent_seconds if silent_seconds is None else silent_seconds
         for connection in self._standing():
-            if connection.has_vanished(least_seconds):
+            if connection.kernel.has_vanished(least_seconds):
                 self._counters["connections_vanished"] += 1
                 connection.end("the other machine is gone")
 
@@ -43,10 +43,10 @@ class VanishedConnections:
         self._is_doubting = True
         try:
             for connection in bare:
-                connection.ask_often(is_doubted=True)
+                connection.kernel.ask_often(is_doubted=True)
             await trio.sleep(DOUBT_SECONDS)
             self.look(DOUBT_SECONDS)
         finally:
             self._is_doubting = False
             for connection in bare:
-                connection.ask_often(is_doubted=False)
+                connection.kernel.ask_often(is_doubted=False)

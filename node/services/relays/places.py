@@ -9,7 +9,7 @@ from typing import Any
 
 from crypto.identity import PeerId
 from node.services.relays.settings import RELAYS, RelaySettings
-from node.transport.network import CIRCUITS_TOLD_MAX
+from node.transport.announced import CIRCUITS_TOLD_MAX
 
 WANTED = CIRCUITS_TOLD_MAX
 """Relays at once: one may vanish."""

@@ -1,0 +1,64 @@
+"""What a node asks of the kernel about one TCP connection, beside its bytes: options, and signs of death.
+
+An option that a connection refuses, because it is gone or the system has none such, is left alone: the next
+read or write tells.
+"""
+
+import socket
+import struct
+import sys
+from contextlib import suppress
+
+from node.transport.handshake import KEEPALIVE_SECONDS
+
+KEEPALIVE_QUESTIONS = 3
+"""A machine that vanished in silence is asked so often, ten seconds apart, after half a minute."""
+REPEATED_MIN = 2
+"""One packet may always be on its way."""
+
+_TCP_INFO_BYTES = 60
+_RETRANSMITS_AT, _PROBES_AT, _LAST_ACK_AT = 2, 3, 56
+"""Where `struct tcp_info` of Linux has what was repeated, and the milliseconds since the last answer."""
+
+
+class KernelSocket:
+    """The options of a connected socket, which somebody else reads, writes and closes."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        self._socket = connected
+        with suppress(OSError, AttributeError):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_QUESTIONS)
+
+    def queue_little(self, unsent_bytes_max: int) -> None:
+        """Let no more pile up in the kernel than this, beyond what is in flight."""
+        with suppress(OSError, AttributeError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, unsent_bytes_max)
+
+    def take_little(self, received_bytes_max: int) -> None:
+        """Take in no more from the network than this ahead of its reader."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, received_bytes_max)
+
+    def leave_nothing(self) -> None:
+        """Leave no trace of it when it ends: else no connection between the same two ports could follow for a
+        minute. What is not sent by then is lost."""
+        with suppress(OSError):
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def ask_often(self, *, is_doubted: bool) -> None:
+        """Have the kernel ask every second whether the other machine is there, or as seldom as usual."""
+        idle_seconds, pause_seconds = (1, 1) if is_doubted else (KEEPALIVE_SECONDS, KEEPALIVE_SECONDS // 3)
+        with suppress(OSError, AttributeError):
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause_seconds)
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, idle_seconds)
+
+    def has_vanished(self, silent_seconds: float) -> bool:
+        """Return whether the kernel has repeated itself and heard nothing for so long; only Linux can say."""
+        if sys.platform != "linux":
+            return False
+        try:
+            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        except OSError:
+            return False
+        repeated = max(info[_RETRANSMITS_AT], info[_PROBES_AT])
+        waited_seconds = int.from_bytes(info[_LAST_ACK_AT : _LAST_ACK_AT + 4], sys.byteorder) / 1000
+        return repeated >= REPEATED_MIN and waited_seconds >= silent_seconds
