@@ -1,15 +1,13 @@
 """The table of a node's TCP connections, and those that it opens: dialled, used again, and ended in order.
 
 A connection carries one conversation at a time; one that has ended in order on both sides carries the next.
-A peer that cannot be dialled is spoken to on a channel of a multiplexed path (`paths`). Connections that
-others open are served by `arrivals`; `address_book` has the addresses of peers.
+A peer that cannot be dialled is spoken to on a channel of a multiplexed path (`paths`). `dialer` reaches
+peers, `greeting` says what a connection is for, `arrivals` serves connections that others open.
 """
 
 import socket
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
-from functools import partial
 
 import trio
 
@@ -23,12 +21,13 @@ from node.transport.address_book import AddressBook
 from node.transport.arrivals import ServedConnections
 from node.transport.buffer_pool import Pool
 from node.transport.connection_pool import IdleConnections
-from node.transport.handshake import Credentials, SecuredTransport, dial
-from node.transport.multiplexed import MultiplexedPath, channel_session
+from node.transport.dialer import Dialer
+from node.transport.greeting import Greeter
+from node.transport.handshake import Credentials, SecuredTransport
+from node.transport.multiplexed import MultiplexedPath
 from node.transport.pace import Paces
 from node.transport.paths import Paths
-from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
-from node.transport.router import Hello, Router, greet
+from node.transport.router import Hello, Router
 from node.transport.settings import TRANSPORT, TransportSettings
 from node.transport.sockets import address_of
 from node.transport.streams import SecureStream
@@ -37,32 +36,12 @@ from node.transport.vanished import VanishedConnections
 
 OPEN_SECONDS = 20.0
 """The time to try all addresses of a peer."""
-PREFERRED_DELAY_SECONDS = 2.0
-"""The head start of the path that was measured as the fastest: it may be full of our data."""
 GRACE_SECONDS = 0.5
 """The time for handlers to finish their answers when the node leaves, and for streams to end in order."""
 
-Reached = SecuredTransport | MultiplexedPath
-
-
-async def _first(
-    addresses: Sequence[Address],
-    attempt: Callable[[Address], Awaitable[Reached]],
-    delay_seconds: float = ATTEMPT_DELAY_SECONDS,
-) -> Reached:
-    """Race, and end those that came in beside the first; a path stays. Raises Unreachable."""
-    first, *others = await race(addresses, attempt, delay_seconds)
-    for other in others:
-        if isinstance(other, SecuredTransport):
-            other.transport.socket.close()
-    return first
-
 
 class Connections:
-    """`run` must be running to serve, and to keep connections for another conversation.
-
-    Long because dialling, keeping and ending share one table of connections.
-    """
+    """`run` must be running to serve, and to keep connections for another conversation."""
 
     def __init__(
         self,
@@ -84,6 +63,8 @@ class Connections:
         # Every open connection, with the stream that it carries; a dict for its order.
         self._open: dict[Connection, SecureStream | None] = {}
         self.paths = Paths(self, credentials, counters, settings.paths)
+        self._dialer = Dialer(credentials, book, self.paths)
+        self._greeter = Greeter(self, credentials, book)
         self.arrivals = ServedConnections(self, credentials, router, self._assembly, counters, settings)
         self._vanished = VanishedConnections(lambda: tuple(self._open), counters, settings.vanished_seconds)
         self._leaving: trio.Event | None = None
@@ -167,13 +148,13 @@ class Connections:
         """One message for the peer's inbox. Raises Unreachable, StreamClosed."""
         connection, _ = await self._greet_peer(peer, Hello("message", (protocol,), self._work_bits))
         await connection.send(message)
-        self._keep(connection)
+        self.keep(connection)
 
     async def identify(self, address: Address) -> PeerId:
         """Return the peer that answers at an address, always by a new handshake. Raises Unreachable."""
         with trio.move_on_after(OPEN_SECONDS):
             connection, _ = await self._dial(address, Hello("identify", (), self._work_bits))
-            self._keep(connection)
+            self.keep(connection)
             return connection.peer
         raise Unreachable("timeout", f"{address.short} did not answer in {OPEN_SECONDS:g} s")
 
@@ -186,13 +167,15 @@ class Connections:
                 return found
             if at is None and (path := self.paths.best(peer)) is not None:
                 try:
-                    return await self._greet_channel(path, hello, message_bytes_max)
+                    return await self._greeter.greet_channel(path, hello, message_bytes_max)
                 except (StreamClosed, trio.TooSlowError):
                     self._counters["channels_failed"] += 1
             if at is not None:
                 # It may be one that the peer only claims.
-                return await self._meet(await self._attempt(peer, at), hello, message_bytes_max)
-            return await self._dial_peer(peer, hello, message_bytes_max)
+                return await self._greeter.meet(
+                    await self._dialer.attempt(peer, at), hello, message_bytes_max
+                )
+            return await self._greeter.meet(await self._dialer.reach_peer(peer), hello, message_bytes_max)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
     async def _greet_idle(
@@ -209,7 +192,7 @@ class Connections:
         connection = self._idle.take(peer, at, is_bare=is_bare)
         if connection is not None:
             try:
-                protocol = await self._greet(connection, hello, message_bytes_max, ahead)
+                protocol = await self._greeter.greet(connection, hello, message_bytes_max, ahead)
                 self._counters["connections_used_again"] += 1
                 return connection, protocol
             except (StreamClosed, trio.TooSlowError):
@@ -218,65 +201,11 @@ class Connections:
                 self._idle.drop(peer)
         return None
 
-    async def _dial_peer(
-        self, peer: PeerId, hello: Hello, message_bytes_max: int, *, is_bare: bool = False
-    ) -> tuple[Connection, str]:
-        """Try the peer's addresses, in parallel if they are slow, and then circuits unless it `is_bare`.
-        Raises Unreachable: the most informative failure."""
-        addresses = [each for each in self._book.for_stream(peer) if each.relay is None or not is_bare]
-        if not addresses:
-            raise Unreachable("unknown", f"no address of {short_peer(peer)} is known")
-        is_preferred = self._book.preferred(peer) is not None
-        delay_seconds = PREFERRED_DELAY_SECONDS if is_preferred else ATTEMPT_DELAY_SECONDS
-        with self.paths.seeking(peer):
-            found = await _first(addresses, partial(self._attempt, peer), delay_seconds)
-        return await self._meet(found, hello, message_bytes_max)
-
-    async def _attempt(self, peer: PeerId, address: Address) -> Reached:
-        """Try one of the peer's addresses, as often as it may be dialled. Raises Unreachable."""
-        # A name that a peer claims for itself may stand for an address that it may not claim.
-        there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
-        there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
-        if not there:
-            detail = f"{address.short} was dialled too often without an answer; try again in a minute"
-            raise Unreachable("timeout", detail)
-        try:
-            found = await _first([each.of(peer) for each in there], self._reach)
-        except Unreachable:
-            for each in dict.fromkeys((address, *there)):
-                self._book.failed(peer, each)
-            raise
-        if isinstance(found, MultiplexedPath) and found.address is not None:
-            self._book.answered(peer, found.address)
-        return found
-
-    async def _reach(self, address: Address) -> Reached:
-        if address.relay is not None:
-            return await self.paths.through(address)
-        return await self._shake_hands_with(address)
-
-    async def _look_up(self, name: Address) -> list[Address]:
-        """Return the addresses of a claimed name that may be tried. Raises Unreachable."""
-        try:
-            found = await trio.socket.getaddrinfo(name.host, name.port, type=socket.SOCK_STREAM)
-        except OSError:
-            raise Unreachable("unknown", f"no machine is known by the name {name.host}") from None
-        addresses = dict.fromkeys(address_of(each[4]) for each in found)
-        admitted = [each for each in addresses if self._book.policy.admits(each)]
-        return admitted if name.relay is None else [each.of(name.relay).through(None) for each in admitted]
-
     async def _dial(
         self, address: Address, hello: Hello, message_bytes_max: int = 0
     ) -> tuple[Connection, str]:
         """One address: connect, shake hands, be welcomed."""
-        return await self._meet(await self._reach(address), hello, message_bytes_max)
-
-    async def _meet(
-        self, found: Reached, hello: Hello, message_bytes_max: int, ahead: bytes = b""
-    ) -> tuple[Connection, str]:
-        if isinstance(found, SecuredTransport):
-            return await self._introduce(found, hello, message_bytes_max, ahead=ahead)
-        return await self._introduce_channel(found, hello, message_bytes_max)
+        return await self._greeter.meet(await self._dialer.reach(address), hello, message_bytes_max)
 
     # --- paths -------------------------------------------------------------------------------------
 
@@ -294,7 +223,9 @@ class Connections:
             found = await self._greet_idle(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True, ahead=ahead)
             if found is None:
                 # Dialled as rarely as a claim: the relay's address may come only from a peer behind it.
-                found = await self._meet(await self._attempt(peer, at), hello, MESSAGE_BYTES_USUAL, ahead)
+                found = await self._greeter.meet(
+                    await self._dialer.attempt(peer, at), hello, MESSAGE_BYTES_USUAL, ahead
+                )
             return self._stream(*found)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
@@ -305,8 +236,8 @@ class Connections:
         with trio.move_on_after(OPEN_SECONDS):
             found = await self._greet_idle(peer, hello, 0, is_bare=True)
             if found is None:
-                found = await self._meet(await self._attempt(peer, at), hello, 0)
-            self._keep(found[0])
+                found = await self._greeter.meet(await self._dialer.attempt(peer, at), hello, 0)
+            self.keep(found[0])
 
     async def dial_path(self, peer: PeerId, at: Address | None = None) -> Connection:
         """Dial a peer, and agree with it that the connection becomes a path. Raises Unreachable."""
@@ -317,19 +248,20 @@ class Connections:
         with trio.move_on_after(OPEN_SECONDS):
             if at is not None:
                 return await self._dial(at.of(peer), hello, MESSAGE_BYTES_USUAL)
-            return await self._dial_peer(peer, hello, MESSAGE_BYTES_USUAL, is_bare=True)
+            found = await self._dialer.reach_peer(peer, is_bare=True)
+            return await self._greeter.meet(found, hello, MESSAGE_BYTES_USUAL)
         raise Unreachable("timeout", f"{short_peer(peer)} did not answer in {OPEN_SECONDS:g} s")
 
     async def open_on(self, secured: SecuredTransport, protocol: str) -> SecureStream:
         """A stream on a connection on which hands were shaken. Raises Unreachable."""
         hello = Hello("stream", (protocol,), self._work_bits)
-        return self._stream(*await self._introduce(secured, hello, MESSAGE_BYTES_USUAL))
+        return self._stream(*await self._greeter.introduce(secured, hello, MESSAGE_BYTES_USUAL))
 
     async def agree_on_path(self, secured: SecuredTransport) -> Connection:
         """Agree with the peer that a punched connection becomes a path. Raises Unreachable."""
         # The address where it is seen is not dialable.
         hello = Hello("path", (), self._work_bits)
-        return (await self._introduce(secured, hello, MESSAGE_BYTES_USUAL, is_punched=True))[0]
+        return (await self._greeter.introduce(secured, hello, MESSAGE_BYTES_USUAL, is_punched=True))[0]
 
     async def serve_punched(self, secured: SecuredTransport) -> None:
         """Serve a punched connection whose purpose the other side states."""
@@ -343,10 +275,7 @@ class Connections:
 
     async def reach_again(self, peer: PeerId) -> None:
         """Make a new path to a peer by any of its relays. Raises Unreachable."""
-        circuits = self._book.circuits(peer)
-        if not circuits:
-            raise Unreachable("unknown", f"{short_peer(peer)} has told of no relay")
-        await _first(circuits, partial(self._attempt, peer))
+        await self._dialer.reach_again(peer)
 
     def doubt(self) -> None:
         """A path was lost: find out soon which connections are dead as well."""
@@ -355,55 +284,7 @@ class Connections:
 
     def serve_channel(self, path: MultiplexedPath, channel: socket.socket) -> None:
         """The peer has opened a channel: serve it as a connection that came in."""
-        self.arrivals.serve_channel(path, self._make_channel(path, channel))
-
-    async def _greet_channel(
-        self, path: MultiplexedPath, hello: Hello, message_bytes_max: int
-    ) -> tuple[Connection, str]:
-        """Raises StreamClosed, TooSlowError, Unreachable."""
-        connection = self._make_channel(path, path.open())
-        return connection, await self._greet(connection, hello, message_bytes_max)
-
-    async def _introduce_channel(
-        self, path: MultiplexedPath, hello: Hello, message_bytes_max: int
-    ) -> tuple[Connection, str]:
-        try:
-            return await self._greet_channel(path, hello, message_bytes_max)
-        except (StreamClosed, trio.TooSlowError):
-            who = short_peer(path.peer)
-            raise Unreachable("timeout", f"{who} does not answer on the path to it") from None
-
-    def _make_channel(self, path: MultiplexedPath, channel: socket.socket) -> Connection:
-        transport = trio.SocketStream(trio.socket.from_stdlib_socket(channel))
-        return self.make(transport, channel_session(path.peer), path)
-
-    # --- dialling ----------------------------------------------------------------------------------
-
-    async def _shake_hands_with(self, address: Address) -> "SecuredTransport":
-        return SecuredTransport(address, *await dial(address, self._credentials))
-
-    async def _introduce(
-        self,
-        dialled: "SecuredTransport",
-        hello: Hello,
-        message_bytes_max: int,
-        *,
-        is_punched: bool = False,
-        ahead: bytes = b"",
-    ) -> tuple[Connection, str]:
-        """State the connection's purpose after the handshake."""
-        address, transport, session = dialled.address, dialled.transport, dialled.session
-        connection = self.make(transport, session)
-        connection.is_punched = is_punched
-        if connection.source is not None and not is_punched:  # else it has hung up: the greeting will tell
-            self._book.prove(session.peer, connection.source)
-            self.note_way(connection, transport)
-        try:
-            return connection, await self._greet(connection, hello, message_bytes_max, ahead)
-        except trio.TooSlowError:
-            raise Unreachable("timeout", f"{address.short} shook hands, then fell silent") from None
-        except StreamClosed:
-            raise Unreachable("refused", f"{address.short} hung up after the handshake") from None
+        self.arrivals.serve_channel(path, self._greeter.make_channel(path, channel))
 
     def note_way(self, connection: Connection, transport: trio.SocketStream) -> None:
         """Note by which of its own addresses this machine is reached: a connection shows it."""
@@ -415,24 +296,6 @@ class Connections:
     def carries(self, connection: Connection, stream: SecureStream | None) -> None:
         """Note the stream that a connection carries; None for none."""
         self._open[connection] = stream
-
-    async def _greet(
-        self, connection: Connection, hello: Hello, message_bytes_max: int, ahead: bytes = b""
-    ) -> str:
-        understood = False
-        try:
-            with trio.fail_after(self._settings.handshake_seconds):
-                me = self._credentials.identity.peer
-                protocol = await greet(connection, hello, me, message_bytes_max, ahead)
-            understood = True
-        except Unreachable:
-            understood = True
-            self._keep(connection)
-            raise
-        finally:
-            if not understood:
-                connection.end("the greeting was cut short")
-        return protocol
 
     def make(
         self, transport: trio.SocketStream, session: HandshakeResult, path: MultiplexedPath | None = None
@@ -453,8 +316,8 @@ class Connections:
         self._open[connection] = None
         return connection
 
-    def _keep(self, connection: Connection) -> None:
-        """It is free: keep it for another conversation with that peer."""
+    def keep(self, connection: Connection) -> None:
+        """Keep a free connection for another conversation with its peer."""
         if connection.why is not None:
             return
         self._open[connection] = None
@@ -483,7 +346,7 @@ class Connections:
             return
         if self._is_staying and self._nursery is not None:
             if stream.finish_now():
-                self._keep(stream.connection)
+                self.keep(stream.connection)
             else:
                 self._nursery.start_soon(self._part, stream)
         elif self._nursery is None:
@@ -492,7 +355,7 @@ class Connections:
     async def _part(self, stream: SecureStream) -> None:
         with contain("a stream's end") as part:
             if await stream.finish():
-                self._keep(stream.connection)
+                self.keep(stream.connection)
             else:
                 stream.connection.end("the other side did not close in time")
         if part.error is not None:

@@ -1,4 +1,4 @@
-"""What a node asks of the kernel about one TCP connection, beside its bytes: options, and signs of death.
+"""The kernel's side of one TCP connection, beside its bytes: options, and signs that the other machine died.
 
 An option that a connection refuses, because it is gone or the system has none such, is left alone: the next
 read or write tells.
