@@ -379,7 +379,7 @@ async def place(
         except PlacementFailed as error:
             free = sum(offer.has_slot for offer in left)
             seconds = expected_wait(run.manifest, free, waits)
-            lacking = lacks_text(offers) if is_short(run.manifest, offers) else ""
+            lacking = lacks_text(offers) if is_short(run.manifest, left) else ""
             said = filter(None, [str(error), lacking, *reasons[-REASONS_MAX:]])
             raise PlacementFailed("; ".join(said), seconds) from None
         rows: dict[PeerId, int | None] = dict.fromkeys(plan.witnesses)

@@ -390,7 +390,7 @@ class ServiceHost:
                     case Recruit():
                         owner.start_task(self._recruit, member, event)
                     case Relieved():
-                        owner.start_task(self.let_go, member, "leaving", "another node holds the stage again")
+                        owner.start_task(self.let_go, member, "leaving", "enough other nodes hold the stage")
                     case RosterChanged():
                         member.roster = event.ready
                         owner.publish(

@@ -5,7 +5,8 @@ Every member tells all others which stage it holds, and whom it knows. A member 
 was silent for some seconds, or whose stream broke, counts no more until it tells again. Where a stage has
 fewer members than wished, the members act in the order of a hash of theirs and of the stage: the first at
 once, the others only where it is still missing some seconds later, so that a dead first hinders nobody. Two
-that act at once make a replica too many, which serves like any other.
+that act at once make a replica too many, as does a member that was only silent and comes back. Where more
+answer for a stage than are wished, and have for a while, the last in the order of that hash let go.
 
 Where nobody is left who holds a stage, and no other node takes it, a member takes it too, as a stopgap: it
 answers, but is no replica, so another node is looked for all the same. Once one has answered beside it for a
@@ -31,17 +32,22 @@ from partition.serve.messages import ROLL_ROWS_MAX, Roll, ServiceRow
 TELL_SECONDS = 1.0
 FORGET_SECONDS = 5.0
 """A member that tells nothing for so long counts no more. Its sessions left it long before."""
-HEARSAY_SECONDS = 3.0
-"""How long one is told to, of whom others have said that it is a member and who has said nothing itself."""
+HEARSAY_SECONDS = 6.0
+"""How long a peer is told that others have named as a member and that has said nothing itself. A new member
+looks for nobody else for that peer's stage meanwhile: both begin at once, and a busy machine may take seconds
+to dial."""
 SETTLE_SECONDS = 3.0
-"""Before a new member finds anything missing: it has to hear from the others first."""
+"""Before a new member finds anything else missing: it has to hear from the others first."""
 TURN_SECONDS = 2.0
 """How much later the next member acts where a replica is missing."""
 PAUSE_SECONDS_MIN, PAUSE_SECONDS_MAX = 1.0, 20.0
 """Between two attempts where nobody took the stage: a swarm without a free slot is not asked without end."""
 RELIEF_SECONDS = 10.0
-"""How long another has to answer for a stage before its stopgap lets go: one that is about to leave has the
-stopgap take over, and one that comes and goes moves no session twice."""
+"""How long enough others have to answer for a stage before its stopgap, or a replica too many, lets go: one
+that is about to leave has another take over, and one that comes and goes moves no session twice."""
+FORMER_SECONDS, FORMER_TELL_SECONDS = 60.0, 5.0
+"""How long, and how often, a member that was lost is told all the same. A machine that was cut off has lost
+all others too: without a word from either side it would begin the whole service anew."""
 MEMBERS_MAX = ROLL_ROWS_MAX
 STAGES_PER_PEER_MAX = 8
 """Stages of one service that a peer may say it holds: a liar fills no table. What was cut into more does not
@@ -72,7 +78,7 @@ class RosterChanged:
 
 @dataclass(frozen=True)
 class Relieved:
-    """Let go of this stage: another member answers for it, and this one holds another stage."""
+    """Let go of this stage: enough other members answer for it."""
 
     service: bytes
     stage: int
@@ -120,14 +126,16 @@ class ServiceUpkeep:
         self._members: dict[tuple[PeerId, int], _Member] = {}
         """Others, and this one by its other stages."""
         self._relief_since = inf
-        self._former: dict[PeerId, None] = {}
+        self._former: dict[PeerId, float] = {}
+        """When each was lost."""
+        self._former_told_at = now
         self._missing_since: dict[int, float] = {}
         self._recruiting: set[int] = set()
         self._pauses: dict[int, tuple[float, float]] = {}
         """For a stage that nobody took: when it is offered again, and the pause after that."""
         self._backoff: StageBackoff[tuple[PeerId, int]] = StageBackoff(MEMBERS_MAX)
         self._told: tuple[tuple[PeerId, ...], ...] = ()
-        self._acts_at = now + SETTLE_SECONDS
+        self._began_at = now
         self._learn(now, known)
 
     @property
@@ -202,7 +210,7 @@ class ServiceUpkeep:
         if held := self._stages_of(peer):
             for stage in held:
                 self._drop(now, (peer, stage))
-            self._remember(peer)
+            self._remember(now, peer)
             self._look(now)
         return []
 
@@ -214,13 +222,24 @@ class ServiceUpkeep:
         """Tell the others, forget the silent, and see what is missing."""
         if now < self.deadline:
             return []
+        if now - self.deadline >= TELL_SECONDS:
+            self._excuse(now, now - self.deadline)
         for key, each in list(self._members.items()):
             if now - each.heard_at >= (HEARSAY_SECONDS if each.is_hearsay else FORGET_SECONDS):
                 self._drop(now, key)
                 if not each.is_hearsay:
-                    self._remember(key[0])
+                    self._remember(now, key[0])
         self._look(now)
         return self._tell(now)
+
+    def _excuse(self, now: float, seconds: float) -> None:
+        """Take no time into account in which this member itself did not run, as on a machine that was frozen:
+        what the others told meanwhile is still to be read."""
+        self._began_at = min(now, self._began_at + seconds)
+        for each in self._members.values():
+            each.heard_at = min(now, each.heard_at + seconds)
+        for stage, since in self._missing_since.items():
+            self._missing_since[stage] = min(now, since + seconds)
 
     def recruited(self, now: float, stage: int, peer: PeerId | None) -> None:
         """A node took a stage that was missing; None: nobody did."""
@@ -248,7 +267,12 @@ class ServiceUpkeep:
     def _tell(self, now: float) -> Sends:
         self.deadline = now + TELL_SECONDS
         roll = Roll(self._service, self._stage, self.is_ready, False, self.rows(), self.is_stopgap)
-        return [(peer, roll) for peer in self._peers()]
+        peers = self._peers()
+        if now - self._former_told_at >= FORMER_TELL_SECONDS:
+            self._former_told_at = now
+            recent = {peer for peer, lost_at in self._former.items() if now - lost_at < FORMER_SECONDS}
+            peers += sorted(recent.difference(peers))
+        return [(peer, roll) for peer in peers]
 
     def _peers(self) -> list[PeerId]:
         return sorted({peer for peer, _ in self._members})
@@ -265,17 +289,17 @@ class ServiceUpkeep:
             if len(self._members) < MEMBERS_MAX and not self._stages_of(peer):
                 self._members[peer, row.stage] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
 
-    def _remember(self, peer: PeerId) -> None:
+    def _remember(self, now: float, peer: PeerId) -> None:
         """Keep in mind that this was a member: its word counts again once it comes back."""
         self._former.pop(peer, None)
-        self._former[peer] = None
+        self._former[peer] = now
         while len(self._former) > MEMBERS_MAX:
             del self._former[next(iter(self._former))]
 
     def _drop(self, now: float, key: tuple[PeerId, int], *, is_said: bool = False) -> None:
         """Count a member no more, and note how its stage ended: before it answered, or, where the member
         itself says that it let go, after. A node that was lost may be back at once, and sound; a stopgap
-        beside which another answers was relieved."""
+        beside which another answers, or a replica too many, was relieved."""
         gone = self._members.pop(key, None)
         if gone is None or gone.is_hearsay:
             return
@@ -283,13 +307,21 @@ class ServiceUpkeep:
             self._backoff.note_end(now, key, None)
             return
         self._backoff.note_sound(now, key, gone.ready_since)
-        if is_said and not (gone.is_stopgap and self._is_answered(gone.stage)):
+        needed = 1 if gone.is_stopgap else self._wished
+        if is_said and len(self._answering(gone.stage)) < needed:
             self._backoff.note_end(now, key, gone.ready_since)
 
-    def _is_answered(self, stage: int) -> bool:
-        """Return whether somebody answers for a stage."""
-        others = any(each.is_ready and each.stage == stage for each in self._members.values())
-        return others or (self.is_ready and stage == self._stage)
+    def _answering(self, stage: int) -> list[PeerId]:
+        """Return the peers that answer for a stage for good, and are no stopgaps, in the order in which they
+        stay."""
+        found = [
+            peer
+            for (peer, of), each in self._members.items()
+            if of == stage and each.is_ready and not (each.is_stopgap or each.is_hearsay)
+        ]
+        if stage == self._stage and self.is_ready and not self.is_stopgap:
+            found.append(self._me)
+        return sorted(found, key=lambda peer: self._rank(stage, peer))
 
     def _make_room(self) -> bool:
         """Forget one that others only speak of; return whether there was one."""
@@ -304,15 +336,15 @@ class ServiceUpkeep:
         ready: list[list[PeerId]] = [[] for _ in range(self._stages)]
         members: dict[PeerId, None] = {}
         covered: set[int] = set()
-        relief = False
+        named: set[int] = set()
         me = _Member(self._stage, self.is_ready, now, is_stopgap=self.is_stopgap)
         for (peer, stage), each in (*self._members.items(), ((self._me, self._stage), me)):
             if each.is_hearsay:
+                named.add(stage)
                 continue
             members[peer] = None
             if each.is_ready:
                 ready[stage].append(peer)
-                relief |= stage == self._stage and not each.is_stopgap
             if each.is_stopgap:
                 covered.add(stage)
             else:
@@ -321,26 +353,31 @@ class ServiceUpkeep:
         if told != self._told:
             self._told = told
             self.events.append(RosterChanged(self._service, told, self._wished))
+        self._look_for_relief(now)
         if self.is_stopgap:
-            self._look_for_relief(now, relief)
             return
         for stage, rows in enumerate(held):
             if len(rows) >= self._wished:
                 self._missing_since.pop(stage, None)
                 continue
-            since = self._missing_since.setdefault(stage, max(now, self._acts_at))
+            since = self._missing_since.setdefault(stage, max(now, self._began_at + SETTLE_SECONDS))
             turn = sorted(members, key=lambda peer: self._rank(stage, peer)).index(self._me)
             again_at, _ = self._pauses.get(stage, (-inf, 0.0))
             if stage in self._recruiting or now < max(since + turn * TURN_SECONDS, again_at):
+                continue
+            if stage in named and now < self._began_at + HEARSAY_SECONDS:
                 continue
             self._recruiting.add(stage)
             is_empty = not rows and stage not in covered
             failed = frozenset(peer for peer, of in self._backoff.resting(now) if of == stage)
             self.events.append(Recruit(self._service, stage, tuple(members), is_empty, failed))
 
-    def _look_for_relief(self, now: float, is_answered: bool) -> None:
-        """See whether another has answered for this stopgap's stage for long enough."""
-        self._relief_since = min(self._relief_since, now) if is_answered else inf
+    def _look_for_relief(self, now: float) -> None:
+        """See whether enough others have answered for this member's stage for long enough."""
+        answering = self._answering(self._stage)
+        staying = answering if self.is_stopgap else answering[: self._wished]
+        is_relieved = self._me not in staying and bool(staying) and (self.is_stopgap or self.is_ready)
+        self._relief_since = min(self._relief_since, now) if is_relieved else inf
         if now - self._relief_since >= RELIEF_SECONDS:
             self._relief_since = inf
             self.events.append(Relieved(self._service, self._stage))

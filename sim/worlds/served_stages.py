@@ -121,7 +121,9 @@ class PlayedStages:
                     case RosterChanged():
                         each.roster = event.ready
                     case Relieved():
-                        self._owner.count("stopgaps relieved")
+                        self._owner.count(
+                            "stopgaps relieved" if each.upkeep.is_stopgap else "replicas relieved"
+                        )
                         self._let_go(each)
 
     # Taking a stage on, and letting it go

@@ -10,9 +10,12 @@ from crypto.identity import Identity, PeerId
 from partition.serve.messages import Roll, ServiceRow
 from partition.serve.upkeep import (
     FORGET_SECONDS,
+    HEARSAY_SECONDS,
     MEMBERS_MAX,
     PAUSE_SECONDS_MAX,
+    RELIEF_SECONDS,
     Recruit,
+    Relieved,
     RosterChanged,
     ServiceUpkeep,
 )
@@ -61,6 +64,9 @@ class Swarm:
                         if spare is not None:
                             self.join(spare, event.stage, core.rows())
                         core.recruited(self.now, event.stage, spare)
+                    elif isinstance(event, Relieved):
+                        self.send(peer, self.members.pop(peer).leave())
+                        self.spares.append(peer)
                 core.events.clear()
 
     def counts(self) -> list[int]:
@@ -114,6 +120,58 @@ def test_a_leaving_member_is_replaced_at_once() -> None:
     assert swarm.counts() == [2]
 
 
+def test_a_stage_whose_member_is_slow_to_begin_is_offered_to_nobody_else() -> None:
+    swarm = Swarm({}, [PEERS[2]], stages=2, wished=1)
+    rows = [ServiceRow(PEERS[0], 0, False), ServiceRow(PEERS[1], 1, False)]
+    swarm.join(PEERS[0], 0, rows)
+    swarm.run(HEARSAY_SECONDS - 1)
+    swarm.join(PEERS[1], 1, rows)
+    swarm.run(FORGET_SECONDS + 5)
+    assert (swarm.counts(), swarm.recruits) == ([1, 1], 0)
+
+
+def test_a_member_that_did_not_run_itself_judges_nobody() -> None:
+    core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 2, 1, 0, [ServiceRow(PEERS[1], 1, True)])
+    for second in range(1, 5):
+        core.receive(float(second), PEERS[1], Roll(SERVICE, 1, True))
+        core.wake(float(second))
+    core.wake(30.0)
+    assert core.has(PEERS[1]), "what it told in between is still to be read"
+    # From then on silence counts.
+    for second in range(31, 31 + int(FORGET_SECONDS)):
+        core.wake(float(second))
+    assert not core.has(PEERS[1])
+    assert [event.stage for event in core.events if isinstance(event, Recruit)] == [1]
+
+
+@pytest.mark.parametrize("holders", range(3, 8))
+def test_replicas_too_many_let_go_and_are_not_asked_again(holders: int) -> None:
+    swarm = Swarm({PEERS[n]: 0 for n in range(holders)}, [], stages=1, wished=2)
+    swarm.run(RELIEF_SECONDS / 2)
+    assert swarm.counts() == [holders]
+    swarm.run(RELIEF_SECONDS)
+    assert swarm.counts() == [2]
+    swarm.run(4 * RELIEF_SECONDS)
+    assert (swarm.counts(), swarm.recruits) == ([2], 0)
+    # The members that let go count as sound: one of them takes the place of a dead one.
+    swarm.kill(min(swarm.members), breaks=True)
+    swarm.run(5)
+    assert (swarm.counts(), swarm.recruits) == ([2], 1)
+
+
+def test_a_member_that_was_only_silent_does_not_leave_one_too_many() -> None:
+    swarm = Swarm({PEERS[0]: 0, PEERS[1]: 1}, [PEERS[2]], stages=2, wished=1)
+    swarm.run(4)
+    silent = swarm.members.pop(PEERS[1])
+    swarm.run(FORGET_SECONDS + 6)
+    assert swarm.counts() == [1, 1], "another took its stage"
+    swarm.members[PEERS[1]] = silent
+    swarm.run(RELIEF_SECONDS / 2)
+    assert swarm.counts() == [1, 2]
+    swarm.run(RELIEF_SECONDS)
+    assert swarm.counts() == [1, 1]
+
+
 def test_members_learn_of_each_other_from_others() -> None:
     swarm = Swarm({}, [], stages=1, wished=1)
     swarm.join(PEERS[0], 0, [])
@@ -133,8 +191,8 @@ def test_a_peer_known_by_hearsay_takes_no_place() -> None:
     rows = tuple(ServiceRow(rng.randbytes(32), 0, True) for _ in range(MEMBERS_MAX))
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, rows))
     assert {row.peer for row in core.rows()} == {*PEERS}
-    core.wake(4.0)
-    core.wake(8.0)
+    for second in range(1, 9):
+        core.wake(float(second))
     assert len(core.rows()) == 1
 
 
