@@ -120,7 +120,7 @@ def test_a_leaving_member_is_replaced_at_once() -> None:
     assert swarm.counts() == [2]
 
 
-def test_a_stage_whose_member_is_slow_to_begin_is_offered_to_nobody_else() -> None:
+def test_the_stage_of_a_slow_new_member_is_offered_to_nobody() -> None:
     swarm = Swarm({}, [PEERS[2]], stages=2, wished=1)
     rows = [ServiceRow(PEERS[0], 0, False), ServiceRow(PEERS[1], 1, False)]
     swarm.join(PEERS[0], 0, rows)
