@@ -247,7 +247,8 @@ class Serving:
 
     def act(self) -> None:
         """Execute the cores' actions, and recompute their deadlines."""
-        events, self.provider.events = self.provider.events, []
+        events = self.provider.events[:]
+        self.provider.events.clear()  # in place: its parts hold the same list
         for event in events:
             if (member := self.hosting.members.get((event.service, event.stage))) is not None:
                 member.asked.append(event)

@@ -62,10 +62,9 @@ WAITING_UNITS_MAX = 16
 
 
 class SessionProvider:
-    """One node's, over all its stages. `source_of` tells the network of a peer, `refuses` why a door is not
-    served, empty where it is, `weight_of` how large its share is beside a stranger's, `bounds_of` what it
-    may have.
-    """
+    """One node's, over all its stages; `events` is drained in place. `source_of` tells the network of a
+    peer, `refuses` why a door is not served, empty where it is, `weight_of` how large its share is beside
+    a stranger's, `bounds_of` what it may have."""
 
     def __init__(
         self,

@@ -429,5 +429,6 @@ class _Node:
 
 
 def _taken(core: Any) -> list[Any]:
-    events, core.events = core.events, []
-    return list(events)
+    events = list(core.events)
+    core.events.clear()  # in place: its parts hold the same list
+    return events
