@@ -1,5 +1,6 @@
-"""Where this machine has a real browser: Playwright (extra `browser`), and a Chromium on the path or named by
-PEERLOOM_CHROMIUM. Tests that need one say so when they skip."""
+"""Access to a real browser: Playwright (extra `browser`), and a Chromium on the path or at PEERLOOM_CHROMIUM.
+Tests that need one are skipped with a reason.
+"""
 
 import os
 import shutil
@@ -32,7 +33,7 @@ def require() -> str:
 def opened(**context: Any) -> Iterator[Any]:
     """Yield a page of a browser, with its errors as `complaints`; skip the test without a browser."""
     path = require()
-    from playwright.sync_api import sync_playwright  # an extra that may not be there
+    from playwright.sync_api import sync_playwright  # an extra that may be missing
 
     with sync_playwright() as driver:
         flags = [*FLAGS, *os.environ.get("PEERLOOM_CHROMIUM_FLAGS", "").split()]

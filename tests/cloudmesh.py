@@ -1,4 +1,4 @@
-"""The play behind docs/cloudmesh.md: real nodes, the commands that a person types, and what they print.
+"""The play behind docs/cloudmesh.md: real nodes, a user's commands, and their output.
 
 `Play` holds the nodes, runs commands, and records input and output by the key of a case, such as "4.11
 typical". `tests.cloudmesh_report` has the functions of the report with their cases, and makes the page from
@@ -27,7 +27,7 @@ COMMAND_SECONDS_MAX = 300.0
 LINES_MAX = 6
 """Lines of a command's output in the page."""
 NAMES = "abc"
-"""The initial nodes: a requests, b and c provide, and each does the other too."""
+"""The initial nodes: a requests, b and c provide, and each also has the other role."""
 ADDRESS = re.compile(
     r"\b(?!127\.|0\.)\d{1,3}(?:\.\d{1,3}){3}(?=:\d)"
     r"|\[[0-9a-f:]*[0-9a-f]{2}[0-9a-f:]*\](?=:\d)"
@@ -74,7 +74,7 @@ class Play:
         """Wait until a condition holds."""
         until = time.monotonic() + seconds
         while not ready():
-            assert time.monotonic() < until, "it did not come to that"
+            assert time.monotonic() < until, "the condition never held"
             self.pause(0.2)
 
     def begin(self, node: str, *words: str) -> "subprocess.Popen[str]":

@@ -1,9 +1,9 @@
-"""The functions of CloudMesh's report by their numbers, what each case is here, and the page of all of them.
+"""The functions of CloudMesh's report by number, their cases here, and the page of all of them.
 
-A `Section` is a function of the report's section 4, with its typical, exceptional and alternative case; those
-without a number are functions that the report does not have. `Case.tests` (FILE::NAME) hold a case where real
-nodes on one machine cannot show it, or more of it than they do. `page` makes docs/cloudmesh.md of these and
-of what `tests.cloudmesh.Play` kept, `shown_in` reads that back.
+A `Section` is a function of the report's section 4, with its typical, exceptional and alternative case;
+functions without a number are not in the report. `Case.tests` (FILE::NAME) prove a case that real nodes on
+one machine cannot show, or show only in part. `page` makes docs/cloudmesh.md from these and from the record
+of `tests.cloudmesh.Play`; `shown_in` reads that back.
 """
 
 import re

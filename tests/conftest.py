@@ -27,9 +27,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 SECONDS_MAX = 60.0
-"""For one test."""
+"""The seconds for one test."""
 ORDER = os.environ.get("PEERLOOM_ORDER", "1")
-"""Another value gives another order of tasks that are ready at one instant, in every test."""
+"""Another value changes the order of simultaneously ready tasks in every test."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +47,7 @@ def _bugs_come_out() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Say what the marker of slow tests means."""
+    """Register the marker of slow tests."""
     config.addinivalue_line("markers", "slow(seconds=60): played by `make soak`, or with PEERLOOM_SLOW set")
 
 
@@ -63,7 +63,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """Exempt imported objects from garbage collection: they live as long as the process.
 
-    They are some millions, torch's most of all; a test makes few.
+    There are some millions of them, mostly torch's; a test makes few.
     """
     gc.freeze()
 

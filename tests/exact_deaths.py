@@ -132,8 +132,8 @@ def look(group: Swarm) -> Sight:
 class Death:
     """Kills one node at one phase of one step, once.
 
-    A machine calls each method that begins with `at` with what it is about to do, and the method returns
-    whether the victim dies; the victim then does not do it.
+    A machine calls each method that begins with `at` before the named action, and the method returns whether
+    the victim dies; the victim then does not act.
     """
 
     role = ""
@@ -241,7 +241,7 @@ class ReplicaDeath(Death):
         return False
 
     def at_reply(self, shell: ReplicaShell, request: api.Request) -> bool:
-        # The last stage has both passes in one request: it is done by now, and nobody knows.
+        # The last stage runs both passes in one request, which is complete by now and not yet reported.
         is_due = self.phase == "between forward and backward" and shell.core.is_last
         is_pass = isinstance(request, api.Forward) and request.step == self.step
         return is_due and is_pass and self.awaits(shell.core.me)
@@ -349,7 +349,7 @@ class CommitterDeath(Death):
             case "before forward":
                 assert (sight.phase, sight.counted) == ("counting", 0)
                 assert all(row.step == self.step and row.is_untouched for row in replicas)
-                assert not any(row.owned for row in replicas), "nobody has the Open"
+                assert not any(row.owned for row in replicas), "no member has the Open"
             case "between forward and backward":
                 assert (sight.phase, sight.counted) == ("counting", 0)
                 assert any(row.in_flight for row in replicas)
@@ -370,7 +370,7 @@ class CommitterDeath(Death):
 
 
 class FeedingDeath(Death):
-    """The death of the second trainer while it feeds: one of its inputs has come, the next never does."""
+    """The death of the second trainer while it feeds: one of its inputs has arrived, the next never does."""
 
     role = "a second trainer that feeds"
 
@@ -413,7 +413,7 @@ class FeedingDeath(Death):
 
 
 def watch(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Show the death all actions of every node's machines from now on."""
+    """Report all actions of every node's machines to the death from now on."""
     _watch_replicas(death, monkeypatch)
     _watch_trainers(death, monkeypatch)
 

@@ -1,8 +1,8 @@
-"""Three small models and something to learn for each, for tests of exactness. No tests are here.
+"""Three small models and a task for each, for tests of exactness. No tests are here.
 
 They are hard to cut: they have batch statistics and dropout, a table of tokens that two stages hold, and
-skips over several stages. A few hundred to a few thousand parameters, so that whole nodes take most of the
-time.
+skips over several stages. They have a few hundred to a few thousand parameters, so that whole nodes take most
+of the time.
 """
 
 from collections.abc import Callable, Mapping
@@ -60,7 +60,7 @@ class Job:
 
 
 class NormalisedCNN(nn.Module):
-    """Batch norm, dropout, and a sum over what may be a cut."""
+    """Batch norm, dropout, and a sum over a possible cut."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def pixel_accuracy(logits: Tensor, labels: Tensor) -> Tensor:
 
 @cache
 def normalised_cnn(dropout: float = 0.3) -> Model:
-    """Return a model with initial values of its own, which members fetch from the requester."""
+    """Return a model with its own initial values, which members fetch from the requester."""
     torch.manual_seed(3)
     examples, labels = torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64), torch.zeros(2, dtype=torch.int64)
     module = NormalisedCNN(dropout).double()
@@ -141,7 +141,7 @@ def tied_gpt(width: int = 8, dropout: float = 0.1) -> Model:
 
 @cache
 def small_unet() -> Model:
-    """Return a model both of whose skips cross, over three stages, a stage that does not use them."""
+    """Return a model with two skips that cross, over three stages, a stage that does not use them."""
     torch.manual_seed(5)
     examples = torch.zeros(2, 1, SIDE, SIDE, dtype=torch.float64)
     labels = torch.zeros(2, SIDE, SIDE, dtype=torch.int64)

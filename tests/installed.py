@@ -1,4 +1,4 @@
-"""The console script as an installer writes it, and a shell in which to type it."""
+"""The console script as an installer writes it, and a shell to run it in."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.source import ROOT
 
 SECONDS_MAX = 60.0
-"""For one command on a busy machine."""
+"""The seconds for one command on a busy machine."""
 _SCRIPT = """\
 #!/bin/sh
 '''exec' '{python}' "$0" "$@"
@@ -44,7 +44,7 @@ def environment(home: Path, path: Sequence[Path] = (), **more: str) -> dict[str,
 def typed(
     line: str, folder: Path, path: Sequence[Path] = (), *, seconds: float = SECONDS_MAX, **more: str
 ) -> subprocess.CompletedProcess[str]:
-    """Type a line into a shell in `folder`, which is also the home."""
+    """Run a line in a shell in `folder`, which is also the home."""
     return subprocess.run(
         ["/bin/sh", "-c", line],
         cwd=folder,

@@ -1,7 +1,7 @@
-"""Real nodes of which one process dies by SIGKILL in the middle of a run, and what must be left afterwards.
+"""Real nodes of which one process dies by SIGKILL in the middle of a run, and the state that must remain.
 
-Nothing: no run that goes on for ever, no stage's process, no slot that is taken, no file of a process that is
-gone. `tests.test_kills` says which process dies when.
+Nothing may remain: no endless run, no stage's process, no occupied slot, no file of a dead process.
+`tests.test_kills` says which process dies when.
 """
 
 import json
@@ -25,10 +25,11 @@ from tests.source import ROOT
 
 OVER = ("done", "failed", "stopped")
 RUN_SECONDS_MAX = 120.0
-"""A run of six steps takes ten on a quiet machine."""
+"""Seconds of a run: six steps take ten on a quiet machine."""
 WAIT = "20s"
-"""For peers: what a dead requester was promised for its first plan is held for ten seconds more, a slot that
-nobody gives back for minutes."""
+"""Seconds until peers free everything: a dead requester's promises for its first plan are held for ten
+seconds more, an unreturned slot for minutes.
+"""
 NAMES = "abc"
 RUN = """
 model = "model.peerloom"
@@ -72,7 +73,7 @@ class Command:
         self._lines.put(None)
 
     def until(self, ready: Ready) -> None:
-        """Read events until they say so."""
+        """Read events until one satisfies the condition."""
         until = time.monotonic() + RUN_SECONDS_MAX
         while not ready(self):
             assert time.monotonic() < until, f"{self.events[-1:]}, {self.errors}"
@@ -86,11 +87,11 @@ class Command:
         return next((event for event in reversed(self.events) if event.get("kind") == kind), None)
 
     def end(self) -> int:
-        """Wait for its end; the exit code."""
+        """Wait for its end; return the exit code."""
         return self.process.wait(RUN_SECONDS_MAX)
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End it in any state."""
         self.process.kill()
         self.process.wait()
         self._reader.join()
@@ -129,7 +130,7 @@ class Playground:
         return [name for name in NAMES if name not in self.killed]
 
     def train(self, *, steps: int, replicas: int = 2, more: str = "") -> Command:
-        """Begin a run on the first live node; `more` is added to its [train]."""
+        """Start a run on the first live node; `more` is added to its [train]."""
         data_dir = self.swarm.nodes[self.living[0]].data_dir
         command = Command(self.folder, data_dir, steps=steps, replicas=replicas, more=more)
         self._commands.append(command)
@@ -147,7 +148,7 @@ class Playground:
         return next(name for name, node in self.swarm.nodes.items() if node.peer == peer)
 
     def kill_node(self, name: str) -> None:
-        """Send SIGKILL to a node's own process alone: its stages must end by themselves."""
+        """Send SIGKILL only to a node's own process: its stages must end by themselves."""
         self.stages(name)
         self.killed.add(name)
         self.swarm._ended.add(name)
@@ -198,7 +199,7 @@ class Playground:
     def _wait(self, ready: Callable[[], bool], otherwise: str) -> None:
         until = time.monotonic() + RUN_SECONDS_MAX
         while True:
-            with suppress(NoNode):  # busy
+            with suppress(NoNode):  # it is still in use
                 if ready():
                     return
             if time.monotonic() > until:

@@ -25,14 +25,14 @@ from tests.stack import Swarm, _live, assert_equal, manifest, prepare, reference
 
 NAMES = "abcdefg"
 PASS_SECONDS = 0.3
-"""The modelled time of a pass: a step then takes 2 to 3 s, a run longer than its troubles."""
+"""The modelled time of a pass: a step then takes 2 to 3 s, and a run lasts longer than its troubles."""
 SPLIT_SECONDS = 60.0
 RESUME_SECONDS_MAX = 10.0
 """A step is committed again within this time after healing."""
 SPREAD_SECONDS = 1.0
-"""News of events just before a split may still be on its way for this long."""
+"""News of events just before a split may still be in transit for this long."""
 TAKEOVER_SECONDS_MAX = 20.0
-"""The larger side goes on within this time after a split, if every stage has a replica there."""
+"""The larger side continues within this time after a split, if it has a replica of every stage."""
 END_SECONDS_MAX = 400.0
 CRASHES_MAX = 3
 
@@ -81,7 +81,7 @@ def _crash(rng: Random, before: Sequence[Crash], at: float, back: float) -> Cras
 
 
 def run_manifest(**changes: Any) -> Manifest:
-    """Three stages of two replicas, and little arithmetic."""
+    """Three stages of two replicas, with little arithmetic."""
     fields: dict[str, Any] = {
         "steps": 32,
         "microbatch": 8,
@@ -423,7 +423,7 @@ async def _befall(world: World, troubles: Troubles) -> float | None:
 
 
 def _stood_still(world: World, troubles: Troubles) -> list[str]:
-    """Check that the larger side went on if it had all it needed and nobody crashed."""
+    """Check that the larger side continued if it had all it needed and no member crashed."""
     first = next(plan for plan in world.plans.values() if plan.height == 0)
     has_all = all(any(not _side(world, peer) for peer in stage.replicas) for stage in first.stages)
     if not has_all or any(crash.at < troubles.heal for crash in troubles.crashes):

@@ -59,10 +59,10 @@ def paragraph(text: str | None) -> str:
 
 
 def bounds(kind: Any, unit: str = "") -> str:
-    """Return the limits of a number, or of a length, as ` 0..9`; nothing where there are none."""
+    """Return the limits of a number, or of a length, as ` 0..9`; "" if there are none."""
     if isinstance(kind, types.IntType | types.FloatType):
         limits = ((">=", kind.ge), (">", kind.gt), ("<=", kind.le), ("<", kind.lt))
-        # typing takes 10 and 10.0 for one, and keeps whichever a process has read first.
+        # typing considers 10 and 10.0 equal, and keeps the one that a process has read first.
         is_whole = isinstance(kind, types.IntType)
         found = [(sign, limit) for sign, limit in limits if limit is not None]
         exact = [
@@ -104,7 +104,7 @@ def shown(kind: types.Type) -> str:
 
 
 def within(kind: types.Type) -> Iterator[type]:
-    """Yield the structs that stand directly in a type."""
+    """Yield the structs that occur directly in a type."""
     match kind:
         case types.Metadata(type=inner):
             yield from within(inner)
@@ -121,14 +121,14 @@ def within(kind: types.Type) -> Iterator[type]:
 
 
 def description(cls: type) -> types.StructType:
-    """Return what msgspec knows of a struct."""
+    """Return msgspec's description of a struct."""
     found = types.type_info(cls)
     assert isinstance(found, types.StructType)
     return found
 
 
 def default(field: types.Field) -> str:
-    """Return what a field is where it is left out."""
+    """Return the value of a field that is omitted."""
     if field.required:
         return "required"
     value = field.default
@@ -138,7 +138,7 @@ def default(field: types.Field) -> str:
 
 
 def message(cls: type, purpose: str | None = None) -> Iterator[str]:
-    """Yield the lines of one struct: what it is for, then its fields."""
+    """Yield the lines of one struct: its purpose, then its fields."""
     found = description(cls)
     marks = [] if found.tag is None else [f"tag `{found.tag}`"]
     marks += ["array"] * found.array_like + ([] if purpose is None else [f"signed for `{purpose}`"])
@@ -168,7 +168,7 @@ def parts_of(kinds: tuple[type, ...], known: set[type]) -> list[type]:
 
 
 def protocol_lines(protocol: Protocol, known: set[type]) -> Iterator[str]:
-    """Yield a protocol: its limits, then what is said by either side, then what stands inside."""
+    """Yield a protocol: its limits, then the messages of either side, then the structs inside them."""
     yield from (f"## `{protocol.name}`", "", paragraph(sys.modules[home(protocol.name)].__doc__), "")
     if protocol.said is not None:
         limits = protocol.limits

@@ -140,7 +140,7 @@ def _keys(defaults: Any, texts: Mapping[str, str], above: str = "") -> Iterator[
 
 
 def _values(kind: Any) -> str:
-    """Return the words and bounds that a type lets in."""
+    """Return the values and bounds that a type accepts."""
     if get_origin(kind) is Literal:
         return ", ".join(code(str(each)) for each in get_args(kind) if each != "")
     if meta := getattr(kind, "__metadata__", None):
@@ -150,7 +150,7 @@ def _values(kind: Any) -> str:
 
 
 def _bounds(meta: msgspec.Meta) -> str:
-    """Return the bounds of a number as people say them: `1 to 64`, `above 0, at most 1`."""
+    """Return the bounds of a number in words: `1 to 64`, `above 0, at most 1`."""
     low, above, high, below = (_number(each) for each in (meta.ge, meta.gt, meta.le, meta.lt))
     if low and high:
         return f"{low} to {high}"
@@ -300,7 +300,7 @@ def _remedy(call: ast.Call) -> ast.expr:
 
 
 def _shown(text: ast.expr) -> str:
-    """Return a message as people read it, with a gap for what the program fills in."""
+    """Return a message as people read it, with a gap for each inserted value."""
     match text:
         case ast.Constant(value=str(value)):
             return value

@@ -1,4 +1,4 @@
-"""docs/scripts.md: what a training script may be made of, with tables made from what the tests try.
+"""docs/scripts.md: the supported parts of a training script, with tables generated from the tests.
 
 `python -m tests.scripts_page` writes them; `tests.node.optimizer.test_compatibility` compares.
 """
@@ -33,7 +33,7 @@ def tables() -> str:
 
 
 def page() -> str:
-    """Return the page as it should be: what is written by hand, then the tables."""
+    """Return the expected page: the hand-written part, then the tables."""
     return PAGE.read_text().partition(MARK)[0] + tables()
 
 

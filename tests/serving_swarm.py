@@ -22,10 +22,10 @@ from node.errors import PeerloomError
 from partition.capture.models.model_spec import capture_built_in
 
 SECONDS_MAX = 90.0
-"""For a machine that is three times slower than ours, and busy."""
+"""Seconds on a machine that is three times slower than ours, and busy."""
 LOOK_SECONDS = 0.05
 PROMPT = "In olden times, when wishing still helped, there lived a king by the sea"
-"""Long enough that a session starts from what another has read of it."""
+"""A prompt long enough that a session starts from the tokens that another has read of it."""
 CONTEXT = 256
 
 
@@ -195,8 +195,9 @@ class Question:
 
 
 class Streams:
-    """`count` threads that each ask again and again until `stop`; their answers are compared as they come.
-    Questions alternate between greedy and seeded, and between the services."""
+    """`count` threads that each ask repeatedly until `stop`; their answers are compared as they come.
+    Questions alternate between greedy and seeded, and between the services.
+    """
 
     def __init__(self, door: Path, services: Sequence[str], count: int, tokens: int) -> None:
         self._door = door
@@ -208,7 +209,7 @@ class Streams:
         self._over = threading.Event()
         self._newest = [0.0] * count
         self._gaps: list[list[tuple[float, float]]] = [[] for _ in range(count)]
-        """For each stream: when each token came, and how long after the one before or the question."""
+        """For each stream: the time of each token, and the seconds since the one before or the question."""
         self.answers = 0
         self.moves = 0
         self.failures: list[str] = []

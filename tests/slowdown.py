@@ -1,15 +1,16 @@
-"""How much slower a slot is while the others are busy, for tests and benchmarks."""
+"""The slowdown of a slot while the others are busy, for tests and benchmarks."""
 
 from partition.plan.operations import Amount
 from partition.plan.rates import MEGA, Calibration
 
 TYPICAL = Amount(1, 10 * MEGA, 1 << 20)
-"""An operator of a small model, to weigh the parts of a pace."""
+"""An operator of a small model, to weigh the terms of its cost."""
 
 
 def slowdown(alone: Calibration, beside: Calibration) -> float:
-    """Return how many times as long a slot takes for the same work while the others are busy: the mean over
-    the classes of operators that both know, of a typical call."""
+    """Return the ratio of a slot's times for the same work with the others busy and idle: the mean over the
+    operator classes that both measured, for a typical call.
+    """
     ratios = []
     paces = {row.kind: row.forward for row in alone.kinds}
     for row in beside.kinds:

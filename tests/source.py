@@ -1,4 +1,4 @@
-"""The program as data, for the tests that hold its laws: every file of the tree, read and parsed once.
+"""The program as data, for the tests of its laws: every file of the tree, read and parsed once.
 
 Files are parsed on first use, not on import: every process of a test run imports them all, but only one uses
 them.
@@ -85,7 +85,7 @@ def modules() -> frozenset[str]:
 
 @cache
 def imports(source: Source) -> list[tuple[int, str]]:
-    """(line, module) of all that a file imports, wherever in it, also for types alone.
+    """(line, module) of each import of a file, at any depth, also for types alone.
 
     `from a import b` counts as a.b if that is a module, else as a.
     """

@@ -1,4 +1,4 @@
-"""A swarm of whole nodes on simulated seams, training for real: set-up shared by several tests.
+"""A swarm of whole nodes on simulated seams that train for real: set-up shared by several tests.
 
 Virtual time, real protocol code, real torch arithmetic. `reference` is the expected result: one process with
 the same micro-batches, seeds and rules.
@@ -77,7 +77,7 @@ class Swarm:
     parts_of: Mapping[str, Parts] = field(default_factory=dict)
 
     def kill(self, name: str) -> PeerId:
-        """Kill like SIGKILL: nothing more leaves or enters, no goodbye."""
+        """Kill as by SIGKILL: no further packets in or out, no goodbye."""
         peer = self.nodes[name].peer
         self.medium.kill(peer)
         self.scopes[name].cancel()
@@ -144,7 +144,7 @@ async def _live(
     offer: Offering | None = None,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
-    """`storage` is that of an earlier life, None for an empty disk."""
+    """Make a node; `storage` is that of an earlier life, None for an empty disk."""
     identity = Identity(bytes([seed, ord(name)]) * 16)
     storage = group.storages[name] = storage or MemoryStorage()
     storage.write("identity.key", identity.seed)

@@ -84,14 +84,14 @@ FLOORS = (
     ("cli", "demo", "doctor", "main", "child_node", "__main__"),
 )
 
-# Law 1. Imports forbidden in a pure core: the outside world has six seams, and none of them is here.
+# Law 1. Imports forbidden in a pure core: it reaches the outside world only through the six seams.
 IMPURE = {
     "asyncio", "concurrent", "ctypes", "datetime", "fcntl", "io", "logging", "mmap", "multiprocessing",
     "os", "pathlib", "secrets", "select", "selectors", "shutil", "signal", "socket", "sqlite3", "ssl",
     "subprocess", "sys", "tempfile", "threading", "time", "trio", "uuid",
 }  # fmt: skip
 
-# Code that runs in a process of its own: it may import torch, and is not a core.
+# Code that runs in its own process: it may import torch, and is not a core.
 COMPUTING = {
     "partition/capture/": "the requester's side: from a module to a graph, in the command's own process",
     "partition/execute/": "the stage's side: admission and arithmetic, in the stage's process",
@@ -111,7 +111,7 @@ COMPUTERS = {
     "node.cli.predict": "the command `predict`, which runs a person's own model on their own machine",
 }
 
-# Law 6. Nobody runs a stranger's code.
+# Law 6. No node runs a stranger's code.
 UNPICKLERS = {"cloudpickle", "code", "codeop", "dill", "joblib", "marshal", "pickle", "runpy", "shelve"}
 EVALUATORS = {"eval", "exec", "compile", "__import__"}
 LOADERS = {"torch.load", "torch.export.load", "torch.jit.load"}
@@ -164,12 +164,12 @@ def test_packages_import_only_those_below_them_and_no_sibling() -> None:
     ] == []
 
 
-def test_every_room_of_node_stands_on_a_floor() -> None:
+def test_every_room_of_node_is_on_a_floor() -> None:
     rooms = {source.module.split(".")[1] for source in sources("node") if "." in source.module}
     assert rooms - {room for rooms in FLOORS for room in rooms} == set()
 
 
-def test_the_architecture_lists_the_floors_and_rooms_that_there_are() -> None:
+def test_the_architecture_lists_the_existing_floors_and_rooms() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     assert "\n".join("       " + " ".join(rooms) for rooms in FLOORS) in text
     rooms = {path.parent.name for package in PACKAGES for path in (ROOT / package).glob("*/__init__.py")}
@@ -186,7 +186,7 @@ def test_rooms_of_node_import_only_their_floor_and_those_below() -> None:
     ] == []
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_no_modules_import_each_other_in_a_cycle() -> None:
     circle: list[str] = []
     try:
         graphlib.TopologicalSorter(graph()).prepare()
@@ -207,7 +207,7 @@ def room(module: str) -> str:
     return module if folder in PACKAGES else folder
 
 
-def test_no_rooms_import_each_other_in_a_circle() -> None:
+def test_no_rooms_import_each_other_in_a_cycle() -> None:
     rooms: dict[str, set[str]] = {}
     for module, imported in graph().items():
         rooms.setdefault(room(module), set()).update(map(room, imported))
@@ -245,7 +245,8 @@ OPEN_MATCHES = {
 
 def test_a_match_over_kinds_in_a_core_names_them_all() -> None:
     """Each match ends in a wildcard, such as `assert_never`; or each case returns, and only an error follows,
-    so that mypy sees omitted kinds."""
+    so that mypy detects omitted kinds.
+    """
     closed = {
         match
         for source in PURE
@@ -301,7 +302,7 @@ def is_a_set(node: ast.expr) -> bool:
     return called or isinstance(node, ast.Set | ast.SetComp)
 
 
-def test_cores_have_no_globals_that_change() -> None:
+def test_cores_have_no_mutable_globals() -> None:
     assert [f"{source.place}:{node.lineno}" for source in PURE for node in source.each(ast.Global)] == []
 
 
@@ -320,10 +321,10 @@ TRIO_CLOCK = {
     "node/transport/": "it stands behind the Network seam, and the simulator has another",
     "node/web/door.py": "the page's server is outside of the seams",
 }
-"""Files that read trio's clock beside the clock seam, and why."""
+"""Files that read trio's clock themselves, and why."""
 
 
-def test_the_node_reads_time_from_the_clock_seam_alone() -> None:
+def test_the_node_reads_time_only_from_the_clock_seam() -> None:
     found = {
         source.place
         for source in sources("node")
@@ -353,7 +354,7 @@ def test_only_the_waker_and_the_driver_wake_cores() -> None:
     } == {"node/waker.py", "node/services/driver.py"}
 
 
-def test_torch_is_imported_only_where_computing_has_a_process_of_its_own() -> None:
+def test_torch_is_imported_only_where_computing_has_its_own_process() -> None:
     assert [
         f"{source.place}:{line}"
         for source in sources(*PACKAGES)
@@ -380,7 +381,7 @@ def is_computing(module: str) -> bool:
     )
 
 
-def test_the_side_that_runs_strangers_graphs_never_imports_the_side_that_captures() -> None:
+def test_code_for_strangers_graphs_never_imports_capture() -> None:
     assert [
         f"{source.place}:{line} imports {name}"
         for source in sources("partition")
@@ -390,7 +391,7 @@ def test_the_side_that_runs_strangers_graphs_never_imports_the_side_that_capture
     ] == []
 
 
-def test_code_is_loaded_by_name_only_on_the_side_that_captures() -> None:
+def test_code_is_loaded_by_name_only_for_capture() -> None:
     assert [
         f"{source.place}:{line} calls {name}"
         for source in sources(*PACKAGES)
@@ -455,11 +456,11 @@ REPEATS = {
     "sim/worlds/records.py",
     "sim/worlds/routed.py",
 }
-"""Worlds of bare cores that repeat glue of a node and say so; none of it is of a run."""
+"""Worlds of bare cores that repeat glue of a node and say so; none of it belongs to a run."""
 
 
 def test_simulated_runs_repeat_no_file_of_the_node() -> None:
-    """`partition.run` defines a run's member; a docstring that names a file of node shows a copy."""
+    """`partition.run` defines a run's member; a docstring that names a file of node reveals a copy."""
     found = {
         source.place
         for source in sources("sim/worlds")
@@ -501,12 +502,12 @@ def test_public_names_are_used_by_the_program_itself() -> None:
     found = {
         name for source in sources(*PACKAGES) for name, word in _public_names(source) if counts[word] == 1
     }
-    assert found - CALLED_BY_NAME - set(FOR_OTHERS) == set(), "nobody in the program uses it"
-    assert (CALLED_BY_NAME | set(FOR_OTHERS)) - found == set(), "take it off the list"
+    assert found - CALLED_BY_NAME - set(FOR_OTHERS) == set(), "the program does not use it"
+    assert (CALLED_BY_NAME | set(FOR_OTHERS)) - found == set(), "remove it from the list"
 
 
 def _public_names(source: Source) -> Iterator[tuple[str, str]]:
-    """The names that a module defines, those of methods behind their class's, with the bare word."""
+    """The names that a module defines; methods follow their class's name, and also appear alone."""
     for node in source.tree.body:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             if not node.name.startswith("_") and not node.decorator_list:

@@ -1,7 +1,7 @@
 """Machines that lack something: a home folder, room on the disk, a writable folder, locks.
 
-Each runs in namespaces of its own (unshare(1)), where the test's user may mount a small disk; skipped where
-the system forbids that.
+Each runs in its own namespaces (unshare(1)), where the test's user may mount a small disk; the tests are
+skipped if the system forbids that.
 """
 
 import errno
@@ -23,7 +23,7 @@ from node.errors import NoNode
 from tests.source import ROOT
 
 STRANGER = 12_345
-"""A user that is in no user list, like that of a container run with any number."""
+"""A user that is in no user list, like that of a container with an arbitrary uid."""
 FORM = f"{sys.executable} -m node"
 """How these tests start a node, and so how advice names the command."""
 QUIET = ("--listen", "127.0.0.1:0", "--no-lan", "--web", "off")
@@ -61,7 +61,7 @@ def ended(command: Sequence[str], **more: str) -> tuple[int, list[str]]:
 
 
 def wait_for_node(process: "subprocess.Popen[str]", folder: Path) -> None:
-    """Until the node answers."""
+    """Wait until the node answers."""
     until = time.monotonic() + 30
     while True:
         try:
@@ -78,7 +78,7 @@ def node(*arguments: str) -> list[str]:
 
 
 def on_mount(folder: Path, options: str, before: str, *arguments: str) -> list[str]:
-    """A node's command on a machine with a disk of its own at `folder`, after a line of shell there."""
+    """Run a node's command on a machine with its own disk at `folder`, after a line of shell there."""
     script = f'mount -t tmpfs -o {options} none "$0" && cd "$0" && {before} && exec "$@"'
     return ["unshare", "-rm", "sh", "-c", script, str(folder), *node(*arguments)]
 
@@ -103,7 +103,7 @@ def test_a_user_without_a_home_is_told_to_name_a_folder(arguments: Sequence[str]
 
 
 @namespaces
-def test_a_node_without_a_home_runs_in_a_folder_that_is_named(tmp_path: Path) -> None:
+def test_a_node_without_a_home_runs_in_a_named_folder(tmp_path: Path) -> None:
     stranger = ["unshare", "--user", f"--map-user={STRANGER}", f"--map-group={STRANGER}"]
     with start([*stranger, *node("--data-dir", str(tmp_path), *QUIET)], HOME="") as process:
         try:
@@ -128,7 +128,7 @@ def test_a_disk_full_at_the_start_is_one_error(tmp_path: Path) -> None:
 
 
 @namespaces
-def test_a_node_whose_disk_fills_goes_on_and_says_so_once(tmp_path: Path) -> None:
+def test_a_node_whose_disk_fills_continues_and_reports_it_once(tmp_path: Path) -> None:
     flags = ("--data-dir", f"{tmp_path}/d", "--log", "text", *QUIET)
     with start(on_mount(tmp_path, "size=1m", "mkdir d", *flags)) as process:
         try:
@@ -176,7 +176,7 @@ def test_a_read_only_data_folder_is_named_with_its_reason(tmp_path: Path) -> Non
 
 
 @namespaces
-def test_a_machine_without_a_folder_for_temporary_files_is_told_so(tmp_path: Path) -> None:
+def test_a_machine_without_a_temporary_folder_gets_an_error(tmp_path: Path) -> None:
     read_only = "mkdir d && mount -o remount,ro,bind / && cd /"
     command = on_mount(tmp_path, "size=1m", read_only, "--data-dir", f"{tmp_path}/d", *QUIET)
     code, errors = ended(command, TMPDIR="")

@@ -122,10 +122,12 @@ def is_own_table(node: ast.expr) -> bool:
     return is_length and isinstance(node.args[0], ast.Attribute)  # type: ignore[attr-defined]  # a call has
 
 
-def test_it_is_known_what_makes_room_in_every_full_table() -> None:
+def test_every_full_table_has_a_known_way_to_make_room() -> None:
     found = full_tables()
-    assert sorted(found - ROOM_MADE.keys()) == [], "say what makes room, or use crypto.registers"
-    assert sorted(ROOM_MADE.keys() - found) == [], "gone: take it out of the list"
+    assert sorted(found - ROOM_MADE.keys()) == [], (
+        "name the mechanism that makes room, or use crypto.registers"
+    )
+    assert sorted(ROOM_MADE.keys() - found) == [], "gone: remove it from the list"
 
 
 def test_every_protocol_of_streams_is_in_the_register() -> None:
@@ -139,7 +141,7 @@ def test_every_protocol_of_streams_is_in_the_register() -> None:
     simulate(main)
 
 
-def test_no_stream_is_served_but_by_the_register() -> None:
+def test_only_the_register_serves_streams() -> None:
     doors = {
         source.place
         for source in sources("node", "sim")

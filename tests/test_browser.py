@@ -42,7 +42,7 @@ def training(tmp_path: Path) -> Iterator[SwarmProcesses]:
         swarm.close()
 
 
-def test_every_view_of_a_running_swarm_with_a_death_in_it(training: SwarmProcesses) -> None:
+def test_every_view_shows_a_running_swarm_with_a_death(training: SwarmProcesses) -> None:
     with opened(viewport={"width": 1280, "height": 1000}) as page:
         address = training.status("d")["page"]
         OUT.mkdir(exist_ok=True)
@@ -86,7 +86,7 @@ LOOK_SECONDS = 0.6
 
 
 def event_time(training: SwarmProcesses, kind: str) -> float:
-    """When d's next event of this kind happened."""
+    """Return the time of d's next event of this kind."""
     for reply in request(training.nodes["d"].data_dir, "events", {"since": 0.0, "kinds": [kind]}):
         if "event" in reply:
             return float(reply["event"]["at_seconds"])
@@ -94,7 +94,7 @@ def event_time(training: SwarmProcesses, kind: str) -> float:
 
 
 def faults(page: Any) -> list[str]:
-    """Return serious accessibility faults by axe-core, if PEERLOOM_AXE names its file; else none."""
+    """Return serious accessibility errors by axe-core, if PEERLOOM_AXE names its file; otherwise none."""
     path = os.environ.get("PEERLOOM_AXE")
     if not path:
         return []
@@ -108,7 +108,7 @@ def faults(page: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("width", [320, 1280])
-def test_a_thousand_members_are_shown_soon_and_narrow_screens_do_not_scroll(width: int) -> None:
+def test_a_thousand_members_appear_soon_and_narrow_screens_do_not_scroll(width: int) -> None:
     with opened(viewport={"width": width, "height": 800}) as page, page_of_a_thousand() as address:
         page.goto(address)
         page.wait_for_selector("h1")
@@ -120,7 +120,7 @@ def test_a_thousand_members_are_shown_soon_and_narrow_screens_do_not_scroll(widt
         assert page.complaints == []
 
 
-def test_the_page_reports_a_gone_node_and_works_by_keyboard() -> None:
+def test_the_page_reports_a_stopped_node_and_works_by_keyboard() -> None:
     with opened() as page:
         with page_of_a_thousand() as address:
             page.goto(address)

@@ -1,4 +1,4 @@
-"""The page's chat in a real browser: on a made-up model, and on real nodes through the death of a stage."""
+"""The page's chat in a real browser: on an invented model, and on real nodes through the death of a stage."""
 
 import time
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def serving(tmp_path: Path) -> Iterator[SwarmProcesses]:
         swarm.close()
 
 
-def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
+def test_a_conversation_works_by_keyboard_on_a_narrow_screen() -> None:
     with opened(viewport={"width": 320, "height": 800}) as page, page_of_chats(seconds=0.01) as (link, said):
         page.goto(link)
         page.click("nav >> text=Chat")
@@ -59,7 +59,7 @@ def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
         assert said.going == 0
         assert bytes(said.wishes[0].prompt) == b"user: hello\nthere"
         assert page.evaluate("document.activeElement.tagName") == "TEXTAREA"
-        # The received part stays in the conversation; the same question again is an answer of its own.
+        # The received part stays in the conversation; the repeated question gets a separate answer.
         said.breaks_after = 3
         page.click("button:text-is('Regenerate')")
         page.wait_for_selector(".line.bad:has-text('the answer broke off')")
@@ -78,7 +78,9 @@ def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
         assert prompt.endswith("\nuser: and?")
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         chain = "document.querySelector('.chain').parentElement"
-        assert page.evaluate(f"{chain}.scrollWidth <= {chain}.clientWidth"), "a stage is cut off"
+        assert page.evaluate(f"{chain}.scrollWidth <= {chain}.clientWidth"), (
+            "one stage lies outside the screen"
+        )
         said.says = CODE.encode()
         page.click("button:text-is('Regenerate')")
         page.wait_for_function(f"document.querySelector('li:last-child .text').textContent === {CODE!r}")
@@ -103,7 +105,7 @@ def test_a_conversation_by_keyboard_on_a_narrow_screen() -> None:
 
 
 def is_kept(page: Any) -> bool:
-    """Return whether a word of the conversation lies in the browser's storage."""
+    """Return whether a word of the conversation is in the browser's storage."""
     return "hello" in page.evaluate("JSON.stringify({ ...localStorage, ...sessionStorage })")
 
 

@@ -1,5 +1,4 @@
-"""The claims of commands about a real node are true: two processes, asked by the commands that a person
-types."""
+"""The claims of commands about a real node are true: two processes, queried by a user's commands."""
 
 import json
 import time
@@ -32,7 +31,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
 
 @pytest.fixture
 def typed(swarm: SwarmProcesses, capfd: pytest.CaptureFixture[str]) -> Command:
-    """Return a function that types a command about a node and returns its output."""
+    """Return a function that runs a command about a node and returns its output."""
 
     def command(name: str, *words: str, code: int = EXIT_DONE) -> str:
         capfd.readouterr()
@@ -51,7 +50,7 @@ def eventually(holds: Callable[[], bool], seconds: float = 60.0) -> None:
         pause(0.05)
 
 
-def test_a_machine_that_accepts_no_runs_says_that_it_serves_nobody(typed: Command) -> None:
+def test_a_machine_that_accepts_no_runs_reports_that_it_serves_nobody(typed: Command) -> None:
     assert "serves" not in typed("b", "status")
     reason = "accept_runs = never"
     assert f"serves no others now: {reason}" in typed("b", "config", "set", "accept_runs", "never")

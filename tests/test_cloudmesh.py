@@ -1,7 +1,7 @@
-"""docs/cloudmesh.md: what it names is there, and a play of real nodes whose commands print what it shows.
+"""docs/cloudmesh.md: what it names exists, and a play of real nodes prints the shown output.
 
-A quick part, which starts nodes and refuses what makes no sense, is in every run of the tests. All of it
-takes minutes on a busy machine: `make soak` has it, and `PEERLOOM_DOCS=write`, which also writes the page.
+Every test run includes a quick part, which starts nodes and refuses invalid input. All of it takes minutes on
+a busy machine: `make soak` runs it, and so does `PEERLOOM_DOCS=write`, which also writes the page.
 """
 
 import ast
@@ -47,7 +47,7 @@ STILL_SECONDS = 2.0
 """How long a frozen process goes unnoticed on a busy machine."""
 
 
-def test_each_test_that_the_page_names_is_there() -> None:
+def test_each_test_that_the_page_names_exists() -> None:
     named = {test for _, case in cases() for test in case.tests}
     missing = []
     for name in sorted(named):
@@ -68,7 +68,9 @@ def test_the_page_has_every_function_and_shows_every_case() -> None:
     assert text == page(shown)
     assert [section.number for section in REPORT] == [f"4.{number}" for number in range(1, 23)]
     kinds = {section.number: [case.kind for case in section.cases] for section in REPORT}
-    assert {number for number, found in kinds.items() if len(found) < 3} == {"4.8"}, "the report has none"
+    assert {number for number, found in kinds.items() if len(found) < 3} == {"4.8"}, (
+        "the report has no such function"
+    )
     wanted = {section.key(case) for section, case in cases() if case.is_played}
     assert wanted == shown.keys()
     assert [(len(EXCEPTIONS), len(VARIATIONS))] == [(8, 8)]
@@ -89,8 +91,8 @@ def alone(tmp_path: Any) -> Iterator[Play]:
         found.close()
 
 
-def test_ports_and_numbers_that_make_no_sense_are_refused(alone: Play) -> None:
-    """The quick part of the play, by one node and commands that need none."""
+def test_invalid_ports_and_numbers_are_refused(alone: Play) -> None:
+    """The quick part of the play, with one node and commands that need none."""
     shown = _start_alone(alone)
     if IS_WRITING:
         _keep(shown)
@@ -193,7 +195,7 @@ def test_a_part_of_the_play_of_real_nodes(play: Play, part: str) -> None:
 
 
 def _starting(play: Play) -> None:
-    """4.1, 4.2, 4.15, 4.16: nodes come up, also those that stand still or are killed on the way."""
+    """4.1, 4.2, 4.15, 4.16: nodes start, including nodes that stall or are killed on the way."""
     port = str(free_port())
     refused = play.node("--port", "70000")
     assert refused.process.wait() == 2
@@ -309,7 +311,7 @@ def _peers(play: Play) -> None:
         play.show(f"{key} typical", said, "accepted", done)
     play.show("4.10 alternative", said, r"devices near by: \d on cpu", done)
     play.show("4.11 typical, 4.13 typical", said, "placing|stage|layers", done)
-    play.show("4.20 alternative", said, done)  # c gives cuda:7, which it has not
+    play.show("4.20 alternative", said, done)  # c declares cuda:7, which it does not have
     run = play.ask("a", "runs", "list")["runs"][-1]["run"]
     said = play.type("a", "runs", "fetch", run, "--out", "weights.safetensors")
     play.show("4.14 typical", said, "")
@@ -397,7 +399,7 @@ def _data_and_what_comes_of_it(play: Play) -> None:
     lines = [line for line in said.splitlines() if "validation loss" in line]
     play.show(VALIDATION, "\n".join(lines[-3:]), "validation loss")
     done = play.ask("a", "runs", "list")["runs"][-1]
-    assert done["step"] < 200, "it ended early"
+    assert done["step"] < 200, "the run ended early"
     assert (done["model"], done["status"]) == ("net", "done")
     play.show(VALIDATION, play.type("a", "runs", "show", done["run"]), r"^\w{16}", "validation")
     written = ("--out", "outputs.csv", "--picture", "confusion.svg")
@@ -424,7 +426,7 @@ def _many_at_once(play: Play) -> None:
     files = [play.write(f"many-{n}.toml", RUN.format(steps=3 + n % 2, plan=ONE)) for n in range(SUBMISSIONS)]
     commands = [play.begin("ab"[n % 2], "train", file, "--wait", "5m") for n, file in enumerate(files)]
     said = [play.end(command) for command in commands]
-    assert all(re.search(r"^run \w+ done", each, re.M) for each in said), "nobody waits for ever"
+    assert all(re.search(r"^run \w+ done", each, re.M) for each in said), "no run waits for ever"
     waited = next((each for each in said if "waiting for peers" in each), "")
     play.show("4.21 exceptional, 4.21 alternative", waited, "waiting for peers: ", r"^run \w+ done")
     turns = 0
@@ -436,7 +438,7 @@ def _many_at_once(play: Play) -> None:
 
 
 def _lost(play: Play) -> None:
-    """4.13, 4.15: one of two providers of a place is killed after its assignment, and the other goes on."""
+    """4.13, 4.15: one of two providers of a stage is killed after its assignment, and the other continues."""
     play.add(SPARES)
     for name in SPARES:
         play.type(name, "config", "set", "location", "spares")
@@ -470,7 +472,7 @@ def _lost(play: Play) -> None:
 
 
 def _steering(play: Play) -> None:
-    """A long run: others may not stop it, its requester may; it is paused, resumed and revised."""
+    """A long run: only its requester may stop it; it is paused, resumed and revised."""
     file = play.write("long.toml", RUN.format(steps=5_000, plan=ONE))
     said = play.type("a", "train", file, "--detach")
     run = re.search(r"run (\w{16}) handed over", said)
@@ -485,7 +487,7 @@ def _steering(play: Play) -> None:
     play.wait(lambda: row("a")["status"] == "paused")
     at = row("a")["step"]
     play.pause(1.0)
-    assert row("a")["step"] == at, "it stands still"
+    assert row("a")["step"] == at, "the paused run makes no step"
     play.show("Pausing and changing a run typical", play.type("a", "runs", "resume", name), "")
     play.wait(lambda: row("a")["step"] > at)
     said = play.type("a", "runs", "revise", name, "--learning-rate", "0.0005", "--priority", "7")
@@ -497,7 +499,7 @@ def _steering(play: Play) -> None:
 
 
 def _data_that_stays(play: Play) -> None:
-    """Each node a third of the digits, which no other has."""
+    """Each node has a third of the digits, disjoint from the others'."""
     file = play.write("federated.toml", 'model = "simple-cnn"\n[train]\nfederated = true\n')
     said = play.type("a", "train", file, code=2)
     play.show(
@@ -524,7 +526,7 @@ def _data_that_stays(play: Play) -> None:
     said = play.type("a", "train", play.write("scans.toml", text))
     play.show("Data that stays with its owner typical", said, r"^run \w+ done, accuracy")
     rounds = play.type("b", "events", "--kind", "AveragingEnded", "--json")
-    assert any(len(json.loads(line)["averaged"]) > 1 for line in rounds.splitlines()), "they averaged"
+    assert any(len(json.loads(line)["averaged"]) > 1 for line in rounds.splitlines()), "the members averaged"
     for name in NAMES:
         for path in play.swarm.nodes[name].data_dir.rglob("*"):
             if path.is_file():
@@ -533,7 +535,7 @@ def _data_that_stays(play: Play) -> None:
 
 
 def _leaving(play: Play) -> None:
-    """4.12, 4.14, 4.22: goodbyes that arrive, that are lost, and that come in mid-run."""
+    """4.12, 4.14, 4.22: goodbyes that arrive, that are lost, and that come during a run."""
     play.add([name for name in "fg" if name not in play.swarm.nodes])
     others = len(_alive(play)) - 1
     said = play.type("f", "leave")
@@ -564,7 +566,7 @@ def _leaving(play: Play) -> None:
 
 
 def _alive(play: Play) -> list[str]:
-    """The nodes that run."""
+    """The running nodes."""
     return [name for name, node in play.swarm.nodes.items() if node.process.poll() is None]
 
 

@@ -46,7 +46,7 @@ def test_files_copied_into_an_image_exist_and_are_not_ignored() -> None:
     assert packages <= set(words)
 
 
-def test_composed_nodes_join_each_other_and_prometheus_asks_all() -> None:
+def test_composed_nodes_join_each_other_and_prometheus_scrapes_all() -> None:
     services = read("compose.yml")["services"]
     nodes = {name: settings_of(services[name]["command"]) for name in ("one", "two", "three")}
     listened = {each.listen.addresses[0].port for each in nodes.values()}

@@ -97,7 +97,7 @@ def copied(tmp_path: Path) -> Path:
 
 
 def check_stopped(copy: Machine, original: Machine) -> None:
-    """The copy ended by itself, and says why."""
+    """Assert that the copy ended by itself, with the reason."""
     code = copy.process.wait(SECONDS_MAX)
     _, errors = copy.said()
     lines = errors.splitlines()
@@ -123,7 +123,7 @@ async def test_copies_stop_one_after_the_other_and_the_original_stays(copied: Pa
         assert time.monotonic() - came_up < STOP_SECONDS_MAX
         third.wait(lambda: third.listed() == [("original", "alive", [original.address])], LISTED_SECONDS_MAX)
         assert [(name, status) for name, status, _ in original.listed()] == [("third", "alive")]
-    assert copies[0] in original.wait(original.alert), "it is raised once, not at each start of a copy"
+    assert copies[0] in original.wait(original.alert), "the alert is raised once, not at each start of a copy"
     assert original.process.poll() is None
     listen = Listen(addresses=(read_listen("127.0.0.1:0"),))
     steps = Steps(lambda _: None)

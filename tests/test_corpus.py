@@ -1,4 +1,4 @@
-"""Models of other libraries, from capture to stages: two kinds here, with PEERLOOM_CORPUS=sample twenty-five.
+"""Models of other libraries, from capture to stages: two kinds here, twenty-five with PEERLOOM_CORPUS=sample.
 
 `benchmarks/corpus.py` examines all listed models, and writes docs/corpus.md. Two nodes train each, too.
 """
@@ -28,7 +28,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "name"), CASES, ids=[name for _, name in CASES])
-def test_a_model_of_others_trains_in_stages_as_in_one_process(kind: str, name: str) -> None:
+def test_a_library_model_trains_in_stages_as_in_one_process(kind: str, name: str) -> None:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -43,7 +43,7 @@ def test_a_model_of_others_trains_in_stages_as_in_one_process(kind: str, name: s
         assert 'config._experts_implementation = "batched_mm"' in row["refusal"]
 
 
-def test_a_model_is_proved_once_it_is_written_as_its_refusal_says() -> None:
+def test_a_model_is_proved_after_applying_its_refusals_remedy() -> None:
     torch.set_num_threads(1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -49,7 +49,7 @@ def fact(body: bytes) -> Fact:
 
 
 def handshake(data: bytes) -> None:
-    # The responder, to which anybody may send first bytes.
+    # The responder, to which any peer may send first bytes.
     responder = PeerHandshake(
         initiator=False,
         proof=identity_payload(IDENTITY, bytes(32)),
@@ -134,11 +134,11 @@ def test_well_formed_messagepack_of_another_shape_is_refused(name: str, value: o
 
 
 @given(data=st.binary(max_size=300))
-def test_metadata_of_another_version_is_no_metadata(data: bytes) -> None:
+def test_metadata_of_another_version_are_ignored(data: bytes) -> None:
     assert read_metadata(data) is None
 
 
-def test_a_node_counts_garbage_on_every_protocol_and_lives() -> None:
+def test_a_node_counts_garbage_on_every_protocol_and_keeps_running() -> None:
     async def scenario() -> None:
         async with swarm("ab") as group:
             node = group.nodes["a"]

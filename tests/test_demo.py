@@ -1,4 +1,4 @@
-"""The demo: its reading of events, its screen, and twice all of it in real processes."""
+"""The demo: its reading of events, its screen, and two complete plays in real processes."""
 
 import io
 import json
@@ -68,7 +68,7 @@ def test_the_victim_is_neither_a_trainer_nor_a_last_replica() -> None:
     assert choose_victim(plan, PEERS) == Victim("b", "peer-b", 0)
 
 
-def test_nobody_is_killed_where_every_stage_has_one_replica() -> None:
+def test_nobody_is_killed_if_every_stage_has_one_replica() -> None:
     assert choose_victim({"trainer": "peer-e", "stages": [["peer-a"], ["peer-b"]]}, PEERS) is None
 
 
@@ -263,7 +263,7 @@ class Program:
         return found
 
     def wait_for_line(self, start: str) -> str:
-        """Return the next line on stdout that starts so."""
+        """Return the next line on stdout with this beginning."""
         assert self.process.stdout is not None
         return next(line for line in self.process.stdout if line.startswith(start))
 
@@ -348,7 +348,7 @@ def test_a_demo_stopped_by_ctrl_c_leaves_nothing_behind(tmp_path: Path, line: st
 
 
 @linux_only
-def test_nodes_end_when_whoever_started_them_is_killed(tmp_path: Path) -> None:
+def test_nodes_end_when_the_process_that_started_them_is_killed(tmp_path: Path) -> None:
     source = """
 import sys, time
 from pathlib import Path

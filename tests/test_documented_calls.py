@@ -66,12 +66,12 @@ def wrong(owner: str, name: str, given: str) -> str | None:
     """Return the missing name or argument of a call; None for a right call."""
     found = [getattr(each, name) for each in OBJECTS[owner] if hasattr(each, name)]
     if (owner, name) == ("me", "watch"):
-        found = [Journal.watch]  # which a node takes over from its journal
+        found = [Journal.watch]  # which a node adopts from its journal
     if owner in MODULES and (given == "" or not found):
         return None  # a module's path, which `tests/test_documents.py` follows
     if not found:
         return f"{owner} has no {name}"
-    with suppress(SyntaxError):  # where it has a gap that a reader fills
+    with suppress(SyntaxError):  # which has a gap for the reader to fill
         call = ast.parse(f"f{given}", mode="eval").body
         if isinstance(call, ast.Call):
             unknown = {str(each.arg) for each in call.keywords} - taken(found[0])
@@ -109,7 +109,7 @@ def test_the_readme_names_calls_of_every_object() -> None:
 @pytest.mark.parametrize(
     "line", ["`me.avergae(x)`", "`me.dht.put(k, v, ttl=3)`", "    me = node.sync(nme='a')\n", "`run.pasue()`"]
 )
-def test_a_call_that_does_not_exist_is_found(line: str) -> None:
+def test_an_unknown_call_is_found(line: str) -> None:
     assert [wrong(*each) for each in calls(line)] != [None]
 
 

@@ -18,12 +18,12 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 IN_CODE = re.compile(r"^    .*$|`([^`\n]+)`", re.MULTILINE)
 """Indented lines and code spans."""
 COMMAND = re.compile(r"(?<![\w./=-])peerloom(?= |$)((?: (?![ #])[^\s;|<>#]+)*)")
-"""A command ends at two blanks, a comment, or a sign of the shell."""
+"""A command ends at two blanks, a comment, or a shell operator."""
 FLAG = re.compile(r"--?[a-z][\w-]*")
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """The words of each command behind the name of the program."""
+    """The words of each command after the program's name."""
     for code in IN_CODE.finditer(text):
         for found in COMMAND.finditer(code[1] or code[0]):
             yield [word for each in found[1].split() if (word := each.strip("[](),:."))]
@@ -47,7 +47,7 @@ def fault(words: list[str]) -> str | None:
     for number, word in enumerate(words):
         flag = FLAG.match(word)
         if flag is not None:
-            readers = [at, node] if at.name == "install" else [at]  # it takes the flags of a node too
+            readers = [at, node] if at.name == "install" else [at]  # it also takes the flags of a node
             known = {name for each in readers for flags in each.params for name in _names(flags)}
             if flag[0] not in known | {"--help", "--debug"}:
                 return f"no flag {flag[0]} of {at.name or 'peerloom'}"
@@ -70,6 +70,6 @@ def test_commands_of_a_page_exist_with_their_flags(page: Path) -> None:
     "line",
     ["peerloom stauts", "peerloom runs shwo RUN", "peerloom --jion ADDR", "peerloom sim lan --sed 3"],
 )
-def test_a_command_that_does_not_exist_is_found(line: str) -> None:
+def test_an_unknown_command_is_found(line: str) -> None:
     (words,) = commands(f"    $ {line}      # as typed\n")
     assert fault(words) is not None

@@ -39,13 +39,13 @@ SUFFIXES = "py|md|toml|yml|svg|html|js|css|service|txt|json|plist"
 FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(ROOMS)})/[\w./-]*\w\.(?:{SUFFIXES}))(?![\w/])")
 """A path from the root of the repository."""
 SHORT = re.compile(r"`([a-z_]+/[a-z_/]+\.py)`")
-"""A path in a code span that may leave a package out, as tables of ARCHITECTURE.md do."""
+"""A path in a code span that may omit a package, as in tables of ARCHITECTURE.md."""
 SECTION = re.compile(r"`?((?:docs/)?[\w-]+\.md)`?,?\s+\(?\"([^\"]+)\"\)?")
 """A page, and the section meant."""
 LINK = re.compile(r"\]\(([^)#\s]+)")
 SCRIPT = re.compile(r"python (benchmarks/\w+\.py)((?: --?[a-z][\w-]*(?: [A-Z0-9][\w]*)?)*)")
 PYTHON = re.compile(r"(?:# \w+\.py\n)?(?:import \w+$|from [\w.]+ import |with \w|async with )", re.MULTILINE)
-"""The beginning of a block of Python, not of shell commands."""
+"""The beginning of a block of Python, as opposed to shell commands."""
 MADE = {"docs/cloudmesh.svg"}
 """Files written by a command named beside them."""
 WITHOUT_NODE = (
@@ -150,7 +150,7 @@ def test_blocks_of_python_and_toml_parse(page: Path) -> None:
     for block in blocks(page):
         text = "\n".join(block).strip("\n")
         if PYTHON.match(text):
-            code = text.partition("\npeerloom ")[0]  # what is typed afterwards
+            code = text.partition("\npeerloom ")[0]  # the input that follows
             source = re.sub(r"^(\s*)\.\.\.", r"\1pass", code, flags=re.MULTILINE)
             compile(source, f"<{page.name}>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST)
         if re.match(r"model = ", text):
@@ -172,7 +172,7 @@ def test_commands_that_need_no_node_run(
     assert run(words) == EXIT_DONE, capsys.readouterr().err
 
 
-def test_a_section_that_is_gone_is_found() -> None:
+def test_a_missing_section_is_found() -> None:
     assert list(missing_sections('docs/failures.md, "No such section"')) == [
         "docs/failures.md: No such section"
     ]

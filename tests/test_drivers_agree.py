@@ -27,7 +27,7 @@ rough = pytest.mark.parametrize("model", [EVEN, ROUGH], ids=["even", "rough"])
 
 
 def difference(one: Outcome, other: Outcome) -> tuple[TraceEntry | None, TraceEntry | None]:
-    """Return where two traces part, for a more useful failure than two digests."""
+    """Return where two traces differ first, which explains more than two digests."""
     ours, theirs = one.trace.entries(), other.trace.entries()
     for left, right in zip(ours, theirs, strict=False):
         if left != right:
@@ -58,7 +58,7 @@ def test_the_scenario_is_full_of_simultaneous_ticks(seed: int) -> None:
     assert engine(seed, EVEN).ties > TIES_MIN
 
 
-def test_the_scenario_tries_what_the_cores_can_do() -> None:
+def test_the_scenario_exercises_the_cores() -> None:
     learnt = {
         entry.data.split(b" ")[0].decode()
         for entry in engine(1, EVEN).trace.entries()
@@ -67,7 +67,7 @@ def test_the_scenario_tries_what_the_cores_can_do() -> None:
     assert learnt >= {"MemberUp", "MemberSuspected", "MemberDown", "Joined", "RecordStored", "RecordsFound"}
 
 
-def test_the_rough_scenario_tries_what_may_happen_to_messages() -> None:
+def test_the_rough_scenario_exercises_every_fate_of_a_message() -> None:
     assert min(engine(1, ROUGH).fates.values()) > 0, engine(1, ROUGH).fates
 
 
@@ -85,7 +85,7 @@ def test_the_trace_does_not_depend_on_the_hash_seed_of_the_process() -> None:
     expected = engine(1, ROUGH).trace.digest()
     printed = subprocess.run(
         [sys.executable, "-m", "tests.sim.agreement", "1"],
-        env={**os.environ, "PYTHONHASHSEED": "1"},  # this process has one that was drawn
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # this process has a random hash seed
         cwd=ROOT,
         capture_output=True,
         text=True,

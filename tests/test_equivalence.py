@@ -1,4 +1,4 @@
-"""Exactness: a model trained in stages over many peers equals one process, also with a death in a step.
+"""Exactness: a model trained in stages over many peers equals one process, also after a death in a step.
 
 docs/design.md, a step. Whole nodes, simulated network and time, real arithmetic.
 """
@@ -128,7 +128,7 @@ def test_a_dead_trainer_is_replaced_and_the_result_is_the_same() -> None:
     simulate(scenario)
 
 
-def test_a_stage_without_replicas_ends_the_run_and_says_what_was_lost() -> None:
+def test_a_stage_without_replicas_ends_the_run_and_names_the_loss() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
 
@@ -146,7 +146,7 @@ def test_a_stage_without_replicas_ends_the_run_and_says_what_was_lost() -> None:
 
 
 class NormalisedCNN(nn.Module):
-    """Batch norm, dropout, and a skip connection over what may be a cut."""
+    """Batch norm, dropout, and a skip connection over a possible cut."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class NormalisedCNN(nn.Module):
 
 @cache
 def normalised_cnn() -> Model:
-    """With values of its own, which members fetch from the requester."""
+    """A model with its own initial values, which members fetch from the requester."""
     torch.manual_seed(3)
     example, labels = torch.zeros(2, 1, 8, 8), torch.zeros(2, dtype=torch.int64)
     task = Task(
@@ -178,7 +178,7 @@ def normalised_cnn() -> Model:
 
 @cache
 def tied_gpt() -> Model:
-    """The table of tokens is the first stage's and the last one's."""
+    """A model whose first and last stage share the table of tokens."""
     tokens = torch.zeros(2, WINDOW, dtype=torch.int64)
     with default_dtype("float64"), skeleton():
         model = GPT(GPTConfiguration(256, WINDOW, layers=2, heads=2, width=8, dropout=0.1))
@@ -187,7 +187,7 @@ def tied_gpt() -> Model:
 
 
 def text(folder: Path) -> tuple[Path, Dataset]:
-    """Something to learn by heart."""
+    """A text to memorize."""
     path = folder / "text.txt"
     path.write_text("".join(f"{number} times {number} is {number * number}\n" for number in range(200)))
     return path, load_text(path, window=WINDOW)
@@ -229,7 +229,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(tmp_path: P
             await group.nodes["g"].runs.data.keep(data.digest, path, window=data.window)
             run, events = await train_with_a_death(group, wanted, 0)
             evaluated = next(event for event in events if isinstance(event, RunEvaluated))
-            assert evaluated.samples == data.test_samples * WINDOW, "a sample is a token here"
+            assert evaluated.samples == data.test_samples * WINDOW, "samples are counted in tokens"
             assert evaluated.accuracy == evaluated.metrics[0] / evaluated.samples
             results.append(weights(group, "g", run))
             assert_equal(results[0], reference(run, data), "float64")
@@ -242,7 +242,7 @@ def test_tied_weights_and_clipping_over_three_stages_survive_a_death(tmp_path: P
     )
 
 
-def test_batch_statistics_and_fetched_first_values_survive_a_death() -> None:
+def test_batch_statistics_and_fetched_initial_values_survive_a_death() -> None:
     model = normalised_cnn()
     assert model.values is not None
     results: list[Tensors] = []
@@ -262,7 +262,7 @@ def test_batch_statistics_and_fetched_first_values_survive_a_death() -> None:
 
 
 def victim_of(group: Swarm, stage: int) -> str:
-    """A replica of this stage in the only run there is."""
+    """Return a replica of this stage in the only run."""
     plan = next(iter(group.nodes.values())).state.runs
     view = next(iter(plan.values())).plan
     assert view is not None

@@ -1,12 +1,12 @@
 """Exactness over twenty steps: any stages x replicas x trainers, and any death, give the result of one
 process.
 
-Whole nodes in virtual time (`tests.stack`); float64, frames that lose nothing, SGD with momentum and
-clipping; compared with `tests.stack.reference`, every tensor within 1e-9. Deaths occur in the phases of their
-names (`tests.exact_deaths`).
+Whole nodes in virtual time (`tests.stack`); float64, lossless frames, SGD with momentum and clipping;
+compared with `tests.stack.reference`, every tensor within 1e-9. Deaths occur in the phases of their names
+(`tests.exact_deaths`).
 
-`make test` takes a choice; PEERLOOM_EXACTNESS=full, as `make soak` has it, takes all, and with pytest's -s
-the figures are shown.
+`make test` takes a sample; PEERLOOM_EXACTNESS=full, as in `make soak`, takes all, and pytest's -s shows the
+figures.
 """
 
 import os
@@ -184,7 +184,7 @@ def test_twenty_steps_over_any_shape_equal_one_process(
     tally.add(f"undisturbed, {name}", error_of(job, run, results))
 
 
-def test_clipping_acts_in_what_is_compared(tmp_path: Path) -> None:
+def test_clipping_acts_in_the_compared_runs(tmp_path: Path) -> None:
     job = JOBS["unet"](tmp_path)
     runs: list[Run] = []
 
@@ -201,11 +201,12 @@ def test_clipping_acts_in_what_is_compared(tmp_path: Path) -> None:
 
 def check_death(name: str, shape: Shape, death: Death, folder: Path, tally: Tally) -> list[Event]:
     """Train with a death; check that it fell into its phase and the result is the same. Return a survivor's
-    events."""
+    events.
+    """
     job = JOBS[name](folder)
     run, events, results = trained(job, shape, DISTURBED_STEPS, death)
     death.check()
-    assert committed(events) == list(range(DISTURBED_STEPS)), "each is told once, whoever lives to tell it"
+    assert committed(events) == list(range(DISTURBED_STEPS)), "each step is reported once, by any survivor"
     error = error_of(job, run, results)
     tally.add(f"death of {death.role}, {death.phase}", error)
     tally.add(f"with a death, {name}", error)
@@ -315,10 +316,10 @@ def test_int8_frames_train_to_nearly_the_same_loss(
         _, events, kept = trained(job, shape, STEPS, frames=frames, microbatch=8, seed=seed)
         losses = [event.loss for event in events if isinstance(event, StepCommitted)]
         assert len(losses) == STEPS
-        assert losses[-1] < losses[0] / 1.5, "it learns"
+        assert losses[-1] < losses[0] / 1.5, "the model learns"
         means[frames] = mean(losses)
         results.append(next(iter(kept.values())))
     difference = abs(means["int8"] / means["exact"] - 1)
     tally.add(f"int8 frames, {job.name}, mean loss", difference)
     assert difference < 0.02
-    assert worst_error(*results) > 1e-6, "something was rounded"
+    assert worst_error(*results) > 1e-6, "some value was rounded"

@@ -1,4 +1,4 @@
-"""The ledger of figures: it reads what it writes, marks worse figures, and keeps unmeasured ones."""
+"""The ledger of figures is read back as written, marks worse figures, and keeps unmeasured ones."""
 
 import importlib.util
 import sys

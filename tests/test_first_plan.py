@@ -1,7 +1,7 @@
-"""A requester that dies while it hands out its first plan: members that have begun bring the plan to the
+"""A requester that dies while it hands out its first plan: members that have started bring the plan to the
 others.
 
-Whole nodes in virtual time. `tests.test_kills` has real processes that are killed at that point.
+Whole nodes in virtual time. `tests.test_kills` kills real processes at that point.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def test_a_requester_that_dies_early_leaves_no_waiting_run(
     async def scenario() -> None:
         async with swarm("abc") as group, trio.open_nursery() as nursery:
             a = group.nodes["a"]
-            a.limit(accept_runs="never")  # it asks, the two others compute
+            a.limit(accept_runs="never")  # it requests, the two others compute
             await trio.sleep(5)
             run = prepare(a, manifest(steps=STEPS, stages=1, replicas=2, trainers=2, test_samples=16))
             monkeypatch.setattr(a.runs, "ask", dying_after(group, told))
@@ -47,7 +47,7 @@ def test_a_requester_that_dies_early_leaves_no_waiting_run(
 
 
 def dying_after(group: Swarm, told: int) -> Any:
-    """Return a replacement of `ask` that kills `a` after it has told this many of its plan."""
+    """Return a replacement of `ask` that kills `a` after it has sent its plan to this many members."""
     ask, began = group.nodes["a"].runs.ask, list[PeerId]()
 
     async def dying(peer: PeerId, request: wire.Request, seconds: float) -> wire.Reply:

@@ -1,4 +1,4 @@
-"""Children that a script forks beside its node: nothing of the node lives on in them.
+"""Children that a script forks beside its node keep no part of the node.
 
 The workers of torch's DataLoader are such children. They outlive a killed script for as long as their current
 item takes.
@@ -109,7 +109,7 @@ trio.run(main)
 
 
 class Script:
-    """A program of one of these texts, whose lines are JSON."""
+    """Start a program with one of these texts, which prints lines of JSON."""
 
     def __init__(self, folder: Path, text: str, *arguments: str) -> None:
         environment = {key: value for key, value in os.environ.items() if key != "PEERLOOM_DATA_DIR"}
@@ -149,18 +149,18 @@ def test_a_killed_script_keeps_its_identity_while_its_loader_lives_on(tmp_path: 
     try:
         with ended(Script(tmp_path, WITH_A_LOADER, "127.0.0.1:0")) as script:
             first = script.tell()
-            assert first["links"] > 5, "a lock, sockets and what the loop waits with"
+            assert first["links"] > 5, "a lock, sockets and the loop's descriptors"
             for told in (script.tell(), script.tell()):
                 children.append(told["child"])
                 kept = [link for link in told["left"] if "/records.sqlite" not in link]
-                assert kept == [], "all but the files of SQLite, on which it has no lock"
+                assert kept == [], "all except the files of SQLite, on which it has no lock"
                 belongs = f"this node belongs to process {script.process.pid}"
                 assert belongs in told["step"]
                 assert belongs in told["call"]
                 assert told["close"] == "None"
             script.kill()
             for child in children:
-                os.kill(child, 0)  # still there
+                os.kill(child, 0)  # it still exists
             with ended(Script(tmp_path, PLAIN, first["address"], "end")) as again:
                 second = again.tell()
             assert second["id"] == first["id"]
@@ -191,7 +191,7 @@ def test_children_that_a_node_under_trio_forks_hold_neither_folder_nor_port(tmp_
             script.kill()
             assert find_holder(folder) is None
             with lock(folder), socket.create_server((host, int(port))):
-                os.kill(children[0], 0)  # still there
+                os.kill(children[0], 0)  # it still exists
     finally:
         for child in children:
             os.kill(child, signal.SIGKILL)

@@ -1,7 +1,8 @@
-"""A run on two branches: only its committer gives a branch up, by its own knowledge, and one goes on.
+"""A run on two branches: only a branch's committer abandons it, by its own knowledge, and one branch
+survives.
 
-Whole nodes in virtual time are told by hand that another branch is further; `test_takeover` has a swarm that
-is really parted. Below, the rule alone is tested, in any order of messages.
+Whole nodes in virtual time receive hand-made reports that another branch is further; `test_takeover` really
+partitions a swarm. Below, the rule alone is tested, in any order of messages.
 """
 
 from collections.abc import Callable
@@ -22,7 +23,7 @@ ELSEWHERE = bytes([1]) * 32
 
 
 def tell(world: World, name: str, step: int) -> None:
-    """Tell this member that another branch has committed this many steps."""
+    """Report to this member that another branch has committed this many steps."""
     node = world.group.nodes[name]
     member = node.runs.members[world.run.id]
     wanted = world.run.manifest
@@ -49,14 +50,14 @@ def given_up(world: World) -> set[str]:
 
 
 def told(whom: Callable[[str, World], list[str]], step: int, *, ends: bool = True) -> World:
-    """Play a run of ten steps in which these members hear, after three, of another branch."""
+    """Play a run of ten steps in which these members learn, after three, of another branch."""
 
     async def scenario(world: World) -> None:
         await world.reached(SAVE_EVERY)
         names = whom(committer(world.group, world), world)
         for name in names:
             member = world.group.nodes[name].runs.members[world.run.id]
-            member.core.progress.step = 0  # what it has heard is old
+            member.core.progress.step = 0  # its reports are old
             tell(world, name, step)
         if not ends:
             await trio.sleep(5)
@@ -78,7 +79,7 @@ def test_a_committer_compares_by_its_commits_not_its_announcements() -> None:
     assert given_up(world) == set()
 
 
-def test_a_branch_that_is_given_up_commits_nothing_more() -> None:
+def test_an_abandoned_branch_commits_nothing_more() -> None:
     world = told(lambda first, world: [first], 100, ends=False)
     assert given_up(world) == set(world.group.nodes)
     parted = min(
@@ -88,7 +89,7 @@ def test_a_branch_that_is_given_up_commits_nothing_more() -> None:
 
 
 @given(st.integers(0, 2**32), st.tuples(st.integers(0, 1), st.integers(0, 1)))
-def test_one_of_two_branches_goes_on_in_any_message_order(seed: int, behind: tuple[int, int]) -> None:
+def test_one_of_two_branches_survives_in_any_message_order(seed: int, behind: tuple[int, int]) -> None:
     """Each branch commits, makes new plans, and announces its progress; announcements may come late, or
     never."""
     rng = Random(seed)

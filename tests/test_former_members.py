@@ -1,4 +1,4 @@
-"""A node whose stage died and whose run goes on without it: it learns how the run ends, whoever requested it.
+"""A node whose stage died and whose run continues without it learns how the run ends, whoever requested it.
 
 Whole nodes in virtual time.
 """
@@ -88,7 +88,7 @@ def test_a_provider_whose_stage_died_learns_the_runs_end_and_result(serves: bool
     play(scenario)
 
 
-def test_a_provider_whose_stage_died_hears_that_the_run_was_stopped() -> None:
+def test_a_provider_whose_stage_died_learns_that_the_run_was_stopped() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, ENDLESS)
         await group.nodes["a"].runs.stopping.stop(run.text)
@@ -112,7 +112,7 @@ def test_a_provider_outside_of_a_run_may_still_drop_it_for_ever() -> None:
 
 
 @pytest.mark.slow
-def test_a_dropped_provider_is_readmitted_and_told_the_end_once() -> None:
+def test_a_dropped_provider_is_readmitted_and_informed_of_the_end_once() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, 150, asked_again=True)
         await until(lambda: group.nodes[victim].runs.members)
@@ -127,7 +127,7 @@ def test_a_dropped_provider_is_readmitted_and_told_the_end_once() -> None:
     play(scenario)
 
 
-def test_a_provider_gives_up_a_run_that_nobody_can_end() -> None:
+def test_a_provider_gives_up_a_run_that_no_member_can_end() -> None:
     async def scenario(group: Swarm) -> None:
         run, victim = await left_out(group, ENDLESS)
         for name in set(group.nodes) - {victim}:

@@ -1,4 +1,4 @@
-"""A run that misses its goal alerts its requester, and nobody else."""
+"""A run that misses its goal alerts only its requester."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,7 @@ from tests.stack import manifest, prepare, simple_cnn, simulate, swarm
 GOAL = GoalTable(samples_per_second=100_000.0, seconds=5)
 
 
-def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
+def test_only_the_requester_learns_that_its_run_is_too_slow() -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan", stage_seconds=3.0) as group:
             await trio.sleep(5)
@@ -46,7 +46,7 @@ def test_the_requester_alone_is_told_that_its_run_is_too_slow() -> None:
             document = run_document(a.state.runs[run.text])
             for lines in (run_lines(document), runs_lines({"runs": [document]})):
                 assert any("100000 samples/s over 5 s; the last step had" in line for line in lines)
-            # A changed goal holds from the next step on; without one there is no alert.
+            # A changed goal applies from the next step on; without one there is no alert.
             said = await Commands(a).revise(run.text, samples_per_second=50.0)
             assert said["goal"] == {"samples_per_second": 50.0, "seconds": 5}
             await Commands(a).revise(run.text, samples_per_second=0.0)

@@ -1,4 +1,4 @@
-"""64 peers that hold all they can of one protocol prevent no other's answers.
+"""64 peers that hold as much as they can of one protocol prevent no other's answers.
 
 Whole nodes in virtual time; `tests.test_held_places_processes` does it for minutes, with a real node.
 """
@@ -35,7 +35,7 @@ from tests.stack import Swarm, simulate, swarm
 HOSTILE = 64
 ANSWER_SECONDS = 2.0
 HOLD_SECONDS = 1.0
-"""How long the hostile peers have held all they can before another comes."""
+"""Seconds that the hostile peers have held their places before another peer comes."""
 AGAIN_SECONDS = 1.0
 """The pause before a hostile peer that lost a place wants it back."""
 STREAMED = [
@@ -46,7 +46,7 @@ ROUNDS, STREAMS_EACH = 3, 4
 
 
 async def hold(network: Network, victim: PeerId, protocol: str, first: bytes) -> None:
-    """Open a stream, send `first` if anything, then neither read nor write; again once it is taken."""
+    """Open a stream, send `first` if anything, then neither read nor write; reopen it once it is closed."""
     while True:
         with suppress(Unreachable, StreamClosed):
             stream = await network.open(victim, protocol)
@@ -72,7 +72,7 @@ async def ask(network: Network, node: Node, protocol: str, question: object, kin
 
 
 class DataPeer:
-    """Asks about data; the answer comes by a stream of the other side."""
+    """Ask about data; the answer comes by a stream of the other side."""
 
     def __init__(self, network: Network) -> None:
         self._network = network
@@ -105,7 +105,7 @@ QUESTIONS: dict[str, tuple[object, Any, type]] = {
     receipts.RECEIPTS_PROTOCOL: (receipts.ShowReceipts(), receipts.Answer, receipts.ShownReceipts),
     traces.TRACES_PROTOCOL: (traces.SpanRequest(NOTHING, 0, 0), traces.Told, traces.Told),
 }
-"""By protocol: a question, the type of its answer, and the type of an answer that is not just `busy`."""
+"""By protocol: a question, the type of its answer, and the type of an answer other than `busy`."""
 
 
 async def honest_call(network: Network, node: Node, protocol: str) -> None:
@@ -121,7 +121,7 @@ async def honest_call(network: Network, node: Node, protocol: str) -> None:
 
 
 def first_words(protocol: str) -> bytes:
-    """A plausible first message that makes the other side hold something."""
+    """A plausible first message that makes the other side allocate a place."""
     if protocol == pieces.DATA_PROTOCOL:
         return encode(pieces.PiecesHeld(bytes([1]) * 32, b"\0", True, False))
     if protocol == attempt.PROTOCOL:

@@ -1,9 +1,9 @@
 """64 hostile peers against one protocol of a real node, for two minutes, beside an honest peer.
 
-`PEERLOOM_HELD` is for how many seconds (`make soak`); `tests.test_held_places` does the same in virtual time.
-The hostile peers hold all streams that they get: some are silent, some send a long message without its last
-byte, and all come back when they lose one. A node answers about data by streams of its own, to addresses from
-the DHT; the hostile ask about data that nobody has, and read no answer.
+`PEERLOOM_HELD` sets the seconds (`make soak`); `tests.test_held_places` does the same in virtual time. The
+hostile peers hold all streams that they get: some are silent, some send a long message without its last byte,
+and all come back when they lose one. A node answers about data by its own streams, to addresses from the DHT;
+the hostile peers ask about missing data, and read no answer.
 """
 
 import json

@@ -1,5 +1,4 @@
-"""A node under a hostile client, all in processes of their own: it lives, stays small, and serves honest
-peers.
+"""A node under a hostile client, each in its own process: it survives, stays small, and serves honest peers.
 
 `benchmarks/hostile.py` measures the cost.
 """
@@ -13,7 +12,7 @@ from tests.hostile.scene import Scene, scene
 
 GROWTH_BYTES_MAX = 50 * 2**20
 PART = 0.2
-"""The share of the attacks' rates that a busy machine can stand."""
+"""The share of the attacks' rates that a busy machine can sustain."""
 ATTACK_SECONDS = 4.0
 """Longer than a stranger may take for a handshake."""
 REFUSED = {
@@ -39,7 +38,7 @@ def played() -> Iterator[Scene]:
         yield made
 
 
-def test_a_node_under_every_attack_answers_all_that_an_honest_peer_asks(played: Scene) -> None:
+def test_a_node_under_every_attack_answers_an_honest_peer(played: Scene) -> None:
     before_bytes = played.figures()["rss_bytes"]
     attacks = (*BY_PACKETS, *BY_CONNECTIONS)
     outcome = played.run(rates_of(attacks, PART), seconds=ATTACK_SECONDS)
@@ -48,5 +47,5 @@ def test_a_node_under_every_attack_answers_all_that_an_honest_peer_asks(played: 
     assert all(tally["asked"] for tally in outcome.tallies.values())
     assert outcome.highest_bytes - before_bytes <= GROWTH_BYTES_MAX
     assert {name for name in REFUSED if not outcome.refused.get(name)} == set()
-    # Peace again: earlier honest peers and new ones are served.
+    # After the attacks, earlier honest peers and new ones are served.
     assert played.run({}, seconds=0.5).unanswered == {}

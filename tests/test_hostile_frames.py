@@ -1,5 +1,4 @@
-"""A peer outside of a run sends messages to its members while they train: they are refused and counted, no
-more.
+"""A peer outside of a run sends messages to its training members: they are only refused and counted.
 
 Whole nodes. In virtual time the stranger is a member of the swarm without a part in the run; over real
 sockets it is a bare transport with an identity, which sends each message many times. It knows the run and its
@@ -91,7 +90,7 @@ PAYLOAD = pack([typed(np.ones((4, 1, 8, 8)))], "zstd", (4,))
 """The trainer's payload: four digits."""
 STAGES = 2
 PASS_SECONDS = 0.02
-"""The time of a stage's pass over real sockets: a flood is over long before the run is."""
+"""The time of a stage's pass over real sockets: a flood ends long before the run does."""
 FLOOD_ROUNDS, BOMBS = 3, 8
 KEPT_BYTES_MAX = 4 << 20
 """The most memory that may remain after a flood: the run's own, and queued messages."""
@@ -252,8 +251,9 @@ class Lies:
         return [sent for kind in kinds for sent in kind]
 
     def ignored(self) -> list[Sent]:
-        """Return messages of plans that nobody follows: they may have ended, or may come. They are not
-        counted."""
+        """Return messages of plans that no member follows: they may have ended, or may come. They are not
+        counted.
+        """
         other = bytes(31) + b"\1"
         opening = said.Open(
             plan=other,
@@ -310,7 +310,7 @@ def outcome(events: Sequence[Event]) -> RunEnded:
 
 
 def assert_nothing_is_left(node: Node) -> None:
-    """Assert that nothing remains of a run that is over, or of strangers' messages about it."""
+    """Assert that nothing remains of a finished run, or of strangers' messages about it."""
     early = node.runs.inbox.dispatch.early
     assert not node.runs.members
     assert not node.runs.inbox.dispatch.plans
@@ -384,10 +384,12 @@ def test_strangers_messages_in_a_step_are_refused_and_change_no_result(
 
     simulate(scenario)
     assert spoken >= REFUSALS_SHOWN[0]
-    assert sorted(counts) == [0, *[spoken] * 5], "all of it is counted, and nothing of what members say"
+    assert sorted(counts) == [0, *[spoken] * 5], (
+        "all strangers' messages are counted, and none of the members'"
+    )
 
 
-def test_a_member_that_only_follows_is_moved_by_no_stranger() -> None:
+def test_strangers_do_not_affect_a_member_that_only_follows() -> None:
     """The requester died and came back: it is on the roster, without a role."""
     counted: list[int] = []
     spoken: list[Sent] = []
@@ -415,7 +417,7 @@ def test_a_member_that_only_follows_is_moved_by_no_stranger() -> None:
                     await trio.sleep(1)
                     counted.append(refusals(back) - before)
 
-            # It may be asked back once before it has left the run, and again after half a minute.
+            # It may be readmitted once before it has left the run, and again after half a minute.
             wanted = manifest(steps=60, microbatches=2, test_samples=16)
             run, events = await train(group, "e", wanted, disturb, watcher="a")
             outcome(events)
@@ -460,7 +462,7 @@ async def real_nodes(folder: Path, names: str) -> AsyncIterator[list[Node]]:
 
 
 async def flood(network: Network, victim: Node, lies: Lies) -> int:
-    """Send all messages many times, including long ones; return how many should be refused."""
+    """Send all messages many times, including long ones; return the number that must be refused."""
     refused = lies.refused()
     long = [*lies.ignored(), *[bomb(lies, number) for number in range(BOMBS)]]
     for _ in range(FLOOD_ROUNDS):
@@ -499,7 +501,7 @@ async def test_a_flood_over_real_sockets_leaves_nothing_and_changes_no_result(tm
                             spoken = await flood(stranger, node, lies)
                         await until(is_heard)
                         assert kept() <= KEPT_BYTES_MAX
-                    assert requester.runs.members, "the run has gone on meanwhile"
+                    assert requester.runs.members, "the run has continued meanwhile"
                 if isinstance(event, RunEnded):
                     outcome([event])
                     break

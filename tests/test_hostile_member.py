@@ -1,9 +1,9 @@
 """A hostile member of the swarm, and of a run, sends every message in every state, and no node ends.
 
 Whole nodes in virtual time, where an unexpected exception ends the simulation. The hostile peer is outside of
-a run, has a place in one, or has requested one itself; at the end an honest run is exact.
-PEERLOOM_MEMBER_SEEDS sets the number of seeds. `tests.test_hostile_member_processes` measures the cost for
-real nodes; `tests.test_hostile_wire` checks that no message is left out.
+a run, is its member, or has requested one itself; at the end an honest run is exact. PEERLOOM_MEMBER_SEEDS
+sets the number of seeds. `tests.test_hostile_member_processes` measures the cost for real nodes;
+`tests.test_hostile_wire` checks that no message is omitted.
 """
 
 import os
@@ -47,7 +47,7 @@ LOSS_RISE_MAX = 0.1
 LOCAL_SECONDS_MAX = 600.0
 HELD_ROUNDS = 12
 TAKEN_IN_MIN = 2
-"""The test counts only if at least this many of the hostile peer's own runs begin."""
+"""The test counts only if at least this many of the hostile peer's own runs start."""
 
 
 def small(**changes: Any) -> Manifest:
@@ -85,7 +85,7 @@ async def watch(group: Swarm, name: str, hear: Callable[[Event], Awaitable[None]
 
 
 class Speaker:
-    """Sends everything to all live nodes, again and again; at once when a run enters another state."""
+    """A peer that sends everything to all live nodes, repeatedly; at once when a run enters another state."""
 
     def __init__(self, group: Swarm, bad: Hostile, nursery: trio.Nursery) -> None:
         self._group = group
@@ -118,7 +118,7 @@ class Speaker:
 
 
 async def assert_an_honest_run_is_right(group: Swarm, requester: str) -> None:
-    """Play an honest run beside the hostile peer, if it still speaks."""
+    """Play an honest run beside the hostile peer, if that still sends."""
     run, events = await train(group, requester, small(stages=1, steps=3, seed=99))
     end = events[-1]
     assert isinstance(end, RunEnded)
@@ -191,8 +191,8 @@ def test_a_hostile_member_changes_no_run_in_any_state(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_node_ends_by_what_a_member_of_its_run_says(seed: int) -> None:
-    """That run may fail. Another, of the same nodes without the hostile one, does not."""
+def test_no_message_of_a_runs_member_ends_a_node(seed: int) -> None:
+    """That run may fail. Another run of the same nodes without the hostile one succeeds."""
     states: set[str] = set()
 
     async def scenario() -> None:
@@ -264,7 +264,7 @@ def test_a_hostile_peer_stops_no_run_in_local_mode(seed: int, takes_part: bool) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_an_averaging_run_goes_on_whatever_a_peer_says_in_it(seed: int) -> None:
+def test_an_averaging_run_continues_beside_a_hostile_peer(seed: int) -> None:
     """Numbered rounds as those of `me.optimizer`, reports and states: the hostile peer declares itself and
     sends everything; honest peers hold equal means between their own numbers."""
     made: dict[str, list[Round]] = {"a": [], "b": [], "c": []}
@@ -318,7 +318,7 @@ def test_an_averaging_run_goes_on_whatever_a_peer_says_in_it(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_no_node_ends_by_what_whoever_asked_for_its_run_says(seed: int) -> None:
+def test_no_message_of_a_runs_requester_ends_a_node(seed: int) -> None:
     begun = 0
 
     async def scenario() -> None:

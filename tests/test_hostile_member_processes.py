@@ -1,7 +1,7 @@
-"""Real nodes beside a hostile member, each in a process of its own: none ends, stalls or grows.
+"""Real nodes beside a hostile member, each in its own process: none ends, stalls or grows.
 
-`tests.test_hostile_member` does it in virtual time, in every state of a run. This one runs with
-PEERLOOM_PROCESSES=1, as `make soak` has it, and `benchmarks/hostile.py --member` for ten minutes.
+`tests.test_hostile_member` does it in virtual time, in every state of a run. This test runs with
+PEERLOOM_PROCESSES=1, as in `make soak`, and `benchmarks/hostile.py --member` runs for ten minutes.
 """
 
 import os
@@ -31,7 +31,7 @@ def expected() -> Tensors:
     return reference(make_run(IdentitySigner(Identity(bytes(32)), "any"), member_run()))
 
 
-def test_nodes_beside_a_hostile_member_live_and_an_honest_run_is_right(expected: Tensors) -> None:
+def test_nodes_beside_a_hostile_member_survive_with_an_exact_run(expected: Tensors) -> None:
     with member_scene(simple_cnn(), member_run()) as played:
         found = played.play(SECONDS)
     assert found.ended == []

@@ -1,6 +1,6 @@
-"""A member of a run that sends useless payloads, rejects good ones, or hangs.
+"""A member of a run that sends useless payloads, rejects valid ones, or hangs.
 
-Whole nodes in virtual time: only the faulty member loses its place, and the result is exact. Verdicts are in
+Whole nodes in virtual time: only the faulty member is excluded, and the result is exact. Verdicts are in
 `tests.partition.test_disputes`, messages of strangers in `tests.test_hostile_frames`.
 """
 
@@ -83,8 +83,9 @@ def disturbed(
     disturb: Callable[[Node], None],
     look: Callable[[Swarm], None] = lambda _: None,
 ) -> list[str]:
-    """Return the members that an exact run of five steps loses when one of them fails after the second
-    step."""
+    """Return the members that an exact run of five steps loses when one of them fails after the
+    second step.
+    """
     lost: list[str] = []
 
     async def scenario() -> None:
@@ -110,17 +111,15 @@ def disturbed(
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_only_the_sender_of_useless_payloads_loses_its_place(
-    stage: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_the_sender_of_useless_payloads_is_excluded(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(stage, 1, lambda node: spoil(node, monkeypatch, 1_000)) == ["the bad one"]
 
 
-def test_a_member_that_calls_everything_useless_takes_nobody_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_rejects_everything_excludes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(1, 0, lambda node: accuse(node, monkeypatch)) == ["the bad one"]
 
 
-def test_a_useless_unsigned_frame_costs_no_member_its_place(
+def test_a_useless_unsigned_frame_excludes_no_member(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     counts: list[int] = []
@@ -135,7 +134,7 @@ def test_a_useless_unsigned_frame_costs_no_member_its_place(
 
 
 def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the stage of this node end no step from now on."""
+    """Make the stage of this node complete no step from now on."""
     (member,) = node.runs.members.values()
     replica = member.hosting.replica
     assert replica is not None
@@ -157,11 +156,11 @@ def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("disturb", [hang, withhold])
-def test_a_member_that_stalls_a_step_loses_its_place(disturb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_member_that_stalls_a_step_is_excluded(disturb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(1, 1, lambda node: disturb(node, monkeypatch)) == ["the bad one"]
 
 
-def test_a_bit_that_turns_once_costs_nobody_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_single_bit_error_excludes_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
     assert disturbed(0, 0, lambda node: spoil(node, monkeypatch, 1)) == []
 
 
@@ -173,7 +172,7 @@ def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
             liar = group.nodes["f"]
 
             async def lie(events: int) -> None:
-                """Tell everybody that all others are dead, in their present incarnations."""
+                """Report to all that all others are dead, in their present incarnations."""
                 for _ in range(events):
                     for member in liar.membership.members:
                         if member.peer == liar.peer:
@@ -193,7 +192,7 @@ def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:
                 if isinstance(event, ReplicaDropped):
                     lost.append(group.name_of(event.peer))
 
-            # It would take a stage if it were asked, but it is not.
+            # It would take a stage on request, but there is no request.
             liar.membership.update(
                 replace(liar.machine.profile(), metadata=encode_metadata(liar.capacity, accepts_runs=False))
             )

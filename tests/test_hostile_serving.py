@@ -101,7 +101,7 @@ def check_bounds(group: Swarm) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("is_member", [False, True], ids=["stranger", "member"])
-def test_answers_are_right_and_in_time_whatever_a_peer_says(seed: int, is_member: bool) -> None:
+def test_answers_stay_correct_and_timely_beside_a_hostile_peer(seed: int, is_member: bool) -> None:
     said: set[str] = set()
     through: list[bool] = []
 
@@ -181,7 +181,7 @@ def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes
     ]
 
 
-def test_no_stranger_takes_the_session_of_another() -> None:
+def test_a_stranger_cannot_take_over_anothers_session() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group, hostile_in(group, 1) as bad, trio.open_nursery() as nursery:
             door = group.nodes["a"]

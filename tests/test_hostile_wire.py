@@ -1,4 +1,4 @@
-"""The hostile member sends every kind of message that the program reads: no protocol is left out.
+"""The hostile member sends every kind of message that the program reads: no protocol is omitted.
 
 The test searches the program for names of protocols and decoded types; a new one that is not in
 `tests.hostile.wire` fails here. Most generated values of each kind pass the decoder.
@@ -91,7 +91,7 @@ def named(module: ModuleType, name: ast.expr) -> Any:
     return found
 
 
-def test_every_protocol_is_spoken() -> None:
+def test_every_protocol_is_attacked() -> None:
     found = {
         match
         for source in sources("crypto", "dht", "gossip", "partition", "node")
@@ -102,7 +102,7 @@ def test_every_protocol_is_spoken() -> None:
     assert found == {name for each in PROTOCOLS for name in (each.name, each.former) if name}
 
 
-def test_everything_that_is_decoded_is_said() -> None:
+def test_every_decoded_type_is_sent() -> None:
     missing = []
     for source in sources("crypto", "dht", "gossip", "partition", "node"):
         for kind in decoded(source):
@@ -122,7 +122,7 @@ def test_messages_read_elsewhere_are_still_read() -> None:
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS, ids=lambda protocol: protocol.name)
-def test_most_of_what_is_made_of_a_kind_passes_its_decoder(protocol: Any) -> None:
+def test_most_generated_values_of_a_kind_pass_its_decoder(protocol: Any) -> None:
     values = Values(Random(1), Known(), IdentitySigner(Identity(bytes(32)), "home"))
     for union in (protocol.said, protocol.answered, protocol.datagrams):
         for kind in structs(union):
@@ -137,7 +137,7 @@ def test_most_of_what_is_made_of_a_kind_passes_its_decoder(protocol: Any) -> Non
             assert let_in >= LET_IN_MIN * SAMPLES, kind.__name__
 
 
-def test_the_same_seed_says_the_same() -> None:
+def test_the_same_seed_gives_the_same_messages() -> None:
     def said() -> list[bytes]:
         values = Values(Random(7), Known(), IdentitySigner(Identity(bytes(32)), "home"))
         return [values.message(kind, PROTOCOLS[3].name) for kind in structs(PROTOCOLS[3].said)]

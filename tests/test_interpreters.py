@@ -1,9 +1,9 @@
-"""Versions of Python other than that of the tests: the declared ones, and code that they would refuse.
+"""Python versions other than that of the tests: the declared ones, and code that they would refuse.
 
-Only Python 3.11 plays every test. Here each file is held to what 3.12 to 3.14 have removed, and where such an
-interpreter is installed, also by pyenv, it reads all files with warnings as errors; PEERLOOM_INTERPRETERS=1
-has it play a node, and PEERLOOM_INTERPRETERS=/path/to/python,... (each with the packages of the extra `demo`)
-has these train.
+Only Python 3.11 plays every test. Each file is checked for what 3.12 to 3.14 have removed. Where such an
+interpreter is installed, also by pyenv, it reads all files with warnings as errors. With
+PEERLOOM_INTERPRETERS=1 it plays a node, and with PEERLOOM_INTERPRETERS=/path/to/python,... (each with the
+packages of the extra `demo`) these train.
 """
 
 import json
@@ -49,24 +49,24 @@ TRAINED = (
     " python -m node runs --data-dir d --json; python -m node leave --data-dir d"
 )
 TRAIN_SECONDS_MAX = 300.0
-"""A machine that is busy loads torch for half a minute in each process."""
+"""A busy machine loads torch for half a minute in each process."""
 GIVEN = [each for each in os.environ.get("PEERLOOM_INTERPRETERS", "").split(",") if each.startswith("/")]
 others = pytest.mark.parametrize("version", VERSIONS[1:])
 
 
 def interpreter(version: str) -> str:
-    """The path of an interpreter; skips where it is not installed."""
+    """Return the path of an interpreter; skip the test if it is not installed."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     usual = shutil.which(f"python{version}")
     kept = sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))
     for found in ([] if usual is None else [usual]) + kept:
-        # A shim of pyenv is there for every version, and refuses those that are not chosen.
+        # A shim of pyenv exists for every version, and refuses those that are not chosen.
         if subprocess.run([found, "-c", ""], capture_output=True, check=False).returncode == 0:
             return found
     pytest.skip(f"no python{version} on this machine")
 
 
-def test_the_versions_that_are_declared_are_those_of_the_support_statement() -> None:
+def test_the_declared_versions_are_those_of_the_support_statement() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     declared = [each.rpartition(" ")[2] for each in project["classifiers"] if "Python :: 3." in each]
     assert tuple(declared) == VERSIONS
@@ -91,7 +91,7 @@ def test_a_newer_interpreter_reads_every_file_without_a_warning(version: str) ->
 
 @others
 @pytest.mark.skipif("PEERLOOM_INTERPRETERS" not in os.environ, reason="installs: PEERLOOM_INTERPRETERS=1")
-def test_a_node_lives_under_a_newer_interpreter(version: str, tmp_path: Path) -> None:
+def test_a_node_runs_under_a_newer_interpreter(version: str, tmp_path: Path) -> None:
     python = interpreter(version)
     subprocess.run([python, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=120)
     scripts = tmp_path / "venv" / "bin"

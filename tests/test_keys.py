@@ -1,8 +1,8 @@
 """Each key of RUN.toml and node.toml, and each flag, changes something observable or is refused in that mode.
 
-The keys are those that the settings declare: one without a row in a table here fails. A row is a value other
-than the default, and what must stand beside it. In each mode the run that is handed on (its manifest, its
-model, when it is to be placed) then differs, or `train` refuses the key.
+The settings declare the keys: one without a row in a table here fails. A row is a value other than the
+default, and the keys that it needs. In each mode the submitted run (its manifest, its model, when it is to be
+placed) then differs, or `train` refuses the key.
 """
 
 import ast
@@ -103,7 +103,7 @@ RUN_KEYS: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "splits.validation_share": ("0.2", {"data": '"rows.npz"'}),
     "splits.test_share": ("0.3", {"data": '"rows.npz"'}),
 }
-"""By key: a value, and the other keys with which it stands."""
+"""By key: a value, and the other keys that it needs."""
 
 REFUSED = {
     "exact": {*LOCAL_ONLY, "train.aggregate", "train.federated"},
@@ -178,7 +178,8 @@ def run_text(keys: Mapping[str, str]) -> str:
 @cache
 def handed_on(text: str, folder: Path) -> tuple[Any, ...]:
     """Return the parts of a RUN.toml that others receive: the manifest, and when to place it. Raises
-    UsageError."""
+    UsageError.
+    """
     wanted = toml.parse(text, RunFile, name="RUN.toml").value
     check_run_file(wanted, "RUN.toml")
     made = folder / f"made-{abs(hash(text))}"
@@ -229,7 +230,7 @@ def test_each_key_of_a_run_acts_or_is_refused(key: str, mode: str, folder: Path)
     assert handed_on(run_text(base | {key: value}), folder) != handed_on(run_text(base), folder)
 
 
-def test_the_mode_of_a_run_is_handed_on(folder: Path) -> None:
+def test_the_mode_of_a_run_is_passed_on(folder: Path) -> None:
     found = [handed_on(run_text({"model": MODEL, "train.mode": f'"{mode}"'}), folder)[0] for mode in MODES]
     assert [manifest.local is None for manifest in found] == [True, False]
 
@@ -261,9 +262,7 @@ def test_a_key_without_effect_is_refused(keys: Mapping[str, str], said: str, fol
     assert said in str(refused.value)
 
 
-def test_train_refuses_a_dead_key_before_anything_is_captured(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_train_refuses_a_useless_key_before_capture(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "dead.toml"
     file.write_text('model = "simple-cnn"\n[train]\nstrategy = "diloco"\n')
     assert run(["train", str(file), "--data-dir", str(folder)]) == UsageError.exit_code
@@ -274,7 +273,7 @@ def test_train_refuses_a_dead_key_before_anything_is_captured(
 
 
 def remedied(refused: UsageError) -> dict[str, str]:
-    """The keys that the advice of a refusal sets, of several the first way."""
+    """The keys that the advice of a refusal sets; of several alternatives the first."""
     found = {}
     for part in (refused.do or "").partition("; or")[0].replace(" at most", "").split(" and "):
         key, _, value = part.partition(" = ")
@@ -300,7 +299,7 @@ def test_the_remedies_of_a_large_batch_agree(batch: int, folder: Path) -> None:
 
 @cache
 def attributes() -> frozenset[str]:
-    """The names of all attributes that the product reads, but where settings are merely copied."""
+    """The names of all attributes that the product reads, except where settings are merely copied."""
     copied = {"node/protocols/manifest.py", "node/runs/manifest_builder.py"}
     found: set[str] = set()
     for room in ("node", "partition", "gossip"):
@@ -443,7 +442,7 @@ EITHER = (
     ["train", "RUN.toml", "--devices", "common,cpu"],
     ["--record", "x", "status"],
 )
-"""Flags of which one would say nothing beside the other."""
+"""Flags of which one would have no effect beside the other."""
 
 
 def callbacks(command: Any, name: str = "peerloom") -> Iterator[tuple[str, Callable[..., Any], list[str]]]:
@@ -465,7 +464,7 @@ def test_each_flag_of_each_command_is_read() -> None:
 
 
 @pytest.mark.parametrize("words", EITHER, ids=" ".join)
-def test_a_flag_that_would_say_nothing_is_refused(
+def test_a_flag_without_effect_is_refused(
     words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PEERLOOM_DATA_DIR", str(tmp_path))

@@ -1,7 +1,8 @@
-"""SIGKILL to any one process at any point of a run: it ends well or says why, and leaves nothing behind.
+"""After SIGKILL to any one process at any point of a run, the run ends well or gives a reason, and leaves
+nothing behind.
 
-Real processes, a minute a case: PEERLOOM_KILLS=full, as `make soak` has it, takes each victim at each point
-at which there is one.
+Real processes, a minute a case: PEERLOOM_KILLS=full, as in `make soak`, kills each victim at each point where
+it exists.
 """
 
 import os
@@ -47,12 +48,12 @@ CASES = [
     ("trainer", "train"),
     ("trainer", "collect"),
 ]
-"""`plan` is the end of placing: who commits and who trains is known."""
+"""`plan` is the end of placing: the committer and the trainers are known."""
 
 
 @pytest.fixture
 def captured() -> Model:
-    """Before the test's time begins, for this loads torch."""
+    """Start before the test's time begins, because this loads torch."""
     return simple_cnn()
 
 
@@ -79,18 +80,18 @@ def test_a_killed_process_leaves_no_run_slot_process_or_file(
         if victim != "command":
             said = command.errors
             assert code == 0 or (said and len(said) <= 3), f"code {code}: {said}"
-            assert (code == 0) == command.out.exists(), "a file is there whole or not at all"
+            assert (code == 0) == command.out.exists(), "a file is complete or absent"
         outcomes = ground.settle()
         if victim in ("stage", "provider") or (victim, point) in (
             ("command", "train"),
             ("command", "collect"),
         ):
-            assert set(outcomes) <= {"done"}, "two others go on"
+            assert set(outcomes) <= {"done"}, "two others continue"
         ground.assert_clean()
 
 
 def kill(ground: Playground, command: Command, victim: str) -> None:
-    """SIGKILL to the process that is this now; the requester's node is the first."""
+    """Send SIGKILL to the process in this role now; the requester's node is the first."""
     plan = command.last("RunPlanned")
     match victim:
         case "command":

@@ -1,6 +1,6 @@
-"""A peer that claims ten times its rate, and says so of its work too, ends with the share that it deserves.
+"""A peer that claims ten times its rate, also in its reports, ends with its fair share.
 
-Whole nodes in virtual time: the liar's neighbours see when it is done, and what they saw wins.
+Whole nodes in virtual time: the liar's neighbours measure when its work is done, and their measurements win.
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ LIE = 10
 
 
 class LyingStage:
-    """Says that it was busy a tenth of the time that it took."""
+    """A stage that reports a tenth of its busy time."""
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
@@ -42,7 +42,7 @@ class LyingExecutor(NodeExecutor):
 
 
 def play(*steps_of_runs: int, lies: bool) -> list[list[dict[str, int]]]:
-    """Layers of each node, in each plan, in each run; node b lies."""
+    """The layers of each node, in each plan, in each run; node b lies."""
     executors = {
         name: (LyingExecutor if lies and name == "b" else NodeExecutor)(
             RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore
@@ -85,16 +85,16 @@ def play(*steps_of_runs: int, lies: bool) -> list[list[dict[str, int]]]:
     return found
 
 
-def test_a_liar_has_its_own_share_within_three_plans() -> None:
+def test_a_liar_has_its_fair_share_within_three_plans() -> None:
     first, second = play(16, 1, lies=True)
     honest = play(1, lies=False)[0][0]
-    assert first[0]["b"] >= 2 * honest["b"], "the claim is believed at first"
+    assert first[0]["b"] >= 2 * honest["b"], "at first the claim is believed"
     assert len(first) <= 3
     assert abs(first[-1]["b"] - honest["b"]) <= 1
-    # And the next run of this requester begins where that one ended.
+    # And the next run of this requester starts where that one ended.
     assert abs(second[0].get("b", honest["b"]) - honest["b"]) <= 1
 
 
-def test_observations_of_honest_peers_change_nothing() -> None:
+def test_measurements_of_honest_peers_change_nothing() -> None:
     (plans,) = play(11, lies=False)
     assert len(plans) == 1

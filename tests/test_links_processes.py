@@ -1,4 +1,4 @@
-"""Links are measured between real nodes, and `node plan` over them shows what was measured."""
+"""Links are measured between real nodes, and `node plan` uses and shows the measurements."""
 
 import os
 import time
@@ -13,12 +13,12 @@ from node.planning.peers import live_peers
 
 NAMES = "abc"
 KNOWN_SECONDS = 45.0
-"""From the end of the last calibration, on a machine that may be busy; docs/plan.md says what to expect."""
+"""Seconds from the end of the last calibration, on a busy machine; docs/plan.md says what to expect."""
 CALIBRATED_SECONDS_MAX = 300.0
 
 
 def known(swarm: SwarmProcesses, folder: Path, what: str, count: int, seconds: float) -> None:
-    """Wait until a node knows so many measurements."""
+    """Wait until a node knows this many measurements."""
     until, look = time.monotonic() + seconds, Event()
     while len(ask(folder, "measurements")[what]) < count:
         swarm.check()

@@ -1,8 +1,9 @@
-"""Train, gossip, repeat by real processes: one is killed, one joins late, and the run converges; and the same
-with two columns of two stages.
+"""Local mode in real processes: one is killed, one joins late, and the run converges; and the same with two
+columns of two stages.
 
 The small form of `benchmarks/gossip_digits.py`, which has eight processes. For `make soak`: on a busy machine
-the run may converge before the late one has made a step. In virtual time `tests.node.local` plays the same.
+the run may converge before the late process has made a step. `tests.node.local` plays the same in virtual
+time.
 """
 
 import os
@@ -25,11 +26,11 @@ from tests.test_recut import deep_model
 pytest.importorskip("sklearn")
 
 GOES_ON_SECONDS = 10.0
-"""From the death of a machine until the column makes steps without it."""
+"""Seconds from the death of a machine until the column makes steps without it."""
 WIDTH = 256
 """The width of layers whose computing takes longer than a micro-batch's other costs."""
 JOINS_SECONDS_MAX = 120.0
-"""Until one that joins has a stage: it loads torch, on a machine that may be busy."""
+"""Seconds until a joining machine has a stage: it loads torch, on a busy machine."""
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
@@ -46,7 +47,7 @@ def test_processes_gossip_until_convergence_and_a_late_joiner_serves(
 
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
-def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_columns_of_processes_continue_after_one_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     import gossip_digits
 
@@ -57,7 +58,7 @@ def test_two_columns_of_processes_train_on_after_one_is_killed(monkeypatch: pyte
 
 @pytest.mark.skipif("PEERLOOM_PROCESSES" not in os.environ, reason="PEERLOOM_PROCESSES=1")
 def test_a_column_of_processes_survives_a_loss_and_uses_newcomers(tmp_path: Path) -> None:
-    """Three equal nodes hold a stage each, nobody is idle: the two that are left hold all three."""
+    """Three equal nodes hold a stage each and none is idle: the remaining two hold all three."""
     model = deep_model("float32", WIDTH)
     swarm = SwarmProcesses(tmp_path, "columns", time.sleep, calibrate=False, preset="lan")
     settings = config.Config(

@@ -1,4 +1,4 @@
-"""Losses that are no plain sum over samples, trained by two whole nodes as by a plain loop of torch.
+"""Losses that are not plain sums over samples, trained by two whole nodes as by a plain loop of torch.
 
 Connectionist temporal classification, which torch itself cannot export; and a contrastive loss whose
 negatives are the other samples of its micro-batch. Virtual time, real arithmetic.
@@ -58,7 +58,7 @@ def sounds(count: int, seed: int) -> Arrays:
     return {
         "sound": draw.normal(size=(count, PLACES, 6)),
         "labels": labels,
-        # Some are shorter than what was said: no way leads to that.
+        # Some targets are longer than their input allows: no alignment exists.
         "heard": draw.integers(2, PLACES + 1, count),
         "said": said,
     }
@@ -105,7 +105,7 @@ def contrast_task(**settings: Any) -> Task:
 def plain_loop(
     task: Task, wanted: Manifest, model: Model, dataset: Dataset, *, is_mean: bool
 ) -> Mapping[str, Any]:
-    """The weights that torch alone comes to, micro-batch by micro-batch."""
+    """Return the weights of torch alone, micro-batch by micro-batch."""
     module, loss = task.model.train(), task.loss
     assert loss is not None
     optimizer = torch.optim.SGD(module.parameters(), RATE, MOMENTUM)
@@ -128,7 +128,7 @@ def plain_loop(
         pytest.param(contrast_task(reduction="microbatch"), views, True, id="contrastive"),
     ],
 )
-def test_two_nodes_train_as_a_plain_loop(
+def test_two_nodes_train_like_a_plain_loop(
     task: Task, draw: Callable[[int, int], Arrays], is_mean: bool, tmp_path: Path
 ) -> None:
     for part, count, seed in (("train", SAMPLES, 3), ("test", HELD_OUT, 4)):
@@ -172,7 +172,7 @@ def test_a_loss_over_the_whole_batch_is_refused_with_a_remedy() -> None:
 def ctc_trial(
     targets: Tensor, heard: Any, said: Any, **settings: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Losses and gradients by torch, and by the one that is traced."""
+    """Return losses and gradients by torch, and by the traced loss."""
     from partition.capture.ctc import traceable
 
     torch.manual_seed(3)
@@ -190,10 +190,10 @@ def ctc_trial(
 
 @pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
 @pytest.mark.parametrize("blank", [0, 2])
-def test_the_traced_ctc_is_torchs_own(reduction: str, blank: int) -> None:
+def test_the_traced_ctc_equals_torchs_own(reduction: str, blank: int) -> None:
     choices = torch.tensor([each for each in range(SYMBOLS) if each != blank])
     targets = choices[torch.randint(4, (6, LENGTH), generator=torch.Generator().manual_seed(1))]
-    targets[0] = choices[1]  # the same three times, which needs blanks between
+    targets[0] = choices[1]  # the same symbol three times, which needs blanks between
     heard, said = torch.tensor([7, 6, 5, 7, 3, 2]), torch.tensor([3, 2, 1, 0, 3, 3])
     found = ctc_trial(targets, heard, said, blank=blank, reduction=reduction, zero_infinity=True)
     torch.testing.assert_close(found[2], found[0])

@@ -1,6 +1,6 @@
-"""A stage that nobody is left for goes to the stages beside it: a run uses the machines that are left.
+"""A stage without a holder goes to the adjacent stages: a run uses the remaining machines.
 
-Whole nodes in virtual time, held against one process that knows of no stages.
+Whole nodes in virtual time, compared with one process without stages.
 """
 
 from functools import partial
@@ -18,16 +18,16 @@ from tests.test_recut import RATE, _ignore, assert_same_bits, deep_model, planne
 from tests.test_takeover import SAVE_EVERY, holders, newest, other, play, said, small
 
 PAUSE_SECONDS_MAX = 10.0
-"""From a death to the next step."""
+"""Seconds from a death to the next step."""
 
 
 def pauses(world: World) -> list[float]:
-    """How long the run stood still each time, as those say who resumed it."""
+    """Return each pause of the run, as the members that resumed it report."""
     return sorted({event.seconds for event in said(world, RunResumed)})
 
 
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_stage_beside_takes_the_layers_of_one_that_was_lost(place: int) -> None:
+def test_an_adjacent_stage_takes_the_layers_of_a_lost_one(place: int) -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
@@ -54,8 +54,8 @@ def test_four_stages_become_three_and_then_two() -> None:
 
 
 @pytest.mark.parametrize("role", ["replica", "committer and replica"])
-def test_the_last_holder_that_leaves_hands_its_stage_to_those_beside_it(role: str) -> None:
-    """Its state is saved where it stands, and not where the last checkpoint was."""
+def test_a_leaving_last_holder_hands_its_stage_to_adjacent_ones(role: str) -> None:
+    """Its state is saved at the current step, not taken from the last checkpoint."""
     left: list[str] = []
 
     async def scenario(world: World) -> None:
@@ -70,10 +70,10 @@ def test_the_last_holder_that_leaves_hands_its_stage_to_those_beside_it(role: st
     assert left[0] not in holders(world)
     assert {event.lost_steps for event in said(world, RunResumed)} == {0}
     steps = {(event.step, event.height) for event in said(world, StepCommitted)}
-    assert sorted(step for step, _ in steps) == list(range(10)), "each once"
+    assert sorted(step for step, _ in steps) == list(range(10)), "each step once"
 
 
-def test_a_stage_goes_to_those_beside_it_where_its_owner_gives_less() -> None:
+def test_a_stage_goes_to_adjacent_ones_within_their_owners_limits() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
@@ -83,10 +83,10 @@ def test_a_stage_goes_to_those_beside_it_where_its_owner_gives_less() -> None:
     assert len(newest(world).stages) == 2
     assert {event.lost_steps for event in said(world, RunResumed)} == {0}
     steps = {(event.step, event.height) for event in said(world, StepCommitted)}
-    assert sorted(step for step, _ in steps) == list(range(10)), "each once"
+    assert sorted(step for step, _ in steps) == list(range(10)), "each step once"
 
 
-def test_a_requester_goes_on_alone_if_its_run_allows_it() -> None:
+def test_a_requester_continues_alone_if_its_run_allows_it() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
@@ -98,7 +98,7 @@ def test_a_requester_goes_on_alone_if_its_run_allows_it() -> None:
 
 
 def test_merged_stages_are_split_again_once_a_machine_joins() -> None:
-    """Nobody asks for it: the committer measures, and two looks agree that the third stage pays."""
+    """No request causes it: the committer measures, and two checks agree that the third stage pays."""
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore) for name in "abcx"}
     wanted = manifest(
         deep_model(),

@@ -1,4 +1,4 @@
-"""The HTTP door of models with real nodes: a folder of transformers in two stages, asked at a third node."""
+"""The HTTP API of models with real nodes: a transformers folder in two stages, requested at a third node."""
 
 import http.client
 import json
@@ -24,14 +24,14 @@ from tests.test_serving_text_processes import answer_of, make_folder
 NAMES = "abcd"
 DOOR = "d"
 SECONDS_MAX = 60.0
-"""On a machine that is three times slower than ours, and busy."""
+"""Seconds on a machine that is three times slower than ours, and busy."""
 TOKENS = 40
 TURNS = [{"role": "system", "content": "You know Python."}, {"role": "user", "content": "What is été?"}]
 CHAT: dict[str, Any] = {"model": "tiny", "messages": TURNS, "max_tokens": TOKENS, "temperature": 0}
 
 
 class HttpClient:
-    """A client of one node's door, with a key for it."""
+    """A client of one node's server, with a key for it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -97,12 +97,12 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProc
 def until(holds: Callable[[], bool]) -> None:
     end = time.monotonic() + SECONDS_MAX
     while not holds():
-        assert time.monotonic() < end, "it did not come to that in time"
+        assert time.monotonic() < end, "the condition did not hold in time"
         Event().wait(0.02)
 
 
 @pytest.mark.slow
-def test_a_door_that_hosts_nothing_answers_as_transformers_does(
+def test_a_door_without_a_stage_answers_as_transformers_does(
     served: tuple[SwarmProcesses, Path, Any, Any],
 ) -> None:
     swarm, _, model, known = served
@@ -125,21 +125,21 @@ def test_a_door_that_hosts_nothing_answers_as_transformers_does(
         command += ["-H", "Content-Type: application/json", "-d", json.dumps(CHAT)]
         said = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS_MAX).stdout
         assert json.loads(said)["choices"][0]["message"]["content"] == wanted
-    # Hung up in mid-stream: every stage forgets it.
+    # Hung up in mid-stream: every stage forgets the session.
     connection = client.post("/v1/chat/completions", CHAT | {"max_tokens": 200, "stream": True})
     assert connection.getresponse().read(64)
     connection.close()
     until(lambda: not client.sessions())
-    # Each token's probability, and its bytes, which are the text when they are put together.
+    # Each token's probability and bytes; the joined bytes are the text.
     told = client.whole("/v1/chat/completions", CHAT | {"logprobs": True, "top_logprobs": 3})
     rows = told["choices"][0]["logprobs"]["content"]
     assert bytes(byte for row in rows for byte in row["bytes"]).decode("utf-8", "replace") == wanted
     assert all(row["top_logprobs"][0]["logprob"] == row["logprob"] for row in rows)
     assert told["choices"][0]["message"]["content"] == wanted
-    # A stage dies in mid-stream: a text goes on, and so does what is held to a schema.
+    # A stage dies in mid-stream: a free text continues, and so does one constrained to a schema.
     long = CHAT | {"max_tokens": 150, "temperature": 1.0, "seed": 3}
     schema = {"type": "array", "items": {"enum": ["alpha", "beta", "été"]}, "minItems": 12, "maxItems": 14}
-    # In JSON without white space, of which a model that knows nothing writes more than it has tokens.
+    # In JSON without white space, which an untrained model would fill all its tokens with.
     grammar = """start: "[" item ("," item){11,13} "]"\nitem: "\\"alpha\\"" | "\\"beta\\"" | "\\"été\\"" """
     held = long | {"max_tokens": 200, "structured_outputs": {"grammar": grammar}}
     undisturbed = client.chat(long), client.chat(held)

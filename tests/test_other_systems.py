@@ -1,4 +1,4 @@
-"""Systems on which a node does not run, and what a person is told there."""
+"""Unsupported systems, and the error that a user gets there."""
 
 import subprocess
 import sys
@@ -36,7 +36,7 @@ def ended(program: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
 
 
 @pytest.mark.parametrize("arguments", ["node", "node status", "node doctor --json", "node --version", "sim"])
-def test_windows_is_told_in_one_line_that_wsl_is_supported(arguments: str) -> None:
+def test_windows_reports_in_one_line_that_wsl_is_supported(arguments: str) -> None:
     process = ended(COMMAND, *arguments.split())
     assert (process.returncode, process.stdout) == (2, "")
     lines = process.stderr.splitlines()
@@ -46,7 +46,7 @@ def test_windows_is_told_in_one_line_that_wsl_is_supported(arguments: str) -> No
 
 
 @pytest.mark.parametrize("name", ["Node", "sync", "run", "plan"])
-def test_the_library_says_the_same_on_windows(name: str) -> None:
+def test_the_library_reports_the_same_on_windows(name: str) -> None:
     process = ended(LIBRARY, name)
     assert process.stderr == ""
     assert process.stdout.startswith(SAID)

@@ -1,8 +1,8 @@
-"""Seven nodes under a partition of a minute and crashes: the majority goes on, the minority waits and commits
-nothing, and soon after healing all go on as one.
+"""Seven nodes under a partition of a minute and crashes: the majority continues, the minority commits
+nothing, and soon after healing all continue as one.
 
-Whole nodes in virtual time, troubles drawn from a seed (`partition_world`). PEERLOOM_PARTITION_SEEDS says how
-many seeds are tried.
+Whole nodes in virtual time, troubles drawn from a seed (`partition_world`). PEERLOOM_PARTITION_SEEDS is the
+number of seeds.
 """
 
 import os
@@ -35,7 +35,7 @@ member is away when the run ends."""
 SEEDS = int(os.environ.get("PEERLOOM_PARTITION_SEEDS", "1"))
 
 
-def test_the_majority_goes_on_and_all_go_on_soon_after_healing() -> None:
+def test_the_majority_continues_and_all_rejoin_soon_after_healing() -> None:
     trials: list[Trial] = []
     for seed in [*NOTED, *(seed for seed in range(1, SEEDS + 1) if seed not in NOTED)][:SEEDS]:
         repeatably(seed, partial(try_seed, seed, trials))
@@ -50,7 +50,7 @@ def test_the_majority_goes_on_and_all_go_on_soon_after_healing() -> None:
 
 
 async def parted(found: list[World]) -> None:
-    """A run that is parted once, for half a minute: one replica of each stage, and all others."""
+    """A run with one partition of half a minute: one replica of each stage, and all others."""
     async with swarm(NAMES, stage_seconds=PASS_SECONDS) as group, trio.open_nursery() as nursery:
         world = World(group, prepare(group.nodes["g"], run_manifest()), nursery)
         found.append(world)
@@ -102,7 +102,7 @@ def of_whom(world: World, kind: type[Event], changes: dict[str, Any]) -> list[st
         events[place] = said
 
 
-def test_the_checker_finds_what_was_tampered_with() -> None:
+def test_the_checker_finds_tampered_events() -> None:
     worlds: list[World] = []
     repeatably(1, partial(restored, worlds))
     (world,) = worlds

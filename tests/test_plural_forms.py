@@ -1,4 +1,4 @@
-"""Numbers on screens: one of something is not said in the plural."""
+"""Numbers on screens: one item is not written in the plural."""
 
 import re
 from typing import Any
@@ -34,7 +34,7 @@ def of_ones(value: Any) -> Any:
             return value
 
 
-def test_no_screen_says_one_of_many_in_the_plural() -> None:
+def test_no_screen_writes_one_item_in_the_plural() -> None:
     screen = EventScreen(seeds=1)
     lines = [line for event in HISTORY for line in screen.lines(of_ones(event_document(event)))]
     lines += status_lines(of_ones(status_document(state(), NOW, {"malformed": 100})))

@@ -1,4 +1,4 @@
-"""`predict`: a run's weights on samples, beside the truth, as a file, as metrics and as a picture."""
+"""`predict`: a run's weights applied to samples, with the truth, as a file, as metrics and as a picture."""
 
 import csv
 import json
@@ -31,7 +31,7 @@ def build():
 
 
 def digits_run(folder: Path) -> tuple[Path, Path, Any]:
-    """A RUN.toml, weights of nothing trained, and their model."""
+    """A RUN.toml, untrained weights, and their model."""
     torch.manual_seed(1)
     model = BUILTIN["simple-cnn"]((1, 8, 8), 10).model
     weights = {name: value.numpy() for name, value in model.state_dict().items()}
@@ -64,7 +64,7 @@ def test_outputs_are_those_of_the_model_and_are_compared_with_the_truth(
 
 
 def predicted_rows(folder: Path, table: str) -> list[dict[str, str]]:
-    """Return the rows that `predict` writes for a table, by a person's own model trained on another."""
+    """Return the rows that `predict` writes for a table, by a user's own model trained on another."""
     (folder / "own.py").write_text(OWN)
     (folder / "train.csv").write_text("a,b,kind\n1,2,cat\n2,1,dog\n3,3,ant\n")
     (folder / "new.csv").write_text(table)
@@ -82,14 +82,14 @@ def test_an_own_model_predicts_rows_of_a_table_by_words(tmp_path: Path) -> None:
     assert [float(rows[0][f"output_{n}"]) for n in range(3)] == [1, 0, 5]
 
 
-def test_class_names_that_look_like_numbers_stay_apart(tmp_path: Path) -> None:
+def test_class_names_that_look_like_numbers_are_distinct(tmp_path: Path) -> None:
     words = ["1_1", "11", "1_11", "11_1"]
     (tmp_path / "own.py").write_text(OWN.replace("nn.Linear(2, 3)", "nn.Linear(2, 4)"))
     lines = "".join(f"{n % 4},{n},{words[n % 4]}\n" for n in range(16))
     (tmp_path / "d.csv").write_text(f"a,b,kind\n{lines}")
     data = f'[data]\nsource = "{tmp_path}/d.csv"\nlabel = "kind"\n'
     (tmp_path / "run.toml").write_text(f'model = "own.py:build"\n{data}')
-    # Four lines that are highest for a = 0, 1, 2 and 3, in the order of the words' numbers.
+    # Four linear functions that are highest for a = 0, 1, 2 and 3, in the order of the words' numbers.
     order = [sorted(words).index(word) for word in words]
     weight, bias = np.zeros((4, 2), np.float32), np.zeros(4, np.float32)
     for value, number in enumerate(order):
@@ -135,7 +135,7 @@ def test_impossible_predictions_are_refused_with_a_reason(
     assert words in capsys.readouterr().err
 
 
-def test_samples_of_all_classes_are_drawn_where_data_is_in_their_order() -> None:
+def test_a_sample_covers_all_classes_of_data_sorted_by_class() -> None:
     truth = np.repeat(np.arange(10), 40)
     x = np.zeros((len(truth), 1, 8, 8), np.float32)
     text = picture(confusion=None, inputs=[x], predicted=truth, truth=None, words=list("abcdefghij"))
@@ -160,7 +160,7 @@ def test_metrics_are_those_of_scikit_learn() -> None:
     assert found.metrics["cross_entropy"] == pytest.approx(metrics.log_loss(truth, shares))
 
 
-def test_tokens_and_numbers_are_judged_too() -> None:
+def test_tokens_and_numbers_are_evaluated_too() -> None:
     rng = np.random.default_rng(2)
     logits, tokens = rng.normal(size=(3, 5, 11)), rng.integers(0, 11, (3, 5))
     tokens[0, 0] = -100

@@ -1,7 +1,6 @@
-"""Exactness with real processes: two nodes of their own, one of them killed with SIGKILL in a step.
+"""Exactness with real processes: two nodes, one of them killed with SIGKILL in a step.
 
-The requester and trainer is a node in this process, on the same real seams; so the run is known
-to the reference.
+The requester and trainer is a node in this process, on the same real seams; so the reference knows the run.
 """
 
 import json
@@ -33,9 +32,9 @@ full = pytest.mark.skipif(
     os.environ.get("PEERLOOM_KILLS") != "full", reason="half a minute a case: PEERLOOM_KILLS=full"
 )
 ALONE_SECONDS_MAX = 10.0
-"""From the death of one of two machines until the other computes the next step."""
+"""Seconds from the death of one of two machines until the other computes the next step."""
 STANDBY_SECONDS_MAX = 2.0
-"""From a holder's death until the next step is open where another follows its stage."""
+"""Seconds from a holder's death until the next step is open, if another machine follows its stage."""
 
 AGAIN_SECONDS_MAX = 240.0
 WIDTH = 256
@@ -44,13 +43,13 @@ WIDTH = 256
 
 @pytest.fixture
 def captured() -> Model:
-    """Before the test's time begins, for this loads torch."""
+    """Start before the test's time begins, because this loads torch."""
     return simple_cnn()
 
 
 @pytest.fixture
 def processes(tmp_path: Path, captured: Model) -> Iterator[SwarmProcesses]:
-    """Two nodes of their own; also before the test's time begins, for a busy machine starts them slowly."""
+    """Two separate nodes, started before the test's time because a busy machine starts them slowly."""
     swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False)
     try:
         swarm.launch(NAMES)
@@ -77,7 +76,7 @@ def _settings(folder: Path) -> config.Config:
 async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
-    # Many small micro-batches: a step takes long beside the moment in which it is applied.
+    # Many small micro-batches: a step takes long compared to the moment in which it is applied.
     wanted = manifest(captured, stages=1, microbatches=48, microbatch=2, steps=4, test_samples=60)
     names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
     settings = _settings(tmp_path / "e")
@@ -92,8 +91,8 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
                 event = await events.receive()
                 if isinstance(event, MemberJoined):
                     met.add(event.peer)
-            # These two need not have heard of each other yet; and should a busy machine make one of them
-            # look dead, the result must not depend on that either.
+            # These two need not have heard of each other yet; and if a busy machine makes one of them look
+            # dead, the result must not depend on that either.
             run = prepare(node, wanted)
             await node.runs.submit(run)
             async for event in events:
@@ -111,7 +110,7 @@ async def test_a_sigkill_in_the_middle_of_a_step_changes_no_result(
                     break
         assert steps == [0, 1, 2, 3]
         assert len(replayed) == 1
-        assert replayed[0] > 0, "it was in the middle of the step"
+        assert replayed[0] > 0, "the victim was in the middle of the step"
         data = node.seams.storage.read(weights_name(run.text))
     assert data is not None
     assert_equal(safetensors.numpy.load(data), reference(run), "float64")
@@ -151,13 +150,13 @@ async def test_commands_audit_and_stop_a_run_and_end_a_node(
                     _, audited = await told("runs", "audit", run.text[:8], *here)
                     found = {(row["stage"], row["verdict"]) for row in audited.get("frames", ())}
                     assert "wrong" not in {verdict for _, verdict in found}, audited
-            assert (await told("runs", "stop", run.text[:8], *there))[0] == 2, "it is another's"
+            assert (await told("runs", "stop", run.text[:8], *there))[0] == 2, "the run belongs to another"
             code, document = await told("runs", "stop", run.text[:8], *here)
             assert (code, document["schema"], document["status"]) == (0, "peerloom/stop/1", "stopped")
             assert (document["told"], document["left"]) == (1, 0)
             _, listed = await told("runs", *there)
             assert [row["status"] for row in listed["runs"]] == ["stopped"]
-            assert (await told("runs", "drop", run.text[:8], *there))[0] == 5, "there is nothing left to drop"
+            assert (await told("runs", "drop", run.text[:8], *there))[0] == 5, "no run is left to drop"
             with trio.fail_after(60):
                 code, document = await told("leave", *there)
             assert (code, document["name"], document["runs"]) == (0, "a", [])
@@ -165,10 +164,10 @@ async def test_commands_audit_and_stop_a_run_and_end_a_node(
         swarm.close()
 
 
-async def test_a_run_goes_on_with_one_machine_of_two(
+async def test_a_run_continues_with_one_machine_of_two(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
-    """Nobody is idle, for the requester offers nothing: the machine that is left takes all layers."""
+    """No machine is idle, because the requester offers nothing: the remaining machine takes all layers."""
     wanted = manifest(captured, stages=2, replicas=1, steps=12, save_every=2, test_samples=60)
     names = {parse_peer(node.peer): name for name, node in processes.nodes.items()}
     resources = config.Resources(calibrate=False, accept_runs="never")
@@ -204,11 +203,10 @@ async def test_a_run_goes_on_with_one_machine_of_two(
 
 
 @full
-def test_a_run_has_as_many_stages_again_once_a_machine_joins(
-    tmp_path: Path, processes: SwarmProcesses
-) -> None:
-    """Three machines hold a stage each; one is killed, two hold all layers, and a fourth takes some. That
-    every bit stays is held in virtual time, for this run is as long as another stage needs to pay."""
+def test_a_run_regains_its_stages_once_a_machine_joins(tmp_path: Path, processes: SwarmProcesses) -> None:
+    """Three machines hold a stage each; one is killed, two hold all layers, and a fourth takes some. A test
+    in virtual time checks that every bit stays; this run must be long enough for another stage to pay.
+    """
     wanted = manifest(
         deep_model(width=WIDTH),
         stages=3,
@@ -251,10 +249,10 @@ def test_a_run_has_as_many_stages_again_once_a_machine_joins(
 
 
 @full
-async def test_a_machine_that_follows_takes_over_from_one_that_is_killed(
+async def test_a_following_machine_takes_over_from_one_that_is_killed(
     tmp_path: Path, captured: Model, processes: SwarmProcesses
 ) -> None:
-    """The third machine has nothing else to do; the newest checkpoint is far behind."""
+    """The third machine has no other work; the newest checkpoint is far behind."""
     processes.launch("c")
     await trio.to_thread.run_sync(processes.start, "c", processes.nodes[NAMES[0]].address)
     wanted = manifest(
@@ -289,16 +287,16 @@ async def test_a_machine_that_follows_takes_over_from_one_that_is_killed(
                     break
     assert resumed is not None
     assert resumed.lost_steps == 0
-    assert steps == list(range(len(steps))), "each was committed once"
+    assert steps == list(range(len(steps))), "each step was committed once"
     assert resumed.seconds <= STANDBY_SECONDS_MAX
 
 
 @full
 @pytest.mark.parametrize("way", ["killed", "left"])
-async def test_the_requester_goes_on_alone_without_the_other_of_two(
+async def test_the_requester_continues_alone_without_the_other_of_two(
     way: str, tmp_path: Path, captured: Model
 ) -> None:
-    """Each holds a stage, nobody else is there; one that leaves takes no step with it."""
+    """Each holds a stage, and there is no third machine; the one that leaves loses no step."""
     swarm = SwarmProcesses(tmp_path, SWARM, time.sleep, calibrate=False, preset="lan")
     settings = _settings(tmp_path / "e")
     settings = replace(settings, swarm=config.SwarmSettings(name=SWARM, preset="lan"))

@@ -1,4 +1,4 @@
-"""docs/protocol.md is what the program's structs say, and the limits on it are those that nodes set."""
+"""docs/protocol.md agrees with the program's structs, and its limits are those that nodes set."""
 
 import ast
 import importlib
@@ -10,7 +10,7 @@ from tests.protocol_page import PAGE, page
 from tests.source import sources
 
 
-def test_the_page_is_what_the_structs_say() -> None:
+def test_the_page_agrees_with_the_structs() -> None:
     assert PAGE.read_text() == page(), "write it again: python -m tests.protocol_page"
 
 
@@ -30,7 +30,7 @@ def test_limits_are_those_of_the_handlers() -> None:
 
 
 def named(module: str, expressions: list[ast.expr]) -> Any:
-    """Return what an expression such as `wire.RUNS_PROTOCOL` is in a module; None where there is none."""
+    """Return the value of an expression such as `wire.RUNS_PROTOCOL` in a module, or None."""
     if not expressions:
         return None
     found: Any = importlib.import_module(module)

@@ -1,6 +1,7 @@
-"""The example script in several processes; one is killed, started again, and catches up.
+"""The example script in several processes; one is killed, restarted, and catches up.
 
-For `make soak`, by PEERLOOM_SCRIPTS=3: each takes torch and scikit-learn into memory, and half a minute."""
+For `make soak`, by PEERLOOM_SCRIPTS=3: each loads torch and scikit-learn, and takes half a minute.
+"""
 
 import os
 import re
@@ -46,7 +47,7 @@ class Script:
         return self.process.stdout
 
     def read_until(self, pattern: str) -> re.Match[str]:
-        """The next line with this pattern in it."""
+        """Return the next line that matches this pattern."""
         for line in self.out:
             self.lines.append(line)
             if (match := re.search(pattern, line)) is not None:
@@ -70,7 +71,7 @@ def ended(script: Script) -> Iterator[Script]:
 
 
 @pytest.mark.skipif(not SCRIPTS, reason="PEERLOOM_SCRIPTS=3")
-def test_scripts_train_together_and_one_that_was_killed_catches_up(tmp_path: Path) -> None:
+def test_scripts_train_together_and_a_killed_one_catches_up(tmp_path: Path) -> None:
     with ExitStack() as stack:
         first = stack.enter_context(ended(Script(tmp_path, "a")))
         address = first.read_until(r"(\S+:\d+)")[1]
@@ -82,8 +83,8 @@ def test_scripts_train_together_and_one_that_was_killed_catches_up(tmp_path: Pat
         reached = int(first.read_until(r"step +(\d+)")[1])
         again = stack.enter_context(ended(Script(tmp_path, names[-1], address)))
         found = again.read_until(r"step +(\d+)  loss \S+  accuracy ([\d.]+)")
-        assert int(found[1]) > reached, "it begins where the others are"
-        assert float(found[2]) > 0.8, "and as good as they are"
+        assert int(found[1]) > reached, "the script starts at the others' step"
+        assert float(found[2]) > 0.8, "and reaches the others' accuracy"
         for script in (first, *others):
             script.read_until(r"rounds [2-9]")
             assert script.process.poll() is None

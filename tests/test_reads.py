@@ -1,6 +1,6 @@
-"""A run's file and its data are read once, whoever asks: the command, the page, a program.
+"""A run's file and its data are read once, by the command, the page or a program.
 
-Counted in every process that takes part, by a `sitecustomize` that notes what Python reads.
+A `sitecustomize` in every participating process records the files that Python reads.
 """
 
 import json
@@ -45,7 +45,7 @@ pause = time.sleep
 
 
 class Reads:
-    """Paths read since the last look, by processes of this user that start from now on."""
+    """Return the paths read since the last call, by processes of this user that start from now on."""
 
     def __init__(self, folder: Path) -> None:
         self._notes = folder / "notes"
@@ -85,7 +85,7 @@ def swarm(folder: Path, reads: Reads) -> Iterator[SwarmProcesses]:
 
 
 def until_done(swarm: SwarmProcesses) -> None:
-    """Wait until every run of the node has ended: its data has then been read by all who need it."""
+    """Wait until every run of the node has ended: then all that need its data have read it."""
     deadline = time.monotonic() + 60
     while any(run["status"] != "done" for run in swarm.status("a")["runs"]):
         assert time.monotonic() < deadline

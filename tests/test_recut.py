@@ -1,6 +1,6 @@
-"""Borders between stages move in a live run: layers travel with their moments, and nothing is lost.
+"""Borders between stages move in a live run: layers move with their moments, and nothing is lost.
 
-Whole nodes in virtual time, held against one process that knows of no stages.
+Whole nodes in virtual time, compared with one process without stages.
 """
 
 import os
@@ -41,7 +41,7 @@ SLOW_AT = 8
 REAL_STAGES = int(os.environ.get("PEERLOOM_RECUT_STAGES", "0"))
 """In virtual time whole nodes move layers in `make test`; real processes do in `make soak`."""
 REAL_SECONDS_MAX = 300.0
-"""Each stage imports torch twice, on a machine that may be busy."""
+"""Each stage imports torch twice, on a busy machine."""
 ADAM = OptimizerSettings(kind="adamw", learning_rate=0.01, weight_decay=0.1)
 
 
@@ -59,7 +59,7 @@ def recut(world: World, *cuts: int) -> None:
 
 
 def elsewhere(world: World, *choices: tuple[int, ...]) -> tuple[int, ...]:
-    """The first of these cuts that is not the one in force."""
+    """The first of these cuts that is not in force."""
     now = tuple(last for _, last in newest(world).layers[:-1])
     return next(cuts for cuts in choices if cuts != now)
 
@@ -82,7 +82,7 @@ def assert_same_bits(found: Tensors, expected: Tensors) -> None:
         np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
-def test_moved_layers_go_on_with_their_moments_bit_for_bit() -> None:
+def test_moved_layers_continue_with_their_moments_bit_for_bit() -> None:
     async def scenario(world: World) -> None:
         await world.reached(3)
         recut(world, *elsewhere(world, (1, 2), (2, 3)))
@@ -163,13 +163,13 @@ def deep_model(dtype: Precision = "float64", width: int = 64) -> Model:
 
 
 def step_seconds(events: list[Event], height: int) -> float:
-    """The median of a plan's steps, without its first ones."""
+    """The median time of a plan's steps, without its first ones."""
     steps = [row.seconds for row in events if isinstance(row, StepCommitted) and row.height == height]
     return median(steps[2:])
 
 
 def test_a_slow_peer_gives_layers_away_and_the_run_speeds_up() -> None:
-    """Nobody asks for it: the committer measures, and two looks agree."""
+    """No request causes it: the committer measures, and two checks agree."""
     paces = {name: PeerPace() for name in "abc"}
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, pace, _ignore) for name, pace in paces.items()}
     wanted = manifest(
@@ -211,8 +211,8 @@ def test_a_slow_peer_gives_layers_away_and_the_run_speeds_up() -> None:
 
 
 @pytest.mark.skipif(not REAL_STAGES, reason="PEERLOOM_RECUT_STAGES=3")
-def test_between_real_processes_moved_layers_keep_every_bit(tmp_path: Path) -> None:
-    """Nodes on loopback, each stage in a process of its own that is started anew for its new layers."""
+def test_moved_layers_keep_every_bit_between_real_processes(tmp_path: Path) -> None:
+    """Nodes on loopback; each stage has its own process, which is restarted for its new layers."""
     trio.run(_train_on_real_nodes, tmp_path)
 
 

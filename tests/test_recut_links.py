@@ -1,4 +1,4 @@
-"""A link that becomes slow in a live run proposes the next plan, as a slow peer does: in virtual time."""
+"""A link that becomes slow in a live run causes a new plan, as a slow peer does: in virtual time."""
 
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -28,7 +28,9 @@ SLOW_SECONDS = 7.1
 
 @cache
 def waisted_model() -> Model:
-    """The best border by computing is a wide one; behind it little is left to compute, and one is narrow."""
+    """The best border by computing is a wide one; behind it little is left to compute, and one border is
+    narrow.
+    """
     torch.manual_seed(3)
     widths = [64, WIDE, WIDE, WIDE, WIDE, NARROW, WIDE]
     blocks = [nn.Sequential(nn.Linear(one, other), nn.Tanh()) for one, other in pairwise(widths)]
@@ -44,7 +46,7 @@ def saturated(peer: PeerId) -> Callable[[], Iterable[tuple[PeerId, float, bool]]
     return lambda: [(peer, SLOW_BYTES_PER_SECOND, True)]
 
 
-def test_a_link_that_becomes_slow_moves_the_border_to_where_less_crosses() -> None:
+def test_a_slow_link_moves_the_border_to_where_less_is_sent() -> None:
     executors = {name: NodeExecutor(RATE, 1.0, lambda _: 0.0, PeerPace(), _ignore) for name in "ab"}
     wanted = manifest(
         waisted_model(),
@@ -70,7 +72,7 @@ def test_a_link_that_becomes_slow_moves_the_border_to_where_less_crosses() -> No
                         up = group.medium.links.at(node.peer).up
                         assert up is not None
                         up.fifo.bytes_per_second = SLOW_BYTES_PER_SECOND
-                        # A simulated stream takes all at once: its sender cannot find the rate.
+                        # A simulated stream accepts everything at once: its sender cannot measure the rate.
                         node.measurements._frames = saturated(group.nodes[other].peer)
 
             _, events = await train(group, "b", wanted, on_event)

@@ -1,6 +1,7 @@
-"""Peers under CPU quotas in a live run: one whose quota is tightened gives up what it cannot carry, no more.
+"""Peers under CPU quotas in a live run: a peer with a tightened quota gives up the layers it cannot carry,
+and no more.
 
-Whole nodes in virtual time. Their processors are as the kernel's under a quota: a stage computes at full
+Whole nodes in virtual time. Their processors behave like the kernel's under a quota: a stage computes at full
 speed until the period's share is spent, and then waits for the next period. So those that wait for a slower
 one look as fast as a whole processor.
 """
@@ -36,7 +37,7 @@ the throttled peer keeps a layer more, and the share is 0.87."""
 
 
 class Processor:
-    """One that gives `share` of itself in each period, and no more."""
+    """A processor that computes for `share` of each period, and no more."""
 
     def __init__(self, share: float) -> None:
         self.share = share
@@ -58,7 +59,7 @@ class Processor:
 
 
 class QuotaExecutor(SimExecutor):
-    """Passes take their operations' time on this processor, all else none."""
+    """An executor whose passes take their operations' time on this processor; all else is free."""
 
     def __init__(self, processor: Processor) -> None:
         super().__init__()

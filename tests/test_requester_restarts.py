@@ -1,6 +1,6 @@
-"""A requester that was restarted, and whose run goes on without it, still shows how its run ends.
+"""A restarted requester whose run continues without it still shows how its run ends.
 
-Whole nodes in virtual time. That it may stop its run is in `test_runs_end`.
+Whole nodes in virtual time. `test_runs_end` shows that it may stop its run.
 """
 
 from contextlib import suppress
@@ -24,7 +24,7 @@ STEPS = 12
 
 
 async def restart(group: Swarm, name: str, nursery: trio.Nursery) -> None:
-    """As a process that was killed and started again at once, with its disk."""
+    """Kill a process and restart it at once, with its disk."""
     storage = group.storages[name]
     group.kill(name)
     await nursery.start(_live, group, name, "a", 1, STAGE_SECONDS, storage)
@@ -46,7 +46,7 @@ async def begun(group: Swarm, requester: str, steps: int) -> Run:
 
 
 async def ignore(value: object) -> None:
-    """Progress that nobody looks at."""
+    """Discard progress."""
 
 
 def end_of(group: Swarm, name: str) -> RunEnded | None:
@@ -62,13 +62,13 @@ async def ended(group: Swarm, name: str, seconds: float) -> RunEnded:
 
 
 def has_left(group: Swarm, name: str) -> bool:
-    """Whether this node is a member no more, and knows a plan without it."""
+    """Whether this node is no longer a member, and knows a plan without it."""
     plans = [event for event in group.events[name] if isinstance(event, RunPlanned)]
     return not group.nodes[name].runs.members and plans[-1].height > 0
 
 
 async def restart_outside(group: Swarm, name: str, nursery: trio.Nursery) -> None:
-    """Restart this node; its run goes on without it, and it agrees to be no witness."""
+    """Restart this node; its run continues without it, and it declines to be a witness."""
     await restart(group, name, nursery)
     group.nodes[name].runs.accepts = lambda run: "this node only looks on"
     with trio.fail_after(60):
@@ -101,7 +101,7 @@ def test_a_requester_that_was_restarted_hears_how_its_run_ended(restarts: int, t
     simulate(scenario)
 
 
-def test_a_requester_outside_of_its_run_may_stop_it_and_says_so() -> None:
+def test_a_requester_outside_of_its_run_may_stop_it_and_reports_it() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group, trio.open_nursery() as nursery:
             run = await begun(group, "d", 100_000)
@@ -115,7 +115,7 @@ def test_a_requester_outside_of_its_run_may_stop_it_and_says_so() -> None:
     simulate(scenario)
 
 
-def test_a_requester_outside_of_its_run_hears_no_end_from_strangers() -> None:
+def test_a_requester_outside_of_its_run_believes_no_stranger() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group, trio.open_nursery() as nursery:
             run = await begun(group, "d", 100_000)
@@ -141,7 +141,7 @@ def test_a_requester_outside_of_its_run_hears_no_end_from_strangers() -> None:
     simulate(scenario)
 
 
-def test_a_requester_says_when_nobody_is_left_to_tell_the_end() -> None:
+def test_a_requester_reports_that_no_member_is_left_to_ask() -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group, trio.open_nursery() as nursery:
             run = await begun(group, "d", 100_000)

@@ -1,4 +1,4 @@
-"""A requester's revisions of its run: pauses, learning rate, end; on all replicas alike."""
+"""A requester's revisions of its run: pauses, learning rate and end apply to all replicas alike."""
 
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -32,7 +32,7 @@ from tests.stack import (
 
 
 async def begun(group: Swarm, requester: str, steps_done: int = 1, **changes: Any) -> Run:
-    """A run that has committed so many steps."""
+    """A run that has committed this many steps."""
     run = prepare(group.nodes[requester], manifest(**({"microbatches": 2} | changes)))
     with group.nodes[requester].watch() as events, trio.fail_after(120):
         await group.nodes[requester].runs.submit(run)
@@ -73,7 +73,7 @@ def play(scenario: Callable[[], Awaitable[None]]) -> None:
     simulate(scenario)
 
 
-def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() -> None:
+def test_a_paused_run_commits_nothing_and_resumes_without_loss() -> None:
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
             run = await begun(group, "a", steps=6)
@@ -84,7 +84,7 @@ def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() ->
             assert before < 6
             await trio.sleep(
                 RunSettings().lost_seconds_max + 5
-            )  # longer than a member waits for a committer that is gone
+            )  # longer than a member waits for a missing committer
             assert steps(group, "a") == before
             views = [node.state.runs[run.text] for node in group.nodes.values()]
             assert {(view.status, view.reason) for view in views} == {("paused", "its requester paused it")}
@@ -95,7 +95,7 @@ def test_a_paused_run_commits_nothing_until_it_is_resumed_and_loses_nothing() ->
     play(scenario)
 
 
-def test_a_pause_outlives_the_committer() -> None:
+def test_a_pause_survives_the_committer() -> None:
     async def scenario() -> None:
         async with swarm("abcdef", preset="lan") as group:
             run = await begun(group, "a", steps=6, trainers=2)
@@ -107,7 +107,7 @@ def test_a_pause_outlives_the_committer() -> None:
             others = [name for name in "bcdef" if group.nodes[name].runs.members]
             plan = group.nodes[others[0]].state.runs[run.text].plan
             assert plan is not None
-            assert plan.height, "another commits"
+            assert plan.height, "another member commits"
             assert {steps(group, name) for name in others} == {before}
             assert {group.nodes[name].state.runs[run.text].status for name in others} == {"paused"}
 
@@ -124,17 +124,17 @@ def test_a_revised_learning_rate_survives_the_committers_death() -> None:
             await until(lambda: ended(group, name))
             result = weights(group, name, run)
             found = [first for first in range(9) if is_equal(result, faster_from(run, first), "float64")]
-            assert len(found) == 1, "from one step on, everywhere"
+            assert len(found) == 1, "from the same step on, everywhere"
             assert 1 <= found[0] < 8
             assert any(isinstance(event, RunRevised) for event in group.events[name])
 
     play(scenario)
 
 
-def test_a_run_ends_at_the_step_that_its_requester_says_meanwhile() -> None:
+def test_a_run_ends_at_a_step_that_its_requester_sets_meanwhile() -> None:
     async def scenario() -> None:
         async with swarm("abcde", preset="lan") as group:
-            for end in (9, 3):  # later than it was asked to, and sooner
+            for end in (9, 3):  # later than the first request, and sooner than the last step
                 run = await begun(group, "a", steps=6, created_milliseconds=end)
                 await revise(group, "a", run, steps=end)
                 await until(partial(is_done, group, run))
@@ -145,7 +145,7 @@ def test_a_run_ends_at_the_step_that_its_requester_says_meanwhile() -> None:
     play(scenario)
 
 
-def test_a_requester_that_was_restarted_may_still_change_its_run() -> None:
+def test_a_restarted_requester_may_still_change_its_run() -> None:
     async def scenario() -> None:
         async with swarm("abcdef") as group, trio.open_nursery() as nursery:
             run = await begun(group, "a", steps=100_000, trainers=2)
@@ -156,7 +156,7 @@ def test_a_requester_that_was_restarted_may_still_change_its_run() -> None:
             await nursery.start(_live, group, "a", "b", 1, STAGE_SECONDS, storage)
             await trio.sleep(20)
             said = await revise(group, "a", run, is_paused=True)
-            assert said["priority"] == 7, "what was said before still holds"
+            assert said["priority"] == 7, "earlier revisions still hold"
             others = [name for name in "bcdef" if group.nodes[name].runs.members]
             await until(
                 lambda: {group.nodes[name].state.runs[run.text].status for name in others} == {"paused"}, 30
@@ -190,7 +190,7 @@ def test_only_the_requesters_newest_revision_changes_a_run() -> None:
     play(scenario)
 
 
-def test_any_node_hears_how_a_run_is_from_its_members() -> None:
+def test_any_node_learns_a_runs_state_from_its_members() -> None:
     async def scenario() -> None:
         async with swarm("abcdefg", preset="lan") as group:
             run = await begun(group, "a", steps=4, stages=1, replicas=2)

@@ -1,4 +1,4 @@
-"""A run in a program's hands: `me.train`, and a handle made of an id on any node."""
+"""Runs in a program: `me.train`, and a handle made of an id on any node."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -69,7 +69,7 @@ def test_a_handle_works_on_a_node_outside_the_run(model: str, tmp_path: Path) ->
             assert (await other.show())["steps"] == 6
             with pytest.raises(RunFailed, match="does not go on here"):
                 _ = [event async for event in other]
-            group.kill("a")  # the requester is gone for good
+            group.kill("a")  # the requester has ended for good
             result = await other.result(str(tmp_path / "out.safetensors"))
             assert result.status == "done"
             assert safetensors.numpy.load_file(result.out)
@@ -105,7 +105,7 @@ def test_a_handle_pauses_resumes_revises_and_stops(model: str) -> None:
     simulate(scenario)
 
 
-def test_a_run_that_cannot_be_placed_says_so_to_the_program(model: str) -> None:
+def test_a_program_learns_that_a_run_cannot_be_placed(model: str) -> None:
     async def scenario() -> None:
         async with swarm("ab", preset="lan") as group:
             for node_ in group.nodes.values():
@@ -138,7 +138,7 @@ def test_only_its_requester_lists_a_failed_request_until_a_restart(model: str) -
     simulate(scenario)
 
 
-def test_an_error_in_a_programs_block_comes_out_as_it_was_raised() -> None:
+def test_an_error_in_a_programs_block_is_raised_unchanged() -> None:
     async def scenario() -> None:
         fabric = SimNetworkFabric(SimLinks(NetworkModel(), 1))
         with pytest.raises(UsageError, match="of the program's own"):
@@ -148,7 +148,7 @@ def test_an_error_in_a_programs_block_comes_out_as_it_was_raised() -> None:
     simulate(scenario)
 
 
-def test_settings_stand_in_the_tables_that_have_them(tmp_path: Path) -> None:
+def test_settings_are_in_their_tables(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text('model = "gpt"\n[train]\nsteps = 7\nbatch = 16\n[plan]\nstages = 2\n')
     run, path, _ = run_of(str(file), "digits", {"steps": 9, "replicas": 3, "options": {"width": 8}})
@@ -167,8 +167,8 @@ def test_settings_stand_in_the_tables_that_have_them(tmp_path: Path) -> None:
         run_of("gpt", "", {"batch": "many"})
 
 
-def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) -> None:
-    """For real: the model is captured by a process of its own, and the program's never loads torch."""
+def test_a_script_trains_a_built_in_model_and_prints_a_line(tmp_path: Path) -> None:
+    """Real processes: a separate process captures the model, and the program's never loads torch."""
     base = config.Config(
         name="a",
         data_dir=tmp_path / "a",
@@ -185,7 +185,7 @@ def test_a_script_trains_a_built_in_model_and_is_shown_a_line(tmp_path: Path) ->
         assert result.status == "done"
         assert shown[-1].startswith(f"{run.id[:8]} done     {'#' * 24} 4/4  loss ")
         assert me.run(run.id[:6]).id == run.id
-        assert list(run) == [], "it is over"
+        assert list(run) == [], "the run is over"
         with pytest.raises(UsageError, match=r"^train\(\): model: no model is called 'simple-cn'") as refused:
             me.train("simple-cn")
         assert refused.value.do is not None

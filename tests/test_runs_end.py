@@ -1,4 +1,4 @@
-"""A run that cannot go on ends, for all its members and with its reason: whole nodes in virtual time."""
+"""A run that cannot continue ends, for all its members and with its reason: whole nodes in virtual time."""
 
 import re
 from collections.abc import Awaitable, Callable
@@ -35,7 +35,7 @@ from tests.stack import (
 )
 
 SLOW = 0.1
-"""Seconds a pass is modelled to take where a run lives for long: a tenth of the steps to compute."""
+"""Modelled seconds of a pass in tests with long runs: a tenth of the steps to compute."""
 FEW: dict[str, Any] = {"steps": 12, "microbatch": 4, "microbatches": 4, "test_samples": 8}
 SPOILED = 21
 """The sample that is spoiled."""
@@ -44,7 +44,7 @@ SPOILED = 21
 def spoil(
     folder: Path, *, label: int | None = None, number: float | None = None, image: float | None = None
 ) -> None:
-    """Sixty-four digits, one of them with this label, or number, or an image of nothing else."""
+    """Sixty-four digits, one of them with this label, or this number, or an image of this value only."""
     digits = load_digits()
     x, y = digits.train["x"][:64].astype("f4"), digits.train["y"][:64].copy()
     if label is not None:
@@ -58,7 +58,7 @@ def spoil(
 
 
 async def learn(group: Swarm, folder: Path) -> str:
-    """Have the requester hold this data, which nobody has looked at; its hash."""
+    """Have the requester hold this data, unchecked; return its hash."""
     digest = load_folder(folder).digest
     await group.nodes["a"].runs.data.keep(digest, folder)
     return digest
@@ -83,7 +83,7 @@ async def all_ended(group: Swarm) -> None:
 async def end_of(
     group: Swarm, wanted: Manifest, on_event: Callable[[Event], Awaitable[None]] | None = None
 ) -> tuple[Run, str]:
-    """Train until it has failed for all; the run, and the reason its requester gives."""
+    """Train until it has failed for all; return the run, and its requester's reason."""
     run, _ = await train(group, "a", wanted, on_event)
     await all_ended(group)
     assert {outcome for outcome, _ in ends(group).values()} == {"failed"}, ends(group)
@@ -130,13 +130,13 @@ def test_a_run_that_diverges_ends_with_its_last_good_checkpoint(tmp_path: Path, 
             wanted = manifest(dtype="float32", data=digest, replicas=replicas, save_every=1, **FEW)
             run, reason = await end_of(group, wanted)
             plans = [event for event in group.events["a"] if isinstance(event, RunPlanned)]
-            assert len(plans) == 1, "nobody was blamed"
+            assert len(plans) == 1, "no member was blamed"
             kept = [event.step for event in group.events["a"] if isinstance(event, CheckpointKept)]
             words = r"step \d: in stage \d (an output|a tensor|the loss) .*; a lower train.learning_rate"
             assert re.match(words, reason), reason
             said = re.search(r"the checkpoint of step (\d) is kept: `peerloom checkpoint export", reason)
             assert said, reason
-            assert int(said[1]) in kept[-2:], "another may become whole while the end is told"
+            assert int(said[1]) in kept[-2:], "another checkpoint may be completed while the end is announced"
             found = await group.nodes["a"].checkpoints.call(group.nodes["a"].checkpoints.store.all)
             assert kept[-1] in [row.checkpoint.step for row in found if row.run == run.text]
 
@@ -170,12 +170,12 @@ def test_all_members_skip_diverged_steps_alike_if_configured(tmp_path: Path, rep
     simulate(scenario)
 
 
-def test_no_checkpoint_is_made_of_a_state_that_is_not_finite() -> None:
+def test_no_checkpoint_is_made_of_a_non_finite_state() -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
 
             async def on_event(event: Event) -> None:
-                """Spoil a stage after its third step, whoever holds it."""
+                """Spoil a stage after its third step, in every holder."""
                 if isinstance(event, StepCommitted) and event.step == 2:
                     (first, _), *_ = [
                         (replica, stage)
@@ -184,7 +184,7 @@ def test_no_checkpoint_is_made_of_a_state_that_is_not_finite() -> None:
                         if (replica := member.hosting.replica) and (stage := replica.core.stage) == 1
                     ]
                     first._stage.vector("parameters")[-8:] = np.float64("nan").tobytes()
-                    first.core._save = first.core.step  # due now, whatever else there is to do
+                    first.core._save = first.core.step  # due now, before any other event
 
             wanted = manifest(replicas=1, save_every=5, **FEW)
             _, reason = await end_of(group, wanted, on_event)
@@ -194,7 +194,7 @@ def test_no_checkpoint_is_made_of_a_state_that_is_not_finite() -> None:
     simulate(scenario)
 
 
-def test_a_step_that_fails_on_two_peers_is_the_fault_of_neither() -> None:
+def test_a_step_that_fails_on_two_peers_is_blamed_on_neither() -> None:
     failures = Failures()
     first, second = PeerId(b"1" * 32), PeerId(b"2" * 32)
     for step in range(3):
@@ -206,7 +206,7 @@ def test_a_step_that_fails_on_two_peers_is_the_fault_of_neither() -> None:
     )
 
 
-def test_going_back_without_getting_further_is_bounded() -> None:
+def test_going_back_without_progress_is_bounded() -> None:
     failures = Failures()
     for furthest in range(20):
         assert failures.went_back(0, furthest, "") is None
@@ -257,7 +257,9 @@ def test_a_requesters_stop_ends_the_run_for_all_members() -> None:
 
 
 def test_a_returning_member_leaves_a_stopped_run() -> None:
-    """It hears of the stop, or before that of the plan that went on without it: a vote that waited for it."""
+    """It learns of the stop, or before that of the plan that continued without it: a vote that
+    waited for it.
+    """
 
     async def scenario() -> None:
         async with swarm("abcde", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
@@ -278,7 +280,7 @@ def test_a_returning_member_leaves_a_stopped_run() -> None:
     simulate(scenario)
 
 
-def test_a_requester_that_was_restarted_may_still_stop_its_run() -> None:
+def test_a_restarted_requester_may_still_stop_its_run() -> None:
     async def scenario() -> None:
         async with swarm("abcde", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             run = await begun(group, "a", trainers=2)
@@ -317,7 +319,7 @@ def test_only_the_requester_may_stop_a_run() -> None:
 
 
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_a_node_drops_a_run_and_the_others_go_on(replicas: int) -> None:
+def test_a_node_drops_a_run_and_the_others_continue(replicas: int) -> None:
     async def scenario() -> None:
         async with swarm("abcdef", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
             run = await begun(group, "a", replicas=replicas, save_every=1)
@@ -330,7 +332,7 @@ def test_a_node_drops_a_run_and_the_others_go_on(replicas: int) -> None:
             began = trio.current_time()
             assert await node.runs.stopping.drop(run.text) == {"run": run.text, "status": "stopped"}
             assert trio.current_time() - began < 1
-            assert is_free(node), "at once"
+            assert is_free(node), "the run is dropped at once"
             step = group.nodes["a"].state.runs[run.text].step
             await trio.sleep(25)
             assert ends(group) == {name: ("stopped", "dropped on this node; the others go on without it")}
@@ -343,7 +345,7 @@ def test_a_node_drops_a_run_and_the_others_go_on(replicas: int) -> None:
             await trio.sleep(1)
             await nursery.start(_live, group, name, "a", 1, SLOW, storage)
             await trio.sleep(10)
-            assert is_free(group.nodes[name]), "nor does it come back after a restart"
+            assert is_free(group.nodes[name]), "the run does not return after a restart"
             assert not group.nodes[name].runs.members
             nursery.cancel_scope.cancel()
 

@@ -1,6 +1,6 @@
-"""A run ends, well or badly, whoever dies or forgets when: it never hangs. Whole nodes in virtual time.
+"""A run ends, well or badly, under any deaths and restarts: it never hangs. Whole nodes in virtual time.
 
-Deaths inside of a step, and that its result stays exact, are in `test_equivalence`.
+Deaths inside of a step, and the exactness of their results, are in `test_equivalence`.
 """
 
 from contextlib import suppress
@@ -36,7 +36,7 @@ from tests.stack import (
 
 GIVEN_UP_SECONDS = 60
 DEATH_SECONDS_MAX = 20
-"""Until all have noticed one, with a wide margin."""
+"""Seconds until all have noticed a death, with a wide margin."""
 
 
 IMPATIENT = RunSettings(
@@ -54,25 +54,25 @@ swarm = partial(stack.swarm, settings=ServiceSettings(runs=IMPATIENT))
 
 
 def small(**changes: Any) -> Manifest:
-    """As little arithmetic as a run can have."""
+    """The run with the least arithmetic."""
     least: dict[str, Any] = {"steps": 3, "microbatch": 8, "microbatches": 2, "test_samples": 16}
     return manifest(**(least | changes))
 
 
 def plan_in(group: Swarm) -> Any:
-    """The plan of the only run there is, as somebody alive sees it."""
+    """The plan of the only run, as a living member sees it."""
     views = [view for node in group.nodes.values() for view in node.state.runs.values() if view.plan]
     return views[0].plan
 
 
 async def restart(group: Swarm, name: str, through: str, nursery: trio.Nursery) -> None:
-    """As a process that crashed and was started again at once: the same peer, without its memory."""
+    """Crash and restart at once: the same peer, without its memory."""
     group.kill(name)
     await nursery.start(_live, group, name, through, 1, STAGE_SECONDS)
 
 
 async def ended(group: Swarm, name: str, run: str = "", seconds: float = GIVEN_UP_SECONDS) -> RunEnded:
-    """How the run ended, as this node says."""
+    """Return how the run ended, by this node's report."""
     with trio.fail_after(seconds):
         while True:
             for event in group.events[name]:
@@ -120,7 +120,7 @@ def test_a_trainer_that_restarts_too_fast_to_be_missed_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("request_type", [wire.LeaseRequest, wire.Start])
-def test_a_requester_that_dies_while_it_places_a_run_leaves_nobody_waiting(
+def test_a_requester_that_dies_during_placement_leaves_no_waiting_peer(
     request_type: type, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario() -> None:
@@ -134,7 +134,7 @@ def test_a_requester_that_dies_while_it_places_a_run_leaves_nobody_waiting(
                 return await ask(peer, request, seconds)
 
             monkeypatch.setattr(node.runs, "ask", ask_until)
-            # In a task of the node's, which dies with it.
+            # In a task of the node, which dies with it.
             run = prepare(node, small(stages=1, replicas=1))
             node.runs.start_task(node.runs.submit, run, of=run)
             await trio.sleep(2 * GIVEN_UP_SECONDS)
@@ -145,7 +145,7 @@ def test_a_requester_that_dies_while_it_places_a_run_leaves_nobody_waiting(
     simulate(scenario)
 
 
-def test_a_lease_that_is_given_after_its_asker_died_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_granted_after_its_requester_died_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario() -> None:
         async with swarm("abcd") as group:
             asked: list[str] = []
@@ -212,7 +212,7 @@ def test_two_simultaneous_requests_leave_every_slot_free_at_the_end() -> None:
     assert "done" in outcomes
 
 
-def test_a_run_goes_on_after_a_member_leaves() -> None:
+def test_a_run_continues_after_a_member_leaves() -> None:
     async def scenario() -> None:
         async with swarm("abcde") as group:
 
@@ -264,7 +264,7 @@ def test_a_requester_waits_for_news_of_the_last_newcomer() -> None:
                     await group.nodes["c"].runs.submit(run)
                     outcome.append("placed")
 
-            # Three are too few for two stages of two replicas; a fourth comes just then.
+            # Three are too few for two stages of two replicas; a fourth arrives at that moment.
             nursery.start_soon(submit)
             await nursery.start(_live, group, "d", "a", 1, STAGE_SECONDS)
             assert (await ended(group, "c")).outcome == "done"
@@ -274,7 +274,7 @@ def test_a_requester_waits_for_news_of_the_last_newcomer() -> None:
     simulate(scenario)
 
 
-def test_a_plan_in_force_during_the_end_stops_no_ending(
+def test_a_plan_adopted_during_the_end_does_not_prevent_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     finish = Member.finish
@@ -295,7 +295,7 @@ def test_a_plan_in_force_during_the_end_stops_no_ending(
             monkeypatch.setattr(Member, "finish", finish_and_go_on)
             run, _ = await train(group, "e", small())
             lost = {name for name in "abcde" if not any(isinstance(e, RunEnded) for e in group.events[name])}
-            assert len(lost) == 1, "who is off the plan waits to be asked again"
+            assert len(lost) == 1, "a member off the plan waits to be asked again"
             for name in set("abcde") - lost:
                 assert (await ended(group, name)).outcome == "done"
                 assert_equal(weights(group, name, run), reference(run), "float64")

@@ -1,4 +1,4 @@
-"""Screens as text snapshots: what a person sees, word for word."""
+"""Screens as text snapshots: the exact text for a user."""
 
 import io
 import re
@@ -302,7 +302,7 @@ def snapshot(text: str) -> str:
     return dedent(text).removeprefix("\n")
 
 
-def test_the_screen_of_a_node() -> None:
+def test_the_screen_of_a_node_is_as_recorded() -> None:
     screen = EventScreen(seeds=2)
     assert shown([line for event in HISTORY for line in screen.lines(event_document(event))]) == snapshot(
         """
@@ -380,7 +380,7 @@ def test_the_screen_of_a_node() -> None:
     )
 
 
-def test_the_screen_of_status() -> None:
+def test_the_screen_of_status_is_as_recorded() -> None:
     document = status_document(state(), NOW, {"malformed": 100, "quiet": 0})
     assert shown(status_lines(document)) == snapshot(
         """
@@ -405,7 +405,7 @@ def test_the_screen_of_status() -> None:
     )
 
 
-def test_the_screen_of_status_says_where_all_fences_stand() -> None:
+def test_the_screen_of_status_reports_that_all_fences_are_up() -> None:
     tried = events.FencesTried(at=NOW, fences=("limits: some",), unfenced=(), is_allowed=False)
     document = status_document(apply(state(), tried), NOW, {})
     assert document["fences"] == {
@@ -417,7 +417,7 @@ def test_the_screen_of_status_says_where_all_fences_stand() -> None:
     assert "fences      a stage is held to" in "\n".join(status_lines(document))
 
 
-def test_the_screen_of_peers() -> None:
+def test_the_screen_of_peers_is_as_recorded() -> None:
     assert shown(peers_lines(peers_document(state(), NOW))) == snapshot(
         """
         NAME   PEER       STATUS  SINCE   ADDRESS
@@ -440,7 +440,7 @@ def test_the_screen_of_peers() -> None:
         ("", "", False, "118 GFLOP/s"),
     ],
 )
-def test_a_peers_place_is_shown_as_it_counts(
+def test_the_accepted_location_of_a_peer_is_shown(
     claimed: str, location: str, is_doubted: bool, told: str
 ) -> None:
     document = peers_document(state(), NOW)
@@ -448,7 +448,7 @@ def test_a_peers_place_is_shown_as_it_counts(
     assert peers_lines(document)[2].endswith(f"{told}; found through join")
 
 
-def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
+def test_a_degraded_member_shows_the_reason_until_it_is_dead() -> None:
     late = events.MemberDegraded(
         at=NOW, peer=peer(2), condition="no path", rate=0.0, seconds=0.5, reason="others reach it"
     )
@@ -463,7 +463,7 @@ def test_a_degraded_member_shows_what_ails_it_until_it_is_dead() -> None:
     assert peers_document(held, NOW)["peers"][0]["degraded"] is None
 
 
-def test_the_screen_of_runs() -> None:
+def test_the_screen_of_runs_is_as_recorded() -> None:
     document = status_document(state(), NOW, {})
     assert shown(runs_lines(document)) == snapshot(
         """
@@ -484,7 +484,7 @@ def test_every_kind_of_event_has_its_lines_or_is_silent() -> None:
     assert screen.lines({"kind": "SomethingOfALaterVersion"}) == []
 
 
-def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
+def test_a_taken_port_and_another_swarm_are_reported_where_they_matter() -> None:
     event = event_document(STARTED) | {"port": 40123, "swarm": "lab"}
     event |= {"addresses": ["/ip6/fd00::1/tcp/40123"], "join_address": "[fd00::1]:40123"}
     text = "\n".join(EventScreen().lines(event))
@@ -492,7 +492,7 @@ def test_a_taken_port_and_another_swarm_are_said_where_they_matter() -> None:
     assert "python -m node --join [fd00::1]:40123 --swarm lab" in text
 
 
-def test_a_node_that_listens_everywhere_says_that_it_is_open() -> None:
+def test_a_node_that_listens_everywhere_reports_that_it_is_open() -> None:
     event = event_document(STARTED) | {"is_open": True}
     assert "open to the network: anybody may connect" in (text := "\n".join(EventScreen().lines(event)))
     assert "--listen 127.0.0.1:9747" in text
@@ -500,7 +500,7 @@ def test_a_node_that_listens_everywhere_says_that_it_is_open() -> None:
     assert "open to the network: members of the swarm may connect" in private
 
 
-def test_the_plans_screen_tells_what_each_death_would_do() -> None:
+def test_the_plans_screen_shows_the_effect_of_each_death() -> None:
     planned = next(event for event in HISTORY if isinstance(event, events.RunPlanned))
     document = event_document(replace(planned, witnesses=(peer(4),), pauses_without=(peer(1), peer(2))))
     text = "\n".join(EventScreen().lines(document))
@@ -520,7 +520,7 @@ def test_an_error_has_at_most_three_lines() -> None:
     assert error_lines(UsageError("a")) == ["error: a"]
 
 
-def test_small_words() -> None:
+def test_quantities_and_addresses_are_shortened() -> None:
     assert [seconds_text(value) for value in (0.0, 0.0012, 3.44, 59.99, 310, 7380, 400_000)] == [
         "0 s",
         "1.2 ms",
@@ -534,7 +534,7 @@ def test_small_words() -> None:
     assert short_address("10.0.0.5:9747") == "10.0.0.5:9747"
 
 
-def test_json_has_the_number_of_a_step_that_screens_show() -> None:
+def test_json_has_the_step_number_that_screens_show() -> None:
     screen, wanted = EventScreen(), (events.StepCommitted, events.ReplicaDropped, events.RunResumed)
     found = set()
     for event in HISTORY:
@@ -570,7 +570,7 @@ def test_a_rate_counts_samples_and_tokens_if_the_loss_does() -> None:
 
 
 @pytest.mark.parametrize(("counted", "what"), [(8, "samples"), (64, "tokens")])
-def test_a_result_counts_what_the_loss_counts(counted: int, what: str) -> None:
+def test_a_result_counts_the_units_of_the_loss(counted: int, what: str) -> None:
     screen = EventScreen()
     step = events.StepCommitted(
         at=NOW, run="r", step=0, loss=1.0, samples=8, counted=counted, seconds=1.0, replicas=1
@@ -580,7 +580,7 @@ def test_a_result_counts_what_the_loss_counts(counted: int, what: str) -> None:
     assert screen.lines(event_document(result)) == [f"accuracy 0.500 on 360 unseen {what}"]
 
 
-def test_moved_layers_are_told_from_a_way_back_to_a_checkpoint() -> None:
+def test_moved_layers_and_a_return_to_a_checkpoint_differ_on_screens() -> None:
     screen = EventScreen()
     first = next(event for event in HISTORY if isinstance(event, events.RunPlanned))
     screen.lines(event_document(first))
@@ -591,7 +591,7 @@ def test_moved_layers_are_told_from_a_way_back_to_a_checkpoint() -> None:
     assert "layers moved" not in shown(EventScreen().lines(event_document(moved)))
 
 
-def test_a_done_run_of_which_no_step_was_heard_shows_no_step() -> None:
+def test_a_done_run_without_any_reported_step_shows_no_step() -> None:
     run = "0123456789abcdef"
     ended = events.RunEnded(at=NOW, run=run, outcome="done", detail="", weights="ab", is_here=False)
     asked = events.RunAccepted(at=NOW, run=run, model="m", data="digits", steps=200, requester=peer(1))

@@ -1,9 +1,9 @@
-"""SIGKILL to one stage or node after another while answers are being given, with replicas and without, and
-what clients see of it: the same tokens, and pauses that are short.
+"""SIGKILL to one stage or node after another during answers, with replicas and without: clients see the same
+tokens, and short pauses.
 
-Real processes, some ten seconds a kill: PEERLOOM_SERVING_KILLS says how many in all, and
-PEERLOOM_SERVING_SESSIONS how many sessions the last test has, in four parts. PEERLOOM_SERVING_SEED chooses
-other victims, so that a long soak can be played piece by piece.
+Real processes, some ten seconds per kill: PEERLOOM_SERVING_KILLS is the number of all kills, and
+PEERLOOM_SERVING_SESSIONS the number of sessions of the last test, in four parts. PEERLOOM_SERVING_SEED
+selects other victims, so that a long soak can be played piece by piece.
 """
 
 import os
@@ -30,12 +30,13 @@ REPLICA_SECONDS_MAX, LOAD_SECONDS_MAX = 2.0, 10.0
 KILL_SECONDS = 20.0
 GROWTH_BYTES_MAX = 8 << 20
 """The door's allowed growth over the 250 sessions of a part. It grew by 0 to 2 MB in parts of 270 to 290
-sessions with five to fourteen kills, because its records of answers and of former nodes are bounded. The rest
-leaves room for heap that is not returned; 32 KB a session would show."""
+sessions with five to fourteen kills, because its records of answers and of former nodes are bounded. The
+margin covers heap that is not returned; 32 KB a session would show.
+"""
 
 
 def percentile(values: list[float], part: float) -> float:
-    ranked = sorted(values) or [0.0]  # where nothing was killed that an answer went over
+    ranked = sorted(values) or [0.0]  # no killed process served an answer
     return ranked[min(len(ranked) - 1, int(part * len(ranked)))]
 
 
@@ -47,29 +48,30 @@ def report(what: str, pauses: list[float], streams: Streams) -> None:
 
 
 def slow(what: str, pauses: list[float]) -> None:
-    """Say what was killed where an answer paused for long."""
+    """Print the kill before each long pause of an answer."""
     if max(pauses, default=0.0) > REPLICA_SECONDS_MAX:
         shown = ", ".join(f"{pause:.2f}" for pause in sorted(pauses, reverse=True))
         print(f"\n{time.strftime('%T')} after {what}: {shown} s")  # noqa: T201
 
 
 def strike(ground: Ground, rng: random.Random, service: str) -> tuple[str, str]:
-    """Kill something that holds a stage, but for the door's node, of which only the stage dies; return the
-    name of the node that is to be started again, empty where it lives, and what was done."""
+    """Kill a holder of a stage; of the door's node kill only the stage. Return the name of the node to
+    restart ("" if it lives), and a description of the kill.
+    """
     holders = ground.holders(service)
     victim = rng.choice(sorted({name for names in holders for name in names}))
     kill = rng.choice((ground.kill_stage, ground.kill_node, ground.kill_node_alone))
     if victim == ground.names[0]:
         kill = ground.kill_stage
     kill(victim)
-    # Until others have noticed: the next kill is to be one at a time.
+    # Until others have noticed, so that only one process is missing at the next kill.
     until(lambda: all(victim not in names for names in ground.holders(service)), what="it lives")
     return victim if victim in ground.dead else "", f"{kill.__name__} {victim} of {holders}"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_answers_go_on_the_same_whatever_is_killed(tmp_path: Path, threads: int, replicas: int) -> None:
+def test_answers_are_unchanged_by_any_kill(tmp_path: Path, threads: int, replicas: int) -> None:
     rng = random.Random(f"{SEED} {threads} {replicas}")
     names = "abcdef" if replicas == 2 else "abcd"
     ground = Ground(tmp_path, dict.fromkeys(names, (1, threads)))

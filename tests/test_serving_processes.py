@@ -1,5 +1,5 @@
-"""Serving with real processes: two services of two stages on three nodes, and one stage or node after another
-killed while eight answers are being given.
+"""Serving with real processes: two services of two stages on three nodes; one stage or node after another is
+killed during eight answers.
 
 `tests.test_serving_kills` plays more kills, and nodes with replicas.
 """
@@ -40,7 +40,7 @@ def question(**more: Any) -> dict[str, Any]:
 def answer(
     folder: Path, *, at: int = -1, disturb: Callable[[], object] = bool, **more: Any
 ) -> tuple[list[int], dict[str, Any]]:
-    """The tokens of an answer, and how it went; `disturb` is called after `at` of them."""
+    """Return the tokens of an answer, and its outcome; `disturb` is called after `at` of them."""
     tokens: list[int] = []
 
     def on_event(event: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ def answer(
     return tokens, found
 
 
-def test_a_given_up_answer_is_forgotten_and_none_is_written_down(ground: Ground) -> None:
+def test_an_abandoned_answer_is_forgotten_and_none_is_stored(ground: Ground) -> None:
     said, went = answer(ground.door, temperature=1.0)
     assert len(said) == TOKENS
     assert went["moves"] == 0
@@ -65,7 +65,7 @@ def test_a_given_up_answer_is_forgotten_and_none_is_written_down(ground: Ground)
         next(replies)
     replies.close()  # type: ignore[attr-defined]  # a generator
     until(lambda: not any(row["sessions"] for rows in ground.stages("words") for row in rows))
-    # A text is read as one.
+    # A text is parsed as one message.
     pieces, _ = answer(ground.door, prompt=PROMPT, stops=["\ufffd"])
     assert all(isinstance(piece, str) for piece in pieces)
     # Questions and answers are in no file of any node.
@@ -77,7 +77,7 @@ def test_a_given_up_answer_is_forgotten_and_none_is_written_down(ground: Ground)
 
 
 def test_eight_answers_survive_sigkill_of_stages_and_of_a_node(ground: Ground) -> None:
-    """Greedy and seeded: not one token is another, and no client sees an error."""
+    """Greedy and seeded: every token is the same, and no client sees an error."""
     streams = Streams(ground.door, tuple(SERVICES), STREAMS, TOKENS)
     streams.begin()
     kills: tuple[Callable[[], None], ...] = (

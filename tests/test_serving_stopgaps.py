@@ -1,5 +1,5 @@
-"""Two real nodes that serve a model in two stages, of which one dies, comes back, and leaves: answers go on
-at the other, which holds both stages meanwhile, and no token is another.
+"""Two real nodes that serve a model in two stages. One dies, returns, and leaves: the other holds both stages
+meanwhile, answers continue there, and every token is the same.
 """
 
 import time
@@ -15,7 +15,7 @@ STREAMS = 4
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [1, 2])
-def test_answers_go_on_at_the_one_of_two_nodes_that_is_left(tmp_path: Path, slots: int) -> None:
+def test_answers_continue_at_the_remaining_one_of_two_nodes(tmp_path: Path, slots: int) -> None:
     ground = Ground(tmp_path, dict.fromkeys("ab", (slots, 1)))
     pauses: dict[str, float] = {}
     try:

@@ -1,4 +1,4 @@
-"""A folder of transformers, served by real processes: its tokenizer, template and stops travel with it."""
+"""A transformers folder served by real processes, with its tokenizer, template and stop sequences."""
 
 import codecs
 import json
@@ -66,9 +66,9 @@ checkpoint_every = 2
 """
 TOKENS = 40
 SURE_LETTERS = 8
-"""The least letters of an answer that are compared."""
+"""The least number of characters of an answer that are compared."""
 SECONDS_MAX = 60.0
-"""On a machine that is three times slower than ours, and busy."""
+"""Seconds on a machine that is three times slower than ours, and busy."""
 
 
 def await_members(swarm: SwarmProcesses) -> None:
@@ -80,7 +80,7 @@ def await_members(swarm: SwarmProcesses) -> None:
 
 
 def make_folder(folder: Path, context: int = 256) -> tuple[Any, Any]:
-    """Write a folder as people have it, weights of bfloat16 in shards; the model and its tokenizer."""
+    """Write a folder in the usual form, weights of bfloat16 in shards; return the model and its tokenizer."""
     bare = tokenizers.Tokenizer(tokenizers.models.BPE())
     bare.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     bare.decoder = tokenizers.decoders.ByteLevel()
@@ -130,7 +130,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProc
         swarm.launch(NAMES)
         path = folder / "tiny"
         model, known = make_folder(path)
-        # The token that this model says as its seventh ends its answers.
+        # The seventh token that this model emits ends its answers.
         asked = json.loads((path / "generation_config.json").read_text())
         asked["eos_token_id"] = [0, greedy(model, known(PROMPT)["input_ids"], 7)[-1]]
         (path / "generation_config.json").write_text(json.dumps(asked))
@@ -147,23 +147,23 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[SwarmProc
 
 
 def answer_of(model: Any, ids: list[int], ends: list[int], tokens: int) -> list[int]:
-    """Return the beginning of an answer by transformers: at most up to a token that ends it."""
+    """Return the beginning of an answer by transformers, at most up to a token that ends it."""
     found = greedy(model, ids, tokens)
     return found[: next((at for at, token in enumerate(found) if token in ends), tokens)]
 
 
-def test_a_served_folder_takes_and_gives_text_by_its_own_tokenizer(
+def test_a_served_folder_accepts_and_returns_text(
     served: tuple[SwarmProcesses, Path, Any, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     swarm, path, model, known = served
     ends = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
     capsys.readouterr()
-    # Its weights are kept, and travel, as the folder has them.
+    # Its weights are stored and transferred in the folder's types.
     (values,) = [
         each for each in (swarm.folder / "a/models").glob("*.safetensors") if b"BF16" in each.read_bytes()
     ]
     assert values.stat().st_size < 2 * sum(each.numel() for each in model.parameters()) + 4096
-    # At a node that holds nothing of the model: what it knows of text it fetches by hash.
+    # A node that holds nothing of the model fetches its tokenizer by hash.
     door = str(swarm.folder / "c")
     assert run(["generate", "tiny", PROMPT, "--max-tokens", str(TOKENS), "--json", "--data-dir", door]) == 0
     told = json.loads(capsys.readouterr().out)
@@ -171,7 +171,7 @@ def test_a_served_folder_takes_and_gives_text_by_its_own_tokenizer(
     assert told["text"] == known.decode(wanted, skip_special_tokens=True)
     assert (told["tokens"], told["finish"]) == (len(wanted), "stop")
     assert len(told["route"]) == 2
-    # Its pieces are whole letters: none ends within one.
+    # Its pieces are whole characters: none ends within one.
     pieces: list[str] = []
     asked = {
         "service": "tiny",
@@ -184,7 +184,7 @@ def test_a_served_folder_takes_and_gives_text_by_its_own_tokenizer(
     assert len(pieces) > 1
 
 
-def test_a_chat_goes_on_after_an_answer_was_stopped(served: tuple[SwarmProcesses, Path, Any, Any]) -> None:
+def test_a_chat_continues_after_an_answer_was_stopped(served: tuple[SwarmProcesses, Path, Any, Any]) -> None:
     swarm, path, model, known = served
     door = swarm.folder / "c"
     ids = known.apply_chat_template(
@@ -193,7 +193,7 @@ def test_a_chat_goes_on_after_an_answer_was_stopped(served: tuple[SwarmProcesses
         return_dict=False,
     )
     ends = json.loads((path / "generation_config.json").read_text())["eos_token_id"]
-    # The last token's bytes may be no whole letter.
+    # The last token's bytes may be an incomplete character.
     wanted = known.decode(answer_of(model, ids, ends, TOKENS), skip_special_tokens=True).rstrip("\ufffd")
     assert len(wanted) >= SURE_LETTERS
     # A model's output cannot control a terminal.
@@ -229,7 +229,7 @@ def test_a_chat_goes_on_after_an_answer_was_stopped(served: tuple[SwarmProcesses
     assert "88 %" not in errors
 
 
-def test_prompts_and_answers_stand_in_nothing_that_is_written(
+def test_prompts_and_answers_are_in_no_file(
     served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path
 ) -> None:
     swarm, _, _, known = served
@@ -282,7 +282,7 @@ def test_a_finished_run_is_served_by_its_id(
     assert run(["services", "--stop", told["service"], "--data-dir", data_dir]) == 0
 
 
-def test_a_program_reads_the_hidden_states_that_transformers_has(
+def test_a_program_gets_the_hidden_states_of_transformers(
     served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path
 ) -> None:
     swarm, _, model, known = served
@@ -307,7 +307,7 @@ def test_a_program_reads_the_hidden_states_that_transformers_has(
     assert np.abs(rows - wanted).max() <= TOLERANCES[torch.bfloat16] * np.abs(wanted).max()
 
 
-def test_an_encoder_gives_vectors_as_transformers_does(
+def test_an_encoder_returns_the_vectors_of_transformers(
     served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swarm, path, _, known = served
@@ -322,7 +322,7 @@ def test_an_encoder_gives_vectors_as_transformers_does(
     key = ask(door, "keys.new", {"name": "test"})["key"]
     texts = [PROMPT, "été", "A rather longer text, of several words."]
     with openai.OpenAI(api_key=key, base_url=f"{swarm.status('c')['page']}/v1", max_retries=0) as client:
-        # The client asks for base64 by itself, and unpacks it.
+        # The client requests base64 on its own, and decodes it.
         found = client.embeddings.create(model="vectors", input=texts)
         one = client.embeddings.create(
             model="vectors", input=known(texts[1])["input_ids"], encoding_format="float", dimensions=8
@@ -353,7 +353,7 @@ def test_an_encoder_gives_vectors_as_transformers_does(
 
 
 @pytest.mark.slow
-def test_a_service_without_a_template_says_what_to_do_instead_of_chat(
+def test_a_service_without_a_template_explains_the_alternative_to_chat(
     served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     swarm, path, _, _ = served
@@ -370,7 +370,7 @@ def test_a_service_without_a_template_says_what_to_do_instead_of_chat(
     assert run(["services", "--stop", "plain", "--data-dir", data_dir]) == 0
 
 
-def test_no_client_of_a_node_publishes_a_model_that_is_not_proved(
+def test_no_client_of_a_node_publishes_an_unproved_model(
     served: tuple[SwarmProcesses, Path, Any, Any], tmp_path: Path
 ) -> None:
     swarm, _, _, _ = served
@@ -378,7 +378,7 @@ def test_no_client_of_a_node_publishes_a_model_that_is_not_proved(
     file = tmp_path / "mixed.peerloom"
     file.write_bytes(captured.data)
     write_weights(file.with_suffix(".safetensors"), captured)
-    # Straight to the control channel, past what the command looks at.
+    # Straight to the control channel, bypassing the command's checks.
     with pytest.raises(NodeRefused, match=r"cannot be served: .*mixer\.conv mixes tokens") as refused:
         ask(swarm.folder / "a", "serve", {"model": str(file), "wish": {}}, seconds=SECONDS_MAX)
     assert refused.value.exit_code == 2

@@ -1,6 +1,6 @@
-"""Real nodes that train a run while they answer: the run ends with the weights of one that was alone there,
-each answer is the undisturbed one, and no node has more stages than its owner gave slots. The newest
-checkpoint of a run is served while the run goes on.
+"""Real nodes that train a run while they serve: the run ends with the weights of an undisturbed one, each
+answer is the undisturbed one, and no node has more stages than slots. The newest checkpoint of a run is
+served during the run.
 """
 
 import json
@@ -36,7 +36,7 @@ def train(ground: Ground, folder: Path, streams: Streams | None) -> dict[str, np
     try:
         while command.process.poll() is None:
             for name in ground.names:
-                assert len(ground.processes(name)) <= SLOTS + 1, "one more may be loaded and wait"
+                assert len(ground.processes(name)) <= SLOTS + 1, "one spare process may be waiting"
             if streams is not None:
                 streams.flow()
             else:
@@ -85,7 +85,7 @@ checkpoint_every = 100000
 
 
 def likeliest(weights: Path, ids: list[int], count: int) -> list[int]:
-    """Return the run's own model's continuation of these tokens."""
+    """Return the continuation of these tokens by the run's own model."""
     model = GPT(GPTConfiguration(256, 32, 2, 2, 16))
     model.load_state_dict(load_tensors(weights), strict=False)
     found = list(ids)
@@ -96,7 +96,7 @@ def likeliest(weights: Path, ids: list[int], count: int) -> list[int]:
 
 
 class Door:
-    """The commands of a person at the first node."""
+    """Return a function that runs a user's commands at the first node."""
 
     def __init__(self, ground: Ground, folder: Path) -> None:
         self.ground = ground
@@ -124,14 +124,15 @@ class Door:
         return next((row for row in rows if row["run"] == run or not run), {})
 
     def newest(self, run: str) -> int:
-        """The step of the newest whole checkpoint of a run here; -1 where there is none."""
+        """The step of the newest complete checkpoint of a run here; -1 without any."""
         rows = ask(self.ground.door, "checkpoint.list", seconds=SECONDS_MAX)["checkpoints"]
         whole = [row for row in rows if row["run"] == run and len(row["stages_here"]) == row["stages"]]
         return max((row["step"] for row in whole), default=-1)
 
     def serve_newest(self, run: str) -> tuple[int, Path]:
-        """Serve the newest checkpoint, and compare an answer of it with what the model itself says; return
-        its step and its weights."""
+        """Serve the newest checkpoint, and compare an answer of it with the model's own; return its step and
+        its weights.
+        """
         before = self.newest(run)
         self.peerloom("checkpoint", "save", run)
         until(lambda: self.newest(run) > before, what="no checkpoint was made")
@@ -150,13 +151,13 @@ class Door:
         ask(self.folder / "b", "generate", asked, on_event, seconds=SECONDS_MAX)
         assert said == likeliest(weights, ids, 12)
         for name in self.ground.names:
-            assert len(self.ground.processes(name)) <= SLOTS + 1, "one more may be loaded and wait"
+            assert len(self.ground.processes(name)) <= SLOTS + 1, "one spare process may be waiting"
         self.peerloom("services", "--stop", told["service"])
         return step, weights
 
 
 @pytest.mark.slow
-def test_the_newest_checkpoint_of_a_run_is_served_while_it_goes_on(tmp_path: Path) -> None:
+def test_the_newest_checkpoint_of_a_run_is_served_during_the_run(tmp_path: Path) -> None:
     ground = Ground(tmp_path, dict.fromkeys("ab", (SLOTS, 1)))
     (tmp_path / "text.txt").write_text("All that is gold does not glitter. " * 400)
     door = Door(ground, tmp_path)
@@ -167,11 +168,11 @@ def test_the_newest_checkpoint_of_a_run_is_served_while_it_goes_on(tmp_path: Pat
         until(lambda: (door.known().get("step") or 0) >= 2, what="no step was made")
         run = door.known()["run"]
         first, _ = door.serve_newest(run)
-        step, weights = door.serve_newest(run)  # a later checkpoint is served by the same command again
+        step, weights = door.serve_newest(run)  # the same command serves a later checkpoint
         assert first < step
         assert commands[0].poll() is None
-        assert door.known(run)["step"] > step, "the run goes on"
-        # A run that nobody asked anything beside has the same weights after as many steps.
+        assert door.known(run)["step"] > step, "the run continues"
+        # A run without any requests beside it has the same weights after as many steps.
         door.peerloom("runs", "stop", run)
         commands.append(door.train(step, tmp_path / "alone.safetensors"))
         assert commands[1].wait(2 * SECONDS_MAX) == 0

@@ -1,4 +1,4 @@
-"""`make soak` plays the tests that a plain run skips or plays small: none is never run."""
+"""`make soak` plays every test that a plain run skips or shortens."""
 
 import re
 from collections.abc import Iterator
@@ -10,17 +10,19 @@ READ = re.compile(
     r"(?:environ\.get\(|environ\[)\s*\"(PEERLOOM_[A-Z_]+)\"|\"(PEERLOOM_[A-Z_]+)\" (?:not )?in os\.environ"
 )
 BY_HAND = {"PEERLOOM_AXE", "PEERLOOM_DOCS"}
-"""These name something that a machine may have, or write a document: CONTRIBUTING.md says how."""
+"""Variables that name something that a machine may have, or that write a document, as
+CONTRIBUTING.md says.
+"""
 
 
 def asked(path: Path) -> Iterator[str]:
-    """Yield the variables of the environment by which a test is asked for more."""
+    """Yield the environment variables that extend a test."""
     for found in READ.finditer(path.read_text(encoding="utf-8")):
         yield found[1] or found[2]
 
 
 def played() -> dict[str, set[str]]:
-    """By variable: what is given to pytest where `make soak` sets it."""
+    """By variable: the pytest arguments where `make soak` sets it."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8").replace("\\\n", " ")
     soak = text[text.index("soak: ") : text.index("clean:\n")]
     rows: dict[str, set[str]] = {}

@@ -1,4 +1,4 @@
-"""A loaded process waits on an idle node, becomes the stages of one run, and ends with it: real processes."""
+"""A spare process waits on an idle node, becomes the stages of one run, and ends with it: real processes."""
 
 import contextlib
 import dataclasses
@@ -30,7 +30,7 @@ from tests.stack import Model, manifest, prepare, simple_cnn
 
 @pytest.fixture
 def captured() -> Model:
-    """Before the test's time begins, for this loads torch."""
+    """Start before the test's time begins, because this loads torch."""
     return simple_cnn()
 
 
@@ -45,7 +45,7 @@ def waiting(node: Node) -> set[int]:
 
 
 async def spare_of(node: Node) -> int:
-    """The process that waits on a node, once it does."""
+    """Wait for the spare process of a node, and return it."""
     while not (found := waiting(node)):  # noqa: ASYNC110 - no event tells
         await trio.sleep(0.02)
     (pid,) = found
@@ -88,7 +88,7 @@ async def test_a_spare_process_becomes_a_stage_and_is_never_another_runs(
             await trio.sleep(0.02)
 
 
-async def test_a_runs_next_stage_takes_over_the_last_ones_process() -> None:
+async def test_a_runs_next_stage_reuses_the_last_ones_process() -> None:
     executor = RealExecutor()
     first = await executor.open_stage(encode(SPECIFICATION))
     pid, before = first.pid, await first.call(FORWARD)
@@ -99,18 +99,20 @@ async def test_a_runs_next_stage_takes_over_the_last_ones_process() -> None:
     try:
         assert (second.pid, first._failure) == (pid, "the stage has been closed")
         assert second.admitted.fences == first.admitted.fences
-        assert resource.prlimit(pid, resource.RLIMIT_DATA)[0] > limit, "it may take what the second may"
+        assert resource.prlimit(pid, resource.RLIMIT_DATA)[0] > limit, (
+            "the memory limit is that of the second stage"
+        )
         after = await second.call(FORWARD)
         assert isinstance(before, Forwarded)
         assert isinstance(after, Forwarded)
-        assert after.loss == before.loss, "as in a new process"
+        assert after.loss == before.loss, "the results are those of a new process"
         view[:] = bytes(len(view))
-        assert bytes(second.vector("parameters")) != bytes(view), "its memory is its own"
-        # A process that cannot be taken over ends with its stage, and another is loaded.
+        assert bytes(second.vector("parameters")) != bytes(view), "its memory is not shared"
+        # A process that cannot be reused ends with its stage, and another is loaded.
         allowance = second._allowance
         assert await second.retire(dataclasses.replace(allowance, threads=SPECIFICATION.threads + 1)) is None
         async with second._lock:
-            assert await second.retire(allowance) is None, "a call of its stage is being served"
+            assert await second.retire(allowance) is None, "its stage is still serving a call"
         os.kill(pid, signal.SIGSTOP)
         assert await second.retire(allowance, seconds=0.3) is None
     finally:

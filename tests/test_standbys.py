@@ -1,6 +1,6 @@
 """Idle machines follow a stage: its holder's death costs no checkpoint, and no step is computed twice.
 
-Whole nodes in virtual time, held against one process that knows of no stages.
+Whole nodes in virtual time, compared with one process without stages.
 """
 
 from typing import Any
@@ -15,20 +15,20 @@ from tests.stack import prepare
 from tests.test_takeover import newest, play, said, small
 
 LATER_SECONDS = 60.0
-"""Longer than until a machine that is idle follows."""
+"""Longer than until an idle machine follows."""
 
 
 LOOKS_SOON = RunSettings(refill_seconds=1.0)
-"""Ten seconds of a swarm with nothing to see would cost as many of the test's."""
+"""Ten idle virtual seconds of a swarm would cost as many real ones."""
 
 
 def followed(**changes: Any) -> Manifest:
-    """Two stages of one replica each, long enough that somebody comes to follow them."""
+    """Two stages of one replica each, long enough that a machine comes to follow them."""
     return small(**({"steps": 16, "standbys": 1, "save_every": 12} | changes))
 
 
 async def following(world: World, count: int = 1) -> str:
-    """Wait until so many follow; the name of the first."""
+    """Wait until this many follow; return the name of the first."""
     with trio.fail_after(LATER_SECONDS):
         while not said(world, RunPlanned) or len(newest(world).standbys) != count:  # noqa: ASYNC110 - virtual time
             await trio.sleep(0.05)
@@ -36,7 +36,7 @@ async def following(world: World, count: int = 1) -> str:
 
 
 def holder_beside(world: World, name: str) -> str:
-    """Return who computes the stage that this node follows."""
+    """Return the node that computes the stage that this node follows."""
     peer = world.group.nodes[name].peer
     stage = next(stage for stage in newest(world).stages if peer in stage)
     return world.group.name_of(next(each for each in stage if each not in newest(world).standbys))
@@ -69,11 +69,11 @@ def newest_step(world: World) -> int:
 
 
 def test_a_standby_gives_its_slot_to_another_run() -> None:
-    """A requester finds a machine that only follows, and it frees its slot at once."""
+    """A requester finds a machine that only follows, and this frees its slot at once."""
 
     async def scenario(world: World) -> None:
         follower = await following(world)
-        await world.reached(newest_step(world) + 1)  # it has heard of its plan
+        await world.reached(newest_step(world) + 1)  # it has received its plan
         node = world.group.nodes["c"]
         other = prepare(node, small(stages=1, steps=4, test_samples=16))
         with trio.fail_after(LATER_SECONDS):

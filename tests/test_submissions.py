@@ -1,8 +1,8 @@
-"""Many runs submitted at once to whole nodes: no slot is given twice, nobody waits for ever, and each
-requester has its share.
+"""Many runs submitted at once to whole nodes: no slot is given twice, no run waits for ever, and each
+requester gets its share.
 
 In virtual time; `benchmarks/submissions.py` does the same with processes. PEERLOOM_SUBMISSIONS=10 plays a
-hundred runs on twenty nodes with so many seeds.
+hundred runs on twenty nodes with this many seeds.
 """
 
 import os
@@ -36,7 +36,9 @@ def test_a_hundred_simultaneous_runs_are_served_by_their_shares(seed: int) -> No
 
 
 def drain(seed: int, *, nodes: str, requesters: str, submissions: int) -> float:
-    """Submit runs of about a minute and wait for their ends; how far the worst share is from its fair one."""
+    """Submit runs of about a minute and wait for their ends; return how far the worst share is from its fair
+    one.
+    """
     found: list[float] = []
 
     async def play() -> None:
@@ -48,7 +50,7 @@ def drain(seed: int, *, nodes: str, requesters: str, submissions: int) -> float:
                 async with trio.open_nursery() as nursery:
                     for number in range(submissions):
                         name = requesters[number % len(requesters)]
-                        # A step takes six seconds, and what it is judged by at the end eighteen.
+                        # A step takes six seconds, and its final evaluation eighteen.
                         wanted = manifest(
                             steps=rng.choice([6, 7, 8]),
                             stages=1,

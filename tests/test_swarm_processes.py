@@ -1,7 +1,7 @@
-"""Real processes of one machine: started again from their disks; one stands still, and one is killed.
+"""Real processes of one machine: restarted from their disks; one is frozen, and one is killed.
 
 Four of them, or PEERLOOM_SWARM_PROCESSES (`make soak`: 16). The bounds hold on a machine that is busy with
-this suite; what was measured is printed.
+this suite; measurements are printed.
 """
 
 import os
@@ -17,7 +17,7 @@ from node.cli.client import ask
 from node.demo.processes import SwarmProcesses
 
 pause = time.sleep
-"""Real processes take real time: to stand still, to write to the disk, and to be asked again."""
+"""Real processes take real time: to freeze, to write to the disk, and to be probed again."""
 COUNT = int(os.environ.get("PEERLOOM_SWARM_PROCESSES", "4"))
 NAMES = [f"n{number}" for number in range(COUNT)]
 HOST = PRESETS["host"]
@@ -29,7 +29,7 @@ RECORDS = 2 * COUNT
 
 @pytest.fixture(scope="module")
 def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
-    """All have stored records, were killed, and were started again."""
+    """Processes that have all stored records, were killed, and were restarted."""
     folder = tmp_path_factory.mktemp("swarm")
     before, again = (SwarmProcesses(folder, "processes", time.sleep, calibrate=False) for _ in range(2))
     try:
@@ -49,7 +49,7 @@ def swarm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SwarmProcesses]:
 
 
 def begin(processes: SwarmProcesses) -> None:
-    """Start all of them, which know each other at the end."""
+    """Start all of them, until they know each other."""
     processes.launch(NAMES)
     first = processes.start(NAMES[0], None)
     for name in NAMES[1:]:
@@ -85,7 +85,7 @@ def events(processes: SwarmProcesses, name: str, *kinds: str) -> list[dict[str, 
     return found
 
 
-def test_every_record_is_found_after_all_processes_were_killed_and_started_again(
+def test_every_record_is_found_after_all_processes_were_killed_and_restarted(
     swarm: SwarmProcesses,
 ) -> None:
     for number in range(RECORDS):
@@ -103,7 +103,7 @@ def test_a_frozen_process_is_dead_nowhere_and_a_killed_one_soon_everywhere(swarm
     lost = {name: events(swarm, name, "MemberLost") for name in NAMES}
     assert lost == {name: [] for name in NAMES}
     suspected = sum(bool(events(swarm, name, "MemberSuspected")) for name in others)
-    assert suspected, "a probe of it was not answered, or it did not stand still"
+    assert suspected, "either a probe failed or the process was not frozen"
 
     peer = swarm.nodes[killed].peer
     at = swarm.kill(killed)

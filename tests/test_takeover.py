@@ -1,7 +1,7 @@
-"""Roles change hands: the last replica of a stage dies, members leave, newcomers come, all stop and start.
+"""Roles change hands: the last replica of a stage dies, members leave, newcomers come, all stop and restart.
 
 Whole nodes in virtual time. Deaths that a stage survives are in `test_equivalence`, partitions in
-`test_partitions`. The result is always that of one process, because repeated work is of the same
+`test_partitions`. The result is always that of one process, because repeated work uses the same
 micro-batches.
 """
 
@@ -40,10 +40,10 @@ SEED = 1
 LATE_SECONDS = 120.0
 """Longer than the run in which a stage is opened too late."""
 FREE_AGAIN_SECONDS = 8.0
-"""From a planner's death until the run goes on, also where it had asked all idle nodes."""
+"""Seconds from a planner's death until the run continues, even if it had asked all idle nodes."""
 LEAVES = int(os.environ.get("PEERLOOM_LEAVES", "1"))
 LEAVE_LATER_SECONDS = 0.07
-"""From one trial to the next: a fraction of a step."""
+"""Seconds between two trials: a fraction of a step."""
 
 Scenario = Callable[[World], Awaitable[None]]
 
@@ -64,9 +64,9 @@ def play(
     preset: config.Preset = "lan",
     settings: RunSettings | None = None,
 ) -> World:
-    """A run that the last of `names` asks for and `scenario` disturbs; the world it left behind.
+    """Play a run that the last of `names` requests and `scenario` disturbs; return the final world.
 
-    Nothing that the checker knows may be wrong where it `ends`; where it `forks`, with its result only.
+    Where it `ends`, the checker must find no violation; where it `forks`, only the result is checked.
     """
     worlds: list[World] = []
     services = ServiceSettings(runs=settings or RunSettings())
@@ -104,7 +104,7 @@ def holders(world: World) -> list[str]:
 
 
 def other(world: World, requester: str) -> str:
-    """The first replica that is not the requester."""
+    """Return the first replica that is not the requester."""
     return next(name for name in holders(world) if name != requester)
 
 
@@ -123,7 +123,9 @@ async def spare(world: World, name: str) -> None:
 
 
 def test_later_members_keep_the_runs_number_of_replicas() -> None:
-    """Any member may be the next to propose: those that came while there was one know of three too."""
+    """Any member may be the next to propose: those that joined while there was one replica also know the
+    number three.
+    """
 
     async def replicas(world: World, count: int) -> None:
         with trio.fail_after(60):
@@ -166,9 +168,10 @@ def test_a_newcomer_restores_a_lost_stage_from_the_newest_checkpoint() -> None:
     assert "x" in holders(world)
 
 
-def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
-    """The requester alone commits, and holds the only replica of a stage. All who are left hold one,
-    too, so the lowest peer id commits: that of the newcomer."""
+def test_a_newcomer_learns_from_the_others_that_it_must_commit() -> None:
+    """Only the requester commits, and it holds the only replica of a stage. All remaining members hold one,
+    too, so the lowest peer id commits: that of the newcomer.
+    """
     members = {name: Identity(bytes([SEED, ord(name)]) * 16).peer for name in "ab"}
     newcomer = next(
         name
@@ -187,10 +190,10 @@ def test_a_newcomer_that_is_to_commit_is_told_so_by_the_others() -> None:
     assert world.group.name_of(newest(world).trainer) == newcomer
 
 
-def test_without_a_free_provider_the_run_waits_for_one_and_says_so() -> None:
+def test_without_a_free_provider_the_run_waits_and_reports_it() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
-        for node in world.group.nodes.values():  # what they hold stays, and they can hold no more
+        for node in world.group.nodes.values():  # they keep their stages, and can hold no more
             node.machine.capacity = replace(node.machine.capacity, memory_free_bytes=1)
         world.crash(other(world, "c"))
         await trio.sleep(60)
@@ -242,9 +245,10 @@ def test_the_cause_of_a_lost_stage_is_reported() -> None:
 @pytest.mark.parametrize("trial", range(LEAVES))
 @pytest.mark.parametrize("role", ["replica", "last replica", "committer", "committer and replica"])
 def test_a_leaving_member_loses_no_work(role: str, trial: int) -> None:
-    """A replica with a partner; the last of its stage where a provider is free; the committer. Each trial is
-    another run, left at another moment of a step: no step is open when a member goes, so nothing is computed
-    twice whatever the instants are."""
+    """A replica with a partner leaves; the last of its stage if a provider is free; and the committer. Each
+    trial is another run, left at another moment of a step. No step is open when a member leaves, so nothing
+    is computed twice at any moment.
+    """
     left: list[str] = []
 
     async def scenario(world: World) -> None:
@@ -274,7 +278,7 @@ def test_a_leaving_member_loses_no_work(role: str, trial: int) -> None:
 # Coming
 
 
-def test_a_newcomer_refills_a_stage_and_takes_its_state_from_its_peers() -> None:
+def test_a_newcomer_refills_a_stage_and_fetches_its_state_from_peers() -> None:
     async def scenario(world: World) -> None:
         await world.reached(2)
         world.crash(other(world, "d"))
@@ -316,7 +320,7 @@ def test_a_dead_planners_newcomer_serves_the_next_planner(
 def test_a_lost_stage_gets_the_node_held_for_a_dead_planner(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing is computed meanwhile, and every idle node is needed."""
+    """No step is computed meanwhile, and every idle node is needed."""
     died: list[float] = []
 
     async def scenario(world: World) -> None:
@@ -339,7 +343,7 @@ def test_a_lost_stage_gets_the_node_held_for_a_dead_planner(
 
 
 def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:
-    """As `ask` of a node, which dies when somebody has opened a stage for it; the first only."""
+    """Replace `ask` of a node: the node dies when another has opened a stage for it; only the first time."""
 
     async def ask_then_die(peer: PeerId, request: Any, seconds: float) -> Any:
         reply = await ask(peer, request, seconds)
@@ -382,7 +386,7 @@ def test_a_newcomer_with_a_late_plan_is_freed_at_the_end() -> None:
 # All at once
 
 
-def test_a_run_goes_on_from_disk_after_all_nodes_stop() -> None:
+def test_a_run_resumes_from_disk_after_all_nodes_stop() -> None:
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         await world.reached(SAVE_EVERY + 2)
@@ -401,7 +405,7 @@ def test_a_run_goes_on_from_disk_after_all_nodes_stop() -> None:
 # A fork
 
 
-def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> None:
+def test_allowed_forks_continue_and_one_branch_survives() -> None:
     halves: list[set[str]] = []
     healed: list[float] = []
 
@@ -426,7 +430,7 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> N
         }
         for half in halves
     ]
-    assert alone[0] & alone[1], "both have committed the same steps, each for itself"
+    assert alone[0] & alone[1], "both sides have committed the same steps independently"
     reasons = {
         name: [event.reason for event in events[name] if isinstance(event, RunChanged)] for name in events
     }
@@ -438,6 +442,6 @@ def test_where_forks_are_allowed_both_sides_go_on_and_one_branch_survives() -> N
     assert int(discarded.split()[7]) >= len(alone[halves.index(gave_up)]), discarded
     assert any("alone since step" in text for name in events for text in reasons[name])
     kept = [name for name in events if any("gave way: about" in text for text in reasons[name])]
-    assert not gave_up.intersection(kept), "who gave up says nothing of what is kept"
+    assert not gave_up.intersection(kept), "a member that gave up does not report the kept branch"
     assert {end.outcome for end in world.ends().values()} == {"done"}
     assert set(world.ends()) >= set(events) - gave_up

@@ -1,4 +1,4 @@
-"""Screens on a terminal: colours, and lines that fit its 80 columns with the names that machines have."""
+"""Screens on a terminal: colours, and lines that fit its 80 columns with real machines' names."""
 
 import errno
 import io
@@ -121,7 +121,7 @@ def test_no_line_of_a_screen_is_wider_than_80_columns() -> None:
         lines += error_lines(error)
     assert len(lines) > 90
     lines += plan_lines(PLAN, explain=True)
-    # A command that is pasted stays one line, however wide.
+    # A pasted command stays one line at any width.
     lines = [part for line in lines for part in folded(line, WIDTH) if not line.startswith(PASTED)]
     assert [line for line in lines if len(line) > WIDTH] == []
 
@@ -150,7 +150,7 @@ def test_text_is_folded_below_itself_and_commands_stay_whole(monkeypatch: pytest
     assert len(piped.getvalue().splitlines()) == 1
 
 
-def test_a_terminal_gets_colours_and_no_color_takes_them_away(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_gets_colours_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -166,25 +166,25 @@ def test_a_terminal_gets_colours_and_no_color_takes_them_away(monkeypatch: pytes
     assert plain.getvalue() == "error: x ?[2J\n"
 
 
-def test_why_no_connection_was_made_is_said_without_pythons_own_text() -> None:
+def test_a_failed_connection_is_explained_without_pythons_text() -> None:
     error = OSError(errno.EHOSTUNREACH, "Error connecting to ('192.168.7.99', 9747): No route to host")
     told = _no_connection(parse_address("192.168.7.99:9747"), error).detail
     assert told == f"192.168.7.99:9747 cannot be reached: {os.strerror(errno.EHOSTUNREACH).lower()}"
 
 
-def test_status_says_that_a_swarm_is_private() -> None:
+def test_status_reports_a_private_swarm() -> None:
     status, _ = documents()
     assert status_lines(status)[0].endswith("swarm default, private")
     assert status_lines(status_document(state(), NOW, {}))[0].endswith("swarm default")
 
 
-def test_an_offer_that_stays_as_it_was_is_no_news() -> None:
+def test_an_unchanged_offer_is_not_reported() -> None:
     screen = EventScreen()
     offer = event_document(events.OfferChanged(at=NOW, may_serve=False, reason="on battery"))
     assert [len(screen.lines(offer)) for _ in range(2)] == [1, 0]
 
 
-def test_a_checkpoint_does_not_promise_more_steps_than_the_run_has() -> None:
+def test_a_checkpoint_promises_no_steps_beyond_the_run() -> None:
     screen = EventScreen()
     asked = events.RunAccepted(at=NOW, run="r", model="m", data="digits", steps=15, requester=peer(1))
     screen.lines(event_document(asked))

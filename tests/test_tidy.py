@@ -1,4 +1,4 @@
-"""The habits of CONTRIBUTING.md that a machine can hold; the rest is for the reader's eye."""
+"""The habits of CONTRIBUTING.md that a machine can check; the rest is left to reviewers."""
 
 import ast
 import re
@@ -10,7 +10,7 @@ import pytest
 from tests.source import PACKAGES, ROOT, SIDES, Source, sources
 
 FILE_LINES_MAX = 600
-"""About 400 is where to stop and think; here it is no longer a question."""
+"""The limit for any file; a file of 400 lines is already a reason to stop and think."""
 EXPLAINED_FILE_LINES_MAX = 620
 PRODUCT_FILE_LINES_MAX = 500
 LONG_FILES = {
@@ -23,7 +23,7 @@ LONG_FILES = {
 """Files of the product that may be longer, each with its reason in a docstring. The list only shrinks."""
 CLASS_LINES_MAX = 350
 REASON = re.compile(r"\bLong because\s+\S")
-"""How a docstring says why a file or a class of the product is longer, each time with its own reason."""
+"""The reason that the docstring of a longer file or class of the product gives."""
 FUNCTION_LINES_MAX = 60
 TEST_FUNCTION_LINES_MAX = 90
 """A test may tell one long story."""
@@ -43,19 +43,19 @@ FORBIDDEN_WORDS = {
     "master", "slave", "coordinator", "worker", "workers", "cluster", "clusters", "manager", "managers",
     "helper", "helpers", "util", "utils", "misc",
 }  # fmt: skip
-"""Words for parts that this house does not have, or that name nothing."""
+"""Words for parts that this project does not have, or that name nothing."""
 
 UNMEASURED_WORDS = {
     "timeout", "timeouts", "interval", "delay", "duration", "ttl", "ms", "sec", "secs", "msec", "millis",
     "micros", "kb", "mb", "gb", "kib", "mib", "gib",
 }  # fmt: skip
-"""A name that ends so leaves its unit open, or abbreviates it: want _seconds, _bytes."""
+"""A name that ends in one of these leaves its unit open, or abbreviates it: use _seconds, _bytes."""
 
 RIDDLES = re.compile(r"(Who|Whom|Whose|Of|So many|So much|So long|So often)\b")
-"""How a docstring does not begin: a reader would have to ask what it is about."""
+"""A docstring must not begin with these: they do not name its subject."""
 
 RELATIVES = {"what", "whatever", "who", "whoever", "whom", "whose", "of"}
-"""How neither a docstring (all but "of") nor a test's name begins: it names its subject."""
+"""Neither a docstring (except with "of") nor a test's name begins with these: it names its subject."""
 SHARED_NAMES_MAX = 40
 SHARED_NAMES = {
     "Applied": "of a stage's process, and of a step: each message is named by what was applied",
@@ -78,7 +78,7 @@ SHARED_NAMES = {
 }
 """Public classes of two or more modules, and why. The list only shrinks."""
 
-# Put together here, so that this file does not hold what it looks for.
+# Assembled here, so that this file does not contain the pattern.
 UNFINISHED = re.compile("|".join(("TO" + "DO", "FIX" + "ME", "XX" + "X", "NotImplemented" + "Error")))
 PRAGMA = re.compile(r"  # (noqa|type: ignore|fmt:).*")
 """Comments for a tool may make a line longer, as ruff allows."""
@@ -94,9 +94,9 @@ def words(name: str) -> list[str]:
 
 
 def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, str]]:
-    """(line, name) of all that a file gives a name to; what others named, it may use.
+    """(line, name) of all names that a file defines; names imported from others are free.
 
-    Without `functions` only what holds a value.
+    Without `functions` only names of values.
     """
     if functions:
         for function in source.functions:
@@ -117,7 +117,7 @@ def defined(source: Source, *, functions: bool = True) -> Iterator[tuple[int, st
 
 
 def called_name(node: ast.Call) -> str:
-    """The last part of the name of what is called, empty where it has none."""
+    """The last part of the name of a called function, "" if it has none."""
     match node.func:
         case ast.Name(id=name) | ast.Attribute(attr=name):
             return name
@@ -145,7 +145,7 @@ def dependencies() -> list[str]:
     extras = project["optional-dependencies"].values()
     asked = [*project["dependencies"], *(text for extra in extras for text in extra)]
     names = [match.group() for text in asked if (match := re.match(r"[A-Za-z0-9._-]+", text))]
-    return [name for name in names if name != project["name"]]  # one extra may take another in
+    return [name for name in names if name != project["name"]]  # one extra may include another
 
 
 def normal(name: str) -> str:
@@ -153,7 +153,7 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_every_file_opens_by_saying_what_it_is() -> None:
+def test_every_file_opens_with_its_purpose() -> None:
     assert [
         source.place for source in EVERYTHING if source.text.strip() and not ast.get_docstring(source.tree)
     ] == []
@@ -169,7 +169,7 @@ def test_files_are_short_enough_to_be_understood_alone() -> None:
     } == {}
 
 
-def test_tests_replace_ever_fewer_attributes() -> None:
+def test_tests_replace_fewer_and_fewer_attributes() -> None:
     name = "monkeypatch" + ".setattr"  # in parts, so that this is not counted
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py")]
     assert sum(text.count(name) for text in texts) <= PATCHES_MAX, "pass a setting or a double in"
@@ -184,14 +184,14 @@ def test_long_files_and_classes_give_a_reason() -> None:
         is_long = source.text.count("\n") > PRODUCT_FILE_LINES_MAX
         if is_long and not (gives_reason(source.tree) or any(map(gives_reason, long))):
             wrong.append(source.place)
-        # A reason is for what is long: it goes when that does.
+        # A file or class that is no longer long must not keep its reason.
         named = {each.name for each in classes if gives_reason(each)}
         wrong += [f"{source.place} {name}: short" for name in sorted(named - {each.name for each in long})]
         if gives_reason(source.tree) and not is_long:
             wrong.append(f"{source.place}: short")
-    assert wrong == [], "find the seam, or have its docstring say: Long because ..."
+    assert wrong == [], "split it, or write in its docstring: Long because ..."
     found = {source.place for source in PROGRAM if source.text.count("\n") > PRODUCT_FILE_LINES_MAX}
-    assert found == LONG_FILES, "find the seam; or, where a file is short now, take it off the list"
+    assert found == LONG_FILES, "split it; if a file is short now, remove it from the list"
 
 
 def gives_reason(node: ast.Module | ast.ClassDef) -> bool:
@@ -228,17 +228,17 @@ def test_docstrings_and_test_names_begin_with_their_subject() -> None:
     assert found == [], "name the subject first, in at most twelve words for a test"
 
 
-def test_a_public_class_has_a_name_of_its_own() -> None:
+def test_a_public_class_has_a_unique_name() -> None:
     places: dict[str, set[str]] = {}
     for source in PROGRAM:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, set()).add(source.module)
     shared = {name for name, modules in places.items() if len(modules) > 1}
-    assert sorted(shared - SHARED_NAMES.keys()) == [], "find another name: one name means one thing"
+    assert sorted(shared - SHARED_NAMES.keys()) == [], "rename it: one name means one thing"
     assert len(SHARED_NAMES) <= SHARED_NAMES_MAX
     assert sorted(SHARED_NAMES.keys() - shared) == [], (
-        "shared no more: take it off the list, which only shrinks"
+        "no longer shared: remove it from the list, which only shrinks"
     )
 
 
@@ -278,7 +278,7 @@ def test_nothing_is_left_unfinished() -> None:
     ] == []
 
 
-def test_there_are_no_pictures_in_the_text() -> None:
+def test_the_text_contains_no_pictures() -> None:
     assert [
         f"{source.place}:{number}"
         for source in EVERYTHING
@@ -333,7 +333,7 @@ def test_durations_and_sizes_say_their_unit() -> None:
 
 
 def patterns(source: Source) -> Iterator[tuple[int, str, bool]]:
-    """(line, text, whether it is a struct's) of all regular expressions."""
+    """(line, text, whether it belongs to a struct) of all regular expressions."""
     for node in source.each(ast.Call):
         if not isinstance(node.func, ast.Name | ast.Attribute):
             continue
@@ -345,8 +345,8 @@ def patterns(source: Source) -> Iterator[tuple[int, str, bool]]:
             yield node.lineno, "".join(text for text in texts if isinstance(text, str)), given is of_struct
 
 
-def test_no_pattern_ends_where_a_line_does() -> None:
-    # `$` matches before a trailing newline too, and msgspec searches: a pattern of its says both its ends.
+def test_patterns_do_not_end_where_a_line_does() -> None:
+    # `$` matches before a trailing newline too, and msgspec searches: its patterns anchor both ends.
     wrong = [
         f"{source.place}:{line} {text}"
         for source in PROGRAM
@@ -390,7 +390,7 @@ def test_tests_read_as_sentences_and_do_not_sleep_for_luck() -> None:
     assert wrong == []
 
 
-def test_there_are_seven_packages_and_no_other() -> None:
+def test_the_seven_packages_are_complete() -> None:
     found = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert found == {*PACKAGES, "tests"}
 
@@ -411,7 +411,7 @@ def test_every_dependency_is_pinned() -> None:
     assert [name for name in dependencies() if normal(name) not in pinned] == []
 
 
-def test_the_architecture_says_what_each_dependency_is_for() -> None:
+def test_the_architecture_gives_a_purpose_for_each_dependency() -> None:
     text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
     assert [
         name for name in dependencies() if not re.search(rf"(?<![\w-]){re.escape(name)}(?![\w-])", text)

@@ -27,7 +27,7 @@ def screen(*, width: int = 100, height: int = 40, members: int = 4) -> list[str]
     return top_lines(status, peers_document(state, NOW)["peers"], documents, curves, width, height)
 
 
-def test_one_screen_says_who_is_here_what_runs_and_what_happened() -> None:
+def test_one_screen_shows_members_runs_and_events() -> None:
     text = "\n".join(screen())
     assert "here  ..." in text
     assert "swarm test: 3 alive, 1 dead" in text
@@ -37,7 +37,7 @@ def test_one_screen_says_who_is_here_what_runs_and_what_happened() -> None:
     assert "n2 lost (no ack for 1.2 s)" in text.splitlines()[-1]
 
 
-def test_it_fits_any_terminal() -> None:
+def test_the_screen_fits_any_terminal() -> None:
     for width, height in [(20, 5), (80, 24), (200, 60)]:
         lines = screen(width=width, height=height, members=300)
         assert len(lines) < height

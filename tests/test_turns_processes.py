@@ -1,4 +1,4 @@
-"""Two people submit to one provider, in processes: a claimed priority takes nothing from the other's run.
+"""Two users submit to one provider, in processes: a claimed priority takes nothing from the other's run.
 
 Three nodes and their stages for most of a minute: PEERLOOM_TURNS_PROCESSES=1 plays it (`make soak`).
 """
@@ -35,7 +35,7 @@ priority = {priority}
 @pytest.mark.skipif(
     not os.environ.get("PEERLOOM_TURNS_PROCESSES"), reason="a minute: PEERLOOM_TURNS_PROCESSES=1"
 )
-def test_a_claimed_priority_waits_and_ones_own_run_makes_room(
+def test_a_claimed_priority_waits_and_preempts_only_ones_own_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     graph = tmp_path / "model.peerloom"
@@ -60,7 +60,9 @@ def test_a_claimed_priority_waits_and_ones_own_run_makes_room(
         _until(lambda: _outcome(swarm, "a", own) == "done")
         ended = _events(swarm, "a", own, "RunEnded")[0]["at"]
         steps = _events(swarm, "b", claimed, "StepCommitted")
-        assert all(step["at"] > ended for step in steps), "it had no slot before, only a's own run made room"
+        assert all(step["at"] > ended for step in steps), (
+            "the claimed run got no slot before; a preempted its own run"
+        )
     finally:
         swarm.close()
 

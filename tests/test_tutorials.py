@@ -1,6 +1,6 @@
-"""Each tutorial, typed as it stands into real terminals: its commands reach what it says.
+"""Each tutorial, typed into real terminals, reaches the results that it states.
 
-Minutes altogether, so with PEERLOOM_TUTORIALS set, in soak; without, that each can be read by the program.
+It takes minutes, so it runs with PEERLOOM_TUTORIALS, in soak; without it, only the parsing is tested.
 """
 
 import os
@@ -30,7 +30,7 @@ def test_a_tutorial_has_commands_that_are_typed(page: Path) -> None:
 
 @pytest.mark.skipif(not PLAYED, reason="minutes; PEERLOOM_TUTORIALS=1 plays them, as `make soak` does")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_tutorial_reaches_what_it_says(page: Path, tmp_path: Path) -> None:
+def test_a_tutorial_reaches_its_stated_results(page: Path, tmp_path: Path) -> None:
     typed = [sys.executable, "-m", "tests.tutorials", str(page), str(tmp_path)]
     subprocess.run(
         ["unshare", "-Urn", "bash", "-c", NETWORK, "bash", *typed], cwd=ROOT, check=True, timeout=900

@@ -32,7 +32,7 @@ from tests.stack import train as train_as
 STEPS = 12
 VALIDATED = 24
 WILD = OptimizerSettings(kind="sgd", learning_rate=0.4, momentum=0.9)
-"""So high a rate that the newest state is not always the best."""
+"""A learning rate so high that the newest state is not always the best."""
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def test_validation_between_steps_leaves_the_steps_unchanged(data: Any) -> None:
     simulate(scenario)
 
 
-def test_screens_and_the_curve_tell_each_validation_beside_the_steps(data: Any) -> None:
+def test_screens_and_the_curve_show_each_validation_beside_the_steps(data: Any) -> None:
     """Check a real run's screens: the output of `train`, `runs show`, and the page's chart."""
     told: list[Event] = []
 
@@ -115,8 +115,8 @@ def test_screens_and_the_curve_tell_each_validation_beside_the_steps(data: Any) 
     ]
 
 
-def test_a_validation_costs_its_forward_passes_and_hardly_more(data: Any) -> None:
-    """Where a pass takes a second: six micro-batches of validation samples, in two stages side by side."""
+def test_a_validation_costs_little_more_than_its_forward_passes(data: Any) -> None:
+    """A pass takes a second: six micro-batches of validation samples, in two concurrent stages."""
 
     def lasted(validation: ValidationSettings | None) -> float:
         seconds: list[float] = []
@@ -132,7 +132,7 @@ def test_a_validation_costs_its_forward_passes_and_hardly_more(data: Any) -> Non
 
     passes = VALIDATED // 4
     each = (lasted(ValidationSettings(1)) - lasted(None)) / 3
-    assert passes <= each <= passes + 2, "the first waits for the second stage, and some messages"
+    assert passes <= each <= passes + 2, "the wait for the second stage, and some messages"
 
 
 def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any) -> None:
@@ -143,7 +143,7 @@ def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any)
                 if isinstance(event, StepCommitted) and event.step == 3 and "a" in group.nodes:
                     group.kill("a")
 
-            # Nothing improves by so much: the first stays the best, and two more end it.
+            # Nothing improves by this much: the first stays the best, and two more end it.
             early = ValidationSettings(2, patience=2, improvement=100.0)
             run, events = await train(
                 group, data, kill_the_committer, watcher="b", validation=early, steps=40, trainers=2
@@ -154,7 +154,7 @@ def test_a_run_stops_early_at_the_same_step_though_its_committer_dies(data: Any)
             (end,) = [e for e in events if isinstance(e, RunEnded)]
             assert end.outcome == "done"
             assert end.detail == "its validations stopped improving after step 2"
-            assert end.is_here, "why it ended early is no reason to look for its result elsewhere"
+            assert end.is_here, "an early end does not change where its result is"
             assert group.nodes["b"].runs.archive.result(run.id) == end.weights
 
     simulate(scenario)
@@ -184,7 +184,7 @@ def asked(dataset: Dataset, **train: Any) -> Manifest:
     return make_manifest(run, graph, bytes(32), dataset, name="RUN.toml", created=0)
 
 
-def test_a_run_says_when_it_is_validated_and_what_counts(data: Any) -> None:
+def test_a_run_states_when_it_is_validated_and_the_metric(data: Any) -> None:
     assert asked(data[1]).validation == ValidationSettings(5)
     accuracy = asked(data[1], validate_every=7, watch="accuracy", keep="best", patience=3).validation
     assert accuracy == ValidationSettings(7, 3, watched=1, more_is_better=True, keep="best")
@@ -207,7 +207,7 @@ def test_settings_that_need_validation_samples_are_refused_without_them(
         asked(load_digits(), **train)
 
 
-def test_a_metric_that_the_model_lacks_is_refused_with_those_it_has(data: Any) -> None:
+def test_a_metric_that_the_model_lacks_is_refused_with_the_available_ones(data: Any) -> None:
     with pytest.raises(UsageError, match=r"train.watch 'f1': the model has loss, accuracy"):
         asked(data[1], watch="f1")
 
@@ -244,7 +244,7 @@ def test_a_manifest_with_impossible_validations_is_refused(
 
 
 @pytest.mark.parametrize("series", [Series(9, 1, 0.5), Series(2, 3, 0.5), Series(1, 1, float("nan"))])
-def test_validations_that_a_replica_cannot_know_of_are_refused(series: Series) -> None:
+def test_validations_that_a_replica_cannot_know_are_refused(series: Series) -> None:
     apply = Apply(plan=bytes(32), step=3, attempt=0, samples=1, validated=series)
     with pytest.raises(RemoteProtocolError, match="validations that the steps"):
         check_synced(PLAN, Synced(plan=bytes(32), step=4, applied=apply))

@@ -1,4 +1,4 @@
-"""Two real nodes and all that shows them: `page`, `events`, `top`, `report`, and the page over HTTP."""
+"""Two real nodes and all views of them: `page`, `events`, `top`, `report`, and the page over HTTP."""
 
 import base64
 import json
@@ -37,7 +37,7 @@ def folder(swarm: SwarmProcesses, name: str) -> str:
     return str(swarm.nodes[name].data_dir)
 
 
-def test_page_prints_a_link_that_may_act(swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+def test_page_prints_a_link_with_a_token(swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["page", "--data-dir", folder(swarm, "a")]) == 0
     link = capsys.readouterr().out.strip()
     address, _, token = link.partition("/#token=")
@@ -58,7 +58,7 @@ def act(address: str, name: str, token: str) -> None:
     urllib.request.urlopen(request).close()
 
 
-def test_a_node_without_a_page_says_so(swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_node_without_a_page_reports_it(swarm: SwarmProcesses, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["page", "--data-dir", folder(swarm, "b")]) != 0
     assert "has no page" in capsys.readouterr().err
 
@@ -83,7 +83,7 @@ def test_top_shows_once_without_a_terminal(swarm: SwarmProcesses, capsys: pytest
     assert "b joined" not in text.splitlines()[0]
 
 
-def test_a_report_holds_what_helps_and_no_key(swarm: SwarmProcesses, tmp_path: Path) -> None:
+def test_a_report_contains_diagnostics_and_no_key(swarm: SwarmProcesses, tmp_path: Path) -> None:
     out = tmp_path / "report.zip"
     assert run(["report", "--out", str(out), "--data-dir", folder(swarm, "a")]) == 0
     with zipfile.ZipFile(out) as archive:
@@ -114,7 +114,7 @@ def test_a_node_outside_a_run_watches_it_to_the_end(
     assert f"{asked}  simple-cnn on digits  done  step 60 of 60" in watched.err
 
 
-def test_a_report_is_made_where_no_node_runs(tmp_path: Path) -> None:
+def test_a_report_is_made_without_a_node(tmp_path: Path) -> None:
     out = tmp_path / "report.zip"
     assert run(["report", "--out", str(out), "--data-dir", str(tmp_path)]) == 0
     with zipfile.ZipFile(out) as archive:

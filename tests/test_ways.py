@@ -1,4 +1,4 @@
-"""How screens say which way peers are spoken to."""
+"""How screens show the paths to peers."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""The wheel that the source archive makes works from any folder, and holds what the program reads."""
+"""The wheel built from the source archive works from any folder, and contains all files that the program
+reads.
+"""
 
 import os
 import subprocess
@@ -16,7 +18,7 @@ from tests.source import PACKAGES, ROOT
 
 BUILD_SECONDS_MAX = 300.0
 READ = ("web/static", "demo/words", "scenarios")
-"""Folders of files that the program reads, inside of packages."""
+"""Folders inside of packages with files that the program reads."""
 
 pytestmark = pytest.mark.skipif("PEERLOOM_WHEEL" not in os.environ, reason="builds a wheel: in make soak")
 
@@ -69,7 +71,7 @@ def test_an_installed_wheel_works_beside_files_of_the_same_names(wheel: Path, tm
     place = tmp_path / "venv"
     venv.EnvBuilder(symlinks=True).create(place)
     site = place / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
-    for package in Path(sysconfig.get_path("purelib")).iterdir():  # what it depends on, but not this checkout
+    for package in Path(sysconfig.get_path("purelib")).iterdir():  # its dependencies, but not this checkout
         if (
             not package.name.startswith(("__editable__", "peerloom", "pip"))
             and not (site / package.name).exists()

@@ -1,6 +1,6 @@
-"""A run of two members and an idle neighbour: any one of the three may die, and the run goes on.
+"""A run of two members and an idle neighbour: any one of the three may die, and the run continues.
 
-Whole nodes in virtual time. Which witness is chosen is in `partition/test_next_change`.
+Whole nodes in virtual time. The choice of the witness is in `partition/test_next_change`.
 """
 
 import pytest
@@ -41,7 +41,7 @@ def roles(world: World) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("names", "role"), [("abc", "requester"), ("abcd", "replica"), ("abcd", "witness")], ids=str
 )
-def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) -> None:
+def test_two_members_and_idle_nodes_survive_any_death(names: str, role: str) -> None:
     died_at: list[float] = []
 
     async def scenario(world: World) -> None:
@@ -65,7 +65,7 @@ def test_two_members_and_idle_nodes_go_on_whoever_dies(names: str, role: str) ->
     resumptions = said(world, RunResumed)
     if role == "witness":
         assert {event.lost_steps for event in resumptions} <= {0}
-    else:  # what it says of the stall is what a clock on the wall says, with the time until it was noticed
+    else:  # the reported stall agrees with the wall clock, including the time until it was noticed
         longest = max(resumptions, key=lambda event: float(event.seconds))
         assert longest.seconds == pytest.approx(longest.at - died_at[0], abs=REPORT_ERROR_SECONDS)
 
@@ -82,7 +82,7 @@ def test_processes_load_from_a_lease_on_and_at_witnesses(
         await world.kept(SAVE_EVERY)
         nodes = world.group.nodes
         computing = {part for part, name in roles(world).items() if nodes[name].measurements.is_computing()}
-        assert computing == {"requester", "replica"}, "nothing is measured beside these"
+        assert computing == {"requester", "replica"}, "these two compute, so they measure nothing"
         loading = {part for part, name in roles(world).items() if (nodes[name].seams.executor, True) in told}
         assert loading == {"replica", "witness"}
         first = next(one for one, is_ready in told if is_ready)
@@ -93,11 +93,11 @@ def test_processes_load_from_a_lease_on_and_at_witnesses(
                 await trio.sleep(0.5)
 
     play("abc", small(**ONE_STAGE), scenario)
-    assert not told[-1][1], "the run is over"
+    assert not told[-1][1], "the run has ended"
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_run_whose_replica_dies_before_the_first_checkpoint_begins_anew(steps: int) -> None:
+def test_a_replica_lost_before_the_first_checkpoint_restarts_the_run(steps: int) -> None:
     async def scenario(world: World) -> None:
         if steps:
             await world.reached(steps)
@@ -123,11 +123,11 @@ def test_a_trained_stage_restarts_together_with_a_lost_one() -> None:
 
     world = play("abcde", small(stages=2, replicas=1, steps=24), scenario)
     (first, *_), last = said(world, RunPlanned), newest(world)
-    assert last.stages[0] == first.stages[0], "it keeps its stage"
+    assert last.stages[0] == first.stages[0], "the survivor keeps its stage"
 
 
 @pytest.mark.parametrize("rule", ["wait", "requester"])
-def test_a_requester_of_two_nodes_is_told_what_a_death_does(rule: str) -> None:
+def test_a_requester_of_two_nodes_learns_the_effect_of_a_death(rule: str) -> None:
     async def scenario(world: World) -> None:
         await world.kept(2 * SAVE_EVERY)
         world.crash(roles(world)["replica"])
@@ -155,8 +155,10 @@ def paused(world: World) -> list[RunChanged]:
     return [event for event in said(world, RunChanged) if event.state == "paused" and "votes" in event.reason]
 
 
-def test_the_other_of_two_falls_back_when_it_hears_of_the_requester() -> None:
-    """Parted for a while, both alive: one side goes on, and there is never a second plan at a height."""
+def test_the_other_of_two_falls_back_when_it_hears_the_requester() -> None:
+    """Both are alive but parted for a while: one side continues, and there is never a second plan at a
+    height.
+    """
 
     async def scenario(world: World) -> None:
         await world.kept(2 * SAVE_EVERY)
@@ -174,14 +176,14 @@ def test_the_other_of_two_falls_back_when_it_hears_of_the_requester() -> None:
     assert len(hashes) == len({height for height, _ in hashes}), "two plans at one height"
 
 
-def test_a_promise_to_vote_ends_and_one_planner_crowds_nobody_out() -> None:
+def test_a_promise_to_vote_expires_and_planners_have_separate_limits() -> None:
     promises = WitnessPromises()
     promises.promise(0.0, b"run", b"plan", PLANNER, 10.0)
     assert promises.holds(9.0, b"run", b"plan")
     assert not promises.holds(10.0, b"run", b"plan")
     assert not promises.holds(9.0, b"other", b"plan")
     promises.release(b"plan", OTHER)
-    assert promises.holds(9.0, b"run", b"plan"), "only its planner gives it back"
+    assert promises.holds(9.0, b"run", b"plan"), "only its planner releases it"
     for number in range(2 * PROMISES_PER_PEER_MAX):
         promises.promise(1.0, b"run", bytes([number]), OTHER, 10.0)
     assert promises.holds(9.0, b"run", b"plan")
@@ -194,7 +196,7 @@ def test_a_promise_to_vote_ends_and_one_planner_crowds_nobody_out() -> None:
     assert sum(promises.holds(2.0, b"run", bytes(n + 1)) for n in range(2 * PROMISES_MAX)) == PROMISES_MAX
 
 
-def test_planners_that_ask_often_push_out_only_one_another() -> None:
+def test_planners_that_ask_often_evict_only_one_another() -> None:
     promises = WitnessPromises()
     honest, run, plan = PeerId(bytes(32)), bytes(32), bytes(32)
     promises.promise(0.0, run, plan, honest, 60.0)

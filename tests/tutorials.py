@@ -25,9 +25,9 @@ PROMPT = re.compile(r"(\w+)\$ (.+)\Z")
 SEEN = re.compile(r"(\w+)> (.+)\Z")
 FILE = re.compile(r"# ([\w-]+\.(?:py|toml|csv|txt))\Z")
 PAUSE = threading.Event()
-"""Never set: what is waited for is another program's output."""
+"""Never set: the output that is waited for comes from another program."""
 SECONDS_MAX = 240.0
-"""For one command, or for one line to appear, on a busy machine."""
+"""Seconds for one command, or for one line to appear, on a busy machine."""
 
 
 def blocks(text: str) -> Iterator[list[str]]:
@@ -42,13 +42,13 @@ def blocks(text: str) -> Iterator[list[str]]:
 
 
 def pattern(line: str) -> re.Pattern[str]:
-    """Return what a shown line means: blanks are any blanks, `...` is anything."""
+    """Return the pattern of a shown line: blanks match any blanks, `...` matches anything."""
     parts = (r"\s+".join(map(re.escape, part.split())) for part in line.split("..."))
     return re.compile(".*".join(part for part in parts))
 
 
 class Terminal:
-    """One terminal: what is typed into it, and all that it shows."""
+    """One terminal: its input, and everything that it shows."""
 
     def __init__(self, name: str, folder: Path, environ: dict[str, str]) -> None:
         self.name, self._folder, self._environ = name, folder, environ
@@ -107,7 +107,7 @@ class Terminal:
 
 
 def play(page: Path, folder: Path) -> None:
-    """Do what a page says, in an empty folder. Raises AssertionError: something else is shown."""
+    """Run a page in an empty folder. Raises AssertionError if its output differs."""
     console_script(folder / "bin")
     (folder / "examples").symlink_to(ROOT / "examples")
     python = folder / "bin" / "python"

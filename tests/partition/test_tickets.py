@@ -48,7 +48,7 @@ def owner() -> Admission:
     return Admission(OWNER, RUN, OWNER.peer, (), wall=WALL)
 
 
-def test_a_ticket_that_expires_puts_its_holder_out() -> None:
+def test_a_ticket_that_expires_excludes_its_holder() -> None:
     own, other = owner(), member(0)
     own.receive(MEMBERS[0].peer, Present(RUN, chain(0)))
     for each in (own, other):
@@ -62,10 +62,10 @@ def test_a_ticket_that_expires_puts_its_holder_out() -> None:
     assert other.ended == EXPIRED
     assert not other.can_vouch
     own.receive(MEMBERS[0].peer, Present(RUN, chain(0)))
-    assert not own.admits(MEMBERS[0].peer), "it shows the same ticket again"
+    assert not own.admits(MEMBERS[0].peer), "the member shows the same ticket again"
 
 
-def test_a_chain_lasts_as_long_as_its_first_ticket_to_expire() -> None:
+def test_a_chain_expires_with_its_earliest_ticket() -> None:
     own = owner()
     short = make_ticket(MEMBERS[0], RUN, MEMBERS[1].peer, WALL, WALL + 2 * HOUR)
     own.receive(MEMBERS[1].peer, Present(RUN, (*chain(0), short)))
@@ -73,17 +73,17 @@ def test_a_chain_lasts_as_long_as_its_first_ticket_to_expire() -> None:
     assert not own.admits(MEMBERS[1].peer)
 
 
-def test_a_revocation_puts_out_a_member_and_those_it_vouched_for() -> None:
+def test_a_revocation_excludes_a_member_and_those_it_invited() -> None:
     own, other, out, vouched = owner(), member(2), member(0), member(0, 1)
     for each in (own, other):
         each.receive(MEMBERS[0].peer, Present(RUN, chain(0)))
         each.receive(MEMBERS[1].peer, Present(RUN, chain(0, 1)))
     own.receive(MEMBERS[2].peer, Present(RUN, chain(2)))
     told = dict(own.revoke(MEMBERS[0].peer, WALL + 1))
-    assert set(told) == {MEMBERS[number].peer for number in range(3)}, "it is told too"
+    assert set(told) == {MEMBERS[number].peer for number in range(3)}, "the excluded member is notified too"
     passed_on = other.receive(OWNER.peer, told[MEMBERS[2].peer])
     assert {peer for peer, _ in passed_on} == {MEMBERS[0].peer, MEMBERS[1].peer}
-    assert other.receive(MEMBERS[1].peer, told[MEMBERS[2].peer]) == [], "it is passed on once"
+    assert other.receive(MEMBERS[1].peer, told[MEMBERS[2].peer]) == [], "the revocation is forwarded once"
     for each in (out, vouched):
         each.receive(OWNER.peer, told[MEMBERS[0].peer])
         assert each.ended == REVOKED
@@ -91,7 +91,7 @@ def test_a_revocation_puts_out_a_member_and_those_it_vouched_for() -> None:
         assert not each.admits(MEMBERS[0].peer)
         assert not each.admits(MEMBERS[1].peer)
         answer = each.receive(MEMBERS[0].peer, Present(RUN, chain(0), asks=True))
-        assert [type(message) for _, message in answer] == [Revoke], "it hears why"
+        assert [type(message) for _, message in answer] == [Revoke], "the member learns the reason"
     assert own.admits(MEMBERS[2].peer)
 
 
@@ -117,7 +117,7 @@ def test_only_the_owner_undoes_a_revocation() -> None:
         Fact(OWNER.peer, make_revocation(OWNER, RUN, MEMBERS[1].peer, WALL).body, bytes(64)),
     ],
 )
-def test_a_revocation_that_is_not_the_owners_is_refused(fact: Fact) -> None:
+def test_a_revocation_not_signed_by_the_owner_is_refused(fact: Fact) -> None:
     own = member(2)
     own.receive(MEMBERS[1].peer, Present(RUN, chain(1)))
     with pytest.raises(RemoteProtocolError):
@@ -125,17 +125,17 @@ def test_a_revocation_that_is_not_the_owners_is_refused(fact: Fact) -> None:
     assert own.admits(MEMBERS[1].peer)
 
 
-def test_members_are_told_of_earlier_revocations() -> None:
+def test_new_members_receive_earlier_revocations() -> None:
     own = owner()
     own.revoke(MEMBERS[0].peer, WALL)
     answers = own.receive(MEMBERS[2].peer, Present(RUN, chain(2), asks=True))
-    assert [type(message) for _, message in answers] == [Present, Revoke], "as it enters"
+    assert [type(message) for _, message in answers] == [Present, Revoke], "when the member enters"
     assert [type(message) for _, message in own.show(0.0, [])] == [Revoke]
     assert own.show(SELDOM_SECONDS - 1, []) == []
     assert [type(message) for _, message in own.show(SELDOM_SECONDS, [])] == [Revoke]
 
 
-def test_a_run_of_invited_peers_takes_no_chain_of_two() -> None:
+def test_a_run_of_invited_peers_refuses_a_chain_of_two() -> None:
     own = member(2, chain_max=1)
     assert not own.can_vouch
     with pytest.raises(RemoteProtocolError, match="more tickets"):
@@ -169,8 +169,9 @@ STEPS = st.one_of(
 @settings(max_examples=60, deadline=None)
 @given(st.lists(STEPS, max_size=14))
 def test_a_member_is_admitted_while_a_chain_it_showed_is_valid(steps: list[tuple[str, object, int]]) -> None:
-    """Against what the rules say of the last chain that each showed, the most lasting one of those. Each time
-    is a minute; tickets are made at their time and last five."""
+    """Compare with the rules for the longest-lasting chain that each member showed. Each time is a minute;
+    tickets are made at their time and last five.
+    """
     own, now = owner(), 0
     revoked: dict[int, int] = {}
     valid: dict[int, list[tuple[list[int], int]]] = {}
@@ -197,7 +198,7 @@ def test_a_member_is_admitted_while_a_chain_it_showed_is_valid(steps: list[tuple
             own.expire(WALL + 60 * now)
         for number, chains in list(valid.items()):
             lasting = max(chains, key=lambda each: (each[1], chains.index(each)))
-            if not is_valid(*lasting):  # it is out until it shows another
+            if not is_valid(*lasting):  # it is excluded until it shows another
                 del valid[number]
     own.expire(WALL + 60 * now)
     assert {MEMBERS[number].peer for number in valid} == set(own.admitted) - {OWNER.peer}

@@ -1,4 +1,4 @@
-"""A tie-breaker: with it half of an even committee decides, and any two sets that decide still meet."""
+"""A tie-breaker lets half of an even committee decide, and any two deciding sets still intersect."""
 
 from random import Random
 
@@ -39,7 +39,7 @@ def test_any_two_sets_that_decide_have_a_member_in_common(size: int, data: st.Da
         assert first & second
 
 
-def test_without_which_members_a_run_pauses() -> None:
+def test_a_run_pauses_without_a_deciding_set() -> None:
     two, three, four = (genesis(size, 1) for size in (2, 3, 4))
     assert set(indispensable(two, None)) == set(two.members)
     assert indispensable(two, two.members[0]) == (two.members[0],)

@@ -1,4 +1,4 @@
-"""Layers that stay in one stage: what a person names, and what uses one weight."""
+"""Layers that stay in one stage: those that a user names, and those that share a weight."""
 
 import pytest
 from hypothesis import given, settings
@@ -36,7 +36,7 @@ def test_groups_become_ranges_of_layers(graph: Graph, groups: list[list[str]], r
     assert kept_ranges(graph, groups) == ranges
 
 
-def test_layers_that_use_one_weight_stay_together_where_that_is_wished(graph: Graph) -> None:
+def test_layers_that_share_a_weight_stay_together_on_request(graph: Graph) -> None:
     assert kept_ranges(graph, [], tied=True) == ((0, 8),)
     assert kept_ranges(graph, [["h.1"]], tied=True) == ((0, 8),)
 
@@ -51,12 +51,12 @@ def test_layers_that_use_one_weight_stay_together_where_that_is_wished(graph: Gr
         ("", "no "),
     ],
 )
-def test_a_name_of_nothing_is_refused(graph: Graph, name: str, words: str) -> None:
+def test_an_unknown_name_is_refused(graph: Graph, name: str, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         kept_ranges(graph, [[name]])
 
 
-def test_there_are_no_more_ranges_than_a_manifest_holds() -> None:
+def test_the_number_of_ranges_fits_a_manifest() -> None:
     graph = with_layers(transformer(RANGES_MAX + 1))
     with pytest.raises(ValueError, match="at most 16"):
         kept_ranges(graph, [[f"h.{number}"] for number in range(RANGES_MAX + 1)])
@@ -64,7 +64,7 @@ def test_there_are_no_more_ranges_than_a_manifest_holds() -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(graphs(), st.data())
-def test_ranges_are_apart_and_hold_all_that_was_named(graph: Graph, data: st.DataObject) -> None:
+def test_ranges_are_disjoint_and_hold_all_named_layers(graph: Graph, data: st.DataObject) -> None:
     layered = with_layers(graph, layers_max=8)
     count = len(layered.layers)
     numbers = st.integers(0, count - 1).map(str)

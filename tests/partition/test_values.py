@@ -1,4 +1,4 @@
-"""A parameter's first values: the same for a name and a seed, whoever draws them."""
+"""A parameter's initial values depend only on its name and seed."""
 
 from contextlib import suppress
 from math import erf, inf, nan, sqrt
@@ -66,7 +66,7 @@ def test_a_range_can_be_drawn_alone() -> None:
     assert not torch.equal(chunks[0], chunks[CHUNK])
 
 
-def test_it_writes_into_a_view_of_an_arena() -> None:
+def test_values_are_written_into_a_view_of_an_arena() -> None:
     arena = torch.zeros(100, dtype=torch.float32)
     made = parameter(UNIFORM, 4, 5)
     first_values(made, 0, torch.float32, arena[10:30].view(4, 5))
@@ -141,7 +141,7 @@ def test_a_row_across_two_chunks_is_zeroed_and_no_other() -> None:
         FillStep("zero_row", float("nan")),
     ],
 )
-def test_a_step_that_means_nothing_is_refused(step: FillStep) -> None:
+def test_an_invalid_step_is_refused(step: FillStep) -> None:
     with pytest.raises(RemoteProtocolError, match=step.kind):
         drawn(parameter(Recipe((step,)), 3, 2))
 
@@ -165,7 +165,7 @@ def test_any_recipe_is_drawn_or_refused(steps: list[FillStep]) -> None:
         drawn(parameter(Recipe(tuple(steps)), 4, 5))
 
 
-def test_it_wants_room_of_the_right_size_and_values_that_are_drawn() -> None:
+def test_the_output_needs_the_right_size_and_an_initial_recipe() -> None:
     made = parameter(UNIFORM, 3)
     with pytest.raises(LocalProtocolError, match="cannot hold"):
         first_values(made, 0, torch.float32, torch.empty(4))

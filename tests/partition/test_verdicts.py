@@ -23,9 +23,11 @@ def test_only_replicas_that_did_not_sync_in_time_are_lost() -> None:
 def test_a_step_that_fails_on_two_peers_ends_training() -> None:
     verdicts = Verdicts(PLAN, failures := Failures())
     assert verdicts.judge(ReplicaFailed(A, 0, "boom", 3)) == PeersLost((A,), "boom")
-    assert verdicts.judge(ReplicaFailed(A, 0, "gone")) == PeersLost((A,), "gone"), "not in a step"
+    assert verdicts.judge(ReplicaFailed(A, 0, "gone")) == PeersLost((A,), "gone"), (
+        "outside of a step no peer is lost"
+    )
     over = Verdicts(PLAN, failures).judge(ReplicaFailed(B, 0, "boom", 3))
-    assert isinstance(over, TrainingOver), "also under another plan"
+    assert isinstance(over, TrainingOver), "the steps also count under another plan"
     assert over.reason is not None
     assert "step 3" in over.reason
 

@@ -1,5 +1,6 @@
-"""The state that a run goes back to when a stage is lost: its newest checkpoint, or its beginning while it is
-young."""
+"""The state that a run goes back to when a stage is lost: its newest checkpoint, or its start if
+it is young.
+"""
 
 import pytest
 from msgspec.structs import replace
@@ -28,7 +29,7 @@ RESTORED = replace(LATER, restored=TWO, step=3)
 
 
 def member_of(*plans: Plan, save_every: int = 4) -> WaysBack:
-    """One that was in under these plans."""
+    """A member that was in the run under these plans."""
     ways = WaysBack(save_every)
     for plan in plans:
         ways.entered(plan)
@@ -37,13 +38,13 @@ def member_of(*plans: Plan, save_every: int = 4) -> WaysBack:
 
 @pytest.mark.parametrize(("furthest", "found"), [(0, BEGINNING), (4, BEGINNING), (5, None)])
 @pytest.mark.parametrize("plans", [(PLAN,), (PLAN, LATER)])
-def test_a_run_without_a_checkpoint_begins_anew_while_little_is_lost(
+def test_a_young_run_without_a_checkpoint_restarts(
     plans: tuple[Plan, ...], furthest: int, found: WayBack | None
 ) -> None:
     assert member_of(*plans).find(None, furthest) == found
 
 
-def test_a_run_that_makes_no_checkpoints_does_not_begin_anew() -> None:
+def test_a_run_that_makes_no_checkpoints_does_not_restart() -> None:
     assert member_of(PLAN, save_every=0).find(None, 0) is None
 
 
@@ -56,12 +57,12 @@ def test_an_uninformed_newcomer_does_not_restart_the_run() -> None:
     assert newcomer.find(None, 0) == BEGINNING
 
 
-def test_a_newcomer_that_was_not_told_tells_nobody() -> None:
+def test_an_uninformed_newcomer_informs_nobody() -> None:
     assert member_of(LATER).news(LATER, None) is None
     assert member_of(PLAN, save_every=0).news(PLAN, None) is None
 
 
-def test_the_newest_checkpoint_comes_first_whatever_the_plan_and_is_told() -> None:
+def test_the_newest_checkpoint_of_any_plan_is_preferred_and_announced() -> None:
     newest = TWO, 3
     for plans in ((PLAN,), (LATER,)):
         ways = member_of(*plans, save_every=0)
@@ -69,15 +70,15 @@ def test_the_newest_checkpoint_comes_first_whatever_the_plan_and_is_told() -> No
         assert ways.news(plans[-1], newest) == Checkpointed(plan_hash(plans[-1]), 3, TWO)
 
 
-def test_a_plan_that_went_back_tells_of_its_checkpoint() -> None:
+def test_a_plan_that_went_back_announces_its_checkpoint() -> None:
     assert member_of().entered(RESTORED) == [CheckpointFound(3, TWO)]
     assert member_of().entered(replace(LATER, restored=FIRST_VALUES)) == []
 
 
-def test_a_final_plan_has_no_other_checkpoint_told_than_its_own() -> None:
+def test_a_final_plan_announces_only_its_own_checkpoint() -> None:
     assert member_of(PLAN).news(replace(RESTORED, is_final=True), (TWO, 3)) is None
 
 
-def test_first_values_after_some_steps_are_refused() -> None:
+def test_initial_values_after_some_steps_are_refused() -> None:
     with pytest.raises(RemoteProtocolError, match="after 3 steps"):
         member_of(PLAN).told(Checkpointed(plan_hash(PLAN), 3, FIRST_VALUES))

@@ -1,4 +1,4 @@
-"""A committer's observations of its replicas by the ends of their passes."""
+"""A committer's measurements of its replicas by the ends of their passes."""
 
 import pytest
 
@@ -18,7 +18,7 @@ PLAN = Plan(
     stages=tuple(StagePlan(number, number + 1, (peer,), (1,)) for number, peer in enumerate((A, B, C))),
 )
 FORWARD, BACKWARD = (0.1, 0.3, 0.0), (0.2, 0.6, 0.3)
-"""Seconds of each stage; the last goes back at once."""
+"""Seconds of each stage; the last one goes back at once."""
 
 
 def opened(step: int) -> Open:
@@ -27,7 +27,7 @@ def opened(step: int) -> Open:
 
 
 def play(witness: Witness, step: int, begun: float) -> float:
-    """A step of four micro-batches, one pass after another on each replica, as soon as each can be."""
+    """A step of four micro-batches: each replica runs its passes one after another, as soon as possible."""
     witness.opened(begun, opened(step))
     free, ready = [begun] * 3, [begun] * 4
     heard: list[tuple[float, PeerId, Progress | Counted]] = []
@@ -48,7 +48,7 @@ def play(witness: Witness, step: int, begun: float) -> float:
     return max(free)
 
 
-def test_the_time_of_each_replica_is_observed() -> None:
+def test_the_time_of_each_replica_is_measured() -> None:
     witness = Witness(PLAN)
     now = 0.0
     for step in range(3):
@@ -59,7 +59,7 @@ def test_the_time_of_each_replica_is_observed() -> None:
         assert found[peer] == pytest.approx(1e9 * (forward + backward), rel=0.01)
 
 
-def test_repeated_or_foreign_reports_count_for_nothing() -> None:
+def test_repeated_or_foreign_reports_are_ignored() -> None:
     witness = Witness(PLAN)
     witness.opened(0.0, opened(0))
     for now, peer, step, number, stage in (

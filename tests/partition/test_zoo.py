@@ -1,4 +1,4 @@
-"""Any module as stages: each model of the zoo, cut, trains as the module itself does in one process."""
+"""Each model of the zoo, cut into stages, trains like its module in one process."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -52,7 +52,7 @@ def expected(name: str, trial: Trial) -> History:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_cut_model_trains_as_the_module_does(name: str) -> None:
+def test_a_cut_model_trains_like_its_module(name: str) -> None:
     model, trial = captured(name), trial_of(name)
     seed = list(ZOO).index(name)
     stages = min(STAGES[seed % len(STAGES)], stages_possible(model.graph))
@@ -62,14 +62,14 @@ def test_a_cut_model_trains_as_the_module_does(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["unet", "gpt", "siamese"])
-def test_a_model_in_one_piece_trains_as_the_module_does(name: str) -> None:
+def test_a_model_in_one_piece_trains_like_its_module(name: str) -> None:
     model = captured(name)
     found = run_stages(ZOO[name]("test"), model.graph, cut(model.graph, model.hash, []), BRIEF)
     assert errors(found, expected(name, BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
 @pytest.mark.parametrize("name", ["mobilenet", "hf-gpt2"])
-def test_a_stage_that_computes_twice_to_keep_less_trains_the_same(name: str) -> None:
+def test_a_stage_with_recomputation_trains_the_same(name: str) -> None:
     model = captured(name)
     trial = Trial(steps=2, recompute=True)
     found = run_stages(ZOO[name]("test"), model.graph, random_cut(model.graph, model.hash, 3, 1), trial)
@@ -77,7 +77,7 @@ def test_a_stage_that_computes_twice_to_keep_less_trains_the_same(name: str) -> 
 
 
 @pytest.mark.parametrize("name", ["siamese", "hf-bert"])
-def test_two_replicas_that_share_the_micro_batches_train_as_one_process_does(name: str) -> None:
+def test_two_replicas_that_share_micro_batches_train_like_one_process(name: str) -> None:
     model = captured(name)
     trial = Trial(steps=2, batches=(2, 3, 2), replicas=2)
     found = run_stages(ZOO[name]("test"), model.graph, random_cut(model.graph, model.hash, 3, 2), trial)
@@ -117,7 +117,7 @@ def test_a_mask_of_minus_infinity_may_cross_a_boundary() -> None:
     assert errors(found, expected("graph-network", BRIEF), BRIEF.dtype).worst <= FLOAT64_MAX
 
 
-def test_a_first_stage_without_anything_to_train_gets_no_gradients() -> None:
+def test_a_first_stage_without_trainable_parameters_gets_no_gradients() -> None:
     model = captured("hf-gpt2")
     stages = cut(model.graph, model.hash, [legal_positions(model.graph)[0]])
     assert not stages[0].entry("train").backward_outputs
