@@ -79,7 +79,7 @@ class Command:
             assert time.monotonic() < until, f"{self.events[-1:]}, {self.errors}"
             with suppress(Empty):
                 line = self._lines.get(timeout=0.02)
-                assert line is not None, f"it ended: {self.events[-1:]}, {self.errors}"
+                assert line is not None, f"the command ended: {self.events[-1:]}, {self.errors}"
                 self.events.append(json.loads(line))
 
     def last(self, kind: str) -> dict[str, Any] | None:
@@ -169,7 +169,7 @@ class Playground:
         self._wait(lambda: all(run["status"] in OVER for run in self._runs()), "a run goes on")
         runs = self._runs()
         for run in runs:
-            assert run["status"] == "done" or run["detail"], f"it does not say why: {run}"
+            assert run["status"] == "done" or run["detail"], f"the run gives no reason: {run}"
         return [run["status"] for run in runs]
 
     def assert_clean(self) -> None:

@@ -531,7 +531,7 @@ def _data_that_stays(play: Play) -> None:
         for path in play.swarm.nodes[name].data_dir.rglob("*"):
             if path.is_file():
                 kept = path.read_bytes()
-                assert not any(mark in kept for mark in marks), f"{path} holds samples"
+                assert not any(mark in kept for mark in marks), f"{path} contains samples"
 
 
 def _leaving(play: Play) -> None:

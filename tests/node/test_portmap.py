@@ -73,7 +73,7 @@ def test_a_silent_router_is_asked_by_each_protocol_and_again_later() -> None:
     assert core.deadline > LATER_SECONDS
 
 
-def test_a_refusal_is_told_and_asked_again_later() -> None:
+def test_a_refusal_is_reported_and_retried_later() -> None:
     core = mapper()
     talk(core, RecordingRouter("refusing", EXTERNAL), 0.0)
     assert (core.outcome, core.reason) == ("refused", "not authorised")

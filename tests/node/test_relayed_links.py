@@ -39,7 +39,7 @@ async def test_a_relayed_link_is_no_faster_than_its_relay_allows() -> None:
         assert max(rates) <= 1.25 * UPLOAD * (1 + BURST_SECONDS)
 
 
-async def test_a_link_whose_way_changes_is_measured_anew() -> None:
+async def test_a_link_whose_path_changes_is_measured_again() -> None:
     async with behind_a_relay() as by:
         service = measuring(by.guest)
         measuring(by.hidden)

@@ -89,7 +89,7 @@ def test_a_router_with_only_permanent_leases_gets_permanent_requests(router: Upn
     assert {seconds for _, _, seconds in router.granted.values()} == {0}
 
 
-def test_a_refusal_is_told_and_asked_again_later(router: UpnpRouter) -> None:
+def test_a_refusal_is_reported_and_retried_later(router: UpnpRouter) -> None:
     router.refuses = True
     made = asked(router)
     assert state(made).text == f"{HOST} maps no port: not authorised"

@@ -208,7 +208,7 @@ def test_an_unmeasured_link_between_hidden_peers_counts_as_relayed() -> None:
     assert Knowledge(None, {}, measured, hidden).links([A, B])[A, B].bytes_per_second == 5 * 10**7
 
 
-def test_a_link_whose_way_changes_is_measured_anew() -> None:
+def test_a_link_whose_path_changes_is_measured_again() -> None:
     probes = LinkProbes(Random(1), 0.0)
     assert probes.next(probes.deadline, [A]) == A
     for number in range(SAMPLES_MAX):

@@ -60,7 +60,7 @@ def test_a_stage_is_opened_only_for_the_promised_plan() -> None:
     assert one.on_open(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
     assert one.on_start(0, ASKER, mine, STRANGE) == Declined(NO_LEASE)
     promised(one, mine)
-    assert held(one, another) == Declined(BUSY), "one slot"
+    assert held(one, another) == Declined(BUSY), "there is one slot"
     assert one.on_open(0, ASKER, mine, STRANGE) is None
     assert one.on_start(0, ASKER, mine, STRANGE) is None
     assert one.on_open(0, ASKER, another, STRANGE) == Declined(NO_LEASE)

@@ -561,7 +561,7 @@ def test_members_spread_the_first_plan_if_its_requester_dies() -> None:
     assert sorted(brought(node)) == [TWO, THREE, FOUR]
     node.core.members_changed(2.0)
     node.at(2.0)
-    assert brought(node) == [], "once"
+    assert brought(node) == [], "only once"
 
 
 def test_the_first_plan_is_not_spread_otherwise() -> None:

@@ -21,9 +21,8 @@ FED = replace(PLAN, roster=tuple(sorted((*PLAN.roster, *TRAINERS))), trainers=TR
 def test_no_other_deal_ends_a_stage_earlier(rates: list[int], microbatches: int) -> None:
     owners = list(deal(range(microbatches), range(len(rates)), rates).values())
     end = max(Fraction(owners.count(place), rate) for place, rate in enumerate(rates))
-    done_before = sum(
-        ceil(end * rate) - 1 for rate in rates
-    )  # the number that could be done strictly earlier
+    # The number that could be done strictly earlier.
+    done_before = sum(ceil(end * rate) - 1 for rate in rates)
     assert done_before < microbatches
 
 
