@@ -268,7 +268,7 @@ REPORT = (
             typical("As 4.1, with what it gives."),
             exceptional(
                 "Too little memory or too few cores are said at the start. A full disk is an alert.",
-                "tests/node/alerts/test_alerts.py::test_a_full_disk_wrong_clock_and_misbehaving_peer_are_reported",
+                "tests/node/alerts/test_alerts.py::test_a_full_disk_wrong_clock_and_bad_peer_are_reported",
             ),
             alternative(
                 "Load in the background makes it slower: here a provider stood still for two seconds in "

@@ -84,7 +84,7 @@ def test_a_degraded_run_is_reported_after_a_while() -> None:
     assert "replicas_below_wanted" not in kinds(rules, wall=STARTED + 60.0)
 
 
-def test_a_full_disk_wrong_clock_and_misbehaving_peer_are_reported() -> None:
+def test_a_full_disk_wrong_clock_and_bad_peer_are_reported() -> None:
     rules = AlertRules()
     assert kinds(rules, disk_free_bytes=1 << 29) == {"disk_nearly_full"}
     assert kinds(rules, monotonic=102.0, wall=STARTED + 202.0) == {"clock_off"}
