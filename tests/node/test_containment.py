@@ -26,6 +26,7 @@ from node.containment import (
 from node.documents import rfc3339
 from node.errors import StreamClosed
 from node.events import CheckpointFailed, Event, RunChanged, RunEnded, StepCommitted
+from node.protocols.manifest import Run
 from node.runs.progress import ProgressReports
 from node.runtime import Node
 from node.seams import Stream
@@ -248,17 +249,22 @@ def _unprintable(event: Event) -> None:
     "日本".encode("latin-1")
 
 
+async def submit_and_step(node: Node, run: Run) -> None:
+    """Submit a run, and wait until it has made a step."""
+    with node.watch() as events:
+        await node.runs.submit(run)
+        async for event in events:
+            if isinstance(event, StepCommitted):
+                return
+
+
 @pytest.mark.parametrize("victim", ["committer", "replica"])
 def test_a_run_task_that_fails_ends_its_run_and_frees_the_slot(victim: str) -> None:
     async def scenario() -> None:
         async with swarm("abc", preset="lan") as group:
             node = group.nodes["a"]
             run = prepare(node, manifest(stages=1, replicas=2, steps=20))
-            with node.watch() as events:
-                await node.runs.submit(run)
-                async for event in events:
-                    if isinstance(event, StepCommitted):
-                        break
+            await submit_and_step(node, run)
             plan = node.runs.members[run.id].plan
             assert plan is not None
             names = [group.name_of(PeerId(peer)) for peer in plan.stages[0].replicas]
@@ -293,11 +299,7 @@ def test_a_failing_cleanup_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) 
         async with swarm("a", preset="lan") as group:
             node = group.nodes["a"]
             run = prepare(node, manifest(stages=1, replicas=1, steps=20))
-            with node.watch() as events:
-                await node.runs.submit(run)
-                async for event in events:
-                    if isinstance(event, StepCommitted):
-                        break
+            await submit_and_step(node, run)
             member = node.runs.members[run.id]
             replica = member.hosting.replica
             assert replica is not None
@@ -372,11 +374,7 @@ def test_a_requesters_full_disk_ends_its_run_with_a_reason(
                 raise OSError(28, "No space left on device")
 
             run = prepare(node, manifest(stages=1, replicas=2, steps=40))
-            with node.watch() as events:
-                await node.runs.submit(run)
-                async for event in events:
-                    if isinstance(event, StepCommitted):
-                        break
+            await submit_and_step(node, run)
             for name in ("write", "write_soon", "copy_in"):
                 monkeypatch.setattr(group.storages["c"], name, write)
             group.kill("a")  # the next vote must be persisted, on a full disk

@@ -6,6 +6,7 @@ import trio
 from trio.testing import MockClock
 
 from node.runs.occupancy import TRAINING_SECONDS
+from node.runtime import Node
 from partition.plan.problem import LINK_BYTES_PER_SECOND
 from partition.plan.rates import REFERENCE
 from sim.network.links import SimLinks
@@ -26,15 +27,18 @@ def slow_medium() -> SimNetworkFabric:
     return SimNetworkFabric(SimLinks(model, 1))
 
 
-def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
+async def three_nodes(stack: AsyncExitStack) -> list[Node]:
+    """Return nodes on slow links; the first introduces the others."""
     medium = slow_medium()
+    first = await stack.enter_async_context(simulated_node(medium, 1))
+    join = first.network.addresses[0].short
+    return [first, *[await stack.enter_async_context(simulated_node(medium, n, join)) for n in (2, 3)]]
 
+
+def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(simulated_node(medium, 1))
-            join = first.network.addresses[0].short
-            others = [await stack.enter_async_context(simulated_node(medium, n, join)) for n in (2, 3)]
-            nodes = [first, *others]
+            nodes = await three_nodes(stack)
             await trio.sleep(40)
             async with trio.open_nursery() as nursery:
                 for node in nodes:
@@ -55,14 +59,9 @@ def test_links_are_known_soon_after_the_calibration_of_busy_nodes() -> None:
 
 
 def test_a_third_node_knows_the_links_and_calibrations_of_two_others() -> None:
-    medium = slow_medium()
-
     async def scenario() -> None:
         async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(simulated_node(medium, 1))
-            join = first.network.addresses[0].short
-            others = [await stack.enter_async_context(simulated_node(medium, n, join)) for n in (2, 3)]
-            nodes = [first, *others]
+            nodes = await three_nodes(stack)
             await trio.sleep(10)
             async with trio.open_nursery() as nursery:
                 for node in nodes[:2]:

@@ -1,7 +1,6 @@
 """Any module becomes a graph with the same results, also at sizes that its examples did not have."""
 
 import copy
-from collections.abc import Iterator
 from functools import cache
 from typing import Any
 
@@ -34,14 +33,7 @@ from tests.partition.captured_models import (
     vectors,
 )
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # The models are so small that handing work to other threads takes longer than the work.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def operators(model: Captured, entry: str = "train") -> list[str]:

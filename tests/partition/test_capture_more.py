@@ -2,7 +2,6 @@
 of models.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,15 +19,9 @@ from partition.stage import StageSpecification
 from tests.zoo.case import Case
 from tests.zoo.equivalence import FLOAT64_MAX, Trial, errors, random_cut, run_module, run_stages
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CLASSES = 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def total(output: Tensor, labels: Tensor) -> Tensor:

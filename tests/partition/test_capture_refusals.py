@@ -1,7 +1,7 @@
 """Models that cannot be a graph are refused before transfer, and the operator and the module are named."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +12,7 @@ from torch.nn import functional
 from partition.capture import CaptureRefused, capture
 from tests.partition.captured_models import class_loss
 
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Part(nn.Module):

@@ -1,6 +1,6 @@
 """Counted micro-batches can be taken out again, begun ones forgotten, and the state transferred."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Literal
 
@@ -38,6 +38,8 @@ from tests.partition.held import Held, Row, bundle, spread
 from tests.zoo import ZOO
 from tests.zoo.equivalence import captured_small, payloads, random_cut, sizes_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FLOAT64_MAX = 1e-12
 FLOAT32_MAX = 1e-5
 FLOOR = 1e-4
@@ -47,14 +49,6 @@ STEP = 3
 ADAMW = OptimizerSettings("adamw", 2e-3, weight_decay=0.1, schedule=Schedule("linear", 1, 9), clip_norm=1.0)
 MOMENTUM = OptimizerSettings("sgd", 0.1, momentum=0.9, clip_norm=2.0)
 Batch = tuple[Payload, Payload]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def captured(name: str) -> Captured:

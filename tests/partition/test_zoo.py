@@ -1,6 +1,5 @@
 """Each model of the zoo, cut into stages, trains like its module in one process."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import pytest
@@ -23,6 +22,8 @@ from tests.zoo.equivalence import (
     stages_possible,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 STAGES = (2, 3, 5, 8)
 BRIEF = Trial(steps=2)
 HEAVY = ("resnet18",)
@@ -31,15 +32,6 @@ HEAVY = ("resnet18",)
 
 def trial_of(name: str) -> Trial:
     return Trial(steps=1, batches=(2, 1)) if name in HEAVY else BRIEF
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    # The models are so small that handing work to other threads takes longer than the work.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def captured(name: str, dtype: torch.dtype = torch.float64) -> Captured:

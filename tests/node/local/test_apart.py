@@ -6,10 +6,9 @@ import trio
 from node.averaging.rounds import Round
 from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
-from tests import stack
 from tests.local_runs import local_runs
 from tests.node.local.heard_rounds import HeardRounds
-from tests.node.local.test_runs import ADAM, SLOW, ends
+from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
 PARTED_SECONDS = 15.0
@@ -37,19 +36,9 @@ def test_an_isolated_member_is_merged_by_its_progress() -> None:
 
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan", parts=heard.parts) as group:
-            wanted = stack.manifest(
-                stages=1,
-                replicas=0,
-                microbatches=2,
-                test_samples=32,
-                dtype="float32",
-                optimizer=ADAM,
-                local=LocalSettings(local_steps=2, aggregate="mean"),
-                steps=60,
-                save_every=0,
-            )
             nodes = {name: group.nodes[name].peer for name in "abc"}
-            await group.nodes["a"].runs.submit(stack.prepare(group.nodes["a"], wanted), wait_seconds=60.0)
+            local = LocalSettings(local_steps=2, aggregate="mean")
+            await submit(group, microbatch=4, local=local, steps=60, save_every=0)
             usual = (await mean_of_all(heard)).shares[nodes["c"]]
             group.medium.split([nodes["c"]], [nodes["a"], nodes["b"]])
             before = steps_of(group, "c")

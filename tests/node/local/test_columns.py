@@ -23,7 +23,7 @@ from partition.run.local_settings import LocalSettings
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs
-from tests.node.local.test_runs import ADAM, SLOW, ends
+from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
 STEPS = 30
@@ -32,32 +32,10 @@ STEPS = 36
 """The steps of a run in which a member dies after ten."""
 
 
-async def begin(
-    group: Swarm,
-    *,
-    stages: int = 2,
-    replicas: int = 2,
-    steps: int = STEPS,
-    microbatches: int = 2,
-    microbatch: int = 16,
-) -> Run:
+async def begin(group: Swarm, **changes: Any) -> Run:
     """Request a run in columns."""
-    wanted = stack.manifest(
-        stages=stages,
-        replicas=replicas,
-        microbatches=microbatches,
-        microbatch=microbatch,
-        test_samples=32,
-        dtype="float32",
-        optimizer=ADAM,
-        local=LOCAL,
-        steps=steps,
-        save_every=0,
-    )
-    node = group.nodes["a"]
-    run = stack.prepare(node, wanted)
-    await node.runs.submit(run, wait_seconds=60.0)
-    return run
+    fields: dict[str, Any] = {"stages": 2, "replicas": 2, "steps": STEPS, "local": LOCAL, "save_every": 0}
+    return await submit(group, **(fields | changes))
 
 
 def steps_of(events: list[Event]) -> list[int]:

@@ -22,15 +22,14 @@ from node.protocols.manifest import MANIFEST_PURPOSE, Manifest, Run, check_run, 
 from node.protocols.run_file import RunFile, check_run_file
 from node.runs.own_data import own_data_like
 from partition.run.local_settings import LocalSettings
-from partition.stage import OptimizerSettings
 from sim.streams import SimStream
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.node.local.heard_rounds import HeardRounds
 from tests.node.local.test_runs import SLOW, ends
+from tests.node.local.test_runs import manifest as small
 from tests.stack import Swarm, swarm
 
-ADAM = OptimizerSettings(kind="adam", learning_rate=0.002)
 NAME = "scans"
 
 
@@ -55,14 +54,7 @@ def write_sets(folder: Path, names: str, *, shares: tuple[float, ...] = ()) -> d
 def wanted(path: Path, steps: int = 16, **local: Any) -> Manifest:
     """A federated run on sets that look like the one at `path`."""
     own = own_data_like(load_folder(path), f"/data/{NAME}", "RUN.toml")
-    return stack.manifest(
-        dtype="float32",
-        optimizer=ADAM,
-        stages=1,
-        replicas=0,
-        microbatches=2,
-        microbatch=16,
-        test_samples=32,
+    return small(
         steps=steps,
         data=own_data_hash(own),
         local=LocalSettings(**({"local_steps": 2} | local), own_data=own),
@@ -161,19 +153,7 @@ def test_the_same_tap_detects_samples_when_data_is_sent(
         async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
             node = group.nodes["a"]
             data = await node.runs.data.learn(path, window=0)
-            plain = stack.manifest(
-                dtype="float32",
-                optimizer=ADAM,
-                stages=1,
-                replicas=0,
-                microbatches=2,
-                microbatch=16,
-                test_samples=32,
-                steps=8,
-                data=data.digest,
-                local=LocalSettings(local_steps=2),
-            )
-            await submit(group, "a", plain, None)
+            await submit(group, "a", small(steps=8, data=data.digest), None)
             await ends(group, "ab", 200)
 
     with overheard(monkeypatch) as heard:

@@ -14,7 +14,7 @@ from tests import stack
 from tests.local_runs import local_runs
 from tests.node.local.test_columns import LOCAL, columns, reached, steps_of
 from tests.node.local.test_columns import begin as begin_columns
-from tests.node.local.test_runs import ADAM, QUICK, SLOW
+from tests.node.local.test_runs import QUICK, SLOW, submit
 from tests.stack import Swarm, swarm
 
 SAVE_EVERY = 4
@@ -23,20 +23,7 @@ SAVE_EVERY = 4
 async def begin(group: Swarm, *, stages: int, local: LocalSettings) -> None:
     """The first node requests a run and only follows it."""
     group.nodes["a"].limit(accept_runs="never")
-    wanted = stack.manifest(
-        stages=stages,
-        replicas=1,
-        microbatches=2,
-        microbatch=16,
-        test_samples=32,
-        dtype="float32",
-        optimizer=ADAM,
-        local=local,
-        steps=1_000,
-        save_every=SAVE_EVERY,
-    )
-    node = group.nodes["a"]
-    await node.runs.submit(stack.prepare(node, wanted), wait_seconds=60.0)
+    await submit(group, stages=stages, replicas=1, local=local, steps=1_000, save_every=SAVE_EVERY)
 
 
 def step_of(group: Swarm, name: str) -> int:
@@ -141,12 +128,7 @@ def test_a_newcomer_waits_for_its_inviters_answer(monkeypatch: pytest.MonkeyPatc
 
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
-            wanted = stack.manifest(
-                stages=1, replicas=0, microbatches=2, microbatch=16, test_samples=32, dtype="float32",
-                optimizer=ADAM, local=QUICK, steps=400, save_every=0,
-            )  # fmt: skip
-            node = group.nodes["a"]
-            await node.runs.submit(stack.prepare(node, wanted))
+            await submit(group, wait_seconds=0.0, steps=400, save_every=0)
             await reached(group, 20)
             await nursery.start(stack._live, group, "c", "a", 1, SLOW)
             assert min(await begun(group, "c", 20)) >= 20

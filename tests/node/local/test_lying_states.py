@@ -17,7 +17,7 @@ from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs
 from tests.node.local.test_late_heads import begun, losses_of
-from tests.node.local.test_runs import ADAM, QUICK, SLOW
+from tests.node.local.test_runs import ADAM, QUICK, SLOW, submit
 from tests.stack import Swarm, swarm
 
 FAST = OptimizerSettings(kind="adam", learning_rate=0.005)
@@ -30,21 +30,8 @@ Arrays = dict[str, "np.ndarray[Any, np.dtype[np.float32]]"]
 
 async def begin(group: Swarm, local: LocalSettings, optimizer: OptimizerSettings = ADAM) -> None:
     """The first node asks all others to train, and does not train itself."""
-    node = group.nodes["a"]
-    node.limit(accept_runs="never")
-    wanted = stack.manifest(
-        stages=1,
-        replicas=0,
-        microbatches=2,
-        microbatch=16,
-        test_samples=32,
-        dtype="float32",
-        optimizer=optimizer,
-        local=local,
-        steps=1_000,
-        save_every=4,
-    )
-    await node.runs.submit(stack.prepare(node, wanted), wait_seconds=60.0)
+    group.nodes["a"].limit(accept_runs="never")
+    await submit(group, optimizer=optimizer, local=local, steps=1_000, save_every=4)
 
 
 def junk(arrays: Arrays) -> None:

@@ -10,7 +10,7 @@ from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs
 from tests.node.local.test_columns import LOCAL, columns, reached
-from tests.node.local.test_runs import ADAM, SLOW, ends
+from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
 GOES_ON_SECONDS = 10.0
@@ -19,20 +19,7 @@ GOES_ON_SECONDS = 10.0
 
 async def begin(group: Swarm, *, stages: int, steps: int = 150, requester: str = "a") -> None:
     """Request a run in one column."""
-    wanted = stack.manifest(
-        stages=stages,
-        replicas=1,
-        microbatches=2,
-        microbatch=16,
-        test_samples=32,
-        dtype="float32",
-        optimizer=ADAM,
-        local=LOCAL,
-        steps=steps,
-        save_every=3,
-    )
-    node = group.nodes[requester]
-    await node.runs.submit(stack.prepare(node, wanted), wait_seconds=60.0)
+    await submit(group, requester, stages=stages, replicas=1, local=LOCAL, steps=steps, save_every=3)
 
 
 def held(group: Swarm, name: str) -> set[int]:

@@ -13,7 +13,7 @@ from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
 from tests import stack
 from tests.local_runs import local_runs
-from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
+from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
 STEPS = 60
@@ -22,20 +22,7 @@ SAVE_EVERY = 4
 
 async def begin(group: Swarm) -> None:
     """Request a run whose members keep their states."""
-    wanted = stack.manifest(
-        stages=1,
-        replicas=0,
-        microbatches=2,
-        microbatch=16,
-        test_samples=32,
-        dtype="float32",
-        optimizer=ADAM,
-        local=QUICK,
-        steps=STEPS,
-        save_every=SAVE_EVERY,
-    )
-    node = group.nodes["a"]
-    await node.runs.submit(stack.prepare(node, wanted))
+    await submit(group, wait_seconds=0.0, steps=STEPS, save_every=SAVE_EVERY)
 
 
 async def trained(group: Swarm, steps: int) -> None:
@@ -46,6 +33,15 @@ async def trained(group: Swarm, steps: int) -> None:
             if all(each and each[0].step >= steps for each in members):
                 return
             await trio.sleep(0.2)
+
+
+async def killed(group: Swarm, steps: int) -> MemoryStorage:
+    """Kill `b` after this many steps of a new run, and return its disk."""
+    await begin(group)
+    await trained(group, steps)
+    group.kill("b")
+    group.events["b"] = []
+    return group.storages["b"]
 
 
 def steps_of(events: list[Event]) -> list[int]:
@@ -82,11 +78,7 @@ def test_a_run_whose_members_all_stop_resumes_from_their_last_states() -> None:
 def test_a_returning_member_takes_the_state_of_the_others() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
-            await begin(group)
-            await trained(group, 8)
-            group.kill("b")
-            disk = group.storages["b"]
-            group.events["b"] = []
+            disk = await killed(group, 8)
             at = local_runs(group.nodes["a"])
             (member,) = at.members.values()
             while member.step < 36:  # noqa: ASYNC110 - virtual time: waiting costs nothing
@@ -103,11 +95,7 @@ def test_a_returning_member_takes_the_state_of_the_others() -> None:
 def test_a_member_returning_after_the_end_learns_of_it() -> None:
     async def play() -> None:
         async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
-            await begin(group)
-            await trained(group, 40)
-            group.kill("b")
-            disk = group.storages["b"]
-            group.events["b"] = []
+            disk = await killed(group, 40)
             (end,) = await ends(group, "a")
             await nursery.start(stack._live, group, "b", "a", 1, SLOW, disk)
             (late,) = await ends(group, "b")

@@ -9,9 +9,8 @@ from node.commands import Commands
 from node.errors import UsageError
 from node.events import RunChanged, RunEnded, RunReleased
 from sim.worlds.scheduling import run_virtually
-from tests import stack
 from tests.local_runs import local_runs
-from tests.node.local.test_runs import ADAM, QUICK, SLOW, ends
+from tests.node.local.test_runs import SLOW, ends, submit
 from tests.stack import Swarm, swarm
 
 
@@ -22,19 +21,7 @@ def rounds(group: Swarm, name: str) -> list[AveragingEnded]:
 def test_a_revoked_member_leaves_and_the_others_end_the_run() -> None:
     async def play() -> None:
         async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
-            wanted = stack.manifest(
-                stages=1,
-                replicas=0,
-                microbatches=2,
-                microbatch=16,
-                test_samples=32,
-                dtype="float32",
-                optimizer=ADAM,
-                local=QUICK,
-                steps=40,
-            )
-            run = stack.prepare(group.nodes["a"], wanted)
-            await group.nodes["a"].runs.submit(run, wait_seconds=60.0)
+            run = await submit(group, steps=40)
             out = group.nodes["b"].peer
             with trio.fail_after(120):
                 while not any(out in each.averaged for each in rounds(group, "c")):  # noqa: ASYNC110 - virtual

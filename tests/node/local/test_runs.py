@@ -11,7 +11,7 @@ from blake3 import blake3
 from crypto.identity import peer_text
 from node.averaging_events import AveragingEnded, StateFetched
 from node.events import Event, RunEnded, RunEvaluated, StepCommitted
-from node.protocols.manifest import Run
+from node.protocols.manifest import Manifest, Run
 from node.state_documents import run_document
 from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
@@ -26,6 +26,29 @@ SLOW = 0.2
 QUICK = LocalSettings(local_steps=2)
 
 
+def manifest(**changes: Any) -> Manifest:
+    """Return a small run in local mode."""
+    fields: dict[str, Any] = {
+        "stages": 1,
+        "replicas": 0,
+        "microbatches": 2,
+        "microbatch": 16,
+        "test_samples": 32,
+        "dtype": "float32",
+        "optimizer": ADAM,
+        "local": QUICK,
+    }
+    return stack.manifest(**(fields | changes))
+
+
+async def submit(group: Swarm, requester: str = "a", wait_seconds: float = 60.0, **changes: Any) -> Run:
+    """Have a node request a small run in local mode."""
+    node = group.nodes[requester]
+    run = stack.prepare(node, manifest(**changes))
+    await node.runs.submit(run, wait_seconds=wait_seconds)
+    return run
+
+
 async def train(
     group: Swarm,
     local: LocalSettings,
@@ -33,15 +56,7 @@ async def train(
     **changes: Any,
 ) -> tuple[Run, list[Event]]:
     """Play a run in local mode, requested by the first node."""
-    fields: dict[str, Any] = {
-        "stages": 1,
-        "replicas": 0,
-        "microbatches": 2,
-        "microbatch": 16,
-        "test_samples": 32,
-    }
-    wanted = stack.manifest(dtype="float32", optimizer=ADAM, local=local, **{**fields, **changes})
-    return await stack.train(group, next(iter(group.nodes)), wanted, on_event)
+    return await stack.train(group, next(iter(group.nodes)), manifest(local=local, **changes), on_event)
 
 
 async def ends(group: Swarm, names: str, seconds: float = 60.0) -> list[RunEnded]:
