@@ -26,16 +26,10 @@ from node.seams import RealClock
 from node.services.autonat import ReachService
 from node.stages.sandbox import Fenced
 from node.transport.network import RealNetwork
-from tests.node.nets import make_network, running, unused_address
+from tests.node.nets import free_port, make_network, running, unused_address
 from tests.source import ROOT
 
 SWARM = "test"
-
-
-def free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def scene(tmp_path: Path, *, announce: tuple[Address, ...] = (), swarm: str = SWARM, **options: Any) -> Scene:
