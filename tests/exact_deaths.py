@@ -291,7 +291,7 @@ class ReplicaDeath(Death):
 
 
 class CommitterDeath(Death):
-    """The death of the committer, by its input and output. At the commit only one replica is told."""
+    """The death of the committer, by its input and output. At the commit only one replica receives it."""
 
     role = "the committer"
 

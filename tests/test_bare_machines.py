@@ -93,7 +93,7 @@ def on_mount(folder: Path, options: str, before: str, *arguments: str) -> list[s
         (("model", "show", "~/x"), "this user has no home folder"),
     ],
 )
-def test_a_user_without_a_home_is_told_to_name_a_folder(arguments: Sequence[str], what: str) -> None:
+def test_a_user_without_a_home_must_name_a_folder(arguments: Sequence[str], what: str) -> None:
     stranger = ["unshare", "--user", f"--map-user={STRANGER}", f"--map-group={STRANGER}"]
     code, errors = ended([*stranger, *node(*arguments)], HOME="")
     assert code == 2

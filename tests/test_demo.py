@@ -126,7 +126,7 @@ def test_only_the_death_of_the_victim_counts() -> None:
 # The screen
 
 
-def test_lines_stand_in_the_columns_of_the_specification() -> None:
+def test_lines_use_the_columns_of_the_specification() -> None:
     expected = "3/6 training on digits                    loss 2.31 ######### 0.18"
     assert line_text(3, "training on digits", loss_text(2.31, 0.18, done=10, steps=10)) == expected
 

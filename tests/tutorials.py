@@ -1,4 +1,4 @@
-"""Types what a tutorial says into terminals, and looks for what it says is printed there.
+"""Types a tutorial's commands into terminals, and checks the output that it shows.
 
     python -m tests.tutorials PAGE FOLDER      in a network namespace that `tests.test_tutorials` makes
 

@@ -198,7 +198,7 @@ def test_an_accusation_is_forwarded_only_after_an_own_failed_probe() -> None:
     accusation = say(BOB, SuspectBody(ANN.peer, 5, 0))
     peer.hear(accusation)
     peer.wait(0.9, answering={BOB.peer})
-    # But the accused itself is told.
+    # But the accused member itself receives the accusation.
     assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer}
     peer.wait(1.1, answering={BOB.peer})
     assert {receiver for receiver, facts in peer.told if accusation in facts} == {ANN.peer, BOB.peer}

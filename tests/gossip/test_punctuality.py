@@ -81,7 +81,7 @@ def test_one_machine_presets_stretch_no_timeout_and_forget_nobody() -> None:
     assert (trips.stretch(peer_of(1)), len(trips)) == (1.0, 0)
     trips.learn(9.0, peer_of(1), STALL_TIMES * LAN.probe_timeout_max_seconds)
     trips.learn(9.1, peer_of(1), STALL_TIMES * LAN.probe_timeout_max_seconds)
-    assert (trips.stretch(peer_of(1)), len(trips)) == (1.0, 1), "once"
+    assert (trips.stretch(peer_of(1)), len(trips)) == (1.0, 1), "only one change"
     trips.learn(19.0, peer_of(1), STALL_TIMES * LAN.probe_timeout_max_seconds)
     assert trips.stretch(peer_of(1)) == LAN.probe_timeout_max_seconds / LAN.probe_timeout_seconds
     for now in range(20, 80):
@@ -98,7 +98,7 @@ def test_a_member_that_stalled_is_not_considered_distant() -> None:
     assert [trips.stretch(peer_of(3)) for trips in observers] == [1.0] * 4
 
 
-def test_a_member_without_a_path_is_reported_so_and_not_dead() -> None:
+def test_a_member_without_a_path_is_reported_as_such_and_not_dead() -> None:
     swarm = Swarm(5, LAN)
     swarm.run(10)
     swarm.blocked = lambda one, other: {one, other} == {0, 1}

@@ -102,7 +102,7 @@ def test_a_fact_is_sent_a_bounded_number_of_times() -> None:
     assert len(queue) == 0
 
 
-def test_a_newer_fact_replaces_the_older_and_a_confirmation_stands_beside() -> None:
+def test_a_newer_fact_replaces_the_older_and_keeps_a_confirmation() -> None:
     queue = Dissemination()
     queue.put(peer_of(1), suspect(1, 2))
     queue.put(peer_of(1), suspect(1, 3), beside=True)

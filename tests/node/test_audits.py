@@ -48,7 +48,7 @@ def test_frames_of_an_honest_run_stay_correct_after_its_end() -> None:
             }
             first = await group.nodes["b"].runs.audits.audit(run.text, 0)
             assert {row["verdict"] for row in first["frames"]} == {"right"}
-            # A peer that is no member is shown nothing.
+            # A peer outside the run is shown nothing.
             b, d = group.nodes["b"], group.nodes["d"]
             row = b.runs.audits._answer(b.peer, WhichFrames(run.id, 0))[0].rows[0]  # type: ignore[union-attr]  # FramesHere
             assert (await d.runs.audits._ask(b.peer, WhichFrames(run.id, 0)))[0] == FramesHere()

@@ -132,7 +132,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl(2)")
-def test_all_fences_stand_without_new_privileges() -> None:
+def test_all_fences_work_without_new_privileges() -> None:
     program = (
         "import ctypes; from node.stages.fences import try_fences\n"
         "before = try_fences('cpu')\n"

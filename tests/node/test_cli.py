@@ -424,7 +424,7 @@ async def test_the_program_ends_with_the_exit_code(tmp_path: Path) -> None:
     assert done.stderr.startswith(b"error: no node runs on this machine")
 
 
-def test_help_and_version_are_no_errors(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_and_version_exit_without_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     for line in ("--help", "status --help", "runs --help", "--version"):
         assert run(line.split()) == 0
     said = capsys.readouterr()

@@ -69,7 +69,7 @@ def test_a_note_on_a_run_is_shown_in_every_state() -> None:
     assert line.endswith("   run 01234567 running: alone since step 40, without lab-2 ...abcdef")
 
 
-def test_the_time_of_a_state_stands_beside_its_reason() -> None:
+def test_the_time_of_a_state_is_shown_with_its_reason() -> None:
     run: dict[str, Any] = {
         "run": "0123456789abcdef",
         "model": "gpt",

@@ -55,7 +55,7 @@ PEERS = [PeerId(bytes([number]) * 32) for number in range(200)]
 
 
 def claim(node: Node, flops_per_second: float) -> None:
-    """Have this node claim this speed from now on, whatever it measures."""
+    """Have this node claim this speed from now on instead of its measurement."""
     said = read_metadata(encode_metadata(node.capacity, accepts_runs=True))
     assert said is not None
     said = msgspec.structs.replace(said, flops_per_second=flops_per_second)

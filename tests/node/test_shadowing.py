@@ -30,7 +30,7 @@ def test_files_of_the_current_folder_do_not_enter_a_command(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["crypto", "dht", "gossip", "partition"])
-def test_a_program_is_told_which_file_hides_a_package(tmp_path: Path, name: str) -> None:
+def test_a_program_learns_which_file_hides_a_package(tmp_path: Path, name: str) -> None:
     write(tmp_path, name)
     (tmp_path / "program.py").write_text("import node\n")
     said = typed(f"{PYTHON} program.py", tmp_path)
@@ -120,7 +120,7 @@ def test_an_interpreter_without_our_libraries_ends_in_two_lines(tmp_path: Path) 
     assert do.startswith("  do: ")
 
 
-def test_a_removed_current_folder_is_no_reason_to_fail(tmp_path: Path) -> None:
+def test_a_removed_current_folder_does_not_fail_a_command(tmp_path: Path) -> None:
     script = console_script(tmp_path / "bin")
     for line in ("peerloom --version", f"{PYTHON} -m node --version"):
         said = typed(f"mkdir gone; cd gone; rmdir ../gone; {line}", tmp_path, [script.parent])

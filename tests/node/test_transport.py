@@ -265,7 +265,7 @@ def test_only_packets_of_strangers_are_left_to_gather() -> None:
                 assert await after(b"peer 2") == [b"peer 1", b"peer 2"]
                 came.clear()
                 assert await after(b"stranger 1") == [b"stranger 1"]
-                # The clock stands still.
+                # The clock does not move.
                 assert await after(b"stranger 2") == [b"stranger 1"]
                 assert await after(b"peer 3") == [b"stranger 1"]
                 clock.jump(REFUSED_PAUSE_SECONDS)

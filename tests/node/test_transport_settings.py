@@ -1,4 +1,4 @@
-"""The settings of the transport refuse what contradicts itself, each rule by itself."""
+"""Contradictory settings of the transport are refused, each rule separately."""
 
 from dataclasses import replace
 from typing import Any

@@ -75,7 +75,7 @@ def test_a_requesters_higher_priority_preempts_its_own_run() -> None:
     assert isinstance(turns.ask(2.0, urgent), Wait)
     assert turns.events == [Preempt(low.run, is_own=True)]
     turns.ask(3.0, urgent)
-    assert len(turns.events) == 1, "once"
+    assert len(turns.events) == 1, "only once"
     turns.end(4.0, low.run)
     assert isinstance(turns.ask(4.0, other), Wait), "the released slot is kept for its requester"
     assert turns.ask(4.1, urgent) is None

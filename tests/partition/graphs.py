@@ -1,4 +1,4 @@
-"""Small graphs by hand, for tests: a builder that finds out types by calling torch on meta tensors.
+"""Small graphs by hand, for tests: a builder that infers types by calling torch on meta tensors.
 
     build = GraphBuilder()
     batch = build.symbol("batch")
@@ -62,7 +62,7 @@ Side = int | Size
 
 
 class GraphBuilder:
-    """Collects the tables of one graph; `begin` and `end` stand around each entry point."""
+    """Collects the tables of one graph; call `begin` before and `end` after each entry point."""
 
     def __init__(self, name: str = "toy", dtype: DataType = "float32") -> None:
         self.name = name
@@ -273,7 +273,7 @@ class GraphBuilder:
         for row in range(len(self.symbols)):
             if side and side % self.hints[row] == 0:
                 return self.size("mul", Size(row), self._side(side // self.hints[row]))
-        assert side < PRIMES[0] // 2, f"a side {side} that is no product of sizes: make its size first"
+        assert side < PRIMES[0] // 2, f"a side {side} is not a product of sizes: make its size first"
         return side
 
 

@@ -207,7 +207,7 @@ def test_a_lone_member_decides_at_once() -> None:
 
 
 @pytest.mark.parametrize("members", [2, 3, 8, 9, 12])
-def test_an_undisturbed_decision_asks_the_committee_twice_and_tells_the_roster(
+def test_an_undisturbed_decision_asks_the_committee_twice(
     members: int,
 ) -> None:
     room = Room(members)

@@ -123,7 +123,7 @@ def test_gradients_through_the_pieces_equal_those_of_the_whole(
 
 @SLOW
 @given(cuts())
-def test_stages_hold_what_they_use_and_together_everything(
+def test_stages_hold_what_they_use_and_cover_the_whole_graph(
     case: tuple[Graph, tuple[StageGraph, ...]],
 ) -> None:
     graph, stages = case

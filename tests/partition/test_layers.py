@@ -61,7 +61,7 @@ def test_between_layers_that_reduce_bytes_every_module_border_remains() -> None:
 
 
 @pytest.mark.parametrize("layers_max", [1, 2, 5, 9])
-def test_layers_are_no_more_than_wanted_and_of_about_even_cost(layers_max: int) -> None:
+def test_layers_stay_within_their_limit_with_about_even_cost(layers_max: int) -> None:
     graph = with_layers(transformer(12), layers_max=layers_max)
     assert layers_max // 2 < len(graph.layers) <= layers_max
     lengths = [last - first for first, last in pairwise((0, *graph.entries[0].boundaries, 122))]

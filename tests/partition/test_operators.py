@@ -21,7 +21,7 @@ def rows(wanted: Any) -> list[Operator]:
     return [row for row in OPERATORS.values() if wanted(row)]
 
 
-def test_every_operator_exists_and_is_named_by_itself() -> None:
+def test_every_operator_exists_under_its_own_name() -> None:
     assert all(row.name == name for name, row in OPERATORS.items())
     assert all(str(overload(name)) == name.removesuffix(".default") or overload(name) for name in NAMES)
     assert len(NAMES) > 250

@@ -219,7 +219,7 @@ def test_a_command_acts_at_once_and_not_on_departed_peers() -> None:
     assert other.heard == [(0.06, "ping 7 of A")]
 
 
-def test_kept_entries_stand_in_the_order_of_time_and_peer() -> None:
+def test_kept_entries_are_ordered_by_time_and_peer() -> None:
     trace = Trace(keep=True)
     engine = Engine(SimLinks(NetworkModel(), 1), trace=trace)
     engine.add(B, pinger([A]))

@@ -86,7 +86,7 @@ def test_the_streams_of_a_peer_share_its_bandwidth_fairly(up: float, down: float
     simulate(scenario)
 
 
-def test_a_path_is_filled_whatever_its_latency() -> None:
+def test_a_path_is_filled_at_any_latency() -> None:
     async def scenario() -> None:
         model = NetworkModel(0.3, 0.3, access=narrow(up=100_000).access)
         async with talkers(model) as (_, one, _, _):

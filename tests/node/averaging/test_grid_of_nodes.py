@@ -73,7 +73,7 @@ def test_grid_nodes_agree_after_one_round_per_axis() -> None:
 
 
 def test_honest_nodes_of_a_grid_group_without_the_liars() -> None:
-    """Liars send a million in every round, whatever the outcome of the last. In soak they are three of 27."""
+    """Liars send a million in every round, after success and failure. In soak they are three of 27."""
     names, size, liars = (NAMES, 9, 3) if len(NAMES) == 27 else (NAMES[:8], 4, 1)
     draws = np.random.default_rng(2)
     values: list[Any] = [draws.standard_normal(64) for _ in names]

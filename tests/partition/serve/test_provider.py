@@ -274,7 +274,7 @@ def test_a_stage_that_ends_closes_its_sessions_with_the_reason() -> None:
     assert [message.code for _, message in opened(core, ALICE, 2)] == ["unknown"]  # type: ignore[union-attr]  # by how it was made
 
 
-def test_a_refused_door_is_told_so() -> None:
+def test_a_refused_door_learns_the_reason() -> None:
     core = provider(refuses=lambda _service, door: "for listed peers only" if door == EVE else "")
     assert opened(core, EVE, 1) == [(EVE, SessionClosed(session(1), "refused", "for listed peers only"))]
 

@@ -196,7 +196,7 @@ def test_a_peer_known_by_hearsay_takes_no_place() -> None:
     assert len(core.rows()) == 1
 
 
-def test_a_stranger_that_nobody_named_is_no_member() -> None:
+def test_a_stranger_that_no_member_named_is_not_a_member() -> None:
     core = ServiceUpkeep(0.0, PEERS[0], SERVICE, 1, 2, 0, [])
     core.receive(0.0, PEERS[1], Roll(SERVICE, 0, True, False, (ServiceRow(PEERS[2], 0, True),)))
     assert [row.peer for row in core.rows()] == [PEERS[0]]
