@@ -101,7 +101,7 @@ soak: $(READY) types-darwin docs
 		tests/test_processes.py
 	PEERLOOM_SERVING_KILLS=100 PEERLOOM_SERVING_SESSIONS=1000 PEERLOOM_SERVING_SEED=1 $(BIN)/python -m pytest -s \
 		tests/test_serving_kills.py
-	PEERLOOM_LEAVES=12 $(BIN)/python -m pytest -s tests/test_takeover.py -k takes_nothing
+	PEERLOOM_LEAVES=12 $(BIN)/python -m pytest -s tests/test_takeover.py -k loses_no_work
 	PEERLOOM_LAB=full $(BIN)/python -m pytest -s tests/lab tests/node/test_portmap.py
 	PEERLOOM_SWARM_PROCESSES=16 $(BIN)/python -m pytest -s tests/test_swarm_processes.py
 	$(BIN)/python benchmarks/swim.py

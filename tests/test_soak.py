@@ -42,3 +42,11 @@ def test_make_soak_plays_all_that_a_plain_run_skips() -> None:
         and not any(str(path.relative_to(ROOT)).startswith(each) for each in rows.get(variable, ()))
     }
     assert missing == set()
+
+
+def test_names_that_soak_selects_exist() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    selected = re.findall(r"(tests/\S+\.py) -k (\w+)", text)
+    assert selected
+    for file, words in selected:
+        assert re.search(rf"def test_\w*{words}", (ROOT / file).read_text(encoding="utf-8")), (file, words)
