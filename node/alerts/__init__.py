@@ -1,1 +1,2 @@
-"""Alerts: what a person should look at, found in events and on this machine, and told where they want it."""
+"""Alerts: conditions that need a person's attention, found in events and on this machine, and sent to the
+user's choice."""

@@ -1,7 +1,6 @@
-"""The rules of alerts: from events and a few facts of this machine to what is wrong now. Pure.
-
-An alert is raised when its rule first holds and cleared when it no longer does; each has a kind, one of
-`KINDS`, and what it is about (a run, or nothing). Telling of it is `node.alerts.service`.
+"""The rules of alerts: they find present problems from events and a few facts of this machine. Pure. An alert
+is raised when its rule first holds and cleared when it no longer does; each has a kind, one of `KINDS`, and a
+subject (a run, or nothing). `node.alerts.service` sends alerts.
 """
 
 import math
@@ -80,7 +79,7 @@ class _Run:
 
 
 class AlertRules:
-    """Folds events; `look` says what is wrong now."""
+    """Folds events; `look` returns the present problems."""
 
     def __init__(self) -> None:
         self._runs: dict[str, _Run] = {}
@@ -129,7 +128,7 @@ class AlertRules:
     def _committed(self, run: _Run, event: events.StepCommitted) -> None:
         if len(run.seconds) >= SLOW_STEPS:
             run.slow = run.slow + 1 if event.seconds > SLOW_FACTOR * median(run.seconds) else 0
-        if run.slow == 0:  # what is slow must not become what is usual while it is watched
+        if run.slow == 0:  # slow steps must not become the usual pace while they are watched
             run.seconds.append(event.seconds)
         run.trained.append((event.at, event.samples))
         run.trains_since = min(run.trains_since, event.at)
@@ -202,7 +201,7 @@ def _below_goal(name: str, run: _Run, wall: float) -> list[Alert]:
     ):
         return []
     rows = [(at, samples) for at, samples in run.trained if at > wall - goal.seconds]
-    # Where so many steps are not remembered, those that are show the pace.
+    # If fewer steps are remembered, those give the pace.
     seconds = min(goal.seconds, wall - rows[0][0]) if len(rows) == STEPS_OF_GOAL_MAX else goal.seconds
     rate = sum(samples for _, samples in rows) / max(seconds, 1e-3)
     if rate >= goal.samples_per_second:

@@ -1,8 +1,9 @@
-"""Telling of alerts: as events, and by a webhook or a command of the user's choice.
+"""Sends alerts: as events, and by a webhook or a command of the user's choice.
 
 The webhook gets one POST of JSON, `{"schema": "peerloom/alert/1", "kind", "about", "level", "text",
 "is_raised", "node"}`; the command is run without a shell, with the same in `PEERLOOM_ALERT_*` of its
-environment. Both may fail or hang: they are given a time and forgotten. What is told is the rules' own text.
+environment. Both may fail or hang, so they have a time limit and are then dropped. The text is the rules'
+own.
 """
 
 import json
@@ -55,7 +56,7 @@ class Alerts:
         self._disk = disk or _disk
 
     async def run(self) -> None:
-        """Look, and tell of what is new."""
+        """Check the rules, and send new alerts, until cancelled."""
         async with trio.open_nursery() as nursery:
             while True:
                 for event in self.look():
@@ -64,7 +65,7 @@ class Alerts:
                 await trio.sleep(LOOK_SECONDS)
 
     def look(self) -> list[AlertRaised | AlertCleared]:
-        """Return what was raised and what was cleared since the last time."""
+        """Return the alerts that were raised and cleared since the last call."""
         for _, event in self._node.history.after(self._seen):
             self._rules.take(event)
         self._seen = self._node.history.last
@@ -110,7 +111,7 @@ class Alerts:
 
 
 def _disk(folder: Path) -> tuple[int, int]:
-    """Bytes free and in all; nothing where that cannot be asked."""
+    """Return free and total bytes; nothing if the system does not say."""
     try:
         usage = shutil.disk_usage(folder)
     except OSError:
@@ -119,7 +120,8 @@ def _disk(folder: Path) -> tuple[int, int]:
 
 
 def _post(url: str, document: dict[str, object]) -> bool:
-    """POST a document; whether it was taken. The user's own URL: a redirect would be somebody else's."""
+    """POST a document; return whether it was accepted. Redirects are not followed: the URL is the user's own,
+    their target is not."""
     request = urllib.request.Request(  # noqa: S310 - the configuration allows http and https alone
         url, json.dumps(document).encode(), {"content-type": "application/json"}, method="POST"
     )

@@ -28,7 +28,7 @@ TURN_CHUNKS = 64
 
 
 def cut_state(parameters: memoryview, moments: memoryview, put: Put) -> StatePart:
-    """Put two arenas away in chunks; what they are called. The arenas must stay as they are meanwhile."""
+    """Store two arenas in chunks; return their hashes. The arenas must not change meanwhile."""
     return _last(cutting(parameters, moments, put))
 
 
@@ -50,11 +50,9 @@ def cutting(parameters: memoryview, moments: memoryview, put: Put) -> Iterator[S
 
 
 def restore_state(part: StatePart, read: Read, parameters: memoryview, moments: memoryview) -> None:
-    """Put a part's chunks back into two arenas, which are then as they were when it was cut.
-
-    Raises:
-        RemoteProtocolError: the arenas have another size, or the parameters another digest, than the part
-            says. What was written into the arenas by then stays there. BlobsMissing: a chunk is not here.
+    """Restore two arenas from a part's chunks. Raises: RemoteProtocolError: the arenas have another size, or
+    the parameters another digest, than the part says; written bytes stay in the arenas. BlobsMissing: a chunk
+    is not here.
     """
     _last(restoring(part, read, parameters, moments))
 
@@ -97,9 +95,8 @@ def verifying(names: Iterable[bytes], read: Read) -> Iterator[int | None]:
 
 
 class ArenaReader:
-    """Any range of one arena, from its chunks: `hashes` one after the other, `size` bytes in all.
-
-    So a checkpoint can be read by whoever cuts the model in other places.
+    """Reads any range of one arena from its chunks: `hashes` in order, `size` bytes in all. So a checkpoint
+    can be read for other cuts of the model.
     """
 
     def __init__(self, hashes: bytes, size: int, read: Read) -> None:

@@ -1,7 +1,6 @@
-"""A checkpoint and its run's graph to a safetensors file under the model's own state-dict names.
-
-The model is cut where the checkpoint's stages were, which says where in which arena each parameter lies; its
-bytes are then read from the chunks, as they are needed.
+"""Exports a checkpoint with its run's graph to a safetensors file with the model's own state-dict names.
+Cutting the model at the checkpoint's stages gives the place of each parameter in an arena; its bytes are read
+from the chunks on demand.
 """
 
 from collections.abc import Iterator
@@ -43,7 +42,7 @@ def exporting(
 def _places(
     checkpoint: Checkpoint, manifest: Manifest, graph: Graph, read: Read
 ) -> dict[int, tuple[ArenaReader, int, int]]:
-    """Return where each row of the parameter table lies: an arena, the first byte and how many."""
+    """Return the place of each row of the parameter table: an arena, the first byte and the length."""
     try:
         graphs = cut_layers(graph, checkpoint.graph, checkpoint.ranges)
     except ValueError as error:
@@ -64,6 +63,6 @@ def _places(
         if sum(slot.parameter.stored_bytes for slot in slots) != part.parameters_bytes:
             raise RemoteProtocolError("a stage's state that is larger or smaller than its parameters")
         for slot in slots:
-            # Of what is tied, the first stage speaks for it.
+            # For a tied parameter the first stage counts.
             places.setdefault(slot.row, (arena, slot.begin_bytes, slot.parameter.stored_bytes))
     return places

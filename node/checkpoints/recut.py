@@ -33,7 +33,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the rows of a stage lie: (offset, length, is it trained), in bytes; and the arenas' sizes."""
+    """The places of a stage's rows: (offset, length, is it trained), in bytes; and the arenas' sizes."""
 
     rows: Mapping[int, tuple[int, int, bool]]
     parameters_bytes: int
@@ -44,7 +44,8 @@ class _Layout:
 def copies_between(
     checkpoint: Checkpoint, manifest: Manifest, graph: Graph, ranges: Sequence[tuple[int, int]], number: int
 ) -> tuple[Copy, ...]:
-    """Return what makes the state of stage `number` of the cut into `ranges`, in the order of its arenas.
+    """Return the copies that make the state of stage `number` of the cut into `ranges`, in the order of its
+    arenas.
 
     Raises:
         RemoteProtocolError: one of the cuts does not fit the model, or the checkpoint its sizes.
@@ -68,7 +69,7 @@ def copies_between(
 
 
 def _find(held: Sequence[_Layout], row: int, length: int) -> tuple[int, Arena, int]:
-    """Return where a row lies; of what is tied, the first stage speaks for it."""
+    """Return the place of a row; for a tied one that in the first stage."""
     for stage, layout in enumerate(held):
         if row in layout.rows and layout.rows[row][1] == length:
             return stage, "parameters", layout.rows[row][0]
@@ -76,7 +77,7 @@ def _find(held: Sequence[_Layout], row: int, length: int) -> tuple[int, Arena, i
 
 
 def _add(copies: list[Copy], copy: Copy) -> None:
-    """Add a copy, as one with the last where it goes on from there."""
+    """Add a copy, merged with the last one if it is contiguous."""
     if copies and copy.length:
         last = copies[-1]
         ends = last.source + last.length, last.target + last.length
@@ -107,7 +108,7 @@ def _layout(run: bytes, manifest: Manifest, graph: StageGraph) -> _Layout:
 
 
 def chunks_of(parts: Mapping[int, StatePart], copies: Sequence[Copy]) -> dict[bytes, int]:
-    """Return the chunks that hold something of what is copied, with their lengths."""
+    """Return the chunks that contain copied bytes, with their lengths."""
     wanted: dict[bytes, int] = {}
     tables = {
         (stage, arena): list(chunk_sizes(hashes, size))
@@ -129,10 +130,8 @@ def recutting(
     read: Read,
     arenas: tuple[memoryview, memoryview],
 ) -> Iterator[bool | None]:
-    """Copy all into the arenas, in turns: yields None while there is more to do, lastly True.
-
-    Raises:
-        RemoteProtocolError: an arena is smaller than what belongs into it. BlobsMissing: a chunk is not here.
+    """Copy everything into the arenas, in turns: yields None while there is more to do, finally True. Raises:
+    RemoteProtocolError: an arena is too small. BlobsMissing: a chunk is not here.
     """
     targets = {"parameters": arenas[0].cast("B"), "moments": arenas[1].cast("B")}
     filled = {name: sum(copy.length for copy in copies if copy.arena == name) for name in targets}

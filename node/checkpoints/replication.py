@@ -151,7 +151,7 @@ class CheckpointReplicator:
         seams.network.handle(COPIES_PROTOCOL, self.serve)
 
     async def start(self) -> None:
-        """Tidy up what the last stop left half done, and say in the DHT what is here."""
+        """Clean up after an interrupted stop, and announce the present checkpoints in the DHT."""
         store = self._checkpoints.store
         await self._checkpoints.call(store.recover)
         newest = {kept.run: kept for kept in await self._checkpoints.call(store.all)}
@@ -168,9 +168,8 @@ class CheckpointReplicator:
         holders: Sequence[Sequence[PeerId]],
         wanted: Sequence[Sequence[PeerId]],
     ) -> tuple[list[PeerId], ...]:
-        """Have stage i kept by `wanted[i]`, who bring it from `holders[i]`: for each stage, who has it now.
-
-        A keeper brings its stages one after the other, all keepers at once. This node may be one of them.
+        """Let `wanted[i]` keep stage i, fetching it from `holders[i]`; return the holders of each stage. A
+        keeper fetches its stages one after the other, all keepers concurrently. This node may be one of them.
         """
         have: tuple[list[PeerId], ...] = tuple([] for _ in states)
 
@@ -190,7 +189,8 @@ class CheckpointReplicator:
     async def conclude(
         self, run: bytes, step: int, checkpoint: bytes, peers: Collection[PeerId]
     ) -> list[PeerId]:
-        """Tell the keepers the name of the checkpoint sealed here, and the DHT; who has taken it."""
+        """Announce the checkpoint sealed here to the keepers and the DHT; return the keepers that accepted
+        it."""
         done: list[PeerId] = []
 
         async def tell(peer: PeerId) -> None:
@@ -210,7 +210,7 @@ class CheckpointReplicator:
         try:
             return isinstance(await ask(self._network, peer, request, seconds=seconds), Done)
         except Unreachable:
-            return False  # a copy less; the caller sees who has one
+            return False  # one copy fewer; the caller sees the keepers
 
     async def announce(self, run: str, offer: CheckpointOffer) -> None:
         """Say in the DHT that this node keeps this checkpoint; `run` is the short id."""
@@ -219,7 +219,8 @@ class CheckpointReplicator:
     # Anybody's
 
     async def holders(self, run: str) -> dict[PeerId, CheckpointOffer]:
-        """Return who says in the DHT to keep a checkpoint of a run, and which; `run` is the short id."""
+        """Return the peers that announce a checkpoint of a run in the DHT, and which one; `run` is the short
+        id."""
         found: dict[PeerId, CheckpointOffer] = {}
         for record in await self._directory.find(CHECKPOINT_PURPOSE, bytes.fromhex(run)):
             try:
@@ -231,14 +232,12 @@ class CheckpointReplicator:
         return found
 
     async def steps(self, run: str, holders: Sequence[PeerId]) -> set[int]:
-        """Return the steps of which peers say that they keep a checkpoint of a run."""
+        """Return the steps of the checkpoints of a run that peers announce."""
         return {offer.step for offer in await self._offers(run, holders)}
 
     async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> StoredCheckpoint:
-        """Have a run's newest checkpoint here, or that of a step, whole; `run` is the short id.
-
-        Raises:
-            Unreachable: nobody has it. OSError: the disk is full.
+        """Fetch a run's newest checkpoint, or that of a step, completely; `run` is the short id. Raises:
+        Unreachable: nobody has it. OSError: the disk is full.
         """
         offers = await self._offers(run, holders)
         best = max(map(len, offers.values()), default=0)
@@ -373,14 +372,13 @@ class CheckpointReplicator:
             return Declined(str(error)[:REASON_LENGTH_MAX])
         finally:
             if not is_whole:
-                # What half came is of no use to anybody, and takes the place of what may.
+                # A partial checkpoint is useless and takes space.
                 with trio.CancelScope(shield=True):
                     await checkpoints.call(partial(store.drop_stage, run, step, stage))
         return Done() if is_whole else Declined(f"it did not come in {KEEP_SECONDS_MAX:.0f} s")
 
     async def _on_old_keep(self, run: str, request: Keep) -> Reply:
-        """Answer for a step that has its name: what is kept of it is not given up for what anybody says
-        later."""
+        """Answer for a step whose checkpoint has a name: its parts are kept whatever others claim later."""
         kept = await self._checkpoints.call(partial(self._checkpoints.store.find, run, request.step))
         here = kept.stages_here if kept is not None else ()
         if kept is not None and request.stage in here:

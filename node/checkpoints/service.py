@@ -1,7 +1,6 @@
-"""Checkpoints of this node's runs: made of a stage's arenas, signed, brought from others, put back, exported.
-
-What is where on the disk is `checkpoint_store`; who keeps copies is `copies`. The order in which a checkpoint
-comes about, so that what has a name is whole:
+"""Checkpoints of this node's runs: made from a stage's arenas, signed, fetched, restored, exported. `store`
+has the layout on the disk, `replication` the copies. The order of making one, so that a named checkpoint is
+always complete:
 
     snapshot    each stage, on one of its replicas: chunks into this node's blobs, held
     (copies)    the keepers of each stage bring its chunks to their disks
@@ -42,7 +41,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """One node's. `refuse` is told who sent what no correct peer sends."""
+    """The service of one node. `refuse` is called for peers that broke the protocol."""
 
     def __init__(self, seams: Seams, signer: Signer, blobs: Blobs, *, refuse: Refuse) -> None:
         self.store = CheckpointStore(seams.storage, blobs)
@@ -53,7 +52,7 @@ class Checkpoints:
         self._sink = BlobSink(blobs, seams.executor)
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Do something with the store where the disk may be waited for."""
+        """Call a function of the store where waiting for the disk is allowed."""
         return await self._seams.executor.run(function)
 
     # Out of a stage, and back
@@ -69,9 +68,8 @@ class Checkpoints:
         *,
         is_guest: bool,
     ) -> StageState:
-        """Put away what a stage is after `step` steps; nothing may change its arenas meanwhile.
-
-        `is_guest` for another's run: it counts against the budget.
+        """Store a stage's state after `step` steps; nothing may change its arenas meanwhile. `is_guest` marks
+        another's run: it counts against the budget.
 
         Raises:
             NoRoom: the budget is spent. OSError: the disk is full.
@@ -86,7 +84,7 @@ class Checkpoints:
     async def restore(
         self, state: StageState, parameters: memoryview, moments: memoryview, holders: Sequence[PeerId]
     ) -> Mapping[PeerId, int]:
-        """Put a stage's state into its arenas; what is not here comes from `holders`, and is not kept.
+        """Restore a stage's state into its arenas; missing chunks come from `holders`, and are not kept.
         Return how many bytes each delivered.
 
         Raises:
@@ -164,7 +162,7 @@ class Checkpoints:
         return await self.call(partial(self.store.add, data, is_guest=is_guest))
 
     async def read(self, name: bytes, holders: Sequence[PeerId]) -> tuple[PeerId, Run, Checkpoint, bytes]:
-        """A checkpoint by its name, from here or from `holders`: its author, run, content and bytes.
+        """Return a checkpoint by its name, from here or from `holders`: its author, run, content and bytes.
 
         Raises:
             Unreachable: nobody had it. RemoteProtocolError: it is none, or badly signed.
@@ -182,12 +180,9 @@ class Checkpoints:
         *,
         is_guest: bool,
     ) -> Mapping[PeerId, int]:
-        """Hold a stage here, and bring what is not here of it; how many bytes each holder delivered.
-
-        It survives a crash from then on.
-
-        Raises:
-            Unreachable: nobody had all of it. RemoteProtocolError: its list is not what was said.
+        """Keep a stage here, fetching its missing chunks; return how many bytes each holder delivered. It
+        survives a crash from then on. Raises: Unreachable: nobody had all of it. RemoteProtocolError: its
+        list does not match.
             NoRoom: the budget is spent. OSError: the disk is full.
         """
         data = await self._part_data(state, holders)
@@ -207,11 +202,9 @@ class Checkpoints:
     async def export(
         self, kept: StoredCheckpoint, graph: Graph, path: Path, holders: Sequence[PeerId]
     ) -> int:
-        """Write a checkpoint's model to a safetensors file; its length. What is not here comes from
-        `holders`.
-
-        Raises:
-            Unreachable: something is nowhere. RemoteProtocolError: it does not fit its graph. OSError.
+        """Write a checkpoint's model to a safetensors file; return its length. Missing chunks come from
+        `holders`. Raises: Unreachable: nobody has a part. RemoteProtocolError: it does not fit its graph.
+        OSError.
         """
         if not kept.is_whole:
             await self.bring(kept, holders)

@@ -66,9 +66,8 @@ class Best(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint that is here, wholly or in part: `stages_here` are those of which nothing is missing.
-
-    `name` is the hash of its blob, `author` who signed it.
+    """A checkpoint that is here, completely or in part: `stages_here` are the complete stages. `name` is the
+    hash of its blob, `author` its signer.
     """
 
     name: bytes
@@ -101,7 +100,7 @@ class CheckpointStore:
     # What is here
 
     def steps(self, run: str) -> list[tuple[int, bytes]]:
-        """The steps of which there is a checkpoint, and the hashes of those, oldest first."""
+        """Return the steps with a checkpoint, and the checkpoints' hashes, oldest first."""
         return [(step, name) for step, name in self._records(f"runs/{run}").get(run, ())]
 
     def all(self) -> list[StoredCheckpoint]:
@@ -122,7 +121,7 @@ class CheckpointStore:
         return None
 
     def stage_pins(self, run: str, step: int) -> dict[int, tuple[bytes, ...]]:
-        """The stages of which something is held here, and the hashes that are, the list of chunks first."""
+        """Return the stages with held parts, and the held hashes, the list of chunks first."""
         found: dict[int, tuple[bytes, ...]] = {}
         for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
             stage, hashes = label.rpartition("/")[2], self.blobs.pinned(label)
@@ -161,10 +160,8 @@ class CheckpointStore:
     def expect_part(
         self, run: str, step: int, stage: int, state: StageState, data: bytes, *, is_guest: bool
     ) -> StatePart:
-        """Hold a stage whose list of chunks is `data`, the chunks to come; what is in the list.
-
-        Raises:
-            RemoteProtocolError: the list is not what the checkpoint says. NoRoom, OSError.
+        """Hold a stage whose list of chunks is `data` and whose chunks come later; return the list. Raises:
+        RemoteProtocolError: the list does not match the checkpoint. NoRoom, OSError.
         """
         part = decode_part(data)
         check_part(part, state)
@@ -184,9 +181,8 @@ class CheckpointStore:
     def add_part(
         self, run: str, step: int, stage: int, part: StatePart, layers: tuple[int, int], *, is_guest: bool
     ) -> StageState:
-        """Hold a stage whose chunks have all been put; what a checkpoint says of it. Raises NoRoom, OSError.
-
-        To be called within the same `Blobs.hold` as the putting.
+        """Hold a stage whose chunks are all stored; return its entry of a checkpoint. Raises NoRoom, OSError.
+        Call it within the same `Blobs.hold` as the storing.
         """
         data = encode_part(part)
         state = stage_state(part, self.blobs.put(data), len(data), layers)
@@ -194,7 +190,7 @@ class CheckpointStore:
         return state
 
     def drop(self, run: str, step: int) -> None:
-        """Let go of all that is held for a step, and of its checkpoint."""
+        """Release everything held for a step, and its checkpoint."""
         self._storage.delete(_file(run, step))
         self._graph_of.pop((run, step), None)
         for label in self.blobs.labels(f"{_PINS}/{run}/{step}/"):
@@ -205,9 +201,8 @@ class CheckpointStore:
         self.blobs.unpin(_label(run, step, stage))
 
     def add(self, data: bytes, *, is_guest: bool) -> bytes:
-        """A checkpoint, checked, whose stages are held here as far as they shall be; its hash.
-
-        The oldest of the run that are too many go. Raises NoRoom, OSError, RemoteProtocolError.
+        """Add a checked checkpoint whose wanted stages are held here; return its hash. The oldest surplus
+        ones of the run are dropped. Raises NoRoom, OSError, RemoteProtocolError.
         """
         _, _, checkpoint = read_checkpoint(data)
         run, step = run_text(checkpoint.run), checkpoint.step
@@ -246,8 +241,8 @@ class CheckpointStore:
         return {best.step, *(series.best_step for series in best.series)}
 
     def recover(self) -> int:
-        """After a start: let go of steps that never became a checkpoint, and of what nothing names; hold
-        again what a damaged pin held. Returns how many bytes are free again."""
+        """Clean up after a start: release steps that never became a checkpoint and unnamed blobs, and hold
+        again what a damaged pin held. Return the freed bytes."""
         records = {run: dict(each) for run, each in self._records("runs").items()}
         for label in self.blobs.labels(f"{_PINS}/"):
             run, step = label.split("/")[1:3]
@@ -271,12 +266,12 @@ class CheckpointStore:
         for stage, state in enumerate(kept.checkpoint.stages):
             part = self.blobs.get(state.part) if stage not in held else None
             if part is not None:
-                # Of a stage that was never held here, a checkpoint may say anything.
+                # For a stage that was never held here, any entry is accepted.
                 with suppress(RemoteProtocolError):
                     self.expect_part(run, step, stage, state, part, is_guest=False)
 
     def check_held(self, checkpoint: Checkpoint) -> bool:
-        """Return whether what is held of a step, at least one stage, is this checkpoint's."""
+        """Return whether the held parts of a step (at least one stage) are this checkpoint's."""
         held = self.stage_pins(run_text(checkpoint.run), checkpoint.step)
         for stage, (name, *_) in held.items():
             if stage >= len(checkpoint.stages) or checkpoint.stages[stage].part != name:
@@ -290,7 +285,7 @@ class CheckpointStore:
     # Out of it
 
     def graph(self, name: bytes) -> Graph | None:
-        """A model's graph from this disk; None where it is not here, or damaged."""
+        """Return a model's graph from this disk; None if it is missing or damaged."""
         data = self._storage.read(graph_name(name))
         if data is None or graph_hash(data) != name:
             return None
@@ -328,7 +323,7 @@ def document(kept: StoredCheckpoint, copies: int | None) -> dict[str, Any]:
 
 
 def best_name(run: str) -> str:
-    """Return where a node keeps what it knows of a run's validations, in its storage."""
+    """Return the storage name of a node's record of a run's validations."""
     return f"runs/{run}/best"
 
 

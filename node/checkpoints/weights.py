@@ -102,7 +102,7 @@ def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
         except (safetensors.SafetensorError, ValueError, TypeError) as error:
             raise Unreachable("refused", f"a stage sent parameters that cannot be read: {error}") from None
         for name, tensor in tensors:
-            # Of what is tied, the first stage speaks for it.
+            # For a tied parameter the first stage counts.
             found.setdefault(name, (tensor["dtype"], list(tensor["shape"]), bytes(tensor["data"])))
     for row in graph.parameters:
         # Stages say it under the first of its names.
@@ -128,11 +128,9 @@ async def fetch_weights(
     draft: Callable[[], Draft],
     bytes_max: int = BLOB_BYTES_MAX,
 ) -> int:
-    """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: not known) into a
-    `draft`, and commit it; its length. It is hashed as it comes, and never whole in memory.
-
-    Raises:
-        Unreachable: nobody had it; "busy": all who may have it were. OSError: the disk is full.
+    """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: unknown) into a
+    `draft`, and commit it; return its length. It is hashed while it arrives, and never completely in memory.
+    Raises: Unreachable: nobody had it; "busy": all possible holders were. OSError: the disk is full.
     """
     reasons, codes = [], set[str]()
     for peer in holders:
@@ -159,7 +157,7 @@ async def fetch_weights(
 
 
 class _Hashed:
-    """A draft, and the hash of what was written to it."""
+    """A draft, and the hash of the written bytes."""
 
     def __init__(self, draft: Draft) -> None:
         self.draft = draft
@@ -182,10 +180,8 @@ def has_result(storage: Storage, run: str) -> bool:
 
 
 def keep(storage: Storage, run: str, data: bytes) -> str:
-    """Store a run's weights; return their BLAKE3 hash in hex. A file that is here already stays, and its hash
-    is returned.
-
-    Raises OSError where the disk is full.
+    """Store a run's weights; return their BLAKE3 hash in hex. An existing file stays, and its hash is
+    returned. Raises OSError if the disk is full.
     """
     if has_result(storage, run):
         return digest_of(storage, run)

@@ -1,4 +1,4 @@
-"""`peerloom doctor [ADDR]`: what works from here, step by step, with the remedy for what does not."""
+"""`peerloom doctor [ADDR]`: checks step by step what works from here, with a remedy for each failure."""
 
 import os
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ def doctor(
                 each.short for each in settings.listen.addresses
             )
 
-        # With a config that nobody can read there is no saying what to look at.
+        # An unreadable config leaves nothing to check.
         if not await steps.check("config", read):
             return
         scene = Scene(settings)

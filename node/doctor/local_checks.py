@@ -1,5 +1,5 @@
-"""Checks of this machine alone: the data folder, keys, clock, ports, both families, UDP,
-the local network, what there is to compute with."""
+"""Checks of this machine: the data folder, keys, clock, ports, both families, UDP, the local network, the
+compute devices."""
 
 import importlib.metadata
 import os
@@ -84,7 +84,7 @@ class Scene:
         return self.config.data_dir
 
     def keys(self) -> tuple[bytes, ...]:
-        """Those of the swarm; none where they cannot be read, which has been said."""
+        """Return the keys of the swarm; none if they are unreadable, which was already reported."""
         try:
             key_file = self.config.swarm.key_file
             return () if key_file is None else load_swarm_keys(key_file)
@@ -179,7 +179,8 @@ def _identity(scene: Scene) -> str:
 
 
 def own_peer(folder: Path) -> PeerId | None:
-    """Return whose keys lie in the folder, None where it has none yet. Raises UsageError: unusable ones."""
+    """Return the peer whose keys are in the folder, None if it has none yet. Raises UsageError: unusable
+    ones."""
     if not folder.is_dir():
         return None
     storage = FolderStorage(folder)
@@ -215,7 +216,8 @@ def _clock(scene: Scene) -> str:
 
 
 async def _port(scene: Scene, address: Address) -> str:
-    """Free, or this node's own; where others have it the node takes the next, which is worth knowing."""
+    """Check a port: free, or this node's own; if others have it the node takes the next, which is worth
+    knowing."""
     if scene.status is not None:
         held = [text for text in scene.status["addresses"] if text.endswith(f":{address.port}")]
         if held or address.port == 0:
@@ -315,7 +317,7 @@ async def _reachable(scene: Scene) -> str:
 
 
 async def _router(scene: Scene) -> str:
-    """Return what the running node has found out about the router before it."""
+    """Return the running node's findings about its router."""
     await trio.lowlevel.checkpoint()
     found = None if scene.status is None else scene.status.get("reachability")
     texts = [] if found is None else [text for text in (found["mapping"], found["nat"]) if text]
@@ -325,7 +327,7 @@ async def _router(scene: Scene) -> str:
 
 
 async def _paths(scene: Scene) -> str:
-    """Which way the running node speaks to each of its peers, and what would make it a direct one."""
+    """Return the running node's way to each of its peers, and what would make it direct."""
     await trio.lowlevel.checkpoint()
     if scene.status is None or scene.peers is None:
         raise Skipped(_NO_NODE)

@@ -1,7 +1,5 @@
-"""Checks of the way between this machine and one other: name, connection, handshake, who is there, datagrams
-and their size, latency, and whether it can dial back.
-
-Spoken as a peer that has never been there before, so that what a running node knows is not disturbed.
+"""Checks of the way between this machine and one other: name, connection, handshake, identity, datagrams and
+their size, latency, and dial-back. It uses a fresh identity, so that a running node's state is not disturbed.
 """
 
 import os
@@ -39,7 +37,7 @@ DIAL_BACK_SECONDS = 30.0
 
 @dataclass
 class RemoteChecks:
-    """One look at one address. What a check finds out, the next ones need."""
+    """The checks of one address. Later checks need the results of earlier ones."""
 
     address: Address
     scene: Scene
@@ -51,7 +49,7 @@ class RemoteChecks:
     has_datagrams: bool = False
 
     def met(self) -> PeerId:
-        """Return who is there."""
+        """Return the peer that answered."""
         if self.peer is None:
             raise Skipped("nobody shook hands")
         return self.peer
@@ -220,7 +218,7 @@ async def _expect_datagrams(visit: RemoteChecks) -> None:
 
 
 async def _echo(visit: RemoteChecks, filling_bytes: int) -> float | None:
-    """The seconds of one round trip; None where nothing comes back. What goes by a stream does not count."""
+    """Return the seconds of one round trip; None without an answer. Messages by a stream do not count."""
     peer, network = visit.met(), visit.network
     inbox = network.inbox(PROTOCOL)
     for _ in range(ECHO_ATTEMPTS):
@@ -261,7 +259,7 @@ def _filling_bytes() -> int:
 async def _dial_back(visit: RemoteChecks) -> str:
     peer = visit.met()
     if visit.scene.status is not None:
-        # Its ports are held by the node, and the node has asked others itself.
+        # The running node holds its ports, and has asked others itself.
         found = visit.scene.status.get("reachability")
         text = "nobody was asked yet" if found is None else reachable_text(found)
         if found is not None and found["reachable"] is False and not found.get("relays"):

@@ -1,4 +1,5 @@
-"""One check after the other, each with a deadline and a remedy. What is looked at: `here`, `there`."""
+"""Runs one check after the other, each with a deadline and a remedy. The checks are in `local_checks` and
+`remote_checks`."""
 
 import time
 from collections.abc import Awaitable, Callable
@@ -18,7 +19,7 @@ Outcome = Literal["ok", "failed", "skipped"]
 
 @dataclass(frozen=True)
 class CheckStep:
-    """The outcome of one check. `remedy` says what to do about it."""
+    """The outcome of one check. `remedy` is the advice for a failure."""
 
     name: str
     outcome: Outcome
@@ -43,7 +44,7 @@ class Skipped(Exception):
 
 
 class Steps:
-    """Runs checks and keeps what came of them; `report` is told of each at once."""
+    """Runs checks and keeps their outcomes; `report` is called with each at once."""
 
     def __init__(self, report: Callable[[CheckStep], None]) -> None:
         self._report = report
@@ -56,8 +57,8 @@ class Steps:
     async def check(
         self, name: str, look: Callable[[], Awaitable[str]], *, seconds: float = STEP_SECONDS
     ) -> bool:
-        """`look` returns what is well, raises `Skipped`, or PeerloomError or OSError for what is not; whether
-        it is well."""
+        """Run a check and return whether it passed: `look` returns a text for success, and raises `Skipped`,
+        or PeerloomError or OSError for a failure."""
         begun = time.monotonic()
         outcome: Outcome = "failed"
         detail, remedy = f"no end within {seconds:g} s", "the same again shows whether it lasts"
@@ -77,5 +78,5 @@ class Steps:
 
 
 async def in_thread(look: Callable[[], T]) -> T:
-    """For what may block: a disk that hangs is given up like anything else."""
+    """Run a blocking function in a thread: a hanging disk is given up too."""
     return await trio.to_thread.run_sync(look, abandon_on_cancel=True)

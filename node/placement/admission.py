@@ -1,9 +1,7 @@
-"""Admission checks: a plan belongs to its run, a model to its manifest, a stage fits this machine.
-
-The plan may be a stranger's, so the planner's arithmetic is done again before anything is allocated. What a
-stage really takes, its own process finds out by a dry run before it allocates anything
-(`partition.execute.admit`). Cutting and counting take time, so nothing of this but `check_plan` is for the
-event loop.
+"""Admission checks: a plan belongs to its run, a model to its manifest, a stage fits this machine. The plan
+may be a stranger's, so the planner's arithmetic is repeated before anything is allocated. The stage's own
+process measures its real needs by a dry run (`partition.execute.admit`). Cutting and counting take time, so
+only `check_plan` may run on the event loop.
 """
 
 from collections.abc import Sequence
@@ -52,9 +50,9 @@ def check_plan(
 ) -> tuple[Run, Plan]:
     """Return a run and a plan of it, by `sender`, with a part for this node. Raises RemoteProtocolError.
 
-    The first plan is the requester's alone, who signs it (`history`) once it is in force. Where it is said to
-    be so (`is_in_force`) another of its roster may bring it: the requester may have died meanwhile. A later
-    one is brought to who is new by somebody of its roster, who tells how it came about.
+    Only the requester sends the first plan, and signs it (`history`) once it is in force. A member of its
+    roster may also send a plan in force (`is_in_force`), since the requester may have died. A member of the
+    roster brings a later plan to newcomers, with its history.
     """
     run, plan = check_run(signer, manifest), decode_plan(data)
     if (plan.run, plan.microbatches) != (run.id, run.manifest.microbatches):
@@ -82,7 +80,7 @@ def train_entry(graph: Graph) -> Entry:
 
 
 def check_model(manifest: Manifest, graph: Graph) -> None:
-    """Whether a graph is what a manifest says beside its hash; else RemoteProtocolError."""
+    """Check that a graph matches its manifest in more than the hash. Raises RemoteProtocolError."""
     entry = train_entry(graph)
     if not graph.symbols:
         raise RemoteProtocolError("the model was captured for a batch of one size only")
@@ -117,7 +115,7 @@ def rejection_reason(run: Run, graph: Graph, plan: Plan, stage: int, machine: Ma
         return str(error)
     if needed > machine.memory_bytes:
         return f"{needed / 1e9:.2f} GB of memory needed, {machine.memory_bytes / 1e9:.2f} GB offered"
-    # Last what takes longest.
+    # The slowest check comes last.
     try:
         graphs = cut_plan(graph, manifest.graph_hash, plan)
         specification = make_specification(run, graphs, stage, machine)
@@ -148,8 +146,8 @@ def needed_bytes(manifest: Manifest, graph: Graph, plan: Plan, stage: int) -> in
 def _microbatches_in_flight(manifest: Manifest, stages: int, stage: int) -> int:
     """Return how many micro-batches a stage has at most between forward and backward.
 
-    A plan's schedule lets as many come to a stage as there are stages left. The head of a column has as many
-    under way as there are stages, and where a later one is slow they all wait between the two passes of an
+    A plan's schedule sends a stage as many as there are stages from it on. The head of a column has as many
+    in flight as there are stages, and if a later stage is slow they all wait between the two passes of an
     earlier one.
     """
     if manifest.local is not None:
@@ -173,7 +171,7 @@ def input_frame_bytes(manifest: Manifest, graph: Graph) -> int:
 def build_stage_spec(
     run: Run, graph: Graph, plan: Plan, stage: int, machine: Machine
 ) -> tuple[StageSpecification, tuple[Share, ...], bytes]:
-    """Return what a stage process needs to know, what it sums with whom, and the former's bytes.
+    """Return the specification for a stage's process, its reductions, and the specification's bytes.
 
     Raises:
         RemoteProtocolError: no such stage can be.
@@ -186,7 +184,7 @@ def build_stage_spec(
 def make_specification(
     run: Run, graphs: Sequence[StageGraph], stage: int, machine: Machine
 ) -> StageSpecification:
-    """Return what a stage process needs to know; else RemoteProtocolError."""
+    """Return the specification for a stage's process. Raises RemoteProtocolError."""
     manifest = run.manifest
     try:
         return StageSpecification(

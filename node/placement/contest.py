@@ -1,7 +1,7 @@
 """A requester's part in a contest for a free slot: it asks all providers at once.
 
-Runs are placed one provider after the other, and first links are measured, so by the time it had come to the
-last provider a requester that asks them side by side would have been alone there.
+Placement leases one provider after the other, after measuring links, so at the last provider a requester that
+asks all concurrently would be without competition.
 """
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -55,7 +55,7 @@ async def settle(
     monotonic: Callable[[], float],
     contest_seconds: float,
 ) -> None:
-    """Wait for the contests to end; those whose slot is another's then come last for a while."""
+    """Wait for the contests to end; providers whose slot another requester won come last for a while."""
     await trio.sleep(min(CONTEST_SECONDS_MAX, contest_seconds))
     providers = _others(run, providers, decliners.now(monotonic()))
     for peer, declined in (await _ask_all(EnterQueue(run.fact, revision), providers, ask)).items():
@@ -68,7 +68,7 @@ def _others(run: Run, providers: Sequence[PeerId], last: Collection[PeerId]) -> 
 
 
 async def _ask_all(request: EnterQueue, peers: Sequence[PeerId], ask: Ask) -> dict[PeerId, Declined | None]:
-    """Return what those that answered said, None for a slot that is free for the run."""
+    """Return the providers' answers, None for a slot that is free for the run."""
     answers: dict[PeerId, Declined | None] = {}
 
     async def put(peer: PeerId) -> None:

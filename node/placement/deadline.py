@@ -1,8 +1,8 @@
-"""Whether a run can meet the deadline and the goal that its requester set, in words for its requester.
+"""Warns a run's requester if it cannot meet its deadline or goal.
 
 A deadline takes no slot from another requester (`node.placement.turns`); it orders the requester's own runs,
-and the requester is warned when it cannot be met. So it is with a goal, of which the alert `run_below_goal`
-tells later.
+and the requester is warned when it cannot be met. The same holds for a goal, which the alert `run_below_goal`
+watches later.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,8 +22,8 @@ PACE_STEPS_MIN = 3
 
 
 def least_seconds(manifest: Manifest, graph: Graph, plan: Plan, rates: Mapping[bytes, float]) -> float:
-    """Return what the steps of a plan take at least: the slowest stage computes all the time, at the rates
-    (FLOP/s) that its replicas offer. 0 where a rate is not known. Cutting and counting take time."""
+    """Return a lower bound of the time of a plan's steps: its slowest stage computes all the time, at its
+    replicas' offered rates (FLOP/s). 0 if a rate is unknown. Cutting and counting take time."""
     costs = [row.forward_flops for row in layer_costs(graph, manifest.sizes_max)]
     longest = 0.0
     for stage in plan.stages:
@@ -36,8 +36,7 @@ def least_seconds(manifest: Manifest, graph: Graph, plan: Plan, rates: Mapping[b
 
 
 def late_text(seconds_left: float, needed_seconds: float, *, by: str) -> str:
-    """Return a warning where a run needs longer than is left; "" where it does not. `by` says how that is
-    known."""
+    """Return a warning if a run needs more than the remaining time; else "". `by` names the evidence."""
     late = needed_seconds - seconds_left
     if late <= 0:
         return ""
@@ -50,8 +49,8 @@ def late_text(seconds_left: float, needed_seconds: float, *, by: str) -> str:
 def plan_warnings(
     manifest: Manifest, least: float, seconds_left: float | None, goal: tuple[float, int] | None
 ) -> Iterator[str]:
-    """Yield what a plan cannot reach whose steps take at least so many seconds in all, 0 for not known:
-    the deadline, or the goal in samples a second."""
+    """Yield what a plan whose steps take at least this many seconds (0: unknown) cannot reach: the deadline,
+    or the goal in samples a second."""
     if seconds_left is not None and (late := late_text(seconds_left, least, by=PLANNED)):
         yield late
     if goal is not None and least:
@@ -71,8 +70,8 @@ class DeadlineWatch:
     _is_late: bool = field(default=False)
 
     def moved(self, now: float, step: int, steps: int, seconds_left: float) -> str | None:
-        """Take a committed step at monotonic time `now`; a warning, "" where it can be met again, or None for
-        no news."""
+        """Take a committed step at monotonic time `now`; return a warning, "" if the deadline can be met
+        again, or None for no change."""
         if self._first is None or step < self._first[0]:
             self._first = step, now
         done = step - self._first[0]

@@ -1,6 +1,5 @@
-"""Whether and how others reach this node, and what follows: what it tells of itself, and relays, as one that
-needs them or as one that is one.
-"""
+"""This node's reachability and its consequences: its announcements, and relays, which it uses or
+is itself."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -59,7 +58,7 @@ class InboundNode(Protocol):
 
 
 class Inbound:
-    """The service of one node. `profile` is what it tells of itself, `tell` has others hear of it at once."""
+    """The service of one node. `profile` is its announcement, `tell` sends it at once."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class Inbound:
         )
 
     async def run(self, rng: Random) -> None:
-        """Until cancelled; `rng` chooses who is asked."""
+        """Run until cancelled; `rng` chooses the peers to ask."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.whereabouts.run, rng)
             if isinstance(self._node.network, RealNetwork):
@@ -136,9 +135,8 @@ class Inbound:
                 nursery.start_soon(traversal.run)
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Return a document about peers with the `path` by which this node speaks to each: its way, the relay
-        that carries it, its round trip where pings have measured it, and its bytes a second where bursts
-        have; None where there is none."""
+        """Return a document about peers with the `path` to each: its way, its relay, its round trip if pings
+        have measured it, and its bytes a second if bursts have; None if there is no path."""
         for row in document["peers"]:
             peer = parse_peer(row["peer"])
             row["path"] = path = self.path_to(peer)
@@ -178,7 +176,7 @@ class Inbound:
         self._node.membership.update(self._profile())
 
     def _heard(self, verdict: bool | None, asked: int) -> None:
-        """One that tried to dial this node has said what it found."""
+        """Take the report of a peer that dialled this node."""
         self._verdict, self._asked = verdict, asked
         is_relay = verdict is True and self.ledger.limits.is_on and self.ledger.limits.circuits_max > 0
         if is_relay != self._node.provider.is_relay:
@@ -192,10 +190,10 @@ class Inbound:
         self._tell()
 
     def _needs_relays(self) -> bool:
-        """Return whether a place at a relay is wanted. It costs little, so it is as soon as one who tried
-        could not dial this node and nobody could, or where this machine has local addresses alone: then a
-        router is between it and the members that have others."""
-        # Those that have IPv4 alone get through by IPv4 alone.
+        """Return whether a place at a relay is wanted. It costs little, so one failed dial-back without a
+        success is enough, or a machine with only local addresses while members have others: then there is a
+        router between them."""
+        # Peers with only IPv4 get through only by IPv4.
         now = self._clock.monotonic()
         is_reached = self._verdict is True and self._node.reach.families.verdict(4, now) is not False
         if is_reached or self._node.stopping.is_set():

@@ -1,8 +1,7 @@
-"""Whether a stage fits this machine, as others ask: what they may have computed here for it, and no more.
-
-To answer takes a cut of the model, in Python: a tenth of a second for a transformer of a hundred layers, a
-second or two for a graph made to be slow. So it is computed one at a time, away from the threads that wait
-for the disk, only so often for one peer, and not again for what has been answered.
+"""Checks for others whether a stage fits this machine, with bounded work. A check cuts the model, in Python:
+a tenth of a second for a transformer of a hundred layers, a second or two for a graph made to be slow. So
+checks run one at a time, apart from the threads that wait for the disk, with a rate limit for each peer, and
+answers are cached.
 """
 
 from collections import OrderedDict
@@ -36,7 +35,7 @@ BUSY = "busy: too many leases are looked at"
 
 
 class LeaseChecks:
-    """Those of the node `me`; `machine` is what it gives to a stage now."""
+    """The checks of the node `me`; `machine` is its present offer to a stage."""
 
     def __init__(self, me: PeerId, executor: Executor, clock: Clock, machine: Callable[[], Machine]) -> None:
         self._me = me
@@ -49,7 +48,7 @@ class LeaseChecks:
         self._answers: OrderedDict[bytes, str | None] = OrderedDict()
 
     def known(self, run: Run, plan: Plan, stage: int) -> str | None:
-        """Why this stage cannot be here, where that has been found out before."""
+        """Return the cached reason why this stage cannot be here."""
         return self._answers.get(_key(run, plan, stage, self._machine()))
 
     async def rejection_reason(

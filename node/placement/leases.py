@@ -1,7 +1,7 @@
 """The first plan of a run: from what members offer to a plan whose slots are leased.
 
-The requester makes it, for nobody has a vote before there is a roster. Leases are taken in provider-id order,
-all or none.
+The requester makes it, since nobody has a vote before there is a roster. Leases are taken in provider-id
+order, all or none.
 """
 
 from collections import Counter
@@ -103,14 +103,15 @@ number."""
 
 
 def lacks_text(offers: Iterable[Offer]) -> str:
-    """Return why those without a slot have none, in words for a person; "" where nothing is known."""
+    """Return why members without a slot have none, in words for people; "" if nothing is known."""
     counts = Counter(offer.lacks for offer in offers if not offer.has_slot)
     told = [f"{counts[reason]} {text}" for reason, text in LACKS.items() if counts[reason]]
     return f"members without a slot: {', '.join(told)}" if told else ""
 
 
 def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
-    """The offers, none with a rate above CLAIM_RATIO_MAX times the (lower) median of those with a slot."""
+    """Return the offers, with rates capped at CLAIM_RATIO_MAX times the (lower) median of those
+    with a slot."""
     rates = sorted(offer.flops_per_second for offer in offers if offer.has_slot)
     if not rates:
         return list(offers)
@@ -122,8 +123,8 @@ def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
 
 
 class PlacementFailed(Exception):
-    """No plan came about, and why, in words for a person. `wait_seconds` is when slots may be free that were
-    busy, by what their providers say; None where that is not known."""
+    """No plan was found; the text is the reason, for people. `wait_seconds` is when busy slots may be free,
+    by their providers' estimates; None if unknown."""
 
     def __init__(self, reason: str, wait_seconds: int | None = None) -> None:
         free = "" if wait_seconds is None else f"; slots may be free in about {about(wait_seconds)}"
@@ -150,13 +151,10 @@ def make_plan(
     may_reduce: bool = False,
     costs: ModelCosts | None = None,
 ) -> Plan:
-    """The first plan of a run, by what was measured of peers and links where anything was. The requester
-    trains; it holds a stage only where peers are short. A run of two members takes an idle one as a witness.
-    With `may_reduce`, a run for which there are too few peers has fewer replicas, then fewer stages. `costs`
-    are the graph's, where they are known.
-
-    Raises:
-        PlacementFailed: with what is missing for the run as it was asked for.
+    """Return the first plan of a run, by the measurements of peers and links. The requester trains; it holds
+    a stage only if peers are short. A run of two members takes an idle one as a witness. With `may_reduce` a
+    run with too few peers gets fewer replicas, then fewer stages. `costs` are the graph's, if known. Raises:
+    PlacementFailed: with what the requested run lacks.
     """
     manifest = run.manifest
     providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
@@ -178,8 +176,8 @@ def is_short(manifest: Manifest, offers: Iterable[Offer]) -> bool:
 
 
 def smaller_shapes(shape: tuple[int, int], peers: int) -> Iterator[tuple[int, int]]:
-    """Yield the stages and replicas that `peers` are enough for, instead of a shape that needs more of them:
-    as many stages as may be, each with as many replicas."""
+    """Yield smaller shapes (stages and replicas) for which `peers` suffice: the most stages first, each with
+    the most replicas."""
     stages, replicas = (max(1, number) for number in shape)
     if stages * replicas > peers:
         for fewer in range(min(stages, peers), 0, -1):
@@ -187,7 +185,7 @@ def smaller_shapes(shape: tuple[int, int], peers: int) -> Iterator[tuple[int, in
 
 
 def reduction(manifest: Manifest, plan: Plan) -> str:
-    """Return how a plan falls short of what was asked for, in words for a person; "" where it does not."""
+    """Return how a plan falls short of the request, in words for people; "" if it does not."""
     wanted = max(1, manifest.stages), manifest.replicas or manifest.replicas_min
     found = len(plan.stages), min(len(stage.replicas) for stage in plan.stages)
     if found[0] >= wanted[0] and found[1] >= wanted[1]:
@@ -228,7 +226,7 @@ def _plan_as(
     stages = _stages(split, chosen)
     replicas = {peer for stage in stages for peer in stage.replicas}
     members = replicas | {run.requester}
-    # By a hash that nobody chooses: among equals no node is every run's witness.
+    # By a hash that nobody controls, so that among equals no node is every run's witness.
     idle = sorted((offer.peer for offer in others), key=lambda peer: blake3(run.id + peer).digest())
     return Plan(
         run=run.id,
@@ -244,8 +242,8 @@ def _plan_as(
 def rated_offers(
     offers: Sequence[Offer], knowledge: Knowledge, operations: Sequence[Operations]
 ) -> list[Offer]:
-    """Return the offers with the rates to plan these layers with: a peer's own calibration where it has one,
-    no more than others found it to compute at, and no claim above a multiple of the median."""
+    """Return the offers with rates for planning these layers: a peer's own calibration if it has one, at most
+    the rate that others measured, and no claim above a multiple of the median."""
     rated = []
     for offer in offers:
         calibration = knowledge.calibrations.get(offer.peer)
@@ -264,8 +262,8 @@ def problem_of(
     knowledge: Knowledge = NOTHING,
     costs: ModelCosts | None = None,
 ) -> Problem:
-    """Return what the solver is asked for a run. Raises ValueError, RemoteProtocolError: sizes that do not
-    fit."""
+    """Return the solver's problem for a run. Raises ValueError, RemoteProtocolError: sizes that
+    do not fit."""
     manifest = run.manifest
     costs = costs or ModelCosts(graph, manifest.sizes_max)
     peers = [offer.peer for offer in offers]
@@ -285,7 +283,7 @@ def problem_of(
 
 
 def constraints_of(manifest: Manifest) -> Constraints:
-    """Return what every plan of a run keeps to."""
+    """Return the constraints of every plan of a run."""
     return Constraints(
         stages=manifest.stages,
         replicas=manifest.replicas,
@@ -296,8 +294,8 @@ def constraints_of(manifest: Manifest) -> Constraints:
 
 
 def _cost(run: Run, offer: Offer, operations: Sequence[Operations], knowledge: Knowledge) -> PeerCost:
-    """Return what the layers take on a peer: by its calibration, slowed down to the rate that is planned
-    with; without one, classes of operators in proportion to that rate."""
+    """Return the layers' times on a peer: by its calibration, slowed down to the planned rate; without one,
+    classes of operators in proportion to that rate."""
     rate = whole_rate(offer.flops_per_second)
     if (calibration := knowledge.calibrations.get(offer.peer)) is None:
         device = assumed(rate)
@@ -318,7 +316,7 @@ def _cost(run: Run, offer: Offer, operations: Sequence[Operations], knowledge: K
 
 
 def _trainers(run: Run, replicas: Collection[bytes]) -> tuple[bytes, ...]:
-    """The requester, then as many replicas as the manifest wants, by a hash that nobody chooses."""
+    """Return the requester, then as many replicas as the manifest wants, by a hash that nobody controls."""
     others = sorted(set(replicas) - {run.requester}, key=lambda peer: blake3(run.id + peer).digest())
     return (run.requester, *others[: run.manifest.trainers - 1])
 
@@ -339,8 +337,8 @@ def rounded(rate: float) -> int:
 
 
 def whole_rate(rate: float) -> int:
-    """A rate as a whole number from 1 to RATE_MAX, whatever was claimed or measured."""
-    return int(max(1.0, min(rate, RATE_MAX)))  # in this order of arguments 1 where it is no number
+    """Return a rate as a whole number from 1 to RATE_MAX, whatever was claimed or measured."""
+    return int(max(1.0, min(rate, RATE_MAX)))  # in this order of arguments NaN becomes 1
 
 
 async def place(
@@ -359,10 +357,8 @@ async def place(
     revision: Fact | None = None,
 ) -> Plan:
     """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
-    who are asked again only where the others are too few. `knowledge`, `may_reduce`: as `make_plan` has them.
-
-    Raises:
-        PlacementFailed: no plan came about; every lease taken on the way was given back.
+    which are asked again only if the others are too few. `knowledge`, `may_reduce`: as in `make_plan`.
+    Raises: PlacementFailed: no plan was found; all leases were released.
     """
     left = list(offers)
     reasons: list[str] = []
@@ -407,8 +403,8 @@ async def _plan(
     last: Collection[PeerId],
     executor: Executor,
 ) -> tuple[Plan, bool]:
-    """Plan without those who come `last`, with them where that is not possible; and whether it was.
-    Raises PlacementFailed."""
+    """Plan without the peers that come `last`, or with them if that is impossible; return the plan and
+    whether it is without them. Raises PlacementFailed."""
     first = [offer for offer in offers if offer.peer not in last]
     # Among many peers, an infeasible run takes the solver seconds to find out.
     if len(first) < len(offers):
@@ -427,8 +423,8 @@ async def lease_all(
     history: History | None = None,
     revision: Fact | None = None,
 ) -> tuple[PeerId, Declined] | None:
-    """Lease the slots of `rows` (peer to stage, None for a witness) in provider-id order; None, or who
-    declined and why."""
+    """Lease the slots of `rows` (peer to stage, None for a witness) in provider-id order; return None, or the
+    decliner and its reason."""
     data = encode_plan(plan)
     taken: list[PeerId] = []
     for peer, stage in sorted(rows.items()):
@@ -463,7 +459,7 @@ async def lease(
 
 
 async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask, settings: RunSettings) -> None:
-    """Give leases of a plan that did not come about back."""
+    """Release the leases of an abandoned plan."""
     for peer in peers:
         await _try(ask, peer, Release(run.id, plan_hash(plan)), settings.lease_seconds_max)
 
@@ -471,14 +467,14 @@ async def release(run: Run, plan: Plan, peers: Sequence[PeerId], ask: Ask, setti
 async def start(
     run: Run, plan: Plan, history: History, peers: Collection[PeerId], ask: Ask, settings: RunSettings
 ) -> dict[PeerId, str]:
-    """Give the plan to `peers`, side by side; who did not take it, and why."""
+    """Send the plan to `peers` concurrently; return those that did not accept it, and why."""
     return await ask_all(Start(run.fact, encode_plan(plan), history), peers, ask, settings.lease_seconds_max)
 
 
 async def ask_all(
     request: Start | PrepareStage, peers: Collection[PeerId], ask: Ask, seconds: float
 ) -> dict[PeerId, str]:
-    """Put a plan to `peers`, side by side; who did not say Done, and why."""
+    """Send a request about a plan to `peers` concurrently; return those that did not answer Done, and why."""
     failures: dict[PeerId, str] = {}
 
     async def tell(peer: PeerId) -> None:

@@ -1,5 +1,5 @@
-"""How this machine is used by others than the node: input, load, power and the time of day, as the system
-tells. What it does not tell is None."""
+"""This machine's use besides the node: input, load, power and the time of day, from the system. Unknown
+values are None."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -79,7 +79,7 @@ class MachineState:
         return total
 
     def _on_mains(self) -> bool | None:
-        """Whether an adapter is online; None where the machine has neither adapter nor battery."""
+        """Return whether an adapter is online; None if the machine has neither adapter nor battery."""
         found: bool | None = None
         for supply in self._names_of_supplies():
             kind = _text(supply / "type")
@@ -92,7 +92,7 @@ class MachineState:
         return found
 
     def _battery_percent(self) -> float | None:
-        """The mean charge of all batteries of the machine; None where it tells of none."""
+        """Return the mean charge of all batteries of the machine; None if it reports none."""
         texts = [
             _text(supply / "capacity")
             for supply in self._names_of_supplies()

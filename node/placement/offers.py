@@ -32,9 +32,8 @@ def understands_runs(claim: Metadata) -> bool:
 
 
 def why_no_slot(claim: Metadata) -> str:
-    """Return why a member has no slot for others, as one of `LACKS`; "" where it has one.
-
-    Whether the slot is free, and free for this requester, it says when it is asked.
+    """Return why a member has no slot for others, as one of `LACKS`; "" if it has one. Only on request it
+    says whether the slot is free for this requester.
     """
     if not understands_runs(claim):
         return "version"
@@ -50,14 +49,14 @@ def why_no_slot(claim: Metadata) -> str:
 
 
 def own_offer(peer: PeerId, capacity: Capacity, *, has_slot: bool, sends_less: bool = False) -> Offer:
-    """Return what this node offers, a slot having this capacity."""
+    """Return this node's offer; a slot has this capacity."""
     capacity = replace(capacity, flops_per_second=_asked(capacity.flops_per_second, sends_less=sends_less))
     rate, memory = capacity.flops_per_second, capacity.memory_free_bytes
     return Offer(peer, rate, memory, has_slot and rate > 0, device_kind(capacity.device))
 
 
 def sends_less(claim: Metadata) -> bool:
-    """Return whether a member wants to send less: its word, which only lowers what it is asked for."""
+    """Return whether a member wants to send less: a claim that can only lower its load."""
     return claim.standing is not None and SENDS_LESS in claim.standing.capabilities
 
 

@@ -1,8 +1,6 @@
-"""Whether this machine may serve others now, and why not: a pure function of readings and of what its owner
-allows, with a memory that keeps it from going to and fro.
-
-Readings that a machine cannot give are None: a rule that needs one is not kept, which is said, and does not
-hold anything up. It says no at once, and yes again only after it has been so for CALM_SECONDS.
+"""Decides whether this machine may serve others now, and why not: a pure function of readings and the owner's
+rules, with hysteresis. Missing readings are None: a rule that needs one is reported and not applied. A
+refusal takes effect at once, a permission only after CALM_SECONDS.
 """
 
 from dataclasses import dataclass
@@ -52,7 +50,7 @@ class MachinePermission:
         self._has_looked = False
 
     def look(self, now: float, rules: Offering, reading: Reading) -> Permission:
-        """Take a reading at monotonic time `now`; return what holds from now on."""
+        """Take a reading at monotonic time `now`; return the permission from now on."""
         (word, reason), unread = refusal(rules, reading), unread_rules(rules, reading)
         less = why_less(rules, reading)
         if reason:
@@ -68,13 +66,13 @@ class MachinePermission:
         return self.now
 
     def reset(self) -> None:
-        """The owner has changed the rules: what held under others counts for nothing."""
+        """Forget the past, as the owner has changed the rules."""
         self.now, self._fine_since, self._has_looked = Permission(), None, False
 
 
 def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
-    """Return why the rules forbid to serve at this reading, as one of RESTING and for a person; two empty
-    texts where they allow it."""
+    """Return why the rules forbid serving at this reading, as one of RESTING and for people; two empty texts
+    if they allow it."""
     if not rules.hours.holds(reading.minute):
         again = rules.hours.next_begin(reading.minute)
         return HOURS, f"serves at {rules.hours} only, again at {again // 60:02d}:{again % 60:02d}"
@@ -92,7 +90,7 @@ def refusal(rules: Offering, reading: Reading) -> tuple[str, str]:
 
 
 def why_less(rules: Offering, reading: Reading) -> str:
-    """Return why the machine is to send more seldom, for a person; empty where it is not."""
+    """Return why the machine should send less often, for people; else empty."""
     return _low_battery(rules, reading) or ("" if rules.metered == "no" else "its link is metered")
 
 

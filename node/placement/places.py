@@ -1,6 +1,5 @@
-"""Where members are and what they compute on, for runs that ask for a region, for nearness or for devices.
-
-Locations are claims, corrected by round trips; devices are claims.
+"""Locations and devices of members, for runs that ask for a region, for nearness or for devices. Locations
+are claims, corrected by round trips; devices are claims.
 """
 
 from collections import Counter
@@ -117,8 +116,8 @@ class Places:
         return sorted(distance_seconds(place, end) for end in ends)[(len(ends) - 1) // 2] <= most
 
     def keeping(self, run: Run, attempt: Attempt, tell: Callable[[str], None]) -> Attempt:
-        """Return an attempt to place a run where it asks to be placed, which says so where it fails. Where it
-        wants devices in an order, it is placed on those that come first, and `tell` hears why on others."""
+        """Return an attempt to place a run within its wishes of place, which failures mention. If it wants
+        devices in an order, it is placed on the first that suffice, and `tell` gets the reason for others."""
         wish = run.manifest.place
         if wish is None:
             return attempt
@@ -144,7 +143,7 @@ class Places:
         return within
 
     def told_of(self, document: dict[str, Any]) -> dict[str, Any]:
-        """Return a `peerloom/peers/1` document with where each peer counts as being."""
+        """Return a `peerloom/peers/1` document with the accepted location of each peer."""
         found = self.located()
         rows = [
             {**row, "place": place_document(found.get(parse_peer(row["peer"])))} for row in document["peers"]
@@ -152,7 +151,7 @@ class Places:
         return {**document, "peers": rows}
 
     def own_document(self) -> dict[str, Any] | None:
-        """Return where this node counts as being."""
+        """Return this node's accepted location."""
         return place_document(self.located()[self._me])
 
 
@@ -175,12 +174,13 @@ def place_document(located: Located | None) -> dict[str, Any] | None:
 
 
 def on_devices(offers: Iterable[Offer], devices: Collection[str]) -> list[Offer]:
-    """Return the offers, of which only those on one of the devices have a slot."""
+    """Return the offers, with slots only for those on one of the devices."""
     return [replace(offer, has_slot=offer.has_slot and offer.device in devices) for offer in offers]
 
 
 def at_least(offers: Iterable[Offer], flops_per_second: float) -> list[Offer]:
-    """Return the offers, of which only those of peers this fast have a slot: as they and others measured."""
+    """Return the offers, with slots only for peers that are this fast by their own and others'
+    measurements."""
     return [
         replace(offer, has_slot=offer.has_slot and offer.flops_per_second >= flops_per_second)
         for offer in offers
@@ -188,7 +188,7 @@ def at_least(offers: Iterable[Offer], flops_per_second: float) -> list[Offer]:
 
 
 def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
-    """Return on which devices a plan is where it is not on the first that was wanted; "" where it is."""
+    """Return a plan's devices if they are not only the first wanted kind; else ""."""
     kinds = {offer.peer: offer.device for offer in offers}
     held = [kinds.get(PeerId(peer), "") for stage in plan.stages for peer in stage.replicas]
     if not wish.devices or set(held) <= {wish.devices[0]}:
@@ -199,7 +199,7 @@ def devices_text(wish: PlaceWish, offers: Iterable[Offer], plan: Plan) -> str:
 
 
 def wish_text(wish: PlaceWish) -> str:
-    """Return what a run asks for, in words."""
+    """Return a run's wishes in words."""
     parts: Iterable[str] = (
         f"in {wish.location}" if wish.location else "",
         f"near {wish.near}" if wish.near else "",

@@ -1,7 +1,6 @@
-"""This node as a provider: whom it serves, when, and how much each slot gives.
-
-It joins what the owner wants (`Config`), what the machine can be held to (fences) and how it is used now
-(`permission`). `watch` looks at the machine; whoever is to hear of a change is called back.
+"""This node as a provider: its admission of runs, its times, and the capacity of a slot. It combines the
+owner's rules (`Config`), the fences of this machine and its present use (`permission`). `watch` reads the
+machine, and calls back on changes.
 """
 
 from collections.abc import Callable
@@ -52,7 +51,7 @@ CHANGEABLE = {
 
 
 class Requested(Protocol):
-    """A run or a service: who asks for it, and its id as people write it."""
+    """A run or a service: its requester, and its id as people write it."""
 
     @property
     def requester(self) -> PeerId: ...
@@ -61,8 +60,8 @@ class Requested(Protocol):
 
 
 class Provider:
-    """One node's. `unfenced` is what a stage's process cannot be held to here; `read` says how the machine
-    is, None where that is not looked at."""
+    """The provider of one node. `unfenced` are the missing fences of a stage's process here; `read` returns
+    the machine's state, None if that is not watched."""
 
     def __init__(self, config: Config, clock: Clock) -> None:
         self.config = self._owned = config
@@ -90,7 +89,7 @@ class Provider:
 
     @property
     def takes_stages(self) -> bool:
-        """Return whether this node computes stages at all, be it of its own runs alone."""
+        """Return whether this node computes stages at all, even if only of its own runs."""
         is_wanted = not self.config.observer and self.config.resources.accept_runs != "never"
         return is_wanted and not self.cannot_compute
 
@@ -113,7 +112,7 @@ class Provider:
 
     @property
     def words(self) -> dict[str, bool]:
-        """Return the flags that others are told of this node, by their word."""
+        """Return this node's announced flags, by their word."""
         return {
             STAGES: self.takes_stages,
             FENCED: not self.unfenced,
@@ -125,7 +124,7 @@ class Provider:
         }
 
     def _refuses_all(self) -> str:
-        """Return why no other node is served, apart from the machine's use; empty where some may be."""
+        """Return why no other node is served, apart from the machine's use; empty if some may be."""
         accepts, rules = self.config.resources.accept_runs, self.rules
         if self.config.observer:
             return "it only watches (observer)"
@@ -144,7 +143,7 @@ class Provider:
         return ""
 
     def offer(self, at: float) -> OfferChanged:
-        """Return what people are told of it."""
+        """Return the offer as people see it."""
         found = self.offered
         return OfferChanged(
             at=at,
@@ -155,7 +154,7 @@ class Provider:
         )
 
     def refusal(self, run: Requested, me: PeerId) -> str | None:
-        """Return why no stage of this run, or service, is taken, for a person; None where it is."""
+        """Return why no stage of this run, or service, is taken, for people; None if it is."""
         if not self.takes_stages:
             return "takes no stages"
         if run.requester == me:
@@ -174,7 +173,7 @@ class Provider:
         return f"takes no stages of others, for it cannot fence them in: {'; '.join(self.unfenced)}"
 
     def machine(self, capacity: Capacity) -> Machine:
-        """Return what each slot gives to a stage."""
+        """Return each slot's resources for a stage."""
         whole = Machine(
             capacity.cores,
             capacity.device,
@@ -184,7 +183,7 @@ class Provider:
         return share(whole, self.rules.slots)
 
     def of_a_slot(self, capacity: Capacity) -> Capacity:
-        """Return what each slot has of a machine: what others are told, and plans are made with."""
+        """Return each slot's part of a machine, as announced and used in plans."""
         slots = self.rules.slots
         return replace(
             capacity,
@@ -199,8 +198,8 @@ class Provider:
         self.config = replace(self.config, resources=resources)
 
     def set(self, name: str, text: str | None) -> Any:
-        """Change one setting until this node ends, or with None back to what its owner configured; its value.
-        Raises UsageError."""
+        """Change one setting until this node ends, or with None back to the configured value; return its
+        value. Raises UsageError."""
         place = CHANGEABLE.get(name)
         if place is None:
             raise UsageError(
@@ -221,7 +220,7 @@ class Provider:
         return value
 
     def look(self, reading: Reading) -> None:
-        """Take a reading of the machine, and say so where it changes what others may ask for."""
+        """Take a reading of the machine, and announce a change of what others may request."""
         before = self.permission
         found = self._permit.look(self._clock.monotonic(), self.rules, reading)
         if found != before:

@@ -1,4 +1,4 @@
-"""Providers beyond those that membership lists, found by what they advertise in the DHT."""
+"""Providers beyond the listed members, found by their adverts in the DHT."""
 
 from collections.abc import Sequence
 
@@ -30,6 +30,6 @@ async def search_providers(discovery: Discovery, membership: Membership) -> list
 
 
 def merge_offers(listed: Sequence[Offer], found: Sequence[Offer]) -> list[Offer]:
-    """Return the offers of those listed and of those found elsewhere, each peer's once; claims are capped."""
+    """Return the offers of listed and found peers, one for each peer; claims are capped."""
     known = {offer.peer for offer in listed}
     return cap_claims([*listed, *(offer for offer in found if offer.peer not in known)])

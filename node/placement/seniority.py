@@ -14,7 +14,7 @@ class Seniority:
         self._since: dict[PeerId, float] = {}
 
     def look(self, now: float, live: Collection[PeerId]) -> None:
-        """Take in who is a live member; whoever was away begins anew."""
+        """Update the live members; a peer that was away begins anew."""
         self._since = {peer: self._since.get(peer, now) for peer in live if peer != self._me}
 
     def seconds(self, now: float, peer: PeerId) -> float:

@@ -1,4 +1,4 @@
-"""The places for stages that this node has: the driver of a `partition.run.slots.Slots`.
+"""This node's slots for stages: the driver of a `partition.run.slots.Slots`.
 
 What a slot offers is its share of the machine, so that measured rates stay
 true while its neighbours compute. A promise is on disk before it is given, so that a node that restarts does
@@ -89,15 +89,15 @@ class LeaseSlots:
             raise
 
     def release_run(self, run: bytes) -> None:
-        """Forget what was promised for any plan of this run."""
+        """Forget all promises for plans of this run."""
         self.note(self.core.release_run(run))
 
     def release_all(self, planner: PeerId) -> None:
-        """Forget, for a first plan soon, what was promised to a peer that is gone; others' promises stand."""
+        """Forget promises to a peer that is gone (for a first plan soon); others' promises stay."""
         self.note(self.core.release_all(self.now, planner))
 
     def note(self, has_changed: bool) -> None:
-        """Write what is left of the promises. Not synced: what comes back after a crash holds one longer."""
+        """Write the remaining promises. Not synced: a promise that a crash brings back only holds longer."""
         if has_changed and self.core.promises:
             self._seams.storage.write_soon(SLOT_NAME, encode(self.core.promises))
         elif has_changed:
@@ -105,7 +105,7 @@ class LeaseSlots:
 
 
 def share(machine: Machine, slots: int) -> Machine:
-    """Return what one of so many slots has of a machine: its part of cores and memory."""
+    """Return one slot's part of a machine: its share of cores and memory."""
     return replace(
         machine,
         threads=max(1, machine.threads // slots),

@@ -1,5 +1,4 @@
-"""The rows of `node.placement.turns`: wishes for a slot, runs that wait or are served, and what requesters
-used."""
+"""The rows of `node.placement.turns`: wishes for a slot, waiting and served runs, and requesters' use."""
 
 from dataclasses import dataclass
 from math import inf
@@ -12,8 +11,8 @@ GIVEN_WEIGHT_MIN = 1.1
 @dataclass(frozen=True)
 class SlotWish:
     """A run's wish for one slot. `priority` and `deadline` (in the clock of the caller, inf for none) order
-    the runs of one requester; `asker` is the peer that asks for it, `network` where the requester was seen,
-    empty on a local network."""
+    the runs of one requester; `asker` is the asking peer, `network` that where the requester was seen, empty
+    for a local one."""
 
     run: bytes
     requester: bytes
@@ -49,7 +48,7 @@ class ServedRun:
 
 @dataclass
 class RequesterUse:
-    """A requester's use: `tag` in seconds for its weight, from where it started; `served` in seconds."""
+    """A requester's use: `tag` in seconds divided by its weight, from its start; `served` in seconds."""
 
     tag: float = 0.0
     weight: float = 1.0

@@ -1,31 +1,27 @@
 """The order in which requesters get one provider's slots: a sans-IO core.
 
-A requester that finds all slots taken waits: it asks again, and is told how many are before it and when a
-slot may be free. A slot that becomes free is kept for a moment for whoever is next.
+A requester that finds all slots taken waits: it asks again, and learns how many are before it and when a slot
+may be free. A freed slot is kept for a moment for the next requester. It is start-time fair queueing (Goyal,
+Vin and Cheng 1996) over requesters: next is the requester that will have used the least in proportion to its
+weight once it was served, then the one that has waited longest. Only what this node measured counts: the
+seconds in its slots, and the weight that receipts give. Priorities and deadlines are claims, which order only
+the runs of one requester. Keys cost nothing, so a new key must gain nothing. A returning requester starts at
+the `level`, the use of the requester served last when it began, so an absence earns no credit. A key is a
+newcomer until it was served, has contributed, or was listed here as a live member for SENIOR_SECONDS. It
+starts at the median use, or at the level if that is more. All newcomers and their first runs count together
+as one requester, the last of equals, and all that contributed nothing count together as STRANGERS_WEIGHT. If
+there are only newcomers, the keys of one network count as one requester, and each key of a local network for
+itself.
 
-Start-time fair queueing (Goyal, Vin and Cheng 1996) over requesters: next is the requester that will have
-used the least for its weight once it was served, then the one that has waited longest. Only what this node
-measured counts: the seconds in its slots, and the weight that receipts give. Priorities and deadlines are
-claims, which order the runs of one requester and nothing else.
+With `contest_seconds` a free slot does not go to the first that asks: a run waits for this long after its
+first request, while others may ask too, and then the order above decides. Otherwise, since each provider
+counts only its own service, a requester that asks all free providers a moment before the others would get a
+run at each of them, more than its share while each has served few. A served run makes room for another
+requester's run if its own requester has used a quantum more than its share, and for a run of its own
+requester with a higher priority. So the number and the weights of the others bound the time that a requester
+waits.
 
-Keys cost nothing, so a new key gains nothing. A requester that comes back starts at the `level`, which is
-what the requester served last had used when it began, so an absence is not saved up. A key is a newcomer
-until it was served, has given something, or was listed here as a live member for SENIOR_SECONDS. It starts at
-the median of what was used, or at the level where that is more. All newcomers and their first runs count
-together as one requester, the last of equals, and all that gave nothing count together as STRANGERS_WEIGHT.
-Where nobody is anything but a newcomer, the keys of one network count as one requester, and each of a local
-network for itself.
-
-Where `contest_seconds` is set, a free slot is not given to whoever asks first: a run waits for so long after
-it asked first, while others ask too, and then the order above decides. Each provider counts what it served
-itself only, so a requester that asked all free providers a moment before the others would have a run at each
-of them, more than its share for as long as each has served few.
-
-A run that is served makes room for another requester's run where its own requester has used more than its
-share by a quantum, and for a run of its own requester that has a higher priority. So a requester that waits
-has its turn within a time that the number and the weights of the others bound.
-
-It knows nothing of leases on disk (`slots`) nor of who gives the slot back when `Preempt` says so.
+Not here: leases on disk (`slots`), and the release of a slot after `Preempt`.
 """
 
 import heapq
@@ -85,9 +81,9 @@ PRIORITY_MAX = 9
 
 @dataclass(frozen=True)
 class Wait:
-    """No slot now: `ahead` are before it, and one may be free in `seconds`, None where nobody knows. `used`
-    is what its requester has used for its weight beyond the one that used least of those here, in seconds. A
-    slot `is_contested` while it is free and others may still ask for it."""
+    """No slot now: `ahead` runs are before it, and one may be free in `seconds`, None if unknown. `used` is
+    its requester's use, in seconds divided by its weight, beyond that of the least user here. A slot
+    `is_contested` while it is free and others may still ask for it."""
 
     ahead: int
     seconds: float | None
@@ -97,8 +93,8 @@ class Wait:
 
 @dataclass(frozen=True)
 class Preempt:
-    """Have this run's stage handed over: its requester has used more than its share while another waits, or,
-    where `is_own`, a run of the same requester with a higher priority waits."""
+    """Hand this run's stage over: its requester has used more than its share while another waits, or, if
+    `is_own`, a run of the same requester with a higher priority waits."""
 
     run: bytes
     is_own: bool = False
@@ -109,8 +105,8 @@ _Rank = tuple[float, float, float, float, bytes, float, float, bytes]
 
 @dataclass
 class FairQueue:
-    """One provider's, with `slots` of them. `name` tells providers apart, no two alike. `has_seniors` says
-    whether it lists any member for SENIOR_SECONDS."""
+    """The queue of one provider with `slots`. `name` is unique among providers. `has_seniors` returns whether
+    any member has been listed for SENIOR_SECONDS."""
 
     slots: int
     name: bytes = b""
@@ -131,8 +127,8 @@ class FairQueue:
     # What a provider is asked
 
     def ask(self, now: float, wish: SlotWish, *, is_contested: bool = True) -> Wait | None:
-        """Return None where the run may have a slot now: `begin` follows, or `drop`; else how it waits. One
-        that is not to be `is_contested` need not let others ask first."""
+        """Return None if the run may have a slot now: `begin` follows, or `drop`; else how it waits. Without
+        `is_contested` the run need not let others ask first."""
         self._settle(now)
         if wish.run in self._serving:
             return None
@@ -185,7 +181,7 @@ class FairQueue:
             self._knows_some = self._knows_some or account.is_known
 
     def keep(self, now: float, running: Collection[bytes]) -> None:
-        """End all runs but these: what the provider's slots say counts."""
+        """End all runs but these: the provider's slots are authoritative."""
         for run in [run for run in self._serving if run not in running]:
             self.end(now, run)
 
@@ -216,7 +212,7 @@ class FairQueue:
             self._serving[run].seconds_left = seconds_left
 
     def weigh(self, requester: bytes, weight: float) -> None:
-        """Give a requester a share of so many times another's, for what it has done for this provider."""
+        """Set a requester's weight, for its contributions to this provider."""
         account = self._account(requester)
         account.weight = max(1e-6, weight)
         self._knows_some = self._knows_some or account.has_given
@@ -231,12 +227,12 @@ class FairQueue:
     # Shares
 
     def used(self, now: float, requester: bytes) -> float:
-        """Return the slot-seconds that count for a requester, for its weight, from where it started."""
+        """Return a requester's counted slot-seconds, divided by its weight, from its start."""
         self._settle(now)
         return self._start(self._account(requester))
 
     def _settle(self, now: float) -> None:
-        """Charge what was used until now, and forget who waits no more."""
+        """Charge the use until now, and forget requesters that no longer wait."""
         for row in self._serving.values():
             seconds = max(0.0, now - row.charged)
             row.charged = max(row.charged, now)
@@ -251,8 +247,8 @@ class FairQueue:
             del self._waiting[run]
 
     def _arrive(self, now: float, wish: SlotWish) -> None:
-        """Have a requester that neither waits nor is served start at the level, or where it left off if that
-        is more."""
+        """Start a requester that neither waits nor is served at the level, or at its former use if that is
+        more."""
         if now - self._contest_at >= self.contest_seconds:
             self._contest_at = now
         requester, here = wish.requester, self._here()
@@ -289,12 +285,12 @@ class FairQueue:
 
     @property
     def _median(self) -> float:
-        """Return the (lower) median of what requesters used that were served here."""
+        """Return the (lower) median use of requesters that were served here."""
         tags = sorted(account.tag for account in self._accounts.values() if account.served)
         return tags[(len(tags) - 1) // 2] if tags else 0.0
 
     def _start(self, account: RequesterUse) -> float:
-        """Return where a requester stands: newcomers are never before all newcomers together."""
+        """Return a requester's start: a newcomer is never before all newcomers together."""
         if account.is_new and account.group is not None:
             return max(account.tag, self._group(account.group).tag)
         return account.tag
@@ -302,7 +298,7 @@ class FairQueue:
     def _account(self, requester: bytes) -> RequesterUse:
         if requester not in self._accounts:
             while len(self._accounts) >= REQUESTERS_MAX:
-                # A requester that is forgotten starts as a newcomer, so whoever has served least loses least.
+                # A forgotten requester starts as a newcomer, so the one that was served least loses least.
                 del self._accounts[min(self._accounts, key=lambda each: self._accounts[each].served)]
             self._accounts[requester] = RequesterUse(phase=self._phase(1.0))
         return self._accounts[requester]
@@ -353,7 +349,7 @@ class FairQueue:
         return sorted(ranks, key=ranks.__getitem__)
 
     def _own_rank(self, now: float, row: WaitingRun) -> tuple[float, float, float, bytes]:
-        """Return what orders the runs of one requester."""
+        """Return the sort key of one requester's runs."""
         return (-self._risen(now, row), row.wish.deadline, row.since, row.wish.run)
 
     def _phase(self, weight: float) -> float:
@@ -389,9 +385,9 @@ class FairQueue:
     # Waiting
 
     def _estimate(self, now: float, row: WaitingRun, place: int) -> float | None:
-        """Return when the waiting run at this place may have a slot: what is served takes what it says is
-        left, and each before it what runs here took lately; or when fair shares give it one, if that is
-        sooner. None where neither is known."""
+        """Return when the waiting run at this position may have a slot: served runs take their stated
+        remaining time, and each waiting run before it the recent usual time; or when fair shares give it one,
+        if that is sooner. None if neither is known."""
         usual = self._usual
         found = self._replay(now, place, usual)
         needs = [self._quantum_left(now, row, each) for each in self._serving.values()]
@@ -426,8 +422,8 @@ class FairQueue:
         return max(0.0, QUANTUM_SECONDS - (now - served.held), to_go * theirs.weight)
 
     def _lead(self, mine: RequesterUse, theirs: RequesterUse) -> float:
-        """Return by how much more a requester has used than another. What counts for a group together tells
-        it from others, not its members from each other."""
+        """Return how much more a requester has used than another. Use that counts for a group together
+        separates it from others, but not its members from each other."""
         if mine.is_new and theirs.is_new and mine.group == theirs.group:
             return mine.tag - theirs.tag
         stands = [self._start(mine), self._start(theirs)]

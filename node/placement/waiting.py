@@ -62,7 +62,7 @@ class QueuePlaces:
 
 
 class _News:
-    """Reports why a run waits and when it may begin, where that has changed by more than the noise."""
+    """Reports why a run waits and when it may begin, if that has changed by more than the noise."""
 
     def __init__(self, lacks: Callable[[str], None], clock: Clock) -> None:
         self._lacks = lacks
@@ -92,9 +92,9 @@ async def place_in_time(
 ) -> Plan:
     """Attempt to place among the `offers` until it succeeds, for `wait_seconds` or until the run `is_over`.
 
-    `lacks` is told each new reason why it waits. Where the listed members do not do, a `search` looks for
-    others. Without waiting, an attempt is made again only where either has found new peers. The last attempt,
-    with True, may make do with fewer peers than were asked for.
+    `lacks` is called with each new reason for waiting. If the listed members do not suffice, a `search` looks
+    for others. Without waiting, an attempt is repeated only if either has found new peers. The last attempt,
+    with True, may use fewer peers than requested.
 
     Raises:
         PlacementFailed: of the last attempt.

@@ -21,7 +21,7 @@ MOVED_SECONDS_MIN = 0.01
 ERROR_TOLD_MAX = 75
 """The largest relative error told, in hundredths: one that knows less of where it is says nothing."""
 ADVERT_LOOK_SECONDS = 30.0
-"""How often a node looks whether it still offers what it told."""
+"""How often a node checks whether its advert is still true."""
 
 
 def make_advert(
@@ -47,8 +47,8 @@ async def keep_advertised(
     has_slot: Callable[[], bool],
     where: Coordinates,
 ) -> None:
-    """Tell the swarm what this node offers and `where` it is, and whenever that has changed, until cancelled.
-    What others tell of the latter orders the searches of this node."""
+    """Publish this node's offer and its coordinates `where`, and each change of them, until cancelled.
+    Others' coordinates order this node's searches."""
     discovery.command(lambda core, _now: _estimate_by(core, where))
     told: Advert | None = None
     while True:
@@ -66,8 +66,8 @@ def _estimate_by(core: Kademlia, where: Coordinates) -> Sends:
 
 
 def settled(told: tuple[float, ...], here: Coordinate) -> tuple[float, ...]:
-    """Return the coordinates to tell, in seconds: those told before while they are near enough, for each
-    change is stored at a dozen nodes. None while this peer has hardly been asked anything."""
+    """Return the coordinates to publish, in seconds: the previous ones while they are near enough, since each
+    change is stored at a dozen nodes. None while this peer has hardly any measurements."""
     if here.error > ERROR_TOLD_MAX:
         return told
     now = tuple(value * UNIT_SECONDS for value in (*here.point, here.height))
@@ -76,7 +76,7 @@ def settled(told: tuple[float, ...], here: Coordinate) -> tuple[float, ...]:
 
 
 def estimate_seconds(where: Coordinates, there: Sequence[float]) -> float | None:
-    """Return how long a round trip to a node that says it is `there` takes; None where that cannot be."""
+    """Return the estimated round trip to a node with the coordinates `there`; None if they are impossible."""
     if len(there) != DIMENSIONS + 1 or not all(map(math.isfinite, there)):
         return None
     units = [round(max(-FARTHEST, min(FARTHEST, value / UNIT_SECONDS))) for value in there]

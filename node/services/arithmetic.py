@@ -1,4 +1,4 @@
-"""The variables of the environment by which libraries of arithmetic, and the choice of GPUs, are set up."""
+"""The environment variables that configure arithmetic libraries and the choice of GPUs."""
 
 from collections.abc import Mapping
 
@@ -17,5 +17,5 @@ PREFIXES = (
 
 
 def arithmetic_settings(given: Mapping[str, str]) -> dict[str, str]:
-    """Return those of an environment. All else stays with the node: some of it is secret."""
+    """Return these variables of an environment. All others stay with the node: some are secret."""
     return {name: value for name, value in given.items() if name.startswith(PREFIXES)}

@@ -1,10 +1,8 @@
-"""`/peerloom/reach/1`: dial me back, and say whether you got through; and echoes of datagrams.
-
-A peer that is asked over a stream dials the asker at the ports it names, only at the host that the stream
-itself comes from: so it can be used against nobody else. It says what became of each, and where it saw the
-asker. Datagrams under the same name are sent back as they came, so that a path can be measured.
-
-`ReachService` asks and answers; whom to ask and what follows is decided in `reachability`.
+"""`/peerloom/reach/1`: dial-back requests, and echoes of datagrams. On request over a stream a peer dials the
+asker at the named ports, only at the stream's own source host, so it cannot be used against others. It
+reports the outcome of each dial, and the asker's outer address. Datagrams under the same name are echoed, so
+that a path can be measured. `ReachService` asks and answers; `autonat_core` decides which peers to ask and
+what follows.
 """
 
 from collections import Counter, OrderedDict
@@ -43,15 +41,15 @@ ASK_SECONDS = 30.0
 SERVED_MAX = 4
 """Askers served at once: each may cost five seconds of waiting, and a handshake."""
 PAUSE_SECONDS = 60.0
-"""Between two times that one peer is served."""
+"""The interval between two requests of one peer that are served."""
 HOST_SERVED_MAX = 8
-"""Peers of one host that are served within that time: there may be several nodes on it, or behind it."""
+"""Peers of one host that are served within that interval: several nodes may be on it, or behind it."""
 SERVED_KEPT_MAX = 256
-"""Served within that time, of all hosts together."""
+"""Requests of all hosts that are served within that interval."""
 REASONS = ("", "refused", "timeout", "unknown", "wrong key")
 ECHO_BYTES_MAX = 1_232
 ECHOES_PER_SECOND_MAX = 100
-"""The echoes for all askers together; an echo is as long as what was asked, so nobody gains by it."""
+"""The echoes for all askers together; an echo is as long as its request, so it amplifies nothing."""
 
 
 class DialBack(msgspec.Struct, frozen=True, array_like=True):
@@ -63,7 +61,7 @@ class DialBack(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """`reason` is empty where the asker answered, else a word: refused, timeout, wrong key."""
+    """`reason` is empty if the asker answered, else a word: refused, timeout, wrong key."""
 
     port: Annotated[int, msgspec.Meta(ge=1, le=PORT_MAX)]
     reason: Annotated[str, msgspec.Meta(max_length=16)]
@@ -87,7 +85,7 @@ class Echo(msgspec.Struct, frozen=True, array_like=True):
 async def ask_dial_back(
     network: Network, clock: Clock, peer: PeerId, at: Address | None = None
 ) -> DialReport:
-    """Have `peer` dial this node back, asked at its address `at` if that is given: by the family of that.
+    """Ask `peer` to dial this node back, at its address `at` if given, and then by that family.
 
     Raises:
         Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
@@ -128,8 +126,8 @@ AskDialBack = Callable[[Network, Clock, PeerId, Address | None], Awaitable[DialR
 
 
 class ReachService:
-    """The service. It dials others back from the start; `run` also finds out about this node, `echo` sends
-    datagrams back. `ask` is `ask_dial_back`, or stands for it."""
+    """The service. It dials others back from the start; `run` also tests this node's reachability, `echo`
+    echoes datagrams. `ask` is `ask_dial_back`, or stands for it."""
 
     def __init__(
         self,
@@ -160,10 +158,9 @@ class ReachService:
         peers: Callable[[], Collection[PeerId]],
         changed: Callable[[bool | None, int, tuple[Address, ...]], None],
     ) -> None:
-        """Ask some of `peers` now and then, until cancelled.
-
-        `changed(verdict, asked, addresses)` is told of each answer; `addresses` are those that enough others
-        have confirmed and that this node does not tell yet.
+        """Ask some of `peers` now and then, until cancelled. `changed(verdict, asked, addresses)` is called
+        for each answer; `addresses` are those that enough others have confirmed and that this node does not
+        announce yet.
         """
         core = Reachability(rng, self._clock.monotonic(), self._settings)
         while True:
@@ -174,7 +171,7 @@ class ReachService:
                 self.families, self._hurried = FamilyVerdicts(), 0
                 continue
             others = [peer for peer in peers() if peer != self._network.peer]
-            # A clock of whole microseconds may show a little less than what was waited for.
+            # A clock of whole microseconds may show slightly less than the wait.
             networks = count_networks(map(self._network.host_of, others))
             peer = core.next(max(self._clock.monotonic(), core.deadline), others, networks)
             if peer is not None and await self._ask(core, peer, others):
@@ -183,7 +180,7 @@ class ReachService:
                 changed(core.verdict, core.asked, unknown)
 
     def move(self) -> None:
-        """This node is elsewhere: what others have said of it is of the old place."""
+        """Note that this node has moved: others' reports are about the old place."""
         self._moved.set()
 
     async def _ask(self, core: Reachability, peer: PeerId, others: Collection[PeerId]) -> bool:
@@ -195,7 +192,7 @@ class ReachService:
             self.families.tried(self._clock.monotonic(), family)
             report = await self._report(peer, families[family])
         if report is None:
-            # Its firewall may keep it from being asked by one family; that says nothing of the other.
+            # A firewall may block requests by one family; that says nothing about the other.
             report = await self._report(peer) or DialReport(self._clock.monotonic(), None, ())
         self.families.note(report.at, peer, report)
         if report.outcomes:
@@ -207,8 +204,7 @@ class ReachService:
         return bool(report.outcomes)
 
     async def _report(self, peer: PeerId, at: Address | None = None) -> DialReport | None:
-        """Return what a peer says, without outcomes where it says nothing of use; None for one that cannot be
-        reached."""
+        """Return a peer's report, without outcomes if it is useless; None if the peer cannot be reached."""
         try:
             return await self._ask_dial_back(self._network, self._clock, peer, at)
         except Unreachable:
@@ -217,14 +213,14 @@ class ReachService:
             return DialReport(self._clock.monotonic(), None, ())
 
     def _may_hurry(self, now: float, others: Collection[PeerId]) -> bool:
-        """Return whether a family has no verdict yet, somebody can be asked by it, and that was not tried
-        often enough."""
+        """Return whether a family without a verdict can be tested by some peer, and was not tried often
+        enough."""
         own = self.own_families()
         unknown = self.families.unknown(own, now) if len(own) > 1 else set()
         if not unknown:
             self._hurried = 0
             return False
-        if self._hurried >= 2 * FAMILY_OTHERS:  # some can be asked by the other family alone
+        if self._hurried >= 2 * FAMILY_OTHERS:  # some can be asked only by the other family
             return False
         if not any(family_of(address) in unknown for peer in others for address in self._known(peer)):
             return False
@@ -237,7 +233,7 @@ class ReachService:
         return {family for each in own if (family := family_of(each))}
 
     def _known(self, peer: PeerId) -> list[Address]:
-        """Return where a peer is on the internet, the best address last."""
+        """Return a peer's public addresses, the best one last."""
         known = [each for each in self._network.known_addresses(peer) if each.relay is None]
         return [each for each in reversed(known) if is_global(each.host)]
 
@@ -270,7 +266,8 @@ class ReachService:
         return "timeout"
 
     def _admits(self, peer: PeerId, host: str) -> bool:
-        """Once in a while for each peer, a few for each host, and few at a time."""
+        """Return whether to serve a request: now and then for each peer, a few for each host, few
+        at a time."""
         now = self._clock.monotonic()
         while self._served and next(iter(self._served.values()))[0] + PAUSE_SECONDS < now:
             self._served.popitem(last=False)

@@ -1,14 +1,10 @@
-"""Whether others can reach this node, judged by those who tried: a core without I/O.
-
-The node asks three others, one after the other, to dial it back. One success proves that it is reachable; it
-is unreachable where three peers from different networks failed; until then neither is known. Where the whole
-swarm is in fewer networks, three from all of these decide. So the ids of one host alone make no node
-unreachable. A peer that could not be asked, or would not try, does not count: "no path" is not
-"unreachable". A report is believed for an hour, and asked for again long before.
-
-They also say where they saw this node. An address that is not known here counts once it was dialled with
-success by three from different networks: one peer alone, or one network, cannot make a node tell others a
-wrong address.
+"""Judges by others' dials whether they can reach this node: a core without I/O. The node asks three others,
+one after the other, to dial it back. One success proves that it is reachable; failures of three peers from
+different networks mean that it is unreachable; until then neither is known. If the whole swarm is in fewer
+networks, three peers from all of these decide. So the ids of one host cannot make a node unreachable. A peer
+that could not be asked, or would not try, does not count. A report is valid for an hour, and renewed long
+before. Reports also have this node's outer address. An unknown address counts once three peers from different
+networks have dialled it with success, so one peer or one network cannot make a node announce a wrong address.
 """
 
 import ipaddress
@@ -24,12 +20,12 @@ from crypto.identity import PeerId
 OTHERS = 3
 """The number of other peers that decide. Two may share a broken link; more only cost handshakes."""
 FAMILY_OTHERS = 2
-"""The same of each family of IP by itself, of which less depends."""
+"""The same for each IP family by itself, on which less depends."""
 REPORTS_MAX = 16
-"""Kept, the newest; more than are asked within an hour."""
+"""The newest reports that are kept; more than are requested within an hour."""
 BELIEVED_SECONDS = 3_600.0
 AGAIN_SECONDS = 65.0
-"""A peer that answered is asked again after so long where no other is left: each is served once a minute."""
+"""The pause before asking a peer again if no other is left: each is served once a minute."""
 UNASKED_SECONDS = 600.0
 """A peer that could not be asked, of an older version or just gone, is left alone for so long."""
 UNASKED_MAX = 256
@@ -64,8 +60,8 @@ REACH = ReachSettings()
 
 @dataclass(frozen=True)
 class DialReport:
-    """One peer, seen from here at `there`, dialled this node: each address with the reason why it did not
-    answer, empty where it did. No outcomes: it would not try."""
+    """One peer, seen from here at `there`, dialled this node: each address with the reason of a failure,
+    empty for success. No outcomes: it would not try."""
 
     at: float
     there: Address | None
@@ -91,12 +87,12 @@ class Reachability:
 
     @property
     def asked(self) -> int:
-        """How many others have tried, of the newest OTHERS."""
+        """How many of the newest OTHERS peers have tried."""
         return len(self._newest)
 
     @property
     def verdict(self) -> bool | None:
-        """Whether this node can be reached; None while nobody knows."""
+        """Whether this node can be reached; None while that is unknown."""
         newest = self._newest
         if any(report.worked for report in newest):
             return True
@@ -105,7 +101,8 @@ class Reachability:
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Those that enough others from different networks have dialled with success, the surest first."""
+        """The addresses that enough others from different networks have dialled with success, the surest
+        first."""
         votes: Counter[Address] = Counter()
         seen: dict[tuple[Address, str], None] = {}
         for report in self._newest:
@@ -122,8 +119,8 @@ class Reachability:
         return {"reports": (len(self._reports), REPORTS_MAX), "unasked": (len(self._unasked), UNASKED_MAX)}
 
     def next(self, now: float, peers: Sequence[PeerId], networks: int = OTHERS) -> PeerId | None:
-        """Return whom of `peers` to ask now; None if nobody, and `deadline` says when to look again. They are
-        known to be in so many `networks`."""
+        """Return the one of `peers` to ask now; None if there is none: `deadline` is when to call again. They
+        are known to be in this many `networks`."""
         self._networks = max(1, min(OTHERS, networks))
         self._forget(now)
         if now < self.deadline:
@@ -133,7 +130,7 @@ class Reachability:
         fresh = [peer for peer in willing if peer not in self._reports]
         if fresh:
             return self._rng.choice(fresh)
-        # In a swarm of three the same ones are asked again, whoever answered longest ago first.
+        # In a swarm of three the same peers are asked again, the one with the oldest answer first.
         old = [peer for peer in self._reports if peer in willing]
         if old and self._is_hurried:
             again_at = self._reports[old[0]].at + AGAIN_SECONDS
@@ -142,7 +139,7 @@ class Reachability:
         return old[0] if old and self.asked >= min(OTHERS, len(willing)) and self._is_stale(now) else None
 
     def answered(self, now: float, peer: PeerId, report: DialReport) -> None:
-        """`peer` has said what it found."""
+        """Add the report of `peer`."""
         self._pause, self._is_hurried = self._settings.soon_seconds, False
         self._reports.pop(peer, None)
         self._reports[peer] = report
@@ -154,12 +151,12 @@ class Reachability:
             self.deadline = now + self._patience_seconds
 
     def hurry(self, now: float) -> None:
-        """Ask the next soon, also one that has answered before: less is known than the verdict says."""
+        """Ask the next peer soon, even one that has answered before: less is known than the verdict needs."""
         self._is_hurried = True
         self.deadline = min(self.deadline, now + self._pause)
 
     def failed(self, now: float, peer: PeerId) -> None:
-        """`peer` could not be asked, or did not try."""
+        """Note that `peer` could not be asked, or did not try."""
         self._unasked[peer] = now
         # In a swarm of older versions nobody answers for a long time.
         self._pause = min(2 * self._pause, self._settings.doubt_seconds)
@@ -169,7 +166,7 @@ class Reachability:
 
     @property
     def _newest(self) -> list[DialReport]:
-        """The newest reports: of each network one, and more of these only where there are no others."""
+        """Return the newest reports: one of each network, and more only if there are no other networks."""
         latest: dict[object, DialReport] = {}
         others: list[DialReport] = []
         for peer, report in reversed(self._reports.items()):
@@ -194,19 +191,19 @@ class Reachability:
 
 
 class FamilyVerdicts:
-    """Whether hosts to which this node has not written get through to it by TCP, by family of IP: of IPv6
-    nothing is translated, and a firewall may let in answers alone."""
+    """Whether hosts to which this node has not written get through by TCP, by IP family: IPv6 is not
+    translated, but a firewall may let in only answers."""
 
     def __init__(self) -> None:
         self._found: dict[int, OrderedDict[PeerId, tuple[float, bool]]] = {}
         self._tried_at: dict[int, float] = {}
 
     def tried(self, now: float, family: int) -> None:
-        """A peer is asked by this family, whatever comes of it."""
+        """Note a request to a peer by this family, with any outcome."""
         self._tried_at[family] = now
 
     def note(self, now: float, peer: PeerId, report: DialReport) -> None:
-        """A peer has said what came of it, or not tried."""
+        """Note a peer's outcomes, or that it did not try."""
         for family, kind in ((4, "ip4"), (6, "ip6")):
             tried = [reason for address, reason in report.outcomes if address.kind == kind]
             if tried:
@@ -229,7 +226,7 @@ class FamilyVerdicts:
         return {family for family in own if self.verdict(family, now) is None}
 
     def next(self, own: Collection[int], theirs: Collection[int]) -> int | None:
-        """Return by which family to ask next, of those that both have: the one asked longest ago. None where
+        """Return the family for the next request, of those that both have: the least recently used. None if
         there is no choice."""
         both = sorted(set(own) & set(theirs))
         if len(set(own)) < 2 or not both:
@@ -241,7 +238,7 @@ class FamilyVerdicts:
         return max([self._tried_at.get(family, -inf), *answered_at])
 
     def text(self, own: Collection[int], now: float) -> str:
-        """Return what is known, for a person, of a node that has both families; else empty."""
+        """Return the known state, for people, of a node that has both families; else empty."""
         if len(set(own)) < 2:
             return ""
         parts = []
@@ -259,12 +256,12 @@ _FAMILY_TEXTS = {
 
 
 def count_networks(hosts: Iterable[str | None]) -> int:
-    """Return how many networks these hosts are in; those that are not known count for nothing."""
+    """Return the number of networks of these hosts; unknown ones do not count."""
     return len({network for host in hosts if host and (network := _network_of_host(host))})
 
 
 def _network(peer: PeerId, report: DialReport) -> object:
-    """Return the network of a report, or its peer where nobody knows that."""
+    """Return the network of a report, or its peer if that is unknown."""
     return (network_of(report.there) if report.there is not None else "") or peer
 
 

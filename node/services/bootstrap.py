@@ -1,9 +1,8 @@
 """Finding the first peer: every address gets its own attempt and its own reason, and none is fatal.
 
-Seeds and remembered peers are tried side by side. While this node is alone they are tried again,
-more and more slowly; once somebody is known, SWIM and the DHT find the rest. A peer heard on the local
-network is tried when it is heard, unless it is a member already: so two swarms of one name that began apart
-become one.
+Seeds and remembered peers are tried concurrently. While this node is alone they are tried again at growing
+intervals; once a peer is known, SWIM and the DHT find the rest. A peer whose beacon is heard is tried at
+once, unless it is a member already, so two swarms of one name that began apart become one.
 """
 
 from collections import Counter, OrderedDict
@@ -25,14 +24,14 @@ ATTEMPTS_MAX = 32
 HEARD_MAX = 64
 """Peers heard on the local network that wait to be dialled; one heard again comes back."""
 HEARD_ADDRESSES_MAX = 3
-"""The addresses of one such peer, for nothing of it is proved."""
+"""The most addresses of one such peer, since nothing about it is proved."""
 BEACON, MEMORY = "beacon", "memory"
 """How an address was found that nobody gave: see `node.events.JoinTried`."""
 
 
 class Bootstrap:
-    """Tries `addresses` until somebody answered; `found` is told of every peer that did. Addresses that stand
-    together are those of one peer, of which the first that answers will do."""
+    """Tries `addresses` until a peer answers; `found` is called for every peer that does. Addresses that
+    stand together are those of one peer: the first that answers suffices."""
 
     def __init__(
         self,
@@ -48,7 +47,7 @@ class Bootstrap:
         is_other: Callable[[], Awaitable[bool]],
         is_remembered: Callable[[Sequence[Address]], bool] = lambda _: False,
     ) -> None:
-        """`is_other` asks whether this node's id, which has just answered, is another node there."""
+        """`is_other` returns whether an answer under this node's own id is another node."""
         self._is_other = is_other
         self._is_remembered = is_remembered
         self._network = network
@@ -63,12 +62,12 @@ class Bootstrap:
         self._stirred = trio.Event()
 
     def add(self, address: Address) -> None:
-        """Try this one too, from the next round on."""
+        """Try this address too, from the next round on."""
         if (address,) not in self._addresses:
             self._addresses = (*self._addresses, (address,))
 
     async def run(self) -> None:
-        """Until cancelled: one round at once, more while this node is alone."""
+        """Run until cancelled: one round at once, more while this node is alone."""
         pause = RETRY_SECONDS_MIN
         while self._addresses:
             await self.try_all()
@@ -79,7 +78,7 @@ class Bootstrap:
                 await trio.sleep(RETRY_SECONDS_MAX)
 
     def hear(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """A beacon says that a peer is near."""
+        """Take a beacon of a near peer."""
         if self._is_member(peer) or (peer not in self._heard and len(self._heard) >= HEARD_MAX):
             return
         admitted = [address.of(peer) for address in addresses if self._network.admits(address)]
@@ -88,21 +87,20 @@ class Bootstrap:
             self._stirred.set()
 
     async def try_heard(self) -> None:
-        """Until cancelled: dial those that beacons told of, one after the other."""
+        """Dial the peers of beacons, one after the other, until cancelled."""
         while True:
             while self._heard:
                 peer, addresses = self._heard.popitem(last=False)
                 if self._is_member(peer):
-                    continue  # somebody else has told of it in the meantime
+                    continue  # it has become known by other means
                 if await self._try(addresses, found_by=BEACON) is not None:
                     self._found([peer])
             self._stirred = trio.Event()
             await self._stirred.wait()
 
     async def try_all(self) -> list[PeerId]:
-        """Dial every address once, and tell of each peer as it answers: none waits for a dead address.
-
-        Return who answered, in the order of the addresses."""
+        """Dial every address once, and report each peer as it answers, without waiting for dead addresses.
+        Return the peers that answered, in the order of the addresses."""
         answers: dict[int, PeerId] = {}
         free = trio.Semaphore(ATTEMPTS_MAX)
 
@@ -117,22 +115,22 @@ class Bootstrap:
                 self._found([peer])
 
         async with trio.open_nursery() as nursery:
-            # In their order: what a person typed comes before what is remembered.
+            # In order: typed addresses before remembered ones.
             for index, addresses in enumerate(self._addresses):
                 await free.acquire()
                 nursery.start_soon(attempt, index, addresses)
         return list(dict.fromkeys(answers[index] for index in sorted(answers)))
 
     async def try_one(self, address: Address) -> JoinTried:
-        """Dial an address once, and tell of it; what became of it. The peer of an address that led here is
-        None."""
+        """Dial an address once, report and return the outcome. The peer of an address that led
+        here is None."""
         return await self._dial((address,), "")
 
     async def _try(self, addresses: Sequence[Address], *, found_by: str = "") -> PeerId | None:
         return (await self._dial(addresses, found_by)).peer
 
     async def _dial(self, addresses: Sequence[Address], found_by: str) -> JoinTried:
-        """Dial one peer at its addresses; what became of it."""
+        """Dial one peer at its addresses; return the outcome."""
         begun = self._clock.monotonic()
         address, peer, outcome, detail = addresses[0], None, "ok", ""
         others = [each for each in addresses if not self._network.is_own(each)]
@@ -160,7 +158,7 @@ class Bootstrap:
             found_by=found_by,
         )
         if found_by == BEACON and outcome not in ("ok", "work"):
-            # What a stranger's beacon says is no news before somebody of this swarm answers there.
+            # A stranger's beacon is not reported before a peer of this swarm answers there.
             self._counters["beacons_led_nowhere"] += 1
         else:
             self._publish(tried)

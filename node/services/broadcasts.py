@@ -1,6 +1,6 @@
 """Delivers broadcasts of users to programs of this process. `gossip.broadcasts` spreads them over members.
 
-Contents of messages are no events: they go to listeners alone, and to no log, screen or metric.
+Contents of messages are not events: they go only to listeners, and to no log, screen or metric.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class BroadcastListeners:
                 self._open.remove(send)
 
     def hear(self, event: BroadcastHeard) -> None:
-        """Hand one on to those that have room for it."""
+        """Deliver a broadcast to the listeners that have room for it."""
         topic = event.topic.decode("utf-8", "replace")
         told = Broadcast(peer_text(event.author), topic, event.data, event.sequence)
         for channel in self._open:
@@ -59,7 +59,7 @@ class BroadcastListeners:
                 channel.send_nowait(told)
 
     def close(self) -> None:
-        """Nothing comes any more."""
+        """End all listeners."""
         self._is_closed = True
         for channel in self._open:
             channel.close()

@@ -1,9 +1,9 @@
 """Measures once how fast this machine's device computes each class of operators, in a process like a stage's.
 
-One node of a machine at a time measures, in the background and at low priority. The result stays in the
-user's cache folder for as long as hardware, torch, device, type and threads are the same. Only the share of a
-processor that a stage gets is measured at every start. Without a result the guess of `node.services.capacity`
-stays.
+One node of a machine at a time measures, in the background and at low priority. The result is cached in the
+user's folder for as long as hardware, torch, device, type and threads stay the same. Only the share of a
+processor that a stage gets is measured at every start. Without a result the estimate of
+`node.services.capacity` stays.
 
 Measuring yields to the node's own computing, such as a stage: the measuring processes are ended, which also
 frees their memory, and the missing part is measured once the node has been idle for a moment.
@@ -36,14 +36,14 @@ from partition.plan.rates import Calibration, OperatorPace, decode_calibration, 
 CALIBRATION_PURPOSE = "calibration"
 """The purpose of the signed record in the DHT."""
 FORMAT = "5"
-"""The format of what is kept: 2 has the node's own work, 3 was measured with a heap as a stage has, and
-without what autograd takes for each pass, 4 has the node's own work by its own parts, and that for a step,
-5 has a baseline with torch's code in memory, and all of what applying a step takes."""
+"""The format of the cache: 2 has the node's own work, 3 was measured with a stage's heap and without
+autograd's cost of each pass, 4 has the node's own work by parts, and that for a step, 5 has a baseline with
+torch's code in memory, and the whole cost of applying a step."""
 MILLIWATTS_MAX = 2**31 - 1
 BESIDE_FACTOR = 1.5
-"""A process of another slot measures for so many times as long, so that it is busy until the end."""
+"""The process of another slot measures for this many times as long, so that it is busy until the end."""
 LOOK_SECONDS = 0.1
-"""How often whoever measures, or waits until it may, looks whether that is still wanted."""
+"""How often a measuring or waiting thread checks whether the result is still wanted."""
 
 T = TypeVar("T")
 
@@ -52,20 +52,19 @@ _SOURCE_ROOT = str(Path(__file__).parents[2])
 
 @dataclass(frozen=True)
 class CalibrationSettings:
-    """How long is measured, and how. Raises ValueError where the settings contradict each other."""
+    """The settings of calibration. Raises ValueError if they contradict each other."""
 
     measure_seconds: float = 8.0
     """For all classes of operators. Below `process_seconds_max`. 8."""
 
     share_seconds: float = 2.0
-    """The time that other slots are kept busy, while it is found out how much of a processor is at hand.
-    2."""
+    """The time for which other slots are kept busy while the share of a processor is measured. 2."""
 
     idle_seconds: float = 1.0
-    """For what the machine draws while a stage waits. 1."""
+    """The time for measuring the machine's power while a stage waits. 1."""
 
     process_seconds_max: float = 300.0
-    """For a process that measures to end. On a machine that is busy, importing torch alone takes many
+    """The time limit of a measuring process. On a busy machine importing torch alone takes many
     seconds. 300."""
 
     quiet_seconds: float = 3.0
@@ -92,7 +91,7 @@ class SteppedAside(Exception):
 
 
 class MeasuringTurn:
-    """Tells a thread when it may measure. `is_busy` and `give_up` are for other threads to set and call."""
+    """Tells a thread when it may measure. Other threads set `is_busy` and call `give_up`."""
 
     def __init__(self, quiet_seconds: float = CalibrationSettings.quiet_seconds) -> None:
         self.is_busy = False
@@ -102,11 +101,11 @@ class MeasuringTurn:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody wants the result any more."""
+        """Whether the result is no longer wanted."""
         return self._given_up.is_set()
 
     def give_up(self) -> None:
-        """Have whoever measures end soon."""
+        """End the measuring soon."""
         self._given_up.set()
 
     def wait(self) -> bool:
@@ -133,7 +132,7 @@ class CalibrationWish:
 
     @property
     def key(self) -> str:
-        """The name of the file that keeps it: of hardware, torch and all that is wanted."""
+        """The name of the cache file: of hardware, torch and all parameters."""
         parts = [
             FORMAT,
             _processor(),
@@ -162,19 +161,18 @@ def calibrate(
     turn: MeasuringTurn | None = None,
     processes: "MeasuringProcesses | None" = None,
 ) -> Calibration | None:
-    """The calibration of this machine, from the cache or measured; None where it cannot be. Blocks for some
-    seconds, for as long as another node of this machine measures, and while this one computes: call it in a
-    thread.
-
-    `meter` reads what the machine draws; by default what its hardware counts, if that can be read.
-    `processes` measure. Once `turn` is given up, it returns None soon, and leaves no process behind.
+    """Return the calibration of this machine, from the cache or measured; None if it cannot be measured.
+    Blocks for some seconds, for as long as another node of this machine measures, and while this one
+    computes: call it in a thread. `meter` reads the machine's power, by default from its hardware counters,
+    if readable. `processes` measure. Once `turn` is given up, it returns None soon, and leaves no process
+    behind.
     """
     turn = turn or MeasuringTurn()
     work = _Work(wanted, folder, meter or EnergyMeter(), processes or MeasuringProcesses())
     try:
         folder.mkdir(parents=True, exist_ok=True)
         while turn.wait():
-            # Two that measure at once measure each other.
+            # Two concurrent measurements would disturb each other.
             with suppress(SteppedAside), _lock(folder / "calibration.lock", turn) as is_locked:
                 return work.run(turn) if is_locked else None
     except OSError:
@@ -195,7 +193,7 @@ class _Work:
         self._kinds: Calibration | None = None
 
     def run(self, turn: MeasuringTurn) -> Calibration | None:
-        """Do what is left to do, with the lock held. Raises SteppedAside, OSError."""
+        """Do the remaining measurements, with the lock held. Raises SteppedAside, OSError."""
         known = _read(self._file)
         if known is not None:
             found = self._processes.measure_now(self._wanted, 0.0, turn)
@@ -210,7 +208,7 @@ class _Work:
         return found
 
     def _measure_kinds(self, turn: MeasuringTurn) -> Calibration | None:
-        """Measure every class, and what the machine draws before and meanwhile, where that is counted."""
+        """Measure every class, and the machine's power before and meanwhile, if it is counted."""
         processes, settings = self._processes, self._processes.settings
         if not self._meter.read():
             return processes.measure_now(self._wanted, settings.measure_seconds, turn)
@@ -220,11 +218,11 @@ class _Work:
         )
         if found is None:
             return None
-        # What other programs draw counts in both; they may have ended meanwhile.
+        # Other programs' power counts in both; they may have ended meanwhile.
         return msgspec.structs.replace(found, busy_milliwatts=max(idle, busy), idle_milliwatts=idle)
 
     def _milliwatts(self, run: Callable[[], T]) -> tuple[int, T]:
-        """Return what the machine draws while something runs, and what that gives."""
+        """Return the machine's power while a function runs, and the function's result."""
         meter, now = self._meter, self._processes.now
         before, begun = sum(meter.read().values()), now()
         given = run()
@@ -247,7 +245,7 @@ def _write(file: Path, calibration: Calibration) -> None:
 
 @contextmanager
 def _lock(path: Path, turn: MeasuringTurn) -> Iterator[bool]:
-    """Hold the machine's lock once no other node has it; False if given up before. Raises SteppedAside."""
+    """Take the machine's lock once no other node has it; False if given up before. Raises SteppedAside."""
     with path.open("w") as lock:
         keep_from_children(lock)
         while not turn.is_given_up:
@@ -262,8 +260,8 @@ def _lock(path: Path, turn: MeasuringTurn) -> Iterator[bool]:
 
 
 class MeasuringProcesses:
-    """Processes that measure; each ends with the call that began it. Called in a thread, where trio's
-    clock is not to be had: `now` and `sleep` are the machine's."""
+    """Processes that measure; each ends with the call that began it. Called in a thread, where trio's clock
+    is unavailable: `now` and `sleep` are the machine's."""
 
     def __init__(self, settings: CalibrationSettings | None = None) -> None:
         self.settings = settings or CalibrationSettings()
@@ -271,9 +269,8 @@ class MeasuringProcesses:
         self.sleep: Callable[[float], None] = time.sleep
 
     def measure_now(self, wanted: CalibrationWish, seconds: float, turn: MeasuringTurn) -> Calibration | None:
-        """Measure in a process, without `seconds` only the share; None where that fails. The other slots are
-        as busy meanwhile: each measures too, for longer, and is not asked for what it found. Raises
-        SteppedAside."""
+        """Measure in a process, without `seconds` only the share; None if that fails. The other slots are
+        kept equally busy: each measures too, for longer, and its result is discarded. Raises SteppedAside."""
         with ExitStack() as stack:
             try:
                 for _ in range(wanted.slots - 1):
@@ -287,8 +284,8 @@ class MeasuringProcesses:
                 return None
 
     def with_own_work(self, calibration: Calibration, turn: MeasuringTurn) -> Calibration:
-        """Return it with what a node takes beside the stage's process, as its own parts take it in a process
-        of theirs; unchanged where that cannot be measured. Raises SteppedAside."""
+        """Return a calibration with the node's own work beside the stage's process, measured in a separate
+        process; unchanged if that fails. Raises SteppedAside."""
         process = self.spawn(["node.calibration.own_work"])
         try:
             said = self._said(process, turn)
@@ -302,12 +299,12 @@ class MeasuringProcesses:
         )
 
     def begin(self, wanted: CalibrationWish, seconds: float) -> "subprocess.Popen[bytes]":
-        """Begin to measure what is wanted, without `seconds` only the share."""
+        """Begin to measure, without `seconds` only the share."""
         arguments = [wanted.device, wanted.dtype, str(wanted.threads), str(seconds)]
         return self.spawn(["partition.calibrate", *arguments], wanted.threads)
 
     def _said(self, process: "subprocess.Popen[bytes]", turn: MeasuringTurn) -> bytes:
-        """Read all that a process says until it ends.
+        """Read a process's output until it ends.
 
         Raises:
             subprocess.TimeoutExpired: it takes too long, or is given up.
@@ -325,7 +322,7 @@ class MeasuringProcesses:
                     raise SteppedAside from None
 
     def spawn(self, module: Sequence[str], threads: int = 1) -> "subprocess.Popen[bytes]":
-        """Start one of our modules, with as much of the environment as a stage has."""
+        """Start one of our modules, with a stage's environment."""
         environment = {
             **arithmetic_settings(os.environ),
             **{key: value for key, value in os.environ.items() if key in ("PATH", "HOME", "LD_LIBRARY_PATH")},
@@ -353,5 +350,5 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
 
 
 def corrected(capacity: Capacity, calibration: Calibration, slots: int = 1) -> Capacity:
-    """The capacity with the rate that was measured as a stage would run, in each of so many slots."""
+    """Return the capacity with the rate measured under a stage's conditions, in each of the slots."""
     return replace(capacity, flops_per_second=float(calibration.flops_per_second * slots))

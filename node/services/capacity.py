@@ -21,15 +21,15 @@ from node.services.gpus import gpus
 from partition.plan.cost import STAGE_BASELINE_BYTES
 
 MATRIX_SIDE = 64
-"""So small that BLAS multiplies it on one thread. Its threads wait for each other by spinning: where five
-nodes measured at once, products of side 512 came out at 2 GFLOP/s instead of 90; these stay at 67."""
+"""So small that BLAS multiplies it on one thread. Its threads wait for each other by spinning: with five
+nodes measuring at once, products of side 512 reached 2 GFLOP/s instead of 90; these stay at 67."""
 PRODUCTS_TIMED = 50
 """Timed together: a single one takes some 8 us."""
 PRODUCTS_SECONDS = 0.1
-"""Long enough to come out of a sleeping core's clock, short enough not to delay a start."""
+"""Long enough for a sleeping core to speed up, short enough not to delay a start."""
 DEVICE_SECONDS_MAX = 60.0
 MEMORY_USEFUL_BYTES_MIN = 1 << 30
-"""With less a slot holds a stage's process and little of a model."""
+"""A smaller slot holds a stage's process and little of a model."""
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,18 @@ class Capacity:
     all_cores: int = 0
     memory_available_bytes: int = 0
     corrected: tuple[str, ...] = ()
-    """Declarations that this machine does not bear out, each in words for a person. The two fields above are
-    the totals as measured, before the owner's limits; 0 for no more than is offered."""
+    """Declarations that this machine contradicts, each in words for people. The two fields above are the
+    measured totals, before the owner's limits; 0 if they equal the offer."""
 
     def measured(self, at: float, slots: int = 1) -> CapacityMeasured:
-        """The event that says so, at the unix time `at`; `slots` share it."""
+        """Return the event of this measurement, at the unix time `at`; `slots` share it."""
         fields = asdict(self)
         del fields["all_cores"], fields["memory_available_bytes"]
         return CapacityMeasured(at=at, small=small_offers(self, slots), **fields)
 
 
 def small_offers(capacity: Capacity, slots: int) -> tuple[str, ...]:
-    """Return what of an offer is too small to be useful to others, each in words for a person."""
+    """Return the parts of an offer that are too small to be useful to others, in words for people."""
     said = []
     shared = f" for each of {slots} slots" if slots > 1 else ""
     memory = capacity.memory_free_bytes // slots
@@ -122,15 +122,14 @@ def within(capacity: Capacity, resources: Resources) -> Capacity:
 
 
 def find_device(wanted: str) -> str:
-    """Return the device that is used where `wanted` is declared."""
+    """Return the device that is used if `wanted` is declared."""
     return usable_device(wanted)[0]
 
 
 def usable_device(wanted: str) -> tuple[str, str]:
-    """Return the device to compute on, and why it is not the one that was declared, empty where it is.
-
-    `auto` is the first GPU where there is one and torch was built for it, else the CPU, which is also what
-    stands in for a device that is not there.
+    """Return the device to compute on, and why it differs from the declared one, empty if it does not. `auto`
+    is the first GPU if there is one and torch was built for it, else the CPU, which also replaces a missing
+    device.
     """
     kind, _, number = wanted.partition(":")
     if kind == "cpu":
@@ -147,7 +146,8 @@ def usable_device(wanted: str) -> tuple[str, str]:
 
 
 def device_memory(device: str) -> tuple[int, int]:
-    """(total, free) bytes of what a stage on this device fills: a GPU's own memory, else the machine's."""
+    """Return the total and free bytes of the memory of a stage on this device: a GPU's own, else the
+    machine's."""
     if device.startswith("cuda"):
         found, place = gpus(os.environ)[0], int(device.partition(":")[2] or 0)
         if place < len(found):
@@ -157,7 +157,7 @@ def device_memory(device: str) -> tuple[int, int]:
 
 
 def _core_rate() -> float:
-    """FLOP/s of one core in the fastest of some rounds: in slower ones it was shared with something else."""
+    """Return the FLOP/s of one core in the fastest of some rounds: in slower ones other work shared it."""
     matrix = np.ones((MATRIX_SIDE, MATRIX_SIDE), dtype=np.float32)
     product = np.matmul(matrix, matrix)
     best = float("inf")
@@ -170,7 +170,8 @@ def _core_rate() -> float:
 
 
 def _device_rate(device: str) -> float:
-    """FLOP/s of a device that only torch can reach; 0 where it cannot (and says so by taking no stage)."""
+    """Return the FLOP/s of a device that only torch can reach; 0 if it fails (the node then takes
+    no stage)."""
     command = [sys.executable, "-P", "-m", "partition.measure", device]
     try:
         output = subprocess.run(  # noqa: S603 - our own module, a device name checked by the config

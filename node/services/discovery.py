@@ -27,7 +27,7 @@ from node.services.membership import CLOCK_NEWS_SECONDS
 from node.storage.records_file import RecordsFile
 
 RECORD_SECONDS = 24 * 3_600
-"""How long a record stays valid; the core stores it again meanwhile, where its holders have gone."""
+"""How long a record stays valid; the core stores it again meanwhile if its holders have gone."""
 RENEW_SECONDS = RECORD_SECONDS / 3
 OWN_RECORDS_MAX = 256
 """Other nodes hold no more of one publisher either."""
@@ -37,7 +37,7 @@ SOUGHT_MAX = 16
 SAVE_SECONDS = 5.0
 """A crash loses the changes of this interval; other holders have them."""
 CONTACTS_SAVED_EVERY = 12
-"""Savings of records for one of contacts: a minute."""
+"""How many saves of records there are for one of contacts: a minute."""
 
 
 class Discovery:
@@ -58,9 +58,9 @@ class Discovery:
         work_bits: int = 0,
         publish: Callable[[events.Event], None] = lambda _event: None,
     ) -> None:
-        """`observe` is told of every event of the core as it is, `publish` of those for people; `make` makes
-        the core. With `seams`, what it holds is kept on the disk, and its tokens are unguessable. Ids have
-        `work_bits` of proof of work, where no `settings` say it."""
+        """`observe` is called with every event of the core, `publish` with those for people; `make` makes the
+        core. With `seams` its records are kept on the disk, and its tokens are unguessable. Ids have
+        `work_bits` of proof of work, unless `settings` say otherwise."""
         self._network = network
         self._clock = clock
         self._signer = signer
@@ -91,8 +91,8 @@ class Discovery:
         )
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drive until cancelled, signing this node's own records anew before they expire, and keeping what it
-        holds on the disk."""
+        """Drive until cancelled, signing this node's own records anew before they expire, and saving its
+        records to the disk."""
         try:
             async with trio.open_nursery() as nursery:
                 with contain("reading of kept records"):
@@ -114,7 +114,7 @@ class Discovery:
                     await self._renew(purpose, name, value, until)
 
     def follow_clock(self) -> None:
-        """The clock shows another time than before: records are signed and checked by that."""
+        """Follow a jump of the clock: records are signed and checked by its new time."""
         offset = self._clock.wall() - self._clock.monotonic()
         if abs(offset - self._core.wall_offset) > CLOCK_NEWS_SECONDS:
             self._core.wall_offset = offset
@@ -126,7 +126,7 @@ class Discovery:
 
     @property
     def _at(self) -> float:
-        """Now, as people of this machine see it."""
+        """The present time by this machine's own clock, for people."""
         return (self._clock if self._seams is None else self._seams.clock).wall()
 
     # The disk.
@@ -154,7 +154,7 @@ class Discovery:
             self._tell()
 
     async def save(self, *, contacts: bool = True) -> None:
-        """Bring to the disk what has changed since the last time."""
+        """Save the changes since the last call."""
         file = self._file
         if file is None or self._seams is None:
             return
@@ -165,7 +165,7 @@ class Discovery:
                 await self._seams.executor.run(lambda: file.save(changes, saved))
 
     def _tell(self) -> None:
-        """Tell people how the DHT is, if that is not as it was."""
+        """Publish the state of the DHT if it has changed."""
         core = self._core
         figures = (len(core.table), len(core.records), len(self._own), round(core.network_size), self._short)
         if figures != self._told:
@@ -202,7 +202,7 @@ class Discovery:
         self._driver.command(lambda now: order(self._core, now))
 
     def appear(self, addresses: Sequence[Address], *, client: bool) -> None:
-        """Where this node is, or that others cannot reach it."""
+        """Set this node's contact, or that others cannot reach it."""
         self._core.appear(addresses, client=client)
 
     def join(self, peers: Sequence[PeerId]) -> None:
@@ -210,19 +210,19 @@ class Discovery:
         self._driver.command(lambda now: self._core.join(now, peers))
 
     def met(self, peer: PeerId, addresses: Sequence[Address]) -> None:
-        """Membership found a peer and watches over it: it may stand in the routing table once it answers."""
+        """Note a peer that membership found and monitors: it may enter the routing table once it answers."""
         self._driver.command(lambda now: self._core.add(now, peer, addresses))
 
     def gone(self, peer: PeerId) -> None:
-        """Membership lost a peer: lookups need not wait for it."""
+        """Note a peer that membership lost: lookups need not wait for it."""
         self._driver.command(lambda now: self._core.remove(now, peer))
 
     def forgotten(self, peer: PeerId) -> None:
-        """Membership watches over a peer no more."""
+        """Note a peer that membership no longer monitors."""
         self._core.unwatch(peer)
 
     def locate(self, key: bytes, found: Callable[[Sequence[PeerId]], None]) -> None:
-        """Look up the peers nearest to `key`, and hand them on when they are found."""
+        """Look up the peers nearest to `key`, and pass them on when they are found."""
 
         def begin(now: float) -> Sends:
             number, sends = self._core.locate(now, Key(key))
@@ -234,31 +234,30 @@ class Discovery:
 
     @property
     def publishers_max(self) -> int:
-        """How many publishers a node keeps records of under one key."""
+        """The most publishers whose records a node keeps under one key."""
         return self._core.settings.records_per_key_max
 
     @staticmethod
     def key(purpose: str, name: bytes) -> Key:
-        """Return where a record of this purpose and name stands."""
+        """Return the key of a record with this purpose and name."""
         return record_key(purpose, name)
 
     def advertise(self, advert: Advert | None) -> None:
-        """Tell the swarm what this node offers, in place of what it told before."""
+        """Publish this node's advert, replacing the previous one."""
         self._driver.command(lambda now: self._core.advertise(now, advert))
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
-        """Store this node's record under (purpose, name); how many nodes keep it, this one included.
-
-        It is kept alive as long as this node runs, the newest OWN_RECORDS_MAX of them. Too few holders are
-        counted and told to people.
+        """Store this node's record under (purpose, name); return how many nodes keep it, this one included.
+        It is kept alive as long as this node runs, for the newest OWN_RECORDS_MAX records. Too few holders
+        are counted and reported.
         """
         return (await self.publish_for(purpose, name, value, None)).acknowledged
 
     async def publish_for(
         self, purpose: str, name: bytes, value: bytes, seconds: float | None
     ) -> RecordStored:
-        """The same for so many seconds, and what came of it; None: as long as this node runs. Until then
-        it is stored again as others are, where it lives longer than that takes."""
+        """Store this node's record for `seconds` (None: as long as this node runs); return the outcome. Until
+        then it is stored again like others, if it lives long enough."""
         wall = self._clock.wall()
         self._own.pop((purpose, name), None)
         if seconds is None or seconds > RENEW_SECONDS:
@@ -275,7 +274,7 @@ class Discovery:
         await self._store(purpose, name, value, wall + RECORD_SECONDS if until is None else until)
 
     async def publish_immutable(self, value: bytes, seconds: float) -> RecordStored:
-        """Store an immutable value for so long."""
+        """Store an immutable value for a time."""
         fact = make_immutable(value, expires=ceil(self._clock.wall() + seconds))
         return await self._stored("immutable", fact)
 
@@ -303,24 +302,25 @@ class Discovery:
         return stored
 
     async def find(self, purpose: str, name: bytes, *, careful: bool = False) -> tuple[Record, ...]:
-        """The newest record of each publisher under (purpose, name). `careful`: over disjoint paths."""
+        """Return the newest record of each publisher under (purpose, name). `careful`: over
+        disjoint paths."""
         return await self.find_key(record_key(purpose, name), careful=careful)
 
     async def find_key(self, key: Key, *, careful: bool = False, first: bool = False) -> tuple[Record, ...]:
-        """The same under a key; `first`: the first record is enough."""
+        """Return the same under a key; `first`: the first record suffices."""
         paths = self._core.settings.paths if careful else 1
         found = await self._ask(lambda now: self._core.find(now, key, paths=paths, first=first))
         return found.records if isinstance(found, RecordsFound) else ()
 
     async def holders(self, purpose: str, name: bytes) -> tuple[tuple[Record, ...], int]:
-        """The records under (purpose, name), and how many of the nearest nodes hold any."""
+        """Return the records under (purpose, name), and how many of the nearest nodes hold any."""
         key = record_key(purpose, name)
         found = await self._ask(lambda now: self._core.find(now, key, all_holders=True))
         own = bool(self._core.records.get(self._clock.wall(), key))
         return (found.records, found.holders + own) if isinstance(found, RecordsFound) else ((), int(own))
 
     async def hunt(self, query: Query) -> tuple[CapabilityOffer, ...]:
-        """Nodes with what is asked for, the nearest first."""
+        """Return nodes with the wanted capabilities, the nearest first."""
         found = await self._ask(lambda now: self._core.hunt(now, query))
         return found.offers if isinstance(found, CapabilitiesFound) else ()
 
@@ -356,7 +356,7 @@ class Discovery:
 
 
 class _Answer:
-    """One lookup that somebody awaits."""
+    """One awaited lookup."""
 
     def __init__(self) -> None:
         self.number = -1

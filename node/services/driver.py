@@ -18,22 +18,22 @@ from node.containment import note
 from node.seams import Clock, Network
 
 FAILED_SECONDS = 1.0
-"""A core whose `wake` fails leaves its deadline where it is: so long it is not woken again."""
+"""A core whose `wake` fails keeps its deadline: for this long it is not woken again."""
 
 BATCH_BYTES_MAX = 16 * 1024
-"""After so much that came at once others have their turn: some 120 signatures, at 105 us."""
+"""After this many messages at once other tasks have their turn: some 120 signatures, at 105 us."""
 
 Sends = list[tuple[PeerId, Any]]
 
 
 class Core(Protocol):
-    """A pure protocol machine. `events` is drained by whoever drives it."""
+    """A pure protocol machine. Its driver drains `events`."""
 
     events: list[Any]
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        """When to call `wake`, in monotonic seconds; inf for never."""
 
     def receive(self, now: float, sender: PeerId, message: Any) -> Sends: ...
     def wake(self, now: float) -> Sends: ...
@@ -69,7 +69,7 @@ class Driver:
         self._inbox = network.inbox(protocol)
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-        """Drive until cancelled. A message at which the core fails is as good as lost."""
+        """Drive until cancelled. A message at which the core fails counts as lost."""
         task_status.started()
         while True:
             arrived = await self._inbox.take(self.core.deadline)

@@ -17,21 +17,21 @@ from node.seams import Clock, Executor
 
 POWERCAP = "sys/class/powercap"
 SOURCES_MAX = 64
-"""Packages and cards of one machine."""
+"""The most packages and cards of one machine."""
 SAMPLES_MAX = 8_192
-"""An energy log's samples: more than two hours, a second apart. Then every second one goes, and new ones are
-as far apart as those that are left."""
+"""An energy log's samples: more than two hours, a second apart. Then every second one is dropped, and new
+ones are as far apart as the remaining ones."""
 _MICROJOULES = 1e-6
 _MILLIJOULES = 1e-3
 
 
 CardCounters = Callable[[], Mapping[str, tuple[float, float]]]
-"""The joules that each card has used, and where its counter begins again, 0 for nowhere."""
+"""The joules that each card has used, and where its counter wraps, 0 for never."""
 
 
 class EnergyMeter:
-    """`root` is another folder in tests. A counter that wraps goes on; call `read` more often than it does,
-    which takes a package at 100 W some 40 minutes."""
+    """`root` is another folder in tests. Wraps of a counter are handled; call `read` more often than it
+    wraps, which takes a package at 100 W some 40 minutes."""
 
     def __init__(self, root: Path = Path("/"), cards: CardCounters | None = None) -> None:
         """`cards` reads the counters of graphics cards, those of NVIDIA by default."""
@@ -52,7 +52,7 @@ class EnergyMeter:
         return dict(self._joules)
 
     def _packages(self) -> dict[str, tuple[float, float]]:
-        """Return the counter of each processor package, and where it begins again; its parts are in it."""
+        """Return the counter of each processor package, and where it wraps; it includes its parts."""
         try:
             zones = sorted((self._root / POWERCAP).glob("*-rapl:*"))[:SOURCES_MAX]
         except OSError:
@@ -100,8 +100,8 @@ class EnergyLog:
             self.interval_seconds *= 2
 
     def joules(self, begin: float, end: float) -> float | None:
-        """Return what the machine used in a span of time, evenly between two samples; None where there are no
-        samples around it."""
+        """Return the machine's energy in a span of time, interpolated between samples; None without samples
+        around it."""
         first, last = self._until(begin), self._until(end)
         return None if first is None or last is None else max(0.0, last - first)
 

@@ -1,8 +1,8 @@
-"""The GPUs that torch will find under the names cuda:0, cuda:1 and so on, and their memory.
+"""The GPUs that torch finds under the names cuda:0, cuda:1 and so on, and their memory.
 
 NVIDIA's driver lists its own. Linux lists AMD's under /sys, which torch calls `cuda` too where it was built
-for ROCm. Those that the environment hides are left out: a person's CUDA_VISIBLE_DEVICES, or that of a
-batch system, says which GPUs this process may use, and in which order.
+for ROCm. GPUs that the environment hides are left out: CUDA_VISIBLE_DEVICES, set by the user or a batch
+system, lists the GPUs that this process may use, in order.
 """
 
 import importlib.metadata
@@ -14,12 +14,12 @@ from pathlib import Path
 from node.services.torch_extra import NO_TORCH
 
 KFD = "class/kfd/kfd/topology/nodes"
-"""Where Linux lists what AMD's driver can compute on; processors stand there too, with the id 0."""
+"""Linux's list of the compute devices of AMD's driver; it also has processors, with the id 0."""
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU: its memory, and what of it nobody uses, in bytes."""
+    """One GPU: its total and free memory in bytes."""
 
     total_bytes: int
     free_bytes: int
@@ -47,10 +47,9 @@ def gpus(
 
 
 def visible(said: str | None, count: int, names: Sequence[str] = ()) -> list[int]:
-    """Return the places, of `count`, that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
-
-    None leaves all. The first word that names none ends the list, as the drivers have it. `names` are other
-    words for each place, of which a beginning is enough.
+    """Return the indices below `count` that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
+    None leaves all. As in the drivers, the first invalid word ends the list. `names` are other words for each
+    index; a prefix suffices.
     """
     if said is None:
         return list(range(count))

@@ -17,7 +17,8 @@ from node.waker import Waker
 
 
 class Neighbours:
-    """The service. `heard` is told of a peer and where it says it is; `counters` counts all else."""
+    """The service. `heard` is called with a peer and its claimed addresses; `counters` counts everything
+    else."""
 
     def __init__(
         self,

@@ -1,8 +1,7 @@
-"""`/peerloom/links/1`: how fast is the link between us? Bursts of a known length, each way, now and then.
-
-The asking side sends a burst; the other side reports how long it took to arrive, and sends as much back. So
-each end measures the burst that it receives, and hears of the other. Both are short, bounded in bytes and
-time, and refused with a time to come again while a stage computes here, or when others ask too much.
+"""`/peerloom/links/1`: measures a link by bursts of a known length, each way, now and then. The asking side
+sends a burst; the other side reports how long it took to arrive, and sends as much back. So each end measures
+the burst that it receives, and learns the other result. Bursts are bounded in bytes and time, and refused
+with a time to retry while a stage computes here, or when others ask too often.
 
 `partition.plan.link_probes` decides when and whom to probe, and what follows from the results.
 """
@@ -31,9 +30,9 @@ LINKS_PROTOCOL = "/peerloom/links/1"
 MESSAGE_BYTES_MAX = 256
 STREAMS = StreamLimits(message_bytes_max=MESSAGE_BYTES_MAX, streams_per_peer_max=2)
 CHUNK_BYTES = 1 << 14
-"""The first chunk starts the receiver's clock, and the others are what is measured."""
+"""The first chunk starts the receiver's clock; the others are measured."""
 BURST_SECONDS_MAX = 5.0
-"""One way, from the first question: a slower link than 200 kbit/s is not measured."""
+"""The time limit of one way, from the request on: a link below 200 kbit/s is not measured."""
 SEND_SECONDS_MAX = 2.0
 """After that a burst ends early."""
 PROBE_SECONDS_MAX = 4 * BURST_SECONDS_MAX
@@ -48,7 +47,7 @@ _FILLING = memoryview(bytes(CHUNK_BYTES))
 
 
 class LinkProbe(msgspec.Struct, frozen=True, tag="probe"):
-    """May I send you so many bytes? As many are to come back."""
+    """May I send you this many bytes? Send as many back."""
 
     size: Size
 
@@ -58,13 +57,13 @@ class ProbeAdmitted(msgspec.Struct, frozen=True, tag="admitted"):
 
 
 class ProbeRefused(msgspec.Struct, frozen=True, tag="refused"):
-    """Not now: ask again after so many seconds."""
+    """Not now: ask again after `seconds`."""
 
     seconds: Annotated[int, msgspec.Meta(ge=0, le=ANSWER_SECONDS_MAX)]
 
 
 class ProbeChunk(msgspec.Struct, frozen=True, tag="chunk"):
-    """A part of a burst, whose bytes come beside it."""
+    """A part of a burst; its bytes follow."""
 
     is_last: bool
 
@@ -96,7 +95,7 @@ class MeasurementRefused(Exception):
 async def measure_link(
     network: Network, clock: Clock, peer: PeerId, at: Address | None = None
 ) -> tuple[float, float]:
-    """Return the bytes a second that `peer` took of this node, and this node of it; `at` one of its `paths`.
+    """Return the bytes a second from this node to `peer`, and back; `at` one of its `paths`.
 
     Raises:
         Unreachable, StreamClosed: it could not be asked. RemoteProtocolError: nonsense came back.
@@ -113,7 +112,7 @@ async def measure_link(
                 except MeasurementRefused:
                     if not sent:
                         raise
-                    return sent, taken  # the short burst is better than none
+                    return sent, taken  # a short burst is better than none
             finally:
                 await stream.aclose()
             # A relay carries pieces of half the short burst, whose end comes as soon as the second piece.
@@ -142,14 +141,14 @@ async def _measure(stream: Stream, clock: Clock, size: int) -> tuple[float, floa
     lasted = clock.monotonic() - began
     if not isinstance(told, ProbeTaken) or told.bytes > length:
         raise RemoteProtocolError("no measurement of the burst that was sent")
-    # It cannot have come faster than until its receiver said so, less the way that takes.
+    # It cannot have arrived faster than the receiver's report, less that report's own way.
     fastest = length / max(lasted - round_trip, lasted / 2, 1e-6)
     taken = await _take_burst(stream, clock, size, answer=True)
     return min(told.rate, 2 * fastest), taken.rate
 
 
 async def _send_burst(stream: Stream, clock: Clock, size: int) -> int:
-    """Send up to `size` bytes; how many they were."""
+    """Send up to `size` bytes; return their number."""
     began, sent = clock.monotonic(), 0
     while sent < size:
         sent += CHUNK_BYTES
@@ -161,7 +160,8 @@ async def _send_burst(stream: Stream, clock: Clock, size: int) -> int:
 
 
 async def _take_burst(stream: Stream, clock: Clock, size: int, *, answer: bool) -> ProbeTaken:
-    """Take a burst of `size` bytes at most. Raises RemoteProtocolError: it is longer, or something else."""
+    """Receive a burst of at most `size` bytes. Raises RemoteProtocolError: it is longer, or
+    something else."""
     first: float | None = None
     taken = 0
     while True:
@@ -191,7 +191,7 @@ def _ask(data: bytes) -> ProbeQuestion:
 
 
 def _way_to(network: Network, peer: PeerId) -> str:
-    """Return how a peer is spoken to, as a word: dialled, punched, or through which relay."""
+    """Return the way to a peer as a word: dialled, punched, or its relay."""
     path = network.multiplexed.best(peer) if isinstance(network, RealNetwork) else None
     if path is None:
         return "dialled"
@@ -199,8 +199,8 @@ def _way_to(network: Network, peer: PeerId) -> str:
 
 
 class LinkMeasuring:
-    """The service. It lets others measure from the start; `run` measures itself. `is_busy` says whether this
-    node computes, and has no time for either."""
+    """The service. It serves others' measurements from the start; `run` measures links itself. `is_busy`
+    returns whether this node computes, which prevents both."""
 
     def __init__(
         self,
@@ -225,8 +225,8 @@ class LinkMeasuring:
         network.handle(LINKS_PROTOCOL, self._serve, STREAMS)
 
     async def run(self, candidates: Callable[[], Sequence[PeerId]], changed: Callable[[], None]) -> None:
-        """Measure the links to some of `candidates` now and then, until cancelled. `changed` is told of each
-        measurement."""
+        """Measure the links to some of `candidates` now and then, until cancelled. `changed` is called for
+        each measurement."""
         while True:
             await trio.sleep(max(0.0, self.core.deadline - self._clock.monotonic()))
             now = max(self._clock.monotonic(), self.core.deadline)
@@ -239,7 +239,7 @@ class LinkMeasuring:
                         changed()
 
     def _look_at_ways(self, now: float) -> None:
-        """Have the links measured anew that lead another way than when they were measured."""
+        """Measure links anew whose way has changed since their measurement."""
         for peer, way in list(self._ways.items()):
             if _way_to(self._network, peer) != way:
                 del self._ways[peer]

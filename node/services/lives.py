@@ -1,9 +1,7 @@
-"""`/peerloom/life/1`: two nodes with one key tell each other which life of it each is.
-
-A copied data folder makes two nodes with one identity. Members reveal them to each other by their facts
-(`gossip`); this protocol serves a join through the other node itself, which no one else has met yet. A node
-dials its own id at an address: if the life there is its own, it is its own address. The life that began later
-stops.
+"""`/peerloom/life/1`: two nodes with one key tell each other their lives. A copied data folder makes two
+nodes with one identity. Members reveal them to each other by their facts (`gossip`); this protocol covers a
+join through the other node itself, which no other node has met yet. A node dials its own id at an address: if
+the life there is its own, the address is its own too. The life that began later stops.
 
 Not here: the consequences (`node.services.membership`).
 """
@@ -35,12 +33,12 @@ PROTOCOL = "/peerloom/life/1"
 MESSAGE_BYTES_MAX = 2_048
 ASK_SECONDS = 5.0
 ADDRESSES_LOOKED_MAX = 4
-"""The first of those that one life tells, which are eight at most."""
+"""The first addresses of a life, which announces at most eight."""
 LOOK_PAUSES_SECONDS = (1.0, 2.0, 4.0)
-"""Before each further look where nobody was: a busy machine may have let one dial fail. Usually there is
-nobody, for an earlier life of this node was there."""
+"""The pauses before further looks at a place without an answer: a busy machine may have let one dial fail.
+Usually there is none, since an earlier life of this node was there."""
 SERVED_MAX = 2
-"""Streams of one peer at once: only one with this node's own key has anything to ask."""
+"""Streams of one peer at once: only a node with this node's own key has a reason to ask."""
 
 OWN_KEYS = (IDENTITY_NAME, STATIC_NAME)
 STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
@@ -48,11 +46,11 @@ STARTED_FORMAT = "%Y-%m-%d %H:%M:%S UTC"
 STREAMS = StreamLimits(MESSAGE_BYTES_MAX, SERVED_MAX)
 
 Found = Callable[[bytes, int, Sequence[Address]], None]
-"""Told of another life, its incarnation, and where it says that it is."""
+"""Called with another life, its incarnation, and its claimed addresses."""
 
 
 def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> UsageError:
-    """Return what the younger of two nodes with one identity ends with: `own` are its addresses."""
+    """Return the final error of the younger of two nodes with one identity: `own` are its addresses."""
     there = " or ".join((*shared.addresses, *([shared.name] if shared.name else [])))
     started = time.strftime(STARTED_FORMAT, time.gmtime(shared.started))
     here, remove = short_path(folder), shlex.join(["rm", *(str(folder / name) for name in OWN_KEYS)])
@@ -64,7 +62,7 @@ def shared_error(shared: IdentityShared, folder: Path, own: Sequence[str]) -> Us
 
 
 class LifeName(msgspec.Struct, frozen=True, array_like=True):
-    """Which life of its key the sender is, in which incarnation, and where it is reached."""
+    """The sender's life of its key, its incarnation, and its addresses."""
 
     life: Annotated[bytes, msgspec.Meta(min_length=LIFE_BYTES, max_length=LIFE_BYTES)]
     incarnation: Incarnation
@@ -75,7 +73,7 @@ class LifeName(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Lives:
-    """Answers with `life`, and asks. `found` is told of each other life that is met, by either way."""
+    """Answers with `life`, and asks. `found` is called for each other life that is met either way."""
 
     def __init__(self, network: Network, life: bytes, incarnation: Callable[[], int], found: Found) -> None:
         self._network = network
@@ -86,7 +84,7 @@ class Lives:
         network.handle(PROTOCOL, self._serve, STREAMS)
 
     async def is_other(self, at: Address | None = None) -> bool:
-        """Return whether this node's id, which has just answered somewhere, is another node there."""
+        """Return whether an answer under this node's own id came from another node."""
         try:
             async with conversation(
                 self._network,
@@ -102,8 +100,8 @@ class Lives:
             return False
 
     async def look(self, addresses: Sequence[Address]) -> None:
-        """Look whether this node's identity lives at one of these addresses, where a life of it was: a few
-        times, at all of them side by side."""
+        """Look for another life of this node's identity at these addresses of an earlier one: a few times, at
+        all of them concurrently."""
         with contain("looking for another life"):
             for pause_seconds in (*LOOK_PAUSES_SECONDS, 0.0):
                 if await self._look_once(addresses[:ADDRESSES_LOOKED_MAX]):
@@ -127,8 +125,8 @@ class Lives:
         return bool(found)
 
     async def look_near(self, addresses: Sequence[Address]) -> None:
-        """The same for what a beacon says, which anybody on the link may send: only where a claim may be
-        tried, and not while another look is under way."""
+        """Look at the addresses of a beacon, which anybody on the link may send: only at those where a claim
+        may be tried, and not during another look."""
         admitted = [address for address in addresses if self._network.admits(address)]
         if admitted and not self._is_looking:
             self._is_looking = True
@@ -145,7 +143,7 @@ class Lives:
                 self._met(message)
 
     def _name(self) -> bytes:
-        # A version that knows no relays refuses an answer with a circuit in it.
+        # A version without relays refuses an answer that contains a circuit.
         own = [address.of(None) for address in self._network.addresses if address.relay is None]
         texts = [text for text in map(str, own) if len(text) <= PLACE_LENGTH_MAX]
         return encode(LifeName(self._life, self._incarnation(), tuple(texts[:ADDRESSES_MAX])))

@@ -1,7 +1,7 @@
-"""Publishes this node's measurements of itself and of others in the DHT, and looks up others' at need.
+"""Publishes this node's measurements of itself and of others in the DHT, and looks up others' on demand.
 
 Each peer has two records: its calibration, and its observations of others. They are fetched before a plan is
-made, and only of members that say they are calibrated. Not here: how any of it is measured.
+made, and only of members that say they are calibrated. Not here: the measuring.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -41,27 +41,28 @@ from partition.plan.rates import Calibration, decode_calibration, encode_calibra
 
 OBSERVED_PURPOSE = "observed"
 CALIBRATED = "calibrated"
-"""Among the capabilities of a member: it tells what it measured, and lets its links be measured."""
+"""The capability of members that publish measurements, and let their links be measured."""
 TELL_SECONDS, FIRST_TELL_SECONDS = 30.0, 5.0
-"""Between two looks whether what this node observed has changed; each change is stored at a dozen nodes. The
-short one counts until there is anything to tell."""
+"""The interval between two checks for changed observations; each change is stored at a dozen nodes. The short
+one applies until there is anything to publish."""
 CHANGE_SHARE = 0.1
-"""A figure that has changed by less is not told anew."""
+"""A figure that has changed by less is not published anew."""
 STAGES_SECONDS = 3_600.0
-"""For so long a rate that was found in a run counts: then the peer is believed again, and found out again."""
+"""How long a rate measured in a run counts: then the peer's claim is believed again until the next
+measurement."""
 FRESH_SECONDS, ABSENT_SECONDS = 60.0, 10.0
-"""From one lookup of a peer's records to the next; the short one where one of them was not there."""
+"""The interval between two lookups of a peer's records; the short one if a record was missing."""
 LOOKED_UP_MAX = 64
 LOOKUPS_AT_ONCE = 8
 LOOKUPS_SECONDS_MAX = 3.0
-"""For all together: a plan with what is known by then is better than none."""
+"""The time limit for all lookups: a plan from what is known by then is better than none."""
 
 
 T = TypeVar("T")
 
 
 class Measurements:
-    """The service. `frames` says what frames took lately: peer, bytes a second, whether the link was
+    """The service. `frames` returns recent transfers of frames: peer, bytes a second, whether the link was
     saturated."""
 
     def __init__(
@@ -77,9 +78,9 @@ class Measurements:
     ) -> None:
         self.calibration: Calibration | None = None
         self.limits = (0, 0)
-        """Bytes a second each way that this node's owner gives, 0 for any."""
+        """The owner's limits in bytes a second each way, 0 for none."""
         self.is_computing: Callable[[], bool] = lambda: False
-        """Whether this node computes now, so that nothing is to be measured beside it."""
+        """Whether this node computes now, so that nothing must be measured."""
         self._is_measuring = False
         self.links = links
         self._me = me
@@ -101,9 +102,9 @@ class Measurements:
         calibrated: Callable[[Calibration], None],
         met: trio.Event,
     ) -> None:
-        """Find out what a stage's process does here, in a thread and while this node does not compute, say so
-        by `calibrated`, and go on as `run` does once this node has `met` others. Returns where it cannot be
-        found out; and where it was found out before, once it is told anew."""
+        """Calibrate this machine, in a thread and while this node does not compute, report it by
+        `calibrated`, and go on like `run` once this node has `met` others. Returns if calibration fails;
+        after an earlier calibration, once it is published anew."""
         turn = MeasuringTurn()
         self._is_measuring = True
         try:
@@ -121,24 +122,24 @@ class Measurements:
         is_new, self.calibration = self.calibration is None, found
         calibrated(found)
         if is_new:
-            await met.wait()  # alone, there is nobody to tell
+            await met.wait()  # a node that is alone has nobody to tell
             await self.run(self.calibration)
         else:
             await self._discovery.publish(CALIBRATION_PURPOSE, self._me, encode_calibration(found))
 
     @property
     def is_busy(self) -> bool:
-        """Whether this node computes, or measures what it does."""
+        """Whether this node computes, or calibrates."""
         return self._is_measuring or self.is_computing()
 
     async def _follow(self, turn: MeasuringTurn) -> None:
-        """Keep saying whether this node computes, until cancelled."""
+        """Update whether this node computes, until cancelled."""
         while True:
             turn.is_busy = self.is_computing()
             await trio.sleep(LOOK_SECONDS)
 
     async def run(self, calibration: Calibration) -> None:
-        """Tell what this node measured of itself, measure its links and tell of them, until cancelled."""
+        """Publish this node's calibration, measure its links and publish them, until cancelled."""
         self.calibration = calibration
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.links.run, self._measured_members, lambda: None)
@@ -174,7 +175,7 @@ class Measurements:
             await self._discovery.publish(OBSERVED_PURPOSE, self._me, encode_observed(found))
 
     def stages_found(self, rates: Mapping[PeerId, int]) -> None:
-        """A committer here found replicas to compute at these rates."""
+        """Note rates of replicas that a committer here has measured."""
         now = self._clock.monotonic()
         for peer, rate in rates.items():
             if peer != self._me:
@@ -182,7 +183,7 @@ class Measurements:
 
     @property
     def knowledge(self) -> Knowledge:
-        """The measurements known now, without a lookup."""
+        """Return the measurements known now, without a lookup."""
         calibrations, observed = dict(self._calibrations), dict(self._observed)
         if self.calibration is not None:
             calibrations[self._me] = self.calibration
@@ -191,7 +192,8 @@ class Measurements:
         return Knowledge(self._me, calibrations, observed, frozenset(hidden))
 
     async def learn(self, peers: Collection[PeerId]) -> Knowledge:
-        """Return what is known once those of `peers` were looked up that tell anything; bounded in time."""
+        """Look up the measurements of `peers` that publish any, in bounded time, and return all
+        known ones."""
         now = self._clock.monotonic()
         live = {member.peer: member for member in self._members() if member.live}
         for known in (self._calibrations, self._observed, self._look_up_at):
@@ -214,7 +216,7 @@ class Measurements:
         return self.knowledge
 
     async def document(self, peers: Collection[PeerId]) -> dict[str, Any]:
-        """Return what is known of these peers, as plain values (`node.planning.peers`)."""
+        """Return the measurements of these peers as plain values (`node.planning.peers`)."""
         return measurements_document(await self.learn(peers), peers)
 
     async def _look_up(self, peer: PeerId, limit: trio.CapacityLimiter) -> None:
@@ -249,7 +251,7 @@ def _is_measured(member: SwarmMember) -> bool:
 
 
 def _differs(told: Observed, found: Observed) -> bool:
-    """Return whether any figure is another than was told, by more than its noise."""
+    """Return whether any figure differs from the published one by more than its noise."""
     before = {(row.peer, way): rate for row in told.links for way, rate in enumerate((row.sent, row.taken))}
     after = {(row.peer, way): rate for row in found.links for way, rate in enumerate((row.sent, row.taken))}
     before |= {(row.peer, 2): row.flops_per_second for row in told.stages}

@@ -1,9 +1,9 @@
 """Encodes a node's claims in its SWIM fact beside name and addresses: its capacity, and its standing.
 
 Plans are made with the capacity, which is measured at the start. The standing is the node's condition now:
-its capabilities, load, free memory, free slots and the stages that it holds. It is rounded to steps, and told
-anew only when a step changes, for each change costs every member some sends. All of it is a claim; 300 bytes
-hold it, and what does not fit is left out, the stages first.
+its capabilities, load, free memory, free slots and the stages that it holds. It is rounded to steps, and
+published anew only when a step changes, since each change costs every member some messages. All of it is a
+claim; it has at most 300 bytes, and parts that do not fit are left out, the stages first.
 """
 
 import os
@@ -25,12 +25,12 @@ from node.services.capacity import Capacity, device_memory
 METADATA_VERSION = 2
 """2 has the standing; a reader of 1 ignores it, and of 1 it is None."""
 FLOPS_PER_SECOND_MAX = 1e16
-"""No device of today multiplies fp32 matrices as fast; a claim beyond it is not read at all."""
+"""No present device multiplies fp32 matrices this fast; a higher claim is ignored."""
 CAPABILITIES_MAX = 8
 UNREACHABLE_WORD = "unreachable"
-"""Among the capabilities of a node that others could not dial back: it takes no stages of theirs."""
+"""The word of a node that others could not dial back: it takes no stages of theirs."""
 RELAY_WORD = "relay"
-"""The same of a node that others reach, and that carries what is said to those whom nobody can dial."""
+"""The word of a reachable node that relays to peers that cannot be dialled."""
 STAGES_TOLD_MAX = 4
 RUN_LETTERS = 8
 STAGES, FENCED, OBSERVER = "stages", "fenced", "observer"
@@ -41,10 +41,10 @@ MEMORY_STEPS = 8
 """Free memory is told in eighths of all."""
 LOOK_SECONDS = 5.0
 CHANGES_KEPT = CHANGES_MAX - 1
-"""Changes made at once: one of those that others pass on stays for another address."""
+"""Changes allowed at once: one fewer than others pass on, so that a changed address still spreads."""
 CHANGE_INTERVALS_A_MEMBER = 2.0
-"""Among n members each changes once in so many times n probe intervals at most: all together one in two
-intervals, which costs each some kilobyte in that time."""
+"""Among n members each changes at most once in this many times n probe intervals: together one change in two
+intervals, which costs each member about a kilobyte in that time."""
 
 Text = Annotated[str, msgspec.Meta(max_length=64)]
 Word = Annotated[str, msgspec.Meta(max_length=16)]
@@ -54,7 +54,7 @@ StageNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**16)]
 
 
 class AdvertisedStanding(msgspec.Struct, frozen=True, array_like=True):
-    """How a node is now, in steps."""
+    """A node's present state, in steps."""
 
     capabilities: Annotated[tuple[Word, ...], msgspec.Meta(max_length=CAPABILITIES_MAX)] = ()
     load_percent: Annotated[int, msgspec.Meta(ge=0, le=LOAD_PERCENT_MAX)] = 0
@@ -82,7 +82,7 @@ class Metadata(msgspec.Struct, frozen=True, array_like=True):
 def encode_metadata(
     capacity: Capacity, *, accepts_runs: bool, standing: AdvertisedStanding | None = None
 ) -> bytes:
-    """The metadata of a node with this capacity."""
+    """Return the metadata of a node with this capacity."""
     while True:
         metadata = Metadata(
             METADATA_VERSION,
@@ -110,7 +110,7 @@ def encode_metadata(
 
 @lru_cache(maxsize=MEMBERS_MAX)
 def read_metadata(data: bytes) -> Metadata | None:
-    """A member's claim, None where this version cannot read it."""
+    """Return a member's claim, None if this version cannot read it."""
     try:
         metadata: Metadata = decode(data, Metadata, bytes_max=METADATA_BYTES_MAX)
     except RemoteProtocolError:
@@ -119,7 +119,7 @@ def read_metadata(data: bytes) -> Metadata | None:
 
 
 def claimed_capacity(data: bytes, at: float) -> events.CapacityMeasured | None:
-    """Return the capacity that a member claims; None where this version cannot read it."""
+    """Return the capacity that a member claims; None if this version cannot read it."""
     metadata = read_metadata(data)
     if metadata is None:
         return None
@@ -135,7 +135,7 @@ def claimed_capacity(data: bytes, at: float) -> events.CapacityMeasured | None:
 
 
 def claimed_standing(data: bytes) -> events.Standing | None:
-    """How a member says it is now."""
+    """Return a member's claimed standing."""
     metadata = read_metadata(data)
     if metadata is None or metadata.standing is None:
         return None
@@ -164,8 +164,7 @@ def standing_now(
     slots_free: int,
     stages: Sequence[tuple[str, int]],
 ) -> AdvertisedStanding:
-    """Return how a node is, in steps; where nothing has moved by a whole step from what it `told`, that.
-
+    """Return a node's standing in steps; the previously `told` one if nothing has moved by a whole step.
     `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal.
     """
     free, total = memory_bytes
@@ -180,10 +179,10 @@ def standing_now(
 
 
 def change_seconds(interval_seconds: float, live: int) -> float:
-    """How long a node waits from one change to the next, once it has used up those at once."""
+    """Return the wait between changes, once the immediate ones are used up."""
     return interval_seconds * max(CHANGE_INTERVALS, CHANGE_INTERVALS_A_MEMBER * live)
 
 
 def _stepped(told: int, now: float, step: int) -> int:
-    """The nearest whole step, unless what was told is less than a step away."""
+    """Return the nearest whole step, unless the published value is less than a step away."""
     return told if abs(now - told) < step else round(now / step) * step

@@ -1,8 +1,9 @@
-"""Tell the service manager that started this process how it is doing: ready, alive, what it does, stopping.
+"""Reports this process's state to the service supervisor that started it: ready, alive, its activity,
+stopping.
 
 The datagrams of sd_notify(3), to the socket that the environment names; without one nothing is sent. Not
-here: the unit that has the manager ask for them (`node.cli.autostart_units`).
-Sources: sd_notify(3), sd_watchdog_enabled(3), systemd.service(5) "WatchdogSec=".
+here: the unit that requests them (`node.cli.autostart_units`). Sources: sd_notify(3), sd_watchdog_enabled(3),
+systemd.service(5) "WatchdogSec=".
 """
 
 import os
@@ -12,7 +13,7 @@ from collections.abc import Callable, MutableMapping
 import trio
 
 STATUS_SECONDS = 10.0
-"""Between two looks at the status without a watchdog, which asks more often or seldom by its own time."""
+"""The interval of status updates without a watchdog, which sets its own interval."""
 _SIGNS_OF_LIFE = 2
 """Signs of life in the time of the watchdog, as sd_watchdog_enabled(3) advises."""
 _VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
@@ -50,9 +51,8 @@ class NotifySocket:
                 return  # the manager is busy or gone; it decides what silence means
 
     async def keep_alive(self, status: Callable[[], str]) -> None:
-        """Tell that the event loop turns, and its status where that has changed. Runs until cancelled.
-
-        It is a task of the event loop, so that a loop that hangs is silent, and the manager starts it again.
+        """Report that the event loop runs, and changes of its status, until cancelled. It is a task of the
+        event loop, so that a hanging loop is silent, and the supervisor restarts the node.
         """
         watched = self.watchdog_seconds
         pause = STATUS_SECONDS if watched is None else watched / _SIGNS_OF_LIFE

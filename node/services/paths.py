@@ -1,7 +1,6 @@
-"""Which of several networks leads to a peer fastest: measured when the two meet, and now and then again.
-
+"""Finds the fastest of several networks to a peer, by measurements when the two meet and now and then later.
 Two machines may share more than one network: a cable and Wi-Fi, one for storage, a VPN. The first that
-answers is then not the one to carry a model's state. For each such peer the link is measured by each network,
+answers is then not the best one for a model's state. For each such peer the link is measured by each network,
 as `links` measures any, and streams are opened by the fastest from then on. Most machines are on one network,
 where this does nothing.
 """
@@ -22,13 +21,13 @@ from node.services.links import MeasurementRefused, measure_link
 PATHS_MAX = 3
 """Networks shared with one peer that are measured: two machines seldom have more in common."""
 LOOK_SECONDS = 1.0
-"""From one look for new members to the next."""
+"""The interval between two checks for new members."""
 AGAIN_SECONDS = 600.0
-"""Between two comparisons of the paths to one peer: cables are changed and Wi-Fi gets better or worse."""
+"""The interval between two comparisons of the paths to one peer: cables and Wi-Fi quality change."""
 RETRY_SECONDS = 20.0
-"""After a comparison that did not come about, for the peer computes or others measure it."""
+"""The pause after a comparison that failed because the peer computes or others measure it."""
 SINGLE_SECONDS = 30.0
-"""After this a peer that had one path is looked at again: its other addresses may be heard of later."""
+"""After this time a peer with one path is checked again: its other addresses may become known later."""
 
 
 class PathComparison:
@@ -68,7 +67,7 @@ class PathComparison:
                             await self._compare(peer, paths)
 
     async def _compare(self, peer: PeerId, paths: Iterable[Address]) -> None:
-        """Measure each and prefer the fastest. One that leads nowhere is left out."""
+        """Measure each path and prefer the fastest, ignoring dead ones."""
         rates: dict[Address, float] = {}
         for address in paths:
             try:

@@ -1,7 +1,7 @@
 """Peers met before: where to begin the next time, kept on the disk.
 
-They are saved as soon as a first peer is known, for a swarm may lose its power a moment later, and then ever
-more rarely. Peers of earlier lives are kept behind those that live now, as far as there is room.
+They are saved as soon as a first peer is known, since a swarm may lose its power a moment later, and then
+ever more rarely. Peers of earlier lives are kept after those that live now, as far as there is room.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +21,7 @@ SAVE_SECONDS_MAX = 60.0
 
 
 class RememberedPeers:
-    """The service. `live` names each other live member with the addresses that it tells; `is_met` is set once
+    """The service. `live` returns each other live member with its announced addresses; `is_met` is set once
     there is one."""
 
     def __init__(
@@ -41,14 +41,14 @@ class RememberedPeers:
 
     def addresses_to_try(self) -> list[tuple[Address, ...]]:
         """Return the seeds, each by itself, and the addresses of each peer that was met before, without this
-        node's own: on another machine the same bridge may have had them."""
+        node's own (another machine's bridge may have the same ones)."""
         network = self._seams.network
         seeds: list[tuple[Address, ...]] = [(seed,) for seed in self._join.seeds]
         known = [tuple(each for each in peer if not network.is_own(each)) for peer in self._saved]
         return list(dict.fromkeys([*seeds, *filter(None, known)]))
 
     def is_remembered(self, addresses: Sequence[Address]) -> bool:
-        """Return whether these are tried because their peer was met before, and nobody gave them."""
+        """Return whether these addresses are tried only because their peer was met before."""
         return tuple(addresses) not in {(seed,) for seed in self._join.seeds}
 
     async def run(self) -> None:

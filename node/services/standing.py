@@ -1,4 +1,4 @@
-"""Tells others how this node is, when that has changed by a step (`node.services.metadata`)."""
+"""Publishes this node's standing when it has changed by a step (`node.services.metadata`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -19,8 +19,8 @@ from node.services.metadata import (
 
 
 class StandingKeeper:
-    """`look(told)` says how the node is, `tell` announces it; `live` members pay for that. The `first`
-    is what the node says when it joins."""
+    """`look(told)` returns the standing, `tell` announces it, at a cost for all `live` members. `first` is
+    the standing at the join."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class StandingKeeper:
             await trio.sleep(LOOK_SECONDS)
 
     def look(self) -> None:
-        """Tell how the node is, if that is another than it told and it has not told too often."""
+        """Announce the standing if it has changed and was not announced too often."""
         now = self._clock.monotonic()
         found = self._look(self.told)
         if found == self.told:
@@ -60,8 +60,8 @@ class StandingKeeper:
             self._tell()
 
     def tell_now(self) -> None:
-        """Tell how the node is, however lately it told: for what changes once in a node's life, and must not
-        wait minutes behind changes of its load."""
+        """Announce the standing at once: for changes that happen once in a node's life, and must not wait
+        minutes behind changes of its load."""
         self._changes.take(self._clock.monotonic())
         self.told = self._look(self.told)
         self._tell()
@@ -76,9 +76,8 @@ def look_at(
     *,
     is_measured: bool,
 ) -> AdvertisedStanding:
-    """Return how a node of this capacity is; where it is not to be measured, as if it were idle.
-
-    `words` are capabilities and whether it has them, `stages` (run, stage) of those that it holds.
+    """Return the standing of a node of this capacity; without a measurement, as if it were idle. `words` are
+    capabilities and whether it has them, `stages` the (run, stage) pairs that it holds.
     """
     load, memory_bytes = 0.0, (capacity.memory_free_bytes, capacity.memory_total_bytes)
     if is_measured:

@@ -38,7 +38,7 @@ def node_started(at: float, config: Config, peer: PeerId, network: Network, *, i
 
 
 def _hint(config: Config, told: tuple[Address, ...]) -> str:
-    """Why there is no address for another machine."""
+    """Return why there is no address for another machine."""
     if not told:
         return LINK_LOCAL_ONLY
     return NO_NETWORK if config.listen.is_open else LOOPBACK_ONLY

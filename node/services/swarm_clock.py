@@ -1,12 +1,9 @@
-"""The wall clock by which a node signs and checks what other machines compare: its own, unless that is wrong.
-
-A machine whose clock stands hours off would sign records that are over for everybody else, and take theirs
-for such. So its clock is compared with those of its peers (`gossip.clocks`), and where it is further from the
-time of the swarm than SKEW_SECONDS, the swarm's is used. What a person of this machine sees, its log and the
-times of its events go by its own clock.
-
-After a jump of the wall clock against the monotonic one, which a person makes, or NTP, or a suspended laptop,
-the peers are heard anew before anything is corrected.
+"""The wall clock for signing and checking data that other machines compare: the node's own, unless that is
+wrong. A machine whose clock is hours off would sign records that are expired for all others, and take theirs
+for expired. So its clock is compared with its peers' (`gossip.clocks`), and if it is further from the swarm's
+time than SKEW_SECONDS, the swarm's time is used. Screens, log and events of this machine use its own clock.
+After a jump of the wall clock against the monotonic one (by a user, NTP, or a suspended laptop) the peers'
+clocks are collected anew before anything is corrected.
 """
 
 from collections.abc import Callable
@@ -20,17 +17,18 @@ from node.seams import Clock
 from node.text import seconds_text
 
 COMPARE_SECONDS = 1.0
-"""How often the clock is compared: a record that is stored later than this after a jump is signed rightly."""
+"""How often the clock is compared: a record that is stored later than this after a jump has the
+right time."""
 SKEW_SECONDS = 60.0
 """Below it the machine's own clock is used: records may be ten minutes off, a round trip blurs a second."""
 STEP_SECONDS = 2.0
 """A jump of the wall clock. NTP slews what is less than an eighth of a second."""
 TOLD_SECONDS = 60.0
-"""Another skew than was told is news if it differs by so much."""
+"""A skew that differs by this much from the reported one is reported again."""
 
 
 def skew_text(clock: Clock, swarm_clock: Clock) -> str:
-    """Return what an error adds where this machine's clock is known to be wrong; empty where it is not."""
+    """Return a suffix for errors if this machine's clock is known to be wrong; else empty."""
     ahead = clock.wall() - swarm_clock.wall()
     if abs(ahead) <= SKEW_SECONDS:
         return ""
@@ -39,7 +37,8 @@ def skew_text(clock: Clock, swarm_clock: Clock) -> str:
 
 
 class SwarmClock:
-    """A `Clock` over this machine's. `clocks` and `others` say what peers show, and how many live."""
+    """A `Clock` over this machine's. `clocks` and `others` return the peers' clocks, and the number of live
+    peers."""
 
     def __init__(
         self,
@@ -50,7 +49,7 @@ class SwarmClock:
         self._clock = clock
         self._clocks = clocks
         self._others = others
-        # Not before the first look: a node may be made outside of the event loop that its clock belongs to.
+        # Unset until the first look: a node may be made outside of its clock's event loop.
         self._own: float | None = None
         self._swarm: float | None = None
         self._told: tuple[float, int] | None = None
@@ -59,12 +58,12 @@ class SwarmClock:
         return self._clock.monotonic()
 
     def wall(self) -> float:
-        """The time of the swarm where it is known to be another than this machine's."""
+        """Return the swarm's time if it is known to differ from this machine's."""
         return self._clock.wall() if self._swarm is None else self._clock.monotonic() + self._swarm
 
     @property
     def own_offset(self) -> float:
-        """How far the wall clock of this machine is ahead of its monotonic one."""
+        """Return how far this machine's wall clock is ahead of its monotonic one."""
         return self._clock.wall() - self._clock.monotonic()
 
     async def watch(self, follow: Callable[[], None], publish: Callable[[ClockCompared], None]) -> None:
@@ -77,7 +76,7 @@ class SwarmClock:
                 publish(found)
 
     def look(self) -> ClockCompared | None:
-        """Compare with the peers; the event, where it comes to something else than was told."""
+        """Compare with the peers; return the event if the result differs from the reported one."""
         now, own, clocks = self._clock.monotonic(), self.own_offset, self._clocks()
         jumped = self._own is not None and abs(own - self._own) > STEP_SECONDS
         self._own = own
@@ -92,7 +91,7 @@ class SwarmClock:
         peers = clocks.peers(now)
         skew = own - swarm
         if len(peers) == 1:
-            skew = own - median_low(peers)  # one of the two is wrong: both are told
+            skew = own - median_low(peers)  # one of the two is wrong: both report it
         if abs(skew) <= SKEW_SECONDS:
             skew = 0.0
         told = 0.0 if self._told is None else self._told[0]

@@ -1,6 +1,5 @@
-"""Whether torch is installed, by which stages compute and models are captured: the extra `compute`.
-
-Never imports it. A node without torch is a member, keeps records, watches, relays and answers clients; it
+"""Checks whether torch, which computes stages and captures models, is installed: the extra `compute`. It
+never imports it. A node without torch is a member, keeps records, watches, relays and answers clients; it
 computes no stage.
 """
 
@@ -20,10 +19,10 @@ def has_torch() -> bool:
 
 
 def torch_remedy() -> str:
-    """Return what installs it beside ours."""
+    """Return the command that installs it beside this package."""
     return install_command(EXTRA)
 
 
 def cannot_compute() -> str:
-    """Return why this node can compute no stage, for a person; empty where it can."""
+    """Return why this node can compute no stage, for people; empty if it can."""
     return "" if has_torch() else f"{NO_TORCH}, so it computes no stage: {torch_remedy()}"

@@ -1,8 +1,7 @@
-"""Watches where this node is and how others reach it, and passes each change on to the parts concerned.
-
-A machine changes its network, its addresses turn out to be used or not, others dial it back or cannot, and
-datagrams get through or do not. `autonat_core` decides which peers to ask and what follows from an answer,
-`node.transport.address_policy` which addresses to tell.
+"""Watches this node's addresses and reachability, and passes each change on to the parts concerned. A machine
+may change its network, its addresses may be used or not, dial-back and datagrams may succeed or fail.
+`autonat_core` decides which peers to ask and what follows from an answer, `node.transport.address_policy`
+which addresses to announce.
 """
 
 from collections.abc import Callable, Collection
@@ -21,17 +20,17 @@ from node.services.discovery import Discovery
 from node.transport.network import RealNetwork, Translation
 
 DATAGRAMS_SECONDS = 2.0
-"""How often it is looked to whom no datagram gets through."""
+"""How often peers without datagrams are counted."""
 INTERFACES_SECONDS = 5.0
-"""How often this machine's addresses are looked at, which takes half a millisecond: a laptop that was carried
-away is found soon after."""
+"""How often this machine's addresses are read, which takes half a millisecond, so that a moved laptop is
+noticed soon."""
 
 
 class Whereabouts:
-    """The service. `live` are the members, this node among them; `moved` is called when the addresses to tell
-    are others, `heard` what each that tried has found, `judged` when others turn out to reach this node or
-    not, be it through a relay, and `is_leaving` says whether it has said goodbye, when nothing more is
-    told."""
+    """The service. `live` are the members, this node among them; `moved` is called when the addresses to
+    announce change, `heard` with each dial-back report, `judged` when this node's reachability changes, even
+    through a relay, and `is_leaving` returns whether it has said goodbye, after which nothing is announced.
+    """
 
     def __init__(
         self,
@@ -64,7 +63,7 @@ class Whereabouts:
         self._translation = Translation()
 
     async def run(self, rng: Random) -> None:
-        """Until cancelled; `rng` chooses who is asked."""
+        """Run until cancelled; `rng` chooses the peers to ask."""
         async with trio.open_nursery() as nursery:
             if isinstance(self._network, RealNetwork):
                 nursery.start_soon(keep_running, "interfaces", self._watch_interfaces, self._network)
@@ -72,7 +71,7 @@ class Whereabouts:
             nursery.start_soon(keep_running, "reach", self._reach.run, rng, self._live, self._found)
 
     async def _watch_interfaces(self, network: RealNetwork) -> None:
-        """A machine that has changed its network tells where it is now, and asks others anew."""
+        """When the machine's network changes, announce the new addresses and ask others anew."""
         while True:
             await trio.sleep(INTERFACES_SECONDS)
             if network.look():
@@ -82,10 +81,10 @@ class Whereabouts:
             elif network.translation != self._translation:
                 self._tell(self._verdict, self._asked)
             else:
-                self._tell_addresses()  # perhaps in another order: what others found still holds
+                self._tell_addresses()  # perhaps only in another order: others' reports still hold
 
     async def _watch_datagrams(self, network: RealNetwork) -> None:
-        """Tell people to how many members no datagram gets through."""
+        """Report the number of members that datagrams do not reach."""
         told: tuple[PeerId, ...] = ()
         while True:
             await trio.sleep(DATAGRAMS_SECONDS)
@@ -102,7 +101,7 @@ class Whereabouts:
         self._tell(verdict, asked)
 
     def circuits_changed(self) -> None:
-        """Others reach this node through other relays than before."""
+        """Note that others reach this node through other relays than before."""
         self._tell(self._verdict, self._asked)
 
     def _tell(self, verdict: bool | None, asked: int) -> None:

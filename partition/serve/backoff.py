@@ -20,7 +20,7 @@ FORGIVEN_ENDS = 2
 
 
 class StageBackoff(Generic[Key]):
-    """The rests of at most `count_max` pairs of a stage and whatever holds it; the oldest make room."""
+    """The pauses of at most `count_max` pairs of a stage and its holder; the oldest make room."""
 
     def __init__(self, count_max: int) -> None:
         self._count_max = count_max
@@ -28,11 +28,11 @@ class StageBackoff(Generic[Key]):
         """Until when each rests, how long that is, and how often it has ended in a row."""
 
     def resting(self, now: float) -> Iterator[Key]:
-        """Iterate over what rests now."""
+        """Iterate over the pairs that pause now."""
         return (key for key, (until, _, _) in self._rests.items() if now < until)
 
     def rest_left(self, now: float, key: Key) -> float:
-        """Return for how long something rests yet, 0 where it does not."""
+        """Return the remaining pause of a pair, 0 if there is none."""
         return max(0.0, self._rests.get(key, (now, 0.0, 0))[0] - now)
 
     def note_sound(self, now: float, key: Key, ready_since: float | None) -> None:

@@ -1,7 +1,6 @@
-"""Bounds what one door may have of the stages here, by the node's owner: sessions, tokens a minute, memory.
-
-An answer that has begun goes on beyond a minute's tokens, so that it is not cut off for a few; a new one
-waits. What is spent is forgotten at the rate that is allowed.
+"""The owner's bounds of one door at the stages here: sessions, tokens a minute, memory. A running answer may
+exceed a minute's tokens, so that it is not cut off for a few; a new one waits. Spent tokens decay at the
+allowed rate.
 """
 
 from dataclasses import dataclass
@@ -32,7 +31,7 @@ NO_BOUNDS = PeerBounds(cache_part=1.0)
 
 
 def counted(count: int, what: str) -> str:
-    """Return a number and what it is of."""
+    """Return a number with its noun."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
@@ -59,7 +58,7 @@ class TokensSpent:
             del self._spent[min(self._spent, key=lambda each: self.spent(now, each))]
 
     def refusal(self, now: float, door: PeerId, rate: int, minutes: float = 1.0) -> str:
-        """Return why a door that may have `rate` a minute gets no more, empty where it does."""
+        """Return why a door with `rate` tokens a minute gets no more, empty if it does."""
         over = self.spent(now, door) - rate * minutes
         if not rate or over < 0:
             return ""

@@ -36,7 +36,7 @@ class ForgetSession:
 
 @dataclass(frozen=True)
 class ForkSession:
-    """Have a stage begin a session with the first tokens of another, before what comes after this."""
+    """Let a stage begin a session with the first tokens of another, before later work."""
 
     service: bytes
     stage: int

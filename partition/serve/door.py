@@ -1,22 +1,21 @@
-"""The token loop of the node that asks: its generations, what of them is in flight, and where they go on.
-
-A sans-IO core. A generation keeps all of its tokens here. They go through the stages of its service as units,
-chunks of the prompt first and then the newest token, several in flight at once; the last stage answers with
-logits, of which the next token is chosen here (`partition.serve.sampling`).
+"""The token loop of the asking node: its generations, their units in flight, and their routes. A sans-IO
+core. A generation keeps all of its tokens here. They go through the stages of its service as units, first
+chunks of the prompt and then the newest token, several in flight at once; the last stage answers with logits,
+from which the next token is chosen here (`partition.serve.sampling`).
 
 A provider may be lost at any time: its stream breaks, or its node is silent. Then the generation takes
 another route under a new session and sends all its tokens again. The same tokens give the same logits on all
-machines of one bit class, so the text goes on as if nothing had happened. Where a stage has only providers of
-another class, or that say none, the event says so and the text goes on all the same; where that is not
-wished, it waits for a provider of its class as for any. Answers of an earlier session are passed over. Where
-a stage has no provider, a generation waits and asks for routes, and ends with a reason if none comes.
+machines of one bit class, so the text continues unchanged. If a stage has only providers of another or
+unknown class, the event says so and the text continues anyway; if the wish excludes that, the generation
+waits for a provider of its class. Answers of an earlier session are ignored. If a stage has no provider, a
+generation waits and asks for routes, and ends with a reason if none comes.
 
-What another session of the same owner has read already is not read again (`partition.serve.prefixes`): a
-generation begins from it, and one that shares its prompt with another that is being read waits for that. So
-many answers to one prompt read it once.
+Tokens that another session of the same owner has read are not read again (`partition.serve.prefixes`): a
+generation begins from that session, and waits if a shared prompt is still being read. So several answers to
+one prompt read it once.
 
-A generation that `is_masked` is told which tokens may come next (`permit`), each time anew; a row of logits
-waits for that. What is allowed at a position is kept: after a failover it holds for the new row.
+A generation that `is_masked` gets the allowed next tokens by `permit` for each token; a row of logits waits
+for them. The allowed tokens of a position are kept, and hold for the new row after a failover.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -111,7 +110,7 @@ class Door:
         return len(self._generations)
 
     def replicas(self, service: bytes) -> list[list[StageReplica]]:
-        """Return who is known to answer for the stages of a service."""
+        """Return the known replicas of a service's stages."""
         return self._routes.replicas(service)
 
     def knows(self, peer: PeerId) -> bool:
@@ -133,12 +132,13 @@ class Door:
         return [] if found is None else self._finish(now, found, "cancelled")
 
     def is_following(self, generation: int) -> bool:
-        """Return whether a generation waits until another has read what both begin with."""
+        """Return whether a generation waits until another has read their common beginning."""
         found = self._generations.get(generation)
         return found is not None and bool(found.follows)
 
     def permit(self, now: float, generation: int, allowed: Array) -> Sends:
-        """These tokens may come next, a boolean for each of the vocabulary; where none may, it is over."""
+        """Set the allowed next tokens, a boolean for each of the vocabulary; if none is allowed, the answer
+        is over."""
         self._note(now)
         found = self._generations.get(generation)
         if found is None:
@@ -156,8 +156,8 @@ class Door:
         replicas: Mapping[int, Sequence[StageReplica]],
         loading: Collection[int] = (),
     ) -> Sends:
-        """These answer for the stages of a service now, as its members say; for `loading` a member is loading
-        what it takes."""
+        """Set the replicas of a service's stages, as its members report; a member is loading the stages in
+        `loading`."""
         self._note(now)
         self._routes.learn(service, replicas, loading)
         sends: Sends = []
@@ -178,7 +178,7 @@ class Door:
         return min(self._alive_at, self._rest_at)
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
-        """Take what a provider says. What is of no session here is of one that is over, and passed over."""
+        """Take a provider's message. One of an unknown session belongs to a finished one, and is ignored."""
         self._note(now)
         if sender in self._heard_at:
             self._heard_at[sender] = now
@@ -197,8 +197,8 @@ class Door:
         return self._give_up(now, peer, reason, told=peer)
 
     def _give_up(self, now: float, peer: PeerId, reason: str, told: PeerId | None = None) -> Sends:
-        """Have the generations of a provider go on elsewhere. It is told unless it is `told` already: who was
-        silent may run, and its sessions would keep their places from those that come there later."""
+        """Move the generations of a provider elsewhere, and tell it unless it is `told` already: a silent
+        provider may still run, and its sessions would keep places that later ones need."""
         self._note(now)
         self._heard_at.pop(peer, None)
         self._routes.note_lost(now, peer)
@@ -209,7 +209,7 @@ class Door:
         return sends
 
     def wake(self, now: float) -> Sends:
-        """Say that this node runs, find out who is silent, and look for routes that are missing."""
+        """Send signs of life, detect silent providers, and look for missing routes."""
         self._note(now)
         sends: Sends = self._keep_resting(now) if now >= self._rest_at else []
         if now < self._alive_at:
@@ -230,7 +230,7 @@ class Door:
         for each in list(self._generations.values()):
             attempt = each.attempt
             if attempt is not None and attempt.flying and now - attempt.moved_at >= ANSWER_SECONDS_MAX:
-                each.doubts.update(attempt.route)  # nobody says which stage holds it up
+                each.doubts.update(attempt.route)  # the delaying stage is unknown
                 sends += self._leave_route(now, each, None, f"no answer in {ANSWER_SECONDS_MAX:.0f} s")
         sends += [(peer, Alive()) for peer in sorted(self._heard_at)]
         if self._generations:
@@ -287,8 +287,7 @@ class Door:
         return openings(self._me, generation, attempt, share)
 
     def _waits_for_another(self, now: float, generation: OpenGeneration, shared: int) -> bool:
-        """Return whether another generation reads much of what this one would have to: this one begins from
-        it then."""
+        """Return whether another generation reads much of this one's tokens: then this one begins from it."""
         generation.follows = 0
         others = self._generations.values()
         found = None
@@ -301,7 +300,7 @@ class Door:
         return True
 
     def _let_follow(self, now: float, leader: OpenGeneration) -> Sends:
-        """Have those that wait for this generation go on: what they share is read, or it is not to be had."""
+        """Continue the generations that wait for this one: the shared tokens are read, or will not be."""
         known = inf if leader.attempt is None else leader.attempt.known
         sends: Sends = []
         for each in list(self._generations.values()):
@@ -310,7 +309,7 @@ class Door:
         return sends
 
     def _forget_rest(self, session: bytes, besides: PeerId | None = None) -> Sends:
-        """Nobody begins from a session any more; where it rested, its stages forget it."""
+        """Let no generation begin from a session any more; if it rested, its stages forget it."""
         rested = self._prefixes.resting_session(session)
         self._prefixes.drop(session)
         return [] if rested is None else let_go([rested], besides)
@@ -323,7 +322,7 @@ class Door:
         return self._forget_rest(session, besides=sender)
 
     def _keep_resting(self, now: float) -> Sends:
-        """Tell those where sessions rest that this node runs."""
+        """Send signs of life to providers with resting sessions."""
         sends = let_go(self._prefixes.expire(now))
         peers = {peer for each in self._prefixes.resting for peer in each.route}
         self._rest_at = now + REST_ALIVE_SECONDS if peers else inf
@@ -342,7 +341,7 @@ class Door:
         return sends + self._let_follow(now, generation)
 
     def _end_attempt(self, generation: OpenGeneration, rests_at: float | None = None) -> Sends:
-        """Have the stages forget the session, or let it rest for others, where it has read enough."""
+        """Let the stages forget the session, or keep it for others if it has read enough."""
         attempt, generation.attempt = generation.attempt, None
         if attempt is None:
             return []
@@ -407,27 +406,27 @@ class Door:
             return self._rest_ended(sender, message.session)
         generation, attempt = found
         if message.code == "position" and attempt.base:
-            # What it was to begin from is there no more: it goes on from its own begin.
+            # Its base session is gone: it reads from its own beginning.
             sends = self._forget_rest(attempt.base) + self._end_attempt(generation)
             return sends + self._find_route(now, generation) + self._let_follow(now, generation)
         if message.code == "length":
             return self._finish(now, generation, "length")
-        # The provider itself is sound where the session was only given up: it may be asked again at once.
+        # If the session was only given up, the provider is sound and may be asked again at once.
         pause = {"refused": inf, "evicted": 0.0, "position": 0.0}.get(message.code, RETRY_SECONDS)
         if pause:
             generation.avoided[sender] = now + pause
         if message.code == "failed":
-            # The stage itself, or what the one before gave it: nobody says which, and either may lie.
+            # Either the stage itself failed or its input was wrong: it is unknown which, and either may lie.
             own = [stage for stage, peer in enumerate(attempt.route) if peer == sender]
             generation.doubts.update(set(attempt.route[max(0, own[0] - 1) : own[-1] + 1]))
         reason = message.reason or message.code
-        # Where it was asked for several stages, it has closed those before this word alone.
+        # If it serves several stages, only the first close of them counts.
         ends = attempt.route.count(sender) > 1
         left: Sends = [(sender, LeaveSession(attempt.session))] if ends else []
         return left + self._leave_route(now, generation, sender, reason)
 
     def _send_units(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
-        """Send what of the tokens has not been sent, as far as the window goes."""
+        """Send unsent tokens within the window."""
         if not attempt.flying:
             attempt.moved_at = now
         return [(attempt.route[0], unit) for unit in cut_units(generation, attempt)]
@@ -483,8 +482,8 @@ class Door:
         return self._send_units(now, generation, attempt)
 
     def _note_read(self, now: float, generation: OpenGeneration, attempt: RouteAttempt) -> Sends:
-        """More of what there was at its begin is computed: others may begin from that."""
-        # What an encoder has read of a text follows from all of it, and begins no other.
+        """Note that more of its initial tokens are computed: others may begin from them."""
+        # An encoder's state depends on the whole text, so no other session can begin from it.
         may_share = not generation.wish.is_vector and self._routes.is_current(attempt.route)
         if not may_share or not PREFIX_TOKENS_MIN <= attempt.known <= attempt.reads:
             return []
@@ -493,7 +492,7 @@ class Door:
         return self._let_follow(now, generation)
 
     def _note(self, now: float) -> None:
-        """Where this node itself was asleep, nobody was silent."""
+        """If this node itself stood still, silence of others does not count."""
         if self._heard_at and now - self._seen_at > STALL_SECONDS:
             self._heard_at = {peer: max(at, now - ALIVE_SECONDS) for peer, at in self._heard_at.items()}
         self._seen_at = now

@@ -42,7 +42,7 @@ class GenerationWish:
 
     @property
     def unit_tokens(self) -> int:
-        """Return how many tokens go as one unit, where they all must; else 0."""
+        """Return the tokens of a unit if all must go in one; else 0."""
         return len(self.prompt) if self.is_vector else 0
 
     @property
@@ -54,7 +54,7 @@ class GenerationWish:
 @dataclass(frozen=True)
 class Sampled:
     """The next token of a generation. `logprob` is by the model, before temperature and filters; `top` are
-    the likeliest tokens with theirs, as many as were asked for."""
+    the requested number of likeliest tokens with theirs."""
 
     generation: int
     position: int
@@ -81,7 +81,7 @@ class HiddenRead:
 
 @dataclass(frozen=True)
 class GenerationOver:
-    """A generation is over; `detail` is for people where it failed."""
+    """A generation is over; `detail` explains a failure to people."""
 
     generation: int
     reason: FinishReason
@@ -90,7 +90,7 @@ class GenerationOver:
 
 @dataclass(frozen=True)
 class RouteWanted:
-    """A provider was lost, or nobody is known that answers for some stage: look for those of this service."""
+    """A provider was lost, or some stage has no known replica: look for this service's members."""
 
     service: bytes
 
@@ -111,7 +111,7 @@ class RouteTaken:
 
 @dataclass(frozen=True)
 class Misbehaved:
-    """A provider answered what no correct one does."""
+    """A provider broke the protocol."""
 
     peer: PeerId
     reason: str
@@ -119,7 +119,7 @@ class Misbehaved:
 
 @dataclass(frozen=True)
 class ComputedFor:
-    """These peers, one a stage, have computed so many tokens of a service for this door."""
+    """These peers, one a stage, have computed this many tokens of a service for this door."""
 
     service: bytes
     route: tuple[PeerId, ...]

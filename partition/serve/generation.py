@@ -72,7 +72,7 @@ class RouteAttempt:
 
 @dataclass(eq=False)
 class OpenGeneration:
-    """The state of a generation that goes on."""
+    """The state of a running generation."""
 
     number: int
     shape: Shape
@@ -106,7 +106,7 @@ class OpenGeneration:
 
 
 def openings(me: PeerId, generation: OpenGeneration, attempt: RouteAttempt, share: int) -> Sends:
-    """Return what has the stages of a route serve its session for the door `me`."""
+    """Return the messages that open its session at the stages of a route for the door `me`."""
     begins = SessionBase(attempt.base, attempt.shared) if attempt.shared else None
     ways = (me, *attempt.route, me)
     service = generation.shape.service
@@ -117,7 +117,7 @@ def openings(me: PeerId, generation: OpenGeneration, attempt: RouteAttempt, shar
 
 
 def cut_units(generation: OpenGeneration, attempt: RouteAttempt) -> list[Carried]:
-    """Return what of the tokens has not been sent, as units, as far as the window goes."""
+    """Return unsent tokens as units, within the window."""
     units: list[Carried] = []
     tokens, wish = generation.tokens, generation.wish
     while attempt.is_open and attempt.sent < len(tokens) and len(attempt.flying) < UNITS_IN_FLIGHT_MAX:
@@ -181,8 +181,8 @@ def find_leader(
     tokens_min: int,
     may_share: Callable[[Collection[PeerId]], bool],
 ) -> tuple[int, int] | None:
-    """Return the number of a generation that still reads so much of what the follower would have to, and how
-    many tokens they share; None: there is none. `may_share` says of a route whether its sessions do."""
+    """Return the number of a generation that still reads enough of the follower's tokens, and the number of
+    shared tokens; None: there is none. `may_share` returns whether a route's sessions share."""
     wanted = follower.tokens[:-1]
     for each in generations:
         attempt = each.attempt
@@ -195,7 +195,7 @@ def find_leader(
 
 
 def let_go(gone: Sequence[KeptPrefix], besides: PeerId | None = None) -> Sends:
-    """Return what has all stages forget sessions that rested, `besides` one peer's."""
+    """Return the messages by which all stages forget resting sessions, `besides` one peer's."""
     return [
         (peer, LeaveSession(each.session))
         for each in gone

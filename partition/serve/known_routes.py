@@ -1,4 +1,4 @@
-"""The services that a door asks: who answers for each stage, and who is not asked for a while."""
+"""The services of a door: the replicas of each stage, and those that are not asked for a while."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ OTHER_CLASS = "stage {stage} is answered by machines of another bit class only, 
 
 @dataclass(frozen=True)
 class Missing:
-    """No route can be taken: `reason` is for people; `stage` is the one that nobody answers for, -1 where
-    somebody does who may not be asked."""
+    """There is no route: `reason` is for people; `stage` is the one without a replica, -1 if its replicas may
+    not be asked."""
 
     reason: str
     stage: int = -1
@@ -36,14 +36,14 @@ class KnownRoutes:
     def learn(
         self, service: bytes, replicas: Mapping[int, Sequence[StageReplica]], loading: Collection[int]
     ) -> None:
-        """Note who answers for the stages of a service now, and for which of them a member is loading one."""
+        """Set the replicas of a service's stages, and the stages that a member is loading."""
         self._loading[service] = frozenset(loading)
         self._routes[service] = {
             stage: {each.peer: each for each in rows} for stage, rows in replicas.items()
         }
 
     def replicas(self, service: bytes) -> list[list[StageReplica]]:
-        """Return who is known to answer for the stages of a service."""
+        """Return the known replicas of a service's stages."""
         return [list(rows.values()) for rows in self._routes.get(service, {}).values()]
 
     def is_loading(self, service: bytes, stage: int) -> bool:
@@ -72,7 +72,7 @@ class KnownRoutes:
                 replicas.pop(peer, None)
 
     def expire(self, now: float) -> None:
-        """Forget who was gone, and may be asked again."""
+        """Forget lost replicas that may be asked again."""
         self._gone_until = {peer: until for peer, until in self._gone_until.items() if until > now}
 
     def keep_only(self, services: Collection[bytes]) -> None:
@@ -92,8 +92,8 @@ class KnownRoutes:
     def candidates(
         self, now: float, generation: OpenGeneration
     ) -> tuple[list[list[StageReplica]], bool] | Missing:
-        """Return for each stage who may be asked, and whether all are of the bit classes of the tokens so
-        far; those that are come alone."""
+        """Return for each stage the replicas that may be asked, and whether all are of the bit classes of the
+        tokens so far; if there are such, only those."""
         shape, is_exact = generation.shape, True
         known = self._routes.get(shape.service, {})
         stages: list[list[StageReplica]] = []

@@ -1,4 +1,4 @@
-"""`/peerloom/serve/3`: what the door and the providers of a service say to each other.
+"""`/peerloom/serve/3`: the messages between the door and the providers of a service.
 
     door -> every stage       OpenSession(session, ...)            SessionOpened | SessionClosed
     door -> first stage       Work(session, position, ...)  with token ids
@@ -10,17 +10,17 @@
     both ways                 Alive                         while they share a session
     member -> member          Roll                          who holds which stage of a service
 
-One stream per ordered pair of peers, so messages between two peers stay in order. A session is the door's:
-its id is random, the providers know it by the door's key, and take its units from the peer before them that
-the door named, and from nobody else. A unit is `(session, position, tokens)`: several tokens at once and any
-position at or below what is kept are allowed, so that chunks, rollback and verification need no other format.
-A session may begin with the first tokens of another one of the same door (`OpenSession.base`), which every
+One stream per ordered pair of peers, so messages between two peers stay in order. A session belongs to its
+door: its id is random, the providers identify it with the door's key, and take its units only from the
+previous peer that the door named. A unit is `(session, position, tokens)`: several tokens at once, and any
+position up to the kept length, are allowed, so that chunks, rollback and verification need no other format. A
+session may begin with the first tokens of another one of the same door (`OpenSession.base`), which every
 stage of both has computed: its first unit then stands behind them.
 
 A peer may hold several stages of one service. The door opens the session there for each of them, and the peer
 sends itself the units between two that follow one another. A close, a rest and an end are for all of them.
 
-Not here: how a service is found and a stage is asked to be held (`node.protocols.services`).
+Not here: finding a service and asking a node to hold a stage (`node.protocols.services`).
 """
 
 from dataclasses import dataclass
@@ -84,7 +84,7 @@ class OpenSession(msgspec.Struct, frozen=True, array_like=True, tag="open"):
     """Serve this session of mine with your stage of a service: `before` sends you its units (the door itself
     at the first stage), and you pass them on to `after` (the door itself at the last). It begins with the
     first tokens of another of my sessions, if there is a `base`. My sessions with another `share` are for
-    somebody else, and have turns of their own among mine."""
+    another user, and have separate turns among mine."""
 
     session: Session
     service: Hash
@@ -111,7 +111,7 @@ class SessionClosed(msgspec.Struct, frozen=True, array_like=True, tag="closed"):
 
 
 class UnitWork(msgspec.Struct, frozen=True, array_like=True, tag="work"):
-    """A unit for one stage; the version before names none, for it sends to peers that hold one. It keeps
+    """A unit for one stage; the previous version names none, since its peers hold a single stage. It keeps
     `position` tokens of the session, rolling back to that if it has more. The last stage answers the `wanted`
     last rows, of each the `best` logits (0: all), or with `is_hidden` its hidden state, of which the head
     makes logits. The tensors' bytes follow."""
@@ -154,7 +154,7 @@ class RestSession(msgspec.Struct, frozen=True, array_like=True, tag="rest"):
 
 
 class Alive(msgspec.Struct, frozen=True, array_like=True, tag="alive"):
-    """My node runs. It says nothing of what is being computed, which may take as long as it takes."""
+    """My node runs. This says nothing about a running computation, which may take any time."""
 
 
 class ServiceRow(msgspec.Struct, frozen=True, array_like=True):
@@ -169,7 +169,7 @@ class ServiceRow(msgspec.Struct, frozen=True, array_like=True):
 
 class Roll(msgspec.Struct, frozen=True, array_like=True, tag="roll"):
     """I hold this stage of a service, or am loading it, or leave it (`is_leaving`); `rows` are the members
-    that I know. With `is_stopgap` I hold another stage too, and this one only until somebody else does."""
+    that I know. With `is_stopgap` I hold another stage too, and this one only until another member does."""
 
     service: Hash
     stage: StageNumber
@@ -188,7 +188,7 @@ class Carried:
 
     @property
     def size_bytes(self) -> int:
-        """Return what the tensors take."""
+        """Return the bytes of the tensors."""
         return sum(array.nbytes for _, array in self.arrays)
 
 

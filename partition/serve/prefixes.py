@@ -1,14 +1,13 @@
 """Sessions that others of the same owner may begin from: a radix tree of their tokens, at the door.
 
-A door that begins a session whose first tokens one of its others has had computed has every stage begin it
-with those (`OpenSession.base`), so they are not read again. What is shared lies in the stages of one route,
-so it is of one graph, of the same weights and of the same bits; and since time tells what was asked before,
-it is shared within one door, and there within one owner.
+If another session of the door has already computed the first tokens of a new one, every stage begins with
+those (`OpenSession.base`), so they are not read again. Shared tokens lie in the stages of one route, so they
+belong to one graph, the same weights and the same bits. Since response times reveal earlier prompts, sharing
+is limited to one door and one owner.
 
-A session that is still in use serves as a base while it lasts. One that is over may rest: its stages keep
-what it has until they need the room. Resting sessions are bounded here, and the least used goes first.
-
-After the radix tree of SGLang (arXiv 2312.07104), which holds pages; here the stages hold them.
+A session in use serves as a base while it lasts. A finished one may rest: its stages keep its pages until
+they need the room. Resting sessions are bounded here, and the least used is dropped first. After the radix
+tree of SGLang (arXiv 2312.07104), which holds pages; here the stages hold them.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -47,7 +46,7 @@ class _Node(Generic[V]):
         self.values: dict[V, None] = {}
 
     def below(self) -> Iterator[V]:
-        """Yield all values of this node and of those under it."""
+        """Yield all values of this node and its descendants."""
         nodes = [self]
         while nodes:
             node = nodes.pop()
@@ -56,7 +55,7 @@ class _Node(Generic[V]):
 
 
 class RadixTree(Generic[V]):
-    """Values, each at one sequence of tokens. Sequences share what they begin with."""
+    """Values, each at one sequence of tokens. Sequences share their common prefixes."""
 
     def __init__(self) -> None:
         self._root: _Node[V] = _Node((), None)
@@ -103,8 +102,8 @@ class RadixTree(Generic[V]):
             node = parent
 
     def shared(self, tokens: Sequence[int]) -> dict[V, int]:
-        """Return with how many of its first tokens each value begins with the first of these; values that
-        share none are left out."""
+        """Return the number of leading tokens that each value shares with these; values that share none are
+        left out."""
         rest = tuple(tokens)
         found: dict[V, int] = {}
         node, depth = self._root, 0
@@ -231,13 +230,13 @@ class Prefixes:
         )
 
     def use(self, now: float, session: bytes) -> None:
-        """Another has begun from this one."""
+        """Note that another session has begun from this one."""
         if session in self._resting:
             del self._resting[session]
             self._resting[session] = now
 
     def drop(self, session: bytes) -> KeptPrefix | None:
-        """Nobody begins from a session any more; return it if it was here."""
+        """Remove a session as a base; return it if it was here."""
         kept = self._kept.pop(session, None)
         self._resting.pop(session, None)
         if kept is not None:
@@ -256,7 +255,7 @@ class Prefixes:
         return rested
 
     def expire(self, now: float) -> list[KeptPrefix]:
-        """Let go of those that nobody began from for long; return them."""
+        """Remove long unused sessions; return them."""
         gone = [self._kept[session] for session, at in self._resting.items() if now - at >= REST_SECONDS_MAX]
         for each in gone:
             self.drop(each.session)
@@ -273,8 +272,8 @@ def choose_beginning(
     sessions: Callable[[PeerId], int],
     doubts: Mapping[PeerId, int],
 ) -> tuple[tuple[PeerId, ...], bytes, int]:
-    """Return the route for a session of these tokens and `left` more, the session that it begins from, and
-    with how many of its tokens. No route: there is none; no session: it begins by itself."""
+    """Return the route for a session of these tokens and `left` more, its base session, and the number of
+    shared tokens. No route: there is none; no session: it begins by itself."""
 
     def price(rows: Sequence[Sequence[StageReplica]], read: int, spared: int = 0) -> Way | None:
         return price_route(rows, read, left, sessions=sessions, doubts=doubts, spared=spared)
@@ -282,7 +281,7 @@ def choose_beginning(
     best, base, shared = price(stages, len(tokens)), b"", 0
     if best is None:
         return (), b"", 0
-    # One token at least is computed: what comes after it is what is wanted.
+    # At least one token is computed, since its logits are wanted.
     for kept, count in prefixes.find(key, tokens[:-1])[:BASES_MAX]:
         rows = [
             [each for each in replicas if each.peer == peer]

@@ -1,12 +1,9 @@
-"""Which of a service's replicas a session goes over: the route with the least time for what is still to come.
-
-What counts is what a whole answer takes. Each stage reads all tokens that there are, in chunks, and then
-computes one token after another; each token crosses every link of the route and comes back to the door. So
-reading and decoding are priced apart: a long prompt weighs the one, a long answer the other. A replica is
-slower by every session that it has. What was not measured counts as the quickest of its kind, so a new stage
-is tried, and is not given everything.
-
-Not here: what was measured (`node.serving`), and when a route is left (`partition.serve.door`).
+"""Chooses a session's route over a service's replicas: the one with the least remaining time for the whole
+answer. Each stage reads all tokens in chunks, and then computes one token after another; each token crosses
+every link of the route and comes back to the door. So reading and decoding are priced separately: a long
+prompt weighs the one, a long answer the other. Each session slows a replica. An unmeasured replica counts as
+the quickest of its kind, so a new stage is tried without getting everything. Not here: the measurements
+(`node.serving`), and leaving a route (`partition.serve.door`).
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -49,13 +46,13 @@ class StageReplica:
 
 @dataclass
 class StagePace:
-    """The time that a stage takes, by the calls that it answered; 0 where there was none of the kind."""
+    """A stage's times by its answered calls; 0 if there was none of the kind."""
 
     decode_seconds: float = 0.0
     read_seconds: float = 0.0
 
     def note(self, tokens: Sequence[int], seconds: float) -> None:
-        """A call computed units of so many tokens."""
+        """Note a call and the tokens of its units."""
         if not tokens or not 0 <= seconds <= SECONDS_MAX:
             return
         if max(tokens) <= DECODED_TOKENS_MAX:
@@ -77,9 +74,9 @@ def price_route(
     doubts: Mapping[PeerId, int] | None = None,
     spared: int = 0,
 ) -> Way | None:
-    """Return one peer of each stage: the least doubted, and of these the quickest for so many
-    tokens to be read and to be made. `sessions` is how many the door itself has at a peer, of which `spared`
-    do not count. None where there is no such route."""
+    """Return one peer of each stage: the least doubted, and of these the quickest for the tokens to read and
+    to make. `sessions` is how many the door itself has at a peer, of which `spared` do not count. None if
+    there is no such route."""
     doubted = doubts or {}
 
     best: dict[PeerId, Way] = {}

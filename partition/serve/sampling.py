@@ -1,10 +1,9 @@
-"""Which token comes next: greedy, or drawn from the logits by temperature, top-k, top-p and min-p.
-
-The door samples, so sampling and its seed survive the death of a stage. What is drawn at a position follows
-from the seed, the position, the logits and, with penalties, the tokens before it, all of which the door
-keeps: after a failover the same logits give the same token. Penalties and biases come first, as in OpenAI's
-API, then what is not allowed is left out, then the filters in the order of `transformers` (temperature,
-top-k, top-p, min-p), each over what the one before left. Of equal logits the lowest id comes first.
+"""Chooses the next token: greedy, or drawn from the logits by temperature, top-k, top-p and min-p. The door
+samples, so sampling and its seed survive the death of a stage. The token at a position follows from the seed,
+the position, the logits and, with penalties, the tokens before it, all of which the door keeps: after a
+failover the same logits give the same token. Penalties and biases come first, as in OpenAI's API, then
+forbidden tokens are removed, then come the filters in the order of `transformers` (temperature, top-k, top-p,
+min-p), each over the remaining tokens. Among equal logits the lowest id comes first.
 """
 
 from collections.abc import Sequence
@@ -42,7 +41,7 @@ Bias = tuple[Annotated[int, msgspec.Meta(ge=0)], Annotated[float, msgspec.Meta(g
 
 
 class Sampling(msgspec.Struct, frozen=True):
-    """How tokens are chosen. `temperature` 0 takes the likeliest, whatever the filters say. `top_k` 0,
+    """How tokens are chosen. `temperature` 0 takes the likeliest token and ignores the filters. `top_k` 0,
     `top_p` 1 and `min_p` 0 leave all tokens. `biases` are added to logits; `frequency_penalty` is taken off
     for each time that a token stands in the answer, `presence_penalty` once; `repetition_penalty` divides the
     logits of tokens of the prompt too where they are positive, else it multiplies them. `top` of the
@@ -151,7 +150,7 @@ def _choose_place(logits: Array, sampling: Sampling, position: int) -> int:
 
 
 def _choose_sorted(ids: Array, logits: Array, sampling: Sampling, position: int) -> int:
-    """Return the chosen one of `ids`, of which the one with the largest logit is the first."""
+    """Return the chosen one of `ids`, which begin with the largest logit."""
     if sampling.temperature == 0:
         return int(ids[0])
     if sampling.top_k:
@@ -194,8 +193,8 @@ def draw(seed: int, position: int) -> float:
 
 
 def read_hidden(work: UnitWork, answer: Answer, tensors: Sequence[Typed], width: int) -> Array:
-    """Return the hidden states of a unit, a row for each of its tokens. Raises RemoteProtocolError: they are
-    not what was wanted."""
+    """Return the hidden states of a unit, a row for each of its tokens. Raises RemoteProtocolError: they
+    differ from the request."""
     arrays = [array for _, array in tensors]
     if answer.best or answer.sums or len(arrays) != 1 or arrays[0].shape != (work.tokens, width):
         raise RemoteProtocolError(f"not the {work.tokens} rows of {width} numbers that were wanted")
@@ -205,8 +204,8 @@ def read_hidden(work: UnitWork, answer: Answer, tensors: Sequence[Typed], width:
 
 
 def read_row(work: UnitWork, answer: Answer, tensors: Sequence[Typed], vocabulary: int) -> LogitRow | None:
-    """Return the one row that a unit wants; None where it wants none. Raises RemoteProtocolError: it is not
-    what was wanted."""
+    """Return the one row that a unit wants; None if it wants none. Raises RemoteProtocolError: it differs
+    from the request."""
     arrays = [array for _, array in tensors]
     if not work.wanted:
         if arrays or answer.sums:

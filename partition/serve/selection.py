@@ -1,10 +1,9 @@
-"""The largest logits of a row, and the one that a draw falls on, found without sorting the row.
+"""Finds the largest logits of a row, and the one that a draw selects, without sorting the row.
 
-A draw at temperature T falls on the first logit, counted from the largest, at which the sum of exponentials
-passes a part of the whole sum. Logits are put in buckets by their size, the sums of whole buckets say in
-which of them it falls, and only that one is sorted: quickselect by weight. Sums that are added in another
-order differ in their last bits; a draw that falls so close to the edge of a logit that this could matter is
-left to a full sort.
+A draw at temperature T selects the first logit, counted from the largest, at which the sum of exponentials
+passes a part of the whole sum. Logits are put in buckets by size, the sums of whole buckets give the right
+one, and only that one is sorted: quickselect by weight. Sums in another order differ in their last bits; a
+draw so close to the edge of a logit that this could matter is left to a full sort.
 """
 
 import numpy as np
@@ -35,8 +34,8 @@ def best_logits(row: Array, count: int) -> tuple[Array, Array]:
 
 
 def find_drawn(row: Array, temperature: float, top_p: float, min_p: float, drawn: float) -> int | None:
-    """Return where in a row the logit stands that a number from 0 to below 1 falls on, as a full sort would
-    find it; None where that is too close to tell. `temperature` is above 0."""
+    """Return the index of the logit that a number from 0 to below 1 selects, as a full sort would find it;
+    None if it is too close to an edge. `temperature` is above 0."""
     with np.errstate(over="ignore"):
         wide = row.astype(np.float64)
         largest = wide.max()
@@ -75,7 +74,7 @@ class _Buckets:
 
     def find(self, sought: float) -> tuple[int, float] | None:
         """Return the first logit from the largest at which the sum of weights passes `sought`, and that sum;
-        None where the sum comes too close to it before or there."""
+        None if the sum comes too close to it before or there."""
         doubt = self.doubt * self.total
         bucket = int(np.searchsorted(self._ends, sought))
         if bucket == _BUCKETS:

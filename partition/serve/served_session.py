@@ -45,13 +45,13 @@ class ServedSession:
         return is_same and message.stage not in self.parts and not self.rests and not self.has_asked
 
     def part(self, stage: int | None) -> "SessionPart | None":
-        """Return what a stage has of it; of no stage in particular, the only part that is here."""
+        """Return a stage's part of it; without a stage the only part that is here."""
         if stage is not None:
             return self.parts.get(stage)
         return next(iter(self.parts.values())) if len(self.parts) == 1 else None
 
     def kept(self, stage: int) -> int:
-        """Return how many tokens a stage keeps, 0 where it does not serve this session."""
+        """Return how many tokens a stage keeps, 0 if it does not serve this session."""
         return self.parts[stage].kept if stage in self.parts else 0
 
 

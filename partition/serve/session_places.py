@@ -1,8 +1,6 @@
-"""Which sessions of a provider have a place, and which of them rest.
-
-Places are bounded in all, for each door and for each network (`crypto.registers`). A session that its door
-lets rest is kept for others of the same door to begin from, as long as nobody needs its place: the least used
-goes first, before any that is in use.
+"""The places of a provider's sessions, in use and resting. Places are bounded in all, for each door and for
+each network (`crypto.registers`). A resting session is kept as a base for others of the same door until its
+place is needed: the least used is dropped first, before any that is in use.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ RESTS_PER_DOOR_MAX = 8
 
 
 class SessionPlaces:
-    """Those of one provider. `source_of` tells the network of a peer."""
+    """The places of one provider. `source_of` returns the network of a peer."""
 
     def __init__(self, source_of: Callable[[PeerId], bytes]) -> None:
         self._source_of = source_of
@@ -38,8 +36,8 @@ class SessionPlaces:
     def admit(
         self, now: float, session: ServedSession, base: ServedSession | None
     ) -> tuple[bool, list[ServedSession]]:
-        """Give a session a place, that of the `base` it begins from where there is no other; return whether
-        it has one, and the sessions that are to end for it."""
+        """Give a session a place, its `base`'s if there is no other; return whether it has one, and the
+        sessions that must end for it."""
         gone = self._spare(session.door, base)
         for each in gone:
             self.leave(each)

@@ -33,13 +33,13 @@ class StageQueue:
     """Until when it waits for a unit that is on its way."""
 
     def check_ends(self, door: PeerId, message: OpenSession) -> None:
-        """Raise RemoteProtocolError where the first or the last stage would not speak to the door."""
+        """Raise RemoteProtocolError if the first or the last stage would not talk to the door."""
         is_first, is_last = self.number == 0, self.number == self.count - 1
         if (is_first and message.before != door) or (is_last and message.after != door):
             raise RemoteProtocolError("a session whose first or last stage does not speak to its door")
 
     def next_alone(self, own: Sequence[SessionPart]) -> SessionPart | None:
-        """Return the next session whose unit is computed by itself, None where there is none."""
+        """Return the next session whose unit is computed by itself, None if there is none."""
         while self.alone:
             name = self.alone.popleft()
             found = next((part for part in own if part.session.id == name and part.may_compute), None)
@@ -63,7 +63,7 @@ class StageQueue:
         return ComputeBatch(self.service, self.number, batch, rows)
 
     def end(self) -> list[tuple[SessionPart, Carried]]:
-        """Return what was computed, which is no more."""
+        """End the running computation; return its units."""
         for part in self.computing:
             part.is_computing = False
         found = list(zip(self.computing, self.units, strict=True))

@@ -1,8 +1,7 @@
-"""Decides whether a node takes a stage that it is asked for, and which members are asked for a missing one.
-
-A node without a stage of the service takes one from anybody, if its owner's rules allow it. One that has a
-stage already takes a further one at the word of the publisher, or of a member, who is believed only where
-this node has itself heard of nobody else who holds it: its slots are not the asker's.
+"""Decides whether a node takes a requested stage, and which members are asked for a missing one. A node
+without a stage of the service takes one for any asker, if its owner's rules allow it. A node with a stage
+takes a further one only for the publisher, or for a member if it knows of no other holder itself, so that
+members cannot claim its slots.
 """
 
 from collections.abc import Sequence
@@ -13,7 +12,7 @@ from partition.serve.upkeep import STAGES_PER_PEER_MAX, Recruit, ServiceUpkeep
 
 
 def is_member(here: Sequence[ServiceUpkeep], asker: PeerId) -> bool:
-    """Return whether a peer is a member of the service by what the stages `here` have heard."""
+    """Return whether the stages `here` know a peer as a member of the service."""
     return any(each.has(asker) for each in here)
 
 
@@ -25,7 +24,7 @@ def further_refusal(
     is_owner: bool,
     stages_max: int = STAGES_PER_PEER_MAX,
 ) -> str | None:
-    """Return why a node that holds the stages `here` takes no further one; None where it may. `is_owner`:
+    """Return why a node that holds the stages `here` takes no further one; None if it may. `is_owner`:
     the publisher asks, or the node itself."""
     if not (is_owner or is_member(here, asker)):
         return "another stage of this service is here"
@@ -37,8 +36,8 @@ def further_refusal(
 
 
 def stopgaps(wanted: Recruit, me: PeerId) -> list[PeerId]:
-    """Return the members that are asked to take a missing stage beside their own, this one first; none where
-    somebody has it."""
+    """Return the members to ask for a missing stage beside their own, this one first; none if it has a
+    holder."""
     if not wanted.is_empty:
         return []
     return [

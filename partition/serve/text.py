@@ -1,6 +1,5 @@
-"""Tokens as they come, made pieces of text: no half letters, and nothing of a text that ends the answer.
-
-What tokens say is asked of `decode`, over a window: from the token before which all is told to the newest.
+"""Turns incoming tokens into pieces of text: only complete characters, and nothing of a stop text. `decode`
+is called with a window of tokens, from the first one whose text was not returned yet to the newest.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,7 +33,7 @@ class TextStream:
         """Text that may be the beginning of a stop."""
 
     def push(self, token: int) -> str:
-        """Take the next token; return what may be shown now, which may be nothing."""
+        """Take the next token; return the text that may be shown now, possibly empty."""
         if self.is_stopped:
             return ""
         self._tokens.append(token)
@@ -49,7 +48,7 @@ class TextStream:
         return self._release(self._held + piece)
 
     def finish(self) -> str:
-        """Return what was held back; no token comes any more."""
+        """Return the held-back text; no token follows."""
         if self.is_stopped:
             return ""
         before, whole = self._decode(self._tokens[: self._told]), self._decode(self._tokens)
@@ -66,8 +65,7 @@ class TextStream:
         return text[: len(text) - keep]
 
     def _stop(self, text: str) -> int:
-        """End the answer at the first stop in a text, and return where that begins; -1 where there is
-        none."""
+        """End the answer at the first stop in a text, and return its index; -1 if there is none."""
         place = min((place for stop in self._stops if (place := text.find(stop)) >= 0), default=-1)
         if place >= 0:
             self.is_stopped = True

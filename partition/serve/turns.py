@@ -1,14 +1,12 @@
 """The order in which a stage computes units: doors take turns by the tokens that were computed for them, and
 within a door its shares do.
 
-Deficit round robin at two levels. A door counts as one whatever its sessions are, for its weight; a share is
-what a door says belongs together, for instance all sessions of one API key, so a door that claims many shares
-divides its own turns alone. Where several want the stage, a call has few units of each. Who asked for little
-or nothing is owed no more for that than one unit that another was served meanwhile.
-
-A session whose next unit is on its way would miss the call that begins just before it comes, and pay for that
-call and its own. So a stage waits for it, for a small part of a call, where it came in time after its last
-answer (anticipatory scheduling, Iyer and Druschel, 2001).
+Deficit round robin at two levels. A door counts once by its weight, however many sessions it has. A share is
+a group of sessions that the door defines, for instance all of one API key, so a door with many shares only
+divides its own turns. If several want the stage, a call has few units of each. An idle door earns at most one
+unit of credit. A session whose next unit is on its way would miss the call that begins just before it, and
+wait for that call and its own. So a stage waits for it, for a small part of a call, if it was punctual after
+its last answer (anticipatory scheduling, Iyer and Druschel, 2001).
 """
 
 from collections import Counter, deque
@@ -40,7 +38,7 @@ Share = tuple[PeerId, int]
 
 
 class StageTurns:
-    """The turns of all doors at one node. `weight_of` tells how large a door's part is."""
+    """The turns of all doors at one node. `weight_of` returns a door's weight."""
 
     def __init__(self, weight_of: Callable[[PeerId], float]) -> None:
         self._weight_of = weight_of
@@ -112,8 +110,8 @@ class StageTurns:
         return chosen
 
     def _bound_credit(self, wanting: Collection[Share]) -> None:
-        """Bring those that want the stage to where the most served of them was one unit ago: that one had its
-        turn then, so whoever has less has not asked for it."""
+        """Limit the credit of the doors that want the stage to one unit below the most served of them: a door
+        with more credit did not ask for its turns."""
         floor: dict[PeerId | None, float] = {}
         for door, share in wanting:
             served = self._served[door] - UNIT_TOKENS_MAX / self._weights[door]
@@ -125,8 +123,8 @@ class StageTurns:
 
 
 def wait_until(now: float, sessions: Collection[SessionPart], call_seconds: float) -> float:
-    """Return until when a stage waits for somebody whose next unit is on its way, -inf where for nobody. Its
-    last call took `call_seconds`."""
+    """Return until when a stage waits for units on their way, -inf if for none. Its last call took
+    `call_seconds`."""
     wait = WAIT_PART * call_seconds
     ready = {(each.door, each.share) for each in sessions if each.may_compute}
     return max(

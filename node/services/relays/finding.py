@@ -1,8 +1,8 @@
-"""Relays in the DHT: how a relay is listed there, and which of those that are listed is near.
+"""Relays in the DHT: lists this node as a relay, and finds near relays.
 
 A relay stores a record under one of `SHARDS` keys, which follows from its id. A node that needs relays reads
-some of these keys, dials a few relays of different networks, and measures a round trip to each. A record is
-signed by the relay that it names; what it claims is tried like any claimed address, seldom and bounded.
+some of these keys, dials a few relays of different networks, and measures a round trip to each. A relay signs
+its own record; its claims are tried like any claimed address, rarely and within bounds.
 """
 
 from collections import Counter
@@ -35,9 +35,10 @@ RECORD_VERSION = 1
 SHARDS = 8
 """Keys by which relays are found: a holder keeps a bounded number of publishers under each."""
 SHARDS_READ = 3
-"""A search reads at least so many, chosen at random: a publisher that fills one key is not all it finds."""
+"""The least number of random keys that a search reads, so that a publisher that fills one key does not hide
+the others."""
 RECORD_SECONDS = 3_600.0
-"""How long a relay is listed after it has last said that it is one."""
+"""How long a relay is listed after its last announcement."""
 RENEW_SECONDS = 1_200.0
 TRIED_MAX = 8
 """Relays that a search dials, each of another public network."""
@@ -57,7 +58,7 @@ class RelayRecord(msgspec.Struct, frozen=True, array_like=True):
 
 
 def shard_of(relay: PeerId) -> int:
-    """Return under which key a relay is listed."""
+    """Return the shard of a relay."""
     return node_key(relay)[0] % SHARDS
 
 
@@ -69,8 +70,8 @@ def shard_name(shard: int) -> bytes:
 def listed(
     records: Iterable[Record], shard: int, *, own: PeerId, admits: Callable[[Address], bool]
 ) -> dict[PeerId, tuple[Address, ...]]:
-    """Return the relays of one shard and where each may be dialled. Left out are records that nobody can
-    read, of relays that belong into another shard, and addresses that may not be tried."""
+    """Return the relays of one shard and the addresses at which each may be dialled, without unreadable
+    records, relays of other shards, and addresses that may not be tried."""
     found: dict[PeerId, tuple[Address, ...]] = {}
     for record in records:
         if record.publisher == own or shard_of(record.publisher) != shard:
@@ -92,7 +93,7 @@ def listed(
 def of_different_networks(
     relays: Mapping[PeerId, Sequence[Address]], rng: Random
 ) -> dict[PeerId, Sequence[Address]]:
-    """Return up to `TRIED_MAX` of these relays, in any order: of each public network one, so that an owner of
+    """Return up to `TRIED_MAX` of these relays, in any order: one of each public network, so that an owner of
     many ids is tried once."""
     chosen: dict[PeerId, Sequence[Address]] = {}
     seen: set[bytes] = set()
@@ -115,21 +116,21 @@ class FoundRelays:
         return len(self._found)
 
     def note(self, now: float, relay: PeerId, seconds: float) -> None:
-        """A round trip to a relay takes so long."""
+        """Note a round trip to a relay."""
         self._found[relay] = now, seconds
         if len(self._found) > FOUND_MAX:
             del self._found[max(self._found, key=lambda each: self._found[each][1])]
 
     def seconds(self, now: float) -> dict[PeerId, float]:
-        """Return the round trip of each that was measured lately, the nearest first."""
+        """Return the round trips that were measured lately, the nearest first."""
         self._found = {relay: at for relay, at in self._found.items() if now - at[0] <= MEASURED_SECONDS}
         seconds = {relay: found for relay, (_, found) in self._found.items()}
         return dict(sorted(seconds.items(), key=lambda each: each[1]))
 
 
 class RelayFinder:
-    """The service of one node. `is_relay` says whether it is to be listed, `is_wanted` whether it looks for
-    relays beside those that it knows."""
+    """The service of one node. `is_relay` returns whether to list this node, `is_wanted` whether to look for
+    more relays."""
 
     def __init__(
         self,
@@ -193,7 +194,7 @@ class RelayFinder:
             pause_seconds = min(2 * pause_seconds, self._settings.search_seconds_max)
 
     async def search(self) -> None:
-        """Read what the DHT has, and measure some of it."""
+        """Read relays from the DHT, and measure some of them."""
         self._counters["relay_searches"] += 1
         relays: dict[PeerId, tuple[Address, ...]] = {}
         for count, shard in enumerate(self._rng.sample(range(SHARDS), SHARDS), start=1):

@@ -15,14 +15,14 @@ from node.transport.relay_messages import BUSY, FULL, OFF, SPENT, TOKEN_BYTES, U
 PLACES_MAX = 256
 """Peers that may be reached through one node; each costs a connection that is idle most of the time."""
 PLACES_PER_NETWORK_MAX = 32
-"""The same of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
+"""Peers of one network (a /24 of IPv4, a /48 of IPv6): a lecture hall behind one router."""
 PLACE_SECONDS = 600
-"""A place is kept for so long without being asked for again."""
+"""How long a place is kept without a renewal."""
 CIRCUITS_PER_PEER_MAX = 16
 """Circuits of one peer, whichever end it is."""
 CIRCUITS_PER_PAIR_MAX = 2
-"""Circuits by which one peer reaches another, those that wait to be taken among them: one that is used, and
-the next where that has gone silent."""
+"""Circuits by which one peer reaches another, waiting ones included: one in use, and the next if that has
+gone silent."""
 WAITING_PER_PEER_MAX = 8
 """Circuits announced to one peer that it has not taken yet."""
 WAIT_SECONDS = 5.0
@@ -49,16 +49,16 @@ class _Place:
 
 @dataclass(frozen=True)
 class Announced:
-    """A circuit that its target was told of: `first` asked for it, `target` is to take it."""
+    """A circuit announced to its target: `first` asked for it, `target` should take it."""
 
     token: bytes
     first: PeerId
     target: PeerId
     until: float
     network: bytes
-    """The public network from which it was asked for; empty for a local one."""
+    """The public network of the request; empty for a local one."""
     is_strangers: bool
-    """Whether neither had given this node anything by then."""
+    """Whether neither had contributed anything to this node by then."""
 
     @property
     def ends(self) -> tuple[PeerId, PeerId]:
@@ -75,7 +75,7 @@ class NoPlace(Exception):
 
 
 class RelayLedger:
-    """`now` is monotonic seconds; `source` the prefix of where a peer connects from."""
+    """`now` is monotonic seconds; `source` the network prefix of a peer's connection."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class RelayLedger:
         }
 
     def reserve(self, now: float, peer: PeerId, source: bytes) -> int:
-        """Keep a place for a peer; for how many seconds. Raises NoPlace."""
+        """Keep a place for a peer; return the seconds. Raises NoPlace."""
         if not self.limits.is_on:
             raise NoPlace(OFF)
         self._forget(now)
@@ -129,11 +129,11 @@ class RelayLedger:
         return PLACE_SECONDS
 
     def release(self, peer: PeerId) -> None:
-        """It gives up its place, or has hung up."""
+        """Release the place of a peer that gave it up, or has hung up."""
         self._places.pop(peer, None)
 
     def announce(self, now: float, first: PeerId, target: PeerId, source: bytes) -> Announced:
-        """Have `target` told that `first`, which asks from `source`, wants to reach it. Raises NoPlace."""
+        """Announce to `target` that `first`, which asks from `source`, wants to reach it. Raises NoPlace."""
         if not self.limits.is_on:
             raise NoPlace(OFF)
         self._forget(now)
@@ -155,8 +155,8 @@ class RelayLedger:
         return found
 
     def _check(self, first: PeerId, target: PeerId, network: bytes, circuits: Collection[Announced]) -> None:
-        """Raises NoPlace where one more beside `circuits` were too many for either peer, for both, or for a
-        public network: of all circuits that has a quarter, and of one target's half."""
+        """Raise NoPlace if one more beside `circuits` would exceed the limit of either peer, of both, or of a
+        public network: a quarter of all circuits, and half of one target's."""
         of_network = [each for each in circuits if network and each.network == network]
         if (
             max(sum(peer in each.ends for each in circuits) for peer in (first, target))
@@ -168,11 +168,11 @@ class RelayLedger:
             raise NoPlace(BUSY)
 
     def withdraw(self, token: bytes) -> None:
-        """Nobody waits for it any more."""
+        """Drop an announced circuit for which nobody waits any more."""
         self._announced.pop(token, None)
 
     def accept(self, now: float, peer: PeerId, token: bytes) -> Announced:
-        """`peer` takes the circuit that it was told of: it is open until `closed`. Raises NoPlace."""
+        """Open the circuit that was announced to `peer`, until `closed`. Raises NoPlace."""
         self._forget(now)
         found = self._announced.get(token)
         if found is None or found.target != peer:
@@ -189,8 +189,8 @@ class RelayLedger:
         del self._open[circuit.token]
 
     def carried(self, now: float, circuit: Announced, count: int) -> bool:
-        """Count bytes that are carried; return False where two strangers have no budget left, of whom each
-        pays all of it. A known peer pays for the other one, whom it asked or answered."""
+        """Count carried bytes; return False if two strangers have no budget left (each is charged in full). A
+        known peer pays for the other one."""
         self.carried_bytes += count
         if not circuit.is_strangers:
             return True
@@ -225,7 +225,7 @@ class SharedPace:
         self._due: dict[object, float] = {}
 
     def take(self, now: float, who: object, count: int) -> float:
-        """Count so many bytes for `who`; return for how many seconds to wait."""
+        """Count bytes for `who`; return the seconds to wait."""
         if not self.bytes_per_second:
             return 0.0
         begin = max(self._due.get(who, now), now - BURST_SECONDS)
@@ -233,7 +233,7 @@ class SharedPace:
         return max(0.0, self._due[who] - now)
 
     def piece(self, now: float, who: object) -> int:
-        """Return how many bytes `who` may take at once: what its share carries in PIECE_SECONDS."""
+        """Return how many bytes `who` may take at once: its share of PIECE_SECONDS."""
         if not self.bytes_per_second:
             return PIECE_BYTES_MAX
         share = self.bytes_per_second / self._busy(now, who)
@@ -250,5 +250,6 @@ class SharedPace:
 BURST_SECONDS = 0.05
 """The most that a pause saves up."""
 PIECE_SECONDS = 0.1
-"""How long one piece keeps a share busy: what comes behind it is there long before a path is called dead."""
+"""How long one piece keeps a share busy: short, so that the next bytes come long before a path counts as
+dead."""
 PIECE_BYTES_MIN, PIECE_BYTES_MAX = 2**11, 2**16

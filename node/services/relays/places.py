@@ -1,4 +1,4 @@
-"""Places of this node at relays: which relay is asked, and when a place is asked for again. Pure cores.
+"""Places of this node at relays: chooses relays, and renews places. Pure cores.
 
 `PlaceSearch` chooses relays, `PlaceLease` renews a place at one of them. `now` is monotonic seconds. The
 conversation itself and its connections are in `reservations`, and in the simulator.
@@ -14,12 +14,12 @@ from node.transport.announced import CIRCUITS_TOLD_MAX
 WANTED = CIRCUITS_TOLD_MAX
 """Relays at once: one may vanish."""
 RENEW_SECONDS = 20.0
-"""Between two times that a place is asked for, which also says whether a router still knows the connection; a
-place lasts thirty times as long."""
+"""The interval of renewals, which also test whether a router still knows the connection; a place lasts thirty
+times as long."""
 ANSWER_SECONDS = 5.0
 """For the answer to that."""
 TRIED_MAX = 256
-"""Relays that are left alone: as many as a swarm has members in view that are worth a try."""
+"""The most relays that are left alone: the number of members in view."""
 
 
 class PlaceSearch:
@@ -30,7 +30,7 @@ class PlaceSearch:
         self._asked: dict[PeerId, None] = {}
         self._left_alone: dict[PeerId, float] = {}
         self._kept_since: dict[PeerId, float] = {}
-        # How often in a row a place at a relay was lost soon, the latest last.
+        # How often in a row places at each relay were lost early, the latest last.
         self._short: dict[PeerId, int] = {}
 
     @property
@@ -48,7 +48,7 @@ class PlaceSearch:
         }
 
     def next(self, now: float, candidates: Sequence[PeerId]) -> PeerId | None:
-        """Return the relay to ask now, and note that it is asked; None where there are enough, or no other.
+        """Return the relay to ask now, and note that it is asked; None if there are enough, or no other.
         `candidates` are sorted, the best first."""
         self._left_alone = {peer: until for peer, until in self._left_alone.items() if until > now}
         if len(self._asked) >= WANTED:
@@ -60,11 +60,11 @@ class PlaceSearch:
         return None
 
     def kept(self, now: float, relay: PeerId) -> None:
-        """A relay keeps a place from now on."""
+        """Note that a relay keeps a place from now on."""
         self._kept_since[relay] = now
 
     def ended(self, now: float, relay: PeerId) -> None:
-        """A relay refused or failed, or a place that it kept is lost."""
+        """Note that a relay refused or failed, or that its place is lost."""
         self._asked.pop(relay, None)
         since = self._kept_since.pop(relay, None)
         seconds = self._settings.refused_seconds if since is None else self._lost_seconds(now, relay, since)
@@ -106,7 +106,7 @@ class PlaceLease:
         self._is_answered, self.deadline = True, now + RENEW_SECONDS
 
     def wake(self, now: float) -> bool:
-        """Return whether to ask again now; False where the relay did not answer the last time: it is lost."""
+        """Return whether to ask again now; False if the relay did not answer the last time: it is lost."""
         if not self._is_answered:
             return False
         self._is_answered, self.deadline = False, now + ANSWER_SECONDS

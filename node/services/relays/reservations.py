@@ -1,7 +1,6 @@
-"""Places at relays for a node that nobody can dial: asked for at several, kept, and told to others.
-
-A place is asked for again every 20 s, which also says whether the relay is still there: relayed connections
-degrade over hours. A relay that fails is left alone for a while, and another one takes its place.
+"""Places at relays for a node that cannot be dialled: requests and renews several, and announces them. A
+renewal every 20 s also tests whether the relay is still there: relayed connections degrade over hours. A
+relay that fails is left alone for a while, and another one takes its place.
 """
 
 from collections import Counter
@@ -34,14 +33,14 @@ from node.transport.streams import SecureStream
 from node.waker import Waker
 
 LOOK_SECONDS = 0.5
-"""How often it is looked whether there are enough."""
+"""How often the number of places is checked."""
 TAKING_MAX = 16
-"""Circuits that are taken at once of those that one relay announces; it holds that many for one node too."""
+"""Circuits of one relay that are taken at once; it announces at most as many to one node."""
 
 
 class Reservations:
-    """The service of one node. `candidates` are the peers to ask, the best first; `is_wanted` says whether
-    others reach this node by relays alone; `changed` is called when the circuits to tell are others."""
+    """The service of one node. `candidates` are the peers to ask, the best first; `is_wanted` returns whether
+    others reach this node only by relays; `changed` is called when the circuits to announce change."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class Reservations:
 
     @property
     def circuits(self) -> tuple[Address, ...]:
-        """Those by which this node is reached, the oldest first."""
+        """The circuits by which this node is reached, the oldest first."""
         return tuple(self._circuits.values())
 
     async def run(self) -> None:
@@ -146,7 +145,7 @@ class Reservations:
                     raise RemoteProtocolError("no answer to what was asked")
 
     async def _renew(self, stream: SecureStream, lease: PlaceLease, waker: Waker) -> NoReturn:
-        """Ask for the place again when it is time. Raises TooSlowError: the relay did not answer."""
+        """Renew the place when it is time. Raises TooSlowError: the relay did not answer."""
         while True:
             asks_again = await waker.wake_when_due(lease)
             if asks_again:
@@ -171,8 +170,8 @@ class Reservations:
             self._taking[relay] -= 1
 
     async def _keep_ready(self, relay: PeerId, at: Address) -> None:
-        """Have a connection to the relay rest here for the next circuit, which then costs no handshake with
-        the relay first. One task for each relay does so: a relay that announces much has no more dialled."""
+        """Keep an idle connection to the relay for the next circuit, which then needs no handshake with the
+        relay first. There is one such task for each relay, so many announcements cause no more dials."""
         if relay in self._readying:
             return
         self._readying.add(relay)

@@ -48,26 +48,26 @@ STREAMS = StreamLimits(
     streams_max=2 * PLACES_MAX,
     patience_seconds=PLACE_SECONDS,
 )
-"""A place is silent until somebody wants to reach the node that holds it."""
+"""A place is silent until a peer wants to reach its node."""
 SILENT_SECONDS = 60.0
-"""Without a byte for so long a circuit is over: its ends ping each other four times as often."""
+"""A circuit without a byte for this long is over: its ends ping each other four times as often."""
 
 Socket = trio.socket.SocketType
 
 
 @dataclass(eq=False)
 class _Waiting:
-    """One who asked for a circuit, until the other side has taken it."""
+    """A peer that asked for a circuit, until the other side has taken it."""
 
     taken: trio.Event = field(default_factory=trio.Event)
     circuit: Announced | None = None
     far: socket.socket | None = None
     flight: bytes = b""
-    """The other side's answer to the flight of the one who asked."""
+    """The other side's answer to the asker's flight."""
 
 
 class RelayServer:
-    """The service of one node. It refuses everybody while its ledger's limits say that it is off."""
+    """The service of one node. It refuses all requests while its ledger's limits turn it off."""
 
     def __init__(self, network: Network, clock: Clock, ledger: RelayLedger, counters: Counter[str]) -> None:
         self.ledger = ledger
@@ -95,10 +95,10 @@ class RelayServer:
             await stream.send(encode(RelayRefused(refusal.code)))
 
     async def _keep(self, stream: Stream) -> None:
-        """Hold a place for the peer, as long as it asks for it again and again."""
+        """Keep a place for the peer as long as it renews it."""
         peer = stream.peer
         if stream.source is None:
-            raise NoPlace(OFF)  # one that is behind another relay
+            raise NoPlace(OFF)  # a peer behind another relay
         source = prefix_of(stream.source.host)
         try:
             while True:
@@ -147,7 +147,7 @@ class RelayServer:
                 waiting.far.close()
 
     async def _accept(self, stream: Stream, token: bytes, flight: bytes) -> None:
-        """Hand this connection to the one who waits for it."""
+        """Hand this connection to the waiting peer."""
         far = _bare(stream)
         waiting = self._waiting.get(token)
         if waiting is None:
@@ -176,7 +176,7 @@ class RelayServer:
     async def _pump(
         self, circuit: Announced, source: Socket, target: Socket, scope: trio.CancelScope
     ) -> None:
-        """One direction, which has a share of its own. The first to be over ends the other one too."""
+        """Copy one direction, with a share of its own. The first direction to end ends the other one too."""
         buffer, who = bytearray(PIECE_BYTES_MAX), object()
         view = memoryview(buffer)
         try:
