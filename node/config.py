@@ -1,8 +1,8 @@
 """The configuration of a node: flag > `PEERLOOM_*` > file > default. None is needed.
 
-A frozen value, pure of trio and torch. Every fault is one `UsageError` that names where it stands
-(`--join`, `PEERLOOM_JOIN`, `node.toml:7`), what is wrong and what would be right. `RULES` is the
-only list of settings: the flags, the environment names and the file keys are all read from it.
+A frozen value, without trio and torch. Every fault is one `UsageError` that names the place (`--join`,
+`PEERLOOM_JOIN`, `node.toml:7`), the fault and valid values. `RULES` is the only list of settings: the flags,
+the environment names and the file keys are all read from it.
 """
 
 import os
@@ -80,8 +80,8 @@ DISK_GIVEN = Memory(bytes=GUEST_BYTES_MAX)
 
 @dataclass(frozen=True)
 class JoinSettings:
-    """Where to look for the first peer. `seeds` holds flags, file and seed files, in that order; `lan` is the
-    local network, where nodes find each other by beacons."""
+    """The ways to find the first peer. `seeds` holds flags, file and seed files, in that order; `lan` enables
+    beacons on the local network."""
 
     seeds: tuple[Address, ...] = ()
     remember: bool = True
@@ -90,9 +90,9 @@ class JoinSettings:
 
 @dataclass(frozen=True)
 class Listen:
-    """Where this node is reached, by TCP and UDP: port 0 takes any free one; `announce` replaces what others
-    are told. Where `may_move`, one of the next ten ports does as well: no address was asked for. `map`: have
-    the router lead the port to this machine."""
+    """The addresses of this node, for TCP and UDP: port 0 takes any free one; `announce` replaces the
+    announced addresses. With `may_move` one of the next ten ports is accepted too, since no address was
+    requested. `map`: let the router map the port to this machine."""
 
     addresses: tuple[Address, ...] = DEFAULT_LISTEN
     announce: tuple[Address, ...] = ()
@@ -107,9 +107,9 @@ class Listen:
 
 @dataclass(frozen=True)
 class SwarmSettings:
-    """Which swarm, and for what kind of network its timers are set. A `key_file` makes it private. `scope`,
-    the same for all of a swarm: whom a member lists, everybody (2,000 at most) or the neighbourhood of its
-    key, however large the swarm. `work_bits`, too: the proof of work in every node's id (docs/dht.md)."""
+    """The swarm, and its preset of timers. A `key_file` makes it private. `scope` and `work_bits` are the
+    same in a whole swarm: a member lists all others (2,000 at most) or the neighbourhood of its key in a
+    swarm of any size; `work_bits` is the proof of work in every node's id (docs/dht.md)."""
 
     name: str = "default"
     preset: Preset = "lan"
@@ -121,11 +121,11 @@ class SwarmSettings:
 @dataclass(frozen=True)
 class Resources:
     """The resources that this machine gives. `cores` 0 means all; `device` auto, cpu, mps or cuda:N. With
-    `allow_unfenced` it takes stages of others also where it cannot fence them in. `scratch` is the disk that
-    all stages share, for frames of open steps that do not fit in memory and the files of their processes;
-    `disk` holds data of others: shards, checkpoints, results, the oldest of which make way. `calibrate`
-    measures the time of each class of operators in the background, once for a machine. A `spare_process` is
-    loaded for the next stage while the machine is idle: it takes 0.2 GB."""
+    `allow_unfenced` it takes stages of others even if it cannot fence them. `scratch` is the disk that all
+    stages share, for frames of open steps that do not fit in memory and the files of their processes; `disk`
+    holds data of others: shards, checkpoints, results, of which the oldest are dropped. `calibrate` measures
+    the time of each class of operators in the background, once for a machine. A `spare_process` is loaded for
+    the next stage while the machine is idle: it takes 0.2 GB."""
 
     device: str = "auto"
     memory: Memory = MEMORY_GIVEN
@@ -141,7 +141,7 @@ class Resources:
 
 @dataclass(frozen=True)
 class AlertSettings:
-    """Where alerts are told besides the screen and the page: a URL that takes a POST, a program and its
+    """The targets of alerts besides the screen and the page: a URL for a POST, a program with its
     arguments."""
 
     webhook: str = ""
@@ -166,7 +166,7 @@ class Follow:
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a node is told before it starts. An `observer` watches and takes no stage."""
+    """All settings of a node. An `observer` watches and takes no stage."""
 
     name: str = field(default_factory=lambda: default_name())
     data_dir: Path = field(default_factory=lambda: default_data_dir(os.environ))
@@ -287,11 +287,11 @@ _PORT_RULE = SettingRule("port", (), read_port)
 def resolve(flags: Mapping[str, str | bool | Sequence[str] | None], environ: Mapping[str, str]) -> Config:
     """Merge all sources into a Config.
 
-    `flags` maps rule names (and `config`, the file) to what was typed, None or empty for not given.
-    A list given by a higher source replaces the lower one's, except `join`: all seeds are tried.
+    `flags` maps rule names (and `config`, the file) to the typed text, None or empty if not given. A list
+    from a higher source replaces the lower one's, except `join`: all seeds are tried.
 
     Raises:
-        UsageError: the first fault, with where it stands.
+        UsageError: the first fault, with its place.
     """
     _check_environment(environ)
     document, folder = _read_file(flags, environ)
@@ -350,7 +350,7 @@ def read_setting(where: str, text: str, read: Callable[[str], Any]) -> Any:
 
 
 def _check_environment(environ: Mapping[str, str]) -> None:
-    """A misspelt variable is an error; one that looks like nothing of ours may be somebody else's.
+    """Raise UsageError for a misspelt variable; one unlike ours may belong to another program.
 
     (Kubernetes sets PEERLOOM_PORT and PEERLOOM_SERVICE_HOST beside a service named peerloom.)
     """
@@ -385,7 +385,7 @@ def _from_flags(rule: SettingRule, flags: Mapping[str, Any]) -> Any:
 
 
 def _many(rule: SettingRule, values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return the values of a list, each of which is some itself where it is packed."""
+    """Return the values of a list, each of which may be several packed ones."""
     return tuple(chain.from_iterable(values)) if rule.is_packed else tuple(values)
 
 
@@ -411,7 +411,7 @@ def _from_file(rule: SettingRule, document: toml.Document[ConfigFile] | None, fo
         return tuple(folder / item if isinstance(item, Path) else item for item in read)
     if isinstance(value, str):
         value = _from_file_text(rule, value, document)
-    # Paths in a file are meant from where the file lies, not from where the program was started.
+    # Paths in a file are relative to the file, not to the current folder.
     return folder / value if isinstance(value, Path) else value
 
 

@@ -1,16 +1,15 @@
-"""An unexpected exception stays where it was raised: it is counted and logged, and the node goes on.
+"""Contains unexpected exceptions where they are raised: they are counted and logged, and the node goes on.
 
     with contain("stream /peerloom/runs/2") as part:
         await handler(stream)
     if part.error is not None: ...              end what can be trusted no more: the stream, the run
 
 Faulty input of a peer raises `RemoteProtocolError`, and is handled where it is read; an exception here is our
-own bug, or a failing machine (a full disk). Cancellation and KeyboardInterrupt pass through, and are taken
-out of an exception group first. The log is `logging.getLogger("peerloom")`; `write_log` gives it a file.
+own bug, or a failing machine (a full disk). Cancellation and KeyboardInterrupt pass through, extracted from
+exception groups first. The log is `logging.getLogger("peerloom")`; `write_log` gives it a file.
 
-In strict mode, in which tests and the simulator run, nothing is contained: the bug comes out as it was
-raised.
-The tally and the mode are those of the process, as its log is: one process runs one node.
+In strict mode, for tests and the simulator, nothing is contained: the exception is raised. Counters, mode and
+log belong to the process: one process runs one node.
 """
 
 import errno
@@ -64,7 +63,7 @@ class Contained:
 
 @contextmanager
 def contain(place: str) -> Iterator[Contained]:
-    """Contain what the block raises unexpectedly: see `note`."""
+    """Contain unexpected exceptions of the block: see `note`."""
     outcome = Contained()
     try:
         yield outcome
@@ -82,7 +81,7 @@ def contain(place: str) -> Iterator[Contained]:
 
 
 async def keep_running(place: str, task: Callable[..., Awaitable[object]], *arguments: object) -> None:
-    """Run a part of the node until it ends by itself. Where it fails it is contained, and begun again after a
+    """Run a part of the node until it ends by itself. A failure is contained, and the part restarted after a
     pause that doubles."""
     pause = AGAIN_SECONDS_MIN
     while True:
@@ -138,7 +137,7 @@ def _disk_error(error: BaseException) -> Exception | None:
 
 
 def _sqlite_code(error: sqlite3.Error) -> int:
-    """The primary code: what is above its byte says more (sqlite.org/rescode.html)."""
+    """Return the primary code, without the extended bits above its byte (sqlite.org/rescode.html)."""
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
@@ -188,7 +187,7 @@ def strictness(*, is_strict: bool) -> Iterator[None]:
 
 
 def write_log(folder: Path) -> None:
-    """Write what is logged to a file in this folder, tracebacks too, and one line each to stderr."""
+    """Write log entries with tracebacks to a file in this folder, and one line each to stderr."""
     whole = LogFile(folder / LOG_NAME, LOG_BYTES_MAX, 1, note_lost_line)
     whole.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
     brief = logging.StreamHandler()
@@ -198,7 +197,7 @@ def write_log(folder: Path) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """Says what happened and where the traceback is."""
+    """Formats an entry as one line with the place of its traceback."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()

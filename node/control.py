@@ -2,12 +2,10 @@
 
 The node listens on a Unix socket in its data folder (mode 0600, in a folder of mode 0700): its user alone may
 open it, and so command the node, and the kernel says who has opened it (unix(7), SO_PEERCRED). There is no
-token: it would lie in the same folder, behind the same modes. A client sends one JSON line `{"command",
+token, since it would lie in the same folder with the same modes. A client sends one JSON line `{"command",
 "arguments"}` and gets JSON lines: any number of `{"event": ...}`, then one `{"result": ...}` or `{"error":
-{"what", "do", "exit_code", "trace"}}`. A client that hangs up cancels what it asked for. The other end is
-`node.cli.client`.
-
-Not for peers, and not for browsers, which open no such sockets.
+{"what", "do", "exit_code", "trace"}}`. A client that hangs up cancels its request. The other end is
+`node.cli.client`. Peers and browsers cannot open such sockets.
 """
 
 import contextlib
@@ -85,7 +83,7 @@ class ControlServer:
             try:
                 await self._answer(stream)
             except* (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass  # the client has gone, and with it whoever could be told
+                pass  # the client has gone, so nobody can be answered
 
     async def _answer(self, stream: trio.SocketStream) -> None:
         if not _is_allowed(stream):
@@ -110,7 +108,7 @@ class ControlServer:
             self._commands -= 1
 
     async def _request(self, stream: trio.SocketStream) -> bytes | None:
-        """The line of a request; None where it does not come soon, or is in the way of newer ones."""
+        """Return the line of a request; None if it is late, or displaced by newer ones."""
         if len(self._waiting) >= WAITING_MAX:
             oldest = next(iter(self._waiting))
             del self._waiting[oldest]
@@ -149,11 +147,11 @@ def _listen(folder: Path) -> socket.socket:
     path = folder / CONTROL_NAME
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        # The lock says that no other node is here, so nobody listens on what lies here under this name.
+        # The lock shows that no other node is here, so an existing socket of this name is stale.
         path.unlink(missing_ok=True)
         with socket_path(folder) as short:
             listener.bind(short)
-        path.chmod(0o600)  # before it listens, so nobody has connected yet
+        path.chmod(0o600)  # before it listens, so there are no connections yet
         listener.listen(WAITING_MAX)
     except OSError as error:
         listener.close()
@@ -166,7 +164,8 @@ def _listen(folder: Path) -> socket.socket:
 
 
 def _is_allowed(stream: trio.SocketStream) -> bool:
-    """Return whether the other end is this user, or root; elsewhere than on Linux the modes alone say so."""
+    """Return whether the other end is this user, or root; on other systems than Linux only the modes ensure
+    that."""
     if sys.platform != "linux":
         return True
     found = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -174,7 +173,7 @@ def _is_allowed(stream: trio.SocketStream) -> bool:
 
 
 async def _outcome(handler: CommandHandler, request: _Request, emit: Emit) -> bytes:
-    """The last line of the answer, whatever the handler does."""
+    """Return the last line of the answer, whatever the handler does."""
     try:
         return _line({"result": await handler(request.arguments, emit)})
     except Exception as error:
@@ -184,7 +183,7 @@ async def _outcome(handler: CommandHandler, request: _Request, emit: Emit) -> by
 def _failure(command: str, error: Exception) -> dict[str, object]:
     cause: Exception = error
     while isinstance(cause, ExceptionGroup) and len(cause.exceptions) == 1:
-        cause = cause.exceptions[0]  # a handler's nursery wraps what it raised
+        cause = cause.exceptions[0]  # a handler's nursery wraps its errors
     if isinstance(cause, PeerloomError):
         return _error(cause)
     # Our bug: the client must hear of it, and the node must live.
@@ -193,14 +192,14 @@ def _failure(command: str, error: Exception) -> dict[str, object]:
 
 
 async def _cancel_at_hang_up(stream: trio.SocketStream, scope: trio.CancelScope) -> None:
-    # After its request a client sends nothing more, so whatever comes is the end.
+    # After its request a client sends nothing more, so any input means the end.
     with contextlib.suppress(trio.BrokenResourceError):
         await stream.receive_some(1)
     scope.cancel()
 
 
 async def _read_line(stream: trio.SocketStream) -> bytes | None:
-    """The first line, without its end; None where the stream ends before it or it is too long."""
+    """Return the first line, without its line end; None if the stream ends early or the line is too long."""
     buffer = bytearray()
     while len(buffer) <= LINE_BYTES_MAX:
         chunk = await stream.receive_some(_CHUNK_BYTES)

@@ -1,6 +1,6 @@
-"""The exception tree: a class exists only if somebody catches it differently.
+"""The exception tree: a class exists only if a caller handles it differently.
 
-    PeerloomError                what a person did or can mend; carries its exit code
+    PeerloomError                what the user did or can fix; carries its exit code
         UsageError        2      a flag, a config key, an address, a port, a data folder
         NoNode            3      a client command found no node on this machine
         JoinTimeout       4      --require-join ran out
@@ -52,8 +52,8 @@ EXIT_FORCED = 130
 class PeerloomError(Exception):
     """An error for people: `what` happened and where, and optionally what to `do`; at most three lines.
 
-    Both name commands as `node.invocation` says, and read as this process's reader types them; `written` has
-    them as they were given, for a process that passes them on to another one's reader.
+    Both name commands in the form of `node.invocation` and show them as this process's user types them;
+    `written` has the original texts, for a process that passes them on to another's user.
     """
 
     exit_code = EXIT_UNEXPECTED
@@ -106,7 +106,7 @@ class Unreachable(Exception):
 
 
 class NotListening(Unreachable):
-    """A host is up, and says that nothing listens where the peer was."""
+    """A host is up, but reports that nothing listens at the peer's address."""
 
     def __init__(self, detail: str) -> None:
         super().__init__("refused", detail)
@@ -121,8 +121,8 @@ class StreamClosed(Exception):
 
 
 class StreamEnded(StreamClosed):
-    """The other side has said that it sends no more. Nothing of what it sent is missing, unlike where a
-    connection was cut; where it only said that, and has not closed, this side may still send."""
+    """The other side sends no more. Unlike after a cut, nothing it sent is missing; unless it has also
+    closed, this side may still send."""
 
 
 class StageFailed(Exception):
@@ -142,8 +142,8 @@ class PayloadRefused(StageFailed):
 
 
 class SessionRefused(StageFailed):
-    """A stage cannot continue a served session: it holds less of it than the unit follows, or, where it
-    `has_no_room`, there are no pages for it. The stage goes on, and no session has changed."""
+    """A stage cannot continue a served session: it holds fewer tokens than the unit's position, or, with
+    `has_no_room`, it has no pages for it. The stage goes on, and no session has changed."""
 
     def __init__(self, reason: str, session: bytes, *, has_no_room: bool) -> None:
         super().__init__(reason)
@@ -156,7 +156,7 @@ class StageDiverged(StageFailed):
 
 
 def split_place(message: str) -> tuple[str, str]:
-    """Split what msgspec says of a wrong value, "... - at `$.table[0].key`", into the fault and its place,
-    `table[0].key`; a place that is the whole value is empty."""
+    """Split msgspec's error of a wrong value, "... - at `$.table[0].key`", into the fault and its place,
+    `table[0].key`; the place of the whole value is empty."""
     fault, _, place = message.partition(" - at `$")
     return fault, place.rstrip("`").lstrip(".")

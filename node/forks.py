@@ -1,8 +1,8 @@
 """Closes every descriptor of the node in a forked child of its process.
 
 A child of `os.fork` has a copy of each (fork(2)): it would keep ports taken, connections open and the loop's
-waits alive for as long as it lives, which is longer than its parent where that is killed. The workers of
-torch's DataLoader are such children. A program that starts by exec(2) has none of them: all close there.
+waits alive while it lives, which is longer than a killed parent. The workers of torch's DataLoader are such
+children. A program started by exec(2) has none of them: all close there.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from node.errors import PeerloomError
 
 
 class HasDescriptor(Protocol):
-    """A socket, a file, or what waits for them; below 0 where it is closed."""
+    """A socket, a file, or a selector; below 0 if it is closed."""
 
     def fileno(self) -> int: ...
 
@@ -48,7 +48,7 @@ _loops: "weakref.WeakKeyDictionary[Any, list[HasDescriptor]]" = weakref.WeakKeyD
 
 
 def keep_from_children(*things: HasDescriptor) -> None:
-    """Have every child forked from now on lose the descriptors of these, for as long as they are open."""
+    """Close the descriptors of these in every child forked from now on, while they are open."""
     _kept.update(things)
 
 
@@ -63,10 +63,12 @@ def leave_to_parent(thing: object) -> None:
 
 
 def keep_loop_from_children() -> None:
-    """The same with what the running trio loop waits with. Another loop of this process is left alone."""
+    """Do the same for the descriptors of the running trio loop. Other loops of this process are
+    not affected."""
     import trio  # only here: client commands hold no loop, and must start at once
 
-    # trio names none of it: where another version keeps it elsewhere, a child keeps it, which holds no port.
+    # trio has no public name for it: if another version keeps it elsewhere, a child keeps it, which holds no
+    # port.
     found: list[Any] = []
     with contextlib.suppress(AttributeError):
         runner = trio._core._run.GLOBAL_RUN_CONTEXT.runner

@@ -1,9 +1,9 @@
-"""How this process was started, and so how a command in a text is written for the person who reads it.
+"""The form in which this process was started, and so the form of commands in texts for its user.
 
-Texts name a command of ours as a code span, "look: `peerloom status`", wherever they come from: a screen, the
-node that answers over its control channel, a state that another process wrote down. Where a text is shown,
-`shown` puts in place of the span what works in the reader's shell: `peerloom`, `.venv/bin/peerloom`, or
-`python3 -m node`. Not here: what a command does (`node.cli`).
+Texts name a command of ours as a code span, "look: `peerloom status`", whether they come from a screen, from
+the node over its control channel, or from a state that another process wrote. When a text is shown, `shown`
+replaces the span by the form that works in the user's shell: `peerloom`, `.venv/bin/peerloom`, or `python3 -m
+node`. The commands themselves are in `node.cli`.
 """
 
 import os
@@ -36,7 +36,7 @@ def enter_by_script() -> None:
 
 @cache
 def program() -> str:
-    """Return what stands for `peerloom` in the shell that started this process."""
+    """Return the form of `peerloom` in the shell that started this process."""
     if given := os.environ.get(PROGRAM_GIVEN):
         return given
     if _started_by_script:
@@ -45,12 +45,12 @@ def program() -> str:
 
 
 def simulator() -> str:
-    """Return what stands for `peerloom sim`: also `python -m sim`, where that was typed."""
+    """Return the form of `peerloom sim`: `python -m sim`, if that was typed."""
     return f"{_interpreter()} -m sim" if _module() == "sim" else f"{program()} sim"
 
 
 def elsewhere() -> str:
-    """Return what to type on another machine, of which only the way of this installation is known."""
+    """Return the form for another machine, assuming the same kind of installation."""
     return MODULE if program().endswith(" -m node") else SCRIPT
 
 
@@ -73,7 +73,8 @@ def command_span(*words: str) -> str:
 
 
 def install_command(*packages: str) -> str:
-    """Return what installs packages beside ours: `pip` in a person's shell may be another environment's."""
+    """Return the command that installs packages beside ours: `pip` in the user's shell may be another
+    environment's."""
     if find_spec("pip") is None:  # as in an environment that uv made
         return shlex.join(["uv", "pip", "install", "--python", sys.executable, *packages])
     return shlex.join([sys.executable, "-m", "pip", "install", *packages])

@@ -1,8 +1,9 @@
 """A trio event loop in a thread of its own, and calls into it from any other thread.
 
-It knows nothing of nodes. Calls work from plain scripts, from threads and from a notebook, also where asyncio
-runs in the calling thread: nothing is awaited there. Unlike `trio.from_thread`, a call that is interrupted by
-Ctrl-C is cancelled in the loop, and a call into a loop that has ended raises at once instead of waiting.
+It knows nothing of nodes. Calls work from plain scripts, from threads and from a notebook, even if asyncio
+runs in the calling thread, since nothing is awaited there. Unlike `trio.from_thread`, a call that is
+interrupted by Ctrl-C is cancelled in the loop, and a call into a loop that has ended raises at once instead
+of waiting.
 """
 
 import os
@@ -32,7 +33,7 @@ class PortalClosed(PeerloomError):
 
 @dataclass(frozen=True, eq=False)
 class LoopCall(Generic[T]):
-    """One call into the loop: what to run there, and where its outcome goes."""
+    """One call into the loop: its function, and the destination of its outcome."""
 
     function: Callable[..., Awaitable[T]]
     arguments: tuple[Any, ...]
@@ -43,7 +44,7 @@ class LoopCall(Generic[T]):
 class Portal(Generic[S]):
     """Runs `async with make() as subject` in a thread of its own until `close`.
 
-    `open` returns once the subject has been entered, and raises what entering it raised.
+    `open` returns once the subject has been entered, and raises the errors of entering it.
     """
 
     def __init__(self, make: Callable[[], AbstractAsyncContextManager[S]]) -> None:
@@ -76,7 +77,7 @@ class Portal(Generic[S]):
 
     @property
     def is_here(self) -> bool:
-        """Whether this is the process that made it, and no forked child of that one."""
+        """Return whether this is the process that made it, and not a forked child."""
         return os.getpid() == self._process
 
     def refuse_in_child(self) -> None:
@@ -85,7 +86,7 @@ class Portal(Generic[S]):
 
     def close(self) -> None:
         """Leave the subject's context and end the thread. May be repeated; in a forked child it does nothing.
-        Raises what the loop died of."""
+        Raises the error that ended the loop."""
         if self._thread.ident is None or not self.is_here:
             return
         with self._lock:
@@ -98,7 +99,7 @@ class Portal(Generic[S]):
             raise failure
 
     def run(self, function: Callable[..., Awaitable[T]], *arguments: Any) -> T:
-        """Run a coroutine function in the loop; return or raise what it does.
+        """Run a coroutine function in the loop; return its result or raise its error.
 
         An interrupt of the calling thread (Ctrl-C) cancels it in the loop as well. Raises PortalClosed or
         ForkedChild.
@@ -143,16 +144,17 @@ class Portal(Generic[S]):
             self._token.run_sync_soon(function, *arguments)
 
     def cancel(self, call: "LoopCall[Any]") -> None:
-        """Cancel what `begin` has begun; nothing happens where it is over.
+        """Cancel a task of `begin`, if it still runs.
 
-        Raises ForkedChild."""
+        Raises ForkedChild.
+        """
         self.refuse_in_child()
         with self._lock:
             if not self._is_over and self._token is not None:
                 self._token.run_sync_soon(call.scope.cancel)
 
     def iterate(self, make: Callable[..., AsyncIterator[T]], *arguments: Any) -> Iterator[T]:
-        """Yield what an async iterator yields, until it or the loop ends; it is closed when this one is."""
+        """Yield an async iterator's items, until it or the loop ends; it is closed with this one."""
         iterator = make(*arguments)
 
         async def close() -> None:
@@ -218,7 +220,7 @@ class Portal(Generic[S]):
             self._pending.discard(future)
 
     def _settle(self, future: Future[Any]) -> None:
-        """Nobody will answer this call any more."""
+        """Settle a call that will not be answered any more."""
         self._forget(future)
         if future.cancel():
             future.set_running_or_notify_cancel()
@@ -232,7 +234,7 @@ class Portal(Generic[S]):
 
 
 def _single(error: BaseException) -> BaseException:
-    """The one exception in a group of one, however deep: a nursery wraps what a person should read."""
+    """Return the single exception of a nested group: a nursery wraps errors that people should read."""
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]
     return error

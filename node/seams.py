@@ -1,8 +1,8 @@
 """The six seams to the outside world, and no seventh (ARCHITECTURE law 2).
 
-Network, Clock, rng, entropy, Executor, Storage. Everything a node does to the world goes through
-one of these; the simulator swaps them and nothing else. These are the shapes; the real ones stand
-in `transport`, `storage`, `executor` and `RealClock` here, the simulated ones in `sim.seams`.
+Network, Clock, rng, entropy, Executor, Storage. Every effect of a node goes through one of these; the
+simulator swaps them and nothing else. These are the interfaces; the real ones are in `transport`, `storage`,
+`executor` and `RealClock` here, the simulated ones in `sim.seams`.
 """
 
 import time
@@ -37,7 +37,7 @@ class Inbox(Protocol):
     """Datagrams of one protocol that have arrived, oldest first, bounded: the newest are dropped."""
 
     async def take(self, until: float) -> list[tuple[PeerId, bytes]]:
-        """Return what has come, waiting for the first until the monotonic time `until`; may be empty."""
+        """Return the received items, waiting for the first until the monotonic time `until`; may be empty."""
 
     def notify(self) -> None:
         """Make the waiting `take` return now: the deadline it waits for has changed."""
@@ -46,11 +46,11 @@ class Inbox(Protocol):
 class Stream(Protocol):
     """An authenticated, encrypted, ordered stream of messages with one peer.
 
-    A message may have a payload: bytes that nobody decodes, such as tensors, and that are not copied on
-    the way. Raises `node.errors.StreamClosed` from all but `aclose` once either side has closed.
+    A message may have a payload: bytes that are neither decoded nor copied on the way, such as tensors.
+    Raises `node.errors.StreamClosed` from all but `aclose` once either side has closed.
 
-    Cancelled, a `receive` has taken nothing; a `send` either has not begun, or the stream is closed. So a
-    deadline for either is a cancel scope around it.
+    A cancelled `receive` loses nothing; a cancelled `send` either has not begun, or the stream is closed. So
+    a deadline for either is a cancel scope around it.
     """
 
     @property
@@ -62,7 +62,7 @@ class Stream(Protocol):
 
     @property
     def source(self) -> Address | None:
-        """Where the other end of the connection is, seen from here; None where that is not known."""
+        """The address of the connection's other end, as seen from here; None if unknown."""
 
     @property
     def has_better_path(self) -> bool:
@@ -83,27 +83,27 @@ class Stream(Protocol):
         message, and may still answer."""
 
     async def aclose(self) -> None:
-        """Send and receive no more. What was sent arrives; then the other side gets `StreamEnded`."""
+        """End sending and receiving. Sent messages arrive; then the other side gets `StreamEnded`."""
 
 
 def own_rng(rng: Random) -> Random:
-    """The next generator of one service of a node that has `rng`: what one service draws does not depend on
-    what others do."""
+    """Return the generator for the next service of a node with `rng`, so that one service's draws do not
+    depend on others'."""
     return Random(rng.getrandbits(64))  # noqa: S311 - choices, not keys
 
 
 class LocalNetwork(Protocol):
-    """Packets to all who are near, whoever they are: unauthenticated, unordered, now and then lost."""
+    """Packets to all hosts nearby: unauthenticated, unordered, sometimes lost."""
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Where those near reach this node."""
+        """The addresses at which nearby nodes reach this one."""
 
     def send(self, data: bytes) -> None:
-        """To everybody near, at most `node.transport.beacon.BEACON_BYTES_MAX`; it may come back here too."""
+        """Send to all nearby, at most `node.transport.beacon.BEACON_BYTES_MAX`; it may come back here too."""
 
     async def take(self, until: float) -> list[tuple[str, bytes]]:
-        """Return what has come, each with the host it came from, as `Inbox.take`; bounded as that is."""
+        """Return the received packets, each with its source host, as `Inbox.take`, with the same bounds."""
 
 
 Handler = Callable[[Stream], Awaitable[None]]
@@ -151,7 +151,7 @@ class Network(Protocol):
 
     @property
     def addresses(self) -> tuple[Address, ...]:
-        """Where this node listens, as others should dial it."""
+        """The addresses at which others should dial this node."""
 
     @property
     def counters(self) -> Mapping[str, int]:
@@ -159,28 +159,27 @@ class Network(Protocol):
 
     @property
     def reachable(self) -> bool | None:
-        """Whether others can reach this node, where that is known beforehand; None: they have to be asked."""
+        """Whether others can reach this node, if that is known beforehand; None: they have to be asked."""
 
     def announce(self, address: Address) -> None:
         """Others have reached this node there: it is one of `addresses` from now on."""
 
     @property
     def local(self) -> LocalNetwork | None:
-        """The local network, once `run` has started; None where it is not used."""
+        """The local network, once `run` has started; None if it is not used."""
 
     def learn(self, peer: PeerId, addresses: Sequence[Address], *, is_hint: bool = False) -> None:
-        """Remember where a peer says that it may be reached, or where others say so (`is_hint`). It is tried
-        until it has answered somewhere."""
+        """Remember a peer's claimed addresses, or others' claims about it (`is_hint`). They are tried until
+        it has answered somewhere."""
 
     def known_addresses(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return where a peer has answered, the latest first, and then where it is said to be."""
+        """Return the addresses where a peer has answered, the latest first, and then the claimed ones."""
 
     def is_own(self, address: Address) -> bool:
         """Whether this very node listens at an address."""
 
     def admits(self, address: Address) -> bool:
-        """Whether an address of which somebody says that a peer is there may be tried: see
-        `node.transport.address_policy`."""
+        """Return whether a claimed address may be tried: see `node.transport.address_policy`."""
 
     def host_of(self, peer: PeerId) -> str | None:
         """The host at which a peer was seen, which it cannot choose; None if it was not."""
@@ -188,11 +187,11 @@ class Network(Protocol):
     def send(
         self, peer: PeerId, protocol: str, message: bytes, *, by_stream: bool = False, is_answer: bool = False
     ) -> None:
-        """Send one message, unreliably; what does not fit a datagram goes by a stream, and `by_stream` a
-        short one too, unless it `is_answer` and nothing has come from the peer by a stream just now."""
+        """Send one message, unreliably; one that does not fit a datagram goes by a stream, and with
+        `by_stream` a short one too, unless it `is_answer` and the peer has just sent nothing by a stream."""
 
     def inbox(self, protocol: str) -> Inbox:
-        """Return where messages sent to this node under `protocol` arrive."""
+        """Return the inbox of messages to this node under `protocol`."""
 
     def handle(self, protocol: str, handler: Handler, limits: StreamLimits = USUAL_STREAMS) -> None:
         """Serve streams that peers open under `protocol`, as far as `limits` go."""
@@ -201,8 +200,8 @@ class Network(Protocol):
         """Serve until cancelled; `addresses` are known once it has started."""
 
     def paths(self, peer: PeerId) -> tuple[Address, ...]:
-        """Return an address of the peer for each network that this machine shares with it; none where it is
-        on one network."""
+        """Return an address of the peer for each network that this machine shares with it; none if this
+        machine is on one network."""
 
     def prefer(self, peer: PeerId, address: Address) -> None:
         """Open streams to the peer at this one of its addresses from now on, as long as it answers there."""
@@ -221,7 +220,7 @@ class Network(Protocol):
         Raises `node.errors.Unreachable`."""
 
     async def identify(self, address: Address) -> PeerId:
-        """Return who answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""
+        """Return the peer that answers at an address. Raises `node.errors.Unreachable` or `WrongPeer`."""
 
 
 class Stage(Protocol):
@@ -237,14 +236,14 @@ class Stage(Protocol):
 
 
 class Executor(Protocol):
-    """Where computing happens: never on the event loop."""
+    """The place of computing, which is never the event loop."""
 
     async def run(self, function: Callable[[], T], *, seconds: float = 0.0, apart: bool = False) -> T:
-        """Run `function` elsewhere. `seconds` is what it is modelled to take, for the simulator. `apart` is
-        for long work that strangers cause: one at a time, never in the way of what else runs here."""
+        """Run `function` elsewhere. `seconds` is its modelled time in the simulator. `apart` is for long work
+        that strangers cause: one at a time, without delaying other work."""
 
     async def calibrate(self, sample: "np.ndarray[Any, np.dtype[Any]]") -> Mapping[Codec, Cost]:
-        """Return what every codec takes on this machine, tried on float32 numbers like those that travel."""
+        """Return every codec's time on this machine, measured on float32 numbers like those that travel."""
 
     async def unpack(self, archive: IO[bytes], out: IO[bytes], *, allow_unfenced: bool) -> Arrays:
         """The arrays of an npz, a stranger's bytes, unpacked into the empty file `out` and mapped; they
@@ -254,12 +253,12 @@ class Executor(Protocol):
         """Start a stage from an encoded `partition.stage.StageSpecification`."""
 
     async def replace_stage(self, stage: Stage, specification: bytes) -> Stage:
-        """Close a stage, in any case, and start another one of the same run: what the first has loaded may
-        serve again."""
+        """Close a stage, in any case, and start another one of the same run, reusing what the first has
+        loaded."""
 
     def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
-        """Have what a stage of so many threads on a device needs loaded, so that one opens at once; None: no
-        more."""
+        """Keep a process loaded for a stage with this many threads on a device, so that it opens at once;
+        None: none."""
 
 
 class Draft(Protocol):
@@ -268,7 +267,7 @@ class Draft(Protocol):
     def write(self, data: Data) -> None: ...
 
     def commit(self) -> None:
-        """It is whole: durably in place of what was there."""
+        """Commit the complete blob: it durably replaces the previous one."""
 
     def discard(self) -> None:
         """Leave nothing of it, unless it was committed. To be called in any case."""
@@ -282,32 +281,31 @@ class Storage(Protocol):
     def delete(self, name: str) -> None: ...
 
     def open(self, name: str) -> IO[bytes] | None:
-        """A blob of any size to be read in parts, as it is now, whatever becomes of its name meanwhile; to be
-        closed. None where there is none."""
+        """Open the present version of a blob of any size for reading in parts, even if its name is replaced;
+        to be closed. None if there is none."""
 
     def temporary(self) -> IO[bytes]:
         """An empty file without a name, to be written and mapped; gone once it is closed and unmapped."""
 
     def read_part(self, name: str, offset: int, length: int) -> bytes | None:
-        """`length` bytes at `offset`, fewer at the end of the blob; None where there is none."""
+        """Return `length` bytes at `offset`, fewer at the end of the blob; None if there is none."""
 
     def draft(self, name: str) -> Draft:
         """A blob of any size that is to be written. Raises OSError."""
 
     def copy_in(self, name: str, path: Path) -> None:
-        """Put a file of this machine, of any size, in place of what was there. Raises OSError."""
+        """Replace a blob by a file of this machine, of any size. Raises OSError."""
 
     def write_soon(self, name: str, data: bytes | memoryview) -> None:
-        """As `write`, but sure to survive a crash of the machine only after `sync`: until then it may be
-        damaged or gone, so only for what its reader can check. Raises OSError."""
+        """As `write`, but durable only after `sync`: until then a crash of the machine may damage or lose it,
+        so only for data that its reader can check. Raises OSError."""
 
     def sync(self, names: Iterable[str]) -> None:
-        """Make what `write_soon` wrote under these names survive; those that are not there are passed
-        over."""
+        """Make these blobs of `write_soon` durable; missing ones are ignored."""
 
     def spill(self, data: Data) -> memoryview:
-        """The same bytes, read-only, where the system may take their memory: without a name, gone with the
-        last view of them, and never there after a restart. Raises OSError: no room."""
+        """Return the same bytes, read-only, in memory that the system may reclaim: without a name, freed with
+        their last view, and gone after a restart. Raises OSError: no room."""
 
     def sizes(self, under: str) -> dict[str, int]:
         """The blobs whose names begin with `under` and a slash, with their lengths in bytes."""
@@ -328,7 +326,7 @@ CoreMaker = Callable[..., Any]
 
 
 def make_core(kind: Callable[..., T], *arguments: Any, **named: Any) -> T:
-    """Make a core of a node that nobody records."""
+    """Make a core of a node without recording."""
     return kind(*arguments, **named)
 
 
@@ -353,11 +351,11 @@ class Seams:
     parts: Parts = field(default_factory=dict)
 
     def part(self, usual: type[T]) -> type[T]:
-        """Return the class of which this node makes such a part."""
+        """Return the class that this node uses for such a part."""
         return cast("type[T]", self.parts.get(usual, usual))
 
     @property
     def swarm_clock(self) -> Clock:
-        """The clock by which signed what other machines compare is: this machine's, or theirs where that is
-        wrong (`node.services.swarm_clock`)."""
+        """The clock for signed data that other machines compare: this machine's, or theirs if that is wrong
+        (`node.services.swarm_clock`)."""
         return self.corrected or self.clock

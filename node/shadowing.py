@@ -1,8 +1,8 @@
-"""Find a file of somebody else's that Python imports in place of one of ours, or of one that we need.
+"""Find a foreign file that Python imports in place of a module of ours, or of one that we need.
 
-Python looks for a module in the folder of the program, or with `-m` in the current one, before it looks where
-things are installed. A `crypto.py` there, or a `queue.py`, is then taken for ours or the library's, and fails
-somewhere else. This module is the first that `import node` runs, so it needs the standard library alone.
+Python searches the folder of the program, or with `-m` the current one, before the installed packages. A
+`crypto.py` or `queue.py` there is then imported instead of the right one, and fails later. This module is the
+first that `import node` runs, so it uses only the standard library.
 """
 
 import os
@@ -28,9 +28,9 @@ def is_module_run() -> bool:
 
 
 def leave_current_folder() -> None:
-    """Take the folder in which `python -m` was typed off the path, unless the packages themselves lie there.
+    """Remove the current folder of `python -m` from the path, unless the packages themselves are there.
 
-    What a person keeps there is no part of the command. It runs as `peerloom` does, which never looks there.
+    The user's files there are not part of the command, which then behaves like `peerloom`.
     """
     if is_module_run() and not sys.flags.safe_path and sys.path:
         folder = _real(sys.path[0])
@@ -39,7 +39,7 @@ def leave_current_folder() -> None:
 
 
 def shadow_of_ours(names: Sequence[str]) -> tuple[str, str] | None:
-    """Return a package of ours and what is imported in its place; None where nothing is."""
+    """Return a package of ours and the file imported in its place; None if there is none."""
     for name in names:
         found = _place_of(name)
         if found is not None and os.path.realpath(found) != os.path.join(_ROOT, name, _INIT):
@@ -80,19 +80,19 @@ def check_packages() -> None:
 
 
 def show_shadow(what: str) -> None:
-    """Say on stderr what hides what, and what to do."""
+    """Report a shadowing file on stderr, with a remedy."""
     sys.stderr.write(f"error: {what}\n  do: {remedy()}\n")
 
 
 def remedy() -> str:
-    """Return what to do about a file in a module's place."""
+    """Return the remedy for a file in a module's place."""
     if os.environ.get("PYTHONPATH"):
         return "rename it, or take its folder off PYTHONPATH"
     return "rename it, or use the command peerloom, which imports nothing of the current folder"
 
 
 def _place_of(name: str) -> str | None:
-    """Return the file that is imported under a name, or the folder where it has none."""
+    """Return the file that is imported under a name, or the folder if it has none."""
     try:
         spec = find_spec(name)
     except ValueError:  # imported by a program that gave it no spec

@@ -1,6 +1,6 @@
 """Strict TOML: a file becomes a frozen `msgspec` struct, or one error that names file, line and key.
 
-What it is not: a TOML parser (`tomllib` reads) or a merger of sources (`node.config` does that). It
+It is not a TOML parser (`tomllib` reads), and does not merge sources (`node.config` does). It
 serves the node's config and the RUN.toml of a run: any struct of structs, tuples, literals and
 bounded numbers. `tomllib` keeps no positions, so a small scanner walks the (already valid) text
 once more and notes the line of every table, key and array item; it follows TOML v1.0.
@@ -33,7 +33,7 @@ _SHOWN_LENGTH_MAX = 60
 
 @dataclass(frozen=True)
 class Document(Generic[T]):
-    """A checked file: the struct, and where each part of it stands for later complaints."""
+    """A checked file: the struct, and the place of each part for later errors."""
 
     value: T
     name: str
@@ -83,7 +83,7 @@ def parse(text: str, kind: type[T], *, name: str) -> Document[T]:
 
 
 def tree(text: str, *, name: str) -> dict[str, Any]:
-    """Return what TOML `text` says, unchecked; `name` stands in errors. Raises UsageError."""
+    """Return the content of TOML `text`, unchecked; errors call it `name`. Raises UsageError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -103,7 +103,7 @@ def convert(found: Any, kind: type[T], *, name: str, lines: Mapping[TomlPath, in
 
 
 def _broken_rule(message: str, places: Document[None]) -> str:
-    """Return what a struct says of values that do not go together, with its line."""
+    """Return a struct's error about inconsistent values, with its line."""
     what, place = split_place(message)
     path = [int(part) if part.isdecimal() else part for part in re.findall(r"[^.\[\]]+", place)]
     table = f"[{_dotted(tuple(path))}] " if path else ""
@@ -196,7 +196,7 @@ def _named(path: TomlPath) -> str:
 
 
 def describe(kind: shapes.Type) -> str:
-    """Return what a type allows, in words: `a whole number, 0 to 1024`."""
+    """Return the values that a type allows, in words: `a whole number, 0 to 1024`."""
     match kind:
         case shapes.IntType():
             return "a whole number" + _range(kind)
@@ -248,7 +248,7 @@ def _length(kind: shapes.StrType | shapes.VarTupleType | shapes.ListType, unit: 
 def line_numbers(text: str) -> dict[TomlPath, int]:
     """The line (from 1) of every table header, key and array item of valid TOML `text`.
 
-    What stands inside an inline table has no entry of its own; `Document.where` falls back to its key.
+    Keys inside an inline table have no entry; `Document.where` falls back to the table's key.
     """
     scanner = _Scanner(text)
     scanner.scan()

@@ -25,11 +25,25 @@ from sim.network.instants import after, nearest_instant
 from sim.network.links import Sender, SimLinks
 from sim.network.pace import PeerPace
 from sim.network.queues import Parcel
-from sim.network.single_homed import SingleHomed
 from sim.streams import Line, SimStream, admit, stream_pair
 
 HANDSHAKE_TRIPS = 4
 """One-way trips before a stream can be used: TCP's two, and two for Noise XX."""
+
+
+class SingleHomed:
+    """The part of `node.seams.Network` for machines on several networks: simulated ones are on one."""
+
+    def admits(self, address: Address) -> bool:  # noqa: ARG002
+        """Return True: every simulated address is public."""
+        return True
+
+    def paths(self, peer: PeerId) -> tuple[Address, ...]:  # noqa: ARG002
+        """Return none, as on every machine of a single network."""
+        return ()
+
+    def prefer(self, peer: PeerId, address: Address) -> None:
+        """Do nothing: there is no other path."""
 
 
 class Fabric(Protocol):

@@ -1,6 +1,7 @@
-"""The rules of alerts: they find present problems from events and a few facts of this machine. Pure. An alert
-is raised when its rule first holds and cleared when it no longer does; each has a kind, one of `KINDS`, and a
-subject (a run, or nothing). `node.alerts.service` sends alerts.
+"""The rules of alerts: they find present problems from events and a few facts of this machine.
+
+Pure. An alert is raised when its rule first holds and cleared when it no longer does; each has a kind, one of
+`KINDS`, and a subject (a run, or nothing). `node.alerts.service` sends alerts.
 """
 
 import math

@@ -50,9 +50,12 @@ def cutting(parameters: memoryview, moments: memoryview, put: Put) -> Iterator[S
 
 
 def restore_state(part: StatePart, read: Read, parameters: memoryview, moments: memoryview) -> None:
-    """Restore two arenas from a part's chunks. Raises: RemoteProtocolError: the arenas have another size, or
-    the parameters another digest, than the part says; written bytes stay in the arenas. BlobsMissing: a chunk
-    is not here.
+    """Restore two arenas from a part's chunks.
+
+    Raises:
+        RemoteProtocolError: the arenas have another size, or the parameters another digest, than the part
+            says; written bytes stay in the arenas.
+        BlobsMissing: a chunk is not here.
     """
     _last(restoring(part, read, parameters, moments))
 
@@ -95,8 +98,9 @@ def verifying(names: Iterable[bytes], read: Read) -> Iterator[int | None]:
 
 
 class ArenaReader:
-    """Reads any range of one arena from its chunks: `hashes` in order, `size` bytes in all. So a checkpoint
-    can be read for other cuts of the model.
+    """Reads any range of one arena from its chunks: `hashes` in order, `size` bytes in all.
+
+    So a checkpoint can be read for other cuts of the model.
     """
 
     def __init__(self, hashes: bytes, size: int, read: Read) -> None:

@@ -1,4 +1,5 @@
 """Exports a checkpoint with its run's graph to a safetensors file with the model's own state-dict names.
+
 Cutting the model at the checkpoint's stages gives the place of each parameter in an arena; its bytes are read
 from the chunks on demand.
 """

@@ -130,8 +130,11 @@ def recutting(
     read: Read,
     arenas: tuple[memoryview, memoryview],
 ) -> Iterator[bool | None]:
-    """Copy everything into the arenas, in turns: yields None while there is more to do, finally True. Raises:
-    RemoteProtocolError: an arena is too small. BlobsMissing: a chunk is not here.
+    """Copy everything into the arenas, in turns: yields None while there is more to do, finally True.
+
+    Raises:
+        RemoteProtocolError: an arena is too small.
+        BlobsMissing: a chunk is not here.
     """
     targets = {"parameters": arenas[0].cast("B"), "moments": arenas[1].cast("B")}
     filled = {name: sum(copy.length for copy in copies if copy.arena == name) for name in targets}

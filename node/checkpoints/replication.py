@@ -168,8 +168,10 @@ class CheckpointReplicator:
         holders: Sequence[Sequence[PeerId]],
         wanted: Sequence[Sequence[PeerId]],
     ) -> tuple[list[PeerId], ...]:
-        """Let `wanted[i]` keep stage i, fetching it from `holders[i]`; return the holders of each stage. A
-        keeper fetches its stages one after the other, all keepers concurrently. This node may be one of them.
+        """Let `wanted[i]` keep stage i, fetching it from `holders[i]`; return the holders of each stage.
+
+        A keeper fetches its stages one after the other, all keepers concurrently. This node may be one of
+        them.
         """
         have: tuple[list[PeerId], ...] = tuple([] for _ in states)
 
@@ -236,8 +238,11 @@ class CheckpointReplicator:
         return {offer.step for offer in await self._offers(run, holders)}
 
     async def fetch(self, run: str, step: int | None, holders: Sequence[PeerId]) -> StoredCheckpoint:
-        """Fetch a run's newest checkpoint, or that of a step, completely; `run` is the short id. Raises:
-        Unreachable: nobody has it. OSError: the disk is full.
+        """Fetch a run's newest checkpoint, or that of a step, completely; `run` is the short id.
+
+        Raises:
+            Unreachable: nobody has it.
+            OSError: the disk is full.
         """
         offers = await self._offers(run, holders)
         best = max(map(len, offers.values()), default=0)

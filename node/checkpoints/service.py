@@ -1,6 +1,7 @@
-"""Checkpoints of this node's runs: made from a stage's arenas, signed, fetched, restored, exported. `store`
-has the layout on the disk, `replication` the copies. The order of making one, so that a named checkpoint is
-always complete:
+"""Checkpoints of this node's runs: made from a stage's arenas, signed, fetched, restored, exported.
+
+`store` has the layout on the disk, `replication` the copies. The order of making one, so that a named
+checkpoint is always complete:
 
     snapshot    each stage, on one of its replicas: chunks into this node's blobs, held
     (copies)    the keepers of each stage bring its chunks to their disks
@@ -68,8 +69,9 @@ class Checkpoints:
         *,
         is_guest: bool,
     ) -> StageState:
-        """Store a stage's state after `step` steps; nothing may change its arenas meanwhile. `is_guest` marks
-        another's run: it counts against the budget.
+        """Store a stage's state after `step` steps; nothing may change its arenas meanwhile.
+
+        `is_guest` marks another's run: it counts against the budget.
 
         Raises:
             NoRoom: the budget is spent. OSError: the disk is full.
@@ -181,9 +183,13 @@ class Checkpoints:
         is_guest: bool,
     ) -> Mapping[PeerId, int]:
         """Keep a stage here, fetching its missing chunks; return how many bytes each holder delivered. It
-        survives a crash from then on. Raises: Unreachable: nobody had all of it. RemoteProtocolError: its
-        list does not match.
-            NoRoom: the budget is spent. OSError: the disk is full.
+        survives a crash from then on.
+
+        Raises:
+            Unreachable: nobody had all of it.
+            RemoteProtocolError: its list does not match.
+            NoRoom: the budget is spent.
+            OSError: the disk is full.
         """
         data = await self._part_data(state, holders)
         part: StatePart = await self.call(
@@ -203,8 +209,12 @@ class Checkpoints:
         self, kept: StoredCheckpoint, graph: Graph, path: Path, holders: Sequence[PeerId]
     ) -> int:
         """Write a checkpoint's model to a safetensors file; return its length. Missing chunks come from
-        `holders`. Raises: Unreachable: nobody has a part. RemoteProtocolError: it does not fit its graph.
-        OSError.
+        `holders`.
+
+        Raises:
+            Unreachable: nobody has a part.
+            RemoteProtocolError: it does not fit its graph.
+            OSError.
         """
         if not kept.is_whole:
             await self.bring(kept, holders)

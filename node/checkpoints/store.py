@@ -66,8 +66,9 @@ class Best(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True)
 class StoredCheckpoint:
-    """A checkpoint that is here, completely or in part: `stages_here` are the complete stages. `name` is the
-    hash of its blob, `author` its signer.
+    """A checkpoint that is here, completely or in part: `stages_here` are the complete stages.
+
+    `name` is the hash of its blob, `author` its signer.
     """
 
     name: bytes
@@ -160,8 +161,11 @@ class CheckpointStore:
     def expect_part(
         self, run: str, step: int, stage: int, state: StageState, data: bytes, *, is_guest: bool
     ) -> StatePart:
-        """Hold a stage whose list of chunks is `data` and whose chunks come later; return the list. Raises:
-        RemoteProtocolError: the list does not match the checkpoint. NoRoom, OSError.
+        """Hold a stage whose list of chunks is `data` and whose chunks come later; return the list.
+
+        Raises:
+            RemoteProtocolError: the list does not match the checkpoint.
+            NoRoom, OSError.
         """
         part = decode_part(data)
         check_part(part, state)
@@ -181,8 +185,9 @@ class CheckpointStore:
     def add_part(
         self, run: str, step: int, stage: int, part: StatePart, layers: tuple[int, int], *, is_guest: bool
     ) -> StageState:
-        """Hold a stage whose chunks are all stored; return its entry of a checkpoint. Raises NoRoom, OSError.
-        Call it within the same `Blobs.hold` as the storing.
+        """Hold a stage whose chunks are all stored; return its entry of a checkpoint.
+
+        Raises NoRoom, OSError. Call it within the same `Blobs.hold` as the storing.
         """
         data = encode_part(part)
         state = stage_state(part, self.blobs.put(data), len(data), layers)
@@ -201,8 +206,9 @@ class CheckpointStore:
         self.blobs.unpin(_label(run, step, stage))
 
     def add(self, data: bytes, *, is_guest: bool) -> bytes:
-        """Add a checked checkpoint whose wanted stages are held here; return its hash. The oldest surplus
-        ones of the run are dropped. Raises NoRoom, OSError, RemoteProtocolError.
+        """Add a checked checkpoint whose wanted stages are held here; return its hash.
+
+        The oldest surplus ones of the run are dropped. Raises NoRoom, OSError, RemoteProtocolError.
         """
         _, _, checkpoint = read_checkpoint(data)
         run, step = run_text(checkpoint.run), checkpoint.step

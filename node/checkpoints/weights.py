@@ -130,7 +130,10 @@ async def fetch_weights(
 ) -> int:
     """Write the file from the first holder whose bytes have the hash `digest` (hex; empty: unknown) into a
     `draft`, and commit it; return its length. It is hashed while it arrives, and never completely in memory.
-    Raises: Unreachable: nobody had it; "busy": all possible holders were. OSError: the disk is full.
+
+    Raises:
+        Unreachable: nobody had it; "busy": all possible holders were.
+        OSError: the disk is full.
     """
     reasons, codes = [], set[str]()
     for peer in holders:
@@ -180,8 +183,9 @@ def has_result(storage: Storage, run: str) -> bool:
 
 
 def keep(storage: Storage, run: str, data: bytes) -> str:
-    """Store a run's weights; return their BLAKE3 hash in hex. An existing file stays, and its hash is
-    returned. Raises OSError if the disk is full.
+    """Store a run's weights; return their BLAKE3 hash in hex.
+
+    An existing file stays, and its hash is returned. Raises OSError if the disk is full.
     """
     if has_result(storage, run):
         return digest_of(storage, run)

@@ -1,4 +1,5 @@
 """`peerloom autostart`: install a node as a service that starts with the machine and restarts after failures.
+
 It uses systemd's user supervisor on Linux and launchd on macOS. `node.cli.autostart_units` writes their
 files; `node.services.notify_socket` reports the running node's state to them.
 """

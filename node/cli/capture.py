@@ -1,6 +1,7 @@
-"""Capture the `model` of a RUN.toml into a graph in a folder, before `train` asks the node. It is the only
-part of a run that needs torch in the command's own process, for built-in models and for a user's own factory;
-a FILE.peerloom is already captured and only named.
+"""Capture the `model` of a RUN.toml into a graph in a folder, before `train` asks the node.
+
+It is the only part of a run that needs torch in the command's own process, for built-in models and for a
+user's own factory; a FILE.peerloom is already captured and only named.
 """
 
 from collections.abc import Callable, Iterator
@@ -39,7 +40,9 @@ def prepare_data(
     run_file: RunFile, base: Path, folder: Path, name: str, tell: Tell = lambda _: None
 ) -> SourceReading | None:
     """Turn the data of a run into arrays in `folder`, and return its reading; None if a run takes this form
-    unchanged. `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
+    unchanged.
+
+    `base` is the folder of RUN.toml, which errors call `name`. Raises UsageError.
     """
     splits, source, keys = run_file.splits, run_file.source, run_file.data_keys
     language = language_of(run_file, base, name)
@@ -127,6 +130,7 @@ def _run_own_data(reference: str, folder: Path, where: str) -> None:
 @contextmanager
 def captured(run_file: RunFile, path: Path, name: str, load: Load | None = None) -> Iterator[dict[str, str]]:
     """Yield the files of a run's graph and first values, as arguments for the node, while it takes them.
+
     Other paths are relative to `path`, that of RUN.toml; errors call it `name`. `load` reads its data, for
     other users of it too.
 

@@ -46,11 +46,12 @@ def request(
 ) -> Iterator[Reply]:
     """Ask the node that holds `data_dir`; yields `{"event": ...}` as they come, lastly `{"result": ...}`.
 
-    Closing the iterator hangs up, which cancels the command in the node. `seconds` is how long one line
-    may take, None for as long as it likes.
+    Closing the iterator hangs up, which cancels the command in the node. `seconds` is how long one line may
+    take, None for as long as it likes.
 
-    Raises: NoNode: no node holds this data folder, it is another user's, or it was silent for `seconds`.
-    GoneAway: it ended meanwhile.
+    Raises:
+        NoNode: no node holds this data folder, it is another user's, or it was silent for `seconds`.
+        GoneAway: it ended meanwhile.
         NodeRefused: the node's own error, with its exit code.
     """
     line = json.dumps({"command": command, "arguments": dict(arguments or {})})

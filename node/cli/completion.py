@@ -1,7 +1,8 @@
-"""`completion SHELL`: a script with which a shell completes commands and flags of peerloom. It is static,
-generated from the commands themselves: pressing Tab starts no process of ours. Where no command can follow,
-and after a flag that takes a value, the shell completes files. Sources: bash(1) "Programmable Completion",
-zshcompsys(1), fish's complete(1).
+"""`completion SHELL`: a script with which a shell completes commands and flags of peerloom.
+
+It is static, generated from the commands themselves: pressing Tab starts no process of ours. Where no command
+can follow, and after a flag that takes a value, the shell completes files. Sources: bash(1) "Programmable
+Completion", zshcompsys(1), fish's complete(1).
 """
 
 import sys

@@ -1,5 +1,6 @@
-"""`peerloom data show SOURCE`: show the reading of a source before training on it. It is the reading that
-`train` prints first. The flags are keys of `[data]` in RUN.toml.
+"""`peerloom data show SOURCE`: show the reading of a source before training on it.
+
+It is the reading that `train` prints first. The flags are keys of `[data]` in RUN.toml.
 """
 
 from pathlib import Path

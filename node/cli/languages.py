@@ -1,7 +1,8 @@
-"""The tokenizer of a RUN.toml's text, and the tokens in a sample. A Hugging Face folder uses its own
-tokenizer, unless the key `tokenizer` names another; such a model never learns bytes. `train.window` is the
-length of a sample, else `length` of `[options]`, else the model's maximum (for records, the length of the
-longest).
+"""The tokenizer of a RUN.toml's text, and the tokens in a sample.
+
+A Hugging Face folder uses its own tokenizer, unless the key `tokenizer` names another; such a model never
+learns bytes. `train.window` is the length of a sample, else `length` of `[options]`, else the model's maximum
+(for records, the length of the longest).
 """
 
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""A run's result as a Hugging Face folder for `from_pretrained` of transformers. The weights go into
-safetensors files of at most 5 GB with an index, copied range by range; beside them lie the files of the
-model's original folder. The folder gets its name only when it is complete.
+"""A run's result as a Hugging Face folder for `from_pretrained` of transformers.
+
+The weights go into safetensors files of at most 5 GB with an index, copied range by range; beside them lie
+the files of the model's original folder. The folder gets its name only when it is complete.
 """
 
 import json

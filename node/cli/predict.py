@@ -1,6 +1,7 @@
-"""`peerloom predict RUN.toml --run RUN`: predictions of a trained model, compared with the truth. All of it
-happens in this command's process: it builds the model that RUN.toml names (the user's own code, on their own
-machine), loads the run's weights, and computes. No data leaves the machine.
+"""`peerloom predict RUN.toml --run RUN`: predictions of a trained model, compared with the truth.
+
+All of it happens in this command's process: it builds the model that RUN.toml names (the user's own code, on
+their own machine), loads the run's weights, and computes. No data leaves the machine.
 """
 
 import csv

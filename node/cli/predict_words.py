@@ -1,7 +1,8 @@
-"""Text answers of a model from a Hugging Face folder: continuations of prompts, or classes of texts. The
-weights are a run's, the tokenizer and generation configuration the folder's. Prompts are read like the run's
-data (`node.content.fine_tuning`), in the fenced process: for a run on chats they are user messages, by the
-folder's template.
+"""Text answers of a model from a Hugging Face folder: continuations of prompts, or classes of texts.
+
+The weights are a run's, the tokenizer and generation configuration the folder's. Prompts are read like the
+run's data (`node.content.fine_tuning`), in the fenced process: for a run on chats they are user messages, by
+the folder's template.
 """
 
 import csv

@@ -1,7 +1,8 @@
-"""The output of all commands: plain lines, coloured by rich on a terminal. A command builds lines of text;
-this file alone decides how they look. Lines contain texts of other peers (names, reasons), so unprintable
-characters are replaced: no peer can control our terminal. It imports only the standard library; rich is
-loaded only for a terminal.
+"""The output of all commands: plain lines, coloured by rich on a terminal.
+
+A command builds lines of text; this file alone decides how they look. Lines contain texts of other peers
+(names, reasons), so unprintable characters are replaced: no peer can control our terminal. It imports only
+the standard library; rich is loaded only for a terminal.
 """
 
 import csv

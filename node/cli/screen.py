@@ -1,6 +1,7 @@
-"""Events as lines, on a node's screen and under `train --follow`. It works on event documents
-(`node.state_documents.event_document`), because a client gets only these over the control channel. It keeps
-only what a line needs from earlier events. `node.cli.run_lines` has those of runs.
+"""Events as lines, on a node's screen and under `train --follow`.
+
+It works on event documents (`node.state_documents.event_document`), because a client gets only these over the
+control channel. It keeps only what a line needs from earlier events. `node.cli.run_lines` has those of runs.
 """
 
 import os

@@ -1,5 +1,6 @@
-"""`peerloom config`: the offer of the node on this machine; `config set` changes it at once. `config sign`
-and `config publish` set it for all nodes that follow a key (`node.following`).
+"""`peerloom config`: the offer of the node on this machine; `config set` changes it at once.
+
+`config sign` and `config publish` set it for all nodes that follow a key (`node.following`).
 """
 
 import os

@@ -1,6 +1,7 @@
-"""Stopping a program that has started others: the first Ctrl-C ends it in order, the second at once. The
-signal only sets a flag that the program checks wherever it waits: an exception at an arbitrary point could
-come between the start of a process and the record of it.
+"""Stopping a program that has started others: the first Ctrl-C ends it in order, the second at once.
+
+The signal only sets a flag that the program checks wherever it waits: an exception at an arbitrary point
+could come between the start of a process and the record of it.
 """
 
 import os

@@ -13,8 +13,10 @@ from node.invocation import program_from_anywhere, shown_values
 
 
 def start(flags: Mapping[str, Any], *, require_join: str | None, record: str | None, as_json: bool) -> int:
-    """Run a node until it is stopped; return the exit code. Raises PeerloomError. `record` is the file for
-    its recording. `flags` are the rules of `node.config` by name, as typed.
+    """Run a node until it is stopped; return the exit code.
+
+    Raises PeerloomError. `record` is the file for its recording. `flags` are the rules of `node.config` by
+    name, as typed.
     """
     from node import config
     from node.quantities import read_duration

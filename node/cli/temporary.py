@@ -1,5 +1,6 @@
-"""A folder that is removed with its command; one that SIGKILL left is removed by the next command. As for a
-stage's process (`node.stages.scratch`), a held lock shows that its owner is alive.
+"""A folder that is removed with its command; one that SIGKILL left is removed by the next command.
+
+As for a stage's process (`node.stages.scratch`), a held lock shows that its owner is alive.
 """
 
 import signal

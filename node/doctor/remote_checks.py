@@ -1,5 +1,7 @@
 """Checks of the way between this machine and one other: name, connection, handshake, identity, datagrams and
-their size, latency, and dial-back. It uses a fresh identity, so that a running node's state is not disturbed.
+their size, latency, and dial-back.
+
+It uses a fresh identity, so that a running node's state is not disturbed.
 """
 
 import os

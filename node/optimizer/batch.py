@@ -27,8 +27,8 @@ class BatchSamples:
         self._brought: dict[PeerId, int | None] = {}
 
     def completed(self, made: Round, samples: int, session: TrainingSession | None, weighting: str) -> None:
-        """A round is over, to which this peer brought so many. Only a mean that is weighted by samples tells
-        what others brought."""
+        """Note a finished round and this peer's samples in it. Only a mean weighted by samples shows the
+        others' samples."""
         shares = made.shares
         own = None if session is None else shares.get(session.peer)
         if not own or weighting != "samples" or made.aggregate != "mean":

@@ -1,7 +1,7 @@
 """Names how a peer of the same run trains differently, so that nothing can be averaged with it.
 
 Peers send a hash of the tensors that they train and of their settings. It is compared with the hashes of
-likely alternatives, which differ in one thing; where none matches, only that the peer differs is known.
+likely alternatives, which differ in one thing; if none matches, it is only known that the peer differs.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ ROWS_MAX = 4_096
 
 
 def kind_of(settings: Settings, classes: str) -> str:
-    """Return what has to agree beside the tensors: how they are trained, and by optimizers of which
+    """Return the settings that must agree besides the tensors: how they are trained, and the optimizers'
     classes."""
     if settings.local_steps is not None:
         moments = " moments" if settings.average_moments else ""
@@ -58,7 +58,7 @@ class Differences:
         self._known = {}
 
     def texts(self, signatures: Sequence[bytes]) -> list[str]:
-        """Return what peers of these hashes do, each with how many do it."""
+        """Return the differences of peers with these hashes, each with the number of peers."""
         if not signatures:
             return []
         if not self._known and len(self._trained.tensors.rows) <= ROWS_MAX:

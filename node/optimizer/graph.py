@@ -1,12 +1,11 @@
-"""How many samples a loss is made of, as its autograd graph shows it: from shapes alone, nothing is unpacked.
+"""Finds the number of samples in a loss from its autograd graph: from shapes alone, nothing is unpacked.
 
-The number is the first dimension of what the loss reduces to one number; where that is a reshaped tensor, as
-in `logits.view(-1, classes)`, of the tensor before. It counts only if every operation in which a parameter
-meets data agrees: its result has as many rows, or holds them second (time first), or has a multiple
-(flattened), and one at least has as many. Results that are only spread over a batch, such as embeddings of
-positions, have no say.
-
-Where parts of a loss or its operations disagree, or none of this shows, a text says so in place of a number.
+The number is the first dimension of the tensor that the loss reduces to one number; if that is a reshaped
+tensor, as in `logits.view(-1, classes)`, of the tensor before. It counts only if every operation in which a
+parameter meets data agrees: its result has as many rows, or has them in the second dimension (time first), or
+has a multiple (flattened), and at least one has exactly as many. Results that are only broadcast over a
+batch, such as position embeddings, are ignored. If parts of a loss or its operations disagree, or the graph
+does not show a number, a text says so instead.
 """
 
 from collections.abc import Iterable, Iterator
@@ -81,7 +80,7 @@ def reaches(losses: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor]) 
 
 
 def _operation(node: Any) -> str:
-    """The operation's name without what tells its overloads apart; empty for none of torch's own."""
+    """Return the operation's name without its overload; empty if it is not torch's own."""
     name, backward, number = str(node.name()).partition("Backward")
     return name if backward and number.isdigit() else ""
 
@@ -127,8 +126,8 @@ def _is_spread_of_parameter(node: Any, shape: Shape) -> bool:
 
 
 def _rows(node: Any, shape: Shape, path: list[str]) -> int:
-    """The first dimension of this result, or of what it was before it was flattened or selected from. Writes
-    down the operations on the way."""
+    """Return the first dimension of this result, or of the tensor before flattening or selecting. Records the
+    operations on the way."""
     path.append(f"{node.name()}/{len(shape)}")
     if node.name() == LEAF:
         return shape[0]
@@ -183,7 +182,8 @@ def _contradiction(losses: Iterable[torch.Tensor], count: int) -> Unknown:
 
 
 def _has_rows(shape: Shape, count: int) -> bool:
-    """Whether a result of this shape has so many rows, first, or second where time is first."""
+    """Return whether a result of this shape has this many rows, in the first dimension, or in the second if
+    time comes first."""
     return bool(shape) and (shape[0] == count or (len(shape) == 3 and shape[1] == count))
 
 

@@ -1,4 +1,4 @@
-"""Copies of the state for peers that join late: when one is made, and what is in it."""
+"""Copies of the state for peers that join late: decides when one is made, and its content."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ step cost a tenth of the time."""
 
 
 class Handout:
-    """How one optimizer hands out its state. The training thread calls it, where nothing changes a tensor."""
+    """Hands out the state of one optimizer. The training thread calls it while nothing changes a tensor."""
 
     def __init__(
         self,
@@ -30,7 +30,7 @@ class Handout:
         self._layout = layout
         self._optimizers = optimizers
         self._counts = counts
-        # With a target batch whoever takes the state of an earlier step is behind at once.
+        # With a target batch a peer with the state of an earlier step is behind at once.
         self._good_seconds = 0.0 if local_steps is None else SNAPSHOT_SECONDS
         self._next_at = 0.0
         self._is_left_behind = False
@@ -40,16 +40,16 @@ class Handout:
         self._layout, self._counts = layout, counts
 
     def made_step(self, step: int, reports: Sequence[Report], members: int) -> None:
-        """This peer has made the step that followed `step` with a round of so many members, itself among
-        them. Peers that stood there too, or have just come, need its state, which this peer may make no
-        further step to copy."""
+        """Note the step after `step`, made with a round of this many members, itself included. Peers that
+        missed it, or have just come, need this state, and there may be no further step at which to copy it.
+        """
         behind = sum(not report.has_state or report.step.equals(step) for report in reports)
         self._is_left_behind = behind >= members
 
     def share(
         self, session: TrainingSession, step: int, rounds: int, lineage: bytes, strategy: Strategy | None
     ) -> None:
-        """Make a copy where somebody waits for it, or was left behind by the last step."""
+        """Make a copy if a peer waits for it, or was left behind by the last step."""
         is_wanted = self._is_left_behind or session.wants_state(step)
         if is_wanted and time.perf_counter() >= self._next_at:
             self._is_left_behind = False

@@ -31,7 +31,7 @@ class Health:
         self._error = ""
 
     def has_finite(self, layout: Layout, gradients: Sequence[torch.Tensor | None]) -> bool:
-        """Return whether these gradients may be sent; remembers where they may not."""
+        """Return whether these gradients may be sent; remembers the place of a non-finite one."""
         there = [gradient for gradient in gradients if gradient is not None]
         if not there or all(bool(norm.isfinite()) for norm in torch._foreach_norm(there)):
             return self._is_well()
@@ -52,7 +52,8 @@ class Health:
         return False
 
     def is_finite(self, layout: Layout, vector: Vector) -> bool:
-        """Return whether these tensors, written into a vector, may be sent; remembers where they may not."""
+        """Return whether these tensors, written into a vector, may be sent; remembers the place of a
+        non-finite one."""
         flat = torch.from_numpy(vector)
         if bool(flat.sum().isfinite()) or bool(flat.isfinite().all()):
             return self._is_well()
@@ -72,14 +73,15 @@ class Health:
         self._error = error
 
     def sickness(self) -> str:
-        """Return why this peer sends nothing, since when, and what ends that; empty where it is well."""
+        """Return why this peer sends nothing, since when, and what ends that; else empty."""
         if not self._sick:
             return ""
         seconds = time.monotonic() - self._sick_at
         return f"this peer brings nothing for {seconds:.0f} s: {self._sick}; {self._ends}"
 
     def failures(self) -> str:
-        """Return how many rounds in a row have failed, and why the last one; empty where few did."""
+        """Return how many rounds in a row have failed, and the reason of the last one; empty for few
+        failures."""
         if self._failures < FAILURES_MIN:
             return ""
         seconds = time.monotonic() - self._failed_at

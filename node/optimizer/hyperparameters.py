@@ -1,6 +1,6 @@
 """The numbers by which a step of a target batch was made: equal at all peers, or their models drift apart.
 
-Each peer tells short hashes of them with its step, so that others can say in what they differ.
+Each peer sends short hashes of them with its step, so that others can name the differences.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +31,7 @@ def settings_of(optimizers: Sequence[torch.optim.Optimizer]) -> bytes:
 
 
 def differences(own: bytes, step: int, reports: Iterable[Report], groups: Sequence[Mapping[str, Any]]) -> str:
-    """Name in what others made this step otherwise, by what they tell; empty where in nothing."""
+    """Name the differences of other peers in this step, by their hashes; empty if there are none."""
     counts = [0] * len(KINDS)
     for report in reports:
         if own and report.step.equals(step) and len(report.settings) == len(own):

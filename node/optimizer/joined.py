@@ -56,7 +56,8 @@ class JoinedOptimizer(torch.optim.Optimizer):
             inner.zero_grad(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the wrapped optimizer. Raises ValueError where there are several: nobody says whose it is."""
+        """As the wrapped optimizer. Raises ValueError if there are several: it is unclear which one gets the
+        group."""
         if len(self._inner) > 1:
             raise ValueError("several optimizers are wrapped: add the group to the one that is to train it")
         self._inner[0].add_param_group(param_group)

@@ -1,7 +1,7 @@
 """Tensors as one flat vector, and back: parameters, their gradients and floating buffers, in a fixed order.
 
-The vector is float32, or float64 where any tensor is; bfloat16 and float16 are exact in it. Only what is
-trained is in it: a parameter that was frozen when the layout was made is neither sent nor stored.
+The vector is float32, or float64 if any tensor is; bfloat16 and float16 are exact in it. It has only trained
+tensors: a parameter that was frozen when the layout was made is neither sent nor stored.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ FLOATING = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class TensorSlot:
-    """Where a tensor lies in the vector: items from `begin` to `end`."""
+    """A tensor's place in the vector: items from `begin` to `end`."""
 
     name: str
     tensor: torch.Tensor
@@ -46,7 +46,7 @@ class Layout:
 
     @property
     def rows(self) -> tuple[tuple[str, tuple[int, ...], str], ...]:
-        """(name, shape, type) of each tensor: what a signature is made of."""
+        """The name, shape and type of each tensor, from which a signature is made."""
         return tuple(
             (slot.name, tuple(slot.tensor.shape), str(slot.tensor.dtype).removeprefix("torch."))
             for slot in self.slots
@@ -58,7 +58,7 @@ class Layout:
         return vector
 
     def digest(self) -> bytes:
-        """The hash of the numbers: equal where two scripts began with the same seed."""
+        """Return the hash of the numbers: equal if two scripts began with the same seed."""
         vector = self.empty()
         self.copy_out(vector)
         return blake3(vector.data.cast("B")).digest()

@@ -1,11 +1,11 @@
-"""A person's own strategies and codecs, by entry point: `peerloom.strategies` and `peerloom.codecs`.
+"""A user's own strategies and codecs, by entry point: `peerloom.strategies` and `peerloom.codecs`.
 
     [project.entry-points."peerloom.strategies"]
     mine = "my_package:MyStrategy"        # called as MyStrategy(theta, local_steps=..., codec=...)
     [project.entry-points."peerloom.codecs"]
     mine = "my_package:MyCodec"           # called as MyCodec(dtype), "float32" or "float64"
 
-They are loaded in this process alone, by a name that its own script gives; a peer can name none. All peers of
+They are loaded only in this process, by a name in its own script; peers cannot name any. All peers of
 a run need the same ones: the name is in the run's signature.
 """
 
@@ -23,7 +23,7 @@ Make = Callable[[Vector], Strategy]
 
 
 def strategy_maker(name: str, local_steps: int, codec: str) -> Make:
-    """Return what makes the strategy of this name for the numbers that training begins with. Raises
+    """Return the factory of the strategy of this name for the initial numbers of training. Raises
     ValueError."""
     if name in NAMES:
         return lambda theta: make_strategy(name, theta, local_steps, codec)
@@ -34,8 +34,8 @@ def strategy_maker(name: str, local_steps: int, codec: str) -> Make:
 
 
 def own_codecs(name: str, dtype: str) -> dict[str, Codec]:
-    """Return the codec of this name by its name, where it is a person's own; nothing for ours. Raises
-    ValueError: there is none."""
+    """Return a user's own codec of this name, by its name; nothing for ours. Raises ValueError: there is
+    none."""
     try:
         codec_of(name, dtype)
     except ValueError as error:

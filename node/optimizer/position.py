@@ -1,8 +1,8 @@
-"""Where the other members of a run are, by the evidence, and which of their states this peer takes over.
+"""The position of a run's other members, by the evidence, and the choice of a state to take over.
 
-What members tell of themselves is no evidence alone (`gossip.claims`). A peer that has nothing of its own
-joins where the middle of them is. One that has made steps gives its state up only for one that two members
-stand by, or for that of the only other one, where the run can be so far by pace and time.
+Members' claims alone are no evidence (`gossip.claims`). A peer without a state joins at the median of the
+members. One that has made steps gives up its state only for one that two members confirm, or for that of the
+only other member, if the run can be that far by pace and time.
 """
 
 import time
@@ -38,7 +38,7 @@ class RunPosition:
     """One peer's view of the others' progress. Wall-clock times: these advance while a laptop sleeps."""
 
     def __init__(self, local_steps: int | None) -> None:
-        """`local_steps` of a run that averages tensors, None where members step together."""
+        """`local_steps` of a run that averages tensors, None if members step together."""
         self._local_steps = local_steps
         self._steps, self._rounds = CountEvidence(time.time()), CountEvidence(time.time())
         self._has_met = False
@@ -51,7 +51,7 @@ class RunPosition:
         """Others are further, and have not handed over their state."""
 
     def others(self, reports: Iterable[Report]) -> list[Report]:
-        """Return what those members say that have a state."""
+        """Return the reports of the members that have a state."""
         found = [report for report in reports if report.has_state]
         self._has_met = self._has_met or bool(found)
         return found
@@ -63,8 +63,8 @@ class RunPosition:
     # What happens here
 
     def made_step(self, step: int, *, is_common: bool) -> None:
-        """This peer has made a step. `is_common`: with others; where it never met any, it knows as well where
-        the run is."""
+        """Note a step of this peer. `is_common`: with others; if it never met any, it knows the run's
+        position too."""
         if self._local_steps is None:
             self.lacks_state = False
         elif step > YOUNG_ROUNDS * self._local_steps:
@@ -79,8 +79,8 @@ class RunPosition:
             self._is_young = self.lacks_state = False
 
     def missed(self, likely: LikelySteps) -> None:
-        """A peer without progress has not got this state of others. Where it is one to begin with, another
-        is as good, and this peer's own remains one."""
+        """Note that a peer without progress could not get this state. If it is an initial one, another is as
+        good, and this peer's own remains possible."""
         if likely.lineage is not None:
             self._undelivered[likely.lineage] = None
             if len(self._undelivered) > UNDELIVERED_MAX:
@@ -94,7 +94,7 @@ class RunPosition:
         self.lacks_state = self.lacks_state or likely.lineage is None
 
     def moved(self, step: int, rounds: int) -> None:
-        """This peer has taken a state of this step, and of so many rounds."""
+        """Note that this peer has taken a state of this step and number of rounds."""
         self._steps.accept(time.time(), step)
         self._rounds.accept(time.time(), rounds)
         self._is_young = self.lacks_state = False
@@ -102,7 +102,7 @@ class RunPosition:
     # What others say
 
     def is_alone(self, others: Iterable[Report]) -> bool:
-        """Return whether none of the others can be where this peer is."""
+        """Return whether none of the others can be at this peer's position."""
         beyond = self._steps.count_max(time.time()) + 1
         return all(report.step.reaches(beyond) for report in others)
 
@@ -111,7 +111,7 @@ class RunPosition:
         return self._steps.furthest(time.time(), step, [report.step for report in others]) > step
 
     def has_missed_round(self, rounds: int, others: Iterable[Report]) -> bool:
-        """Return whether others have held more than so many rounds."""
+        """Return whether others have held more than this many rounds."""
         return self._rounds.furthest(time.time(), rounds, [report.rounds for report in others]) > rounds
 
     def rounds_of(self, claimed: int, others: Iterable[Report]) -> int:
@@ -121,8 +121,8 @@ class RunPosition:
     def state_to_take(
         self, step: int, lineage: bytes, others: Sequence[Report], voices: Sequence[Report]
     ) -> LikelySteps | None:
-        """Return which state a peer at `step` takes in place of its own; None where its own is right. The
-        `voices` among `others`, which average with it or may, say where the run is if it has progress."""
+        """Return the state that a peer at `step` takes in place of its own; None if its own is right. If it
+        has progress, the `voices` among `others`, which may average with it, define the run's position."""
         if not others:
             return None
         steps = [report.step for report in others]
@@ -143,7 +143,7 @@ class RunPosition:
         if alone is not None:
             return LikelySteps(max(0, alone - SLACK_STEPS), alone + SLACK_STEPS, VOICES_MIN, VOICES_MIN)
         behind = sum(not report.step.reaches(step - SLACK_STEPS) for report in voices)
-        if behind < VOICES_MIN:  # one that paused long ago does not say where the others are now
+        if behind < VOICES_MIN:  # a peer that paused long ago does not know the others' position
             voices = [report for report in voices if report.step.reaches(step - SLACK_STEPS)]
         if not voices:
             return None
@@ -152,13 +152,13 @@ class RunPosition:
         return None
 
     def local_state(self, others: Sequence[Report]) -> LikelySteps:
-        """Return which state a peer takes where each makes steps of its own."""
+        """Return the state that a peer takes if each makes its own steps."""
         slack = SLACK_STEPS * (self._local_steps or 1)
         return newcomer_steps([report.step for report in others], slack, are_equal=False)
 
     def _is_beginning(self, others: Sequence[Report]) -> bool:
-        """Whether neither this peer nor the others have anything that is worth more than what any of them
-        began with: with a target batch nobody has made a step, with local steps nobody has averaged."""
+        """Return whether the run still has only initial states: with a target batch nobody has made a step,
+        with local steps nobody has averaged."""
         if self._local_steps is None:
             return lower_median([report.step for report in others]) == 0
         beyond = YOUNG_ROUNDS * self._local_steps + 1
@@ -167,8 +167,8 @@ class RunPosition:
         )
 
     def _first_state(self, lineage: bytes, others: Sequence[Report]) -> LikelySteps | None:
-        """Return which state a run begins with, None where it is this peer's own. Its holders made a copy
-        when they joined, so nobody waits for it."""
+        """Return the initial state of a run, None if it is this peer's own. Its holders made a copy when they
+        joined, so it is available at once."""
         near = [report for report in others if self._local_steps is not None or report.step.equals(0)]
         found = [report.lineage for report in near if report.lineage not in self._undelivered]
         if not found:
@@ -180,14 +180,14 @@ class RunPosition:
         return LikelySteps(0, last, lineage=chosen)
 
     def _is_apart(self, step: int, lineage: bytes, others: Sequence[Report]) -> bool:
-        """Whether others came to where they are by other steps, and this peer is to come over to them."""
+        """Return whether others reached their position by other steps, and this peer should join them."""
         if not self.is_joined or self.lacks_state:
             return any(report.lineage != lineage for report in others)
         voices = min(VOICES_MIN, len(others))
         if self._local_steps is None:
             near = [report for report in others if report.step.equals(step)]
         elif self._is_young:
-            # Steps of others are their own affair, but what they began with is not.
+            # Others' local steps may differ, but the initial state must not.
             beyond = self._steps.count_max(time.time()) + 1
             near = [report for report in others if not report.step.reaches(beyond)]
         else:

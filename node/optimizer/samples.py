@@ -1,9 +1,9 @@
-"""How many samples the gradients are made of that are there now: counted at `backward`, not before.
+"""Counts the samples in the present gradients, at `backward` and not before.
 
-A batch that never reaches `backward` counts nothing, one whose gradients are dropped (`zero_grad`) counts no
-more, and each batch of an accumulation counts. The number is the person's own `batch_size`, or what the
-graph of the loss shows (`node.optimizer.graph`). `torch.autograd.backward`, through which every `backward` of
-torch goes, is watched while any optimizer counts; model and tensors hold nothing of this.
+A batch that never reaches `backward` does not count, nor does one whose gradients are dropped (`zero_grad`);
+each batch of an accumulation does. The number is the user's `batch_size`, or that of the loss's graph
+(`node.optimizer.graph`). `torch.autograd.backward`, through which every `backward` of torch goes, is hooked
+while any optimizer counts; model and tensors contain nothing of this.
 """
 
 import logging
@@ -33,7 +33,7 @@ class SampleCounter:
     """Counts the samples in the gradients of some parameters."""
 
     def __init__(self, parameters: Sequence[torch.Tensor], batch_size: int | None = None) -> None:
-        """`batch_size`: how many samples each `backward` has, where the graph is not to say it."""
+        """`batch_size`: the samples of each `backward`, instead of the graph's number."""
         self.parameters = parameters
         self._batch_size = batch_size
         self._reader = LossReader()
@@ -52,8 +52,8 @@ class SampleCounter:
         self._seen: list[tuple[int, int] | None] = []
 
     def of_step(self, given: int | None, run: str, *, is_needed: bool) -> int:
-        """Return how many samples a step is made of: the `given` number, or those that were counted; where
-        that is not known now, as many as in the last step.
+        """Return the samples of a step: the `given` number, or the counted ones; if unknown, as many as in
+        the last step.
 
         Raises ValueError: a number below 0, or none was ever known though one `is_needed`.
         """
@@ -89,8 +89,8 @@ class SampleCounter:
 
     @contextmanager
     def watch(self, losses: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Count what these losses add to the gradients meanwhile. Gradients that they lead to none of are not
-        even looked at: another thread may write them."""
+        """Count what these losses add to the gradients meanwhile. Unrelated gradients are not even read:
+        another thread may write them."""
         if not reaches(losses, self.parameters):
             yield
             return
@@ -135,7 +135,7 @@ def _watched(tensors: Any, *arguments: Any, **options: Any) -> None:
         if not counters and torch.autograd.backward is _watched:
             torch.autograd.backward = _plain
     is_within = torch._C._current_graph_task_id() != NO_GRAPH
-    if is_within:  # activations that are computed anew: a part of what runs
+    if is_within:  # recomputed activations: a part of the running backward pass
         counters = []
     with ExitStack() as stack:
         seen = [each for each in losses if isinstance(each, torch.Tensor)]

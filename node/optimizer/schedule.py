@@ -1,8 +1,8 @@
-"""Learning rate schedulers as functions of the run's global step, whoever made that step.
+"""Learning rate schedulers as functions of the run's global step, whichever peer made that step.
 
-Schedulers of torch remember the step before, and some the learning rate that they find. So they run on
-stand-ins of the optimizers, which have their groups without parameters; what comes of it is written to the
-groups. A step back, as when a peer takes over an earlier state, begins anew on fresh stand-ins.
+Schedulers of torch remember the previous step, and some the present learning rate. So they run on stand-ins
+of the optimizers, with their groups but without parameters; the results are written to the real groups. A
+step back, as when a peer takes over an earlier state, begins anew on fresh stand-ins.
 """
 
 import inspect
@@ -62,7 +62,8 @@ class GlobalScheduler:
         """Do nothing: the step that all follows from is in the optimizer's state."""
 
     def begin(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Make the schedulers of these, at step 0. Raises TypeError for one that follows no step."""
+        """Make the schedulers for these optimizers, at step 0. Raises TypeError for one that does not depend
+        on the step."""
         self._is_over = False
         self._schedulers, self._steps = [], [0] * len(optimizers)
         for optimizer in optimizers:
@@ -72,7 +73,7 @@ class GlobalScheduler:
             self._schedulers.append(made)
 
     def advance(self, step: int) -> None:
-        """Move on towards a step; a scheduler that fails there stays where it is, and a line says so."""
+        """Advance to a step; a failing scheduler stays at its step, and the log says so."""
         if self._is_over:
             return
         for number, scheduler in enumerate(self._schedulers):
@@ -103,8 +104,8 @@ class Schedules:
         self._step = 0
 
     def add(self, make: Any, options: dict[str, Any]) -> GlobalScheduler:
-        """Return `make(optimizer, **options)` as a function of the step. Raises TypeError or ValueError for
-        one that cannot be that, and what it raises itself."""
+        """Return `make(optimizer, **options)` as a function of the step. Raises TypeError or ValueError if
+        that is impossible, and its own errors."""
         if not self._schedulers:
             self._first = [[_values(group) for group in each.param_groups] for each in self._optimizers]
         added = GlobalScheduler(make, options)
@@ -114,7 +115,7 @@ class Schedules:
             for scheduler in tried._schedulers:
                 try:
                     scheduler.step()
-                except Exception as error:  # whatever a scheduler that is not torch's raises
+                except Exception as error:  # any error of a scheduler that is not torch's
                     raise ValueError(f"{tried.name} does not follow the run's step: {error}") from error
         self._schedulers.append(added)
         self._begin()
@@ -150,7 +151,7 @@ class Schedules:
                 scheduler.begin(self._doubles)
 
     def _write(self) -> None:
-        """Give the groups what schedulers have changed of the stand-ins'."""
+        """Copy the schedulers' changes of the stand-ins to the groups."""
         for optimizer, double, firsts in zip(self._optimizers, self._doubles, self._first, strict=True):
             # A group that was added later has no schedule.
             for group, made, first in zip(optimizer.param_groups, double.param_groups, firsts, strict=False):

@@ -1,7 +1,7 @@
 """A training thread's view of its part in a run: every call returns at once, and none raises.
 
-The training loop stands in one thread, the node's event loop in another (`node.portal`). What the
-first asks is done by the second, and its outcome is looked at between two steps.
+The training loop runs in one thread, the node's event loop in another (`node.portal`). The second executes
+the first's requests, and the first reads the outcome between two steps.
 """
 
 from collections.abc import Callable
@@ -79,7 +79,7 @@ class TrainingSession:
         return self._run.states.is_receiving
 
     def wants_state(self, step: int) -> bool:
-        """Return whether somebody waits for a copy of this peer's state, which is at `step`."""
+        """Return whether a peer waits for a copy of this peer's state, which is at `step`."""
         return self._run.states.wants_state(step) and not self.error
 
     def refuse_in_child(self) -> None:
@@ -122,10 +122,11 @@ class TrainingSession:
         stale_steps: Callable[[], int],
         damping: float = 1.0,
     ) -> "Pending[Exchanged]":
-        """Begin a round in the background, and take what it changes: the vector's memory is used for that.
+        """Begin a round in the background; its result is written into the vector's memory.
 
         `strategy` None is the plain mean; `stale_steps` counts the local steps since now; `damping` is the
-        share of what came of the round that is taken."""
+        share of the result that is taken.
+        """
         begin = self._begin(self._exchange, vector, weight, wanted, strategy, stale_steps, damping)
         return Pending(begin, self._portal)
 
@@ -166,8 +167,8 @@ class TrainingSession:
         check: Callable[[Snapshot], str],
         passed_over: frozenset[PeerId] = frozenset(),
     ) -> "Pending[Snapshot]":
-        """Begin to fetch the state of the run, of a likely step, from others than those that are passed over;
-        `check` says what is wrong with one, in another thread."""
+        """Begin to fetch the run's state, of a likely step, except from excluded peers; `check` returns a
+        state's fault, in another thread."""
         fetch = partial(
             self._run.states.fetch,
             likely.first,
@@ -186,8 +187,7 @@ class TrainingSession:
         arrays: dict[str, tuple[str, tuple[int, ...], Array]],
         good_seconds: float = SNAPSHOT_SECONDS,
     ) -> None:
-        """Hand out this state, a copy that nobody changes any more, to those that join late, for so long
-        after its step is over."""
+        """Hand out this state, an immutable copy, to late peers, for a time after its step is over."""
         self._begin(partial(self._offer, step, rounds, lineage, arrays, good_seconds))
 
     async def _offer(
@@ -239,13 +239,13 @@ class Pending(Generic[T]):
         return self._call is None or self._call.future.done()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for so long at most; whether it is over."""
+        """Wait for a limited time; return whether it is over."""
         if self._call is not None:
             futures.wait([self._call.future], seconds)
         return self.is_over
 
     def outcome(self) -> T | str:
-        """Return what came of it, once it is over; or why nothing did."""
+        """Return the outcome, once it is over, or the reason of the failure."""
         if self._call is None:
             return "the node has ended"
         try:

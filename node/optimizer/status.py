@@ -31,7 +31,7 @@ class StatusLine:
         self._kind, self.text = kind, text
 
     def sentence(self) -> str:
-        """Return the text, with how long it has been so and what ends it."""
+        """Return the text, with its duration and what ends it."""
         if self._kind is None:
             return self.text
         return f"{self.text}, for {time.monotonic() - self._since:.0f} s; {LASTING[self._kind][1]}"

@@ -1,6 +1,6 @@
 """Taking over a state of others: it is fetched, checked, tried on own data, and put in place.
 
-It is tried where a person gave `own_loss`. One that is worse than the own state by more than a bound is
+It is tried if the user gave `own_loss`. A state that is worse than the own one by more than a bound is
 refused, and the next one is tried.
 
 Not here: when a peer takes over a state, and of which step (`node.optimizer.position`).
@@ -37,7 +37,7 @@ class Takeover:
         counts: Mapping[str, torch.Tensor],
         own_loss: Callable[[], float] | None,
     ) -> None:
-        """Calls `own_loss` for the first values; raises what it raises."""
+        """Call `own_loss` for the first values; raises its errors."""
         self._layout = layout
         self._optimizers = optimizers
         self._counts = counts
@@ -60,9 +60,9 @@ class Takeover:
     def take(
         self, session: TrainingSession, likely: LikelySteps, may_wait: Callable[[float, float], bool]
     ) -> Snapshot | str | None:
-        """Put a state of a likely step in place of the own one and return it; or return why there is none,
-        where the own one stays. None: it is still on its way, for the next call. `may_wait` is called all the
-        time with the seconds of this call so far, and since the state was first asked for."""
+        """Replace the own state by one of a likely step and return it; or return why there is none, and keep
+        the own one. None: it is still on its way, for the next call. `may_wait` is called repeatedly with the
+        seconds of this call so far, and since the state was first requested."""
         called = time.perf_counter()
         check = partial(check_state, layout=self._layout, counts=self._counts)
         while True:
@@ -87,7 +87,7 @@ class Takeover:
                 return found
             try:
                 self._fault = self._try(found)
-            except Exception as error:  # whatever a person's function raises
+            except Exception as error:  # any error of a user's function
                 self._end()
                 return f"own_loss failed, so no state was taken: {type(error).__name__}: {error}"
             if not self._fault:
@@ -117,7 +117,8 @@ class Takeover:
         self._refused, self._tries, self._fault = set(), 0, ""
 
     def _try(self, found: Snapshot) -> str:
-        """Put a state in place if its loss is within the bound; why it is refused, empty where it is not."""
+        """Put a state in place if its loss is within the bound; return the reason of a refusal,
+        else empty."""
         own = _Kept(self._layout, self._optimizers, self._counts)
         loss, limit = float("nan"), loss_max(self._first, self._loss())
         try:

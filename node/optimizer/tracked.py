@@ -34,7 +34,8 @@ class TrackedOptimizer(JoinedOptimizer):
 
     @property
     def status(self) -> str:
-        """One sentence: what this peer does in its run or waits for, for how long, and what ends that."""
+        """Return one sentence: what this peer does in its run or waits for, for how long, and
+        what ends that."""
         reports = [] if self._session is None else self._session.view.reports
         drift = differences(self._used, self.global_step, reports, self.param_groups)
         parts = [self._health.sickness() or self._line.sentence(), self._health.failures(), drift]
@@ -56,7 +57,7 @@ class TrackedOptimizer(JoinedOptimizer):
 
     @property
     def _voices(self) -> list[Report]:
-        """The reports of those that average with this peer, or may."""
+        """Return the reports of peers that average with this one, or may."""
         assert self._session is not None
         return self._position.others(self._session.view.voices)
 
@@ -75,7 +76,7 @@ class TrackedOptimizer(JoinedOptimizer):
         return f"alone in run {self.settings.run_id!r}{self._unlike()}"
 
     def _unlike(self) -> str:
-        """Name what others under this run's name do otherwise."""
+        """Name the differences of other peers under this run's name."""
         strays = self._trained.strays()
         signatures = () if self._session is None else self._session.view.stranger_signatures
         texts = [] if self._differences is None else self._differences.texts(signatures)
@@ -85,7 +86,7 @@ class TrackedOptimizer(JoinedOptimizer):
         self._stats = Stats(**{**vars(self._stats), **changed})
 
     def _quietly(self, part: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Do a part that concerns the run; where it fails by a bug or a full disk, training goes on."""
+        """Run a part that concerns the run; if it fails by a bug or a full disk, training goes on."""
         try:
             return part(*arguments, **options)
         except Exception as error:

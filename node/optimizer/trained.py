@@ -16,7 +16,7 @@ class TrainedTensors:
     """The parameters that are trained and the buffers beside them, as they were at the last look."""
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], model: torch.nn.Module | None) -> None:
-        """Raises TypeError for tensors that cannot be averaged, ValueError where none is trained."""
+        """Raises TypeError for tensors that cannot be averaged, ValueError if none is trained."""
         self._optimizers = optimizers
         self._model = model
         self._marks: list[Mark] = []
@@ -58,7 +58,7 @@ class TrainedTensors:
         return found
 
     def look(self) -> str:
-        """Look again. Return what has changed, with names; empty where nothing has, or all is frozen now."""
+        """Check again. Return the changes, with names; empty if nothing has changed, or all is frozen now."""
         if self._marked() == self._marks:
             return ""
         old = self.parameters, self.tensors
@@ -78,7 +78,7 @@ class TrainedTensors:
         return ", ".join(said) or "trains other tensors in the place of those before"
 
     def strays(self) -> str:
-        """Name trained parameters that the model no longer has, as where a layer was replaced."""
+        """Name trained parameters that the model no longer has, for instance after a layer was replaced."""
         if self._model is None:
             return ""
         known = {id(parameter) for parameter in self._model.parameters()}

@@ -25,8 +25,8 @@ class Waits:
         self._logged_at = 0.0
 
     def said(self, where: str, what: str, seconds: float, end: str, step_seconds: float) -> str:
-        """Return the status of a call that has waited for `what` for so long, and log it where that is longer
-        than a step takes; `end` says what would end it."""
+        """Return the status of a call that waits for `what`, and log it if the wait exceeds a step; `end`
+        says what would end it."""
         status = f"{where}: waiting for {seconds:.1f} s for {what}; {end}"
         now = time.perf_counter()
         if seconds > max(LOGGED_SECONDS_MIN, step_seconds) and now >= self._logged_at:
@@ -36,14 +36,14 @@ class Waits:
 
 
 class Overtaken:
-    """Whether one round of this peer is given up since the others have made its step already."""
+    """Decides whether a round is given up because the others have already made its step."""
 
     def __init__(self) -> None:
         self._since: float | None = None
 
     def ends_round(self, waited: float, is_passed: bool, *, is_looking: bool) -> bool:
-        """Return whether to give up the round, which was waited for so long. `is_passed`: the others have
-        made its step. Nobody comes to its group then, but an exchange may be a moment from its end."""
+        """Return whether to give up the round after this wait. `is_passed`: the others have made its step.
+        Nobody joins its group then, but an exchange may be about to end."""
         if not is_passed:
             self._since = None
             return False

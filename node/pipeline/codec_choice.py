@@ -1,8 +1,8 @@
 """The choice of codec for a stage's answers, by the measured rates of the links they take.
 
-Until a link is measured its frames are as small as the run allows. Then the codec is the one with which a
-micro-batch is through soonest (`partition.codecs.choice`), so that compression is never the bottleneck. What
-a codec takes on this machine is measured once, on frames of the run's own.
+Until a link is measured its frames are as small as the run allows. Then the codec with the shortest total
+time of a micro-batch is used (`partition.codecs.choice`), so that compression is never the bottleneck. A
+codec's time on this machine is measured once, on the run's own frames.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ SAMPLE_BYTES_MAX = 1 << 20
 
 
 class LinkCodecs:
-    """One stage's. `rate` is a link's bytes per second, None where it is not known."""
+    """The choice for one stage. `rate` returns a link's bytes per second, None if unknown."""
 
     def __init__(self, frames: Frames, rate: Callable[[PeerId], float | None], executor: Executor) -> None:
         self._frames = frames
@@ -36,7 +36,7 @@ class LinkCodecs:
         self._sample_bytes = 0
 
     def codec(self, receivers: Sequence[PeerId], *, is_gradient: bool) -> Codec:
-        """For what goes to one of these; the slowest of their links decides."""
+        """Return the codec for a frame to one of these peers; the slowest of their links decides."""
         rates = [self._rate(peer) for peer in receivers]
         known = [rate for rate in rates if rate is not None]
         size = self._sizes.get(is_gradient)
@@ -48,7 +48,7 @@ class LinkCodecs:
         return choose(codecs, size, "float32", min(known), self._costs)
 
     async def learn(self, payload: Payload, *, is_gradient: bool) -> None:
-        """Look at what was packed: how large it is and, once, what the codecs take."""
+        """Learn from a packed frame: its size and, once, the codecs' times."""
         self._sizes[is_gradient] = payload.size_bytes
         if self._costs is not None:
             return

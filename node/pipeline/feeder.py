@@ -97,7 +97,7 @@ class FeederShell:
             self._look_ahead(message.step)
 
     def reconnected(self, peer: PeerId) -> None:
-        """Send again what a link to `peer` that was opened anew may have lost."""
+        """Send again what a reopened link to `peer` may have lost."""
         self.core.reconnected(peer)
         self._take_events()
 
@@ -155,13 +155,13 @@ class FeederShell:
             self._send_frame(feed.labels_to, feed, labels, len(self._plan.stages) - 1, "labels")
 
     async def _make_ready(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
-        """The samples, once they are here. Raises Unreachable: nobody has them."""
+        """Wait for the samples. Raises Unreachable: nobody has them."""
         for attempt in range(READS_MAX):
             await self.batches.ready(microbatch, train=train, again=attempt > 0)
             try:
                 return await self._executor.run(lambda: self._make(microbatch, train=train))
             except DataMissing:
-                continue  # what was damaged on the disk is fetched again
+                continue  # damaged pieces are fetched again
         raise Unreachable("unknown", "the run's data does not stay on this node's disk")
 
     def _make(self, microbatch: int, *, train: bool) -> tuple[Payload, Payload]:
@@ -171,7 +171,7 @@ class FeederShell:
         return self._pack(inputs, samples), self._pack(labels, samples)
 
     async def made(self, header: FrameHeader) -> tuple[Any, ...] | None:
-        """Return what this node would have sent in the place of a trainer's frame: sizes, tensors, codec,
+        """Return the frame that this node would have sent instead of a trainer's: sizes, tensors, codec,
         digest."""
         if header.direction == "gradient" or (header.direction == "input" and header.stage):
             return None

@@ -1,14 +1,12 @@
-"""Where the frames of an open step are kept until it is applied: in memory up to a bound, else on the disk.
+"""The frames of an open step, kept until it is applied: in memory up to a bound, else on the disk.
 
-A replica keeps the bytes of every frame it has sent, to send them again to whoever takes over from a dead
-neighbour, and of every frame it has received, to take out of its sums what another counts. Most are never
-looked at again, so those that come when the bound is reached are put where the system may take their memory
-(`node.storage.spill`); a view of them serves like any other, and nobody else knows the difference.
-
-Nothing here is ever told to go: a frame is gone with its last view, be it the replica's core, which drops all
-of a step once it is applied, or a link that still has to send it. That is what `held_bytes` counts.
-
-Kept as it came or was made, nothing is copied; put on the disk, it is copied once, in a thread.
+A replica keeps the bytes of every frame it has sent, to repeat them for the successor of a dead neighbour,
+and of every frame it has received, to remove micro-batches that another replica counts from its sums. Most
+are never read again, so frames beyond the bound are put where the system may take their memory
+(`node.storage.spill`); views of them work like any other. There is no explicit release: a frame is freed with
+its last view, held by the replica's core, which drops all of a step once it is applied, or by a link that
+still has to send it. `held_bytes` counts these. A frame in memory is not copied; one on the disk is copied
+once, in a thread.
 """
 
 import weakref
@@ -38,10 +36,10 @@ class FrameStore:
         self.held_bytes = 0
 
     async def keep(self, payload: Payload) -> Payload:
-        """The same payload, in memory that it may stay in. Waits only where the disk is needed.
+        """Return the same payload in memory where it may stay. Waits only if the disk is needed.
 
         Raises:
-            StageFailed: there is room neither in memory nor on the disk.
+            StageFailed: there is no room in memory or on the disk.
         """
         data = payload.data
         if not data:

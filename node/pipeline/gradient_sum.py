@@ -1,8 +1,8 @@
 """The sum of a step's gradients: one all-reduce for a stage, and one for each group of tied weights.
 
-What a stage has to itself is summed over its replicas. A weight that several stages share is summed over all
-replicas of all of them, so that each ends with the same total; rows shared by the same stages go together.
-Who takes part and what lies where follows from graph and plan, so every replica finds the same groups.
+A stage's own weights are summed over its replicas. A weight that several stages share is summed over all
+replicas of these stages, so that each gets the same total; rows shared by the same stages go together.
+Members and layout follow from graph and plan, so every replica finds the same groups.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ class Reduction:
         for share in parts:
             members = tuple(peer for stage in share.stages for peer in work.members[stage])
             if members == (me,):
-                continue  # nobody else has anything to add
+                continue  # there is nothing else to add
             spans = [sums[begin:end] for begin, end in share.spans]
             # Started at once, so that one span need not be copied.
             vector = spans[0] if len(spans) == 1 else np.concatenate(spans)
@@ -44,7 +44,7 @@ class Reduction:
         return [send for machine in self._machines.values() for send in machine.start()]
 
     def receive(self, sender: PeerId, part: Part) -> Sends:
-        """A part that `is_of` this. Raises RemoteProtocolError for what does not belong here."""
+        """Take a part that `is_of` this sum. Raises RemoteProtocolError: it does not belong here."""
         machine = self._machines.get(part.key)
         return [] if machine is None else machine.receive(sender, part)
 
@@ -57,7 +57,7 @@ class Reduction:
         return all(machine.done for machine in self._machines.values())
 
     def waits(self) -> tuple[int, tuple[PeerId, ...], bool]:
-        """Return how many chunks are still to come, from whom, and whether only their sums are missing."""
+        """Return the number of missing chunks, their senders, and whether only sums are missing."""
         machines = self._machines.values()
         left = sum(machine.left for machine in machines)
         unsummed = [peer for machine in machines for peer in machine.unsummed]
@@ -80,5 +80,5 @@ class Reduction:
 
 
 def reduction_key(work: ReduceReady) -> bytes:
-    """Return what names one attempt: plan, step and attempt."""
+    """Return the key of one attempt: plan, step and attempt."""
     return work.plan + work.step.to_bytes(8, "big") + work.attempt.to_bytes(8, "big")

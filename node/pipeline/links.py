@@ -1,8 +1,8 @@
 """Ordered, reliable-while-connected message links to peers: one outgoing stream each, opened at need.
 
-A link that breaks is opened again while its peer is wanted; then `on_reconnected` says so, and the
-protocol above sends what may have been lost (all its messages are idempotent). Messages to this
-node itself take the same way without a socket, so that no code has a second path.
+A broken link is opened again while its peer is wanted; then `on_reconnected` is called, and the protocol
+above repeats messages that may have been lost (all are idempotent). Messages to this node itself take the
+same way without a socket, so that there is only one code path.
 """
 
 from collections import deque
@@ -34,7 +34,7 @@ RETRY_SECONDS_MAX = 2.0
 class FormerVersion:
     """The version of a protocol before the present one, spoken with peers that know no newer.
 
-    `translate` gives a message as that version has it; `found` is told of each peer that speaks it.
+    `translate` returns a message in that version's form; `found` is called for each peer that speaks it.
     """
 
     protocol: str
@@ -45,8 +45,8 @@ class FormerVersion:
 class Links:
     """All outgoing links of one protocol. `run` owns their tasks.
 
-    `deliver(peer, message)`, or `deliver(peer, message, payload)` where one was sent, takes what this node
-    says to itself, in the form in which a stream's receiver would have it.
+    `deliver(peer, message)`, or `deliver(peer, message, payload)` with a payload, takes this node's messages
+    to itself, in the form of a stream's receiver.
     """
 
     def __init__(
@@ -88,14 +88,14 @@ class Links:
     def send(self, peer: PeerId, message: bytes, *payload: Data) -> None:
         """Queue a message, and a payload of any number of pieces; they are sent in order.
 
-        Nothing is copied here: from now on nobody may change the payload's memory.
+        Nothing is copied, so the payload's memory must not change from now on.
         """
         link = self._links.get(peer)
         if link is None:
             assert self._nursery is not None, "Links.run was not started"
             link = self._links[peer] = _Link(self._clock)
             self._nursery.start_soon(self._serve, peer, link)
-        # As bytes, whatever a tensor's view counts in.
+        # As bytes, since a tensor's view counts elements.
         queued: tuple[Data, ...] = (message, *[memoryview(piece).cast("B") for piece in payload])
         size_bytes = sum(map(len, queued))
         if link.waiting_bytes + size_bytes > self._queue_bytes_max:
@@ -108,9 +108,9 @@ class Links:
         link.more.set()
 
     def rate(self, peer: PeerId) -> float | None:
-        """The bytes per second that the link to a peer takes lately; None where too little was sent to say.
+        """Return the recent bytes per second of the link to a peer; None after too little data.
 
-        The kernel's buffers take a burst at once, so only what is long beside them tells.
+        The kernel's buffers take a burst at once, so only much longer messages count.
         """
         if peer == self._network.peer:
             return inf
@@ -120,8 +120,8 @@ class Links:
         return link.bytes_measured / link.seconds_measured
 
     def rates(self) -> Iterator[tuple[PeerId, float, bool]]:
-        """Yield what links take lately: peer, bytes per second, and whether the link was what sending waited
-        for; where it was not, it may carry more or less than that."""
+        """Yield the recent rates of links: peer, bytes per second, and whether the link was the bottleneck;
+        if not, its rate may be higher or lower."""
         for peer, link in self._links.items():
             rate = self.rate(peer)
             if rate is not None and rate < inf:
@@ -137,9 +137,9 @@ class Links:
         return link.is_closed and link.has_failed
 
     def forget(self, peer: PeerId) -> None:
-        """Nothing more is to be said to the peer: drop its queue and close its stream.
+        """Drop a peer's queue and close its stream.
 
-        Not for one that is only believed dead: it may be wrongly accused, and wait for what was queued.
+        Not for a peer that is only believed dead: it may be wrongly accused, and wait for queued messages.
         """
         link = self._links.pop(peer, None)
         if link is not None:
@@ -150,7 +150,7 @@ class Links:
             if peer == self._network.peer:
                 await link.drain(partial(self._deliver_here, peer))
             while True:
-                # What fails by a bug of ours is as good as a broken stream.
+                # A failure by a bug of ours counts as a broken stream.
                 with contain("link") as part:
                     await self._keep_open(peer, link)
                 if part.error is not None:
@@ -186,8 +186,8 @@ class Links:
                     await stream.aclose()
 
     async def _move(self, peer: PeerId, link: "_Link", stream: Stream) -> Stream:
-        """Return a stream by a better path, where one can be opened: all that was sent is read by then. A
-        stream that breaks meanwhile is returned closed, and mended as any other."""
+        """Return a stream on a better path, if one can be opened, after everything sent was read. A stream
+        that breaks meanwhile is returned closed, and reopened like any other."""
         link.moves_at = self._clock.monotonic() + MOVE_SECONDS
         link.stream_scope = trio.CancelScope()
         with link.stream_scope, suppress(StreamClosed):
@@ -196,7 +196,7 @@ class Links:
         return stream
 
     def _sending_on(self, peer: PeerId, stream: Stream) -> Callable[..., Awaitable[None]]:
-        """Return what sends on a stream, in the version of the protocol that it was opened by."""
+        """Return the sender for a stream, in the protocol version by which it was opened."""
         former = self._former
         if former is None or stream.protocol != former.protocol:
             return stream.send
@@ -222,9 +222,9 @@ class Links:
 
 
 async def _drain_until_closed(link: "_Link", stream: Stream, send: Callable[..., Awaitable[None]]) -> bool:
-    """Send until the stream breaks, also where nothing is to be sent: the far side never answers on it,
-    so a waiting `receive` ends only with the stream. Return whether it stands, and what is left had better be
-    sent by another one."""
+    """Send until the stream breaks, even while there is nothing to send: the far side never answers on it, so
+    a waiting `receive` ends only with the stream. Return whether it is open, and the rest should go by
+    another one."""
 
     def is_to_move() -> bool:
         return stream.has_better_path and link.clock.monotonic() >= link.moves_at
@@ -264,7 +264,7 @@ class _Link:
         self.idle_seconds = 0.0
 
     def break_off(self) -> None:
-        """Drop what waits and the stream; when it is open again, what was lost is sent again."""
+        """Drop the queue and the stream; after reopening, lost messages are sent again."""
         self.queue.clear()
         self.waiting_bytes = 0
         self.has_lost = True
@@ -282,7 +282,7 @@ class _Link:
     async def drain(
         self, send: Callable[..., Awaitable[None]], is_over: Callable[[], bool] = lambda: False
     ) -> None:
-        """Send what is queued, until it `is_over`; a message leaves the queue once it was sent."""
+        """Send the queue, until it `is_over`; a message leaves the queue once it was sent."""
         while True:
             while self.queue:
                 if is_over():
@@ -293,7 +293,7 @@ class _Link:
                 self.measured(sum(map(len, queued)), self.clock.monotonic() - began)
                 if self.queue and self.queue[0] is queued:
                     self.waiting_bytes -= sum(map(len, self.queue.popleft()))
-                del queued  # while nothing is to be sent, the last payload's memory is not held
+                del queued  # an idle link must not hold the last payload's memory
             self.more = trio.Event()
             if not self.queue:
                 began = self.clock.monotonic()

@@ -31,9 +31,9 @@ _Number = Annotated[int, msgspec.Meta(ge=-1, le=2**53)]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """One request to a stage's process. `begun` is unix time by this node's clock; `busy` is what the process
-    says it computed, the rest of `lasted` is waiting and copying. Micro-batch -1: none. A stage has other
-    layers under another plan, so a span says which it had; 0 and 0 where an older version does not."""
+    """One request to a stage's process. `begun` is unix time by this node's clock; `busy` is the process's
+    computing time, the rest of `lasted` is waiting and copying. Micro-batch -1: none. A stage's layers change
+    with the plan, so a span has them; 0 and 0 from an older version."""
 
     step: _Number
     stage: Annotated[int, msgspec.Meta(ge=0, le=4_096)]
@@ -47,7 +47,7 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Spans:
-    """The newest spans of all runs, and who may ask for them."""
+    """The newest spans of all runs, and the peers that may request them."""
 
     def __init__(self) -> None:
         self._spans: deque[tuple[bytes, Span]] = deque(maxlen=SPANS_KEPT_MAX)
@@ -68,7 +68,7 @@ class Spans:
         lasted: float,
         busy: int,
     ) -> None:
-        """Keep the span of a request to a stage's process; `step` where the request names none."""
+        """Keep the span of a request to a stage's process; `step` if the request names none."""
         microbatch, step = getattr(request, "microbatch", -1), getattr(request, "step", step)
         row = plan.stages[stage]
         span = Span(
@@ -98,7 +98,7 @@ class Spans:
             self._holders.pop(oldest, None)
 
     def holders(self, run: bytes, live: Collection[PeerId]) -> list[PeerId]:
-        """Return who has a stage of a run, then those `live` that had one by an earlier plan."""
+        """Return the holders of a run's stages, then the `live` ones of earlier plans."""
         now, before = self._holders.get(run, ((), ()))
         return [*now, *(peer for peer in before if peer in live)]
 

@@ -1,8 +1,7 @@
-"""The all-reduces of a stage's steps on one replica, driven: one attempt after another.
+"""Drives the all-reduces of a stage's steps on one replica, one attempt after another.
 
-Sums are made in threads where a stage is large; `node.pipeline.gradient_sum` is the arithmetic. Parts of an
-attempt that has not begun here wait for it, and those sent stay until the step is applied, for peers whose
-streams break.
+Large sums are computed in threads; `node.pipeline.gradient_sum` is the arithmetic. Parts of an attempt that
+has not begun here wait for it, and those sent stay until the step is applied, for peers whose streams break.
 """
 
 from collections import deque
@@ -81,23 +80,23 @@ class StageReduction:
         """Take a part of another replica."""
         current, reducing = self._sum, self._reducing
         if current is None or reducing is None or not current.is_of(part):
-            # Ahead of us, or of a reduction that is over; the key tells which once ours begins.
+            # Of a later reduction, or of a finished one; the key decides once ours begins.
             self._early_parts.append((sender, part))
             return
         try:
             sends = await self._compute(lambda: current.receive(sender, part))
         except RemoteProtocolError:
-            return  # a part that fits nowhere: the sum goes on without it
+            return  # a part of no known reduction: the sum goes on without it
         self._send_parts(sends)
         await self._finish()
 
     def waits(self) -> tuple[int, tuple[PeerId, ...], bool]:
-        """Return what is waited for: see `Reduction.waits`. While sums are copied, or the total is, it is
-        nobody."""
+        """Return the missing parts: see `Reduction.waits`. While sums or the total are copied
+        there are none."""
         return self._sum.waits() if self._reducing and self._sum else (1, (), False)
 
     def repeat_to(self, peer: PeerId) -> None:
-        """Send again what `peer` may have lost."""
+        """Send messages again that `peer` may have lost."""
         for receiver, part in self._parts_sent:
             if receiver == peer:
                 self._send(receiver, GroupPart(part))
@@ -145,8 +144,8 @@ class StageReduction:
 def _begin(
     me: PeerId, work: ReduceReady, shares: Sequence[Share], sums: _Vector, totals: _Vector
 ) -> tuple[Reduction, list[tuple[PeerId, Part]], bytes]:
-    """Return it, what is to be sent, and the digest of the total where there is nobody to add with: a second
-    trip to a thread would take longer than the sum."""
+    """Return the reduction, its messages, and, without other members, the digest of the total: a second trip
+    to a thread would take longer than the sum."""
     begun = Reduction(me, work, shares, sums)
     sends = begun.start()
     return begun, sends, begun.finish(totals) if begun.done else b""

@@ -1,7 +1,8 @@
-"""A stage's state from replicas that have it: parameters and moments, in ranges, from several at once.
+"""Fetches a stage's state from replicas that have it: parameters and moments, in ranges, from several at
+once.
 
-For who has just joined, or holds other numbers than its peers. What comes is compared with the digest that
-the committer named; a peer that declines, stalls or dies is left out, and its ranges go to the others.
+It is for newcomers, and for replicas that dissent from their peers. The result is compared with the
+committer's digest; a peer that declines, stalls or dies is left out, and its ranges go to the others.
 """
 
 from collections import deque
@@ -37,10 +38,10 @@ async def fill(
     sources: Sequence[PeerId],
     digest: bytes,
 ) -> bytes:
-    """Write the state after `step` steps into the stage's arenas; BLAKE3 of its parameters.
+    """Write the state after `step` steps into the stage's arenas; return the BLAKE3 of its parameters.
 
     Raises:
-        StageFailed: the sources did not hand over what the committer named.
+        StageFailed: the sources did not deliver the committer's state.
     """
     arenas: tuple[Arena, ...] = ("parameters", "moments")
     ranges = deque(

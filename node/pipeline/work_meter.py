@@ -19,11 +19,11 @@ class WorkMeter:
     _rounded: dict[bool, Rounding] = field(default_factory=lambda: {False: Rounding(), True: Rounding()})
 
     def rounded(self, rounding: Rounding, *, is_gradient: bool) -> None:
-        """Note what a codec added to a frame."""
+        """Note a codec's rounding error in a frame."""
         self._rounded[is_gradient] += rounding
 
     def sent(self, size_bytes: int, key: tuple[int, Direction] | None, *, is_gradient: bool) -> None:
-        """Note a frame that was sent; `key` names it where it is of training, and may be sent again."""
+        """Note a sent frame; `key` names a training frame, which may be sent again."""
         if is_gradient:
             self._gradient_bytes += size_bytes
         else:

@@ -1,7 +1,8 @@
-"""Admission checks: a plan belongs to its run, a model to its manifest, a stage fits this machine. The plan
-may be a stranger's, so the planner's arithmetic is repeated before anything is allocated. The stage's own
-process measures its real needs by a dry run (`partition.execute.admit`). Cutting and counting take time, so
-only `check_plan` may run on the event loop.
+"""Admission checks: a plan belongs to its run, a model to its manifest, a stage fits this machine.
+
+The plan may be a stranger's, so the planner's arithmetic is repeated before anything is allocated. The
+stage's own process measures its real needs by a dry run (`partition.execute.admit`). Cutting and counting
+take time, so only `check_plan` may run on the event loop.
 """
 
 from collections.abc import Sequence

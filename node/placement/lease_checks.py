@@ -1,7 +1,8 @@
-"""Checks for others whether a stage fits this machine, with bounded work. A check cuts the model, in Python:
-a tenth of a second for a transformer of a hundred layers, a second or two for a graph made to be slow. So
-checks run one at a time, apart from the threads that wait for the disk, with a rate limit for each peer, and
-answers are cached.
+"""Checks for others whether a stage fits this machine, with bounded work.
+
+A check cuts the model, in Python: a tenth of a second for a transformer of a hundred layers, a second or two
+for a graph made to be slow. So checks run one at a time, apart from the threads that wait for the disk, with
+a rate limit for each peer, and answers are cached.
 """
 
 from collections import OrderedDict

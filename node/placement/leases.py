@@ -110,8 +110,7 @@ def lacks_text(offers: Iterable[Offer]) -> str:
 
 
 def cap_claims(offers: Sequence[Offer]) -> list[Offer]:
-    """Return the offers, with rates capped at CLAIM_RATIO_MAX times the (lower) median of those
-    with a slot."""
+    """Return the offers, rates capped at CLAIM_RATIO_MAX times the (lower) median of those with a slot."""
     rates = sorted(offer.flops_per_second for offer in offers if offer.has_slot)
     if not rates:
         return list(offers)
@@ -151,10 +150,14 @@ def make_plan(
     may_reduce: bool = False,
     costs: ModelCosts | None = None,
 ) -> Plan:
-    """Return the first plan of a run, by the measurements of peers and links. The requester trains; it holds
-    a stage only if peers are short. A run of two members takes an idle one as a witness. With `may_reduce` a
-    run with too few peers gets fewer replicas, then fewer stages. `costs` are the graph's, if known. Raises:
-    PlacementFailed: with what the requested run lacks.
+    """Return the first plan of a run, by the measurements of peers and links.
+
+    The requester trains; it holds a stage only if peers are short. A run of two members takes an idle one as
+    a witness. With `may_reduce` a run with too few peers gets fewer replicas, then fewer stages. `costs` are
+    the graph's, if known.
+
+    Raises:
+        PlacementFailed: with what the requested run lacks.
     """
     manifest = run.manifest
     providers = sorted((offer for offer in offers if offer.has_slot), key=lambda offer: offer.peer)
@@ -262,8 +265,7 @@ def problem_of(
     knowledge: Knowledge = NOTHING,
     costs: ModelCosts | None = None,
 ) -> Problem:
-    """Return the solver's problem for a run. Raises ValueError, RemoteProtocolError: sizes that
-    do not fit."""
+    """Return the solver's problem for a run. Raises ValueError, RemoteProtocolError: wrong sizes."""
     manifest = run.manifest
     costs = costs or ModelCosts(graph, manifest.sizes_max)
     peers = [offer.peer for offer in offers]
@@ -358,7 +360,9 @@ async def place(
 ) -> Plan:
     """Plan a run and lease its slots; a busy or silent provider is planned around, and noted in `decliners`,
     which are asked again only if the others are too few. `knowledge`, `may_reduce`: as in `make_plan`.
-    Raises: PlacementFailed: no plan was found; all leases were released.
+
+    Raises:
+        PlacementFailed: no plan was found; all leases were released.
     """
     left = list(offers)
     reasons: list[str] = []

@@ -32,8 +32,9 @@ def understands_runs(claim: Metadata) -> bool:
 
 
 def why_no_slot(claim: Metadata) -> str:
-    """Return why a member has no slot for others, as one of `LACKS`; "" if it has one. Only on request it
-    says whether the slot is free for this requester.
+    """Return why a member has no slot for others, as one of `LACKS`; "" if it has one.
+
+    Only on request it says whether the slot is free for this requester.
     """
     if not understands_runs(claim):
         return "version"

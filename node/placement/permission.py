@@ -1,6 +1,8 @@
 """Decides whether this machine may serve others now, and why not: a pure function of readings and the owner's
-rules, with hysteresis. Missing readings are None: a rule that needs one is reported and not applied. A
-refusal takes effect at once, a permission only after CALM_SECONDS.
+rules, with hysteresis.
+
+Missing readings are None: a rule that needs one is reported and not applied. A refusal takes effect at once,
+a permission only after CALM_SECONDS.
 """
 
 from dataclasses import dataclass

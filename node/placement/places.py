@@ -1,5 +1,6 @@
-"""Locations and devices of members, for runs that ask for a region, for nearness or for devices. Locations
-are claims, corrected by round trips; devices are claims.
+"""Locations and devices of members, for runs that ask for a region, for nearness or for devices.
+
+Locations are claims, corrected by round trips; devices are claims.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
-"""This node as a provider: its admission of runs, its times, and the capacity of a slot. It combines the
-owner's rules (`Config`), the fences of this machine and its present use (`permission`). `watch` reads the
-machine, and calls back on changes.
+"""This node as a provider: its admission of runs, its times, and the capacity of a slot.
+
+It combines the owner's rules (`Config`), the fences of this machine and its present use (`permission`).
+`watch` reads the machine, and calls back on changes.
 """
 
 from collections.abc import Callable

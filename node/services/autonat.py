@@ -1,8 +1,9 @@
-"""`/peerloom/reach/1`: dial-back requests, and echoes of datagrams. On request over a stream a peer dials the
-asker at the named ports, only at the stream's own source host, so it cannot be used against others. It
-reports the outcome of each dial, and the asker's outer address. Datagrams under the same name are echoed, so
-that a path can be measured. `ReachService` asks and answers; `autonat_core` decides which peers to ask and
-what follows.
+"""`/peerloom/reach/1`: dial-back requests, and echoes of datagrams.
+
+On request over a stream a peer dials the asker at the named ports, only at the stream's own source host, so
+it cannot be used against others. It reports the outcome of each dial, and the asker's outer address.
+Datagrams under the same name are echoed, so that a path can be measured. `ReachService` asks and answers;
+`autonat_core` decides which peers to ask and what follows.
 """
 
 from collections import Counter, OrderedDict
@@ -158,9 +159,10 @@ class ReachService:
         peers: Callable[[], Collection[PeerId]],
         changed: Callable[[bool | None, int, tuple[Address, ...]], None],
     ) -> None:
-        """Ask some of `peers` now and then, until cancelled. `changed(verdict, asked, addresses)` is called
-        for each answer; `addresses` are those that enough others have confirmed and that this node does not
-        announce yet.
+        """Ask some of `peers` now and then, until cancelled.
+
+        `changed(verdict, asked, addresses)` is called for each answer; `addresses` are those that enough
+        others have confirmed and that this node does not announce yet.
         """
         core = Reachability(rng, self._clock.monotonic(), self._settings)
         while True:

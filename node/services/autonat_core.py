@@ -1,10 +1,12 @@
-"""Judges by others' dials whether they can reach this node: a core without I/O. The node asks three others,
-one after the other, to dial it back. One success proves that it is reachable; failures of three peers from
-different networks mean that it is unreachable; until then neither is known. If the whole swarm is in fewer
-networks, three peers from all of these decide. So the ids of one host cannot make a node unreachable. A peer
-that could not be asked, or would not try, does not count. A report is valid for an hour, and renewed long
-before. Reports also have this node's outer address. An unknown address counts once three peers from different
-networks have dialled it with success, so one peer or one network cannot make a node announce a wrong address.
+"""Judges by others' dials whether they can reach this node: a core without I/O.
+
+The node asks three others, one after the other, to dial it back. One success proves that it is reachable;
+failures of three peers from different networks mean that it is unreachable; until then neither is known. If
+the whole swarm is in fewer networks, three peers from all of these decide. So the ids of one host cannot make
+a node unreachable. A peer that could not be asked, or would not try, does not count. A report is valid for an
+hour, and renewed long before. Reports also have this node's outer address. An unknown address counts once
+three peers from different networks have dialled it with success, so one peer or one network cannot make a
+node announce a wrong address.
 """
 
 import ipaddress

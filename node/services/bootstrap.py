@@ -100,7 +100,9 @@ class Bootstrap:
 
     async def try_all(self) -> list[PeerId]:
         """Dial every address once, and report each peer as it answers, without waiting for dead addresses.
-        Return the peers that answered, in the order of the addresses."""
+
+        Return the peers that answered, in the order of the addresses.
+        """
         answers: dict[int, PeerId] = {}
         free = trio.Semaphore(ATTEMPTS_MAX)
 

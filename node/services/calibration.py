@@ -162,6 +162,7 @@ def calibrate(
     processes: "MeasuringProcesses | None" = None,
 ) -> Calibration | None:
     """Return the calibration of this machine, from the cache or measured; None if it cannot be measured.
+
     Blocks for some seconds, for as long as another node of this machine measures, and while this one
     computes: call it in a thread. `meter` reads the machine's power, by default from its hardware counters,
     if readable. `processes` measure. Once `turn` is given up, it returns None soon, and leaves no process

@@ -127,9 +127,10 @@ def find_device(wanted: str) -> str:
 
 
 def usable_device(wanted: str) -> tuple[str, str]:
-    """Return the device to compute on, and why it differs from the declared one, empty if it does not. `auto`
-    is the first GPU if there is one and torch was built for it, else the CPU, which also replaces a missing
-    device.
+    """Return the device to compute on, and why it differs from the declared one, empty if it does not.
+
+    `auto` is the first GPU if there is one and torch was built for it, else the CPU, which also replaces a
+    missing device.
     """
     kind, _, number = wanted.partition(":")
     if kind == "cpu":

@@ -248,6 +248,7 @@ class Discovery:
 
     async def publish(self, purpose: str, name: bytes, value: bytes) -> int:
         """Store this node's record under (purpose, name); return how many nodes keep it, this one included.
+
         It is kept alive as long as this node runs, for the newest OWN_RECORDS_MAX records. Too few holders
         are counted and reported.
         """

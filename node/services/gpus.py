@@ -48,6 +48,7 @@ def gpus(
 
 def visible(said: str | None, count: int, names: Sequence[str] = ()) -> list[int]:
     """Return the indices below `count` that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
+
     None leaves all. As in the drivers, the first invalid word ends the list. `names` are other words for each
     index; a prefix suffices.
     """

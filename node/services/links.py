@@ -1,7 +1,8 @@
-"""`/peerloom/links/1`: measures a link by bursts of a known length, each way, now and then. The asking side
-sends a burst; the other side reports how long it took to arrive, and sends as much back. So each end measures
-the burst that it receives, and learns the other result. Bursts are bounded in bytes and time, and refused
-with a time to retry while a stage computes here, or when others ask too often.
+"""`/peerloom/links/1`: measures a link by bursts of a known length, each way, now and then.
+
+The asking side sends a burst; the other side reports how long it took to arrive, and sends as much back. So
+each end measures the burst that it receives, and learns the other result. Bursts are bounded in bytes and
+time, and refused with a time to retry while a stage computes here, or when others ask too often.
 
 `partition.plan.link_probes` decides when and whom to probe, and what follows from the results.
 """

@@ -1,7 +1,9 @@
-"""`/peerloom/life/1`: two nodes with one key tell each other their lives. A copied data folder makes two
-nodes with one identity. Members reveal them to each other by their facts (`gossip`); this protocol covers a
-join through the other node itself, which no other node has met yet. A node dials its own id at an address: if
-the life there is its own, the address is its own too. The life that began later stops.
+"""`/peerloom/life/1`: two nodes with one key tell each other their lives.
+
+A copied data folder makes two nodes with one identity. Members reveal them to each other by their facts
+(`gossip`); this protocol covers a join through the other node itself, which no other node has met yet. A node
+dials its own id at an address: if the life there is its own, the address is its own too. The life that began
+later stops.
 
 Not here: the consequences (`node.services.membership`).
 """

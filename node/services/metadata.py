@@ -165,6 +165,7 @@ def standing_now(
     stages: Sequence[tuple[str, int]],
 ) -> AdvertisedStanding:
     """Return a node's standing in steps; the previously `told` one if nothing has moved by a whole step.
+
     `memory_bytes` is (free, all); `stages` are (run, stage) pairs, the run in hexadecimal.
     """
     free, total = memory_bytes

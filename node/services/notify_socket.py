@@ -51,8 +51,10 @@ class NotifySocket:
                 return  # the manager is busy or gone; it decides what silence means
 
     async def keep_alive(self, status: Callable[[], str]) -> None:
-        """Report that the event loop runs, and changes of its status, until cancelled. It is a task of the
-        event loop, so that a hanging loop is silent, and the supervisor restarts the node.
+        """Report that the event loop runs, and changes of its status, until cancelled.
+
+        It is a task of the event loop, so that a hanging loop is silent, and the supervisor restarts the
+        node.
         """
         watched = self.watchdog_seconds
         pause = STATUS_SECONDS if watched is None else watched / _SIGNS_OF_LIFE

@@ -1,4 +1,5 @@
 """Finds the fastest of several networks to a peer, by measurements when the two meet and now and then later.
+
 Two machines may share more than one network: a cable and Wi-Fi, one for storage, a VPN. The first that
 answers is then not the best one for a model's state. For each such peer the link is measured by each network,
 as `links` measures any, and streams are opened by the fastest from then on. Most machines are on one network,

@@ -76,8 +76,9 @@ def look_at(
     *,
     is_measured: bool,
 ) -> AdvertisedStanding:
-    """Return the standing of a node of this capacity; without a measurement, as if it were idle. `words` are
-    capabilities and whether it has them, `stages` the (run, stage) pairs that it holds.
+    """Return the standing of a node of this capacity; without a measurement, as if it were idle.
+
+    `words` are capabilities and whether it has them, `stages` the (run, stage) pairs that it holds.
     """
     load, memory_bytes = 0.0, (capacity.memory_free_bytes, capacity.memory_total_bytes)
     if is_measured:

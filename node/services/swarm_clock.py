@@ -1,6 +1,8 @@
 """The wall clock for signing and checking data that other machines compare: the node's own, unless that is
-wrong. A machine whose clock is hours off would sign records that are expired for all others, and take theirs
-for expired. So its clock is compared with its peers' (`gossip.clocks`), and if it is further from the swarm's
+wrong.
+
+A machine whose clock is hours off would sign records that are expired for all others, and take theirs for
+expired. So its clock is compared with its peers' (`gossip.clocks`), and if it is further from the swarm's
 time than SKEW_SECONDS, the swarm's time is used. Screens, log and events of this machine use its own clock.
 After a jump of the wall clock against the monotonic one (by a user, NTP, or a suspended laptop) the peers'
 clocks are collected anew before anything is corrected.

@@ -1,5 +1,6 @@
-"""Checks whether torch, which computes stages and captures models, is installed: the extra `compute`. It
-never imports it. A node without torch is a member, keeps records, watches, relays and answers clients; it
+"""Checks whether torch, which computes stages and captures models, is installed: the extra `compute`.
+
+It never imports it. A node without torch is a member, keeps records, watches, relays and answers clients; it
 computes no stage.
 """
 

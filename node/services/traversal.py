@@ -1,5 +1,6 @@
-"""Traverses this node's router: maps a port, and punches through it to peers. It starts the drivers of both,
-`node.transport.portmap_driver` and `node.transport.puncher`.
+"""Traverses this node's router: maps a port, and punches through it to peers.
+
+It starts the drivers of both, `node.transport.portmap_driver` and `node.transport.puncher`.
 """
 
 from collections import Counter

@@ -1,7 +1,8 @@
-"""Watches this node's addresses and reachability, and passes each change on to the parts concerned. A machine
-may change its network, its addresses may be used or not, dial-back and datagrams may succeed or fail.
-`autonat_core` decides which peers to ask and what follows from an answer, `node.transport.address_policy`
-which addresses to announce.
+"""Watches this node's addresses and reachability, and passes each change on to the parts concerned.
+
+A machine may change its network, its addresses may be used or not, dial-back and datagrams may succeed or
+fail. `autonat_core` decides which peers to ask and what follows from an answer,
+`node.transport.address_policy` which addresses to announce.
 """
 
 from collections.abc import Callable, Collection

@@ -1,5 +1,6 @@
-"""This node's interface to services for users and programs: serve a model, answer, list, end. Prompts and
-answers only pass through: no event, log, recording or report contains them.
+"""This node's interface to services for users and programs: serve a model, answer, list, end.
+
+Prompts and answers only pass through: no event, log, recording or report contains them.
 """
 
 from collections.abc import AsyncIterator, Iterator, Sequence

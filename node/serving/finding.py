@@ -1,6 +1,7 @@
-"""Finds services and the members that answer for their stages; the DHT names the members. Only the
-publisher's signature of a service is believed. Each member states what it holds itself; a member that only
-others name, and that does not answer, is left out.
+"""Finds services and the members that answer for their stages; the DHT names the members.
+
+Only the publisher's signature of a service is believed. Each member states what it holds itself; a member
+that only others name, and that does not answer, is left out.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -1,8 +1,10 @@
 """The proof that a captured model gives the same answers when it is served: `python -m
-node.serving.proof_process`. A node runs it for everything that it publishes, on its stored bytes, so no
-service has an unproved model. It needs torch, so it is a separate process, fenced like a stage's.
-`partition.capture.serving_proof` says what is compared, and the cost. For a folder of transformers `serve`
-compares with the model itself beforehand, since the graph does not contain it.
+node.serving.proof_process`.
+
+A node runs it for everything that it publishes, on its stored bytes, so no service has an unproved model. It
+needs torch, so it is a separate process, fenced like a stage's. `partition.capture.serving_proof` says what
+is compared, and the cost. For a folder of transformers `serve` compares with the model itself beforehand,
+since the graph does not contain it.
 """
 
 import gc

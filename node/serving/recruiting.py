@@ -1,6 +1,7 @@
-"""Finds nodes for the stages of services, and asks them; sends all other requests to members too. It chooses
-the node on which a token takes least time, by its speed and its measured links to the members of the stages
-before and after. Machines of the kind that holds the stage already come before all others.
+"""Finds nodes for the stages of services, and asks them; sends all other requests to members too.
+
+It chooses the node on which a token takes least time, by its speed and its measured links to the members of
+the stages before and after. Machines of the kind that holds the stage already come before all others.
 """
 
 from collections import Counter

@@ -1,5 +1,7 @@
 """Tensors of units on the wire and in a batch: checking, joining and splitting them, and turning logits into
-answers. Long ones must not run on the event loop: the caller decides where.
+answers.
+
+Long ones must not run on the event loop: the caller decides where.
 """
 
 from collections.abc import Sequence

@@ -192,8 +192,9 @@ class Texts:
         return _Reader(await FencedText.open(data, allow_unfenced=allow))
 
     async def _make_room(self) -> None:
-        """End the least used idle process if there are too many. Raises RunFailed: all are in use, and there
-        are too many.
+        """End the least used idle process if there are too many.
+
+        Raises RunFailed: all are in use, and there are too many.
         """
         idle = [name for name, each in self._readers.items() if not each.users]
         while len(self._readers) >= READERS_MAX and idle:

@@ -1,4 +1,6 @@
-"""The addresses of peers: claimed and observed ones, and their order. No I/O.
+"""The addresses of peers: claimed and observed ones, and their order.
+
+No I/O.
 
 An *observed* address is the source of an authentic datagram, a *proved* one answered a handshake
 with that peer's key, a *claimed* one is hearsay. An observation becomes stale, since the peer may have moved
@@ -243,8 +245,10 @@ class AddressBook:
         return tuple(each for each in self._claimed(self._entry(peer)) if each.relay is not None)
 
     def for_datagram(self, peer: PeerId, now: float) -> tuple[Address, ...]:
-        """Return the addresses for one datagram: a fresh observation alone, else a few at once. Addresses
-        where the peer was seen always come first; the others take turns."""
+        """Return the addresses for one datagram: a fresh observation alone, else a few at once.
+
+        Addresses where the peer was seen always come first; the others take turns.
+        """
         entry = self._entry(peer)
         if entry.observed is not None and now - entry.observed_at <= OBSERVED_SECONDS:
             return (entry.observed,)

@@ -117,8 +117,10 @@ class AddressPolicy:
         self, announced: Sequence[Address] = (), confirmed: Sequence[Address] = ()
     ) -> tuple[Address, ...]:
         """Return the addresses to announce, best first, at most ADDRESSES_MAX: as `announced`, or those of
-        each place, and after the best of them those that others have `confirmed`. Loopback is announced only
-        if there is nothing else, link-local IPv6 never: it is meaningless elsewhere.
+        each place, and after the best of them those that others have `confirmed`.
+
+        Loopback is announced only if there is nothing else, link-local IPv6 never: it is meaningless
+        elsewhere.
         """
         if announced:
             return tuple(announced)[:ADDRESSES_MAX]

@@ -1,5 +1,6 @@
-"""Beacons, by which nodes of one swarm on one local network find each other without configured addresses. A
-core without I/O; `multicast` has the sockets. A newcomer asks, present nodes answer after a short random
+"""Beacons, by which nodes of one swarm on one local network find each other without configured addresses.
+
+A core without I/O; `multicast` has the sockets. A newcomer asks, present nodes answer after a short random
 pause, and from then on each announces itself now and then, the more rarely the more nodes there are. A beacon
 is only a hint: the dialled peer proves its identity.
 
@@ -102,8 +103,10 @@ class BeaconSeal:
         return nonce + self._ciphers[0].encrypt(nonce, encode(beacon), _PURPOSE)
 
     def open(self, data: bytes) -> Beacon | None:
-        """Return the content of a packet; None if it is of another swarm. Raises: RemoteProtocolError: of
-        this swarm, but not a beacon.
+        """Return the content of a packet; None if it is of another swarm.
+
+        Raises:
+            RemoteProtocolError: of this swarm, but not a beacon.
         """
         nonce, sealed = data[:_NONCE_BYTES], data[_NONCE_BYTES:]
         for cipher in self._ciphers:
@@ -247,8 +250,10 @@ class _Neighbour:
 
 def _likely(texts: Sequence[str], source: str, peer: PeerId) -> tuple[Address, ...]:
     """Return the addresses to dial for a beacon: first the packet's source, named or not, the only one known
-    to work on this link. Only a packet over loopback may name loopback. A link-local address counts only if
-    it is the packet's own source; it comes last, since the others work on every link.
+    to work on this link.
+
+    Only a packet over loopback may name loopback. A link-local address counts only if it is the packet's own
+    source; it comes last, since the others work on every link.
     """
     addresses = []
     for text in texts:

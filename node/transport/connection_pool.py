@@ -1,5 +1,7 @@
-"""Idle connections between two conversations, by peer, the latest used first. No I/O except checking them.
-They save the next conversation with that peer a handshake, and are bounded in number and time.
+"""Idle connections between two conversations, by peer, the latest used first.
+
+No I/O except checking them. They save the next conversation with that peer a handshake, and are bounded in
+number and time.
 """
 
 from collections import OrderedDict

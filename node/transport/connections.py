@@ -72,6 +72,7 @@ class Connections:
 
     async def run(self, *, task_status: trio.TaskStatus[trio.Nursery] = trio.TASK_STATUS_IGNORED) -> None:
         """Run until `leave` and a grace period for open streams; `started` with the nursery for connections.
+
         Cancellation is delayed until then, so that a handler may finish its answer.
         """
         self._leaving = leaving = trio.Event()

@@ -1,8 +1,9 @@
-"""Decides which peers get messages by streams because datagrams do not get through. No I/O. Some networks
-drop UDP and let TCP through. If no datagram session can be established with a peer that has answered before,
-its messages go by streams from then on; a datagram is tried now and then, and the first authentic one from
-the peer ends that. Besides, an answer takes the way of its question: messages to a peer that has just sent a
-short message by a stream, and no datagram lately, go by streams for a moment.
+"""Decides which peers get messages by streams because datagrams do not get through.
+
+No I/O. Some networks drop UDP and let TCP through. If no datagram session can be established with a peer that
+has answered before, its messages go by streams from then on; a datagram is tried now and then, and the first
+authentic one from the peer ends that. Besides, an answer takes the way of its question: messages to a peer
+that has just sent a short message by a stream, and no datagram lately, go by streams for a moment.
 """
 
 from collections import OrderedDict

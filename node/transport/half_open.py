@@ -1,8 +1,9 @@
-"""The queue of half-open connections, which have connected but not yet shaken hands. Its places are few and
-can be lost. A stranger may connect and stay silent, send slowly, or connect a thousand times; a limit that
-refused the newest would let it exclude all others for as long as it likes. So the newest gets in, and
-displaces the oldest connection of the source that has most places. An honest peer needs a few round trips,
-and is through before its turn comes.
+"""The queue of half-open connections, which have connected but not yet shaken hands.
+
+Its places are few and can be lost. A stranger may connect and stay silent, send slowly, or connect a thousand
+times; a limit that refused the newest would let it exclude all others for as long as it likes. So the newest
+gets in, and displaces the oldest connection of the source that has most places. An honest peer needs a few
+round trips, and is through before its turn comes.
 """
 
 from typing import Generic, TypeVar

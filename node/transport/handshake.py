@@ -119,8 +119,10 @@ def _has_aes(cpu_file: str) -> bool:
 
 
 async def dial(address: Address, credentials: Credentials) -> tuple[trio.SocketStream, HandshakeResult]:
-    """Connect and shake hands; `address.peer`, if set, must answer. Raises: WrongPeer, Unreachable: with the
-    reason and a sentence for people.
+    """Connect and shake hands; `address.peer`, if set, must answer.
+
+    Raises:
+        WrongPeer, Unreachable: with the reason and a sentence for people.
     """
     transport = await _connect(address)
     return transport, await shake_hands(transport, credentials, address.short, expected=address.peer)
@@ -138,7 +140,10 @@ async def shake_hands(
 ) -> HandshakeResult:
     """Shake hands on an open connection, or close it. `where` names the other end for people; `is_first` is
     true on one side; `came` are bytes already read. A handshake that has `begun` has sent its flight by other
-    means. Raises: WrongPeer, Unreachable: with the reason and a sentence for people.
+    means.
+
+    Raises:
+        WrongPeer, Unreachable: with the reason and a sentence for people.
     """
     session = None
     try:

@@ -1,4 +1,5 @@
 """Closed ports, as the system reports them: a host has answered one of our packets with "port unreachable".
+
 Linux queues such answers on the sending socket (`IP_RECVERR`, ip(7)); other systems report nothing. The queue
 has the packet's destination, which any host on the way may have forged: it is a hint.
 """

@@ -43,10 +43,11 @@ class BoundSockets:
 
 
 async def bind_all(places: Sequence[Place], *, may_move: bool = True) -> tuple[BoundSockets, ...]:
-    """Listen on all places or on none. Unless they `may_move`, only at these ports; places that want one port
-    move together, so that a node has one port number for both families. `[::]` accepts IPv4 too, unless an
-    IPv4 address is among the places: then each family has its own socket. Beside another place `[::]` is left
-    out on a machine without IPv6.
+    """Listen on all places or on none.
+
+    Unless they `may_move`, only at these ports; places that want one port move together, so that a node has
+    one port number for both families. `[::]` accepts IPv4 too, unless an IPv4 address is among the places:
+    then each family has its own socket. Beside another place `[::]` is left out on a machine without IPv6.
 
     Raises:
         UsageError: no such address here, or all the ports are taken.

@@ -57,8 +57,10 @@ class Translation:
 
 
 class RealNetwork:
-    """Reach peers by id over TCP and UDP. `run` must be running to listen and to send messages; when it
-    is cancelled, handlers get a moment, then all streams end, in order.
+    """Reach peers by id over TCP and UDP.
+
+    `run` must be running to listen and to send messages; when it is cancelled, handlers get a moment, then
+    all streams end, in order.
 
     `listen` holds (host, port) pairs, port 0 for any; `announce` replaces the announced addresses; `static`
     is the X25519 private key (32 bytes) kept beside the identity; `keys` make the swarm private; every id,

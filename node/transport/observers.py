@@ -1,7 +1,9 @@
 """Observers, which tell this node at which address they see it: finds them, asks them again and again, and
-drops them. Their answers show how the own router translates (`punching.SeenPlaces`), go with every offer to
-punch, and keep the router's mapping open. Not here: the dialling of peers (`puncher`), and this node's
-answers to others.
+drops them.
+
+Their answers show how the own router translates (`punching.SeenPlaces`), go with every offer to punch, and
+keep the router's mapping open. Not here: the dialling of peers (`puncher`), and this node's answers to
+others.
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
-"""The multiplexed paths of a node, by peer: creates them, chooses one for each stream, and gives them up. A
-path is a connection after its handshake: one that a peer offers because it cannot be dialled, a punched one,
-or a circuit of a relay.
+"""The multiplexed paths of a node, by peer: creates them, chooses one for each stream, and gives them up.
+
+A path is a connection after its handshake: one that a peer offers because it cannot be dialled, a punched
+one, or a circuit of a relay.
 """
 
 import socket

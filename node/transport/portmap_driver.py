@@ -1,7 +1,9 @@
 """Keeps a port of the local router mapped to this node while it runs: drives `portmap`, and `upnp_driver` if
-the router speaks neither of its protocols. It does so only if this node listens on a private IPv4 address
-towards its router; otherwise no mapping is needed. A router behind another one grants a port at an address
-that nobody can dial; it is shown but not announced.
+the router speaks neither of its protocols.
+
+It does so only if this node listens on a private IPv4 address towards its router; otherwise no mapping is
+needed. A router behind another one grants a port at an address that nobody can dial; it is shown but not
+announced.
 """
 
 import socket

@@ -1,10 +1,11 @@
-"""`/peerloom/punch/1`: the messages of two peers before both dial at once, as data. Over a stream on a relay
-or an older path go Offer, the other's Offer, then RoundTrip and its echo, which measure the round trip, and
-Begin, after which both dial at one instant. As in libp2p's DCUtR the side that was reached through the relay
-begins the conversation. On a separate stream Observe asks a peer with a public address where it sees the
-asker. A third peer that both know introduces two peers without any path. One sends it Introduce; the other
-gets Introduced, as a single message, and opens a stream with Meet. Their following messages are passed on, a
-few each.
+"""`/peerloom/punch/1`: the messages of two peers before both dial at once, as data.
+
+Over a stream on a relay or an older path go Offer, the other's Offer, then RoundTrip and its echo, which
+measure the round trip, and Begin, after which both dial at one instant. As in libp2p's DCUtR the side that
+was reached through the relay begins the conversation. On a separate stream Observe asks a peer with a public
+address where it sees the asker. A third peer that both know introduces two peers without any path. One sends
+it Introduce; the other gets Introduced, as a single message, and opens a stream with Meet. Their following
+messages are passed on, a few each.
 """
 
 from typing import Annotated

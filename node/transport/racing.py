@@ -33,7 +33,8 @@ async def race(
     instant: the caller releases all but the first. The others are cancelled. The second attempt begins
     `first_delay_seconds` after the first.
 
-    Raises: Unreachable: all failed; the most informative failure.
+    Raises:
+        Unreachable: all failed; the most informative failure.
     """
     won: list[T] = []
     failures: list[Unreachable] = []

@@ -1,4 +1,6 @@
-"""Messages to Noise records and back. No I/O: bytes in, bytes out.
+"""Messages to Noise records and back.
+
+No I/O: bytes in, bytes out.
 
 A message is eight bytes of head (its length, its payload's length), its bytes, and its payload, cut into
 records; a record is two bytes of length and a ciphertext of at most 65,535 bytes. A message begins with
@@ -285,8 +287,10 @@ class _LongMessage:
         return sum(map(len, self._gaps))
 
     def room(self, count: int) -> memoryview:
-        """Return the place for the next `count` bytes. Only the last record may be short, so a message cannot
-        come in small pieces, each of which would cost as much as a full record.
+        """Return the place for the next `count` bytes.
+
+        Only the last record may be short, so a message cannot come in small pieces, each of which would cost
+        as much as a full record.
         """
         gap = self._gaps[0]
         if count != min(RECORD_PLAIN_BYTES_MAX, len(gap)):

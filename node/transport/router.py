@@ -164,8 +164,10 @@ class Router:
 
     async def welcome(self, connection: Connection, *, busy: bool) -> tuple[Hello, str] | None:
         """Read and answer a hello; return the purpose and the chosen name, None if it was refused. A promised
-        stream is counted until `serve` has ended, or `forget`. Raises: RemoteProtocolError, StreamClosed: it
-        was not a hello.
+        stream is counted until `serve` has ended, or `forget`.
+
+        Raises:
+            RemoteProtocolError, StreamClosed: it was not a hello.
         """
         connection.limit(HELLO_BYTES_MAX)
         received = await connection.receive(0)

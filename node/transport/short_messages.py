@@ -1,6 +1,8 @@
 """Sends messages that would fit a datagram by streams, because no datagram gets through: in order, and
-without delaying other peers. Peers that never answered have a few senders of their own: most of them lead
-nowhere, and anybody can invent more, so they must not take the senders of present peers.
+without delaying other peers.
+
+Peers that never answered have a few senders of their own: most of them lead nowhere, and anybody can invent
+more, so they must not take the senders of present peers.
 """
 
 from collections import Counter, deque

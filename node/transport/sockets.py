@@ -1,5 +1,6 @@
-"""The UDP sockets of one node: chooses the socket for each packet, and receives on all of them. It handles
-bare packets and their sources; `udp` handles senders and contents.
+"""The UDP sockets of one node: chooses the socket for each packet, and receives on all of them.
+
+It handles bare packets and their sources; `udp` handles senders and contents.
 """
 
 import ipaddress

@@ -119,10 +119,14 @@ class SecureStream:
         return message
 
     async def receive_with_payload(self, payload_bytes_max: int) -> tuple[bytes, memoryview]:
-        """Return the next message and its payload, empty for none, read-only. The payload's memory is reused
-        once nothing refers to it, so copy a small part that is kept for long. A too long payload ends the
-        stream before it is read. Raises: StreamEnded: everything was received. StreamClosed: it is over, with
-        the reason.
+        """Return the next message and its payload, empty for none, read-only.
+
+        The payload's memory is reused once nothing refers to it, so copy a small part that is kept for long.
+        A too long payload ends the stream before it is read.
+
+        Raises:
+            StreamEnded: everything was received.
+            StreamClosed: it is over, with the reason.
         """
         # Once it is closed here, the turn is its end's.
         self._check_receiving()

@@ -1,7 +1,8 @@
-"""Asks one router for a port by UPnP: sockets around `upnp`, and renewals. It speaks only to the router, at
-the given address, and follows no redirect. Each exchange is bounded in time and bytes. A mapping lasts ten
-minutes if the router supports that, is renewed every minute, as with the other protocols (`portmap`), and is
-removed at the end.
+"""Asks one router for a port by UPnP: sockets around `upnp`, and renewals.
+
+It speaks only to the router, at the given address, and follows no redirect. Each exchange is bounded in time
+and bytes. A mapping lasts ten minutes if the router supports that, is renewed every minute, as with the other
+protocols (`portmap`), and is removed at the end.
 """
 
 import ipaddress

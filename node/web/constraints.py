@@ -1,6 +1,7 @@
-"""Answers that follow a rule: for each token a fenced process says which tokens may come next. It is separate
-from the process that makes texts, so that a too expensive grammar ends only rules. Other answers with rules
-in that process go on in a new one, which gets their tokens so far.
+"""Answers that follow a rule: for each token a fenced process says which tokens may come next.
+
+It is separate from the process that makes texts, so that a too expensive grammar ends only rules. Other
+answers with rules in that process go on in a new one, which gets their tokens so far.
 """
 
 from collections.abc import Sequence

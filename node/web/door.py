@@ -1,8 +1,9 @@
-"""The HTTP server of a node for its own machine: HTTP/1.1 by h11 on trio. `node.web.page` has the pages,
-`node.web.guard` the access control. Every request is bounded in size and time, every connection in the
-resources that it may hold, so a slow, silent or hostile client costs a task and some kilobytes. An answer is
-complete (`Response`) or a stream (`Streaming`); either is cancelled as soon as the client hangs up, even
-while it is being made.
+"""The HTTP server of a node for its own machine: HTTP/1.1 by h11 on trio.
+
+`node.web.page` has the pages, `node.web.guard` the access control. Every request is bounded in size and time,
+every connection in the resources that it may hold, so a slow, silent or hostile client costs a task and some
+kilobytes. An answer is complete (`Response`) or a stream (`Streaming`); either is cancelled as soon as the
+client hangs up, even while it is being made.
 """
 
 import ipaddress

@@ -40,8 +40,9 @@ class RequestRefusal:
 
 
 def refuse_stranger(method: str, path: str, headers: Mapping[str, str]) -> RequestRefusal | None:
-    """Return None for a request of this machine's own programs and pages. `headers` have names in lower case.
-    A link from elsewhere may open the page, but none of its data.
+    """Return None for a request of this machine's own programs and pages.
+
+    `headers` have names in lower case. A link from elsewhere may open the page, but none of its data.
     """
     host = headers.get("host", "")
     if _name(host) not in LOCAL_HOSTS:

@@ -1,7 +1,8 @@
-"""Live updates for open pages: numbered deltas that are encoded once for all pages. A page begins with a
-snapshot and then gets the deltas after its number. There is no queue per page: a page has a position in one
-ring of deltas, and one that falls out of the ring gets a new snapshot. While no page is open, events are only
-folded into charts and metrics.
+"""Live updates for open pages: numbered deltas that are encoded once for all pages.
+
+A page begins with a snapshot and then gets the deltas after its number. There is no queue per page: a page
+has a position in one ring of deltas, and one that falls out of the ring gets a new snapshot. While no page is
+open, events are only folded into charts and metrics.
 """
 
 from collections import deque

@@ -1,7 +1,9 @@
-"""`/metrics`: the counters and state of this node, in the text form of Prometheus. Names begin with
-`peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds of events and
-reasons that our own code names, and some models (`node.web.model_metrics`). Peers and runs are not labels:
-there is no bound on them. Events are counted from the start of the page on; the rest is read on request.
+"""`/metrics`: the counters and state of this node, in the text form of Prometheus.
+
+Names begin with `peerloom_`, have base units and are never renamed. Label values are bounded: statuses, kinds
+of events and reasons that our own code names, and some models (`node.web.model_metrics`). Peers and runs are
+not labels: there is no bound on them. Events are counted from the start of the page on; the rest is read on
+request.
 """
 
 from collections import Counter

@@ -1,5 +1,6 @@
-"""Metrics of the models that this node was asked for, for `/metrics`. A model's label is its service's name:
-the first MODELS_MAX names have their own, all others are "other".
+"""Metrics of the models that this node was asked for, for `/metrics`.
+
+A model's label is its service's name: the first MODELS_MAX names have their own, all others are "other".
 """
 
 from collections import Counter

@@ -1,6 +1,7 @@
-"""Predictions of a run's plan without some peers, by the code of `peerloom plan` over the living ones. Only a
-node in the run has its graph; for all others `node.web.whatif` scales the last step. The page shows both if
-both exist.
+"""Predictions of a run's plan without some peers, by the code of `peerloom plan` over the living ones.
+
+Only a node in the run has its graph; for all others `node.web.whatif` scales the last step. The page shows
+both if both exist.
 """
 
 from collections.abc import Set

@@ -1,6 +1,8 @@
 """Turns of requests: a limit of concurrent requests for each key and for all, and a queue that is fair by
-key. Pure. A request enters under its key and gets its turn at once, or when others leave; waiting keys take
-turns. If a key's queue is full, the request is refused with the seconds after which to retry.
+key.
+
+Pure. A request enters under its key and gets its turn at once, or when others leave; waiting keys take turns.
+If a key's queue is full, the request is refused with the seconds after which to retry.
 """
 
 from collections import deque

@@ -1,6 +1,7 @@
-"""The owner's bounds of one door at the stages here: sessions, tokens a minute, memory. A running answer may
-exceed a minute's tokens, so that it is not cut off for a few; a new one waits. Spent tokens decay at the
-allowed rate.
+"""The owner's bounds of one door at the stages here: sessions, tokens a minute, memory.
+
+A running answer may exceed a minute's tokens, so that it is not cut off for a few; a new one waits. Spent
+tokens decay at the allowed rate.
 """
 
 from dataclasses import dataclass

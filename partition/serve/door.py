@@ -1,7 +1,8 @@
-"""The token loop of the asking node: its generations, their units in flight, and their routes. A sans-IO
-core. A generation keeps all of its tokens here. They go through the stages of its service as units, first
-chunks of the prompt and then the newest token, several in flight at once; the last stage answers with logits,
-from which the next token is chosen here (`partition.serve.sampling`).
+"""The token loop of the asking node: its generations, their units in flight, and their routes.
+
+A sans-IO core. A generation keeps all of its tokens here. They go through the stages of its service as units,
+first chunks of the prompt and then the newest token, several in flight at once; the last stage answers with
+logits, from which the next token is chosen here (`partition.serve.sampling`).
 
 A provider may be lost at any time: its stream breaks, or its node is silent. Then the generation takes
 another route under a new session and sends all its tokens again. The same tokens give the same logits on all

@@ -1,8 +1,10 @@
 """Chooses a session's route over a service's replicas: the one with the least remaining time for the whole
-answer. Each stage reads all tokens in chunks, and then computes one token after another; each token crosses
-every link of the route and comes back to the door. So reading and decoding are priced separately: a long
-prompt weighs the one, a long answer the other. Each session slows a replica. An unmeasured replica counts as
-the quickest of its kind, so a new stage is tried without getting everything. Not here: the measurements
+answer.
+
+Each stage reads all tokens in chunks, and then computes one token after another; each token crosses every
+link of the route and comes back to the door. So reading and decoding are priced separately: a long prompt
+weighs the one, a long answer the other. Each session slows a replica. An unmeasured replica counts as the
+quickest of its kind, so a new stage is tried without getting everything. Not here: the measurements
 (`node.serving`), and leaving a route (`partition.serve.door`).
 """
 

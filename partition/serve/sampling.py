@@ -1,9 +1,10 @@
-"""Chooses the next token: greedy, or drawn from the logits by temperature, top-k, top-p and min-p. The door
-samples, so sampling and its seed survive the death of a stage. The token at a position follows from the seed,
-the position, the logits and, with penalties, the tokens before it, all of which the door keeps: after a
-failover the same logits give the same token. Penalties and biases come first, as in OpenAI's API, then
-forbidden tokens are removed, then come the filters in the order of `transformers` (temperature, top-k, top-p,
-min-p), each over the remaining tokens. Among equal logits the lowest id comes first.
+"""Chooses the next token: greedy, or drawn from the logits by temperature, top-k, top-p and min-p.
+
+The door samples, so sampling and its seed survive the death of a stage. The token at a position follows from
+the seed, the position, the logits and, with penalties, the tokens before it, all of which the door keeps:
+after a failover the same logits give the same token. Penalties and biases come first, as in OpenAI's API,
+then forbidden tokens are removed, then come the filters in the order of `transformers` (temperature, top-k,
+top-p, min-p), each over the remaining tokens. Among equal logits the lowest id comes first.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
-"""The places of a provider's sessions, in use and resting. Places are bounded in all, for each door and for
-each network (`crypto.registers`). A resting session is kept as a base for others of the same door until its
-place is needed: the least used is dropped first, before any that is in use.
+"""The places of a provider's sessions, in use and resting.
+
+Places are bounded in all, for each door and for each network (`crypto.registers`). A resting session is kept
+as a base for others of the same door until its place is needed: the least used is dropped first, before any
+that is in use.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,7 +1,8 @@
-"""Decides whether a node takes a requested stage, and which members are asked for a missing one. A node
-without a stage of the service takes one for any asker, if its owner's rules allow it. A node with a stage
-takes a further one only for the publisher, or for a member if it knows of no other holder itself, so that
-members cannot claim its slots.
+"""Decides whether a node takes a requested stage, and which members are asked for a missing one.
+
+A node without a stage of the service takes one for any asker, if its owner's rules allow it. A node with a
+stage takes a further one only for the publisher, or for a member if it knows of no other holder itself, so
+that members cannot claim its slots.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
-"""Turns incoming tokens into pieces of text: only complete characters, and nothing of a stop text. `decode`
-is called with a window of tokens, from the first one whose text was not returned yet to the newest.
+"""Turns incoming tokens into pieces of text: only complete characters, and nothing of a stop text.
+
+`decode` is called with a window of tokens, from the first one whose text was not returned yet to the newest.
 """
 
 from collections.abc import Callable, Sequence

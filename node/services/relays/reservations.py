@@ -1,5 +1,6 @@
-"""Places at relays for a node that cannot be dialled: requests and renews several, and announces them. A
-renewal every 20 s also tests whether the relay is still there: relayed connections degrade over hours. A
+"""Places at relays for a node that cannot be dialled: requests and renews several, and announces them.
+
+A renewal every 20 s also tests whether the relay is still there: relayed connections degrade over hours. A
 relay that fails is left alone for a while, and another one takes its place.
 """
 

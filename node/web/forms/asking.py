@@ -1,5 +1,6 @@
-"""The core of every form: a request for answers, the pieces of answers, and problems for the client. A form
-reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
+"""The core of every form: a request for answers, the pieces of answers, and problems for the client.
+
+A form reads its request into an `AnswerRequest`, and has a writer that is fed `TextPiece`s and `AnswerEnd`s.
 """
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
-"""Tools that take plain text (`custom` of Responses), shown to models as functions of one text. A model calls
-such a tool with JSON like any other; its client sees only the text.
+"""Tools that take plain text (`custom` of Responses), shown to models as functions of one text.
+
+A model calls such a tool with JSON like any other; its client sees only the text.
 """
 
 import json
