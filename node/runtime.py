@@ -62,10 +62,10 @@ from node.transport.network import RealNetwork
 class Node(Surface):
     """A node of a swarm: joins, keeps its place, and takes part in runs.
 
-    `config` or `join` (addresses as a person types them) say where to begin; the keyword arguments
-    are the six seams, the simulator's way in; `observe` is told of every event of membership and records, and
-    of every message of a run that is sent; `parts` make some of its parts in the place of our classes, to try
-    out others; `recorder` writes down what comes in. Use it as an async context manager under trio.
+    `config` or `join` (addresses as typed) say where to begin; the keyword arguments are the six seams, which
+    the simulator replaces; `observe` is called with every event of membership and records, and with every
+    sent message of a run; `parts` replace some of its classes, for experiments; `recorder` records its
+    inputs. Use it as an async context manager under trio.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class Node(Surface):
     # Events
 
     def limit(self, *, accept_runs: AcceptRuns) -> None:
-        """Take stages of these others, or of nobody (`never`), until this node ends."""
+        """Set whose stages are taken, or none (`never`), until this node ends."""
         self.set("accept_runs", accept_runs)
 
     def set(self, name: str, text: str | None) -> None:
@@ -302,5 +302,5 @@ class Node(Surface):
         return dict(Counter(self.network.counters) + self._refused + own)
 
     def publish(self, event: Event) -> None:
-        """Tell of what a part beside the node has done, such as its page."""
+        """Publish an event of a part beside the node, such as its page."""
         self._publish(event)

@@ -39,7 +39,10 @@ T = TypeVar("T")
 
 
 class Participation:
-    """This peer's part in one run. `Averaging.open` makes it."""
+    """This peer's part in one run.
+
+    `Averaging.open` makes it.
+    """
 
     def __init__(
         self,

@@ -182,8 +182,9 @@ class Checkpoints:
         *,
         is_guest: bool,
     ) -> Mapping[PeerId, int]:
-        """Keep a stage here, fetching its missing chunks; return how many bytes each holder delivered. It
-        survives a crash from then on.
+        """Keep a stage here, fetching its missing chunks; return how many bytes each holder delivered.
+
+        It survives a crash from then on.
 
         Raises:
             Unreachable: nobody had all of it.

@@ -63,9 +63,10 @@ TOLD_SECONDS = 1.0
 
 
 class PeerOptimizer(TrackedOptimizer):
-    """See the module. Made by `node.sync(...).optimizer(...)`.
+    """See the module.
 
-    Long because its two ways to step share what is counted, averaged and caught up with.
+    Made by `node.sync(...).optimizer(...)`. Long because its two ways to step share counting, averaging and
+    catching up.
     """
 
     def __init__(
@@ -121,11 +122,11 @@ class PeerOptimizer(TrackedOptimizer):
             self._schedules.move_to(self.global_step)
 
     def step(self, closure: Callable[[], Any] | None = None, samples: int | None = None) -> Any:
-        """Make a step, or a part of one. `samples`: how many the gradients are made of, where that is not to
-        be seen. A closure is called once, before all else, and what it returns is returned.
+        """Make a step, or a part of one.
 
-        Raises ValueError at the first step where nothing says how many samples it has. Raises ForkedChild in
-        a child that the training process has forked.
+        `samples`: the samples of the gradients, if they cannot be counted. A closure is called once, first,
+        and its result is returned. Raises ValueError at the first step without a number of samples. Raises
+        ForkedChild in a forked child of the training process.
         """
         self._refuse_in_child()
         loss = None
@@ -150,7 +151,7 @@ class PeerOptimizer(TrackedOptimizer):
 
     @property
     def stats(self) -> Stats:
-        """Where this peer and its run are."""
+        """The statistics of this peer and its run."""
         if self._session is not None:
             view = self._session.view
             self._update(peers=view.peers, total_samples=self._total_samples())
@@ -175,10 +176,10 @@ class PeerOptimizer(TrackedOptimizer):
         return not self._local.is_under_way
 
     def average_now(self, timeout_seconds: float = 60.0) -> bool:
-        """With local steps: hold a round now, whatever the count, and take its result whole, whatever
-        `damping` says; whether it averaged. A round that still looks for a group is given up for it.
+        """With local steps: hold a round now, regardless of the count, and take its whole result, regardless
+        of `damping`; return whether it averaged.
 
-        Raises ForkedChild.
+        A round that still looks for a group is given up for it. Raises ForkedChild.
         """
         self._refuse_in_child()
         if not self.finish(0.0):
@@ -210,7 +211,7 @@ class PeerOptimizer(TrackedOptimizer):
         return self._trained.tensors.rows
 
     def join(self, session: TrainingSession, place: RunPlace, rule: Aggregate) -> None:
-        """Take part by this session. A run that has begun hands over its state first."""
+        """Take part with this session. A run that has begun first hands over its state."""
         self._place = place
         self._differences = Differences(self.settings, classes_of(self._inner), rule, self._trained)
         self._enter(session)
@@ -221,7 +222,8 @@ class PeerOptimizer(TrackedOptimizer):
         self._status = "left the run: another optimizer of this script has taken its place"
 
     def _look_at_tensors(self) -> None:
-        """Go on with what is trained now, where that has changed: with those that train the same."""
+        """Continue with the tensors that are trained now, if they have changed, and with the peers that train
+        the same."""
         rows = self.rows
         changed = self._trained.look()
         if not changed:
@@ -255,14 +257,14 @@ class PeerOptimizer(TrackedOptimizer):
             self._status = self._alone_or_not()
 
     def _state_to_take(self) -> LikelySteps | None:
-        """Return which state of others this peer takes now; None where it takes none."""
+        """Return the state of others that this peer takes now; None for none."""
         if self._session is None or self._catching_up.is_paused:
             return None
         return self._position.state_to_take(self.global_step, self._lineage, self._others, self._voices)
 
     def _catch_up_if_behind(self) -> bool:
-        """Load the state of others where they are further or went another way. Whether this peer is behind:
-        it was loaded, or is on its way here."""
+        """Load the state of others if they are further or took other steps. Return whether this peer is
+        behind: the state was loaded, or is on its way."""
         likely = self._state_to_take()
         if likely is None:
             self._takeover.cancel()
@@ -339,7 +341,7 @@ class PeerOptimizer(TrackedOptimizer):
         self._status = f"a round is under way, with {self._session.view.peers} peers in the run"
 
     def _use_finished(self) -> None:
-        """Add what a round that is over has made of the tensors."""
+        """Apply the result of a finished round to the tensors."""
         outcome = self._local.use_finished()
         if isinstance(outcome, str):
             self._failed(None, outcome)
@@ -376,7 +378,7 @@ class PeerOptimizer(TrackedOptimizer):
         return self._average_gradients(target)
 
     def _average_gradients(self, target: int) -> float:
-        """Hold the round of this global step; how long the wrapped step took, 0 where it was not made."""
+        """Hold the round of this global step; return the time of the wrapped step, 0 if it was not made."""
         samples, mean = self._gathered.samples, self._gathered.mean()
         made: Round | str = "this peer is alone"
         if not self._is_alone:
@@ -391,7 +393,7 @@ class PeerOptimizer(TrackedOptimizer):
         if self._is_alone or ("nobody else was ready" in error and samples >= target):
             return self._make_step(mean, samples)
         self._await_others()
-        return 0.0  # what was gathered is kept for the next attempt
+        return 0.0  # the accumulated gradients are kept for the next attempt
 
     def _await_others(self) -> None:
         """After a round that failed here: the others made the step, and this peer takes it over, or they did
@@ -424,8 +426,8 @@ class PeerOptimizer(TrackedOptimizer):
         return made
 
     def _make_step(self, mean: Vector | None, samples: int, digest: bytes = b"") -> float:
-        """Step with this mean gradient, None for the gradients that are there. `digest` is that of the round;
-        a step made alone has none, and leads to a state that nobody else has."""
+        """Step with this mean gradient, None for the present gradients. `digest` is that of the round; a step
+        made alone has none, and leads to a unique state."""
         if mean is not None:
             for slot, gradient in zip(
                 self._trained.parameters.slots, self._trained.parameters.views(mean), strict=True
@@ -454,14 +456,15 @@ class PeerOptimizer(TrackedOptimizer):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether nobody else that can be where this peer is has a state: newcomers come to no round yet."""
+        """Return whether no other peer at this position has a state: newcomers do not take part in rounds
+        yet."""
         return self._session is None or self._position.is_alone(self._others)
 
     def _wanted(self, number: int | None) -> RoundWish:
         return round_wish(self.settings, number, self._step_seconds, self._codecs, self._local.strategy)
 
     def _total_samples(self) -> int:
-        """Return what this peer and all that are as far have gathered."""
+        """Return the samples that this peer and all at the same step have gathered."""
         awaited = self._session.view.awaited if self._session else {}
         return self._gathered.total(self.global_step, self.settings.target_batch_size or 0, awaited)
 
@@ -491,7 +494,7 @@ class PeerOptimizer(TrackedOptimizer):
             )
 
     def _share(self, *, is_first: bool = False) -> None:
-        """Copy the state out where somebody waits for it, and when this peer joins."""
+        """Copy the state out if a peer waits for it, and when this peer joins."""
         if self._session is not None and not self._position.lacks_state:
             share = self._handout.share_first if is_first else self._handout.share
             share(self._session, self.global_step, self._stats.rounds, self._lineage, self._local.strategy)

@@ -1,6 +1,7 @@
-"""The shell around a `partition.steps.committer.Committer`: time, events for people, what it asks of others.
+"""The shell around the `partition.steps.committer.Committer` of one plan: time, events for people, requests
+to others.
 
-One plan's. Whoever is lost makes the next plan, and with it the next committer.
+A lost member leads to the next plan, and with it the next committer.
 """
 
 from collections import Counter, deque
@@ -104,11 +105,11 @@ class CommitterShell:
         stepped: Callable[[int, float, Mapping[PeerId, int], Mapping[PeerId, int]], None],
         best: RunBestState,
     ) -> None:
-        """`absent` is told whom the next plan must do without, `paused` that no step is open, `stepped` the
-        seconds of a step and the nanoseconds of each replica for a micro-batch, as it says and as its
-        neighbours saw it; `failures` is what went wrong under the plans before. Nothing was computed since
-        `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` are to be computed
-        again. `best` is what this member knows of validations."""
+        """`absent` is called with the peers that the next plan must exclude, `paused` when no step is open,
+        `stepped` with the seconds of a step and the nanoseconds of each replica for a micro-batch, by its own
+        statement and by its neighbours'; `failures` are those of earlier plans. Nothing was computed since
+        `stalled_since`, `saved` is the step of the newest checkpoint, and `lost_steps` must be computed
+        again. `best` is this member's record of validations."""
         self.core = _make_core(service, run, plan, saved, best.series)
         self._best = best
         self._signer = service.signer
@@ -219,12 +220,12 @@ class CommitterShell:
         self._pass_on(self.core.receive(now, sender, message))
 
     def suspect(self, peer: PeerId) -> None:
-        """A member may be dead: what it has not finished goes to others meanwhile."""
+        """Reassign the unfinished work of a member that may be dead."""
         self._pass_on(self.core.suspect(self._clock.monotonic(), peer))
 
     @property
     def paused_at(self) -> int | None:
-        """After how many steps no step is open, where it pauses."""
+        """The number of steps at which it pauses with no open step, if it does."""
         return self.core.step if self.core.phase == "paused" else None
 
     def revise(self, steps: int, rate: int) -> None:
@@ -245,12 +246,12 @@ class CommitterShell:
         self._pass_on(self.core.unpause(self._clock.monotonic()))
 
     def checkpoint_took(self, step: int, seconds: float) -> None:
-        """Note what a stage needed for the checkpoint of a step: the next one comes so much later."""
+        """Note a stage's time for the checkpoint of a step, which delays the next one."""
         self.saving.checkpoint_took(step, seconds)
         self.core.saves.every = self.saving.steps
 
     def checkpoint_ended(self) -> None:
-        """Note that nothing is copied any more: what it cost the steps is known."""
+        """Note that copying has ended, so its cost for the steps is known."""
         self.saving.ended()
         self.core.saves.every = self.saving.steps
 
@@ -259,7 +260,7 @@ class CommitterShell:
         self._pass_on(self.core.save(self._clock.monotonic()))
 
     def reconnected(self, peer: PeerId) -> None:
-        """A link to `peer` was opened anew: send again what it may have lost."""
+        """Send again what a reopened link to `peer` may have lost."""
         self._pass_on(self.core.reconnected(peer))
 
     def _pass_on(self, sends: list[tuple[PeerId, object]]) -> None:
@@ -277,8 +278,8 @@ class CommitterShell:
             self.saving.began()
 
     def dropped(self, after: Plan) -> list[ReplicaDropped]:
-        """Return whom the plan `after` has lost, and how many micro-batches of the open step others compute
-        in their place."""
+        """Return the peers that the plan `after` has lost, and how many micro-batches of the open step others
+        compute for them."""
         return [
             ReplicaDropped(
                 at=self._clock.wall(),
@@ -378,7 +379,7 @@ def _rounding(rows: Sequence[Work]) -> tuple[float, float]:
     for direction in range(2):
         pairs = [work.rounding[direction] for work in rows if len(work.rounding) > direction]
         error, norm = sum(pair[0] for pair in pairs), sum(pair[1] for pair in pairs)
-        # What a replica says of itself may be anything, and the root of a negative number is a complex one.
+        # A replica's statement may be any number, and the root of a negative one is complex.
         ratio = error / norm if error >= 0 and norm > 0 else 0.0
         found.append(ratio**0.5 if isfinite(ratio) else 0.0)
     return found[0], found[1]

@@ -50,7 +50,7 @@ Restore = Callable[[Plan, bytes, int, Stage], Awaitable[None]]
 
 @dataclass
 class _Export:
-    """Somebody waits for the stage's parameters."""
+    """A request for the stage's parameters."""
 
     ready: trio.Event = field(default_factory=trio.Event)
     data: bytes | None = None
@@ -83,8 +83,8 @@ class ReplicaShell:
         archive: FrameArchive,
         frames_bytes_max: int = FRAMES_BYTES_MAX,
     ) -> None:
-        """`refuse` is told of a peer whose frame is of no use and no proof. `save` keeps a copy of the stage
-        as it is after a step, `restore` brings it back to one. `archive` keeps frames that come and go."""
+        """`refuse` is called for a peer whose frame is neither usable nor a proof. `save` keeps a copy of the
+        stage after a step, `restore` returns to one. `archive` keeps received and sent frames."""
         entry = specification.graph.entry(TRAIN)
         self.core: core.Replica = seams.core(
             core.Replica,
@@ -123,7 +123,7 @@ class ReplicaShell:
         self.failed = trio.Event()
 
     async def run(self) -> None:
-        """Compute what the core asks for, until the stage fails."""
+        """Execute the core's requests, until the stage fails."""
         try:
             while True:
                 if self._failure is not None:
@@ -170,7 +170,7 @@ class ReplicaShell:
             self._pass_on(self.core.receive(now, sender, message))
 
     async def keep(self, frame: OpenedFrame) -> OpenedFrame | None:
-        """A frame that has come, in memory it may stay in until its step is applied; None where there is no
+        """Return a received frame in memory where it may stay until its step is applied; None if there is no
         room, and the stage fails."""
         try:
             return await self._frames.keep(frame)
@@ -180,7 +180,7 @@ class ReplicaShell:
             return None
 
     def reconnected(self, peer: PeerId) -> None:
-        """A link to `peer` was opened anew: send again what it may have lost."""
+        """Send again what a reopened link to `peer` may have lost."""
         self._pass_on(self.core.reconnected(peer))
         self._reduction.repeat_to(peer)
 
@@ -196,7 +196,7 @@ class ReplicaShell:
         return request.data
 
     async def read_state(self, request: FetchState) -> bytes | None:
-        """A range of an arena as it is after the step asked for; None where it is not that step's."""
+        """Return a range of an arena after the requested step; None if the arena is at another step."""
         if not self._is_at(request.step):
             return None
         vector = self._stage.vector(request.arena)
@@ -228,8 +228,7 @@ class ReplicaShell:
         self._more.set()
 
     def _is_proof(self, message: BadFrame) -> bool:
-        """Return whether the frame complained of can be shown: one that nobody signed might as well not have
-        come."""
+        """Return whether the reported frame can be shown: an unsigned one counts as not received."""
         try:
             check_signed(self._signer, message.frame)
         except RemoteProtocolError as error:
@@ -237,7 +236,7 @@ class ReplicaShell:
             return False
         return True
 
-    # What the core asks for
+    # Requests of the core
 
     async def _perform(self, work: core.WorkItem) -> None:
         is_save_or_fill = isinstance(work, core.StepDiscarded | core.FillReady | core.SaveReady)
@@ -265,7 +264,7 @@ class ReplicaShell:
     async def _call(self, request: api.Request) -> object:
         began, begun = self._seams.clock.monotonic(), self._seams.clock.wall()
         reply = await self._stage.call(request)
-        # What the process says of itself, where it does: waiting for it is not its being busy.
+        # The process's own figure, if it has one: waiting for it is not busy time.
         busy = getattr(reply, "busy_nanoseconds", 0)
         lasted = self._seams.clock.monotonic() - began
         self._meter.busy_seconds += busy / 1e9 if busy else lasted
@@ -282,7 +281,7 @@ class ReplicaShell:
             self._pass_on(self.core.refused(work, error.part, str(error), of_values=error.of_values))
         except StageDiverged as error:
             if isinstance(work, core.BackwardReady):
-                raise  # a gradient may be anything: only the way forward is held to be finite
+                raise  # gradients may be non-finite: only the forward pass is checked
             self._pass_on(self.core.diverged(work, str(error)))
 
     async def _forward(self, work: core.ForwardReady) -> None:
@@ -362,7 +361,7 @@ class ReplicaShell:
     # The step
 
     async def _reduced(self, reducing: core.ReduceReady, digest: bytes) -> None:
-        # Also where nothing is clipped: what is not finite in one stage must keep all others from applying.
+        # Even without clipping: a non-finite value in one stage must keep all others from applying.
         normed = await self._call(api.Norm())
         assert isinstance(normed, api.Normed)
         self._pass_on(self.core.reduced(reducing, digest, normed.squared_norm))

@@ -65,7 +65,10 @@ from partition.run.reliability import RunLosses
 
 
 class Runs:
-    """The service of runs. `run` owns its tasks; it announces all news by `publish`."""
+    """The service of runs.
+
+    `run` owns its tasks; it announces all news by `publish`.
+    """
 
     def __init__(
         self,

@@ -25,16 +25,15 @@ from node.services.driver import Driver, Sends
 from node.services.metadata import claimed_capacity, claimed_standing
 
 RIVALS_MAX = 16
-"""Other nodes with this one's identity that are remembered, the latest: each is told of once."""
+"""The latest other nodes with this one's identity that are remembered: each is reported once."""
 CLOCK_NEWS_SECONDS = 0.01
-"""The wall clock and the monotonic one never agree to the microsecond; less than this is no news."""
+"""The wall clock and the monotonic one never agree to the microsecond; smaller differences are ignored."""
 LEAVE_SECONDS = 0.6
 """How long a leaving node still answers and gossips its goodbye."""
 
 
 class Listed(Collection[PeerId]):
-    """Peers of some statuses, by peer id. Whether one is among them is asked at every event, so no list is
-    made for that."""
+    """Peers of some statuses, by peer id. Membership is tested at every event, so no list is built for it."""
 
     def __init__(self, swim: Swim, statuses: frozenset[core.Status]) -> None:
         self._swim = swim
@@ -57,8 +56,8 @@ _GONE = frozenset({core.Status.DEAD, core.Status.LEFT})
 
 
 class Membership:
-    """The service. `run` drives; `gone` is told of every member that died or left, `forgotten` of those that
-    are no longer listed."""
+    """The service. `run` drives; `gone` is called for every member that died or left, `forgotten` for those
+    that are no longer listed."""
 
     def __init__(
         self,
@@ -137,31 +136,31 @@ class Membership:
 
     @property
     def live(self) -> "Listed":
-        """Those believed alive, this node included: looked at when it is used."""
+        """The peers believed alive, this node included: a live view."""
         return Listed(self._swim, _LIVE)
 
     @property
     def gone(self) -> "Listed":
-        """Those listed as dead, or as having left."""
+        """The peers listed as dead, or as having left."""
         return Listed(self._swim, _GONE)
 
     @property
     def members(self) -> tuple[core.SwarmMember, ...]:
-        """Everyone listed, the dead too."""
+        """All listed peers, the dead too."""
         return self._swim.members
 
     @property
     def coordinates(self) -> Coordinates:
-        """Where this node is in round trips."""
+        """This node's network coordinates."""
         return self._swim.coordinates
 
     def live_addresses(self) -> dict[PeerId, tuple[Address, ...]]:
-        """Where each other live member says it is."""
+        """The claimed addresses of each other live member."""
         others = [member for member in self._swim.members if member.live and member.peer != self._swim.peer]
         return {member.peer: member.addresses for member in others}
 
     def round_trip_seconds(self, peer: PeerId) -> float | None:
-        """Return how long a datagram to `peer` and back took lately; None where it was not asked."""
+        """Return the recent round trip of a datagram to `peer`; None if there was none."""
         return self._swim.coordinates.round_trip_seconds_to(peer)
 
     @property
@@ -170,7 +169,7 @@ class Membership:
         return self._swim.clocks
 
     def follow_clock(self) -> None:
-        """Tell others what this machine's clock shows now."""
+        """Use a new time of this machine's clock in messages to others."""
         offset, told = self._clock.wall() - self._clock.monotonic(), self._swim.wall_offset
         if told is None or abs(offset - told) > CLOCK_NEWS_SECONDS:
             self._swim.wall_offset = offset
@@ -180,7 +179,7 @@ class Membership:
         self._driver.command(lambda now: order(self._swim, now))
 
     def update(self, profile: core.Profile) -> None:
-        """Tell others of another name, address or metadata; nothing once this node has said goodbye."""
+        """Announce a new name, address or metadata; nothing after this node's goodbye."""
         if not self._has_left:
             self._driver.command(lambda now: self._swim.update(now, profile))
 
@@ -189,11 +188,12 @@ class Membership:
         self._driver.command(lambda now: self._swim.join(now, peers))
 
     def suspect(self, peer: PeerId) -> None:
-        """Something else hints that `peer` is gone: probe it at once."""
+        """Probe `peer` at once, after another hint that it is gone."""
         self._driver.command(lambda now: self._swim.hint_suspect(now, peer))
 
     def closed(self, peer: PeerId) -> None:
-        """Its host says that no process listens where `peer` was: if it is suspected, that ends soon."""
+        """Note its host's report that no process listens at the address of `peer`: a suspicion of it then
+        ends soon."""
 
         def close(now: float) -> Sends:
             self._swim.hint_closed(now, peer)
@@ -203,18 +203,18 @@ class Membership:
 
     @property
     def incarnation(self) -> int:
-        """That of this node now."""
+        """The present incarnation of this node."""
         me = self._swim.member(self._swim.peer)
         return 0 if me is None else me.incarnation
 
     def met_life(self, life: bytes, incarnation: int, addresses: Sequence[Address]) -> None:
-        """Another life of this node's identity answers now, and says that it is at these addresses."""
+        """Note another life of this node's identity that answers now, with its claimed addresses."""
         if not self._has_left:
             self._driver.command(lambda now: self._swim.meet_life(now, life, incarnation))
         self._share(core.RivalFound(started_of(life), "", tuple(addresses), life > self.life))
 
     def _share(self, event: core.RivalFound) -> None:
-        """Say that another node has this one's identity, once for each; the younger of both stops."""
+        """Report another node with this one's identity, once for each; the younger of both stops."""
         if event.started_milliseconds in self._rivals:
             return
         self._rivals[event.started_milliseconds] = None
@@ -232,7 +232,7 @@ class Membership:
             self._yields(shared)
 
     def broadcast(self, topic: bytes, data: bytes) -> None:
-        """Tell all members. Raises LocalProtocolError: too long, or too many topics wait."""
+        """Broadcast to all members. Raises LocalProtocolError: too long, or too many topics wait."""
         self._driver.command(lambda now: self._swim.broadcast(now, topic, data))
 
     async def leave(self) -> None:
@@ -257,7 +257,7 @@ class Membership:
             case core.MemberForgotten():
                 self._forgotten(event.peer)
             case core.CandidateFound():
-                self._network.learn(event.peer, event.addresses)  # it is to be pinged there
+                self._network.learn(event.peer, event.addresses)  # it will be pinged there
             case core.NeighbourhoodLookupWanted():
                 if self._look_up is not None:
                     self._look_up(event.key, self._meet)
@@ -278,7 +278,7 @@ class Membership:
             self._look_for_life(elsewhere)
 
     def _told(self, event: core.Event) -> events.Event | None:
-        """Return the node's event for an event of the core; None where people need none."""
+        """Return the node's event for an event of the core; None if people need none."""
         at = self._clock.wall()
         match event:
             case core.MemberUp():
@@ -299,7 +299,7 @@ class Membership:
         return None
 
     def _meet(self, peers: Sequence[PeerId]) -> None:
-        """Exchange lists with those that a lookup has found, unless this node has said goodbye."""
+        """Exchange lists with the peers that a lookup has found, unless this node has said goodbye."""
         if peers and not self._has_left:
             self.join(peers)
 

@@ -70,7 +70,10 @@ RunFiles = Callable[[str], AbstractAsyncContextManager[ServedFiles]]
 
 
 class Serving:
-    """The service of services. `run` owns its tasks; `send` puts messages on their way."""
+    """The service of services.
+
+    `run` owns its tasks; `send` puts messages on their way.
+    """
 
     def __init__(
         self,
