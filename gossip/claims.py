@@ -144,7 +144,7 @@ class CountEvidence:
         where no other is near it and the run can be that far."""
         count = agreed_count(claims)
         if sum(claim.is_near(count, SLACK_STEPS) for claim in claims) < VOICES_MIN:
-            # Nobody stands by it: a claim of anything beyond it is no voice for it.
+            # No second member is near it: a claim far beyond it does not support it.
             count = count if count <= self.count_max(now) else own
         return max(own, count)
 
@@ -174,8 +174,8 @@ def beginning(own: bytes | None, others: Sequence[bytes]) -> bytes:
 
 
 def rejoined_step(own: int, others: Sequence[tuple[ClaimedCount, bytes]]) -> int | None:
-    """Return the step to come back to, where this peer is far beyond a majority that holds one state and
-    nobody is near it: it went on alone. None where it need not, or made most of its steps alone."""
+    """Return the step to come back to if this peer went on alone: it is far beyond a majority that holds one
+    state, and no other peer is near it. None if it need not come back, or made most of its steps alone."""
     if any(step.is_near(own, SLACK_STEPS) for step, _ in others):
         return None
     for (step, _), count in Counter(others).items():
@@ -196,8 +196,8 @@ def choose_state(
     offers: Mapping[PeerId, OfferedState], likely: LikelySteps | None, rng: Random
 ) -> tuple[PeerId, ...]:
     """Return the holders of the state to take, of a likely step where that is given: the most widely held
-    one, among several the newest. Where no two hold the same, choose any at random unless the newest is
-    wanted: a liar must not be able to arrange that its own comes first. Empty where none will do."""
+    one, among several the newest. If no two hold the same state, it chooses one at random unless the newest
+    is wanted, so that a liar cannot arrange to be chosen. Empty if none is suitable."""
     if likely is not None:
         offers = {
             peer: offer for peer, offer in offers.items() if offer.step.is_between(likely.first, likely.last)

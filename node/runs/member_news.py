@@ -61,9 +61,9 @@ class MemberNews:
         self._changed()
 
     def closed(self, peer: PeerId) -> None:
-        """Handle its host's report that nothing listens at a member's address. Where its stream ended too,
-        and could not be opened again, its process is gone, and its stages with it: the run goes on without
-        it, before membership is sure that it is dead."""
+        """Handle its host's report that nothing listens at a member's address. If its stream also ended and
+        could not be reopened, its process and its stages are gone: the run goes on without it before
+        membership confirms the death."""
         if self._runs.links.is_closed(peer, news=True):
             self._without(peer)
 

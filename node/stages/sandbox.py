@@ -91,8 +91,8 @@ def environment(given: Mapping[str, str], *, scratch: str, path: str, threads: i
             "PYTHONPATH": path,
             "PYTHONDONTWRITEBYTECODE": "1",
             "OMP_NUM_THREADS": str(threads),
-            # Threads that wait by spinning take processor time from those they wait for, where another
-            # process uses a core: a step of a small GPT with two threads took over 5 s, and 0.04-0.36 s
+            # When another process uses a core, spinning threads take processor time from the threads they
+            # wait for: a step of a small GPT with two threads took over 5 s with spinning, and 0.04-0.36 s
             # without.
             "OMP_WAIT_POLICY": given.get("OMP_WAIT_POLICY", "PASSIVE"),
             # numpy only packs here; its threads would start before the fences, which would miss them.
