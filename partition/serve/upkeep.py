@@ -56,9 +56,8 @@ fit one machine either."""
 
 @dataclass(frozen=True)
 class Recruit:
-    """Have another node hold this stage, none of `members`; where it `is_empty` and no other does, one of
-    them, as a stopgap. Nobody asks the `failed`: they could not load it a short while ago, or it keeps ending
-    there."""
+    """Let a node outside `members` hold this stage; if it `is_empty` and no other node does, one of them, as
+    a stopgap. The `failed` are not asked: they could not load it recently, or it keeps ending there."""
 
     service: bytes
     stage: int
@@ -153,8 +152,8 @@ class ServiceUpkeep:
         return (ServiceRow(self._me, self._stage, self.is_ready, self.is_stopgap), *others)[:ROLL_ROWS_MAX]
 
     def ready(self, now: float) -> Sends:
-        """This member's stage answers now. What nobody took is offered again at once: while it was loading,
-        this member itself could take nothing beside it."""
+        """Note that this member's stage answers now. Missing stages are offered again at once: while it was
+        loading, this member could take no other one."""
         self.is_ready = True
         self.offered(now)
         return self._tell(now)
@@ -165,7 +164,7 @@ class ServiceUpkeep:
         return [(peer, roll) for peer in self._peers()]
 
     def receive(self, now: float, sender: PeerId, message: Roll) -> Sends:
-        """Take what a member tells. Raises RemoteProtocolError."""
+        """Take a member's message. Raises RemoteProtocolError."""
         if message.service != self._service or message.stage >= self._stages:
             raise RemoteProtocolError("a roll of another service, or of a stage that it has not")
         key = sender, message.stage
@@ -195,18 +194,18 @@ class ServiceUpkeep:
         self.deadline = min(self.deadline, now + TELL_SECONDS / 4)
 
     def has(self, peer: PeerId) -> bool:
-        """Return whether a peer is a member whom this one has heard."""
+        """Return whether a peer is a known member."""
         return any(not self._members[peer, stage].is_hearsay for stage in self._stages_of(peer))
 
     def lacks(self, stage: int, asker: PeerId) -> bool:
-        """Return whether nobody was heard to hold a stage but `asker`, who may be about to leave."""
+        """Return whether a stage has no known holder except `asker`, which may be about to leave."""
         return stage != self._stage and all(
             each.is_hearsay or of != stage or peer in (asker, self._me)
             for (peer, of), each in self._members.items()
         )
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """The stream from a member broke: it counts no more until it tells again."""
+        """Note that the stream from a member broke: it does not count until it tells again."""
         if held := self._stages_of(peer):
             for stage in held:
                 self._drop(now, (peer, stage))
@@ -215,11 +214,11 @@ class ServiceUpkeep:
         return []
 
     def stay(self, now: float) -> None:
-        """This stage is held for good from now on: the member has let go of the one that it had before."""
+        """Make this stage permanent: the member has dropped its previous one."""
         self.is_stopgap, self.deadline = False, min(self.deadline, now)
 
     def wake(self, now: float) -> Sends:
-        """Tell the others, forget the silent, and see what is missing."""
+        """Tell the others, forget silent members, and check for missing stages."""
         if now < self.deadline:
             return []
         if now - self.deadline >= TELL_SECONDS:
@@ -242,7 +241,7 @@ class ServiceUpkeep:
             self._missing_since[stage] = min(now, since + seconds)
 
     def recruited(self, now: float, stage: int, peer: PeerId | None) -> None:
-        """A node took a stage that was missing; None: nobody did."""
+        """Note the node that took a missing stage; None: none did."""
         self._recruiting.discard(stage)
         if peer is not None:
             self._pauses.pop(stage, None)
@@ -256,11 +255,11 @@ class ServiceUpkeep:
 
     @property
     def is_paused(self) -> bool:
-        """Whether a stage is missing that nobody took when it was last offered."""
+        """Whether a stage is missing that no node took when it was last offered."""
         return bool(self._pauses)
 
     def offered(self, now: float) -> None:
-        """There is a free slot that there was not before: what is missing is offered again at once."""
+        """Offer missing stages again at once, as there is a new free slot."""
         self._pauses.clear()
         self._look(now)
 
@@ -285,7 +284,7 @@ class ServiceUpkeep:
             peer = PeerId(row.peer)
             if peer == self._me or (peer, row.stage) in self._members or row.stage >= self._stages:
                 continue
-            # What a member holds beside a stage, it says itself.
+            # Each member reports its further stages itself.
             if len(self._members) < MEMBERS_MAX and not self._stages_of(peer):
                 self._members[peer, row.stage] = _Member(row.stage, row.is_ready, now, is_hearsay=True)
 
@@ -331,7 +330,7 @@ class ServiceUpkeep:
         return found is not None
 
     def _look(self, now: float) -> None:
-        """See who answers, and whether this member is to find another."""
+        """Check which members answer, and whether this member should find another."""
         held: list[list[PeerId]] = [[] for _ in range(self._stages)]
         ready: list[list[PeerId]] = [[] for _ in range(self._stages)]
         members: dict[PeerId, None] = {}
