@@ -90,7 +90,7 @@ class SessionProvider:
 
     @property
     def services(self) -> tuple[bytes, ...]:
-        """The services of which a stage answers here."""
+        """The services with an answering stage here."""
         return tuple(dict.fromkeys(service for service, _ in self._stages))
 
     @property
@@ -112,7 +112,7 @@ class SessionProvider:
         self._stages[service, number] = StageQueue(service, number, count, context, room)
 
     def release(self, service: bytes, number: int, code: CloseCode, reason: str) -> Sends:
-        """Serve a stage no more; its doors are told why."""
+        """Stop serving a stage, and tell its doors why."""
         self._stages.pop((service, number), None)
         gone = [e for e in self._sessions.values() if e.service == service and number in e.parts]
         return [send for each in gone for send in self._sessions.close(each, code, reason)]
@@ -136,7 +136,7 @@ class SessionProvider:
         )
 
     def reject(self, sender: PeerId, session: bytes, reason: str) -> Sends:
-        """Close a session of which something came that can be no unit; a stranger's ends nothing."""
+        """Close a session after an invalid unit; a stranger's message closes nothing."""
         found = self._sessions.get(session)
         if found is None or all(part.before != sender for part in found.parts.values()):
             return []
@@ -171,7 +171,7 @@ class SessionProvider:
         return [(door, Alive()) for door in sorted(told)]
 
     def receive(self, now: float, sender: PeerId, message: Message | Carried) -> Sends:
-        """Take what a door, or the stage before, says. Raises RemoteProtocolError."""
+        """Take a message of a door, or of the previous stage. Raises RemoteProtocolError."""
         self._note(now)
         if sender in self._sessions.heard_at:
             self._sessions.heard_at[sender] = now
@@ -237,7 +237,7 @@ class SessionProvider:
     def _refusal(
         self, door: PeerId, message: OpenSession, known: ServedSession | None
     ) -> tuple[CloseCode, str] | None:
-        """Return why a session is not served, None where it may be; `known` where another stage here does."""
+        """Return why a session is not served, None if it may be; `known` if another stage here serves it."""
         if (message.service, message.stage) not in self._stages:
             return "unknown", "this stage is not here"
         if reason := self._refuses(message.service, door):
@@ -248,16 +248,17 @@ class SessionProvider:
         return ("busy", reason) if reason else None
 
     def _has_enough(self, door: PeerId) -> str:
-        """Return why a door gets no further session, empty where it does."""
+        """Return why a door gets no further session, empty if it does."""
         bounds = self._bounds_of(door)
         used = sum(each.door == door and not each.rests for each in self._sessions.values())
-        if used >= bounds.sessions < SESSIONS_PER_DOOR_MAX:  # else the register says who makes room
+        # otherwise the register chooses the session that makes room
+        if used >= bounds.sessions < SESSIONS_PER_DOOR_MAX:
             return f"{counted(used, 'session')} of this peer here already, as many as its owner allows"
         return self._spent.refusal(self._now, door, bounds.tokens_per_minute)
 
     def _find_room(self, session: ServedSession, stage: StageQueue, tokens: int) -> tuple[Sends, str]:
-        """Return why a session may not have `tokens` in all in a stage, empty where it may; sessions of its
-        door that rest make room for it."""
+        """Return why a session may not have `tokens` in all in a stage, empty if it may; resting sessions of
+        its door make room for it."""
         bounds, number = self._bounds_of(session.door), stage.number
         if reason := self._spent.refusal(self._now, session.door, bounds.tokens_per_minute, MINUTES_MAX):
             return [], reason
@@ -319,16 +320,16 @@ class SessionProvider:
         batch: int,
         answers: Sequence[tuple[Answer | None, tuple[Typed, ...]]],
     ) -> Sends:
-        """The stage has computed a batch: for each unit what goes on to the next stage, or the answer of the
-        last one, which the driver has made of the logits."""
+        """Take the results of a batch: for each unit the tensors for the next stage, or the answer of the
+        last one, which the driver has made from the logits."""
         self._note(now)
         return self._batches.computed(now, service, batch, answers)
 
     def failed(
         self, now: float, service: bytes, batch: int, code: CloseCode, reason: str, session: bytes = b""
     ) -> Sends:
-        """The stage has refused a batch, and goes on. The `session` at which it failed ends, or the one whose
-        unit was alone; where that is not known, each is computed by itself."""
+        """Handle a refused batch. The `session` that caused it ends, or the one whose unit was alone; if it
+        is unknown, each unit is computed by itself."""
         self._note(now)
         return self._batches.failed(now, service, batch, code, reason, session)
 
@@ -338,7 +339,7 @@ class SessionProvider:
             self._spent.spend(self._now, part.door, tokens, rate)
 
     def _note(self, now: float) -> None:
-        """Where this node itself was asleep, nobody was silent."""
+        """If this node itself stood still, silence of others does not count."""
         self._now = now
         heard_at = self._sessions.heard_at
         if heard_at and now - self._alive_at > STALL_SECONDS - ALIVE_SECONDS:
