@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import pytest
 import trio
 
 from crypto.identity import PeerId
@@ -17,6 +16,7 @@ from gossip.allreduce import Part
 from node.pipeline.committer import CommitterShell
 from node.pipeline.feeder import FeederShell
 from node.pipeline.replica import ReplicaShell
+from node.seams import Parts
 from partition import stage as api
 from partition.plan.assignment import feeder_of
 from partition.plan.plan import Plan
@@ -412,65 +412,59 @@ class FeedingDeath(Death):
         assert not any(set(self._unfed) & row.counted for row in self.sight.replicas)
 
 
-def watch(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report all actions of every node's machines to the death from now on."""
-    _watch_replicas(death, monkeypatch)
-    _watch_trainers(death, monkeypatch)
+def watched_by(death: Death) -> Parts:
+    """Return the classes of nodes that report all actions of their machines to the death."""
+    return {**_watched_replicas(death), **_watched_trainers(death)}
 
 
-def _watch_replicas(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
-    perform, call, receive = ReplicaShell._perform, ReplicaShell._call, ReplicaShell.receive
+def _watched_replicas(death: Death) -> dict[type, type]:
+    class WatchedReplica(ReplicaShell):
+        async def _perform(self, item: work.WorkItem) -> None:
+            if isinstance(item, work.StepDiscarded):
+                await super()._perform(item)
+                return
+            if death.at_work(self, item):
+                death.kill()
+                await trio.lowlevel.checkpoint()  # the victim ends here, if this is its own task
+            await super()._perform(item)
+            if death.at_done(self, item):
+                death.kill()
+                await trio.lowlevel.checkpoint()
 
-    async def performing(shell: ReplicaShell, item: work.WorkItem) -> None:
-        if isinstance(item, work.StepDiscarded):
-            await perform(shell, item)
-            return
-        if death.at_work(shell, item):
-            death.kill()
-            await trio.lowlevel.checkpoint()  # the victim ends here, if this is its own task
-        await perform(shell, item)
-        if death.at_done(shell, item):
-            death.kill()
-            await trio.lowlevel.checkpoint()
+        async def _call(self, request: api.Request) -> object:
+            reply = await super()._call(request)
+            if death.at_reply(self, request):
+                death.kill()
+                await trio.lowlevel.checkpoint()
+            return reply
 
-    async def calling(shell: ReplicaShell, request: api.Request) -> object:
-        reply = await call(shell, request)
-        if death.at_reply(shell, request):
-            death.kill()
-            await trio.lowlevel.checkpoint()
-        return reply
+        def receive(self, now: float, sender: PeerId, message: Any) -> None:
+            if isinstance(message, Part) and self._reduction._reducing is not None and death.at_part(self):
+                death.kill()
+            if self.core.me != death.peer:
+                super().receive(now, sender, message)
 
-    def receiving(shell: ReplicaShell, now: float, sender: PeerId, message: Any) -> None:
-        if isinstance(message, Part) and shell._reduction._reducing is not None and death.at_part(shell):
-            death.kill()
-        if shell.core.me != death.peer:
-            receive(shell, now, sender, message)
-
-    monkeypatch.setattr(ReplicaShell, "_perform", performing)
-    monkeypatch.setattr(ReplicaShell, "_call", calling)
-    monkeypatch.setattr(ReplicaShell, "receive", receiving)
+    return {ReplicaShell: WatchedReplica}
 
 
-def _watch_trainers(death: Death, monkeypatch: pytest.MonkeyPatch) -> None:
-    hear, say, feed = CommitterShell.receive, CommitterShell._pass_on, FeederShell._feed
+def _watched_trainers(death: Death) -> dict[type, type]:
+    class WatchedCommitter(CommitterShell):
+        def receive(self, now: float, sender: PeerId, message: Any) -> None:
+            if death.at_report(self, message):
+                death.kill()
+            if self.core.me != death.peer:
+                super().receive(now, sender, message)
 
-    def hearing(shell: CommitterShell, now: float, sender: PeerId, message: Any) -> None:
-        if death.at_report(shell, message):
-            death.kill()
-        if shell.core.me != death.peer:
-            hear(shell, now, sender, message)
+        def _pass_on(self, sends: Sends) -> None:
+            if death.at_saying(self, sends):
+                death.kill()
+            if self.core.me != death.peer:
+                super()._pass_on(death.said(self, sends))
 
-    def saying(shell: CommitterShell, sends: Sends) -> None:
-        if death.at_saying(shell, sends):
-            death.kill()
-        if shell.core.me != death.peer:
-            say(shell, death.said(shell, sends))
+    class WatchedFeeder(FeederShell):
+        async def _feed(self, ready: FeedReady) -> None:
+            if death.holds_back(self, ready):
+                await trio.sleep_forever()
+            await super()._feed(ready)
 
-    async def feeding(shell: FeederShell, ready: FeedReady) -> None:
-        if death.holds_back(shell, ready):
-            await trio.sleep_forever()
-        await feed(shell, ready)
-
-    monkeypatch.setattr(CommitterShell, "receive", hearing)
-    monkeypatch.setattr(CommitterShell, "_pass_on", saying)
-    monkeypatch.setattr(FeederShell, "_feed", feeding)
+    return {CommitterShell: WatchedCommitter, FeederShell: WatchedFeeder}

@@ -26,7 +26,15 @@ import trio
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StepCommitted
 from node.protocols.manifest import Run
 from partition.codecs.choice import Frames
-from tests.exact_deaths import COMMITTED, PHASES, CommitterDeath, Death, FeedingDeath, ReplicaDeath, watch
+from tests.exact_deaths import (
+    COMMITTED,
+    PHASES,
+    CommitterDeath,
+    Death,
+    FeedingDeath,
+    ReplicaDeath,
+    watched_by,
+)
 from tests.exact_models import JOBS, Job, characters_job, digits_job
 from tests.stack import (
     Swarm,
@@ -114,7 +122,7 @@ def trained(
     found: list[tuple[Run, list[Event], dict[str, Tensors]]] = []
 
     async def scenario() -> None:
-        async with swarm(names) as group:
+        async with swarm(names, parts=None if death is None else watched_by(death)) as group:
             if job.path is not None:
                 await group.nodes[requester].runs.data.keep(
                     job.dataset.digest, job.path, window=job.dataset.window
@@ -243,10 +251,8 @@ def test_a_replica_may_die_at_any_phase_of_a_step(
     phase: Any,
     tmp_path: Path,
     tally: Tally,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     death = ReplicaDeath(phase, DEATH_STEP, PLACES[place])
-    watch(death, monkeypatch)
     check_replays(check_death(name, shape, death, tmp_path, tally), death, shape)
 
 
@@ -265,10 +271,9 @@ def test_a_replica_may_die_at_any_phase_of_a_step(
     ),
 )
 def test_the_committer_may_die_at_any_phase_of_a_step(
-    name: str, shape: Shape, phase: Any, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
+    name: str, shape: Shape, phase: Any, tmp_path: Path, tally: Tally
 ) -> None:
     death = CommitterDeath(phase, DEATH_STEP)
-    watch(death, monkeypatch)
     check_death(name, shape, death, tmp_path, tally)
 
 
@@ -277,20 +282,18 @@ def test_the_committer_may_die_at_any_phase_of_a_step(
     cases([("gpt", (2, 2, 2), "during the all-reduce")], list(product([(2, 2, 2), (3, 2, 2)], PHASES))),
 )
 def test_a_second_trainer_may_die_at_any_phase_of_a_step(
-    name: str, shape: Shape, phase: Any, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
+    name: str, shape: Shape, phase: Any, tmp_path: Path, tally: Tally
 ) -> None:
     """The second trainer also holds a stage."""
     death = ReplicaDeath(phase, DEATH_STEP, None)
-    watch(death, monkeypatch)
     check_replays(check_death(name, shape, death, tmp_path, tally), death, shape)
 
 
 @pytest.mark.parametrize(("name", "shape"), cases([("unet", (2, 2, 2))], [((2, 2, 2),), ((3, 2, 2),)]))
 def test_a_second_trainer_may_die_while_it_feeds(
-    name: str, shape: Shape, tmp_path: Path, tally: Tally, monkeypatch: pytest.MonkeyPatch
+    name: str, shape: Shape, tmp_path: Path, tally: Tally
 ) -> None:
     death = FeedingDeath(DEATH_STEP, microbatches=MICROBATCHES)
-    watch(death, monkeypatch)
     check_death(name, shape, death, tmp_path, tally)
 
 

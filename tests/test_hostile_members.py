@@ -6,69 +6,77 @@ Whole nodes in virtual time: only the faulty member is excluded, and the result 
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import msgspec
 import pytest
 import trio
 
 from crypto.encoding import decode, encode
-from crypto.identity import SIGNATURE_BYTES
+from crypto.identity import SIGNATURE_BYTES, PeerId
+from crypto.noise import Data
+from gossip.allreduce import Part
 from gossip.messages import DeadBody, Gossip, SuspectBody, sign_body
 from gossip.swim import PROTOCOL
 from node.errors import PayloadRefused
 from node.events import Event, ReplicaDropped, StepCommitted
+from node.pipeline.links import Links
+from node.pipeline.replica import ReplicaShell
+from node.pipeline.stage_reduction import StageReduction
 from node.runtime import Node
+from node.seams import Parts
 from node.services.metadata import encode_metadata
 from partition import stage as api
 from partition.steps.frames import HEADER_BYTES_MAX, Frame
 from tests.stack import Swarm, assert_equal, manifest, reference, simulate, swarm, train, weights
 from tests.test_hostile_frames import in_force, outcome, refusals, the_run
 
+Adversary = Callable[[set[PeerId]], Parts]
+"""The classes of nodes, of which those in the set misbehave from when they are in it."""
 
-def spoil(node: Node, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
-    """Make the next payloads that leave this node mismatch their digests."""
+
+def spoil(chosen: set[PeerId], times: int = 1_000) -> Parts:
+    """Make this many payloads that leave a chosen node mismatch their digests."""
     left = times
 
-    def send(peer: Any, message: bytes, *payload: Any, _send: Any = node.runs.links.send) -> None:
-        nonlocal left
-        if payload and left:
-            left -= 1
-            payload = (bytes(len(b"".join(payload))),)
-        _send(peer, message, *payload)
+    class SpoilingLinks(Links):
+        def send(self, peer: PeerId, message: bytes, *payload: Data) -> None:
+            nonlocal left
+            if payload and left and self._network.peer in chosen:
+                left -= 1
+                payload = (bytes(len(b"".join(payload))),)
+            super().send(peer, message, *payload)
 
-    monkeypatch.setattr(node.runs.links, "send", send)
+    return {Links: SpoilingLinks}
 
 
-def spoil_unsigned(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the next payload that leaves this node mismatch its digest, without a signature."""
+def spoil_unsigned(chosen: set[PeerId]) -> Parts:
+    """Make one payload that leaves a chosen node mismatch its digest, without a signature."""
     left = 1
 
-    def send(peer: Any, message: bytes, *payload: Any, _send: Any = node.runs.links.send) -> None:
-        nonlocal left
-        if payload and left and peer != node.peer:
-            left -= 1
-            frame: Frame = decode(message, Frame, bytes_max=2 * HEADER_BYTES_MAX)
-            message = encode(Frame(msgspec.structs.replace(frame.header, signature=bytes(SIGNATURE_BYTES))))
-            payload = (bytes(len(b"".join(payload))),)
-        _send(peer, message, *payload)
+    class SpoilingLinks(Links):
+        def send(self, peer: PeerId, message: bytes, *payload: Data) -> None:
+            nonlocal left
+            if payload and left and self._network.peer in chosen and peer != self._network.peer:
+                left -= 1
+                frame: Frame = decode(message, Frame, bytes_max=2 * HEADER_BYTES_MAX)
+                unsigned = msgspec.structs.replace(frame.header, signature=bytes(SIGNATURE_BYTES))
+                message, payload = encode(Frame(unsigned)), (bytes(len(b"".join(payload))),)
+            super().send(peer, message, *payload)
 
-    monkeypatch.setattr(node.runs.links, "send", send)
+    return {Links: SpoilingLinks}
 
 
-def accuse(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the stage of this node reject everything from now on."""
-    (member,) = node.runs.members.values()
-    replica = member.hosting.replica
-    assert replica is not None
-    call = replica._stage.call
+def accuse(chosen: set[PeerId]) -> Parts:
+    """Make the stage of a chosen node reject everything."""
 
-    async def lie(request: object) -> object:
-        if isinstance(request, api.Forward) and request.sign > 0:
-            raise PayloadRefused("I say so", "input")
-        return await call(request)
+    class AccusingReplica(ReplicaShell):
+        async def _call(self, request: api.Request) -> object:
+            if self.core.me in chosen and isinstance(request, api.Forward) and request.sign > 0:
+                raise PayloadRefused("I say so", "input")
+            return await super()._call(request)
 
-    monkeypatch.setattr(replica._stage, "call", lie)
+    return {ReplicaShell: AccusingReplica}
 
 
 def holder(group: Swarm, stage: int, replica: int) -> Node:
@@ -80,7 +88,7 @@ def holder(group: Swarm, stage: int, replica: int) -> Node:
 def disturbed(
     stage: int,
     replica: int,
-    disturb: Callable[[Node], None],
+    adversary: Adversary,
     look: Callable[[Swarm], None] = lambda _: None,
 ) -> list[str]:
     """Return the members that an exact run of five steps loses when one of them fails after the
@@ -89,13 +97,14 @@ def disturbed(
     lost: list[str] = []
 
     async def scenario() -> None:
-        async with swarm("abcde") as group:
+        chosen: set[PeerId] = set()
+        async with swarm("abcde", parts=adversary(chosen)) as group:
             bad: list[Node] = []
 
             async def watch(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == 1:
                     bad.append(holder(group, stage, replica))
-                    disturb(bad[0])
+                    chosen.add(bad[0].peer)
 
             run, events = await train(group, "e", manifest(), watch)
             outcome(events)
@@ -111,57 +120,56 @@ def disturbed(
 
 
 @pytest.mark.parametrize("stage", [0, 1])
-def test_only_the_sender_of_useless_payloads_is_excluded(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disturbed(stage, 1, lambda node: spoil(node, monkeypatch, 1_000)) == ["the bad one"]
+def test_only_the_sender_of_useless_payloads_is_excluded(stage: int) -> None:
+    assert disturbed(stage, 1, spoil) == ["the bad one"]
 
 
-def test_a_member_that_rejects_everything_excludes_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disturbed(1, 0, lambda node: accuse(node, monkeypatch)) == ["the bad one"]
+def test_a_member_that_rejects_everything_excludes_no_other() -> None:
+    assert disturbed(1, 0, accuse) == ["the bad one"]
 
 
-def test_a_useless_unsigned_frame_excludes_no_member(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_useless_unsigned_frame_excludes_no_member() -> None:
     counts: list[int] = []
     lost = disturbed(
         0,
         1,
-        lambda node: spoil_unsigned(node, monkeypatch),
+        spoil_unsigned,
         lambda group: counts.extend(refusals(node) for node in group.nodes.values()),
     )
     assert lost == []
     assert sorted(counts) == [0, 0, 0, 0, 1]
 
 
-def hang(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the stage of this node complete no step from now on."""
-    (member,) = node.runs.members.values()
-    replica = member.hosting.replica
-    assert replica is not None
-    call = replica._stage.call
+def hang(chosen: set[PeerId]) -> Parts:
+    """Make the stage of a chosen node complete no step."""
 
-    async def wait(request: object) -> object:
-        if isinstance(request, api.Apply):
-            await trio.sleep_forever()
-        return await call(request)
+    class HangingReplica(ReplicaShell):
+        async def _call(self, request: api.Request) -> object:
+            if self.core.me in chosen and isinstance(request, api.Apply):
+                await trio.sleep_forever()
+            return await super()._call(request)
 
-    monkeypatch.setattr(replica._stage, "call", wait)
+    return {ReplicaShell: HangingReplica}
 
 
-def withhold(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make this node contribute nothing to any sum from now on."""
-    (member,) = node.runs.members.values()
-    assert member.hosting.replica is not None
-    monkeypatch.setattr(member.hosting.replica._reduction, "_send_parts", lambda sends: None)
+def withhold(chosen: set[PeerId]) -> Parts:
+    """Make a chosen node contribute nothing to any sum."""
+
+    class WithholdingReduction(StageReduction):
+        def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
+            if self._me not in chosen:
+                super()._send_parts(sends)
+
+    return {StageReduction: WithholdingReduction}
 
 
-@pytest.mark.parametrize("disturb", [hang, withhold])
-def test_a_member_that_stalls_a_step_is_excluded(disturb: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disturbed(1, 1, lambda node: disturb(node, monkeypatch)) == ["the bad one"]
+@pytest.mark.parametrize("adversary", [hang, withhold])
+def test_a_member_that_stalls_a_step_is_excluded(adversary: Adversary) -> None:
+    assert disturbed(1, 1, adversary) == ["the bad one"]
 
 
-def test_a_single_bit_error_excludes_no_member(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert disturbed(0, 0, lambda node: spoil(node, monkeypatch, 1)) == []
+def test_a_single_bit_error_excludes_no_member() -> None:
+    assert disturbed(0, 0, partial(spoil, times=1)) == []
 
 
 def test_a_member_that_calls_the_replicas_of_others_dead_stops_no_run() -> None:

@@ -18,7 +18,7 @@ from crypto.identity import PeerId
 from node.errors import RunFailed, StreamClosed, Unreachable
 from node.protocols.services import SERVICES_PROTOCOL, Service, StopServiceBody, make_stop
 from node.runtime import Node
-from node.serving import hosting, streams
+from node.serving import streams
 from partition.serve.messages import (
     SERVE_PROTOCOL,
     Alive,
@@ -35,7 +35,7 @@ from partition.serve.provider import SESSIONS_PER_DOOR_MAX
 from partition.serve.timeouts import ANSWER_SECONDS_MAX
 from tests.hostile.virtual import NAME, Hostile, hostile_in
 from tests.hostile.wire import PROTOCOLS, structs
-from tests.node.serving.scene import STAGE_SECONDS, TokensServed, holders, manifest, until
+from tests.node.serving.scene import STAGE_SECONDS, holders, manifest, served_by, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate, swarm
 
@@ -47,11 +47,6 @@ ANSWERS = 2
 """At each of two doors, while the hostile peer sends."""
 PACE = 1.5
 """How much longer an answer may take beside the hostile peer."""
-
-
-@pytest.fixture(autouse=True)
-def _tokens_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "HeldStage", TokensServed.anew())
 
 
 def learn_serving(group: Swarm, bad: Hostile, service: Service) -> None:
@@ -107,7 +102,7 @@ def test_answers_stay_correct_and_timely_beside_a_hostile_peer(seed: int, is_mem
 
     async def scenario() -> None:
         async with (
-            swarm("abcd", seed=seed, preset="lan") as group,
+            swarm("abcd", seed=seed, preset="lan", parts=served_by()) as group,
             hostile_in(group, seed, takes_stages=is_member) as bad,
             trio.open_nursery() as nursery,
         ):
@@ -183,7 +178,11 @@ def spoken(bad: Hostile, group: Swarm, service: Service) -> list[Callable[[bytes
 
 def test_a_stranger_cannot_take_over_anothers_session() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group, hostile_in(group, 1) as bad, trio.open_nursery() as nursery:
+        async with (
+            swarm("abcd", parts=served_by()) as group,
+            hostile_in(group, 1) as bad,
+            trio.open_nursery() as nursery,
+        ):
             door = group.nodes["a"]
             service = await door.serving.published.begin(
                 manifest(), [group.nodes["b"].peer, group.nodes["c"].peer]
@@ -231,7 +230,7 @@ def make_stop_of(bad: Hostile, service: Service) -> Any:
 
 def test_a_stalled_member_delays_only_its_own_sessions_for_a_while() -> None:
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", parts=served_by()) as group:
             door = group.nodes["a"]
             service = await door.serving.published.begin(manifest(replicas=2), [door.peer])
             await until(lambda: len(holders(group)) == 4)

@@ -3,6 +3,7 @@
 Deaths inside of a step, and the exactness of their results, are in `test_equivalence`.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -11,16 +12,20 @@ import pytest
 import trio
 
 from crypto.identity import PeerId
+from node.content.graphs import Models
 from node.events import Event, ReplicaDropped, RunEnded, RunPlanned, StageLeased, StepCommitted
 from node.placement.leases import PlacementFailed
 from node.protocols import runs as wire
 from node.protocols.manifest import Manifest
+from node.runtime import Node
 from node.service_settings import ServiceSettings
+from partition.model.graph import Graph
 from partition.plan.change import Change, successor
 from partition.plan.paxos import PlanDecided
 from partition.run.member import Member
 from partition.run.settings import RunSettings
 from tests import stack
+from tests.asking import Ask, asking_through
 from tests.stack import (
     STAGE_SECONDS,
     Swarm,
@@ -120,20 +125,18 @@ def test_a_trainer_that_restarts_too_fast_to_be_missed_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("request_type", [wire.LeaseRequest, wire.Start])
-def test_a_requester_that_dies_during_placement_leaves_no_waiting_peer(
-    request_type: type, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_requester_that_dies_during_placement_leaves_no_waiting_peer(request_type: type) -> None:
+    groups: list[Swarm] = []
+
+    async def die_as_it_asks(me: PeerId, _: PeerId, request: wire.Request, ask: Ask) -> wire.Reply:
+        if isinstance(request, request_type) and groups[0].name_of(me) == "a":
+            groups[0].kill("a")
+        return await ask()
+
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", parts=asking_through(die_as_it_asks)) as group:
+            groups.append(group)
             node = group.nodes["a"]
-            ask = node.runs.ask
-
-            async def ask_until(peer: PeerId, request: Any, seconds: float) -> Any:
-                if isinstance(request, request_type):
-                    group.kill("a")
-                return await ask(peer, request, seconds)
-
-            monkeypatch.setattr(node.runs, "ask", ask_until)
             # In a task of the node, which dies with it.
             run = prepare(node, small(stages=1, replicas=1))
             node.runs.start_task(node.runs.submit, run, of=run)
@@ -145,25 +148,20 @@ def test_a_requester_that_dies_during_placement_leaves_no_waiting_peer(
     simulate(scenario)
 
 
-def test_a_lease_granted_after_its_requester_died_holds_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lease_granted_after_its_requester_died_holds_no_slot() -> None:
+    groups, asked = list[Swarm](), list[bytes]()
+
+    class SlowModels(Models):
+        async def get(self, name: bytes, holders: Sequence[PeerId]) -> Graph:
+            graph = await super().get(name, holders)
+            asked.append(name)
+            groups[0].kill("a")
+            await trio.sleep(DEATH_SECONDS_MAX)
+            return graph
+
     async def scenario() -> None:
-        async with swarm("abcd") as group:
-            asked: list[str] = []
-
-            def thinks_slowly(name: str) -> None:
-                get = group.nodes[name].runs.models.get
-
-                async def get_late(*arguments: Any) -> Any:
-                    graph = await get(*arguments)
-                    asked.append(name)
-                    group.kill("a")
-                    await trio.sleep(DEATH_SECONDS_MAX)
-                    return graph
-
-                monkeypatch.setattr(group.nodes[name].runs.models, "get", get_late)
-
-            for name in "bcd":
-                thinks_slowly(name)
+        async with swarm("abcd", parts_of={name: {Models: SlowModels} for name in "bcd"}) as group:
+            groups.append(group)
             node = group.nodes["a"]
             run = prepare(node, small(stages=1, replicas=1))
             node.runs.start_task(node.runs.submit, run, of=run)
@@ -274,25 +272,25 @@ def test_a_requester_waits_for_news_of_the_last_newcomer() -> None:
     simulate(scenario)
 
 
-def test_a_plan_adopted_during_the_end_does_not_prevent_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    finish = Member.finish
+def test_a_plan_adopted_during_the_end_does_not_prevent_it() -> None:
+    nodes: dict[str, Node] = {}
+
+    class PlannedMember(Member):
+        """Has another plan in force at each member when it has ended."""
+
+        def finish(self, now: float, outcome: str, *rest: str) -> None:
+            super().finish(now, outcome, *rest)
+            assert self.plan is not None
+            change = Change(lost=(self.plan.stages[0].replicas[0],))
+            following = successor(self.plan, change)
+            for node in nodes.values():
+                for mine in list(node.runs.members.values()):
+                    mine.core.on_chain(mine._now, PlanDecided(following, change, 1))
+                    mine.act()
 
     async def scenario() -> None:
-        async with swarm("abcde", preset="lan") as group:
-
-            def finish_and_go_on(core: Member, now: float, outcome: str, *rest: str) -> None:
-                finish(core, now, outcome, *rest)
-                assert core.plan is not None
-                change = Change(lost=(core.plan.stages[0].replicas[0],))
-                following = successor(core.plan, change)
-                for node in group.nodes.values():
-                    for mine in list(node.runs.members.values()):
-                        mine.core.on_chain(mine._now, PlanDecided(following, change, 1))
-                        mine.act()
-
-            monkeypatch.setattr(Member, "finish", finish_and_go_on)
+        async with swarm("abcde", preset="lan", parts={Member: PlannedMember}) as group:
+            nodes.update(group.nodes)
             run, _ = await train(group, "e", small())
             lost = {name for name in "abcde" if not any(isinstance(e, RunEnded) for e in group.events[name])}
             assert len(lost) == 1, "a member off the plan waits to be asked again"

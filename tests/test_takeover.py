@@ -6,7 +6,7 @@ micro-batches.
 """
 
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -27,10 +27,12 @@ from node.events import (
 )
 from node.protocols.manifest import Manifest
 from node.protocols.runs import PrepareStage
-from node.seams import Stage
+from node.seams import Parts, Stage
 from node.service_settings import ServiceSettings
 from partition.plan.quorum import FORK_SECONDS
 from partition.run.settings import RunSettings
+from sim.executor import SimExecutor
+from tests.asking import Ask, asking_through
 from tests.partition_world import World, faults, repeatably, result_faults, run_manifest, standing
 from tests.stack import _live, prepare, swarm
 
@@ -63,6 +65,8 @@ def play(
     forks: bool = False,
     preset: config.Preset = "lan",
     settings: RunSettings | None = None,
+    parts: Parts | None = None,
+    executors: Mapping[str, SimExecutor] | None = None,
 ) -> World:
     """Play a run that the last of `names` requests and `scenario` disturbs; return the final world.
 
@@ -73,7 +77,15 @@ def play(
 
     async def run() -> None:
         async with (
-            swarm(names, seed=SEED, stage_seconds=pass_seconds, preset=preset, settings=services) as group,
+            swarm(
+                names,
+                seed=SEED,
+                stage_seconds=pass_seconds,
+                preset=preset,
+                settings=services,
+                parts=parts,
+                executors=executors,
+            ) as group,
             trio.open_nursery() as nursery,
         ):
             requester = group.nodes[names[-1]]
@@ -296,16 +308,13 @@ def test_a_newcomer_refills_a_stage_and_fetches_its_state_from_peers() -> None:
     assert states.index("degraded") < len(states) - 1 - states[::-1].index("running")
 
 
-def test_a_dead_planners_newcomer_serves_the_next_planner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_dead_planners_newcomer_serves_the_next_planner() -> None:
     """The planner has the newcomer open a stage, and dies before the plan is decided."""
-    died: list[float] = []
+    worlds, died = list[World](), list[float]()
 
     async def scenario(world: World) -> None:
         await world.reached(2)
-        for name, node in world.group.nodes.items():
-            monkeypatch.setattr(node.runs, "ask", dying_once(world, name, node.runs.ask, died))
+        worlds.append(world)  # from now on
         world.crash(other(world, "e"))
         await world.reached(4)
         await spare(world, "x")
@@ -314,22 +323,20 @@ def test_a_dead_planners_newcomer_serves_the_next_planner(
                 await trio.sleep(0.2)
         assert world.now - died[0] < 15
 
-    play("abcde", small(stages=2, replicas=2, steps=60), scenario, preset="local")
+    wanted, parts = small(stages=2, replicas=2, steps=60), dying_once(worlds, died)
+    play("abcde", wanted, scenario, preset="local", parts=parts)
 
 
-def test_a_lost_stage_gets_the_node_held_for_a_dead_planner(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lost_stage_gets_the_node_held_for_a_dead_planner() -> None:
     """No step is computed meanwhile, and every idle node is needed."""
-    died: list[float] = []
+    worlds, died = list[World](), list[float]()
 
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
         for name in "xy":
             await spare(world, name)
         await world.reached(SAVE_EVERY + 2)
-        for name, node in world.group.nodes.items():
-            monkeypatch.setattr(node.runs, "ask", dying_once(world, name, node.runs.ask, died))
+        worlds.append(world)  # from now on
         world.crash(other(world, "e"))
         with trio.fail_after(30):
             while not died:  # noqa: ASYNC110
@@ -339,21 +346,22 @@ def test_a_lost_stage_gets_the_node_held_for_a_dead_planner(
         assert resumed - died[0] <= FREE_AGAIN_SECONDS
         assert {"x", "y"} <= set(holders(world))
 
-    play("abcde", small(stages=4, replicas=1, steps=60), scenario, ends=False, preset="local")
+    wanted, parts = small(stages=4, replicas=1, steps=60), dying_once(worlds, died)
+    play("abcde", wanted, scenario, ends=False, preset="local", parts=parts)
 
 
-def dying_once(world: World, name: str, ask: Any, died: list[float]) -> Any:
-    """Replace `ask` of a node: the node dies when another has opened a stage for it; only the first time."""
+def dying_once(worlds: list[World], died: list[float]) -> Parts:
+    """Return the classes of nodes of which the first dies for which another has opened a stage."""
 
-    async def ask_then_die(peer: PeerId, request: Any, seconds: float) -> Any:
-        reply = await ask(peer, request, seconds)
-        if isinstance(request, PrepareStage) and not died:
-            died.append(world.now)
-            world.crash(name)
+    async def ask_then_die(me: PeerId, _: PeerId, request: Any, ask: Ask) -> Any:
+        reply = await ask()
+        if isinstance(request, PrepareStage) and worlds and not died:
+            died.append(worlds[0].now)
+            worlds[0].crash(worlds[0].group.name_of(me))
             await trio.sleep_forever()
         return reply
 
-    return ask_then_die
+    return asking_through(ask_then_die)
 
 
 def test_a_newcomer_with_a_late_plan_is_freed_at_the_end() -> None:

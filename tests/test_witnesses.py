@@ -13,7 +13,7 @@ from node.state_documents import event_document
 from partition.run.witnesses import PROMISES_MAX, PROMISES_PER_PEER_MAX, WitnessPromises
 from sim.executor import SimExecutor
 from tests.partition_world import World, standing
-from tests.test_takeover import SAVE_EVERY, newest, play, said, small
+from tests.test_takeover import PASS_SECONDS, SAVE_EVERY, newest, play, said, small
 
 GOES_ON_SECONDS = 10.0
 REPORT_ERROR_SECONDS = 0.5
@@ -70,13 +70,12 @@ def test_two_members_and_idle_nodes_survive_any_death(names: str, role: str) -> 
         assert longest.seconds == pytest.approx(longest.at - died_at[0], abs=REPORT_ERROR_SECONDS)
 
 
-def test_processes_load_from_a_lease_on_and_at_witnesses(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_processes_load_from_a_lease_on_and_at_witnesses() -> None:
     told: list[tuple[SimExecutor, bool]] = []
-    monkeypatch.setattr(
-        SimExecutor, "keep_stage_ready", lambda one, machine: told.append((one, machine is not None))
-    )
+
+    class ToldExecutor(SimExecutor):
+        def keep_stage_ready(self, machine: tuple[int, str] | None) -> None:
+            told.append((self, machine is not None))
 
     async def scenario(world: World) -> None:
         await world.kept(SAVE_EVERY)
@@ -92,7 +91,8 @@ def test_processes_load_from_a_lease_on_and_at_witnesses(
             while any(node.measurements.is_computing() for node in nodes.values()):  # noqa: ASYNC110
                 await trio.sleep(0.5)
 
-    play("abc", small(**ONE_STAGE), scenario)
+    executors = {name: ToldExecutor(lambda _: PASS_SECONDS) for name in "abc"}
+    play("abc", small(**ONE_STAGE), scenario, executors=executors)
     assert not told[-1][1], "the run has ended"
 
 

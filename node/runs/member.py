@@ -54,7 +54,7 @@ class RunMember:
         self._me = service.signer.peer
         manifest = run.manifest
         self.core: core.Member = service.seams.core(
-            core.Member,
+            service.seams.part(core.Member),
             self._me,
             requester=run.requester,
             samples_per_step=manifest.microbatches * manifest.microbatch,

@@ -77,6 +77,7 @@ async def hostile_in(
         executor=SimExecutor(lambda request: 0.02),
         storage=storage,
         capacity=Capacity("cpu", 1, 8 << 30, 16 << 30, flops_per_second, ""),
+        parts=group.parts,
     )
     async with node:
         group.nodes[NAME] = node

@@ -65,21 +65,20 @@ def test_frames_of_an_honest_run_stay_correct_after_its_end() -> None:
     simulate(scenario)
 
 
-def test_a_frame_that_does_not_follow_from_its_input_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_frame_that_does_not_follow_from_its_input_is_wrong() -> None:
     """In one step the first stage doubles the output that it sends. Nothing else reveals it."""
-    honest = ReplicaShell._call
 
-    async def call(shell: ReplicaShell, request: Any) -> object:
-        answer = await honest(shell, request)
-        is_lie = isinstance(request, api.Forward) and request.train and request.step == LIED_STEP
-        if is_lie and isinstance(answer, api.Forwarded) and answer.output is not None:
-            arrays = [2 * array for _, array in unpack(answer.output, bytes_max=1 << 30)]
-            return replace(answer, output=pack(list(map(typed, arrays)), "raw", answer.output.sizes))
-        return answer
+    class LyingReplica(ReplicaShell):
+        async def _call(self, request: Any) -> object:
+            answer = await super()._call(request)
+            is_lie = isinstance(request, api.Forward) and request.train and request.step == LIED_STEP
+            if is_lie and isinstance(answer, api.Forwarded) and answer.output is not None:
+                arrays = [2 * array for _, array in unpack(answer.output, bytes_max=1 << 30)]
+                return replace(answer, output=pack(list(map(typed, arrays)), "raw", answer.output.sizes))
+            return answer
 
     async def scenario() -> None:
-        async with swarm("abc", preset="lan") as group:
-            monkeypatch.setattr(ReplicaShell, "_call", call)
+        async with swarm("abc", preset="lan", parts={ReplicaShell: LyingReplica}) as group:
             run = await done(group, save_every=2)
             found = await group.nodes["a"].runs.audits.audit(run.text, LIED_STEP)
             by_stage = {row["stage"]: row for row in found["frames"]}

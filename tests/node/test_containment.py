@@ -26,10 +26,14 @@ from node.containment import (
 from node.documents import rfc3339
 from node.errors import StreamClosed
 from node.events import CheckpointFailed, Event, RunChanged, RunEnded, StepCommitted
+from node.pipeline.links import Links
+from node.pipeline.replica import ReplicaShell
 from node.protocols.manifest import Run
+from node.runs.member import RunMember
 from node.runs.progress import ProgressReports
 from node.runtime import Node
 from node.seams import Stream
+from sim.storage import MemoryStorage
 from tests.node.behaviour.worlds import World, on_both_networks, running, until
 from tests.stack import Swarm, manifest, prepare, simulate, swarm, train
 
@@ -294,22 +298,18 @@ def test_a_run_task_that_fails_ends_its_run_and_frees_the_slot(victim: str) -> N
     simulate(scenario)
 
 
-def test_a_failing_cleanup_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_cleanup_still_frees_the_run() -> None:
+    class FailingReplica(ReplicaShell):
+        async def aclose(self) -> None:
+            await super().aclose()
+            raise AssertionError("what cannot be")
+
     async def scenario() -> None:
-        async with swarm("a", preset="lan") as group:
+        async with swarm("a", preset="lan", parts={ReplicaShell: FailingReplica}) as group:
             node = group.nodes["a"]
             run = prepare(node, manifest(stages=1, replicas=1, steps=20))
             await submit_and_step(node, run)
             member = node.runs.members[run.id]
-            replica = member.hosting.replica
-            assert replica is not None
-            close = replica.aclose
-
-            async def fail() -> None:
-                await close()
-                raise AssertionError("what cannot be")
-
-            monkeypatch.setattr(replica, "aclose", fail)
             node.runs.start_task(member.end, "failed", "because", "", of=run)
             await trio.sleep(5)
             assert not node.runs.members
@@ -335,16 +335,35 @@ def test_a_failed_part_of_the_node_restarts_with_growing_pauses() -> None:
     simulate(scenario)
 
 
-def test_a_full_disk_prevents_neither_operation_nor_a_clean_exit(monkeypatch: pytest.MonkeyPatch) -> None:
+class FillingStorage(MemoryStorage):
+    """A disk that becomes full."""
+
+    is_full = False
+
+    def write(self, name: str, data: bytes) -> None:
+        self._check()
+        super().write(name, data)
+
+    def write_soon(self, name: str, data: bytes | memoryview) -> None:
+        self._check()
+        super().write_soon(name, data)
+
+    def copy_in(self, name: str, path: Path) -> None:
+        self._check()
+        super().copy_in(name, path)
+
+    def _check(self) -> None:
+        if self.is_full:
+            raise OSError(28, "No space left on device")
+
+
+def test_a_full_disk_prevents_neither_operation_nor_a_clean_exit() -> None:
     async def scenario() -> None:
-        async with swarm("abcd", preset="lan") as group:
+        disk = FillingStorage()
+        async with swarm("abcd", preset="lan", storages={"a": disk}) as group:
             node = group.nodes["a"]
 
-            def write(*_: object) -> None:
-                raise OSError(28, "No space left on device")
-
-            for name in ("write", "write_soon", "copy_in"):
-                monkeypatch.setattr(group.storages["a"], name, write)
+            disk.is_full = True
             # The list of remembered peers changes when one dies, so it is written again.
             group.kill(min("cd", key=lambda name: group.nodes[name].peer))
             await trio.sleep(300)
@@ -363,20 +382,15 @@ def test_a_full_disk_prevents_neither_operation_nor_a_clean_exit(monkeypatch: py
     simulate(scenario)
 
 
-def test_a_requesters_full_disk_ends_its_run_with_a_reason(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_requesters_full_disk_ends_its_run_with_a_reason() -> None:
     async def scenario() -> None:
-        async with swarm("abc") as group:
+        disk = FillingStorage()
+        async with swarm("abc", storages={"c": disk}) as group:
             node = group.nodes["c"]
-
-            def write(*_: object) -> None:
-                raise OSError(28, "No space left on device")
 
             run = prepare(node, manifest(stages=1, replicas=2, steps=40))
             await submit_and_step(node, run)
-            for name in ("write", "write_soon", "copy_in"):
-                monkeypatch.setattr(group.storages["c"], name, write)
+            disk.is_full = True
             group.kill("a")  # the next vote must be persisted, on a full disk
             with trio.fail_after(120):
                 while run.id in node.runs.members:  # noqa: ASYNC110 - virtual time
@@ -389,27 +403,22 @@ def test_a_requesters_full_disk_ends_its_run_with_a_reason(
     simulate(scenario)
 
 
-def test_a_provider_that_cannot_store_a_checkpoint_reports_it_and_trains_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_provider_that_cannot_store_a_checkpoint_reports_it_and_trains_on() -> None:
     async def scenario() -> None:
-        async with swarm("abc", preset="lan") as group:
+        disks = {name: FillingStorage() for name in "ab"}
+        async with swarm("abc", preset="lan", storages=disks) as group:
             node = group.nodes["c"]
             run = prepare(node, manifest(stages=1, replicas=1, steps=12, save_every=3))
-
-            def write(*_: object) -> None:
-                raise OSError(28, "No space left on device")
 
             await node.runs.submit(run)
             (holder,) = (
                 name for name in "ab" if group.nodes[name].runs.members[run.id].hosting.core.occupies
             )
-            with monkeypatch.context() as full:
-                for name in ("write", "write_soon", "copy_in"):
-                    full.setattr(group.storages[holder], name, write)
-                with trio.fail_after(120):
-                    while not said(group, holder, CheckpointFailed):  # noqa: ASYNC110 - virtual time
-                        await trio.sleep(0.1)
+            disks[holder].is_full = True
+            with trio.fail_after(120):
+                while not said(group, holder, CheckpointFailed):  # noqa: ASYNC110 - virtual time
+                    await trio.sleep(0.1)
+            disks[holder].is_full = False
             with trio.fail_after(120):
                 while run.id in node.runs.members:  # noqa: ASYNC110 - virtual time
                     await trio.sleep(0.1)
@@ -426,20 +435,18 @@ def said(group: Swarm, name: str, kind: type[Event]) -> list[Any]:
     return [event for event in group.events[name] if isinstance(event, kind)]
 
 
-def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_link_that_fails_is_opened_again() -> None:
+    class FailingLinks(Links):
+        left = 2
+
+        async def _keep_open(self, *arguments: Any) -> None:
+            self.left -= 1
+            if self.left >= 0:
+                lose()
+            await super()._keep_open(*arguments)
+
     async def scenario() -> None:
-        async with swarm("ab", preset="lan") as group:
-            links, left = group.nodes["a"].runs.links, 2
-            again = links._keep_open
-
-            async def fail(*arguments: Any) -> None:
-                nonlocal left
-                left -= 1
-                if left >= 0:
-                    lose()
-                await again(*arguments)
-
-            monkeypatch.setattr(links, "_keep_open", fail)
+        async with swarm("ab", preset="lan", parts_of={"a": {Links: FailingLinks}}) as group:
             _, events = await train(group, "a", manifest(stages=2, replicas=1, steps=3))
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done"
@@ -448,21 +455,17 @@ def test_a_link_that_fails_is_opened_again(monkeypatch: pytest.MonkeyPatch) -> N
     simulate(scenario)
 
 
-def test_a_failure_while_reporting_the_end_still_frees_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_reporting_the_end_still_frees_the_run() -> None:
+    class FailingMember(RunMember):
+        async def end(self, *_: Any, **__: Any) -> None:
+            raise AssertionError("what cannot be")
+
     async def scenario() -> None:
-        async with swarm("abc", preset="lan") as group:
+        async with swarm("abc", preset="lan", parts_of={"b": {RunMember: FailingMember}}) as group:
             run = prepare(group.nodes["a"], manifest(stages=1, replicas=2, steps=4))
             b = group.nodes["b"]
-
-            async def fail(*_: object) -> str:
-                raise AssertionError("what cannot be")
-
             with group.nodes["a"].watch() as events:
                 await group.nodes["a"].runs.submit(run)
-                async for event in events:
-                    if isinstance(event, StepCommitted):
-                        monkeypatch.setattr(b.runs.members[run.id], "end", fail)
-                        break
                 async for event in events:
                     if isinstance(event, RunEnded):
                         break

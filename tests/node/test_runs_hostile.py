@@ -4,7 +4,7 @@ Two whole nodes on simulated seams: `a` is honest, `b` sends messages that no co
 of `a` would end the simulation, so a scenario that completes shows that `a` lives.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -17,6 +17,7 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact, IdentitySigner, Signer
 from crypto.identity import Identity, PeerId
 from gossip.allreduce import CHUNK_BYTES, KEY_BYTES_MAX, Part
+from node.content.graphs import Models
 from node.errors import StageFailed, StreamClosed, Unreachable
 from node.events import Event, RunAccepted, RunEnded, RunPlanned, StepCommitted
 from node.pipeline.codec_choice import LinkCodecs
@@ -31,8 +32,9 @@ from node.protocols.notices import NEWS, News, event_of, news_of
 from node.runs.inbox import IDLE_SECONDS_MAX
 from node.runs.server import RUNS_MAX
 from node.runtime import Node
-from node.seams import Network, RealClock, make_core
+from node.seams import Network, Parts, RealClock, Stage, make_core
 from node.state import RUNS_KEPT_MAX, State, apply
+from partition.model.graph import Graph
 from partition.plan.change import Change, encode_change, successor
 from partition.plan.history import extend, first_history
 from partition.plan.paxos_messages import LINKS_BYTES_MAX, LINKS_MAX, Decided
@@ -65,9 +67,11 @@ def replace(plan: Plan, **changes: Any) -> Plan:
     return msgspec.structs.replace(plan, **changes)
 
 
-def two_nodes(scenario: Callable[[Swarm, Node, Node], Awaitable[None]]) -> None:
+def two_nodes(
+    scenario: Callable[[Swarm, Node, Node], Awaitable[None]], parts_of: Mapping[str, Parts] | None = None
+) -> None:
     async def main() -> None:
-        async with swarm("ab") as group:
+        async with swarm("ab", parts_of=parts_of) as group:
             await scenario(group, group.nodes["a"], group.nodes["b"])
 
     simulate(main)
@@ -207,19 +211,15 @@ def test_an_unfenced_node_accepts_only_its_own_stages() -> None:
     two_nodes(scenario)
 
 
-def test_a_lease_released_while_its_model_arrives_is_not_granted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_lease_released_while_its_model_arrives_is_not_granted() -> None:
+    class SlowModels(Models):
+        async def get(self, name: bytes, holders: Sequence[PeerId]) -> Graph:
+            await trio.sleep(5)
+            return await super().get(name, holders)
+
     async def scenario(_: Swarm, a: Node, b: Node) -> None:
         run = run_of(b)
         plan = plan_of(run, a.peer)
-        get = a.runs.models.get
-
-        async def get_slowly(name: bytes, holders: Any) -> Any:
-            await trio.sleep(5)
-            return await get(name, holders)
-
-        monkeypatch.setattr(a.runs.models, "get", get_slowly)
         replies: list[wire.Reply] = []
 
         async def want() -> None:
@@ -232,7 +232,7 @@ def test_a_lease_released_while_its_model_arrives_is_not_granted(
         assert replies == [Declined("busy")]
         assert a.runs.has_slot
 
-    two_nodes(scenario)
+    two_nodes(scenario, {"a": {Models: SlowModels}})
 
 
 def test_only_its_requester_releases_a_lease() -> None:
@@ -380,15 +380,14 @@ def test_a_run_that_was_not_placed_is_forgotten() -> None:
     two_nodes(scenario)
 
 
-def test_a_machine_that_cannot_start_a_process_is_planned_around(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_that_cannot_start_a_process_is_planned_around() -> None:
+    class FullExecutor(SimExecutor):
+        async def open_stage(self, specification: bytes) -> Stage:
+            raise OSError(12, "Cannot allocate memory")
+
     async def scenario() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", executors={"b": FullExecutor()}) as group:
             node = group.nodes["a"]
-
-            async def fail(_: bytes) -> Any:
-                raise OSError(12, "Cannot allocate memory")
-
-            monkeypatch.setattr(group.nodes["b"].seams.executor, "open_stage", fail)
             _, events = await train(group, "a", manifest(stages=1, replicas=2, steps=1))
             lost = [event for event in events if isinstance(event, RunPlanned)][-1]
             assert isinstance(events[-1], RunEnded)

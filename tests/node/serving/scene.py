@@ -11,7 +11,8 @@ from node.errors import StageFailed
 from node.offering import Offering
 from node.protocols.services import Service, ServiceManifest
 from node.runtime import Node
-from node.serving.stage import Outcome
+from node.seams import Parts
+from node.serving.stage import HeldStage, Outcome
 from node.serving.tensors import check_ids
 from partition.codecs.codec import Typed
 from partition.serve.door import GenerationWish
@@ -82,6 +83,12 @@ class TokensServed:
         self.stage.kept.clear()
 
 
+def served_by(stages: type[TokensServed] | None = None) -> Parts:
+    """Return the classes of nodes that serve tokens in the place of models, by default by stages of their
+    own."""
+    return {HeldStage: stages or TokensServed.anew()}
+
+
 def manifest(**changes: Any) -> ServiceManifest:
     fields: dict[str, Any] = {
         "version": 1,
@@ -113,10 +120,13 @@ async def serving(
     *,
     network: NetworkModel | None = None,
     offer: Offering | None = None,
+    stages: type[TokensServed] | None = None,
+    parts: Parts | None = None,
     **changes: Any,
 ) -> AsyncIterator[tuple[Swarm, Service]]:
     """A swarm that serves a service published by node `at`."""
-    async with swarm(names, network=network, offer=offer) as group:
+    served = {**served_by(stages), **(parts or {})}
+    async with swarm(names, network=network, offer=offer, parts=served) as group:
         service = await group.nodes[at].serving.published.begin(manifest(**changes), [group.nodes[at].peer])
         await group.nodes[at].serving.published.await_ready(service)
         yield group, service

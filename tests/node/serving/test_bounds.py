@@ -11,8 +11,6 @@ from tests.node.serving.scene import TokensServed, ask, holders, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate
 
-pytestmark = pytest.mark.usefixtures("tokens_served")
-
 
 def stranger(group: Swarm) -> Node:
     """The node without a stage, so that both others count it as another peer."""
@@ -63,7 +61,10 @@ def test_a_peer_has_no_more_of_the_cache_than_the_owner_allows(tokens_served: ty
     tokens_served.tokens_max = 100
 
     async def main() -> None:
-        async with serving("abc", offer=Offering(peer_cache_percent=30)) as (group, service):
+        async with serving("abc", stages=tokens_served, offer=Offering(peer_cache_percent=30)) as (
+            group,
+            service,
+        ):
             node = stranger(group)
             assert await ask(node, service, wish(5, 20)) == reference(wish(5, 20))
             with pytest.raises(RunFailed, match="keys and values of 30 tokens here"):

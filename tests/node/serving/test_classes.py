@@ -10,7 +10,6 @@ from partition.plan.rates import REFERENCE
 from tests.node.serving.scene import holders, serving, until
 from tests.stack import simulate
 
-pytestmark = pytest.mark.usefixtures("tokens_served")
 NAMES = "abcd"
 
 

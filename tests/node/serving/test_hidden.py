@@ -14,24 +14,24 @@ from tests.node.serving.scene import holders, serving, until
 from tests.partition.serve.world import VOCABULARY, logits_after
 from tests.stack import simulate
 
-pytestmark = pytest.mark.usefixtures("tokens_served")
 PROMPT = tuple(number % VOCABULARY for number in range(500))
 
 
-async def _width(*_: object) -> int:
-    return VOCABULARY
+class WidthAsking(Asking):
+    """Asks of a service of tokens, which has no graph that gives the width of its states."""
+
+    async def _hidden_width(self, *_: object) -> int:
+        return VOCABULARY
 
 
-def test_hidden_states_are_whole_though_a_node_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Asking, "_hidden_width", _width)  # without a graph
-
+def test_hidden_states_are_whole_though_a_node_is_killed() -> None:
     async def main() -> None:
         async with serving("abc") as (group, service), trio.open_nursery() as nursery:
             door, rows = group.nodes["a"], list[np.ndarray]()
             victim = next(name for name in holders(group) if name != "a")
 
             async def read() -> None:
-                rows.append(await Asking(door.serving).hidden("tokens", Question(PROMPT)))
+                rows.append(await WidthAsking(door.serving).hidden("tokens", Question(PROMPT)))
 
             nursery.start_soon(read)
             await until(lambda: door.serving.generations.door.generations > 0)
@@ -45,12 +45,10 @@ def test_hidden_states_are_whole_though_a_node_is_killed(monkeypatch: pytest.Mon
     simulate(main)
 
 
-def test_an_empty_or_wrong_prompt_has_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Asking, "_hidden_width", _width)
-
+def test_an_empty_or_wrong_prompt_has_no_hidden_states() -> None:
     async def main() -> None:
         async with serving("ab") as (group, _):
-            asking = Asking(group.nodes["a"].serving)
+            asking = WidthAsking(group.nodes["a"].serving)
             for prompt in ((), (VOCABULARY,), PROMPT * 2):
                 with pytest.raises(UsageError, match="prompt"):
                     await asking.hidden("tokens", Question(prompt))
@@ -58,18 +56,17 @@ def test_an_empty_or_wrong_prompt_has_no_hidden_states(monkeypatch: pytest.Monke
     simulate(main)
 
 
-def test_an_over_long_prompt_is_a_refusal_and_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Asking, "_hidden_width", _width)
-
-    def refuse(_self: SessionProvider, _now: float, door: PeerId, message: object) -> Sends:
-        if not isinstance(message, OpenSession):
-            return []
-        return [(door, SessionClosed(message.session, "length", "too long"))]
+def test_an_over_long_prompt_is_a_refusal_and_no_crash() -> None:
+    class RefusingProvider(SessionProvider):
+        def receive(self, now: float, door: PeerId, message: object) -> Sends:
+            del now
+            if not isinstance(message, OpenSession):
+                return []
+            return [(door, SessionClosed(message.session, "length", "too long"))]
 
     async def main() -> None:
-        async with serving("ab") as (group, _):
-            monkeypatch.setattr(SessionProvider, "receive", refuse)
+        async with serving("ab", parts={SessionProvider: RefusingProvider}) as (group, _):
             with pytest.raises(RunFailed, match="without the hidden states"):
-                await Asking(group.nodes["a"].serving).hidden("tokens", Question(PROMPT))
+                await WidthAsking(group.nodes["a"].serving).hidden("tokens", Question(PROMPT))
 
     simulate(main)

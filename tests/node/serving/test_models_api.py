@@ -15,8 +15,6 @@ from tests.node.serving.scene import serving, until
 from tests.partition.serve.world import CONTEXT, VOCABULARY
 from tests.stack import simulate
 
-pytestmark = pytest.mark.usefixtures("tokens_served")
-
 FREE_SECONDS_MAX = 0.1
 PROMPT = [number % VOCABULARY for number in range(CONTEXT - 40)]
 

@@ -2,24 +2,21 @@
 
 from pathlib import Path
 
-import pytest
 import trio
 
 from node.runs.receipts import ISSUE_SECONDS
 from partition.model.graph import encode_graph
-from tests.node.serving.scene import ask, holders, manifest
+from tests.node.serving.scene import ask, holders, manifest, served_by
 from tests.node.serving.test_planning import graph
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
-
-pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_nodes_that_compute_an_answer_get_receipts(tmp_path: Path) -> None:
     (tmp_path / "words.peerloom").write_bytes(encode_graph(graph()))
 
     async def main() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", parts=served_by()) as group:
             first = group.nodes["a"]
             name, _ = await first.serving.models.learn(tmp_path / "words.peerloom", None)
             service = await first.serving.published.begin(manifest(graph=name), [first.peer])

@@ -6,16 +6,14 @@ import trio
 from node.errors import UsageError
 from node.protocols.services import holder_name
 from node.serving.joined import named_peers
-from tests.node.serving.scene import ask, holders, manifest, until
+from tests.node.serving.scene import ask, holders, manifest, served_by, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
-
-pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_only_the_named_peers_hold_a_restricted_service() -> None:
     async def main() -> None:
-        async with swarm("abcd") as group:
+        async with swarm("abcd", parts=served_by()) as group:
             door, named = group.nodes["a"], [group.nodes[name].peer for name in "ad"]
             wanted = manifest(holders=tuple(map(holder_name, named)))
             service = await door.serving.published.begin(wanted, named)
@@ -34,7 +32,7 @@ def test_only_the_named_peers_hold_a_restricted_service() -> None:
 
 def test_a_door_uses_no_route_through_a_peer_outside_the_service() -> None:
     async def main() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", parts=served_by()) as group:
             door = group.nodes["a"]
             service = await door.serving.published.begin(manifest(cuts=()), [door.peer])
             await door.serving.published.await_ready(service)
@@ -51,7 +49,7 @@ def test_a_door_uses_no_route_through_a_peer_outside_the_service() -> None:
 
 def test_peers_are_named_by_their_names_or_ids() -> None:
     async def main() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", parts=served_by()) as group:
             node = group.nodes["a"]
             await until(lambda: len(node.members()) == 2)
             assert named_peers(node, ["b"]) == [group.nodes["b"].peer]

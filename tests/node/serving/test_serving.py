@@ -13,11 +13,18 @@ from node.serving_events import GenerationEnded, GenerationMoved, ServiceChanged
 from partition.serve.backoff import FORGIVEN_ENDS
 from partition.serve.timeouts import ROUTE_SECONDS_MAX
 from sim.network.model import NetworkModel
-from tests.node.serving.scene import STAGE_SECONDS, TokensServed, ask, holders, manifest, serving, until
+from tests.node.serving.scene import (
+    STAGE_SECONDS,
+    TokensServed,
+    ask,
+    holders,
+    manifest,
+    served_by,
+    serving,
+    until,
+)
 from tests.partition.serve.world import reference, wish
 from tests.stack import simulate, swarm
-
-pytestmark = pytest.mark.usefixtures("tokens_served")
 
 
 def test_a_service_answers_at_every_node() -> None:
@@ -70,7 +77,7 @@ def test_a_stage_that_ends_without_sessions_is_held_again(holder: str) -> None:
 
 def test_a_node_pauses_a_stage_that_keeps_ending_there(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
-        async with serving("a", cuts=()) as (group, service):
+        async with serving("a", stages=tokens_served, cuts=()) as (group, service):
             for _ in range(300):
                 await trio.sleep(1)
                 for member in group.nodes["a"].serving.hosting.of(service.id):
@@ -109,7 +116,7 @@ def test_a_leaving_node_moves_its_answers_first(tokens_served: type[TokensServed
     tokens_served.load_seconds = 3.0
 
     async def main() -> None:
-        async with serving("abc") as (group, service):
+        async with serving("abc", stages=tokens_served) as (group, service):
             victim = next(name for name in holders(group) if name != "a")
             times: list[float] = []
             seen: list[int] = []
@@ -188,7 +195,7 @@ def test_a_service_without_a_spare_answers_once_a_node_is_free(
     tokens_served.needed_bytes = 1 << 60  # no member has memory for a second stage
 
     async def main() -> None:
-        async with serving("abcd") as (group, service):
+        async with serving("abcd", stages=tokens_served) as (group, service):
             door = group.nodes["a"]
             victim = next(name for name in holders(group) if name != "a")
             other = group.nodes[next(name for name in "bcd" if name != victim)]
@@ -221,7 +228,7 @@ def test_a_service_outlives_its_publisher() -> None:
 
 def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> None:
     async def main() -> None:
-        async with swarm("abcde") as group:
+        async with swarm("abcde", parts=served_by()) as group:
             taken = await group.nodes["a"].serving.published.begin(
                 manifest(name="other"), [group.nodes["a"].peer]
             )
@@ -244,7 +251,7 @@ def test_a_service_whose_members_all_died_is_held_again_by_its_publisher() -> No
 
 def test_an_answer_waits_for_a_loading_stage(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
-        async with serving("abc") as (group, service):
+        async with serving("abc", stages=tokens_served) as (group, service):
             tokens_served.load_seconds = 2 * ROUTE_SECONDS_MAX
             victim = next(name for name in holders(group) if name != "a")
             seen: list[int] = []
@@ -275,7 +282,7 @@ def test_only_its_publisher_ends_a_service() -> None:
 
 def test_a_stage_that_nobody_accepts_makes_no_service() -> None:
     async def main() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", parts=served_by()) as group:
             with pytest.raises(RunFailed, match="nobody takes stage 2 of 2: no node offers a free slot"):
                 await group.nodes["a"].serving.published.begin(manifest(), [group.nodes["a"].peer])
             await trio.sleep(1)
@@ -286,7 +293,7 @@ def test_a_stage_that_nobody_accepts_makes_no_service() -> None:
 
 def test_a_stage_that_fails_to_load_is_tried_elsewhere(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
-        async with swarm("abc") as group:
+        async with swarm("abc", parts=served_by(tokens_served)) as group:
             tokens_served.broken.add(group.nodes["b"].peer)
             service = await group.nodes["a"].serving.published.begin(manifest(), [group.nodes["a"].peer])
             await group.nodes["a"].serving.published.await_ready(service)
@@ -309,7 +316,7 @@ def test_concurrent_tokenizer_loads_are_bounded_by_a_nodes_memory(
     monkeypatch.setattr(texts, "READERS_USED_MAX", 0)
 
     async def main() -> None:
-        async with swarm("a") as group:
+        async with swarm("a", parts=served_by()) as group:
             me = group.nodes["a"]
             service = make_service(me.signer, manifest(text="tokenizer", tokenizer=bytes(32)))
             with pytest.raises(RunFailed, match="asked here already"):

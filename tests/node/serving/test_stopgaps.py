@@ -20,7 +20,6 @@ from tests.node.serving.scene import TokensServed, ask, manifest, serving, until
 from tests.partition.serve.world import reference, wish
 from tests.stack import Swarm, simulate
 
-pytestmark = pytest.mark.usefixtures("tokens_served")
 TOKENS = 60
 
 
@@ -59,7 +58,7 @@ async def disturbed(
 @pytest.mark.parametrize("slots", [1, 2])
 def test_an_answer_continues_at_the_one_remaining_node(slots: int, tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
-        async with serving("ab", offer=Offering(slots=slots)) as (group, service):
+        async with serving("ab", stages=tokens_served, offer=Offering(slots=slots)) as (group, service):
             first = stages(group, service)["a"]
             pause = await disturbed(group, service, lambda: group.kill("b"))
             assert pause < tokens_served.load_seconds + 3
@@ -83,7 +82,7 @@ def test_an_answer_continues_at_the_one_remaining_node(slots: int, tokens_served
 
 def test_an_answer_continues_at_a_lone_node_whose_stage_ended(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
-        async with serving("a", cuts=()) as (group, service):
+        async with serving("a", stages=tokens_served, cuts=()) as (group, service):
             (member,) = held(group, service)["a"]
             ended: Any = member.stage
             pause = await disturbed(group, service, lambda: setattr(ended, "is_closed", True))
@@ -96,7 +95,7 @@ def test_a_node_without_memory_takes_no_second_stage(tokens_served: type[TokensS
     tokens_served.needed_bytes = 1 << 60
 
     async def main() -> None:
-        async with serving("ab") as (group, service):
+        async with serving("ab", stages=tokens_served) as (group, service):
             group.kill("b")
             with pytest.raises(RunFailed, match="nobody answers for stage"):
                 await ask(group.nodes["a"], service, wish())
@@ -127,7 +126,7 @@ def test_a_node_that_cannot_load_the_second_stage_tries_less_often(
     tokens_served: type[TokensServed],
 ) -> None:
     async def main() -> None:
-        async with serving("ab") as (group, service):
+        async with serving("ab", stages=tokens_served) as (group, service):
             tokens_served.broken.add(group.nodes["a"].peer)
             group.kill("b")
             await trio.sleep(200)
@@ -150,7 +149,7 @@ def test_a_leaving_node_first_hands_its_stage_over(tokens_served: type[TokensSer
     tokens_served.load_seconds = 3.0
 
     async def main() -> None:
-        async with serving("ab") as (group, service), trio.open_nursery() as nursery:
+        async with serving("ab", stages=tokens_served) as (group, service), trio.open_nursery() as nursery:
             pause = await disturbed(
                 group, service, lambda: nursery.start_soon(group.nodes["b"].leave), tokens=150
             )
@@ -163,7 +162,7 @@ def test_a_leaving_node_first_hands_its_stage_over(tokens_served: type[TokensSer
 
 def test_a_stopgap_is_released_once_another_node_answers(tokens_served: type[TokensServed]) -> None:
     async def main() -> None:
-        async with serving("abc") as (group, service):
+        async with serving("abc", stages=tokens_served) as (group, service):
             (free,) = {"a", "b", "c"} - stages(group, service).keys()
             other = await group.nodes[free].serving.published.begin(
                 manifest(name="other", cuts=()), [group.nodes[free].peer]

@@ -12,8 +12,6 @@ from tests.partition.serve.world import wish
 from tests.stack import assert_equal, reference, simulate, train, weights
 from tests.stack import manifest as run_manifest
 
-pytestmark = pytest.mark.usefixtures("tokens_served")
-
 
 def test_a_run_stays_exact_while_its_nodes_answer() -> None:
     answers = 0
