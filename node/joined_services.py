@@ -142,7 +142,7 @@ class JoinedServices:
 
     def _make_discovery(self) -> Discovery:
         base = self._base
-        return Discovery(
+        return base.seams.part(Discovery)(
             self.network,
             base.swarm_clock,
             own_rng(self._rng),
@@ -193,7 +193,7 @@ class JoinedServices:
         )
 
     def _make_averaging(self) -> Averaging:
-        return Averaging(
+        return self._base.seams.part(Averaging)(
             self._base.seams,
             self._base.signer,
             self.discovery,
@@ -248,7 +248,8 @@ class JoinedServices:
         )
         places = Places(self.peer, self.membership, lambda: base.machine.capacity.location)
         beside = Beside(self.measurements, self.checkpoints, self.copies, base.guests, self.averaging, places)
-        return base.seams.part(Runs)(base.seams, base.signer, swarm, host, beside, LocalRuns)
+        local = base.seams.part(LocalRuns)
+        return base.seams.part(Runs)(base.seams, base.signer, swarm, host, beside, local)
 
     def neighbours(self, local: LocalNetwork, swarm: Swarm) -> Neighbours:
         """Return the discovery of nodes on the local network."""

@@ -38,8 +38,9 @@ class _Place:
 class EarlyStreams:
     """The places of all that wait."""
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: Rank, *, seconds_max: float = EARLY_SECONDS_MAX) -> None:
         self._rank = rank
+        self._seconds_max = seconds_max
         self._places: list[_Place] = []
 
     def __len__(self) -> int:
@@ -58,7 +59,7 @@ class EarlyStreams:
         place = _Place(peer, rank, trio.CancelScope())
         self._places.append(place)
         try:
-            with trio.move_on_after(EARLY_SECONDS_MAX) as patience, place.scope:
+            with trio.move_on_after(self._seconds_max) as patience, place.scope:
                 yield
         finally:
             if place in self._places:

@@ -54,7 +54,7 @@ class Proofs:
         self._members = members
         self._found = found
         self._refuse = refuse
-        self._table = ProofTable(standing)
+        self._table = seams.part(ProofTable)(standing)
         self._unsaved = trio.Event()
         self._nursery: trio.Nursery | None = None
         seams.network.handle(PROTOCOL, self._serve, STREAMS)

@@ -100,7 +100,7 @@ class Averaging:
         self._declined: list[tuple[bytes, PeerId]] = []
         self._stirred = trio.Event()
         self.invitations = Invitations(seams, signer, refuse)
-        self.early = EarlyStreams(self._early_rank)
+        self.early = seams.part(EarlyStreams)(self._early_rank)
         """Streams that wait for an attempt that is not known here yet."""
         self._nursery: trio.Nursery | None = None
         self.averaged: Callable[[bytes, Mapping[PeerId, int], int], None] = lambda _run, _came, _sent: None

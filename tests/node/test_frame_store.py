@@ -18,6 +18,7 @@ from node.events import Event, RunChanged, RunEnded, StepCommitted
 from node.pipeline.frame_store import FrameStore
 from node.quantities import Memory
 from node.runs.settings import RunServiceSettings
+from node.seams import Parts
 from node.service_settings import ServiceSettings
 from node.storage.budget import ScratchBudget
 from node.storage.folder import FolderStorage
@@ -138,35 +139,53 @@ TINY_BYTES_MAX = 20_000
 TINY = ServiceSettings(run_service=RunServiceSettings(frames_bytes_max=TINY_BYTES_MAX))
 
 
-def watch_stores(monkeypatch: pytest.MonkeyPatch) -> list[tuple[FrameStore, int]]:
-    """Collect every store, with its size after each frame it kept."""
-    keep = FrameStore.keep
+def watched_stores(seen: list[tuple[FrameStore, int]]) -> Parts:
+    """Return the class of stores that are collected, each with its size after each frame it kept."""
+
+    class WatchedStore(FrameStore):
+        async def keep(self, payload: Payload) -> Payload:
+            result = await super().keep(payload)
+            seen.append((self, self.held_bytes))
+            return result
+
+    return {FrameStore: WatchedStore}
+
+
+class SpillingStorage(MemoryStorage):
+    """Keeps blobs in memory, and spills frames to the disk."""
+
+    def __init__(self, folder: FolderStorage, spilled: list[int]) -> None:
+        super().__init__()
+        self._folder, self._spilled = folder, spilled
+
+    def spill(self, data: Data) -> memoryview:
+        self._spilled.append(len(data))
+        return self._folder.spill(data)
+
+
+class FirstFullStorage(MemoryStorage):
+    """Has no room for frames if it is the first of a swarm to spill any."""
+
+    def __init__(self, full: list[MemoryStorage]) -> None:
+        super().__init__()
+        self._full = full
+
+    def spill(self, data: Data) -> memoryview:
+        if not self._full:
+            self._full.append(self)
+        if self is self._full[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().spill(data)
+
+
+def test_a_run_with_spilled_frames_survives_a_death_exactly(tmp_path: Path) -> None:
     seen: list[tuple[FrameStore, int]] = []
-
-    async def kept(store: FrameStore, payload: Payload) -> Payload:
-        result = await keep(store, payload)
-        seen.append((store, store.held_bytes))
-        return result
-
-    monkeypatch.setattr(FrameStore, "keep", kept)
-    return seen
-
-
-def test_a_run_with_spilled_frames_survives_a_death_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = watch_stores(monkeypatch)
-    folder = FolderStorage(tmp_path)
-    spilled: list[int] = []
-
-    def spill_for_real(_: MemoryStorage, data: Data) -> memoryview:
-        spilled.append(len(data))
-        return folder.spill(data)
-
-    monkeypatch.setattr(MemoryStorage, "spill", spill_for_real)
+    folder, spilled = FolderStorage(tmp_path), list[int]()
+    storages = {name: SpillingStorage(folder, spilled) for name in "abcde"}
 
     async def scenario() -> None:
-        async with swarm("abcde", settings=TINY) as group:
+        parts = watched_stores(seen)
+        async with swarm("abcde", settings=TINY, storages=storages, parts=parts) as group:
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, StepCommitted) and event.step == 1:
@@ -189,25 +208,13 @@ def test_a_run_with_spilled_frames_survives_a_death_exactly(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_stage_without_room_for_frames_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    watch_stores(monkeypatch)
-    spill_to_memory = MemoryStorage.spill
+def test_a_stage_without_room_for_frames_is_dropped() -> None:
     full: list[MemoryStorage] = []
+    storages = {name: FirstFullStorage(full) for name in "abcde"}
     reasons: list[str] = []
 
-    def spill_where_there_is_room(storage: MemoryStorage, data: Data) -> memoryview:
-        if not full:
-            full.append(storage)
-        if storage is full[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return spill_to_memory(storage, data)
-
-    monkeypatch.setattr(MemoryStorage, "spill", spill_where_there_is_room)
-
     async def scenario() -> None:
-        async with swarm("abcde", preset="lan", settings=TINY) as group:
+        async with swarm("abcde", preset="lan", settings=TINY, storages=storages) as group:
             run, events = await train(group, "e", manifest(steps=2))
             assert isinstance(events[-1], RunEnded)
             assert events[-1].outcome == "done", events[-1].detail

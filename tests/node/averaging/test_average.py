@@ -1,6 +1,6 @@
 """Averaging by whole nodes on real sockets, in one process."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +12,14 @@ import torch
 import trio
 
 from crypto.contact import parse_address
-from crypto.identity import peer_text
+from crypto.identity import PeerId, peer_text
 from node import config
 from node.averaging.once import AveragingResult
-from node.averaging.service import PURPOSE
+from node.averaging.service import PURPOSE, Averaging
 from node.averaging_events import AveragingEnded, AveragingJoined
 from node.errors import UsageError
 from node.runtime import Node
+from node.seams import Parts, Seams
 from partition.run.receipts import UNPROVEN_WEIGHT_MAX
 
 
@@ -34,7 +35,7 @@ def settings(folder: Path, name: str) -> config.Config:
 
 
 @asynccontextmanager
-async def nodes(folder: Path, count: int) -> AsyncIterator[list[Node]]:
+async def nodes(folder: Path, count: int, parts: Parts | None = None) -> AsyncIterator[list[Node]]:
     """Nodes that know each other."""
     async with AsyncExitStack() as stack:
         found: list[Node] = []
@@ -43,7 +44,7 @@ async def nodes(folder: Path, count: int) -> AsyncIterator[list[Node]]:
             if found:
                 seeds = (parse_address(found[0].addresses[0]),)
                 own = replace(own, join=config.JoinSettings(lan=False, seeds=seeds))
-            found.append(await stack.enter_async_context(Node(own)))
+            found.append(await stack.enter_async_context(Node(own, parts=parts)))
         for node in found:
             await node.wait_for_members(count - 1)
         yield found
@@ -177,15 +178,21 @@ async def test_a_node_that_dies_in_a_round_reports_no_false_success(tmp_path: Pa
     assert len({result.tensors["w"].tobytes() for result in results if result.is_averaged}) <= 1
 
 
-async def test_participants_without_each_other_in_view_meet_by_their_records(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with nodes(tmp_path, 3) as found:
+async def test_participants_without_each_other_in_view_meet_by_their_records(tmp_path: Path) -> None:
+    crowds: dict[PeerId, list[PeerId]] = {}
+
+    def make(
+        seams: Seams, *arguments: Any, live: Callable[[], Collection[PeerId]], **named: Any
+    ) -> Averaging:
+        seen = lambda: crowds.get(seams.network.peer) or live()  # noqa: E731
+        return Averaging(seams, *arguments, live=seen, **named)
+
+    async with nodes(tmp_path, 3, {Averaging: make}) as found:
         third = found[2].peer
         for node in found[:2]:
             # As in a large swarm: each list holds a peer that does not participate, and not the other
             # participant.
-            monkeypatch.setattr(node.averaging, "_live", lambda node=node: [node.peer, third])
+            crowds[node.peer] = [node.peer, third]
         results = await average_all(found[:2], [{"w": np.ones(4)}, {"w": np.zeros(4)}])
         assert [result.error for result in results] == ["", ""]
         assert results[0].tensors["w"].tolist() == [0.5] * 4

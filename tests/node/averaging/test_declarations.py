@@ -2,13 +2,12 @@
 
 from functools import partial
 
-import pytest
 import trio
 
 from crypto.identity import PeerId
 from dht.settings import KademliaSettings
-from node import runtime
 from node.averaging.declarations import Declarations
+from node.seams import Parts
 from node.services.discovery import Discovery
 from sim.worlds.scheduling import run_virtually
 from tests.stack import Swarm, swarm
@@ -19,10 +18,7 @@ NAMES = "abcdefghijkl"
 NAME = bytes(32)
 
 
-@pytest.fixture(autouse=True)
-def small_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = KademliaSettings(records_per_key_max=KEPT)
-    monkeypatch.setattr(runtime, "Discovery", partial(Discovery, settings=small))
+SMALL: Parts = {Discovery: partial(Discovery, settings=KademliaSettings(records_per_key_max=KEPT))}
 
 
 def declarations(group: Swarm) -> dict[str, Declarations]:
@@ -48,7 +44,7 @@ async def settle(found: list[Declarations], looks: int = 5) -> list[set[PeerId]]
 
 def test_all_declarers_are_seen_beyond_the_capacity_of_a_key() -> None:
     async def play() -> None:
-        async with swarm(NAMES) as group:
+        async with swarm(NAMES, parts=SMALL) as group:
             seen = await settle(list(declarations(group).values()))
             everybody = {node.peer for node in group.nodes.values()}
             assert all(each == everybody for each in seen), [len(each) for each in seen]
@@ -60,7 +56,7 @@ def test_all_declarers_are_seen_beyond_the_capacity_of_a_key() -> None:
 
 def test_records_of_departed_peers_hide_nobody() -> None:
     async def play() -> None:
-        async with swarm(NAMES) as group:
+        async with swarm(NAMES, parts=SMALL) as group:
             all_of_them = declarations(group)
             await settle([all_of_them[name] for name in NAMES[:KEPT]], 2)
             for name in NAMES[:KEPT]:

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import pytest
 import trio
 
 from crypto.identity import PeerId
-from node import runtime
 from node.averaging.participation import Participation
 from node.averaging.rounds import RoundWish
 from node.averaging.service import Averaging
+from node.seams import Parts
 from sim.worlds.scheduling import run_virtually
 from tests.stack import swarm
 
@@ -26,10 +25,8 @@ ROUNDS = 5
 SIGNATURE = bytes([7]) * 32
 
 
-def test_unacquainted_peers_meet_by_their_group_key(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(runtime, "Averaging", partial(Averaging, participants_max=KEPT))
+def test_unacquainted_peers_meet_by_their_group_key() -> None:
+    parts: Parts = {Averaging: partial(Averaging, participants_max=KEPT)}
     draws = np.random.default_rng(1)
     values: list[Any] = [draws.standard_normal(64) for _ in NAMES]
     mean = np.mean(values, axis=0)
@@ -48,7 +45,7 @@ def test_unacquainted_peers_meet_by_their_group_key(
             unknown.update(set(made.shares) - known - {run.peer})
 
     async def main() -> None:
-        async with swarm(NAMES, preset="lan") as group:
+        async with swarm(NAMES, preset="lan", parts=parts) as group:
             runs = [group.nodes[name].averaging.open("large", SIGNATURE) for name in NAMES]
             with trio.fail_after(120):
                 while any(run.roster.is_whole for run in runs):  # noqa: ASYNC110 - virtual time

@@ -1,5 +1,6 @@
 """Limits on streams for attempts that a node does not take part in. Real nodes on loopback."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,10 @@ import trio.testing
 
 from crypto.encoding import encode
 from gossip.averaging.messages import CHUNK_BYTES_MAX, PROTOCOL, Chunk, Opening
-from node.averaging import early_streams
 from node.averaging.early_streams import STREAMS_MAX, STREAMS_PER_PEER_MAX, EarlyStreams
 from node.averaging.runner import MESSAGE_BYTES_MAX
 from node.errors import StreamClosed, Unreachable
+from node.seams import Parts
 from node.transport.streams import SecureStream
 from tests.gossip.swarm import peer_of
 from tests.node.averaging.test_average import nodes
@@ -65,9 +66,9 @@ async def test_a_chunk_of_an_unknown_attempt_is_not_read(
             nursery.cancel_scope.cancel()
 
 
-async def test_a_silent_stream_loses_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(early_streams, "EARLY_SECONDS_MAX", 0.2)
-    async with nodes(tmp_path, 2) as (victim, hostile):
+async def test_a_silent_stream_loses_its_place(tmp_path: Path) -> None:
+    parts: Parts = {EarlyStreams: partial(EarlyStreams, seconds_max=0.2)}
+    async with nodes(tmp_path, 2, parts) as (victim, hostile):
         victim.averaging.open("run", bytes(32))
         stream = await hostile.network.open(victim.peer, PROTOCOL, message_bytes_max=MESSAGE_BYTES_MAX)
         with pytest.raises(StreamClosed), trio.fail_after(20):

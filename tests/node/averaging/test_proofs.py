@@ -28,6 +28,7 @@ from node.averaging_events import LiarProved
 from node.errors import Unreachable
 from node.protocols.calls import conversation
 from node.runtime import Node
+from node.seams import Parts
 from tests.gossip.averaging.network import group_of
 from tests.node.averaging.test_average import average_all, nodes, settings
 
@@ -67,23 +68,22 @@ class TwoFaced(Attempt):
 
 
 @pytest.mark.slow
-async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("node.averaging.proofs.ProofTable", partial(ProofTable, kept_max=ROOM))
+async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(tmp_path: Path) -> None:
     given = [{"w": np.full(ITEMS, float(number), np.float32)} for number in range(4)]
+    lies: dict[PeerId, PeerId] = {}
+
+    def make(signer: Signer, *arguments: Any, **options: Any) -> Attempt:
+        if signer.peer not in lies:
+            return Attempt(signer, *arguments, **options)
+        attempt = TwoFaced(signer, *arguments, **options)
+        attempt.victim = lies[signer.peer]
+        return attempt
+
+    parts: Parts = {ProofTable: partial(ProofTable, kept_max=ROOM), Attempt: make}
     async with AsyncExitStack() as stack:
-        found = await stack.enter_async_context(nodes(tmp_path, 4))
+        found = await stack.enter_async_context(nodes(tmp_path, 4, parts))
         liar, victim = found[0], found[1]
-
-        def made(signer: Any, *arguments: Any, **options: Any) -> Attempt:
-            one = TwoFaced if signer.peer == liar.peer else Attempt
-            attempt = one(signer, *arguments, **options)
-            if isinstance(attempt, TwoFaced):
-                attempt.victim = victim.peer
-            return attempt
-
-        monkeypatch.setattr("node.averaging.participation.Attempt", made)
+        lies[liar.peer] = victim.peer
         told = [stack.enter_context(node.watch()) for node in found[1:]]
         results = await average_all(found, given, peers=3)
         honest = results[1:]
@@ -94,7 +94,7 @@ async def test_a_double_sealer_stays_out_after_a_flood_and_a_restart(
                 while not isinstance(event := await events.receive(), LiarProved):
                     pass
                 assert (event.peer, event.said) == (liar.peer, SEAL_PURPOSE)
-        monkeypatch.setattr("node.averaging.participation.Attempt", Attempt)
+        lies.clear()
         again = await average_all(found[1:], given[1:], peers=2)
         assert [each.error for each in again] == [""] * 3
         assert len(again[0].shares) == 3, "the liar takes no part"

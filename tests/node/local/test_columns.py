@@ -12,11 +12,12 @@ from crypto.identity import Identity
 from node.averaging_events import AveragingEnded
 from node.errors import UsageError
 from node.events import Event, StepCommitted
-from node.local import member, trainer
 from node.local.shard import Shard
 from node.local.stages import check_columns, local_plan, stage_ranges
+from node.local.trainer import LocalTrainer
 from node.placement.admission import Machine, needed_bytes, rejection_reason
 from node.protocols.manifest import Run, make_run
+from node.seams import Parts
 from partition.capture.models.model_spec import capture_built_in
 from partition.run.local import head_watch
 from partition.run.local_settings import LocalSettings
@@ -98,26 +99,25 @@ def test_two_columns_average_by_stage_and_end_with_one_model() -> None:
     run_virtually(play)
 
 
-class _SameDraws(trainer.LocalTrainer):
-    """A model whose random operators draw by micro-batch, whose numbers follow from the run's id."""
+class _SameDraws(LocalTrainer):
+    """A model whose samples and random operators are drawn as if every run had the same id."""
 
-    def __init__(self, *arguments: Any, in_flight: int) -> None:
-        super().__init__(*arguments, in_flight=in_flight)
+    def __init__(self, run: Run, *arguments: Any, in_flight: int) -> None:
+        super().__init__(run, *arguments, in_flight=in_flight)
         self._first = 0
+        _, _, batches, _, me = arguments
+        self.shard = Shard(bytes(32), run.manifest.seed, batches.train_samples, me)
 
 
-def test_one_column_trains_like_a_single_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_column_trains_like_a_single_process() -> None:
     """The gradient of a step goes through both stages: the loss falls as with the whole model."""
 
     async def play(stages: int, names: str, losses: list[float]) -> None:
-        async with swarm(names, stage_seconds=SLOW) as group:
+        async with swarm(names, stage_seconds=SLOW, parts={LocalTrainer: _SameDraws}) as group:
             await begin(group, stages=stages, replicas=1, steps=12)
             await ends(group, names, 400.0)
             losses += [e.loss for e in group.events["a"] if isinstance(e, StepCommitted)]
 
-    # The run's id seeds the samples, and it differs for another number of stages.
-    monkeypatch.setattr(trainer, "Shard", lambda _, *rest, **named: Shard(bytes(32), *rest, **named))
-    monkeypatch.setattr(member, "LocalTrainer", _SameDraws)
     one: list[float] = []
     two: list[float] = []
     run_virtually(lambda: play(1, "a", one))
@@ -126,20 +126,20 @@ def test_one_column_trains_like_a_single_process(monkeypatch: pytest.MonkeyPatch
     assert np.allclose(one, two, rtol=1e-4), (one, two)
 
 
-def test_as_many_microbatches_as_stages_are_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_microbatches_as_stages_are_in_flight() -> None:
     """With eight micro-batches in a step, two equal stages take little more than half the time, for the same
     losses.
     """
 
-    async def play(found: dict[str, list[Any]]) -> None:
-        async with swarm("ab", stage_seconds=SLOW, preset="lan") as group:
+    async def play(found: dict[str, list[Any]], parts: Parts | None = None) -> None:
+        async with swarm("ab", stage_seconds=SLOW, preset="lan", parts=parts) as group:
             await begin(group, replicas=1, steps=6, microbatches=8, microbatch=4)
             await ends(group, "ab", 400.0)
             steps = [e for e in group.events["a"] if isinstance(e, StepCommitted)]
             found["seconds"] = [e.seconds for e in steps]
             found["losses"] = [e.loss for e in steps]
 
-    class OneByOne(trainer.LocalTrainer):
+    class OneByOne(LocalTrainer):
         def __init__(self, *arguments: Any, in_flight: int) -> None:
             assert in_flight == 2
             super().__init__(*arguments, in_flight=1)
@@ -147,8 +147,7 @@ def test_as_many_microbatches_as_stages_are_in_flight(monkeypatch: pytest.Monkey
     one: dict[str, list[Any]] = {}
     two: dict[str, list[Any]] = {}
     run_virtually(lambda: play(two))
-    monkeypatch.setattr(member, "LocalTrainer", OneByOne)
-    run_virtually(lambda: play(one))
+    run_virtually(lambda: play(one, {LocalTrainer: OneByOne}))
     assert two["losses"] == one["losses"], "both sums are equal bit for bit"
     assert np.median(two["seconds"]) < 0.65 * np.median(one["seconds"]), (one, two)
 

@@ -3,10 +3,11 @@
 import pytest
 import trio
 
+from node.averaging.participation import Participation
 from node.averaging_events import StateFetched
 from node.events import StepCommitted
-from node.local import start
 from node.local.saved import forget, state_name
+from node.seams import Parts
 from partition.run.local_settings import LocalSettings
 from sim.storage import MemoryStorage
 from sim.worlds.scheduling import run_virtually
@@ -122,12 +123,17 @@ def test_a_head_beside_others_starts_from_their_state() -> None:
 
 
 @pytest.mark.slow
-def test_a_newcomer_waits_for_its_inviters_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_newcomer_waits_for_its_inviters_answer() -> None:
     """This holds even if it hears of no other member at first."""
-    monkeypatch.setattr(start, "SETTLE_SECONDS", 0.0)
+
+    class HastyParticipation(Participation):
+        async def settle(self, seconds: float) -> None:
+            del seconds
+            await super().settle(0.0)
 
     async def play() -> None:
-        async with swarm("ab", stage_seconds=SLOW) as group, trio.open_nursery() as nursery:
+        parts: Parts = {Participation: HastyParticipation}
+        async with swarm("ab", stage_seconds=SLOW, parts=parts) as group, trio.open_nursery() as nursery:
             await submit(group, wait_seconds=0.0, steps=400, save_every=0)
             await reached(group, 20)
             await nursery.start(stack._live, group, "c", "a", 1, SLOW)

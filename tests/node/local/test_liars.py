@@ -15,8 +15,10 @@ from node.averaging_events import AveragingEnded, AveragingJoined
 from node.checkpoints.weights import weights_name
 from node.errors import Unreachable
 from node.events import Event, RunEnded, StepCommitted
+from node.local.service import LocalRuns
 from node.protocols.calls import ask
 from node.protocols.runs import Join
+from node.seams import Parts
 from partition.run import conclusions as core
 from partition.run.admission import Present
 from partition.run.conclusions import Conclusion, ModelEvaluated, Said, Sends, Told
@@ -33,17 +35,17 @@ STEPS = 24
 
 
 class _Without:
-    """Wrap the node's service so that one peer offers nothing."""
+    """Wrap the node's service so that these peers offer nothing."""
 
-    def __init__(self, service: Any, peer: PeerId) -> None:
+    def __init__(self, service: Any, peers: set[PeerId]) -> None:
         self._service = service
-        self._peer = peer
+        self._peers = peers
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._service, name)
 
     def offers(self) -> list[Any]:
-        return [each for each in self._service.offers() if each.peer != self._peer]
+        return [each for each in self._service.offers() if each.peer not in self._peers]
 
 
 def run_of(group: Swarm) -> Any:
@@ -51,15 +53,24 @@ def run_of(group: Swarm) -> Any:
     return member.run
 
 
-def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_that_knows_the_run_takes_no_part() -> None:
     """The stranger announces a state of more steps, and claims evaluations and a settled end."""
 
+    strangers: set[PeerId] = set()
+
+    def make(service: Any, archive: Any) -> LocalRuns:
+        without: Any = _Without(service, strangers)
+        return LocalRuns(without, archive)
+
     async def play() -> None:
-        async with swarm("abx", stage_seconds=SLOW, preset="lan") as group, trio.open_nursery() as nursery:
+        # The stranger has a free slot, and is not asked: it is not in this run.
+        parts: dict[str, Parts] = {name: {LocalRuns: make} for name in "ab"}
+        async with (
+            swarm("abx", stage_seconds=SLOW, preset="lan", parts_of=parts) as group,
+            trio.open_nursery() as nursery,
+        ):
             liar, seen = group.nodes["x"], [False]
-            for name in "ab":  # the stranger has a free slot, and is not asked: it is not in this run
-                local = local_runs(group.nodes[name])
-                monkeypatch.setattr(local, "_service", _Without(local._service, liar.peer))
+            strangers.add(liar.peer)
 
             async def lie(event: Event) -> None:
                 if not isinstance(event, AveragingEnded) or seen[0]:
@@ -113,7 +124,7 @@ def test_a_stranger_that_knows_the_run_takes_no_part(monkeypatch: pytest.MonkeyP
     run_virtually(play)
 
 
-def test_a_stranger_gets_no_state(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stranger_gets_no_state() -> None:
     async def play() -> None:
         async with swarm("abx", stage_seconds=SLOW, preset="lan") as group:
             refused: list[str] = []

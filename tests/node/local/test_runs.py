@@ -9,9 +9,11 @@ import trio
 from blake3 import blake3
 
 from crypto.identity import peer_text
+from node.averaging.participation import Participation
 from node.averaging_events import AveragingEnded, StateFetched
 from node.events import Event, RunEnded, RunEvaluated, StepCommitted
 from node.protocols.manifest import Manifest, Run
+from node.seams import Parts
 from node.state_documents import run_document
 from partition.run.local_settings import LocalSettings
 from partition.stage import OptimizerSettings
@@ -195,19 +197,21 @@ def test_a_member_that_withholds_evaluations_cannot_prevent_the_end(
     run_virtually(play)
 
 
-def test_one_member_that_claims_all_steps_does_not_end_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_member_that_claims_all_steps_does_not_end_a_run() -> None:
+    claimed: list[int] = []
+
+    class ClaimingParticipation(Participation):
+        def tell(self, **said: Any) -> None:
+            super().tell(**{**said, "step": 16} if claimed else said)
+
     async def play() -> None:
-        async with swarm("abc", stage_seconds=SLOW, preset="lan") as group:
-            claimed: list[int] = []
+        parts: dict[str, Parts] = {"c": {Participation: ClaimingParticipation}}
+        async with swarm("abc", stage_seconds=SLOW, preset="lan", parts_of=parts) as group:
 
             async def disturb(event: Event) -> None:
                 if isinstance(event, AveragingEnded) and not claimed:
                     (member,) = local_runs(group.nodes["c"]).members.values()
                     claimed.append(member.step)
-                    part = member._part
-                    assert part is not None
-                    tell = part.tell
-                    monkeypatch.setattr(part, "tell", lambda **told: tell(**{**told, "step": 16}))
 
             await train(group, QUICK, disturb, steps=16)
             assert claimed[0] < 16

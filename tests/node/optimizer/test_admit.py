@@ -1,7 +1,6 @@
 """The admission of participants to a named averaging run, on real nodes in threads of this process."""
 
 import itertools
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -205,16 +204,12 @@ def test_the_command_line_invites_and_revokes(
 
 
 def test_an_open_run_warns_at_the_start_that_any_peer_may_join(
-    nodes: list[SyncNode], monkeypatch: pytest.MonkeyPatch
+    nodes: list[SyncNode], caplog: pytest.LogCaptureFixture
 ) -> None:
     me, name = nodes[0], next(NAMES)
-    lines: list[str] = []
-    monkeypatch.setattr(
-        logging.getLogger("peerloom"), "handle", lambda record: lines.append(record.getMessage())
-    )
     optimizer = me.optimizer(adamw(model_of()), name, target_batch_size=8, join_seconds=0.0)
     optimizer.close()
-    (line,) = [each for each in lines if name in each]
+    (line,) = [each for each in caplog.messages if name in each]
     assert "anybody who knows the run's name takes part" in line
     assert "nnm-trimmed-mean" in line
     assert next(run for run in me.status()["averaging"] if run["run"] == name)["admit"] == "open"

@@ -119,6 +119,7 @@ class SaidServing:
         self.breaks_after: int | None = None
         self.says = b""
         self.rules: FencedText | None = None
+        self.text_kind: type[FencedText] = FencedText
         self.rules_opened = 0
         self.streams = 0
         self.facts = SaidText.facts
@@ -167,7 +168,7 @@ class SaidServing:
     async def reading(self, _service: Any, purpose: str = "") -> AsyncIterator[Any]:
         if purpose:  # the real class, for a model of bytes
             if self.rules is None or self.rules.is_lost:
-                self.rules = await FencedText.open(b"", allow_unfenced=True)
+                self.rules = await self.text_kind.open(b"", allow_unfenced=True)
                 self.rules_opened += 1
             yield self.rules
             return

@@ -9,7 +9,7 @@ import jsonschema
 import msgspec
 import pytest
 
-from node.content.fenced_text import FencedText
+from node.content.fenced_text import FencedText, TokenMask
 from tests.node.web.models_world import NAME, models
 from tests.node.web.test_clients import anthropic, ask, message, openai
 from tests.node.web.test_tools import CHAT_TOOLS, MESSAGE_TOOLS, RESPONSE_TOOLS, callers, creating
@@ -137,19 +137,16 @@ async def test_a_model_that_must_call_a_tool_does() -> None:
         assert [block.name for block in answer.content if block.type == "tool_use"] == ["look"]
 
 
-async def test_an_answer_under_a_rule_survives_the_death_of_its_process(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    asked = FencedText.advance_rule
+async def test_an_answer_under_a_rule_survives_the_death_of_its_process() -> None:
     counts = iter(range(1_000_000))
 
-    async def dying(self: FencedText, stream: int, token: int) -> Any:
-        if next(counts) == 3:
-            await self.aclose()  # as when another answer's grammar took too much memory
-        return await asked(self, stream, token)
+    class DyingText(FencedText):
+        async def advance_rule(self, stream: int, token: int) -> TokenMask:
+            if next(counts) == 3:
+                await self.aclose()  # as when another answer's grammar took too much memory
+            return await super().advance_rule(stream, token)
 
-    monkeypatch.setattr(FencedText, "advance_rule", dying)
-    async with models() as (page, said, key):
+    async with models(text_kind=DyingText) as (page, said, key):
         body = {"structured_outputs": {"json": SCHEMA}}
         fields: dict[str, Any] = {
             "model": NAME,
@@ -161,6 +158,5 @@ async def test_an_answer_under_a_rule_survives_the_death_of_its_process(
         broken = await ask(page, key, lambda c: c.completions.create(**fields))
         judged(broken.choices[0].text)
         assert said.rules_opened == 2
-        monkeypatch.setattr(FencedText, "advance_rule", asked)
         whole = await ask(page, key, lambda c: c.completions.create(**fields))
         assert whole.choices[0].text == broken.choices[0].text

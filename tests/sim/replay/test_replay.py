@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from crypto.identity import Identity
 from node.averaging_events import AveragingEnded
-from node.containment import log
 from node.errors import EXIT_DONE
 from node.events import Event, MemberLost, StepCommitted
 from node.recording import values
@@ -168,9 +167,7 @@ def test_a_truncated_record_is_played_to_its_end(records: dict[str, Path], tmp_p
     assert played.turns.total() > 0
 
 
-def test_a_full_record_ends_and_the_node_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(log, "warning", lambda text, *fields: said.append(text % fields))
+def test_a_full_record_ends_and_the_node_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     recorder = Recorder(tmp_path / "full", bytes_max=20_000)
 
     async def scenario() -> None:
@@ -180,7 +177,7 @@ def test_a_full_record_ends_and_the_node_continues(tmp_path: Path, monkeypatch: 
     simulate(scenario)
     recorder.close()
     assert recorder.over.startswith("the record has 2")
-    assert [text for text in said if "ends here: the record has 2" in text]
+    assert "ends here: the record has 2" in caplog.text
     assert recorder.path.stat().st_size < 60_000
     played = play(recorder.path)
     assert played.is_same
