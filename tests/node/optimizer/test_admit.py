@@ -22,6 +22,7 @@ from node.library.sync import SyncNode
 from node.optimizer.open import choose_rule
 from partition.run.admission import Admission
 from tests.hostile.participant import LyingParticipant
+from tests.log_lines import heard_log
 from tests.node.optimizer.test_liars import Trainer
 from tests.node.optimizer.test_wrapper import adamw, model_of, open_nodes, together, until
 from tests.source import ROOT
@@ -204,12 +205,13 @@ def test_the_command_line_invites_and_revokes(
 
 
 def test_an_open_run_warns_at_the_start_that_any_peer_may_join(
-    nodes: list[SyncNode], caplog: pytest.LogCaptureFixture
+    nodes: list[SyncNode],
 ) -> None:
     me, name = nodes[0], next(NAMES)
-    optimizer = me.optimizer(adamw(model_of()), name, target_batch_size=8, join_seconds=0.0)
-    optimizer.close()
-    (line,) = [each for each in caplog.messages if name in each]
+    with heard_log() as lines:
+        optimizer = me.optimizer(adamw(model_of()), name, target_batch_size=8, join_seconds=0.0)
+        optimizer.close()
+    (line,) = [each for each in lines if name in each]
     assert "anybody who knows the run's name takes part" in line
     assert "nnm-trimmed-mean" in line
     assert next(run for run in me.status()["averaging"] if run["run"] == name)["admit"] == "open"

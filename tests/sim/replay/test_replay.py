@@ -22,6 +22,7 @@ from node.recording.values import Unrecordable, read
 from sim.cli import run
 from sim.replay.cli import app
 from sim.replay.player import play
+from tests.log_lines import heard_log
 from tests.node.local.test_runs import QUICK
 from tests.node.local.test_runs import train as train_locally
 from tests.stack import Swarm, manifest, simulate, swarm, train
@@ -167,17 +168,18 @@ def test_a_truncated_record_is_played_to_its_end(records: dict[str, Path], tmp_p
     assert played.turns.total() > 0
 
 
-def test_a_full_record_ends_and_the_node_continues(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_full_record_ends_and_the_node_continues(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "full", bytes_max=20_000)
 
     async def scenario() -> None:
         async with swarm("abc", recorders={"a": recorder}) as group:
             await train(group, "a", manifest(steps=3, replicas=1))
 
-    simulate(scenario)
-    recorder.close()
+    with heard_log() as said:
+        simulate(scenario)
+        recorder.close()
     assert recorder.over.startswith("the record has 2")
-    assert "ends here: the record has 2" in caplog.text
+    assert [text for text in said if "ends here: the record has 2" in text]
     assert recorder.path.stat().st_size < 60_000
     played = play(recorder.path)
     assert played.is_same
