@@ -35,7 +35,7 @@ LINE_LENGTH_MAX = 110
 TEST_NAME_WORDS_MIN = 3
 TEST_NAME_WORDS_MAX = 12
 """Longer names are sentences that a reader takes apart before understanding them."""
-PATCHES_MAX = 87
+PATCHES_MAX = 35
 """Attributes that tests replace by pytest's monkeypatch. It may only shrink: a constant that a test lowers is
 a setting with a default, and a double is passed in."""
 
