@@ -6,11 +6,11 @@
     Conclude    the checkpoint has this name: take its manifest and its graph, and tell the DHT
     Which       what checkpoints of a run have you?
 
-Who keeps a stage: `partition.run.checkpoint_rounds.checkpoint_holders`.
+Who keeps a stage, and who is asked when: `partition.run.checkpoint_rounds`.
 """
 
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import Annotated, Protocol
 
@@ -33,6 +33,7 @@ from node.seams import Network, Seams, Stream
 from node.storage.blobs import NoRoom
 from partition.plan.plan import STAGES_MAX, Hash, Peer
 from partition.run.asks import Declined, Done
+from partition.run.checkpoint_rounds import KEEP_SECONDS_MAX, NAME_SECONDS_MAX
 from partition.run.messages import REASON_LENGTH_MAX
 
 COPIES_PROTOCOL = "/peerloom/copies/1"
@@ -53,9 +54,6 @@ BUSY_SECONDS_MAX = 5.0
 """To say so."""
 REQUEST_SECONDS_MAX = 20.0
 """From a stream's opening to its request; and for an answer to leave."""
-KEEP_SECONDS_MAX = 3_600.0
-"""For one stage: 12 GB at 30 Mbit/s."""
-CONCLUDE_SECONDS_MAX = 90.0
 WHICH_SECONDS_MAX = 10.0
 ASKED_MAX = 16
 """Peers asked at once what they have."""
@@ -160,59 +158,15 @@ class CheckpointReplicator:
 
     # The committer's side
 
-    async def spread(
-        self,
-        run: bytes,
-        step: int,
-        states: Sequence[StageState],
-        holders: Sequence[Sequence[PeerId]],
-        wanted: Sequence[Sequence[PeerId]],
-    ) -> tuple[list[PeerId], ...]:
-        """Let `wanted[i]` keep stage i, fetching it from `holders[i]`; return the holders of each stage.
+    async def put(self, peer: PeerId, request: Keep | Conclude, seconds: float) -> Reply:
+        """Ask a keeper, which may be this node, to keep a stage or to take the name of its checkpoint.
 
-        A keeper fetches its stages one after the other, all keepers concurrently. This node may be one of
-        them.
+        Raises:
+            Unreachable: no answer.
         """
-        have: tuple[list[PeerId], ...] = tuple([] for _ in states)
-
-        async def go_through(peer: PeerId) -> None:
-            for stage, state in enumerate(states):
-                if peer not in wanted[stage]:
-                    continue
-                request = Keep(run, step, stage, state, tuple(holders[stage])[:HOLDERS_MAX])
-                if await self._ask_one(peer, request, KEEP_SECONDS_MAX):
-                    have[stage].append(peer)
-
-        async with trio.open_nursery() as nursery:
-            for peer in dict.fromkeys(peer for each in wanted for peer in each):
-                nursery.start_soon(go_through, peer)
-        return have
-
-    async def conclude(
-        self, run: bytes, step: int, checkpoint: bytes, peers: Collection[PeerId]
-    ) -> list[PeerId]:
-        """Announce the checkpoint sealed here to the keepers and the DHT; return the keepers that accepted
-        it."""
-        done: list[PeerId] = []
-
-        async def tell(peer: PeerId) -> None:
-            if await self._ask_one(peer, Conclude(run, step, checkpoint), CONCLUDE_SECONDS_MAX):
-                done.append(peer)
-
-        async with trio.open_nursery() as nursery:
-            for peer in dict.fromkeys(peers):
-                if peer != self._network.peer:
-                    nursery.start_soon(tell, peer)
-            nursery.start_soon(self.announce, run_text(run), CheckpointOffer(step, checkpoint))
-        return done
-
-    async def _ask_one(self, peer: PeerId, request: Keep | Conclude, seconds: float) -> bool:
         if peer == self._network.peer:
-            return isinstance(await self._answer(peer, request), Done)
-        try:
-            return isinstance(await ask(self._network, peer, request, seconds=seconds), Done)
-        except Unreachable:
-            return False  # one copy fewer; the caller sees the keepers
+            return await self._answer(peer, request)
+        return await ask(self._network, peer, request, seconds=seconds)
 
     async def announce(self, run: str, offer: CheckpointOffer) -> None:
         """Say in the DHT that this node keeps this checkpoint; `run` is the short id."""
@@ -398,7 +352,7 @@ class CheckpointReplicator:
         held = await checkpoints.call(partial(store.stage_pins, run, request.step))
         if not held:
             return Declined("nothing of it is kept here")
-        with trio.move_on_after(CONCLUDE_SECONDS_MAX):
+        with trio.move_on_after(NAME_SECONDS_MAX):
             author, found, checkpoint, data = await checkpoints.read(request.checkpoint, holders)
             if (found.id, checkpoint.step) != (request.run, request.step):
                 raise RemoteProtocolError("a checkpoint of another run or step than was said")

@@ -4,9 +4,11 @@ from collections.abc import Callable
 
 from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
+from node.checkpoints.replication import Conclude, Keep
 from node.errors import Unreachable
 from node.placement.leases import lease
 from node.protocols import runs as wire
+from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run
 from node.runs.chain import ChainShell
 from node.runs.context import RunService
@@ -18,6 +20,8 @@ from partition.run.asks import (
     Done,
     EndRun,
     HoldStage,
+    KeepStage,
+    NameCheckpoint,
     OpenStage,
     ReleaseStage,
     RenewRun,
@@ -58,6 +62,10 @@ class AskShell:
         service, run, wanted = self._service, self._run, ask.request
         request: wire.Request
         match wanted:
+            case KeepStage():
+                return await self._answer_copy(ask, _keep(run, wanted))
+            case NameCheckpoint():
+                return await self._answer_copy(ask, Conclude(run.id, wanted.step, wanted.name))
             case HoldStage():
                 history = self._chain.history(wanted.plan, wanted.change)
                 data, said = encode_plan(wanted.plan), self._revision()
@@ -77,5 +85,16 @@ class AskShell:
                 request = wire.End(wanted.plan, wanted.outcome, wanted.detail, wanted.weights)
             case ReleaseStage():
                 request = wire.Release(run.id, plan_hash(wanted.plan))
-        reply = await service.ask(ask.peer, request, ask.seconds)
-        return reply if isinstance(reply, Done | Declined) else Declined("not what was asked for")
+        return _reply(await service.ask(ask.peer, request, ask.seconds))
+
+    async def _answer_copy(self, ask: Ask, request: Keep | Conclude) -> Reply:
+        return _reply(await self._service.copies.put(ask.peer, request, ask.seconds))
+
+
+def _keep(run: Run, wanted: KeepStage) -> Keep:
+    assert isinstance(wanted.state, StageState), "it is what a replica of this run said"
+    return Keep(run.id, wanted.step, wanted.stage, wanted.state, (wanted.saver,))
+
+
+def _reply(reply: object) -> Reply:
+    return reply if isinstance(reply, Done | Declined) else Declined("not what was asked for")

@@ -1,14 +1,14 @@
-"""Checkpoints of a running run: stages saved, copied to other members, sealed by the committer, restored.
+"""Checkpoints of a running run on this node's disk: its stage saved, whole ones sealed and restored, the name
+of the newest written down.
 
 After each step that the manifest names, the first replica of each stage stores a copy of its state and says
-so (`Saved`); training goes on meanwhile. Once all stages have, the committer has each copied to other
-members, seals the manifest, and announces its name (`Checkpointed`): a stage without a replica goes back to
-it. `partition.run.checkpoint_rounds` makes the decisions; disks, copies and requests are here.
+so (`Saved`); training goes on meanwhile. Not here: what follows, and which one is the newest
+(`partition.run.checkpoint_rounds`, a part of the run's member).
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, assert_never
+from typing import Any, Protocol
 
 import trio
 
@@ -16,27 +16,25 @@ from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from node.checkpoints.replication import CheckpointOffer
+from node.checkpoints.store import StoredCheckpoint
 from node.errors import StageFailed, Unreachable
 from node.events import CheckpointFailed, CheckpointKept
 from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run
 from node.protocols.runs import Saved
 from node.runs.context import RunService
-from node.seams import Stage
+from node.seams import Seams, Stage
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan, plan_hash
-from partition.run.checkpoint_rounds import (
-    CheckpointRounds,
-    CheckpointWhole,
-    NewestChanged,
-    SealWanted,
-    SpreadWanted,
-)
-from partition.run.messages import REASON_LENGTH_MAX, Checkpointed
+from partition.run.checkpoint_rounds import CheckpointRounds
+from partition.run.events import CheckpointEnded, CheckpointWhole, NewestChanged, SealWanted
+from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.way_back import WayBack
 from partition.steps.save_interval import SaveInterval
 
 RESTORE_AGAIN_SECONDS = 2.0
 _OFFER_BYTES_MAX = 64
+CheckpointEvent = SealWanted | NewestChanged | CheckpointWhole | CheckpointEnded
 
 
 def newest_name(run: str) -> str:
@@ -44,7 +42,19 @@ def newest_name(run: str) -> str:
     return f"runs/{run}/newest"
 
 
-class Paced(Protocol):
+def read_newest(seams: Seams, run: str) -> WayBack | None:
+    """Return the newest checkpoint of a run that was written down here; None where that is damaged too."""
+    data = seams.storage.read(newest_name(run))
+    try:
+        offer: CheckpointOffer | None = (
+            None if data is None else decode(data, CheckpointOffer, bytes_max=_OFFER_BYTES_MAX)
+        )
+    except RemoteProtocolError:
+        return None
+    return None if offer is None else (offer.checkpoint, offer.step)
+
+
+class CheckpointPace(Protocol):
     """The attributes of a `node.pipeline.committer.CommitterShell` that checkpoints use."""
 
     saving: SaveInterval
@@ -53,47 +63,68 @@ class Paced(Protocol):
     def checkpoint_ended(self) -> None: ...
 
 
+class CheckpointMember(Protocol):
+    """The part of a `partition.run.member.Member` that this file uses."""
+
+    checkpoints: CheckpointRounds
+
+    def stage_saved(self, sender: PeerId, step: int, stage: int, state: object) -> None: ...
+
+
 class CheckpointKeeper:
-    """One member's part in checkpoints. `live` are present or former members that could hand something over;
-    `learned` is called when a newer checkpoint is complete."""
+    """One member's disk. `live` are present or former members that could hand something over; `act` carries
+    out what the core wants."""
 
     def __init__(
         self,
         service: RunService,
         run: Run,
+        core: CheckpointMember,
         live: Callable[[], list[PeerId]],
-        committer: Callable[[], Paced | None] = lambda: None,
+        committer: Callable[[], CheckpointPace | None] = lambda: None,
         *,
-        learned: Callable[[], None] = lambda: None,
+        act: Callable[[], None],
     ) -> None:
         """Prepare checkpoints; `committer` is this node's, None where it does not commit."""
         self._service = service
         self._run = run
+        self._core = core
         self._checkpoints = service.checkpoints
         self._copies = service.copies
         self._live = live
-        self._learned = learned
+        self._act = act
         self._committer = committer
         self._writing = trio.Lock()
-        newest = _read_newest(service, run.text)
-        self._rounds: CheckpointRounds[StageState] = CheckpointRounds(
-            run.id, service.signer.peer, live, None if newest is None else (newest.checkpoint, newest.step)
-        )
-        self._written = self._rounds.newest
+        self._written = core.checkpoints.newest
 
-    @property
-    def restorable(self) -> tuple[bytes, int] | None:
-        """Return the newest checkpoint that is complete somewhere, and its step."""
-        return self._rounds.newest
-
-    @property
-    def can_restore(self) -> bool:
-        """Return whether all of it is here, or may be at another live member."""
-        if any(peer != self._service.signer.peer for peer in self._live()):
-            return True
-        newest = self.restorable
-        kept = None if newest is None else self._checkpoints.store.find(self._run.text, newest[1])
+    def holds(self, checkpoint: WayBack) -> bool:
+        """Return whether all of it is here."""
+        kept: StoredCheckpoint | None = self._checkpoints.store.find(self._run.text, checkpoint[1])
         return kept is not None and kept.is_whole
+
+    def on_event(self, event: CheckpointEvent) -> None:
+        """Carry out what the member's checkpoints want."""
+        committer = self._committer()
+        match event:
+            case SealWanted():
+                self._start_task(self._seal, event)
+            case NewestChanged(None):
+                self._forget_newest()
+            case NewestChanged():
+                self._start_task(self._write_newest)
+            case CheckpointWhole():
+                self._publish_whole(event, None if committer is None else committer.saving)
+            case CheckpointEnded():
+                if committer is not None:
+                    committer.checkpoint_ended()
+
+    def _forget_newest(self) -> None:
+        self._written = None
+        self._service.seams.storage.delete(newest_name(self._run.text))
+        self._core.checkpoints.stored(None)
+
+    def _start_task(self, task: Callable[..., Any], *arguments: object) -> None:
+        self._service.start_task(task, *arguments, of=self._run)
 
     @property
     def _now(self) -> float:
@@ -110,14 +141,14 @@ class CheckpointKeeper:
 
         Returns once it is copied. Raises StageFailed.
         """
-        if not self._rounds.saves(plan, number):
+        if not self._core.checkpoints.saves(plan, number):
             return
         run, began = self._service.seams.executor.run, self._now
         copy = await run(
             lambda: [memoryview(bytes(stage.vector(name))) for name in ("parameters", "moments")]
         )
         copied = self._now - began
-        self._service.start_task(self._put_away, plan, number, step, *copy, copied, of=self._run)
+        self._start_task(self._put_away, plan, number, step, *copy, copied)
 
     async def _put_away(
         self, plan: Plan, number: int, step: int, parameters: memoryview, moments: memoryview, copied: float
@@ -198,115 +229,67 @@ class CheckpointKeeper:
         layers = None if row is None else (row.first_layer, row.last_layer)
         if layers != (message.state.first_layer, message.state.last_layer):
             raise RemoteProtocolError("other layers were saved than those of the stage")
-        self._rounds.saved(plan, sender, message.step, message.stage, message.state)
+        self._core.stage_saved(sender, message.step, message.stage, message.state)
         committer = self._committer()
         if committer is not None:
             committer.checkpoint_took(message.step, message.milliseconds / 1_000)
-        if self._rounds.is_spreading:
-            self._follow()  # else stages are missing yet
+        self._act()
 
-    def _follow(self) -> None:
-        """Carry out the requests of the rounds."""
-        events, self._rounds.events[:] = list(self._rounds.events), []
-        for event in events:
-            match event:
-                case SpreadWanted() | SealWanted():
-                    self._service.start_task(self._go_on, event, of=self._run)
-                case NewestChanged():
-                    self._learned()
-                    self._service.start_task(self._write_newest, of=self._run)
-                case CheckpointWhole():
-                    self._service.start_task(self._tell_whole, event, of=self._run)
-                case _:
-                    assert_never(event)
-        committer = self._committer()
-        if committer is not None and not self._rounds.is_spreading:
-            committer.checkpoint_ended()
-
-    async def _go_on(self, wanted: SpreadWanted[StageState] | SealWanted[StageState]) -> None:
+    async def _seal(self, wanted: SealWanted) -> None:
+        run, step, rounds = self._run, wanted.step, self._core.checkpoints
+        samples, name = step * run.manifest.microbatches * run.manifest.microbatch, b""
         try:
-            await (self._spread(wanted) if isinstance(wanted, SpreadWanted) else self._seal(wanted))
+            name = await self._checkpoints.seal(
+                run,
+                wanted.plan,
+                step=step,
+                samples=samples,
+                stages=_typed(wanted.states),
+                is_guest=self._is_guest,
+            )
         except (NoRoom, OSError) as error:
-            self._say_failed(wanted.step, error)
-            self._rounds.failed()
-        except BaseException:
-            self._rounds.failed()
-            raise
-        self._follow()
+            self._say_failed(step, error)
+        finally:
+            if name:
+                rounds.sealed(self._now, step, name)
+            else:
+                rounds.seal_failed(step)
+        self._act()
+        if name:
+            await self._copies.announce(run.text, CheckpointOffer(step, name))
 
-    async def _spread(self, wanted: SpreadWanted[StageState]) -> None:
-        holders = [[saver] for saver in wanted.savers]
-        have = await self._copies.spread(self._run.id, wanted.step, wanted.states, holders, wanted.keepers)
-        self._rounds.spread(have)
-
-    async def _seal(self, wanted: SealWanted[StageState]) -> None:
-        run, step = self._run, wanted.step
-        samples = step * run.manifest.microbatches * run.manifest.microbatch
-        name = await self._checkpoints.seal(
-            run, wanted.plan, step=step, samples=samples, stages=wanted.states, is_guest=self._is_guest
-        )
-        keepers = sorted({peer for each in wanted.keepers for peer in each})
-        taken = {self._service.signer.peer, *await self._copies.conclude(run.id, step, name, keepers)}
-        self._rounds.sealed(name, [[peer for peer in each if peer in taken] for each in wanted.keepers])
-
-    async def _tell_whole(self, whole: CheckpointWhole[StageState]) -> None:
-        await self._write_newest()
-        for peer in whole.audience:
-            self._service.send(peer, Checkpointed(plan_hash(whole.plan), whole.step, whole.name))
-        at, committer = self._service.seams.clock.wall(), self._committer()
-        paced = None if committer is None else committer.saving
+    def _publish_whole(self, whole: CheckpointWhole, pace: SaveInterval | None) -> None:
         self._service.publish(
             CheckpointKept(
-                at=at,
+                at=self._service.seams.clock.wall(),
                 run=self._run.text,
                 step=whole.step,
                 checkpoint=whole.name.hex(),
                 copies=whole.copies,
-                size_bytes=sum(state.state_bytes for state in whole.states),
-                next_steps=0 if paced is None else paced.steps,
-                next_seconds=0.0 if paced is None else round(paced.seconds, 3),
+                size_bytes=sum(state.state_bytes for state in _typed(whole.states)),
+                next_steps=0 if pace is None else pace.steps,
+                next_seconds=0.0 if pace is None else round(pace.seconds, 3),
             )
         )
 
-    def note_best(self, step: int | None) -> None:
-        """Note the step of the best state, where the run keeps that state."""
-        self._rounds.best_step = step
-
-    def learn(self, step: int, name: bytes) -> None:
-        """Note a complete checkpoint: the next plan may go back to it."""
-        self._rounds.learn(step, name)
-        self._follow()
-
-    def left_branch(self, kept_step: int | None) -> None:
-        """Forget the checkpoints of an abandoned branch, saved after `kept_step` steps. The files stay until
-        there are too many, for others that want them."""
-        if kept_step is not None:
-            self._rounds.forget_after(kept_step)
-            if self._rounds.newest is None:
-                self._service.seams.storage.delete(newest_name(self._run.text))
-
     async def _write_newest(self) -> None:
-        """Return once the newest checkpoint's name is on disk; concurrent calls share writes."""
-        seams = self._service.seams
+        """Write the newest checkpoint's name to the disk; concurrent calls share writes."""
+        seams, rounds = self._service.seams, self._core.checkpoints
         async with self._writing:
-            newest = self._rounds.newest
-            if newest is None or newest == self._written:
-                return
-            data = encode(CheckpointOffer(newest[1], newest[0]))
-            try:
-                await seams.executor.run(partial(seams.storage.write, newest_name(self._run.text), data))
-            except OSError as error:
-                self._say_failed(newest[1], error)
-            else:
-                self._written = newest
+            newest = rounds.newest
+            if newest is not None and newest != self._written:
+                data = encode(CheckpointOffer(newest[1], newest[0]))
+                try:
+                    await seams.executor.run(partial(seams.storage.write, newest_name(self._run.text), data))
+                except OSError as error:
+                    self._say_failed(newest[1], error)
+                else:
+                    self._written = newest
+                if rounds.newest is None:  # it was of a branch that was given up meanwhile
+                    self._forget_newest()
+        rounds.stored(newest)
+        self._act()
 
 
-def _read_newest(service: RunService, run: str) -> CheckpointOffer | None:
-    data = service.seams.storage.read(newest_name(run))
-    try:
-        offer: CheckpointOffer | None = (
-            None if data is None else decode(data, CheckpointOffer, bytes_max=_OFFER_BYTES_MAX)
-        )
-    except RemoteProtocolError:
-        return None  # damaged: as if there were none
-    return offer
+def _typed(states: Sequence[object]) -> list[StageState]:
+    return [state for state in states if isinstance(state, StageState)]

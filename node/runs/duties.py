@@ -13,7 +13,6 @@ from node.pipeline.committer import CommitterShell
 from node.placement.leases import Offer
 from node.protocols.manifest import Run
 from node.runs.best import BestState
-from node.runs.checkpointing import CheckpointKeeper
 from node.runs.completion import collect_result
 from node.runs.context import RunService
 from node.runs.progress import ProgressReports
@@ -38,7 +37,6 @@ class DutyOwner(Protocol):
 
     core: Member
     hosting: StageHosting
-    keeping: CheckpointKeeper
 
     def holders(self) -> list[PeerId]: ...
     def offers(self) -> list[Offer]: ...
@@ -63,7 +61,7 @@ class Duties:
         self._clock = service.seams.clock
         self._past: CommitterShell | None = None
         self.stall = StallClock(self._clock.monotonic())
-        best_from = member.bring_back, member.keeping.note_best
+        best_from = member.bring_back, self._note_best
         self.best = BestState(service, run, lambda: self.committer, *best_from)
         self._rebalancing = Rebalancing(service, run, member.recut, member.offers)
         self._standbys = Standbys(service, run, member.recut, member.offers, member.absent)
@@ -75,6 +73,9 @@ class Duties:
         """Return the number of steps committed here, if this node commits and its replicas are synced."""
         committer = self.committer
         return None if committer is None or committer.core.phase == "syncing" else committer.core.step
+
+    def _note_best(self, step: int | None) -> None:
+        self._member.core.checkpoints.best_step = step
 
     # From plan to plan
 
@@ -124,7 +125,7 @@ class Duties:
         self._start_task(training.run)
 
     def _commit(self, plan: Plan, lost_steps: int) -> None:
-        saved = self._member.keeping.restorable
+        saved = self._member.core.checkpoints.newest
         self.committer = self._service.seams.part(CommitterShell)(
             self._service,
             self.steering.run,

@@ -19,7 +19,7 @@ from node.protocols.manifest import Run
 from node.protocols.notices import Notice
 from node.runs.asking import AskShell
 from node.runs.chain import ChainShell, RunEntry
-from node.runs.checkpointing import CheckpointKeeper
+from node.runs.checkpointing import CheckpointKeeper, read_newest
 from node.runs.completion import fetch_result, with_checkpoint
 from node.runs.context import RunService
 from node.runs.departure import Departure
@@ -36,6 +36,7 @@ from partition.run.dispatch import Role, role_of
 from partition.run.messages import REASON_LENGTH_MAX, check_sender
 from partition.run.proposals import Surroundings
 from partition.run.states import State
+from partition.run.way_back import WayBack
 from partition.steps.frames import OpenedFrame
 from partition.steps.messages import Failed, Open
 
@@ -62,12 +63,13 @@ class RunMember:
             around=Surroundings(service.live, service.gone, self._free),
             roles=self,
             save_every=manifest.save_every,
+            newest=read_newest(service.seams, run.text),
             settings=service.settings,
         )
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
         self.keeping = CheckpointKeeper(
-            service, run, self._living, lambda: self.duties.committer, learned=self._checkpointed
+            service, run, self.core, self._living, lambda: self.duties.committer, act=self.act
         )
         self.hosting = StageHosting(
             service,
@@ -108,15 +110,13 @@ class RunMember:
         return self.duties.committed
 
     @property
-    def restorable(self) -> tuple[bytes, int] | None:
-        """Return the newest complete checkpoint and its step; under a final plan, the result's."""
-        is_final = self.plan is not None and self.plan.is_final
-        return self.duties.best.checkpoint if is_final else self.keeping.restorable
+    def best(self) -> WayBack | None:
+        """The checkpoint of the state that validated best, where the run keeps that one."""
+        return self.duties.best.checkpoint
 
-    @property
-    def can_restore(self) -> bool:
-        """Return whether a copy of that is here, or may be at another live member, present or former."""
-        return self.keeping.can_restore
+    def holds(self, checkpoint: WayBack) -> bool:
+        """Return whether all of a checkpoint is here."""
+        return self.keeping.holds(checkpoint)
 
     @property
     def can_tell(self) -> bool:
@@ -269,10 +269,7 @@ class RunMember:
                 self._end_roles(event)
             case events.RolesGiven():
                 self._take_roles(event)
-            case events.StageAbandoned():
-                self._start_task(self.hosting.abandon)
             case events.RunLeft():
-                self.keeping.left_branch(event.kept_step)
                 self.duties.stop()
                 self.duties.committer = None
                 self._start_task(self._let_go)
@@ -280,12 +277,22 @@ class RunMember:
                 chain.store()
             case events.MessageRefused():
                 service.refuse(event.peer, RemoteProtocolError(event.reason))
-            case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
-                self.steering.steer(event, self.duties.committer)
-            case events.CheckpointFound():
-                self.keeping.learn(event.step, event.checkpoint)
             case events.RunOver():
                 self._start_task(self.end, event.outcome, event.detail, event.weights)
+            case _:
+                self._on_work(event)
+
+    def _on_work(self, event: events.Event) -> None:
+        match event:
+            case events.StageAbandoned():
+                self._start_task(self.hosting.abandon)
+            case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
+                self.steering.steer(event, self.duties.committer)
+            case events.NewestChanged():
+                self.duties.best.learned(event.newest)
+                self.keeping.on_event(event)
+            case events.SealWanted() | events.CheckpointWhole() | events.CheckpointEnded():
+                self.keeping.on_event(event)
 
     # Roles
 
@@ -319,11 +326,6 @@ class RunMember:
             self.core.recut(wanted)
             self.act()
 
-    def _checkpointed(self) -> None:
-        self.duties.best.learned(self.keeping.restorable)
-        self.core.checkpointed(self._now)
-        self.act()
-
     def bring_back(self, checkpoint: bytes, step: int) -> None:
         self.core.bring_back(self._now, checkpoint, step)
         self.act()
@@ -349,7 +351,7 @@ class RunMember:
 
     def fail_for_all(self, reason: str) -> None:
         """End the run for all, with a note on what can be recovered."""
-        self.finish("failed", with_checkpoint(reason, self.run, self.keeping.restorable), "")
+        self.finish("failed", with_checkpoint(reason, self.run, self.core.checkpoints.newest), "")
 
     def finish(self, outcome: str, detail: str, weights: str) -> None:
         """Tell every live member, then end here, whichever plan comes into force meanwhile."""

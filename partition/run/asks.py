@@ -70,7 +70,28 @@ class EndRun:
     weights: str = ""
 
 
-Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun | EndRun
+@dataclass(frozen=True)
+class KeepStage:
+    """Committer to a keeper: hold a copy of a stage after `step` steps, which `saver` has; `state` describes
+    it."""
+
+    plan: Plan
+    step: int
+    stage: int
+    state: object
+    saver: PeerId
+
+
+@dataclass(frozen=True)
+class NameCheckpoint:
+    """Committer to a keeper: what it holds of this step is part of the checkpoint of this name."""
+
+    plan: Plan
+    step: int
+    name: bytes
+
+
+Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun | EndRun | KeepStage | NameCheckpoint
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

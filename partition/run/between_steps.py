@@ -19,11 +19,13 @@ from partition.run.messages import Leaving, Recut
 from partition.run.proposals import Proposer
 from partition.run.recutting import Recutting
 from partition.run.roles import Roles
+from partition.run.way_back import WayBack
 
 
 class BetweenSteps:
-    """One member's part; each call takes the plan in force. `events` are the member's; `tell` sends to all
-    living members, `exclude` has the next plan do without a peer."""
+    """One member's part; each call takes the plan in force. `events` are the member's; `restorable` returns
+    the newest checkpoint, `tell` sends to all living members, `exclude` has the next plan do without a
+    peer."""
 
     def __init__(
         self,
@@ -33,6 +35,7 @@ class BetweenSteps:
         roles: Roles,
         *,
         events: list[Event],
+        restorable: Callable[[], WayBack | None],
         tell: Callable[[Leaving | Recut], None],
         exclude: Callable[[float, PeerId, str], None],
     ) -> None:
@@ -41,6 +44,7 @@ class BetweenSteps:
         self._proposer = proposer
         self._draining = draining
         self._roles = roles
+        self._restorable = restorable
         self._events = events
         self._tell = tell
         self._exclude = exclude
@@ -105,7 +109,7 @@ class BetweenSteps:
         """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
         if self._proposer.recut is not None:
             return
-        change = self.recutting.saved(self._roles.restorable)
+        change = self.recutting.saved(self._restorable())
         if change is not None and change.stages:
             self.heard(now, change)  # the committer alone asks those who are to join
         elif change is not None:

@@ -2,75 +2,35 @@
 whole.
 
 After steps that the manifest determines, the first replica of each stage saves a copy of its state and
-reports that. The committer gathers these. Once all stages are there it has each copied to other members
-(`SpreadWanted`), then gives the checkpoint its name at its keepers (`SealWanted`), and once enough have taken
-the name it tells everybody (`CheckpointWhole`). One checkpoint is spread after the other; where one fails,
-the one before stays the newest. `S` is the type of a replica's description of its saved state, which is
-passed on.
+reports that. The committer gathers these. Once all stages are there it asks each keeper for one copy after
+the other (`KeepStage`), has the checkpoint sealed (`SealWanted`), and asks the keepers to take its name
+(`NameCheckpoint`). Once enough have, and the name is on this member's own disk (`NewestChanged`), it tells
+everybody. One checkpoint is spread after the other; where one fails, the one before stays the newest.
+
+Not here: a replica's description of its saved state, which is passed on unread.
 """
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
 
 from blake3 import blake3
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from partition.plan.plan import Plan
+from partition.plan.plan import Plan, plan_hash
+from partition.run.asks import Asks, Done, KeepStage, NameCheckpoint, Reply
+from partition.run.events import CheckpointEnded, CheckpointWhole, Event, NewestChanged, SealWanted
+from partition.run.messages import Checkpointed
+from partition.run.way_back import WayBack
 
 COPIES = 3
 """Peers that keep each stage: two may fail in the same hour."""
 COPIES_MIN = 2
 """The least copies of each stage: a copy on one disk only is lost with the replica it is meant to replace."""
-
-S = TypeVar("S")
-Rows = tuple[tuple[PeerId, ...], ...]
-"""For each stage, peers."""
-
-
-@dataclass(frozen=True)
-class SpreadWanted(Generic[S]):
-    """Have `keepers` of each stage copy its state from its saver; then call `spread`."""
-
-    plan: Plan
-    step: int
-    states: tuple[S, ...]
-    savers: tuple[PeerId, ...]
-    keepers: Rows
-
-
-@dataclass(frozen=True)
-class SealWanted(Generic[S]):
-    """Name the checkpoint of these states and tell its `keepers` the name; then call `sealed`."""
-
-    plan: Plan
-    step: int
-    states: tuple[S, ...]
-    keepers: Rows
-
-
-@dataclass(frozen=True)
-class CheckpointWhole(Generic[S]):
-    """A checkpoint has its name at `copies` keepers of each stage or more: tell it to `audience`."""
-
-    plan: Plan
-    step: int
-    states: tuple[S, ...]
-    name: bytes
-    copies: int
-    audience: tuple[PeerId, ...]
-
-
-@dataclass(frozen=True)
-class NewestChanged:
-    """This member knows of a newer checkpoint: write it down."""
-
-    step: int
-    name: bytes
-
-
-Event = SpreadWanted[S] | SealWanted[S] | CheckpointWhole[S] | NewestChanged
+KEEP_SECONDS_MAX = 3_600.0
+"""For one stage: 12 GB at 30 Mbit/s."""
+NAME_SECONDS_MAX = 90.0
+"""For a keeper to take the name, and the checkpoint's manifest."""
 
 
 def checkpoint_holders(
@@ -95,50 +55,75 @@ def checkpoint_holders(
 
 
 @dataclass
-class _Gathering(Generic[S]):
+class _Gathering:
     """The saved stages of one step, by number: their savers and states."""
 
     plan: Plan
     step: int
-    rows: dict[int, tuple[PeerId, S]] = field(default_factory=dict)
+    rows: dict[int, tuple[PeerId, object]] = field(default_factory=dict)
 
     @property
     def is_whole(self) -> bool:
         return len(self.rows) == len(self.plan.stages)
 
 
-class CheckpointRounds(Generic[S]):
-    """One member's part. The driver takes `events` after each call and answers each *Wanted* with its call or
-    with `failed`."""
+@dataclass
+class _Spread:
+    """The checkpoint that is spread. `left` are the stages that each keeper is still to be asked for, `asked`
+    the keeper and stage of each open request, `have` the keepers of each stage, `named` those that took the
+    name."""
+
+    plan: Plan
+    step: int
+    states: tuple[object, ...]
+    savers: tuple[PeerId, ...]
+    keepers: tuple[tuple[PeerId, ...], ...]
+    left: dict[PeerId, list[int]] = field(default_factory=dict)
+    asked: dict[int, tuple[PeerId, int]] = field(default_factory=dict)
+    have: list[set[PeerId]] = field(default_factory=list)
+    name: bytes = b""
+    named: set[PeerId] = field(default_factory=set)
+
+    @property
+    def is_sealed(self) -> bool:
+        return bool(self.name)
+
+
+class CheckpointRounds:
+    """One member's part. It puts `asks`, adds to the member's `events`, and takes answers by `replied`.
+    `tell` sends to peers; `learned` is called when this member knows of a newer checkpoint."""
 
     def __init__(
         self,
-        run: bytes,
         me: PeerId,
+        *,
+        asks: Asks,
+        events: list[Event],
         live: Callable[[], Collection[PeerId]],
-        newest: tuple[bytes, int] | None = None,
+        tell: Callable[[Collection[PeerId], Checkpointed], None],
+        learned: Callable[[float], None],
+        newest: WayBack | None = None,
     ) -> None:
-        """`run` is the run's id, 32 bytes. `live` are the other members that answer. `newest` is the name and
-        the step of the newest whole checkpoint, as this member wrote them down in an earlier life."""
-        self.events: list[Event[S]] = []
+        """`live` are the other members that answer. `newest` is the newest whole checkpoint, as this member
+        wrote it down in an earlier life."""
         self.best_step: int | None = None
         """The step of the best state so far, where the run keeps that one."""
-        self._run = run
         self._me = me
+        self._asks = asks
+        self._events = events
         self._live = live
+        self._tell = tell
+        self._learned = learned
         self._newest = newest
-        self._gathering: dict[bool, _Gathering[S]] = {}
-        self._spreading: SpreadWanted[S] | None = None
+        self._is_stored = True
+        self._untold: list[CheckpointWhole] = []
+        self._gathering: dict[bool, _Gathering] = {}
+        self._spread: _Spread | None = None
 
     @property
-    def newest(self) -> tuple[bytes, int] | None:
+    def newest(self) -> WayBack | None:
         """The newest checkpoint that is whole somewhere, and its step."""
         return self._newest
-
-    @property
-    def is_spreading(self) -> bool:
-        """Whether a checkpoint is being copied or named."""
-        return self._spreading is not None
 
     def saves(self, plan: Plan, stage: int) -> bool:
         """Return whether this member has to save its copy of a stage: one replica of each does."""
@@ -146,7 +131,7 @@ class CheckpointRounds(Generic[S]):
 
     # The committer's side
 
-    def saved(self, plan: Plan, sender: PeerId, step: int, stage: int, state: S) -> None:
+    def saved(self, plan: Plan, sender: PeerId, step: int, stage: int, state: object) -> None:
         """Record that a stage after `step` steps was saved at one of its replicas.
 
         Raises:
@@ -165,67 +150,124 @@ class CheckpointRounds(Generic[S]):
     def _spread_next(self) -> None:
         """Spread the checkpoint that all stages have saved, one after the other."""
         whole = {key: each for key, each in self._gathering.items() if each.is_whole}
-        if self._spreading is not None or not whole:
+        if self._spread is not None or not whole:
             return
         oldest = min(whole, key=lambda key: whole[key].step)
         gathered = self._gathering[oldest]  # it stays: what is saved late for an earlier plan is too late
-        plan, step = gathered.plan, gathered.step
+        plan = gathered.plan
         rows = [gathered.rows.pop(number) for number in range(len(plan.stages))]
         live = {self._me, *self._live()}
         roster = [peer for peer in plan.members if peer in live]
         keepers = tuple(
-            checkpoint_holders(self._run, number, roster, [PeerId(peer) for peer in stage.replicas])
+            checkpoint_holders(plan.run, number, roster, [PeerId(peer) for peer in stage.replicas])
             for number, stage in enumerate(plan.stages)
         )
-        savers, states = (tuple(each) for each in zip(*rows, strict=True))
-        self._spreading = SpreadWanted(plan, step, states, savers, keepers)
-        self.events.append(self._spreading)
+        spread = self._spread = _Spread(
+            plan, gathered.step, tuple(row[1] for row in rows), tuple(row[0] for row in rows), keepers
+        )
+        spread.have = [set() for _ in rows]
+        for stage, peers in enumerate(keepers):
+            for peer in peers:
+                spread.left.setdefault(peer, []).append(stage)
+        for peer in spread.left:
+            self._ask_next(spread, peer)
 
-    def spread(self, kept: Sequence[Collection[PeerId]]) -> None:
-        """Go on with the checkpoint that is spread: `kept` has the holders of each stage."""
-        wanted = self._spreading
-        if wanted is None:
-            return
-        if not _are_enough(kept, wanted.keepers):
-            self.failed()  # the checkpoint before stays the newest
-            return
-        rows = tuple(tuple(dict.fromkeys(each)) for each in kept)
-        self.events.append(SealWanted(wanted.plan, wanted.step, wanted.states, rows))
+    def _ask_next(self, spread: _Spread, peer: PeerId) -> None:
+        """Ask a keeper for its next stage: it copies one after the other."""
+        if spread.left[peer]:
+            stage = spread.left[peer].pop(0)
+            request = KeepStage(spread.plan, spread.step, stage, spread.states[stage], spread.savers[stage])
+            spread.asked[self._asks.put(peer, request, KEEP_SECONDS_MAX)] = peer, stage
 
-    def sealed(self, name: bytes, kept: Sequence[Collection[PeerId]]) -> None:
-        """Finish the checkpoint that is spread: its name, and the holders of state and name of each stage."""
-        wanted = self._spreading
-        if wanted is None:
+    def replied(self, now: float, number: int, reply: Reply) -> None:
+        """Take the answer to one of `asks`."""
+        spread = self._spread
+        if spread is None or number not in spread.asked:
             return
-        if _are_enough(kept, wanted.keepers):
-            self.learn(wanted.step, name)
-            live = set(self._live())
-            audience = tuple(peer for peer in wanted.plan.members if peer != self._me and peer in live)
-            copies = min(len(set(each)) for each in kept)
-            whole = CheckpointWhole(wanted.plan, wanted.step, wanted.states, name, copies, audience)
-            self.events.append(whole)
-        self.failed()
+        peer, stage = spread.asked.pop(number)
+        if spread.is_sealed:
+            spread.named |= {peer} if isinstance(reply, Done) else set()
+            if not spread.asked:
+                self._conclude(now, spread)
+            return
+        spread.have[stage] |= {peer} if isinstance(reply, Done) else set()
+        self._ask_next(spread, peer)
+        if spread.asked:
+            return
+        if _are_enough(spread.have, spread.keepers):
+            self._events.append(SealWanted(spread.plan, spread.step, spread.states))
+        else:
+            self._end()  # the checkpoint before stays the newest
 
-    def failed(self) -> None:
+    def sealed(self, now: float, step: int, name: bytes) -> None:
+        """Go on with the checkpoint of `step`, which was sealed here under this name."""
+        spread = self._spread
+        if spread is None or spread.step != step or spread.asked or spread.is_sealed:
+            return
+        spread.name = name
+        for peer in sorted(set().union(*spread.have) - {self._me}):
+            asked = self._asks.put(peer, NameCheckpoint(spread.plan, step, name), NAME_SECONDS_MAX)
+            spread.asked[asked] = peer, 0
+        if not spread.asked:
+            self._conclude(now, spread)
+
+    def seal_failed(self, step: int) -> None:
+        """Give up the checkpoint of `step`, which could not be sealed here."""
+        if self._spread is not None and self._spread.step == step and not self._spread.is_sealed:
+            self._end()
+
+    def _conclude(self, now: float, spread: _Spread) -> None:
+        """Finish a checkpoint whose keepers have answered whether they took its name."""
+        kept = [each & {self._me, *spread.named} for each in spread.have]
+        if _are_enough(kept, spread.keepers):
+            self.learn(now, spread.step, spread.name)
+            copies = min(map(len, kept))
+            self._untold.append(CheckpointWhole(spread.plan, spread.step, spread.states, spread.name, copies))
+            if self._is_stored:
+                self._announce()
+        self._end()
+
+    def _end(self) -> None:
         """End the checkpoint that is spread, whole or not, and take up the next."""
-        self._spreading = None
+        self._spread = None
         self._spread_next()
+        if self._spread is None:
+            self._events.append(CheckpointEnded())
 
     # Everybody's
 
-    def learn(self, step: int, name: bytes) -> None:
+    def learn(self, now: float, step: int, name: bytes) -> None:
         """Remember a whole checkpoint: the next planner may go back to it."""
         if self._newest is None or step > self._newest[1]:
-            self._newest = name, step
-            self.events.append(NewestChanged(step, name))
+            self._change((name, step))
+            self._learned(now)
 
     def forget_after(self, step: int) -> None:
         """Forget the newest checkpoint where it is of more than `step` steps: it is of a branch that was
         given up, and the run must not go back to it."""
         if self._newest is not None and self._newest[1] > step:
-            self._newest = None
+            self._untold.clear()
+            self._change(None)
+
+    def _change(self, newest: WayBack | None) -> None:
+        self._newest, self._is_stored = newest, False
+        self._events.append(NewestChanged(newest))
+
+    def stored(self, newest: WayBack | None) -> None:
+        """Note that the newest checkpoint's name is written down, or cannot be: others may hear of it."""
+        if newest == self._newest:
+            self._is_stored = True
+            self._announce()
+
+    def _announce(self) -> None:
+        untold, self._untold[:] = list(self._untold), []
+        for whole in untold:
+            plan, live = whole.plan, set(self._live())
+            audience = [peer for peer in plan.members if peer != self._me and peer in live]
+            self._tell(audience, Checkpointed(plan_hash(plan), whole.step, whole.name))
+            self._events.append(whole)
 
 
-def _are_enough(have: Sequence[Collection[PeerId]], wanted: Rows) -> bool:
+def _are_enough(have: Sequence[Collection[PeerId]], wanted: Sequence[Collection[PeerId]]) -> bool:
     """Return whether each stage is on enough disks to survive the next loss."""
-    return all(len(set(each)) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))
+    return all(len(each) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))

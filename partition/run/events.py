@@ -7,6 +7,7 @@ from partition.plan.change import Change
 from partition.plan.plan import Plan
 from partition.run.hosting import StageAction
 from partition.run.states import State
+from partition.run.way_back import WayBack
 
 
 @dataclass(frozen=True)
@@ -56,10 +57,9 @@ class StateChanged:
 @dataclass(frozen=True)
 class RunLeft:
     """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
-    branch of the run for another; steps after `kept_step` were that branch's alone."""
+    branch of the run for another."""
 
     is_branch: bool
-    kept_step: int | None = None
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,38 @@ class StepsWanted:
 
 
 @dataclass(frozen=True)
-class CheckpointFound:
-    """A checkpoint is whole, on several disks."""
+class SealWanted:
+    """As the committer: make a checkpoint of these states of all stages, and keep it; then call `sealed` of
+    the member's checkpoints, or `seal_failed`."""
 
+    plan: Plan
     step: int
-    checkpoint: bytes
+    states: tuple[object, ...]
+
+
+@dataclass(frozen=True)
+class NewestChanged:
+    """Write down the newest checkpoint, or that there is none, then call `stored` of the member's
+    checkpoints: until then nobody is told of it."""
+
+    newest: WayBack | None
+
+
+@dataclass(frozen=True)
+class CheckpointWhole:
+    """As the committer: a checkpoint of these states has its name at `copies` keepers of each stage or
+    more."""
+
+    plan: Plan
+    step: int
+    states: tuple[object, ...]
+    name: bytes
+    copies: int
+
+
+@dataclass(frozen=True)
+class CheckpointEnded:
+    """As the committer: no checkpoint is copied any more; the last one is whole, or failed."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +149,9 @@ Event = (
     | PauseWanted
     | SaveWanted
     | StepsWanted
-    | CheckpointFound
+    | SealWanted
+    | NewestChanged
+    | CheckpointWhole
+    | CheckpointEnded
     | RunOver
 )

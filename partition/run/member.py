@@ -11,6 +11,7 @@ Not here: steps (`partition.steps`), and the work of a role: `Roles` reports on 
 from collections.abc import Collection
 from typing import assert_never
 
+from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
 from partition.plan.change import Change, successor
@@ -22,6 +23,7 @@ from partition.run import keepalive, proposals
 from partition.run.asks import Asks, Declined, Done, Reply
 from partition.run.between_steps import BetweenSteps
 from partition.run.branches import Verdict
+from partition.run.checkpoint_rounds import CheckpointRounds
 from partition.run.completion import Completion, answer_end
 from partition.run.events import (
     Event,
@@ -54,7 +56,7 @@ from partition.run.roles import Roles
 from partition.run.settings import RunSettings
 from partition.run.standing import RunStanding
 from partition.run.states import State
-from partition.run.way_back import WaysBack
+from partition.run.way_back import WayBack, WaysBack
 
 INF = float("inf")
 
@@ -79,10 +81,12 @@ class Member:
         around: Surroundings,
         roles: Roles,
         save_every: int = 0,
+        newest: WayBack | None = None,
         parts: Parts | None = None,
         settings: RunSettings | None = None,
     ) -> None:
-        """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
+        """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made;
+        `newest` is the newest that an earlier life wrote down."""
         self.plan: Plan | None = None
         self.is_dropped = self.is_over = False
         self.progress = RunProgress(samples_per_step)
@@ -99,6 +103,15 @@ class Member:
         self._around = around
         self._roles = roles
         self._ways_back = WaysBack(save_every)
+        self.checkpoints = CheckpointRounds(
+            me,
+            asks=self.asks,
+            events=self.events,
+            live=self._living,
+            tell=self._tell_some,
+            learned=self._checkpointed,
+            newest=newest,
+        )
         self._parts = parts or Parts()
         self._life: MemberLife | None = None
         self._completion: Completion | None = None
@@ -130,6 +143,17 @@ class Member:
         """All other peers known to be, or to have been, members."""
         return () if self._life is None else self._life.chain.core.acquainted
 
+    @property
+    def restorable(self) -> WayBack | None:
+        """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
+        is_final = self.plan is not None and self.plan.is_final
+        return self._roles.best if is_final else self.checkpoints.newest
+
+    def _living(self) -> list[PeerId]:
+        """Return all living peers known to be, or to have been, members: they keep their copies."""
+        live = self._around.live()
+        return [peer for peer in self.acquainted if peer in live]
+
     def others(self) -> list[PeerId]:
         """Return the living members of the plan in force, without this one."""
         live, plan = self._around.live(), self.plan
@@ -137,6 +161,9 @@ class Member:
 
     def _tell(self, message: RunMessage) -> None:
         self.sends += [(peer, message) for peer in self.others()]
+
+    def _tell_some(self, peers: Collection[PeerId], message: RunMessage) -> None:
+        self.sends += [(peer, message) for peer in peers if not self.is_over]
 
     # The beginning
 
@@ -172,6 +199,7 @@ class Member:
                 make.draining(proposer),
                 self._roles,
                 events=self.events,
+                restorable=lambda: self.restorable,
                 tell=self._tell,
                 exclude=self.exclude_for_all,
             ),
@@ -186,7 +214,8 @@ class Member:
 
     def _restart(self, now: float, plan: Plan) -> None:
         self.plan = plan
-        self.events += [*self._ways_back.entered(plan), PlanFollowed(plan)]
+        self._learn(now, self._ways_back.entered(plan))
+        self.events.append(PlanFollowed(plan))
         self._standing.change("node restarted", "this node was restarted")
         others = [peer for peer in plan.members if peer != self._me]
         self.catch_up(others)
@@ -231,7 +260,7 @@ class Member:
             self._completion.changed(now)
             return  # some have heard the end already: now it is told in this plan's name
         life.keepalive.heard(now)
-        self.events += self._ways_back.entered(plan)
+        self._learn(now, self._ways_back.entered(plan))
         reason = life.proposer.reasons(change.lost if change is not None else ())
         if before is not None:
             life.proposer.decided(now)
@@ -293,8 +322,10 @@ class Member:
         """Leave the run, which goes on elsewhere: from now on nothing is committed here."""
         self.is_over = True
         kept = self._life.branches.kept_step if is_branch and self._life is not None else None
+        if kept is not None:
+            self.checkpoints.forget_after(kept)  # the run must not go back to what was that branch's alone
         self._standing.leave(reason)
-        self.events.append(RunLeft(is_branch, kept))
+        self.events.append(RunLeft(is_branch))
 
     # Members that the next plan must do without
 
@@ -341,16 +372,30 @@ class Member:
         if self._life is not None and self.plan is not None and may_change:
             self._life.between.recut(self.plan, wanted)
 
-    def checkpointed(self, now: float) -> None:
-        """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
-        if self.plan is not None and self._life is not None:
-            self._life.between.checkpointed(now, self.plan)
-
     def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
         """As the committer: after the last step, make the state of `step` in this checkpoint the result."""
         if self._life is not None and self.plan is not None and self.commits and not self.is_over:
             message = Recut(plan_hash(self.plan), step, checkpoint, (), is_final=True)
             self._life.between.wish(now, message)
+
+    # Checkpoints
+
+    def stage_saved(self, sender: PeerId, step: int, stage: int, state: object) -> None:
+        """As the committer: `sender` has saved its `stage` after `step` steps. Raises RemoteProtocolError."""
+        if self.plan is None:
+            return
+        if not self.commits:
+            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
+        self.checkpoints.saved(self.plan, sender, step, stage, state)
+
+    def _learn(self, now: float, found: WayBack | None) -> None:
+        if found is not None:
+            self.checkpoints.learn(now, found[1], found[0])
+
+    def _checkpointed(self, now: float) -> None:
+        """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
+        if self.plan is not None and self._life is not None:
+            self._life.between.checkpointed(now, self.plan)
 
     # Steps
 
@@ -454,7 +499,7 @@ class Member:
                 successor(plan, message.change)  # or it is refused
                 life.between.heard(now, message.change)
             case Checkpointed():
-                self.events += self._ways_back.told(message)
+                self._learn(now, self._ways_back.told(message))
             case Leaving(at_once=True):
                 self.exclude_for_all(now, sender, "it has nothing to feed the run with")
             case Leaving():
@@ -479,6 +524,7 @@ class Member:
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
         """Take the answer to one of `asks`."""
+        self.checkpoints.replied(now, number, reply)
         if self._life is not None:
             self._life.proposer.replied(now, number, reply)
             self._life.keepalive.replied(now, number, reply)
@@ -508,7 +554,7 @@ class Member:
         if now >= life.between.recutting.deadline:
             life.between.give_up()
         if now >= life.proposer.deadline:
-            restorable = self._ways_back.find(self._roles.restorable, self.progress.furthest)
+            restorable = self._ways_back.find(self.restorable, self.progress.furthest)
             change = life.proposer.think(now, self._roles, restorable)
             life.chain.wish(change, life.chain.core.head_hash)
         self._follow(now, life)
@@ -558,7 +604,7 @@ class Member:
 
     def _tell_checkpoint(self, peers: Collection[PeerId]) -> None:
         """As the committer: announce the restorable checkpoint, as any of these peers may propose next."""
-        news = self._ways_back.news(self.plan, self._roles.restorable) if self.commits else None
+        news = self._ways_back.news(self.plan, self.restorable) if self.commits else None
         self.sends += [(peer, news) for peer in peers if news is not None]
 
     def _follow(self, now: float, life: MemberLife) -> None:

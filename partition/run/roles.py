@@ -2,6 +2,8 @@
 
 from typing import Protocol
 
+from partition.run.way_back import WayBack
+
 
 class Roles(Protocol):
     """This node's roles under the plan in force."""
@@ -12,12 +14,11 @@ class Roles(Protocol):
         yet because its replicas are not synced."""
 
     @property
-    def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole somewhere, and its step."""
+    def best(self) -> WayBack | None:
+        """The checkpoint of the state that validated best, where the run keeps that one."""
 
-    @property
-    def can_restore(self) -> bool:
-        """Whether a copy of `restorable` is here, or may be at a member, of now or before, that lives."""
+    def holds(self, checkpoint: WayBack) -> bool:
+        """Return whether a copy of a checkpoint is here, of every stage."""
 
     @property
     def can_tell(self) -> bool:

@@ -5,7 +5,6 @@ The newest checkpoint that is whole, else the first values of all stages, which 
 
 from crypto.errors import RemoteProtocolError
 from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, plan_hash
-from partition.run.events import CheckpointFound
 from partition.run.messages import Checkpointed
 
 WayBack = tuple[bytes, int]
@@ -22,14 +21,13 @@ class WaysBack:
         self._save_every = save_every
         self._is_informed = False
 
-    def entered(self, plan: Plan) -> list[CheckpointFound]:
-        """Note the plan in force, and find the checkpoint that it went back to, if it did."""
+    def entered(self, plan: Plan) -> WayBack | None:
+        """Note the plan in force; return the checkpoint that it went back to, if it did."""
         self._is_informed |= not plan.height or plan.restored != NO_HASH
-        is_found = plan.restored not in (NO_HASH, FIRST_VALUES)
-        return [CheckpointFound(plan.step, plan.restored)] if is_found else []
+        return None if plan.restored in (NO_HASH, FIRST_VALUES) else (plan.restored, plan.step)
 
-    def told(self, message: Checkpointed) -> list[CheckpointFound]:
-        """Note the committer's message, and find the whole checkpoint, if there is one.
+    def told(self, message: Checkpointed) -> WayBack | None:
+        """Note the committer's message; return the whole checkpoint, if there is one.
 
         Raises RemoteProtocolError: the beginning of a run is before its first step.
         """
@@ -37,7 +35,7 @@ class WaysBack:
         if is_beginning and message.step:
             raise RemoteProtocolError(f"the first values of a run, after {message.step} steps")
         self._is_informed = True
-        return [] if is_beginning else [CheckpointFound(message.step, message.checkpoint)]
+        return None if is_beginning else (message.checkpoint, message.step)
 
     def news(self, plan: Plan | None, newest: WayBack | None) -> Checkpointed | None:
         """Return the message to send as the committer of `plan`, which knows of `newest`; None for

@@ -6,12 +6,23 @@ from typing import Protocol
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import Plan, plan_hash
-from partition.run.asks import Declined, Done, EndRun, HoldStage, OpenStage, ReleaseStage, RenewRun, StartRun
+from partition.run.asks import (
+    Declined,
+    Done,
+    EndRun,
+    HoldStage,
+    KeepStage,
+    NameCheckpoint,
+    OpenStage,
+    ReleaseStage,
+    RenewRun,
+    StartRun,
+)
 from partition.run.member import Member
 from partition.run.provider import OVER, KnownRun, StageProvider
 from sim.worlds.hosting import SimStageHost
 from sim.worlds.keeping import SimCheckpointKeeper
-from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, KeepCopy, Question
+from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, Question
 from sim.worlds.streams import Answer
 
 
@@ -39,8 +50,10 @@ def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) 
     match question:
         case FetchCopy():
             reply(member.keeping.copy(question.step, question.unit))
-        case KeepCopy():
+        case KeepStage():
             member.keeping.keep(question, reply)
+        case NameCheckpoint():
+            reply(member.keeping.name(question))
         case HoldStage():
             reply(_lease(member, asker, question))
         case OpenStage():

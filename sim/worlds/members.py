@@ -24,6 +24,7 @@ from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
 from partition.run.dispatch import Dispatch, Early, Role, role_of
 from partition.run.messages import check_sender
 from partition.run.proposals import Surroundings
+from partition.run.way_back import WayBack
 from partition.steps.frames import OpenedFrame
 from partition.steps.messages import Open
 from sim.events import BranchLeft, PlanAdopted, RunEnded
@@ -34,7 +35,7 @@ from sim.worlds.hosting import SimStageHost
 from sim.worlds.integer_stage import IntegerState
 from sim.worlds.keeping import SimCheckpointKeeper, fetch_from
 from sim.worlds.run_context import Setting
-from sim.worlds.run_messages import Disk, FetchState, Noted, Question, Saved
+from sim.worlds.run_messages import Disk, FetchState, Noted, Question, Saved, checkpoint_name
 from sim.worlds.sim_stage import Hosted
 from sim.worlds.streams import Answer
 from sim.worlds.trainer import Trainer
@@ -77,9 +78,7 @@ class SimMember(LifeTurns):
             disk,
             live=self._living,
             ask=self.ask,
-            send=self.send,
             later=self.later,
-            learned=self._checkpointed,
         )
         self.hosting = SimStageHost(lambda: self.core, self._make_hosted, self.later, lambda: self.now)
         self.requester = setting.requester
@@ -96,6 +95,7 @@ class SimMember(LifeTurns):
             around=Surroundings(partial(self._told, True), partial(self._told, False), self._free),
             roles=self,
             save_every=setting.training.checkpoint_every,
+            newest=self._disk.newest,
             parts=setting.cores.member,
             settings=setting.settings,
         )
@@ -117,14 +117,13 @@ class SimMember(LifeTurns):
         return None if committer is None or committer.phase == "syncing" else committer.step
 
     @property
-    def restorable(self) -> tuple[bytes, int] | None:
-        """The newest checkpoint that is whole, and its step."""
-        return self.keeping.restorable
+    def best(self) -> WayBack | None:
+        """Nobody looks for the best state."""
+        return None
 
-    @property
-    def can_restore(self) -> bool:
-        """Whether copies of that are here, or may be at another that lives."""
-        return self.plan is None or self.keeping.can_restore()
+    def holds(self, checkpoint: WayBack) -> bool:
+        """Return whether copies of a checkpoint are here."""
+        return self.keeping.holds(checkpoint)
 
     @property
     def can_tell(self) -> bool:
@@ -245,8 +244,12 @@ class SimMember(LifeTurns):
             case events.PauseWanted() | events.SaveWanted() | events.StepsWanted():
                 if self.trainer is not None:
                     self.trainer.steer(event)
-            case events.CheckpointFound():
-                self.keeping.learn(event.step, event.checkpoint)
+            case events.SealWanted():
+                name = checkpoint_name(self._setting.run, event.step)
+                self.core.checkpoints.sealed(self.now, event.step, name)
+            case events.NewestChanged():
+                self._disk.newest = event.newest
+                self.core.checkpoints.stored(event.newest)
 
     def _follow(self, plan: Plan) -> None:
         self.provider.slots.release_run(self._setting.run)
@@ -264,7 +267,7 @@ class SimMember(LifeTurns):
             return
         if self.me in plan.trainers:
             self.trainer = Trainer(self._setting, self.me, plan, self, self.core.failures)
-            self.trainer.begin(self.keeping.restorable)
+            self.trainer.begin(self.core.checkpoints.newest)
 
     def absent(self, peer: PeerId, reason: str) -> None:
         """As the committer: the next plan must do without this peer."""
@@ -277,9 +280,6 @@ class SimMember(LifeTurns):
     def recut(self, wanted: Change) -> None:
         """As the committer: move the borders between stages, or make more of them."""
         self.core.recut(wanted)
-
-    def _checkpointed(self) -> None:
-        self.core.checkpointed(self.now)
 
     def leave(self) -> None:
         """Hand this peer's part over before it goes."""
@@ -303,7 +303,7 @@ class SimMember(LifeTurns):
         self._dispatch.forget(self)
         self.hosting.close()
         self._stop_training()
-        self.keeping.forget()
+        self._disk.forget_chain()
 
     # Training
 
@@ -379,8 +379,7 @@ class SimMember(LifeTurns):
                 self.core.show_step(message.step - 1)
                 return
             case Saved():
-                if plan.committer == self.me:
-                    self.keeping.saved(plan, sender, message)
+                self.core.stage_saved(sender, message.step, message.stage, None)
                 return
         match role_of(message):
             case Role.MEMBER:
@@ -446,11 +445,17 @@ class SimMember(LifeTurns):
             step=step,
             later=self.later,
             send=self.send,
-            save=self.keeping.save,
+            save=self._save,
             fetch=self._fetch_state,
             restore=self.keeping.restore,
             failed=self.hosting.failed,
         )
+
+    def _save(self, plan: Plan, stage: int, state: IntegerState) -> None:
+        """Put a copy of this peer's stage away, if that is for this replica to do."""
+        if self.core.checkpoints.saves(plan, stage):
+            self.keeping.put_stage(plan, stage, state)
+            self.send(plan.committer, Saved(plan_hash(plan), state.step, stage))
 
     def _fetch_state(
         self, sources: Sequence[PeerId], plan: bytes, step: int, then: Callable[[IntegerState | None], None]

@@ -5,7 +5,6 @@ Modelled by their time and bytes alone: they never go on a wire, so they have no
 
 from dataclasses import dataclass, field
 
-from crypto.identity import PeerId
 from partition.plan.plan import NO_HASH
 from partition.run.asks import Request
 
@@ -54,15 +53,6 @@ class ExportStage:
 
 
 @dataclass(frozen=True)
-class KeepCopy:
-    """Committer to a keeper: store the copy that `holder` has of a stage made of these original stages."""
-
-    step: int
-    units: tuple[int, ...]
-    holder: PeerId
-
-
-@dataclass(frozen=True)
 class FetchCopy:
     """Anybody to anybody: the copy of one of the run's original stages."""
 
@@ -70,7 +60,7 @@ class FetchCopy:
     unit: int
 
 
-Question = Request | FetchState | ExportStage | KeepCopy | FetchCopy
+Question = Request | FetchState | ExportStage | FetchCopy
 
 
 # On disks
@@ -86,8 +76,8 @@ class Disk:
     copies: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def forget_chain(self) -> None:
-        """Forget the records of a running run; its copies stay."""
-        self.chain, self.newest = b"", None
+        """Forget the chain of a running run; its checkpoints stay."""
+        self.chain = b""
 
 
 def checkpoint_name(run: bytes, step: int) -> bytes:

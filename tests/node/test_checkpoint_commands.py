@@ -19,7 +19,7 @@ from node.storage.folder import FolderStorage
 from tests.node.saved import SMALL_CHUNK_BYTES, Saved, saved, use_small_chunks
 from tests.node.test_checkpoints import checkpoints_in, save
 from tests.node.test_cli import run_in_thread, serving
-from tests.node.test_copies import Keepers, run_by, scenario, spread
+from tests.node.test_copies import Keepers, keep_all, name_all, run_by, scenario, spread
 from tests.stack import Swarm
 
 
@@ -217,9 +217,9 @@ def test_an_export_fetches_stages_that_the_node_lacks(tmp_path: Path) -> None:
         of = run_by(a)
         states = [await a.snapshot(of, 0), await b.snapshot(of, 1)]
         wanted = [[c.peer], [b.peer]]
-        await a.copies.spread(of.run.id, 4, states, [[a.peer], [b.peer]], wanted)
+        await keep_all(a, of, 4, states, [a.peer, b.peer], wanted)
         name = await a.seal(of, states)
-        assert len(await a.copies.conclude(of.run.id, 4, name, [b.peer, c.peer])) == 2
+        assert len(await name_all(a, of, 4, name, [b.peer, c.peer])) == 2
         await trio.sleep(5)
         at_c = commands(several, "c")
         assert (await at_c("list")())["checkpoints"][0]["stages_here"] == [1]

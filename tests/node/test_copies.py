@@ -4,7 +4,7 @@ Whole nodes on simulated seams, with the real DHT.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
@@ -37,7 +37,12 @@ from node.protocols.manifest import Run, make_run
 from node.runtime import Node
 from node.storage.blobs import Blobs
 from partition.run.asks import Declined, Done
-from partition.run.checkpoint_rounds import COPIES, checkpoint_holders
+from partition.run.checkpoint_rounds import (
+    COPIES,
+    KEEP_SECONDS_MAX,
+    NAME_SECONDS_MAX,
+    checkpoint_holders,
+)
 from sim.peer_network import SimNetwork
 from tests.node.saved import Saved, saved, use_small_chunks
 from tests.stack import Swarm, simulate, swarm
@@ -169,14 +174,51 @@ def run_by(keeper: Keeper, name: str = "gpt") -> Saved:
     return of
 
 
+async def keep_all(
+    a: Keeper,
+    of: Saved,
+    step: int,
+    states: list[StageState],
+    holders: list[PeerId],
+    wanted: list[list[PeerId]],
+) -> tuple[list[PeerId], ...]:
+    """Have stage i kept by `wanted[i]`, who bring it from `holders[i]`, as `a` asks: who has it."""
+    have: tuple[list[PeerId], ...] = tuple([] for _ in states)
+
+    async def go_through(peer: PeerId) -> None:
+        for stage, state in enumerate(states):
+            if peer in wanted[stage]:
+                request = Keep(of.run.id, step, stage, state, (holders[stage],))
+                with suppress(Unreachable):
+                    if await a.copies.put(peer, request, KEEP_SECONDS_MAX) == Done():
+                        have[stage].append(peer)
+
+    async with trio.open_nursery() as nursery:
+        for peer in dict.fromkeys(peer for each in wanted for peer in each):
+            nursery.start_soon(go_through, peer)
+    return have
+
+
+async def name_all(a: Keeper, of: Saved, step: int, name: bytes, peers: list[PeerId]) -> list[PeerId]:
+    """Have peers take the name of a checkpoint sealed at `a`, and tell the DHT: who has taken it."""
+    request = Conclude(of.run.id, step, name)
+    taken = [
+        peer
+        for peer in peers
+        if peer != a.peer and await a.copies.put(peer, request, NAME_SECONDS_MAX) == Done()
+    ]
+    await a.copies.announce(of.run.text, CheckpointOffer(step, name))
+    return taken
+
+
 async def spread(a: Keeper, b: Keeper, of: Saved, others: list[Keeper], step: int = 4) -> bytes:
     """Stage 0 has a replica at `a`, the committer, and stage 1 at `b`; `others` keep copies of all stages."""
     states = [await a.snapshot(of, 0, step), await b.snapshot(of, 1, step)]
     wanted = [[other.peer for other in others]] * 2
-    have = await a.copies.spread(of.run.id, step, states, [[a.peer], [b.peer]], wanted)
+    have = await keep_all(a, of, step, states, [a.peer, b.peer], wanted)
     assert [sorted(each) for each in have] == [sorted(each) for each in wanted]
     name = await a.seal(of, states, step)
-    done = await a.copies.conclude(of.run.id, step, name, [other.peer for other in others])
+    done = await name_all(a, of, step, name, [other.peer for other in others])
     assert sorted(done) == sorted(other.peer for other in others if other is not a)
     return name
 
@@ -234,7 +276,7 @@ def test_a_keeper_without_room_reports_it_and_keeps_nothing() -> None:
         of = run_by(a)
         states = [await a.snapshot(of, 0), await b.snapshot(of, 1)]
         wanted = [[c.peer, b.peer]] * 2
-        have = await a.copies.spread(of.run.id, 4, states, [[a.peer], [b.peer]], wanted)
+        have = await keep_all(a, of, 4, states, [a.peer, b.peer], wanted)
         assert have == ([b.peer], [b.peer])
         keep = Keep(of.run.id, 4, 0, states[0])
         reply = await ask(a.node.network, c.peer, keep, seconds=30)
@@ -242,7 +284,7 @@ def test_a_keeper_without_room_reports_it_and_keeps_nothing() -> None:
         assert "at most 1000 are given" in reply.reason
         assert c.blobs.labels() == []
         name = await a.seal(of, states)
-        assert await a.copies.conclude(of.run.id, 4, name, [b.peer, c.peer]) == [b.peer]
+        assert await name_all(a, of, 4, name, [b.peer, c.peer]) == [b.peer]
         assert c.checkpoints.store.all() == []
         c.blobs.sweep()
         assert c.node.seams.storage.sizes("blobs") == {}
@@ -262,7 +304,7 @@ def test_a_keeper_that_dies_midway_costs_one_copy() -> None:
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(kill)
-            have = await a.copies.spread(of.run.id, 4, states, [[a.peer], [b.peer]], [[c.peer, d.peer]] * 2)
+            have = await keep_all(a, of, 4, states, [a.peer, b.peer], [[c.peer, d.peer]] * 2)
         assert have == ([d.peer], [d.peer])
 
     scenario("abcd", test)
@@ -289,7 +331,7 @@ def test_a_replica_that_lies_about_its_state_gets_no_copies() -> None:
         states = [await a.snapshot(of, 0), await b.snapshot(of, 1)]
         lie = msgspec.structs.replace(states[1], digest=bytes(32))
         wanted = [[a.peer, c.peer]] * 2
-        have = await a.copies.spread(of.run.id, 4, [states[0], lie], [[a.peer], [b.peer]], wanted)
+        have = await keep_all(a, of, 4, [states[0], lie], [a.peer, b.peer], wanted)
         assert [sorted(each) for each in have] == [sorted(wanted[0]), []]
         assert c.refused == [], "the peer that passed it on could not know that it was false"
 
@@ -351,7 +393,7 @@ def test_a_conclusion_that_does_not_match_is_refused() -> None:
         a, b, c = (several[name] for name in "abc")
         of = run_by(a)
         states = [await a.snapshot(of, 0), await b.snapshot(of, 1)]
-        await a.copies.spread(of.run.id, 4, states, [[a.peer], [b.peer]], [[c.peer]] * 2)
+        await keep_all(a, of, 4, states, [a.peer, b.peer], [[c.peer]] * 2)
         of.parameters[0][0] ^= 1
         other_states = [await a.snapshot(of, 0), states[1]]
         name = await a.seal(of, other_states)

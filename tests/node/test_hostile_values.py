@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from crypto.encoding import decode, encode
 from crypto.errors import RemoteProtocolError
-from crypto.identity import Identity
+from crypto.identity import Identity, PeerId
 from node.checkpoints.replication import CheckpointOffer
 from node.cli.screen import EventScreen
 from node.content import datasets as datasets
@@ -29,7 +29,7 @@ from node.events import RunEnded, StepCommitted
 from node.pipeline.committer import _rounding
 from node.placement.leases import rounded
 from node.protocols.notices import Notice, RunEvent, event_of, news_of
-from node.runs.checkpointing import CheckpointKeeper, newest_name
+from node.runs.checkpointing import CheckpointKeeper, newest_name, read_newest
 from node.runtime import Node
 from node.state_documents import event_document
 from node.storage.folder import FolderStorage
@@ -43,6 +43,10 @@ from partition.plan.plan import (
     encode_plan,
     plan_hash,
 )
+from partition.run.asks import Asks
+from partition.run.checkpoint_rounds import CheckpointRounds
+from partition.run.events import Event as MemberEvent
+from partition.run.events import NewestChanged
 from partition.run.messages import Checkpointed
 from partition.steps.messages import Open, StageRoutes, Work
 from partition.steps.routes import attempts
@@ -224,13 +228,31 @@ async def test_forty_concurrent_checkpoints_are_written_one_by_one(tmp_path: Pat
             def start_task(self, task: Callable[..., Any], *arguments: object, of: object) -> None:
                 nursery.start_soon(task, *arguments)
 
-        keeping = CheckpointKeeper(cast(Any, Service()), cast(Any, TheRun()), list)
+        events: list[MemberEvent] = []
+        rounds = CheckpointRounds(
+            PeerId(bytes(32)),
+            asks=Asks(),
+            events=events,
+            live=list,
+            tell=lambda _peers, _message: None,
+            learned=lambda _now: None,
+        )
+
+        class Core:
+            checkpoints = rounds
+
+        keeping = CheckpointKeeper(
+            cast(Any, Service()), cast(Any, TheRun()), cast(Any, Core()), list, act=lambda: None
+        )
         for step in range(1, 41):
-            keeping.learn(step, bytes([step]) * 32)
+            rounds.learn(0.0, step, bytes([step]) * 32)
+        for event in events:
+            assert isinstance(event, NewestChanged)
+            keeping.on_event(event)
     found = storage.read(newest_name(TheRun.text))
     assert found is not None
     assert decode(found, CheckpointOffer, bytes_max=64) == CheckpointOffer(40, bytes([40]) * 32)
-    assert keeping.restorable == (bytes([40]) * 32, 40)
+    assert read_newest(cast(Any, Seams), TheRun.text) == (bytes([40]) * 32, 40)
 
 
 def test_two_writers_of_one_name_do_not_disturb_each_other(tmp_path: Path) -> None:

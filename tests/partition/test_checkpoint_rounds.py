@@ -1,5 +1,7 @@
 """How members agree on checkpoints: despite failures and delays, a complete one is on enough disks."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,14 +10,10 @@ from msgspec.structs import replace
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
 from partition.plan.plan import NO_HASH, Plan, StagePlan, plan_hash
-from partition.run.checkpoint_rounds import (
-    COPIES_MIN,
-    CheckpointRounds,
-    CheckpointWhole,
-    NewestChanged,
-    SealWanted,
-    SpreadWanted,
-)
+from partition.run.asks import Ask, Asks, Done, KeepStage, NameCheckpoint, Reply, Unanswered
+from partition.run.checkpoint_rounds import COPIES_MIN, CheckpointRounds
+from partition.run.events import CheckpointEnded, CheckpointWhole, Event, NewestChanged, SealWanted
+from partition.run.messages import Checkpointed
 from tests.partition.fake_stage import peer
 
 A, B, C, D, E, STRANGER = (peer(name) for name in "abcdex")
@@ -32,140 +30,219 @@ LATER = replace(PLAN, parent=plan_hash(PLAN), height=1)
 NAME = b"n" * 32
 
 
-def rounds_of() -> CheckpointRounds[str]:
-    """The committer's rounds, with all members there."""
-    return CheckpointRounds(bytes(32), PeerId(PLAN.committer), lambda: (A, B, C, D))
+SILENT = Unanswered("timeout")
 
 
-def save_all(rounds: CheckpointRounds[str], step: int, plan: Plan = PLAN) -> None:
-    for number, stage in enumerate(plan.stages):
-        rounds.saved(plan, PeerId(stage.replicas[0]), step, number, f"{number} at {step}")
+class Committer:
+    """The committer's checkpoints, with all members there; `sends` has what it tells."""
+
+    def __init__(self) -> None:
+        self.asks = Asks()
+        self.events: list[Event] = []
+        self.learned = 0
+        self.sends: list[tuple[PeerId, Checkpointed]] = []
+        self.rounds = CheckpointRounds(
+            PeerId(PLAN.committer),
+            asks=self.asks,
+            events=self.events,
+            live=lambda: (A, B, C, D),
+            tell=lambda peers, message: self.sends.extend((peer, message) for peer in peers),
+            learned=lambda _now: self._learn(),
+        )
+
+    def _learn(self) -> None:
+        self.learned += 1
+
+    def save_all(self, step: int, plan: Plan = PLAN) -> None:
+        for number, stage in enumerate(plan.stages):
+            self.rounds.saved(plan, PeerId(stage.replicas[0]), step, number, f"{number} at {step}")
+
+    def newest(self) -> tuple[bytes, int] | None:
+        return self.rounds.newest
+
+    def taken(self) -> list[Event]:
+        events, self.events[:] = list(self.events), []
+        return events
+
+    def asked(self) -> list[Ask]:
+        return list(self.asks.take())
+
+    def answer(self, reply: Reply | None = None) -> list[KeepStage]:
+        """Answer all requests to keep a stage, and those that follow. Return them in the order of asking."""
+        found = []
+        while asked := self.asked():
+            for ask in asked:
+                assert isinstance(ask.request, KeepStage), ask
+                found.append(ask.request)
+                self.rounds.replied(0.0, ask.number, reply or Done())
+        return found
+
+    def spread(self) -> KeepStage:
+        """Answer no request; return the first."""
+        first = self.asked()[0].request
+        assert isinstance(first, KeepStage)
+        return first
 
 
-def taken(rounds: CheckpointRounds[str]) -> list[object]:
-    events, rounds.events[:] = list(rounds.events), []
-    return list(events)
-
-
-def spread(rounds: CheckpointRounds[str]) -> SpreadWanted[str]:
-    (wanted,) = taken(rounds)
-    assert isinstance(wanted, SpreadWanted)
-    return wanted
-
-
-def test_a_checkpoint_is_spread_sealed_and_announced() -> None:
-    rounds = rounds_of()
-    save_all(rounds, 4)
-    wanted = spread(rounds)
-    assert wanted.states == ("0 at 4", "1 at 4")
-    assert wanted.savers == (A, C)
-    rounds.spread(wanted.keepers)
-    (seal,) = taken(rounds)
-    assert isinstance(seal, SealWanted)
-    assert rounds.newest is None
-    rounds.sealed(NAME, seal.keepers)
-    changed, whole = taken(rounds)
-    assert changed == NewestChanged(4, NAME)
+def test_a_checkpoint_is_spread_sealed_named_stored_and_told() -> None:
+    node = Committer()
+    node.save_all(4)
+    kept = node.answer()
+    assert {(each.stage, each.state, each.saver) for each in kept} == {(0, "0 at 4", A), (1, "1 at 4", C)}
+    assert node.taken() == [SealWanted(PLAN, 4, ("0 at 4", "1 at 4"))]
+    node.rounds.sealed(0.0, 4, NAME)
+    named = node.asked()
+    assert {ask.request for ask in named} == {NameCheckpoint(PLAN, 4, NAME)}
+    assert PeerId(PLAN.committer) not in {ask.peer for ask in named}
+    assert node.newest() is None
+    for ask in named:
+        node.rounds.replied(0.0, ask.number, Done())
+    assert node.newest() == (NAME, 4)
+    assert node.taken() == [NewestChanged((NAME, 4)), CheckpointEnded()]
+    assert (node.learned, node.sends) == (1, []), "its name is not on the disk yet"
+    node.rounds.stored((NAME, 4))
+    (whole,) = node.taken()
     assert isinstance(whole, CheckpointWhole)
-    assert set(whole.audience) == {A, B, C, D}
     assert whole.copies == 3
-    assert rounds.newest == (NAME, 4)
+    assert {peer for peer, _ in node.sends} == {A, B, C, D}
+    assert {message for _, message in node.sends} == {Checkpointed(plan_hash(PLAN), 4, NAME)}
 
 
-def test_a_checkpoint_on_one_disk_is_never_complete() -> None:
-    rounds = rounds_of()
-    save_all(rounds, 4)
-    keepers = spread(rounds).keepers
-    rounds.spread([keepers[0], keepers[1][:1]])
-    assert taken(rounds) == []
-    save_all(rounds, 8)
-    keepers = spread(rounds).keepers
-    rounds.spread(keepers)
-    assert isinstance(taken(rounds)[0], SealWanted)
-    rounds.sealed(NAME, [keepers[0], ()])
-    assert taken(rounds) == []
-    assert rounds.newest is None
+def test_a_keeper_is_asked_for_one_stage_after_the_other() -> None:
+    node = Committer()
+    node.save_all(4)
+    while asked := node.asked():
+        peers = [ask.peer for ask in asked]
+        assert len(set(peers)) == len(peers)
+        for ask in asked:
+            node.rounds.replied(0.0, ask.number, Done())
+    assert isinstance(node.taken()[0], SealWanted)
+
+
+def test_a_checkpoint_on_one_disk_is_never_whole() -> None:
+    node = Committer()
+    node.save_all(4)
+    first = node.asked()
+    stage = next(ask.request.stage for ask in first if isinstance(ask.request, KeepStage))
+    for ask in first:
+        assert isinstance(ask.request, KeepStage)
+        failed = ask.request.stage == stage and ask is not first[0]
+        node.rounds.replied(0.0, ask.number, SILENT if failed else Done())
+    while asked := node.asked():
+        for ask in asked:
+            assert isinstance(ask.request, KeepStage)
+            node.rounds.replied(0.0, ask.number, SILENT if ask.request.stage == stage else Done())
+    assert node.taken() == [CheckpointEnded()]
+    node.save_all(8)
+    node.answer()
+    assert isinstance(node.taken()[0], SealWanted)
+    node.rounds.sealed(0.0, 8, NAME)
+    for ask in node.asked():
+        node.rounds.replied(0.0, ask.number, SILENT)
+    assert node.taken() == [CheckpointEnded()]
+    assert node.newest() is None
+
+
+def test_a_checkpoint_that_cannot_be_sealed_gives_way_to_the_next() -> None:
+    node = Committer()
+    node.save_all(4)
+    node.answer()
+    node.save_all(8)
+    node.rounds.seal_failed(4)
+    assert node.spread().step == 8
+    assert node.newest() is None
 
 
 def test_checkpoints_are_spread_one_at_a_time_newest_first() -> None:
-    rounds = rounds_of()
+    node = Committer()
     for step in (4, 8, 12):
-        save_all(rounds, step)
-    assert spread(rounds).step == 4
-    rounds.failed()
-    assert spread(rounds).step == 12
+        node.save_all(step)
+    assert list(dict.fromkeys(each.step for each in node.answer(SILENT))) == [4, 12]
 
 
-def test_the_best_state_waits_its_turn_despite_newer_ones() -> None:
-    rounds = rounds_of()
-    save_all(rounds, 4)
-    rounds.best_step = 8
+def test_the_best_state_waits_for_its_turn_whatever_newer_ones_come() -> None:
+    node = Committer()
+    node.save_all(4)
+    node.rounds.best_step = 8
     for step in (8, 12, 16):
-        save_all(rounds, step)
-    found = []
-    for _ in range(3):
-        found.append(spread(rounds).step)
-        rounds.failed()
-    assert found == [4, 8, 16]
+        node.save_all(step)
+    assert list(dict.fromkeys(each.step for each in node.answer(SILENT))) == [4, 8, 16]
 
 
 def test_states_saved_under_a_later_plan_are_spread_under_it() -> None:
-    rounds = rounds_of()
-    save_all(rounds, 4)
-    assert spread(rounds).plan == PLAN
-    save_all(rounds, 8, LATER)
-    rounds.failed()
-    wanted = spread(rounds)
-    assert (wanted.plan, wanted.step) == (LATER, 8)
+    node = Committer()
+    node.save_all(4)
+    node.save_all(8, LATER)
+    assert list(dict.fromkeys((each.plan, each.step) for each in node.answer(SILENT))) == [
+        (PLAN, 4),
+        (LATER, 8),
+    ]
 
 
 def test_late_saves_of_an_earlier_plan_are_ignored() -> None:
-    rounds = rounds_of()
-    save_all(rounds, 8, LATER)
-    assert spread(rounds).plan == LATER
-    rounds.failed()
-    save_all(rounds, 12)
-    assert taken(rounds) == []
+    node = Committer()
+    node.save_all(8, LATER)
+    assert {each.plan for each in node.answer(SILENT)} == {LATER}
+    node.taken()
+    node.save_all(12)
+    assert (node.asked(), node.taken()) == ([], [])
+
+
+def test_an_abandoned_branchs_checkpoint_is_forgotten_on_disk_too() -> None:
+    node = Committer()
+    node.rounds.learn(0.0, 8, NAME)
+    node.rounds.forget_after(8)
+    assert node.newest() == (NAME, 8)
+    node.rounds.forget_after(7)
+    assert node.newest() is None
+    assert node.taken() == [NewestChanged((NAME, 8)), NewestChanged(None)]
 
 
 def test_only_holders_of_a_stage_can_have_saved_it() -> None:
-    rounds = rounds_of()
+    node = Committer()
     for sender, stage in ((STRANGER, 0), (A, 1), (A, 7), (A, -1)):
         with pytest.raises(RemoteProtocolError):
-            rounds.saved(PLAN, sender, 4, stage, "")
-    assert taken(rounds) == []
+            node.rounds.saved(PLAN, sender, 4, stage, "")
+    assert (node.asked(), node.taken()) == ([], [])
 
 
-@given(st.lists(st.tuples(st.sampled_from(["save", "spread", "seal", "fail", "learn"]), st.integers(0, 7))))
-def test_complete_checkpoints_only_advance_and_are_on_enough_disks(
-    calls: list[tuple[str, int]],
-) -> None:
-    rounds = rounds_of()
-    wanted: SpreadWanted[str] | SealWanted[str] | None = None
-    held: list[tuple[PeerId, ...]] = []
-    newest = -1
+CALLS = ["save", "answer", "refuse", "seal", "fail", "learn", "store"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(CALLS), st.integers(0, 7))))
+def test_whole_checkpoints_only_advance_and_are_on_enough_disks(calls: list[tuple[str, int]]) -> None:
+    node, newest = Committer(), -1
+    rounds = node.rounds
+    asked: list[Ask] = []
+    have: dict[tuple[int, int], set[PeerId]] = {}
+    taken: dict[int, set[PeerId]] = {}
+    acts: dict[str, Callable[[int], None]] = {
+        "save": node.save_all,
+        "learn": lambda step: rounds.learn(0.0, step, bytes([step + 1]) * 32),
+        "fail": rounds.seal_failed,
+        "seal": lambda step: rounds.sealed(0.0, step, bytes([step + 1]) * 32),
+        "store": lambda _step: rounds.stored(rounds.newest),
+    }
     for call, number in calls:
-        if call == "save":
-            save_all(rounds, number)
-        elif call == "learn":
-            rounds.learn(number, bytes([number]) * 32)
-        elif call == "fail":
-            wanted = None
-            rounds.failed()
-        elif wanted is not None:
-            done, wanted = wanted, None
-            held = [row[: number % 4] for row in done.keepers]
-            if isinstance(done, SealWanted):
-                rounds.sealed(bytes([done.step]) * 32, held)
-            else:
-                rounds.spread(held)
-        for event in taken(rounds):
+        asked += node.asked()
+        if call in acts:
+            acts[call](number)
+        elif asked:
+            ask = asked.pop(number % len(asked))
+            if call == "answer" and isinstance(ask.request, KeepStage):
+                have.setdefault((ask.request.step, ask.request.stage), set()).add(ask.peer)
+            elif call == "answer" and isinstance(ask.request, NameCheckpoint):
+                taken.setdefault(ask.request.step, set()).add(ask.peer)
+            rounds.replied(0.0, ask.number, Done() if call == "answer" else SILENT)
+        for event in node.taken():
             match event:
-                case SpreadWanted() | SealWanted():
-                    wanted = event
                 case CheckpointWhole():
-                    assert all(len(set(row)) >= COPIES_MIN for row in held)
+                    named = taken.get(event.step, set()) | {PeerId(PLAN.committer)}
+                    rows = [have[event.step, stage] & named for stage in range(len(PLAN.stages))]
+                    assert all(len(row) >= COPIES_MIN for row in rows)
                 case NewestChanged():
-                    assert event.step > newest
-                    newest = event.step
+                    assert event.newest is not None
+                    assert event.newest[1] > newest
+                    newest = event.newest[1]
         assert rounds.newest is None or rounds.newest[1] == newest
+    assert not node.sends or node.learned

@@ -31,7 +31,7 @@ from partition.run.asks import (
 )
 from partition.run.completion import DECLINES_MAX
 from partition.run.events import (
-    CheckpointFound,
+    NewestChanged,
     PauseWanted,
     PlanEntered,
     RolesGiven,
@@ -74,7 +74,7 @@ class Node:
     free: list[tuple[PeerId, int]] = field(default_factory=list)
     committed: int | None = None
     restorable: tuple[bytes, int] | None = None
-    can_restore: bool = True
+    best: tuple[bytes, int] | None = None
     can_tell: bool = True
     now: float = 0.0
     save_every: int = 0
@@ -90,9 +90,13 @@ class Node:
             around=around,
             roles=self,
             save_every=self.save_every,
+            newest=self.restorable,
             parts=Parts(chain=self._quiet),  # type: ignore[arg-type]  # it is called as the type is
         )
         self.chain = PaxosChain(self.me, self.plan, Random(1))
+
+    def holds(self, checkpoint: tuple[bytes, int]) -> bool:
+        return checkpoint in (self.restorable, self.best)
 
     def _quiet(self, chain: PaxosChain) -> Quiet:
         quiet = Quiet(chain)
@@ -489,7 +493,9 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
         lambda: node.core.leave(node.now),
         lambda: node.core.paused(node.now, 3),
         lambda: node.core.recut(Change(cuts=(1,))),
-        lambda: node.core.checkpointed(node.now),
+        lambda: node.core.stage_saved(rng.choice(PLAN.members), 4, rng.randrange(2), None),
+        lambda: node.core.checkpoints.sealed(node.now, 4, bytes([4]) * 32),
+        lambda: node.core.checkpoints.stored(node.core.checkpoints.newest),
         lambda: node.reply(rng.choice(open_asks), rng.choice(REPLIES)) if open_asks else None,
         lambda: node.core.on_chain(node.now, QuorumLost(0, 1, 3)),
         lambda: node.core.on_chain(node.now, QuorumFound(0)),
@@ -526,7 +532,8 @@ def decide(node: Node, rng: Random) -> None:
 def test_a_member_learns_of_a_checkpoint_from_the_committer() -> None:
     node = Node(ONE).begin()
     node.core.receive(0.0, REQUESTER, Checkpointed(NAME, 4, bytes(32)))
-    assert node.of(CheckpointFound) == [CheckpointFound(4, bytes(32))]
+    assert node.of(NewestChanged) == [NewestChanged((bytes(32), 4))]
+    assert node.core.restorable == (bytes(32), 4)
 
 
 def test_a_newcomer_learns_the_restorable_checkpoint() -> None:

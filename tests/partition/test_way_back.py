@@ -7,7 +7,6 @@ from msgspec.structs import replace
 
 from crypto.errors import RemoteProtocolError
 from partition.plan.plan import FIRST_VALUES, NO_HASH, Plan, StagePlan, plan_hash
-from partition.run.events import CheckpointFound
 from partition.run.messages import Checkpointed
 from partition.run.way_back import WayBack, WaysBack
 
@@ -53,7 +52,7 @@ def test_an_uninformed_newcomer_does_not_restart_the_run() -> None:
     assert newcomer.find(None, 0) is None
     news = member_of(PLAN, LATER).news(LATER, None)
     assert news == Checkpointed(plan_hash(LATER), 0, FIRST_VALUES)
-    assert newcomer.told(news) == []
+    assert newcomer.told(news) is None
     assert newcomer.find(None, 0) == BEGINNING
 
 
@@ -71,8 +70,8 @@ def test_the_newest_checkpoint_of_any_plan_is_preferred_and_announced() -> None:
 
 
 def test_a_plan_that_went_back_announces_its_checkpoint() -> None:
-    assert member_of().entered(RESTORED) == [CheckpointFound(3, TWO)]
-    assert member_of().entered(replace(LATER, restored=FIRST_VALUES)) == []
+    assert member_of().entered(RESTORED) == (TWO, 3)
+    assert member_of().entered(replace(LATER, restored=FIRST_VALUES)) is None
 
 
 def test_a_final_plan_announces_only_its_own_checkpoint() -> None:
