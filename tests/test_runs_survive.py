@@ -23,6 +23,8 @@ from partition.model.graph import Graph
 from partition.plan.change import Change, successor
 from partition.plan.paxos import PlanDecided
 from partition.run.member import Member
+from partition.run.parts import Parts
+from partition.run.run_end import RunEnd
 from partition.run.settings import RunSettings
 from tests import stack
 from tests.asking import Ask, asking_through
@@ -275,18 +277,23 @@ def test_a_requester_waits_for_news_of_the_last_newcomer() -> None:
 def test_a_plan_adopted_during_the_end_does_not_prevent_it() -> None:
     nodes: dict[str, Node] = {}
 
-    class PlannedMember(Member):
+    class PlannedEnd(RunEnd):
         """Has another plan in force at each member when it has ended."""
 
         def finish(self, now: float, outcome: str, *rest: str) -> None:
             super().finish(now, outcome, *rest)
-            assert self.plan is not None
-            change = Change(lost=(self.plan.stages[0].replicas[0],))
-            following = successor(self.plan, change)
+            plan = self._plan()
+            assert plan is not None
+            change = Change(lost=(plan.stages[0].replicas[0],))
+            following = successor(plan, change)
             for node in nodes.values():
                 for mine in list(node.runs.members.values()):
                     mine.core.on_chain(mine._now, PlanDecided(following, change, 1))
                     mine.act()
+
+    class PlannedMember(Member):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named, parts=Parts(end=PlannedEnd))
 
     async def scenario() -> None:
         async with swarm("abcde", preset="lan", parts={Member: PlannedMember}) as group:

@@ -61,7 +61,6 @@ SHARED_NAMES = {
     "Applied": "of a stage's process, and of a step: each message is named by what was applied",
     "Apply": "the same",
     "Averaged": "the core's outcome, and the simulator's event of it, which its digests name",
-    "ExportStage": "the simulator's message stands for the node's",
     "FetchState": "the simulator's message stands for the node's",
     "MemberChanged": "the core's event, and the node's of it: `--json` and recordings name both",
     "MemberDegraded": "the same",

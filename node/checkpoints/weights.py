@@ -26,7 +26,6 @@ from partition.plan.plan import Plan, plan_hash
 
 WEIGHTS_PURPOSE = "weights"
 """DHT records under (this, short run id): one for each peer that keeps the file; the value is its hash."""
-EXPORT_SECONDS_MAX = 120.0
 EXPORT_OVERHEAD_BYTES = 1 << 16
 EXPORT_ROW_BYTES = 512
 """A row of the header: name, type, shape and place."""
@@ -40,30 +39,6 @@ def weights_name(run: str) -> str:
     return f"runs/{run}/model.safetensors"
 
 
-async def collect(
-    run: Run, graph: Graph, plan: Plan, live: Sequence[PeerId], me: PeerId, own: bytes | None, seams: Seams
-) -> bytes:
-    """Return one safetensors file of all stages, each from its first live replica that answers.
-
-    It holds all of the model's state dict: parameters and statistics by all their names, constants that have
-    one, and how many micro-batches each batch norm has seen.
-
-    `own` is the export of the stage that this node hosts itself, if it does.
-
-    Raises:
-        Unreachable: no replica of a stage handed its parameters over.
-    """
-    parts = []
-    bytes_max = export_bytes_max(graph)
-    for number, stage in enumerate(plan.stages):
-        if own is not None and me in stage.replicas:
-            parts.append(own)
-        else:
-            replicas = [PeerId(peer) for peer in stage.replicas if peer in live]
-            parts.append(await _collect_stage(number, plan, replicas, seams.network, bytes_max))
-    return await seams.executor.run(partial(join_stages, run, graph, parts))
-
-
 def export_bytes_max(graph: Graph) -> int:
     """Return the most bytes of one stage's export: the whole model, once."""
     names = [row.names[0] for row in graph.parameters] + [
@@ -74,27 +49,21 @@ def export_bytes_max(graph: Graph) -> int:
     return size + EXPORT_ROW_BYTES * len(names) + sum(map(len, names)) + EXPORT_OVERHEAD_BYTES
 
 
-async def _collect_stage(
-    number: int, plan: Plan, replicas: Sequence[PeerId], network: Network, bytes_max: int
-) -> bytes:
-    reasons = []
-    for peer in replicas:
-        try:
-            return await fetch(
-                network,
-                peer,
-                ExportStage(plan_hash(plan)),
-                seconds=EXPORT_SECONDS_MAX,
-                bytes_max=min(bytes_max, BLOB_BYTES_MAX),
-            )
-        except Unreachable as error:
-            reasons.append(error.detail)
-    raise Unreachable("refused", f"stage {number + 1} handed over no parameters: {'; '.join(reasons)}")
+async def fetch_stage(plan: Plan, peer: PeerId, network: Network, *, seconds: float, bytes_max: int) -> bytes:
+    """Return the export of the stage that a peer holds under this plan. Raises Unreachable."""
+    request, most = ExportStage(plan_hash(plan)), min(bytes_max, BLOB_BYTES_MAX)
+    return await fetch(network, peer, request, seconds=seconds, bytes_max=most)
 
 
 def join_stages(run: Run, graph: Graph, parts: Sequence[bytes]) -> bytes:
-    """Return one safetensors file of the whole model from the exports of its stages. Raises Unreachable: an
-    export cannot be read, or a parameter is missing."""
+    """Return one safetensors file of the whole model from the exports of its stages.
+
+    It holds all of the model's state dict: parameters and statistics by all their names, constants that have
+    one, and how many micro-batches each batch norm has seen.
+
+    Raises:
+        Unreachable: an export cannot be read, or a parameter is missing.
+    """
     found: dict[str, tuple[str, list[int], bytes]] = {}
     for part in parts:
         try:

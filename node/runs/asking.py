@@ -11,6 +11,7 @@ from node.protocols import runs as wire
 from node.protocols.checkpoint import StageState
 from node.protocols.manifest import Run
 from node.runs.chain import ChainShell
+from node.runs.completion import CollectedStages
 from node.runs.context import RunService
 from partition.plan.plan import encode_plan, plan_hash
 from partition.run.asks import (
@@ -19,6 +20,7 @@ from partition.run.asks import (
     Declined,
     Done,
     EndRun,
+    HandOverStage,
     HoldStage,
     KeepStage,
     NameCheckpoint,
@@ -33,15 +35,21 @@ from partition.run.asks import (
 
 class AskShell:
     """A shell that sends the requests of one member of a run; `chain` tells newcomers how their plan came
-    about."""
+    about, `collected` takes the stages that are handed over."""
 
     def __init__(
-        self, service: RunService, run: Run, chain: ChainShell, revision: Callable[[], Fact | None]
+        self,
+        service: RunService,
+        run: Run,
+        chain: ChainShell,
+        revision: Callable[[], Fact | None],
+        collected: CollectedStages,
     ) -> None:
         self._service = service
         self._run = run
         self._chain = chain
         self._revision = revision
+        self._collected = collected
 
     def put(self, asks: Asks, replied: Callable[[float, int, Reply], None]) -> None:
         """Send all new requests concurrently; `replied` takes the time, the request's number and its
@@ -62,6 +70,8 @@ class AskShell:
         service, run, wanted = self._service, self._run, ask.request
         request: wire.Request
         match wanted:
+            case HandOverStage():
+                return await self._collected.bring(ask.peer, wanted, ask.seconds)
             case KeepStage():
                 return await self._answer_copy(ask, _keep(run, wanted))
             case NameCheckpoint():

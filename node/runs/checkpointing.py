@@ -63,23 +63,15 @@ class CheckpointPace(Protocol):
     def checkpoint_ended(self) -> None: ...
 
 
-class CheckpointMember(Protocol):
-    """The part of a `partition.run.member.Member` that this file uses."""
-
-    checkpoints: CheckpointRounds
-
-    def stage_saved(self, sender: PeerId, step: int, stage: int, state: object) -> None: ...
-
-
 class CheckpointKeeper:
-    """One member's disk. `live` are present or former members that could hand something over; `act` carries
-    out what the core wants."""
+    """One member's disk. `rounds` is a part of the member's core; `live` are present or former members that
+    could hand something over; `act` carries out what the core wants."""
 
     def __init__(
         self,
         service: RunService,
         run: Run,
-        core: CheckpointMember,
+        rounds: CheckpointRounds,
         live: Callable[[], list[PeerId]],
         committer: Callable[[], CheckpointPace | None] = lambda: None,
         *,
@@ -88,14 +80,14 @@ class CheckpointKeeper:
         """Prepare checkpoints; `committer` is this node's, None where it does not commit."""
         self._service = service
         self._run = run
-        self._core = core
+        self._rounds = rounds
         self._checkpoints = service.checkpoints
         self._copies = service.copies
         self._live = live
         self._act = act
         self._committer = committer
         self._writing = trio.Lock()
-        self._written = core.checkpoints.newest
+        self._written = rounds.newest
 
     def holds(self, checkpoint: WayBack) -> bool:
         """Return whether all of it is here."""
@@ -121,7 +113,7 @@ class CheckpointKeeper:
     def _forget_newest(self) -> None:
         self._written = None
         self._service.seams.storage.delete(newest_name(self._run.text))
-        self._core.checkpoints.stored(None)
+        self._rounds.stored(None)
 
     def _start_task(self, task: Callable[..., Any], *arguments: object) -> None:
         self._service.start_task(task, *arguments, of=self._run)
@@ -141,7 +133,7 @@ class CheckpointKeeper:
 
         Returns once it is copied. Raises StageFailed.
         """
-        if not self._core.checkpoints.saves(plan, number):
+        if not self._rounds.saves(plan, number):
             return
         run, began = self._service.seams.executor.run, self._now
         copy = await run(
@@ -229,14 +221,14 @@ class CheckpointKeeper:
         layers = None if row is None else (row.first_layer, row.last_layer)
         if layers != (message.state.first_layer, message.state.last_layer):
             raise RemoteProtocolError("other layers were saved than those of the stage")
-        self._core.stage_saved(sender, message.step, message.stage, message.state)
+        self._rounds.saved(sender, message.step, message.stage, message.state)
         committer = self._committer()
         if committer is not None:
             committer.checkpoint_took(message.step, message.milliseconds / 1_000)
         self._act()
 
     async def _seal(self, wanted: SealWanted) -> None:
-        run, step, rounds = self._run, wanted.step, self._core.checkpoints
+        run, step, rounds = self._run, wanted.step, self._rounds
         samples, name = step * run.manifest.microbatches * run.manifest.microbatch, b""
         try:
             name = await self._checkpoints.seal(
@@ -274,7 +266,7 @@ class CheckpointKeeper:
 
     async def _write_newest(self) -> None:
         """Write the newest checkpoint's name to the disk; concurrent calls share writes."""
-        seams, rounds = self._service.seams, self._core.checkpoints
+        seams, rounds = self._service.seams, self._rounds
         async with self._writing:
             newest = rounds.newest
             if newest is not None and newest != self._written:

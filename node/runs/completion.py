@@ -1,5 +1,6 @@
 """The result of a run: the stages' parameters joined, kept, and fetched by each member."""
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
 
@@ -8,66 +9,77 @@ import trio
 from crypto.identity import PeerId
 from node.checkpoints.weights import (
     FETCH_SECONDS_MAX,
-    collect,
     digest_of,
+    export_bytes_max,
+    fetch_stage,
     fetch_weights,
     has_result,
+    join_stages,
     keep,
     result_bytes,
     weights_name,
 )
 from node.errors import StageFailed, Unreachable
-from node.pipeline.replica import ReplicaShell
 from node.protocols.manifest import Run
 from node.runs.context import RunService
 from node.storage.blobs import NoRoom
 from partition.plan.plan import Plan
-from partition.run.completion import COLLECT_SECONDS_MAX
+from partition.run.asks import Declined, Done, HandOverStage, Reply
 from partition.run.messages import REASON_LENGTH_MAX
+from partition.run.run_end import RunEnd
 
 BUSY_SECONDS = 1.0
 """Before a source of the result that is busy is asked again: it serves a few members at a time."""
-REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
-"""The length of a failure's reason that is shown: the note on the newest checkpoint must fit behind it."""
 
 
-async def collect_result(
-    service: RunService, run: Run, plan: Plan, replica: ReplicaShell | None
-) -> tuple[str, str | None]:
-    """Join and store the stages' parameters; return their hash, and the reason of a failure, if any.
+class CollectedStages:
+    """The stages that were handed over for a run's result. `export` returns the one that this node holds."""
 
-    `replica` is the stage that this node holds itself, if it does.
-    """
-    seams, me = service.seams, service.signer.peer
-    own = None
-    if replica is not None:
-        with suppress(StageFailed):  # another replica of its stage may hand them over
-            own = await replica.export()
-    until = seams.clock.monotonic() + COLLECT_SECONDS_MAX
-    while True:
+    def __init__(self, service: RunService, run: Run, export: Callable[[], Awaitable[bytes]]) -> None:
+        self._service = service
+        self._run = run
+        self._export = export
+        self._plan: Plan | None = None
+        self._parts: dict[int, bytes] = {}
+
+    async def bring(self, peer: PeerId, wanted: HandOverStage, seconds: float) -> Reply:
+        """Have a peer hand over its stage. Raises Unreachable."""
+        service, plan = self._service, wanted.plan
+        if plan != self._plan:
+            self._plan, self._parts = plan, {}
+        parts = self._parts
+        if peer == service.signer.peer:
+            try:
+                parts[wanted.stage] = await self._export()
+            except StageFailed as error:  # another replica may hand it over
+                return Declined(str(error)[:REASON_LENGTH_MAX])
+            return Done()
+        graph = await service.models.get(self._run.manifest.graph_hash, plan.members)
+        parts[wanted.stage] = await fetch_stage(
+            plan, peer, service.seams.network, seconds=seconds, bytes_max=export_bytes_max(graph)
+        )
+        return Done()
+
+    async def keep(self, plan: Plan, end: RunEnd, detail: str) -> None:
+        """Join the stages of this plan and store the result, and tell the `end` of the run's member;
+        `detail` is a note for people on how the run ended."""
+        service, run, clock = self._service, self._run, self._service.seams.clock
+        work, parts = service.seams.executor.run, [self._parts[stage] for stage in sorted(self._parts)]
         try:
             graph = await service.models.get(run.manifest.graph_hash, plan.members)
-            data = await collect(run, graph, plan, tuple(service.live()), me, own, seams)
+            data = await work(partial(join_stages, run, graph, parts))
             await _admit(service, run, len(data))
-            return await seams.executor.run(partial(keep, seams.storage, run.text, data)), None
+            weights = await work(partial(keep, service.seams.storage, run.text, data))
         except Unreachable as error:
-            reason = error.detail
+            end.result_spoilt(clock.monotonic(), plan, error.detail)
         except NoRoom as error:
-            return "", f"the weights could not be kept: {error}"
+            end.result_lost(clock.monotonic(), plan, f"the weights could not be kept: {error}")
         except OSError as error:
-            return "", f"the weights could not be kept: {error.strerror or error}"
-        if seams.clock.monotonic() >= until:
-            return "", reason
-        # If a new plan was the reason, it comes here meanwhile, and all this begins again under it.
-        await trio.sleep(service.settings.retry_seconds)
-
-
-def with_checkpoint(reason: str, run: Run, kept: tuple[bytes, int] | None) -> str:
-    """Return why a run failed, with how to recover its newest checkpoint and the step of that."""
-    if kept is None:
-        return reason
-    look = f"`peerloom checkpoint export {run.text[:8]} --out FILE`"
-    return f"{reason[:REASON_SHOWN_MAX]}; the checkpoint of step {kept[1]} is kept: {look}"
+            reason = f"the weights could not be kept: {error.strerror or error}"
+            end.result_lost(clock.monotonic(), plan, reason)
+        else:
+            end.result_kept(clock.monotonic(), plan, weights, detail)
+            self._parts.clear()
 
 
 async def fetch_result(service: RunService, run: Run, source: PeerId, weights: str) -> str:

@@ -13,19 +13,16 @@ from node.pipeline.committer import CommitterShell
 from node.placement.leases import Offer
 from node.protocols.manifest import Run
 from node.runs.best import BestState
-from node.runs.completion import collect_result
 from node.runs.context import RunService
 from node.runs.progress import ProgressReports
 from node.runs.rebalancing import Rebalancing
-from node.runs.stage import StageHosting
 from node.runs.standbys import Standbys
 from node.runs.steering import Steering
 from node.runs.trainer import TrainingLoop, keep_data
 from partition.plan.change import Change, standby_trainers
-from partition.plan.plan import Plan, plan_hash
+from partition.plan.plan import Plan
 from partition.run import events
 from partition.run.member import Member
-from partition.run.messages import Leaving
 from partition.run.stall import StallClock
 
 STANDBY_TRAINERS = 2
@@ -36,7 +33,6 @@ class DutyOwner(Protocol):
     """The part of a `node.runs.member.RunMember` that this file uses."""
 
     core: Member
-    hosting: StageHosting
 
     def holders(self) -> list[PeerId]: ...
     def offers(self) -> list[Offer]: ...
@@ -44,8 +40,6 @@ class DutyOwner(Protocol):
     def absent(self, peer: PeerId, reason: str) -> None: ...
     def recut(self, plan: Plan, wanted: Change) -> None: ...
     def bring_back(self, checkpoint: bytes, step: int) -> None: ...
-    def finish(self, outcome: str, detail: str, weights: str) -> None: ...
-    def fail_for_all(self, reason: str) -> None: ...
 
 
 class Duties:
@@ -100,9 +94,9 @@ class Duties:
         if past is not None and plan.committer == self._me:
             for dropped in past.dropped(plan):
                 self.reports.tell(plan, dropped)
-        if event.over is not None:
-            self._member.fail_for_all(event.over)
-        elif self._me in plan.trainers:
+        if event.is_over:
+            return
+        if self._me in plan.trainers:
             self._train(plan, event.lost_steps)
         elif self._me in standby_trainers(plan.roster, plan.stages)[:STANDBY_TRAINERS]:
             self._start_task(keep_data, self._service, self._run, self._member.holders())
@@ -120,7 +114,7 @@ class Duties:
             self._member.holders(),
             self.committer,
             cannot=partial(self._cannot_train, plan),
-            over=partial(self._finish, plan),
+            over=partial(self._over, plan),
         )
         self._start_task(training.run)
 
@@ -148,27 +142,16 @@ class Duties:
         self._rebalancing.stepped(plan, step, seconds, *measured)
         self._standbys.stepped(plan, seconds)
 
-    async def _finish(self, plan: Plan, reason: str | None, digest: str = "") -> None:
+    def _over(self, plan: Plan, reason: str | None) -> None:
         """As the committer: end the training, after the last step or for the `reason` of a failure."""
-        member = self._member
-        member.core.training_over(reason)
-        member.act()
-        if reason is None:
-            run, replica = self.steering.run, member.hosting.replica
-            digest, reason = await collect_result(self._service, run, plan, replica)
-        if reason is None:
-            member.finish("done", self.best.detail, digest)
-        else:
-            member.fail_for_all(reason)
+        if plan == self._member.core.plan:
+            self._member.core.end.training_over(self._clock.monotonic(), reason)
+            self._member.act()
 
-    async def _cannot_train(self, plan: Plan, reason: str) -> None:
-        """Ask for a plan without this node's part in the feeding, which it cannot play."""
-        if plan.committer == self._me and (plan.height == 0 or len(plan.roster) == 1):
-            self._member.finish("failed", reason, "")
-        elif plan.committer == self._me:
-            self._member.absent(self._me, reason)
-        else:
-            self._service.send(plan.committer, Leaving(plan_hash(plan), at_once=True))
+    def _cannot_train(self, plan: Plan, reason: str) -> None:
+        if plan == self._member.core.plan:
+            self._member.core.cannot_train(self._clock.monotonic(), reason)
+            self._member.act()
 
     # Between two steps
 

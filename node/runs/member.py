@@ -20,7 +20,7 @@ from node.protocols.notices import Notice
 from node.runs.asking import AskShell
 from node.runs.chain import ChainShell, RunEntry
 from node.runs.checkpointing import CheckpointKeeper, read_newest
-from node.runs.completion import fetch_result, with_checkpoint
+from node.runs.completion import CollectedStages, fetch_result
 from node.runs.context import RunService
 from node.runs.departure import Departure
 from node.runs.duties import Duties
@@ -69,7 +69,7 @@ class RunMember:
         self._chain: ChainShell | None = None
         self._asking: AskShell | None = None
         self.keeping = CheckpointKeeper(
-            service, run, self.core, self._living, lambda: self.duties.committer, act=self.act
+            service, run, self.core.checkpoints, self._living, lambda: self.duties.committer, act=self.act
         )
         self.hosting = StageHosting(
             service,
@@ -87,6 +87,7 @@ class RunMember:
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
         self.shown = self._reports.shown
+        self._collected = CollectedStages(service, run, self.hosting.export)
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
         self.unprepare = self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
@@ -200,7 +201,7 @@ class RunMember:
             tie_breaker=self.run.tie_breaker,
             stored=self._stored,
         )
-        self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact)
+        self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact, self._collected)
         first = first_plan(entered.history)
         self.core.begin(self._now, chain.core, first, is_restart=bool(durable))
         self._drive()
@@ -291,6 +292,8 @@ class RunMember:
             case events.NewestChanged():
                 self.duties.best.learned(event.newest)
                 self.keeping.on_event(event)
+            case events.ResultWanted():
+                self._start_task(self._keep_result, event.plan)
             case events.SealWanted() | events.CheckpointWhole() | events.CheckpointEnded():
                 self.keeping.on_event(event)
 
@@ -336,6 +339,10 @@ class RunMember:
 
     # The end
 
+    async def _keep_result(self, plan: Plan) -> None:
+        await self._collected.keep(plan, self.core.end, self.duties.best.detail)
+        self.act()
+
     def _abandoned(self) -> None:
         """Drop the stage that was opened for a plan that was not decided."""
         if self.plan is None and not self.core.is_over:
@@ -349,13 +356,9 @@ class RunMember:
         self._departure.look()
         self._life.cancel()
 
-    def fail_for_all(self, reason: str) -> None:
-        """End the run for all, with a note on what can be recovered."""
-        self.finish("failed", with_checkpoint(reason, self.run, self.core.checkpoints.newest), "")
-
     def finish(self, outcome: str, detail: str, weights: str) -> None:
         """Tell every live member, then end here, whichever plan comes into force meanwhile."""
-        self.core.finish(self._now, outcome, detail, weights)
+        self.core.end.finish(self._now, outcome, detail, weights)
         self.act()
 
     async def end(
@@ -366,7 +369,7 @@ class RunMember:
         if self.core.is_over:
             return
         self.core.is_over = True
-        self.is_over_for_all = self.core.is_finishing or source is not None or self.stopped_by is not None
+        self.is_over_for_all = self.core.end.is_told or source is not None or self.stopped_by is not None
         missing = refusal
         if outcome == "done" and source is not None and not missing:
             missing = await fetch_result(self._service, self.run, source, weights)
@@ -380,7 +383,7 @@ class RunMember:
 
     async def fail(self, reason: str) -> None:
         """End after an unexpected failure; where another node commits, the run goes on without this one."""
-        if not (self.core.is_over or self.core.is_finishing):
+        if not (self.core.is_over or self.core.end.is_told):
             if self.core.commits:
                 self.finish("failed", reason, "")
                 if not self._is_driven:

@@ -38,6 +38,7 @@ from node.seams import Seams, Stream
 from partition.plan.history import History
 from partition.plan.plan import Plan
 from partition.run.asks import Declined, Done
+from partition.run.completion import answer_end
 from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.provider import BUSY, OVER, KnownRun, StageProvider
 from partition.run.settings import RunSettings
@@ -351,7 +352,7 @@ class RunServer:
     async def _on_end(self, peer: PeerId, request: wire.End) -> wire.Reply:
         runs = self._runs
         member = runs.following(request.plan) or runs.outside.by_plan(request.plan)
-        declined = None if member is None else member.core.on_end(peer, request.plan)
+        declined = None if member is None else answer_end(member.plan, peer, request.plan)
         if member is None or declined is not None:
             return Declined("no such plan here")
         if request.outcome == "done" and not request.weights:

@@ -3,7 +3,7 @@
 The next plan begins with another. Only for `node.runs.member`.
 """
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import trio
@@ -35,8 +35,8 @@ class TrainingLoop:
         holders: Sequence[PeerId],
         committer: CommitterShell | None,
         *,
-        cannot: Callable[[str], Awaitable[None]],
-        over: Callable[[str | None], Awaitable[None]],
+        cannot: Callable[[str], None],
+        over: Callable[[str | None], None],
     ) -> None:
         """Prepare a trainer. `holders` may hand over the model and the data. `cannot` is called with the
         reason why this node can feed nothing, `over` with how the committing ended: None for well."""
@@ -57,7 +57,7 @@ class TrainingLoop:
             try:
                 feeder = await self._make_feeder()
             except (PeerloomError, Unreachable) as error:
-                await self._cannot(error.detail if isinstance(error, Unreachable) else str(error))
+                self._cannot(error.detail if isinstance(error, Unreachable) else str(error))
                 return
             self._feeder = feeder
             if self.committer is not None:
@@ -70,14 +70,14 @@ class TrainingLoop:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._feed, feeder)
                 if self.committer is not None:
-                    await self._over(_with_samples(await self.committer.run(), self.committer, feeder))
+                    self._over(_with_samples(await self.committer.run(), self.committer, feeder))
                     nursery.cancel_scope.cancel()
 
     async def _feed(self, feeder: FeederShell) -> None:
         try:
             await feeder.run()
         except Unreachable as error:
-            await self._cannot(error.detail)
+            self._cannot(error.detail)
 
     def stop(self) -> None:
         """Stop, as another plan is in force or the run is over."""

@@ -91,7 +91,26 @@ class NameCheckpoint:
     name: bytes
 
 
-Request = HoldStage | OpenStage | ReleaseStage | StartRun | RenewRun | EndRun | KeepStage | NameCheckpoint
+@dataclass(frozen=True)
+class HandOverStage:
+    """Committer to a replica: the parameters of its stage, as the result of the run under `plan`. Done once
+    the driver has them."""
+
+    plan: Plan
+    stage: int
+
+
+Request = (
+    HoldStage
+    | OpenStage
+    | ReleaseStage
+    | StartRun
+    | RenewRun
+    | EndRun
+    | KeepStage
+    | NameCheckpoint
+    | HandOverStage
+)
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):

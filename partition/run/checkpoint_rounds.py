@@ -21,7 +21,7 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run.asks import Asks, Done, KeepStage, NameCheckpoint, Reply
 from partition.run.events import CheckpointEnded, CheckpointWhole, Event, NewestChanged, SealWanted
 from partition.run.messages import Checkpointed
-from partition.run.way_back import WayBack
+from partition.run.way_back import WayBack, WaysBack
 
 COPIES = 3
 """Peers that keep each stage: two may fail in the same hour."""
@@ -97,6 +97,9 @@ class CheckpointRounds:
         self,
         me: PeerId,
         *,
+        plan: Callable[[], Plan | None],
+        ways_back: WaysBack,
+        best: Callable[[], WayBack | None],
         asks: Asks,
         events: list[Event],
         live: Callable[[], Collection[PeerId]],
@@ -104,11 +107,15 @@ class CheckpointRounds:
         learned: Callable[[float], None],
         newest: WayBack | None = None,
     ) -> None:
-        """`live` are the other members that answer. `newest` is the newest whole checkpoint, as this member
+        """`plan` is in force; `live` are other members, present or former, that answer. `best` is the
+        checkpoint of the state that validated best. `newest` is the newest whole checkpoint, as this member
         wrote it down in an earlier life."""
         self.best_step: int | None = None
         """The step of the best state so far, where the run keeps that one."""
         self._me = me
+        self._plan = plan
+        self._ways_back = ways_back
+        self._best = best
         self._asks = asks
         self._events = events
         self._live = live
@@ -131,12 +138,17 @@ class CheckpointRounds:
 
     # The committer's side
 
-    def saved(self, plan: Plan, sender: PeerId, step: int, stage: int, state: object) -> None:
+    def saved(self, sender: PeerId, step: int, stage: int, state: object) -> None:
         """Record that a stage after `step` steps was saved at one of its replicas.
 
         Raises:
-            RemoteProtocolError: `sender` does not hold this stage.
+            RemoteProtocolError: `sender` does not hold this stage, or this member does not commit.
         """
+        plan = self._plan()
+        if plan is None:
+            return
+        if plan.committer != self._me:
+            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
         if not 0 <= stage < len(plan.stages) or sender not in plan.stages[stage].replicas:
             raise RemoteProtocolError("a stage was saved by a peer that does not hold it")
         # The best state so far waits for its turn; any other gives way to a newer one.
@@ -235,6 +247,37 @@ class CheckpointRounds:
             self._events.append(CheckpointEnded())
 
     # Everybody's
+
+    @property
+    def restorable(self) -> WayBack | None:
+        """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
+        plan = self._plan()
+        return self._best() if plan is not None and plan.is_final else self._newest
+
+    def find_way_back(self, furthest: int) -> WayBack | None:
+        """Return the state that a stage without a replica is restored from, None if there is none. The run
+        has committed `furthest` steps at most."""
+        return self._ways_back.find(self.restorable, furthest)
+
+    def entered(self, now: float, plan: Plan) -> None:
+        """Note the plan that has come into force."""
+        self._learn(now, self._ways_back.entered(plan))
+
+    def told(self, now: float, message: Checkpointed) -> None:
+        """Note the committer's message. Raises RemoteProtocolError."""
+        self._learn(now, self._ways_back.told(message))
+
+    def tell(self, peers: Collection[PeerId]) -> None:
+        """As the committer: announce the restorable checkpoint, as any of these peers may propose next."""
+        plan = self._plan()
+        if plan is not None and plan.committer == self._me:
+            news = self._ways_back.news(plan, self.restorable)
+            if news is not None:
+                self._tell(peers, news)
+
+    def _learn(self, now: float, found: WayBack | None) -> None:
+        if found is not None:
+            self.learn(now, found[1], found[0])
 
     def learn(self, now: float, step: int, name: bytes) -> None:
         """Remember a whole checkpoint: the next planner may go back to it."""

@@ -16,9 +16,6 @@ from partition.run.settings import RunSettings
 DECLINES_MAX = 5
 """Declines before a member counts as told of the end. It declines while it does not know the plan: first
 because a newer plan reached it, later because it has forgotten the run."""
-COLLECT_SECONDS_MAX = 120.0
-"""How long the result is awaited where a stage's last replica says nothing. If it is dead a plan without it
-comes into force meanwhile; a verdict takes half a minute over slow links."""
 
 INF = float("inf")
 

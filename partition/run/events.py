@@ -28,14 +28,14 @@ class PlanEntered:
 @dataclass(frozen=True)
 class RolesGiven:
     """Take the roles that the plan gives to this node, and only these. `stage` is what to do with its stage,
-    None for nothing. `lost_steps` are to be committed again. `over`: end the run instead as its committer,
-    for this reason."""
+    None for nothing. `lost_steps` are to be committed again. `is_over`: the run ends, and nothing is
+    trained."""
 
     plan: Plan
     change: Change | None
     stage: StageAction | None
     lost_steps: int
-    over: str | None
+    is_over: bool
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,14 @@ class CheckpointEnded:
 
 
 @dataclass(frozen=True)
+class ResultWanted:
+    """As the committer: all stages were handed over under this plan. Join them and keep the result, then call
+    `result_kept`, `result_spoilt` or `result_lost` of the member's end."""
+
+    plan: Plan
+
+
+@dataclass(frozen=True)
 class RunOver:
     """End the run here: all living members have heard of it, or none is left to tell. `weights` is the hash
     of the result in hex, empty where there is none."""
@@ -153,5 +161,6 @@ Event = (
     | NewestChanged
     | CheckpointWhole
     | CheckpointEnded
+    | ResultWanted
     | RunOver
 )

@@ -11,7 +11,6 @@ Not here: steps (`partition.steps`), and the work of a role: `Roles` reports on 
 from collections.abc import Collection
 from typing import assert_never
 
-from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId, short_peer
 from partition.plan import paxos
 from partition.plan.change import Change, successor
@@ -24,7 +23,6 @@ from partition.run.asks import Asks, Declined, Done, Reply
 from partition.run.between_steps import BetweenSteps
 from partition.run.branches import Verdict
 from partition.run.checkpoint_rounds import CheckpointRounds
-from partition.run.completion import Completion, answer_end
 from partition.run.events import (
     Event,
     MessageRefused,
@@ -102,9 +100,11 @@ class Member:
         self._may_fork = may_fork
         self._around = around
         self._roles = roles
-        self._ways_back = WaysBack(save_every)
         self.checkpoints = CheckpointRounds(
             me,
+            plan=lambda: self.plan,
+            ways_back=WaysBack(save_every),
+            best=lambda: roles.best,
             asks=self.asks,
             events=self.events,
             live=self._living,
@@ -114,7 +114,16 @@ class Member:
         )
         self._parts = parts or Parts()
         self._life: MemberLife | None = None
-        self._completion: Completion | None = None
+        self.end = self._parts.end(
+            me,
+            plan=lambda: None if self.is_over else self.plan,
+            standing=self._standing,
+            asks=self.asks,
+            events=self.events,
+            live=around.live,
+            newest=lambda: self.checkpoints.newest,
+            settings=self._settings,
+        )
 
     @property
     def state(self) -> State:
@@ -133,21 +142,14 @@ class Member:
             return self.hosting.deadline
         if self.is_over:
             return self._life.chain.deadline  # its vote still counts
-        ending = INF if self._completion is None else self._completion.deadline
         life = self._life
-        parts = self.hosting, life.chain, life.proposer, life.keepalive, life.between.recutting
-        return min(ending, *(part.deadline for part in parts))
+        parts = self.end, self.hosting, life.chain, life.proposer, life.keepalive, life.between.recutting
+        return min(part.deadline for part in parts)
 
     @property
     def acquainted(self) -> tuple[PeerId, ...]:
         """All other peers known to be, or to have been, members."""
         return () if self._life is None else self._life.chain.core.acquainted
-
-    @property
-    def restorable(self) -> WayBack | None:
-        """The newest checkpoint that is whole somewhere, and its step; under a final plan, the result's."""
-        is_final = self.plan is not None and self.plan.is_final
-        return self._roles.best if is_final else self.checkpoints.newest
 
     def _living(self) -> list[PeerId]:
         """Return all living peers known to be, or to have been, members: they keep their copies."""
@@ -199,7 +201,7 @@ class Member:
                 make.draining(proposer),
                 self._roles,
                 events=self.events,
-                restorable=lambda: self.restorable,
+                restorable=lambda: self.checkpoints.restorable,
                 tell=self._tell,
                 exclude=self.exclude_for_all,
             ),
@@ -214,7 +216,7 @@ class Member:
 
     def _restart(self, now: float, plan: Plan) -> None:
         self.plan = plan
-        self._learn(now, self._ways_back.entered(plan))
+        self.checkpoints.entered(now, plan)
         self.events.append(PlanFollowed(plan))
         self._standing.change("node restarted", "this node was restarted")
         others = [peer for peer in plan.members if peer != self._me]
@@ -256,11 +258,11 @@ class Member:
         before, self.plan = self.plan, plan
         life.between.recutting.end()
         self.events.append(PlanFollowed(plan))
-        if self._completion is not None:
-            self._completion.changed(now)
+        self.end.entered(now)
+        if self.end.is_told:
             return  # some have heard the end already: now it is told in this plan's name
         life.keepalive.heard(now)
-        self._learn(now, self._ways_back.entered(plan))
+        self.checkpoints.entered(now, plan)
         reason = life.proposer.reasons(change.lost if change is not None else ())
         if before is not None:
             life.proposer.decided(now)
@@ -276,11 +278,14 @@ class Member:
             lost_steps = self.progress.restored(plan.step)
             over = self.failures.went_back(plan.step, self.progress.furthest, reason)
         over = over if self.commits else None
-        self.events.append(RolesGiven(plan, change, self.hosting.adopt(plan), lost_steps, over))
+        is_over = over is not None
+        self.events.append(RolesGiven(plan, change, self.hosting.adopt(plan), lost_steps, is_over))
         if over is None and self.commits:
             self.catch_up([peer for peer in plan.members if peer != self._me])
             self.look_for_leavers()
-        if over is None:
+        if over is not None:
+            self.end.fail(now, over)
+        else:
             joined = () if change is None else (*(row.peer for row in change.joined), *change.admitted)
             life.proposer.start(
                 plan, joined, is_new_committer=before is None or before.committer != plan.committer
@@ -303,7 +308,7 @@ class Member:
     # Branches
 
     def _on_fork(self, now: float, life: MemberLife, event: paxos.ForkFound | paxos.LeftBehind) -> None:
-        if self.is_finishing:
+        if self.end.is_told:
             return
         roles, live = self._roles, life.keepalive.speaking(now, self.plan, self._around.live())
         verdict = life.branches.judge(
@@ -368,7 +373,7 @@ class Member:
     def recut(self, wanted: Change) -> None:
         """As the committer: move the borders between stages, or make more of them, as was found to be
         better."""
-        may_change = self.commits and not (self.is_over or self.is_finishing)
+        may_change = self.commits and not (self.is_over or self.end.is_told)
         if self._life is not None and self.plan is not None and may_change:
             self._life.between.recut(self.plan, wanted)
 
@@ -377,20 +382,6 @@ class Member:
         if self._life is not None and self.plan is not None and self.commits and not self.is_over:
             message = Recut(plan_hash(self.plan), step, checkpoint, (), is_final=True)
             self._life.between.wish(now, message)
-
-    # Checkpoints
-
-    def stage_saved(self, sender: PeerId, step: int, stage: int, state: object) -> None:
-        """As the committer: `sender` has saved its `stage` after `step` steps. Raises RemoteProtocolError."""
-        if self.plan is None:
-            return
-        if not self.commits:
-            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
-        self.checkpoints.saved(self.plan, sender, step, stage, state)
-
-    def _learn(self, now: float, found: WayBack | None) -> None:
-        if found is not None:
-            self.checkpoints.learn(now, found[1], found[0])
 
     def _checkpointed(self, now: float) -> None:
         """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
@@ -415,28 +406,19 @@ class Member:
         if self._life is not None:
             self.progress.claim(self._life.chain.core, hosts=self.hosting.occupies)
 
-    def training_over(self, reason: str | None) -> None:
-        """As the committer: the last step is committed, or training failed."""
-        self._standing.change("training over", "the last step is committed" if reason is None else reason)
+    # The end
 
-    def finish(self, now: float, outcome: str, detail: str, weights: str = "") -> None:
-        """Tell every living member that the run is over, under any plan that comes into force from now on."""
-        if self._completion is None and not self.is_over and self.plan is not None:
-            detail = detail[:REASON_LENGTH_MAX]
-            self._completion = Completion(self._me, now, outcome, detail, weights, self.asks, self._settings)
-            self._tell_end(now)
-
-    @property
-    def is_finishing(self) -> bool:
-        """Whether this node tells the others that the run is over."""
-        return self._completion is not None
-
-    def _tell_end(self, now: float) -> None:
-        completion = self._completion
-        if completion is None or self.plan is None or completion.is_over:
+    def cannot_train(self, now: float, reason: str) -> None:
+        """Ask for a plan without this node's part in the feeding, which it cannot play."""
+        plan = self.plan
+        if plan is None or self.is_over:
             return
-        if completion.wake(now, self.plan, self._around.live()):
-            self.events.append(RunOver(completion.outcome, completion.detail, completion.weights))
+        if not self.commits:
+            self.sends.append((PeerId(plan.committer), Leaving(plan_hash(plan), at_once=True)))
+        elif plan.height == 0 or len(plan.roster) == 1:
+            self.end.finish(now, "failed", reason)
+        else:
+            self.exclude_for_all(now, self._me, reason)
 
     def ended(self, outcome: str) -> None:
         """Note that the run is over here."""
@@ -472,10 +454,6 @@ class Member:
         self.catch_up([sender])
         return True
 
-    def on_end(self, sender: PeerId, plan: bytes) -> Declined | None:
-        """Answer the announcement of the end: see `partition.run.completion.answer_end`."""
-        return answer_end(self.plan, sender, plan)
-
     # Input
 
     def receive(self, now: float, sender: PeerId, message: RunMessage | AgreementMessage) -> None:
@@ -499,7 +477,7 @@ class Member:
                 successor(plan, message.change)  # or it is refused
                 life.between.heard(now, message.change)
             case Checkpointed():
-                self._learn(now, self._ways_back.told(message))
+                self.checkpoints.told(now, message)
             case Leaving(at_once=True):
                 self.exclude_for_all(now, sender, "it has nothing to feed the run with")
             case Leaving():
@@ -519,8 +497,7 @@ class Member:
                 self._standing.note(self._life.branches.look(now, self.plan, self._around.live()))
             self._life.chain.reach(tuple(sorted(self._life.proposer.living(now))))
             self._life.proposer.changed(now)
-            if self._completion is not None:
-                self._completion.changed(now)
+            self.end.changed(now)
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
         """Take the answer to one of `asks`."""
@@ -528,8 +505,8 @@ class Member:
         if self._life is not None:
             self._life.proposer.replied(now, number, reply)
             self._life.keepalive.replied(now, number, reply)
-            if self._completion is not None:
-                self._completion.replied(now, number, reply)
+            if not self.is_over:
+                self.end.replied(now, number, reply)
             self._follow(now, self._life)
 
     def wake(self, now: float) -> None:
@@ -547,15 +524,15 @@ class Member:
                 return  # the driver takes the roles of a new plan before what follows
         if self.is_over:
             return
-        if self._completion is not None and now >= self._completion.deadline:
-            self._tell_end(now)
+        if now >= self.end.deadline:
+            self.end.wake(now)
         if now >= life.keepalive.deadline:
             self._beat(now, life)
         if now >= life.between.recutting.deadline:
             life.between.give_up()
         if now >= life.proposer.deadline:
-            restorable = self._ways_back.find(self.restorable, self.progress.furthest)
-            change = life.proposer.think(now, self._roles, restorable)
+            way_back = self.checkpoints.find_way_back(self.progress.furthest)
+            change = life.proposer.think(now, self._roles, way_back)
             life.chain.wish(change, life.chain.core.head_hash)
         self._follow(now, life)
 
@@ -600,12 +577,7 @@ class Member:
             is_paused=self.state == "paused",
             is_opening=self.hosting.is_opening,
         )
-        self._tell_checkpoint(self.others())
-
-    def _tell_checkpoint(self, peers: Collection[PeerId]) -> None:
-        """As the committer: announce the restorable checkpoint, as any of these peers may propose next."""
-        news = self._ways_back.news(self.plan, self.restorable) if self.commits else None
-        self.sends += [(peer, news) for peer in peers if news is not None]
+        self.checkpoints.tell(self.others())
 
     def _follow(self, now: float, life: MemberLife) -> None:
         """Act on the events of the parts."""
@@ -619,7 +591,7 @@ class Member:
     def _on_part(self, now: float, life: MemberLife, event: proposals.Event | keepalive.Event) -> None:
         match event:
             case proposals.NewcomerStarted():
-                self._tell_checkpoint([event.peer] if self.plan == event.plan else [])
+                self.checkpoints.tell([event.peer] if self.plan == event.plan else [])
             case keepalive.MemberSilent() | proposals.NewcomerFailed():
                 if self.plan == event.plan:
                     self.exclude(now, event.peer, event.reason)
@@ -642,4 +614,4 @@ class Member:
         elif life.chain.core.is_forking:
             return  # the others may be further: how the run ends is not for those who wait here
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
-            self.finish(now, "failed", event.reason)
+            self.end.finish(now, "failed", event.reason)

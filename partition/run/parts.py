@@ -8,6 +8,7 @@ from partition.run.branches import Branches
 from partition.run.draining import Draining
 from partition.run.keepalive import Keepalive
 from partition.run.proposals import Proposer
+from partition.run.run_end import RunEnd
 from partition.run.stored_chain import StoredChain
 
 
@@ -20,6 +21,7 @@ class Parts:
     keepalive: type[Keepalive] = Keepalive
     proposer: type[Proposer] = Proposer
     chain: type[StoredChain] = StoredChain
+    end: type[RunEnd] = RunEnd
 
 
 @dataclass

@@ -427,7 +427,7 @@ class Proposer:
             candidates=self._candidates(plan, now) if asks else (),
             wanted=self.wanted,
             restorable=restorable,
-            can_restore=not is_needed or self._can_restore(roles, restorable),
+            can_restore=not is_needed or _can_restore(self._around.live(), self._chain, roles, restorable),
             newcomers=(self._requester,) if asks and self._may_come(self._requester, now) else (),
             may_refill=asks and now >= self._settled_at + self._settings.refill_seconds,
             asks=asks,
@@ -435,13 +435,6 @@ class Proposer:
             refused=[row for row, until in self._refused.items() if now < until],
             settings=self._settings,
         )
-
-    def _can_restore(self, roles: Roles, restorable: WayBack | None) -> bool:
-        """Return whether a checkpoint is here, or may be at another member, present or former, that lives."""
-        live = self._around.live()
-        if any(peer in live for peer in self._chain.acquainted):
-            return True
-        return restorable is not None and roles.holds(restorable)
 
     def _candidates(self, plan: Plan, now: float) -> tuple[tuple[PeerId, int], ...]:
         free = [row for row in self._around.free() if self._may_come(row[0], now)]
@@ -463,6 +456,15 @@ class Proposer:
         is_here = peer in self._around.live() and not self._wants_out(peer)
         refusal = self._busy.get(peer)
         return is_here and (refusal is None or refusal.until <= now)
+
+
+def _can_restore(
+    live: Collection[PeerId], chain: PaxosChain, roles: Roles, restorable: WayBack | None
+) -> bool:
+    """Return whether a checkpoint is here, or may be at another member, present or former, that lives."""
+    if any(peer in live for peer in chain.acquainted):
+        return True
+    return restorable is not None and roles.holds(restorable)
 
 
 def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal], settings: RunSettings) -> float:

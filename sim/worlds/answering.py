@@ -10,6 +10,7 @@ from partition.run.asks import (
     Declined,
     Done,
     EndRun,
+    HandOverStage,
     HoldStage,
     KeepStage,
     NameCheckpoint,
@@ -18,11 +19,12 @@ from partition.run.asks import (
     RenewRun,
     StartRun,
 )
+from partition.run.completion import answer_end
 from partition.run.member import Member
 from partition.run.provider import OVER, KnownRun, StageProvider
 from sim.worlds.hosting import SimStageHost
 from sim.worlds.keeping import SimCheckpointKeeper
-from sim.worlds.run_messages import ExportStage, FetchCopy, FetchState, Question
+from sim.worlds.run_messages import FetchCopy, FetchState, Question
 from sim.worlds.streams import Answer
 
 
@@ -112,7 +114,7 @@ def _start(member: Answering, asker: PeerId, plan: Plan) -> Done | Declined:
 def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> None:
     declined: Declined | None
     try:
-        declined = member.core.on_end(asker, question.plan)
+        declined = answer_end(member.plan, asker, question.plan)
     except RemoteProtocolError as error:  # whoever was admitted later is in no committee that is known here
         declined = Declined(str(error))
     if declined is None:
@@ -120,10 +122,11 @@ def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> N
     reply(declined or Done())
 
 
-def _answer_of_plan(member: Answering, question: FetchState | ExportStage, reply: Answer) -> None:
+def _answer_of_plan(member: Answering, question: FetchState | HandOverStage, reply: Answer) -> None:
     """Answer a question that only a member under the same plan asks."""
     plan, hosted = member.plan, member.hosting.hosted
-    if plan is None or question.plan != plan_hash(plan):
+    asked = question.plan if isinstance(question, FetchState) else plan_hash(question.plan)
+    if plan is None or asked != plan_hash(plan):
         reply(Declined("no such plan here"))
     elif isinstance(question, FetchState):
         state = None if hosted is None else hosted.state(question.step)

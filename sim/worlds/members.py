@@ -20,7 +20,7 @@ from partition.plan.paxos_messages import AgreementMessage, ChainHead
 from partition.plan.plan import HASH_BYTES, Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
-from partition.run.asks import Ask, Declined, Done, EndRun, Unanswered
+from partition.run.asks import Ask, Declined, Done, EndRun, HandOverStage, Unanswered
 from partition.run.dispatch import Dispatch, Early, Role, role_of
 from partition.run.messages import check_sender
 from partition.run.proposals import Surroundings
@@ -30,7 +30,7 @@ from partition.steps.messages import Open
 from sim.events import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
-from sim.worlds.ending import collect
+from sim.worlds.ending import SimResult
 from sim.worlds.hosting import SimStageHost
 from sim.worlds.integer_stage import IntegerState
 from sim.worlds.keeping import SimCheckpointKeeper, fetch_from
@@ -82,6 +82,7 @@ class SimMember(LifeTurns):
         )
         self.hosting = SimStageHost(lambda: self.core, self._make_hosted, self.later, lambda: self.now)
         self.requester = setting.requester
+        self._result = SimResult(setting)
         self._armed_at = INF
         self.core = self._make_core()
 
@@ -207,11 +208,16 @@ class SimMember(LifeTurns):
             self._on_event(member.events.pop(0))
 
     def _put(self, member: core.Member, wanted: Ask) -> None:
+        request = wanted.request
+
         def replied(reply: Any) -> None:
+            if isinstance(request, HandOverStage) and isinstance(reply, IntegerState):
+                self._result.take(request.plan, request.stage, reply)
+                reply = Done()
             known = reply if isinstance(reply, Done | Declined) else Unanswered("no answer")
             member.replied(self.now, wanted.number, known)
 
-        self.ask(wanted.peer, wanted.request, wanted.seconds, replied)
+        self.ask(wanted.peer, request, wanted.seconds, replied)
 
     def _on_event(self, event: events.Event) -> None:
         match event:
@@ -247,6 +253,9 @@ class SimMember(LifeTurns):
             case events.SealWanted():
                 name = checkpoint_name(self._setting.run, event.step)
                 self.core.checkpoints.sealed(self.now, event.step, name)
+            case events.ResultWanted():
+                self._result.check(event.plan)
+                self.core.end.result_kept(self.now, event.plan, "", "")
             case events.NewestChanged():
                 self._disk.newest = event.newest
                 self.core.checkpoints.stored(event.newest)
@@ -262,10 +271,7 @@ class SimMember(LifeTurns):
         adopted = PlanAdopted(self._setting.run, plan.height, plan_hash(plan), plan.parent)
         self._setting.publish(self.me, adopted)
         self.hosting.act(event.stage)
-        if event.over is not None:
-            self._finish("failed", event.over)
-            return
-        if self.me in plan.trainers:
+        if self.me in plan.trainers and not event.is_over:
             self.trainer = Trainer(self._setting, self.me, plan, self, self.core.failures)
             self.trainer.begin(self.core.checkpoints.newest)
 
@@ -316,21 +322,9 @@ class SimMember(LifeTurns):
 
     def trained(self, reason: str | None) -> None:
         """As the committer: all is done, or will never be."""
-        self.core.training_over(reason)
-        if reason is not None:
-            self.finished(reason)
-        elif self.plan is not None:
-            collect(self._setting, self, self.plan)
+        self.core.end.training_over(self.now, reason)
 
     # The end
-
-    def _finish(self, outcome: str, reason: str) -> None:
-        """Tell every live member, then end here."""
-        self.core.finish(self.now, outcome, reason)
-
-    def finished(self, reason: str | None) -> None:
-        """The result is collected; or why it cannot be."""
-        self._finish("done" if reason is None else "failed", reason or "")
 
     def end(self, outcome: str, reason: str) -> None:
         """The run is over here."""
@@ -379,7 +373,7 @@ class SimMember(LifeTurns):
                 self.core.show_step(message.step - 1)
                 return
             case Saved():
-                self.core.stage_saved(sender, message.step, message.stage, None)
+                self.core.checkpoints.saved(sender, message.step, message.stage, None)
                 return
         match role_of(message):
             case Role.MEMBER:

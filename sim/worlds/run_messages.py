@@ -46,13 +46,6 @@ class FetchState:
 
 
 @dataclass(frozen=True)
-class ExportStage:
-    """Committer to replica: the state you end with."""
-
-    plan: bytes
-
-
-@dataclass(frozen=True)
 class FetchCopy:
     """Anybody to anybody: the copy of one of the run's original stages."""
 
@@ -60,7 +53,7 @@ class FetchCopy:
     unit: int
 
 
-Question = Request | FetchState | ExportStage | FetchCopy
+Question = Request | FetchState | FetchCopy
 
 
 # On disks

@@ -48,6 +48,7 @@ from partition.run.checkpoint_rounds import CheckpointRounds
 from partition.run.events import Event as MemberEvent
 from partition.run.events import NewestChanged
 from partition.run.messages import Checkpointed
+from partition.run.way_back import WaysBack
 from partition.steps.messages import Open, StageRoutes, Work
 from partition.steps.routes import attempts
 from tests.source import ROOT
@@ -231,6 +232,9 @@ async def test_forty_concurrent_checkpoints_are_written_one_by_one(tmp_path: Pat
         events: list[MemberEvent] = []
         rounds = CheckpointRounds(
             PeerId(bytes(32)),
+            plan=lambda: None,
+            ways_back=WaysBack(0),
+            best=lambda: None,
             asks=Asks(),
             events=events,
             live=list,
@@ -238,12 +242,7 @@ async def test_forty_concurrent_checkpoints_are_written_one_by_one(tmp_path: Pat
             learned=lambda _now: None,
         )
 
-        class Core:
-            checkpoints = rounds
-
-        keeping = CheckpointKeeper(
-            cast(Any, Service()), cast(Any, TheRun()), cast(Any, Core()), list, act=lambda: None
-        )
+        keeping = CheckpointKeeper(cast(Any, Service()), cast(Any, TheRun()), rounds, list, act=lambda: None)
         for step in range(1, 41):
             rounds.learn(0.0, step, bytes([step]) * 32)
         for event in events:

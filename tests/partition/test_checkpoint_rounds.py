@@ -14,6 +14,7 @@ from partition.run.asks import Ask, Asks, Done, KeepStage, NameCheckpoint, Reply
 from partition.run.checkpoint_rounds import COPIES_MIN, CheckpointRounds
 from partition.run.events import CheckpointEnded, CheckpointWhole, Event, NewestChanged, SealWanted
 from partition.run.messages import Checkpointed
+from partition.run.way_back import WaysBack
 from tests.partition.fake_stage import peer
 
 A, B, C, D, E, STRANGER = (peer(name) for name in "abcdex")
@@ -41,8 +42,12 @@ class Committer:
         self.events: list[Event] = []
         self.learned = 0
         self.sends: list[tuple[PeerId, Checkpointed]] = []
+        self.plan = PLAN
         self.rounds = CheckpointRounds(
             PeerId(PLAN.committer),
+            plan=lambda: self.plan,
+            ways_back=WaysBack(save_every=4),
+            best=lambda: None,
             asks=self.asks,
             events=self.events,
             live=lambda: (A, B, C, D),
@@ -54,8 +59,9 @@ class Committer:
         self.learned += 1
 
     def save_all(self, step: int, plan: Plan = PLAN) -> None:
+        self.plan = plan
         for number, stage in enumerate(plan.stages):
-            self.rounds.saved(plan, PeerId(stage.replicas[0]), step, number, f"{number} at {step}")
+            self.rounds.saved(PeerId(stage.replicas[0]), step, number, f"{number} at {step}")
 
     def newest(self) -> tuple[bytes, int] | None:
         return self.rounds.newest
@@ -202,7 +208,7 @@ def test_only_holders_of_a_stage_can_have_saved_it() -> None:
     node = Committer()
     for sender, stage in ((STRANGER, 0), (A, 1), (A, 7), (A, -1)):
         with pytest.raises(RemoteProtocolError):
-            node.rounds.saved(PLAN, sender, 4, stage, "")
+            node.rounds.saved(sender, 4, stage, "")
     assert (node.asked(), node.taken()) == ([], [])
 
 

@@ -29,7 +29,7 @@ from partition.run.asks import (
     StartRun,
     Unanswered,
 )
-from partition.run.completion import DECLINES_MAX
+from partition.run.completion import DECLINES_MAX, answer_end
 from partition.run.events import (
     NewestChanged,
     PauseWanted,
@@ -402,7 +402,7 @@ def finishing() -> tuple[Node, dict[PeerId, Ask]]:
     """A committer that announces the end to the others; return it and its requests to them."""
     node = Node().begin()
     node.asked()
-    node.core.finish(0.0, "done", "", "ab" * 32)
+    node.core.end.finish(0.0, "done", "", "ab" * 32)
     return node, {ask.peer: ask for ask in node.asked()}
 
 
@@ -447,10 +447,10 @@ def test_the_end_does_not_wait_for_dead_or_forgetful_members() -> None:
 
 def test_only_a_voter_ends_a_run_and_only_the_committer_renews_it() -> None:
     node = Node(ONE).begin()
-    assert isinstance(node.core.on_end(REQUESTER, bytes(32)), Declined)
-    assert node.core.on_end(REQUESTER, plan_hash(PLAN)) is None
+    assert isinstance(answer_end(node.core.plan, REQUESTER, bytes(32)), Declined)
+    assert answer_end(node.core.plan, REQUESTER, plan_hash(PLAN)) is None
     with pytest.raises(RemoteProtocolError, match="no vote"):
-        node.core.on_end(SPARE, plan_hash(PLAN))
+        answer_end(node.core.plan, SPARE, plan_hash(PLAN))
     assert node.core.on_renew(0.0, REQUESTER, plan_hash(PLAN)) == Done()
     assert isinstance(node.core.on_renew(0.0, TWO, plan_hash(PLAN)), Declined)
     assert node.core.on_renew(0.0, TWO, bytes(32)) == Done(), "under another plan the chain reports it"
@@ -493,7 +493,7 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
         lambda: node.core.leave(node.now),
         lambda: node.core.paused(node.now, 3),
         lambda: node.core.recut(Change(cuts=(1,))),
-        lambda: node.core.stage_saved(rng.choice(PLAN.members), 4, rng.randrange(2), None),
+        lambda: node.core.checkpoints.saved(rng.choice(PLAN.members), 4, rng.randrange(2), None),
         lambda: node.core.checkpoints.sealed(node.now, 4, bytes([4]) * 32),
         lambda: node.core.checkpoints.stored(node.core.checkpoints.newest),
         lambda: node.reply(rng.choice(open_asks), rng.choice(REPLIES)) if open_asks else None,
@@ -501,7 +501,7 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
         lambda: node.core.on_chain(node.now, QuorumFound(0)),
         lambda: decide(node, rng),
         lambda: node.core.show_step(rng.randrange(20)),
-        lambda: node.core.finish(node.now, "failed", "enough") if rng.random() < 0.2 else None,
+        lambda: node.core.end.finish(node.now, "failed", "enough") if rng.random() < 0.2 else None,
     ]
     for _ in range(60):
         was_over = node.core.is_over
@@ -533,7 +533,7 @@ def test_a_member_learns_of_a_checkpoint_from_the_committer() -> None:
     node = Node(ONE).begin()
     node.core.receive(0.0, REQUESTER, Checkpointed(NAME, 4, bytes(32)))
     assert node.of(NewestChanged) == [NewestChanged((bytes(32), 4))]
-    assert node.core.restorable == (bytes(32), 4)
+    assert node.core.checkpoints.restorable == (bytes(32), 4)
 
 
 def test_a_newcomer_learns_the_restorable_checkpoint() -> None:

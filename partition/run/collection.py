@@ -1,0 +1,92 @@
+"""The result of a run, as its committer collects it: replicas are asked to hand their stages over, one after
+the other.
+
+A stage that nobody hands over is asked for again, for a bounded time. If a dead replica was the reason, a new
+plan comes into force meanwhile, and all of it begins again under that plan. Not here: what is handed over,
+and joining it.
+"""
+
+from collections.abc import Collection
+from typing import assert_never
+
+from crypto.identity import PeerId
+from partition.plan.plan import Plan
+from partition.run.asks import Asks, Declined, Done, HandOverStage, Reply, Unanswered
+from partition.run.settings import RunSettings
+
+COLLECT_SECONDS_MAX = 120.0
+"""How long the result is awaited where a stage's last replica says nothing. If it is dead a plan without it
+comes into force meanwhile; a verdict takes half a minute over slow links."""
+HAND_OVER_SECONDS_MAX = 120.0
+"""For one stage."""
+
+INF = float("inf")
+
+
+class ResultCollection:
+    """The collection under one plan. `deadline` is when it wants to `wake`. `failure` is why there will be no
+    result, for a person; empty while there may be one."""
+
+    def __init__(self, me: PeerId, now: float, plan: Plan, asks: Asks, settings: RunSettings) -> None:
+        self.plan = plan
+        self.deadline = now
+        self.failure = ""
+        self._me = me
+        self._asks = asks
+        self._settings = settings
+        self._until = now + COLLECT_SECONDS_MAX
+        self._stage = 0
+        self._left: list[PeerId] | None = None
+        self._asked: int | None = None
+        self._reasons: list[str] = []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all stages have been handed over."""
+        return self._stage == len(self.plan.stages)
+
+    def wake(self, now: float, live: Collection[PeerId]) -> None:
+        """Ask the next replica of the stage that is missing."""
+        self.deadline = INF
+        if self._asked is not None or self.is_whole or self.failure:
+            return
+        if self._left is None:
+            replicas = [PeerId(peer) for peer in self.plan.stages[self._stage].replicas]
+            self._left = [peer for peer in replicas if peer == self._me]
+            self._left += [peer for peer in replicas if peer != self._me and peer in live]
+        if self._left:
+            request = HandOverStage(self.plan, self._stage)
+            self._asked = self._asks.put(self._left.pop(0), request, HAND_OVER_SECONDS_MAX)
+        else:
+            reasons = "; ".join(self._reasons) or "none of its replicas is there"
+            self._wait(now, f"stage {self._stage + 1} handed over no parameters: {reasons}")
+
+    def replied(self, now: float, number: int, reply: Reply) -> None:
+        """Take the answer to one of `asks`."""
+        if number != self._asked:
+            return
+        self._asked = None
+        match reply:
+            case Done():
+                self._begin(self._stage + 1)
+            case Declined(reason) | Unanswered(reason):
+                self._reasons.append(reason)
+            case _:
+                assert_never(reply)
+        self.deadline = now
+
+    def spoilt(self, now: float, reason: str) -> None:
+        """Begin again: the stages that were handed over cannot be joined."""
+        self._begin(0)
+        self._wait(now, reason)
+
+    def _begin(self, stage: int) -> None:
+        self._stage, self._left = stage, None
+        self._reasons.clear()
+
+    def _wait(self, now: float, reason: str) -> None:
+        if now >= self._until:
+            self.failure = reason
+        else:
+            self._begin(self._stage)
+            self.deadline = now + self._settings.retry_seconds
