@@ -6,7 +6,6 @@ feed, commit, or only follow. The core has the rules of a run's life.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import trio
 
@@ -14,16 +13,15 @@ from crypto.errors import RemoteProtocolError
 from crypto.facts import Fact
 from crypto.identity import PeerId
 from node.placement.leases import Offer, rounded
-from node.protocols import runs as wire
 from node.protocols.manifest import Run
-from node.protocols.notices import Notice
 from node.runs.asking import AskShell
 from node.runs.chain import ChainShell, RunEntry
 from node.runs.checkpointing import CheckpointKeeper, read_newest
-from node.runs.completion import CollectedStages, fetch_result
 from node.runs.context import RunService
 from node.runs.departure import Departure
 from node.runs.duties import Duties
+from node.runs.member_end import MemberEnd
+from node.runs.member_messages import MemberMessages
 from node.runs.stage import StageHosting
 from node.waker import Waker
 from partition.plan.change import Change
@@ -32,20 +30,15 @@ from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
 from partition.run.asks import Declined, Done, Reply
-from partition.run.dispatch import Role, role_of
-from partition.run.messages import REASON_LENGTH_MAX, check_sender
+from partition.run.messages import REASON_LENGTH_MAX
 from partition.run.proposals import Surroundings
 from partition.run.states import State
 from partition.run.way_back import WayBack
-from partition.steps.frames import OpenedFrame
-from partition.steps.messages import Failed, Open
+from partition.steps.messages import Failed
 
 
 class RunMember:
-    """One run on this node, from its manifest to its end.
-
-    Long because it is the driver of one core: each of its events and roles is one short method here.
-    """
+    """One run on this node, from its manifest to its end."""
 
     def __init__(self, service: RunService, run: Run) -> None:
         self.run = run
@@ -87,7 +80,6 @@ class RunMember:
         self.stopped_by: Fact | None = None
         self.is_over_for_all = False
         self.shown = self._reports.shown
-        self._collected = CollectedStages(service, run, self.hosting.export)
         self.export, self.read_state = self.hosting.export, self.hosting.read_state
         self.unprepare = self.hosting.unprepare
         self.planner_lost = self.hosting.planner_lost
@@ -95,8 +87,14 @@ class RunMember:
         self._departure = Departure(self, service, self._start_task, self._life.cancel)
         self.leave, self.drop = self._departure.leave, self._departure.drop
         self._waker = Waker(service.seams.clock, lambda: self.core.deadline)
+        self._end = MemberEnd(self, service, self._waker, self._gone)
+        self.end, self.fail = self._end.end, self._end.fail
+        messages = MemberMessages(self, service)
+        self.receive, self.take_frame = messages.receive, messages.take_frame
+        self.revise, self.reconnected = messages.revise, messages.reconnected
+        self.member_suspected = messages.member_suspected
         self._has_begun = trio.Event()
-        self._is_acting, self._has_life, self._is_driven = False, False, True
+        self._is_acting, self._has_life, self.is_driven = False, False, True
 
     # What the core asks of its roles
 
@@ -201,7 +199,9 @@ class RunMember:
             tie_breaker=self.run.tie_breaker,
             stored=self._stored,
         )
-        self._asking = AskShell(self._service, self.run, chain, lambda: self.steering.fact, self._collected)
+        self._asking = AskShell(
+            self._service, self.run, chain, lambda: self.steering.fact, self._end.collected
+        )
         first = first_plan(entered.history)
         self.core.begin(self._now, chain.core, first, is_restart=bool(durable))
         self._drive()
@@ -225,7 +225,7 @@ class RunMember:
                     assert self._chain is not None
                     await self._chain.run()
         finally:
-            self._is_driven = False
+            self.is_driven = False
         self.core.close()
         self.act()
 
@@ -273,7 +273,7 @@ class RunMember:
             case events.RunLeft():
                 self.duties.stop()
                 self.duties.committer = None
-                self._start_task(self._let_go)
+                self._start_task(self._end.forget)
             case events.PromisesMade() if chain is not None:
                 chain.store()
             case events.MessageRefused():
@@ -293,7 +293,7 @@ class RunMember:
                 self.duties.best.learned(event.newest)
                 self.keeping.on_event(event)
             case events.ResultWanted():
-                self._start_task(self._keep_result, event.plan)
+                self._start_task(self._end.keep_result, event.plan)
             case events.SealWanted() | events.CheckpointWhole() | events.CheckpointEnded():
                 self.keeping.on_event(event)
 
@@ -339,9 +339,9 @@ class RunMember:
 
     # The end
 
-    async def _keep_result(self, plan: Plan) -> None:
-        await self._collected.keep(plan, self.core.end, self.duties.best.detail)
-        self.act()
+    def _gone(self) -> None:
+        self._departure.look()
+        self._life.cancel()
 
     def _abandoned(self) -> None:
         """Drop the stage that was opened for a plan that was not decided."""
@@ -350,107 +350,7 @@ class RunMember:
             self._service.released(self)
             self._life.cancel()
 
-    async def _let_go(self) -> None:
-        await self.hosting.end()
-        self._service.forgotten(self)
-        self._departure.look()
-        self._life.cancel()
-
-    def finish(self, outcome: str, detail: str, weights: str) -> None:
-        """Tell every live member, then end here, whichever plan comes into force meanwhile."""
-        self.core.end.finish(self._now, outcome, detail, weights)
-        self.act()
-
-    async def end(
-        self, outcome: str, detail: str, weights: str, *, source: PeerId | None = None, refusal: str = ""
-    ) -> None:
-        """End the run here: fetch the result from `source` unless there is a `refusal`, close the stage, and
-        announce it. Without a source the result is here already."""
-        if self.core.is_over:
-            return
-        self.core.is_over = True
-        self.is_over_for_all = self.core.end.is_told or source is not None or self.stopped_by is not None
-        missing = refusal
-        if outcome == "done" and source is not None and not missing:
-            missing = await fetch_result(self._service, self.run, source, weights)
-        await self.hosting.end()
-        self.core.ended(outcome)
-        is_here = outcome == "done" and not missing
-        await self._service.ended(self, outcome, missing or detail, weights, is_here=is_here)
-        self._departure.look()
-        self._life.cancel()
-        self.duties.stop()
-
-    async def fail(self, reason: str) -> None:
-        """End after an unexpected failure; where another node commits, the run goes on without this one."""
-        if not (self.core.is_over or self.core.end.is_told):
-            if self.core.commits:
-                self.finish("failed", reason, "")
-                if not self._is_driven:
-                    self._start_task(self._tell_failure, reason)
-                return
-            self.absent(self._me, reason)
-        self.core.is_over = False  # an end that failed half way is gone through again
-        await self.end("failed", reason, "")
-
-    async def _tell_failure(self, reason: str) -> None:
-        """Tell the others of the end where this member's driver has failed itself; bounded."""
-        self.core.close()
-        with trio.move_on_after(self._service.settings.end_seconds_max):
-            while not self.core.is_over:
-                await self._waker.wake_when_due(self.core)
-                self.act()
-        await self.end("failed", reason, "")
-
     # What comes in
-
-    def receive(self, now: float, sender: PeerId, message: Any) -> None:
-        """Handle a pipeline message of the plan in force, or one about the chain. Raises
-        RemoteProtocolError."""
-        self.duties.stall.heard(now, sender)
-        if isinstance(message, Notice | wire.Saved | wire.Revised):
-            self._on_told(sender, message)
-            return
-        match role_of(message):
-            case Role.MEMBER:
-                self.core.receive(now, sender, message)
-                self.act()
-            case Role.COMMITTER if self.duties.committer is not None:
-                self.duties.committer.receive(now, sender, message)
-            case Role.STAGE:
-                self._to_stage(now, sender, message)
-
-    async def take_frame(self, sender: PeerId, frame: OpenedFrame) -> None:
-        """Handle a frame of the plan in force. Its stream waits meanwhile. Raises RemoteProtocolError."""
-        self.duties.stall.heard(self._now, sender)
-        await self.hosting.take(sender, frame)
-
-    def revise(self, fact: Fact) -> bool:
-        """Handle the requester's revision of the run; return whether it is new. Raises
-        RemoteProtocolError."""
-        return self.steering.take(fact, self.state, self.duties.committer, self.plan, self._me)
-
-    def _on_told(self, sender: PeerId, message: Notice | wire.Saved | wire.Revised) -> None:
-        plan = self.plan
-        if plan is None:
-            return
-        if isinstance(message, wire.Revised):
-            self.revise(message.revision)
-            return
-        if isinstance(message, Notice):
-            check_sender(plan, sender, message)
-            self._reports.hear(message)
-            self.core.heard(self._now)
-        elif plan.committer == self._me:
-            self.keeping.saved(plan, sender, message)
-        else:
-            raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
-
-    def _to_stage(self, now: float, sender: PeerId, message: Any) -> None:
-        if isinstance(message, Open) and self.duties.training is not None:
-            self.duties.training.open(sender, message)
-        if self.hosting.replica is not None:
-            self.hosting.replica.receive(now, sender, message)
 
     def renewed(self, sender: PeerId, plan: bytes) -> Done | Declined:
         """Answer whether this node is still in the run."""
@@ -473,27 +373,7 @@ class RunMember:
         self.core.catch_up(peers)
         self.act()
 
-    def reconnected(self, peer: PeerId) -> None:
-        """Handle a link to `peer` that was opened anew."""
-        if self.plan is not None and peer in self.plan.roster:
-            self.catch_up([peer])
-        if self.hosting.replica is not None:
-            self.hosting.replica.reconnected(peer)
-        if self.duties.training is not None:
-            self.duties.training.reconnected(peer)
-        if self.plan is not None and self.plan.committer == self._me:
-            self.steering.tell(self.plan, self._me, peer)
-
     def members_changed(self) -> None:
         """React to a change in the set of live members."""
         self.core.members_changed(self._now)
         self.act()
-
-    def member_suspected(self, peer: PeerId) -> None:
-        """Handle the suspicion that a member may be dead."""
-        if (
-            self.duties.committer is not None
-            and self.plan is not None
-            and self.plan.stage_of(peer) is not None
-        ):
-            self.duties.committer.suspect(peer)

@@ -14,7 +14,7 @@ from partition.run.asks import Declined, Done, KeepStage, NameCheckpoint
 from partition.run.way_back import WayBack
 from sim.worlds.integer_stage import IntegerState, joined, parted, units_of
 from sim.worlds.run_context import Setting
-from sim.worlds.run_messages import Disk, FetchCopy, checkpoint_name
+from sim.worlds.run_messages import Disk, FetchCopy, FetchState, checkpoint_name
 
 KEPT_MAX = 2
 """Checkpoints whose copies stay on a disk."""
@@ -111,6 +111,12 @@ class SimCheckpointKeeper:
 
         others = [peer for peer in self._live() if peer != self._me]
         fetch_from(self._ask, self._later, others, FetchCopy(step, missing), take)
+
+    def fetch_state(
+        self, sources: Sequence[PeerId], plan: bytes, step: int, then: Callable[[IntegerState | None], None]
+    ) -> None:
+        """Fetch the state after `step` steps of a stage from its replicas under this plan."""
+        fetch_from(self._ask, self._later, sources, FetchState(plan, step), then)
 
     def name(self, wanted: NameCheckpoint) -> Done | Declined:
         """Take the name of a checkpoint of which something is here."""

@@ -6,36 +6,32 @@ it says is sent, its events are acted on; then whatever has come due since. So n
 one. A peer that restarts begins with a new `SimMember` and its old `Disk`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from random import Random
 from typing import Any
 
 from crypto.errors import RemoteProtocolError
 from crypto.identity import PeerId
-from gossip.allreduce import Part
 from partition.plan.chain import base_plan
 from partition.plan.change import Change
-from partition.plan.paxos_messages import AgreementMessage, ChainHead
-from partition.plan.plan import HASH_BYTES, Plan, plan_hash
+from partition.plan.plan import Plan, plan_hash
 from partition.run import events
 from partition.run import member as core
-from partition.run.asks import Ask, Declined, Done, EndRun, HandOverStage, Unanswered
-from partition.run.dispatch import Dispatch, Early, Role, role_of
-from partition.run.messages import check_sender
+from partition.run.asks import Ask, Declined, Done, HandOverStage, Unanswered
+from partition.run.dispatch import Dispatch
 from partition.run.proposals import Surroundings
 from partition.run.way_back import WayBack
-from partition.steps.frames import OpenedFrame
-from partition.steps.messages import Open
 from sim.events import BranchLeft, PlanAdopted, RunEnded
 from sim.network.instants import instant
 from sim.worlds.answering import answer
 from sim.worlds.ending import SimResult
 from sim.worlds.hosting import SimStageHost
 from sim.worlds.integer_stage import IntegerState
-from sim.worlds.keeping import SimCheckpointKeeper, fetch_from
+from sim.worlds.keeping import SimCheckpointKeeper
+from sim.worlds.receiving import receive, reconnected
 from sim.worlds.run_context import Setting
-from sim.worlds.run_messages import Disk, FetchState, Noted, Question, Saved, checkpoint_name
+from sim.worlds.run_messages import Disk, Noted, Question, Saved, checkpoint_name
 from sim.worlds.sim_stage import Hosted
 from sim.worlds.streams import Answer
 from sim.worlds.trainer import Trainer
@@ -47,10 +43,7 @@ RATE = 1_000
 
 
 class SimMember(LifeTurns):
-    """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run.
-
-    Long because it is the driver of one core: each of its events and roles is one short method here.
-    """
+    """One run at one peer, in one of the peer's lives. `plan` is None while it is not in the run."""
 
     def __init__(
         self,
@@ -73,12 +66,7 @@ class SimMember(LifeTurns):
         self._is_busy = is_busy
         self._dispatch: Dispatch[SimMember, Any] = Dispatch()
         self.keeping = SimCheckpointKeeper(
-            setting,
-            me,
-            disk,
-            live=self._living,
-            ask=self.ask,
-            later=self.later,
+            setting, me, disk, live=self._living, ask=self.ask, later=self.later
         )
         self.hosting = SimStageHost(lambda: self.core, self._make_hosted, self.later, lambda: self.now)
         self.requester = setting.requester
@@ -87,7 +75,7 @@ class SimMember(LifeTurns):
         self.core = self._make_core()
 
     def _make_core(self) -> core.Member:
-        setting = self._setting
+        setting = self.setting
         return core.Member(
             self.me,
             requester=setting.requester,
@@ -102,10 +90,10 @@ class SimMember(LifeTurns):
         )
 
     def _told(self, lives: bool) -> list[PeerId]:
-        return [peer for peer, is_alive in self._setting.alive(self.me).items() if is_alive is lives]
+        return [peer for peer, is_alive in self.setting.alive(self.me).items() if is_alive is lives]
 
     def _free(self) -> list[tuple[PeerId, int]]:
-        setting = self._setting
+        setting = self.setting
         free = [peer for peer in setting.pool if not self._is_busy(peer)]
         return [(peer, max(1, round(RATE / setting.slowness(peer)))) for peer in free]
 
@@ -153,7 +141,7 @@ class SimMember(LifeTurns):
         )
         if due < self._armed_at:
             self._armed_at = due
-            ground = self._setting.ground
+            ground = self.setting.ground
             ground.at(max(instant(due), ground.now), lambda: self._ring(due))
 
     def _ring(self, due: float) -> None:
@@ -184,16 +172,16 @@ class SimMember(LifeTurns):
             raise AssertionError(f"a disk is damaged: {error}") from error
 
     def _enter(self, plan: Plan, durable: bytes) -> None:
-        chain = self._setting.cores.agreement(
+        chain = self.setting.cores.agreement(
             self.me,
             plan,
             self._rng,
             durable=durable,
-            may_fork=self._setting.training.on_lost_quorum == "fork",
-            tie_breaker=self._setting.tie_breaker,
+            may_fork=self.setting.training.on_lost_quorum == "fork",
+            tie_breaker=self.setting.tie_breaker,
             abstain=self._has_forgotten,
         )
-        self.core.begin(self.now, chain, self._setting.first or plan, is_restart=bool(durable))
+        self.core.begin(self.now, chain, self.setting.first or plan, is_restart=bool(durable))
 
     def _act(self) -> None:
         """Do what the core wants, also what it wants because of that."""
@@ -229,7 +217,7 @@ class SimMember(LifeTurns):
                 self._take_roles(event)
             case events.RunLeft():
                 if event.is_branch:
-                    self._setting.publish(self.me, BranchLeft(self._setting.run))
+                    self.setting.publish(self.me, BranchLeft(self.setting.run))
                 self._forget()
                 self.core = self._make_core()
                 self._has_forgotten = False
@@ -237,7 +225,7 @@ class SimMember(LifeTurns):
                 self._disk.chain = self.core.durable
                 self.core.stored(self.now)
             case events.MessageRefused():
-                self._setting.counters["refused"] += 1
+                self.setting.counters["refused"] += 1
             case events.RunOver():
                 self.end(event.outcome, event.detail)
             case _:
@@ -251,7 +239,7 @@ class SimMember(LifeTurns):
                 if self.trainer is not None:
                     self.trainer.steer(event)
             case events.SealWanted():
-                name = checkpoint_name(self._setting.run, event.step)
+                name = checkpoint_name(self.setting.run, event.step)
                 self.core.checkpoints.sealed(self.now, event.step, name)
             case events.ResultWanted():
                 self._result.check(event.plan)
@@ -261,18 +249,18 @@ class SimMember(LifeTurns):
                 self.core.checkpoints.stored(event.newest)
 
     def _follow(self, plan: Plan) -> None:
-        self.provider.slots.release_run(self._setting.run)
+        self.provider.slots.release_run(self.setting.run)
         for row in self._dispatch.follow(plan_hash(plan), self):
-            self._setting.ground.at(self.now, partial(self.receive, *row))
+            self.setting.ground.at(self.now, partial(self.receive, *row))
 
     def _take_roles(self, event: events.RolesGiven) -> None:
         """Host, feed and commit as the plan says."""
         plan = event.plan
-        adopted = PlanAdopted(self._setting.run, plan.height, plan_hash(plan), plan.parent)
-        self._setting.publish(self.me, adopted)
+        adopted = PlanAdopted(self.setting.run, plan.height, plan_hash(plan), plan.parent)
+        self.setting.publish(self.me, adopted)
         self.hosting.act(event.stage)
         if self.me in plan.trainers and not event.is_over:
-            self.trainer = Trainer(self._setting, self.me, plan, self, self.core.failures)
+            self.trainer = Trainer(self.setting, self.me, plan, self, self.core.failures)
             self.trainer.begin(self.core.checkpoints.newest)
 
     def absent(self, peer: PeerId, reason: str) -> None:
@@ -333,70 +321,17 @@ class SimMember(LifeTurns):
         self.outcome = outcome
         self.core.ended(outcome)
         self._forget()
-        self._setting.publish(self.me, RunEnded(self._setting.run, outcome, reason))
+        self.setting.publish(self.me, RunEnded(self.setting.run, outcome, reason))
 
     # What comes in
 
     def receive(self, sender: PeerId, message: Any) -> None:
         """Something on the stream from `sender`."""
-        self.turn(lambda: self._take(sender, message))
-
-    def _take(self, sender: PeerId, message: Any) -> None:
-        try:
-            if isinstance(message, AgreementMessage):
-                self._about_plans(sender, message)
-                return
-            name = plan_named(message)
-            if self._dispatch.find(sender, name) is not None:
-                self._hand_over(sender, message)
-            elif isinstance(message, Early):
-                self._dispatch.keep(sender, name, message)
-        except RemoteProtocolError:
-            self._setting.counters["refused"] += 1
-
-    def _about_plans(self, sender: PeerId, message: AgreementMessage) -> None:
-        if self.outcome == "done" and isinstance(message, ChainHead) and message.asks:
-            # A member that was away when a run ended well still believes in a plan, and asks how it went on.
-            self.ask(
-                sender, EndRun(message.plan, "done", ""), self._setting.settings.end_seconds_max, _nothing
-            )
-        else:
-            self.core.receive(self.now, sender, message)
-
-    def _hand_over(self, sender: PeerId, message: Any) -> None:
-        plan = self.plan
-        assert plan is not None, "a plan is followed"
-        match message:
-            case Noted():
-                check_sender(plan, sender, message)
-                self.core.heard(self.now)
-                self.core.show_step(message.step - 1)
-                return
-            case Saved():
-                self.core.checkpoints.saved(sender, message.step, message.stage, None)
-                return
-        match role_of(message):
-            case Role.MEMBER:
-                self.core.receive(self.now, sender, message)
-            case Role.COMMITTER if self.trainer is not None:
-                self.trainer.receive(sender, message)
-            case Role.STAGE:
-                if isinstance(message, Open) and self.trainer is not None:
-                    self.trainer.opened(sender, message)
-                if self.hosting.hosted is not None:
-                    self.hosting.hosted.receive(sender, message)
+        self.turn(lambda: receive(self, self._dispatch, sender, message))
 
     def reconnected(self, peer: PeerId) -> None:
         """The stream to `peer` is open again."""
-        self.turn(lambda: self._on_reconnected(peer))
-
-    def _on_reconnected(self, peer: PeerId) -> None:
-        if self.plan is not None and peer in self.plan.roster:
-            self.catch_up([peer])
-        if self.hosting.hosted is not None:
-            self.hosting.hosted.reconnected(peer)
-        if self.trainer is not None:
-            self.trainer.reconnected(peer)
+        self.turn(lambda: reconnected(self, peer))
 
     def members_changed(self) -> None:
         """React to a change in the set of live members."""
@@ -415,10 +350,6 @@ class SimMember(LifeTurns):
         """Answer a question of another member, now or later."""
         self.turn(lambda: answer(self, asker, question, reply))
 
-    def catch_up(self, peers: Sequence[PeerId]) -> None:
-        """Ask peers for missing parts of the chain."""
-        self.core.catch_up(peers)
-
     # Bookkeeping
 
     @property
@@ -433,14 +364,14 @@ class SimMember(LifeTurns):
 
     def _make_hosted(self, plan: Plan, step: int | None) -> Hosted:
         return Hosted(
-            self._setting,
+            self.setting,
             self.me,
             plan,
             step=step,
             later=self.later,
             send=self.send,
             save=self._save,
-            fetch=self._fetch_state,
+            fetch=self.keeping.fetch_state,
             restore=self.keeping.restore,
             failed=self.hosting.failed,
         )
@@ -451,11 +382,6 @@ class SimMember(LifeTurns):
             self.keeping.put_stage(plan, stage, state)
             self.send(plan.committer, Saved(plan_hash(plan), state.step, stage))
 
-    def _fetch_state(
-        self, sources: Sequence[PeerId], plan: bytes, step: int, then: Callable[[IntegerState | None], None]
-    ) -> None:
-        fetch_from(self.ask, self.later, sources, FetchState(plan, step), then)
-
     def others(self) -> list[PeerId]:
         """The live members of the plan in force, without this peer."""
         return self.core.others()
@@ -464,15 +390,3 @@ class SimMember(LifeTurns):
         """Return who could hand something over; whoever was in the run has what it kept of it."""
         live = self._told(True)
         return [peer for peer in self.core.acquainted if peer in live]
-
-
-def plan_named(message: Any) -> bytes:
-    """Return the hash of the plan that a message is of."""
-    if isinstance(message, Part):
-        return message.key[:HASH_BYTES]
-    plan: bytes = message.header.plan if isinstance(message, OpenedFrame) else message.plan
-    return plan
-
-
-def _nothing(reply: Any) -> None:
-    """Nobody waits for it."""

@@ -18,21 +18,21 @@ class LifeTurns:
 
     def __init__(self, setting: Setting, me: PeerId) -> None:
         self.me = me
-        self._setting = setting
+        self.setting = setting
         self._is_alive = True
         self.provider: StageProvider = setting.provider(me)
 
     @property
     def now(self) -> float:
         """Virtual seconds."""
-        return self._setting.ground.now
+        return self.setting.ground.now
 
     def settle(self) -> None:
         """Do all that follows from an action."""
 
     def turn(self, action: Callable[[], None]) -> None:
         """Do something as this peer, now or when it stands still no more; then all that follows from it."""
-        ground = self._setting.ground
+        ground = self.setting.ground
         if not self._is_alive:
             return
         thaws = ground.thaws(self.me)
@@ -44,7 +44,7 @@ class LifeTurns:
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
         """The same after a while, should this life last so long."""
-        ground = self._setting.ground
+        ground = self.setting.ground
         ground.at(instant(ground.now + seconds), lambda: self.turn(action))
 
     def stop(self) -> None:
@@ -54,7 +54,7 @@ class LifeTurns:
     def send(self, peer: PeerId, message: Any) -> None:
         """Say something on the stream to `peer`."""
         size = FRAME_BYTES if isinstance(message, OpenedFrame) else MESSAGE_BYTES
-        self._setting.streams.send(self.me, peer, message, size)
+        self.setting.streams.send(self.me, peer, message, size)
 
     def send_all(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
         for peer, message in sends:
@@ -65,8 +65,8 @@ class LifeTurns:
         size = STATE_BYTES if isinstance(question, FetchState | FetchCopy) else MESSAGE_BYTES
 
         def put(answer: Answer) -> None:
-            self._setting.put(self.me, peer, question, answer)
+            self.setting.put(self.me, peer, question, answer)
 
-        self._setting.streams.ask(
+        self.setting.streams.ask(
             self.me, peer, size, seconds, put, lambda reply: self.turn(lambda: done(reply))
         )
