@@ -54,7 +54,7 @@ def committer(world: World) -> Any:
 def recut(world: World, *cuts: int) -> None:
     """Have the committer move the borders, as after a measurement."""
     member = committer(world)
-    member.core.recut(Change(cuts=cuts))
+    member.core.between.recut(Change(cuts=cuts))
     member.act()
 
 
@@ -258,7 +258,7 @@ async def _recut_for_real(tmp_path: Path, wanted: Manifest) -> None:
                     (member,) = requester.runs.members.values()
                     cuts = tuple(range(1, REAL_STAGES))
                     other = cuts if plans[0].layers[0] != (0, 1) else tuple(cut + 1 for cut in cuts)
-                    member.core.recut(Change(cuts=other))
+                    member.core.between.recut(Change(cuts=other))
                     member.act()
                 if isinstance(event, RunEnded):
                     assert event.outcome == "done", event

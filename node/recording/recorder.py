@@ -46,7 +46,9 @@ QUIET = frozenset({
     "acquainted", "deadline", "document", "export", "get", "is_replica", "member", "others", "status", "wall",
 })  # fmt: skip
 """Methods that only read: they do not change a core."""
-PARTS = frozenset({"checkpoints", "end", "failures", "hosting", "losses", "origins", "saves", "vouched"})
+PARTS = frozenset(
+    {"between", "checkpoints", "end", "failures", "hosting", "losses", "origins", "saves", "vouched"}
+)
 """Parts of cores that shells change directly: these changes are turns too. A test finds others."""
 OUTBOXES = ("events", "sends")
 ENDED = "the node has ended"

@@ -58,7 +58,7 @@ class Departure:
         member = self._member
         if member.plan is None or member.core.is_over:
             return True
-        member.core.leave(self._service.seams.clock.monotonic())
+        member.core.between.leave(self._service.seams.clock.monotonic())
         member.act()
         return await self._until_out(self._service.settings.leave_seconds_max)
 

@@ -159,7 +159,7 @@ class Duties:
         """Note that no step is open after `step` steps."""
         if self.steering.is_paused and self.committer is not None:
             self.committer.save()
-        self._member.core.paused(self._clock.monotonic(), step)
+        self._member.core.between.paused(self._clock.monotonic(), step)
         self._member.act()
 
     def save(self) -> int:

@@ -326,11 +326,11 @@ class RunMember:
     def recut(self, plan: Plan, wanted: Change) -> None:
         """As the committer of `plan`: propose other borders, or more stages."""
         if plan == self.plan:
-            self.core.recut(wanted)
+            self.core.between.recut(wanted)
             self.act()
 
     def bring_back(self, checkpoint: bytes, step: int) -> None:
-        self.core.bring_back(self._now, checkpoint, step)
+        self.core.between.bring_back(self._now, checkpoint, step)
         self.act()
 
     async def save(self) -> int:

@@ -23,9 +23,9 @@ from partition.run.way_back import WayBack
 
 
 class BetweenSteps:
-    """One member's part; each call takes the plan in force. `events` are the member's; `restorable` returns
-    the newest checkpoint, `tell` sends to all living members, `exclude` has the next plan do without a
-    peer."""
+    """One member's part. `plan` is in force, None where the run is over here; `events` are the member's;
+    `restorable` is the newest checkpoint, `tell` sends to all living members, `exclude` has the next plan do
+    without a peer."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class BetweenSteps:
         draining: Draining,
         roles: Roles,
         *,
+        plan: Callable[[], Plan | None],
         events: list[Event],
         restorable: Callable[[], WayBack | None],
         tell: Callable[[Leaving | Recut], None],
@@ -41,6 +42,7 @@ class BetweenSteps:
     ) -> None:
         self.recutting = Recutting()
         self._me = me
+        self._plan = plan
         self._proposer = proposer
         self._draining = draining
         self._roles = roles
@@ -51,23 +53,25 @@ class BetweenSteps:
 
     # Members that leave
 
-    def leave(self, now: float, plan: Plan) -> None:
+    def leave(self, now: float) -> None:
         """Tell all that this node wants to leave."""
-        self._tell(Leaving(plan_hash(plan)))
-        self.note_leaving(now, plan, self._me)
+        plan = self._plan()
+        if plan is not None:
+            self._tell(Leaving(plan_hash(plan)))
+            self.note_leaving(now, self._me)
 
-    def note_leaving(self, now: float, plan: Plan, peer: PeerId) -> None:
+    def note_leaving(self, now: float, peer: PeerId) -> None:
         """Note that a member wants to leave."""
         self._draining.note(now, peer)
         if self.recutting.paused_at is None:
-            self.look_for_leavers(plan)
+            self.look_for_leavers()
         else:
-            self.paused(now, plan, self.recutting.paused_at)
+            self.paused(now, self.recutting.paused_at)
 
-    def look_for_leavers(self, plan: Plan) -> None:
+    def look_for_leavers(self) -> None:
         """As the committer: pause before a member leaves that its stage can spare, or whose layers the stages
         beside it take."""
-        if plan.committer != self._me:
+        if self._committed_plan() is None:
             return
         handed_over = self._proposer.handed_over()
         if handed_over is not None and not self.recutting.is_open:
@@ -75,9 +79,16 @@ class BetweenSteps:
         if handed_over is not None or self._draining.ready():
             self._events.append(PauseWanted())
 
-    def paused(self, now: float, plan: Plan, step: int) -> None:
-        """As the committer: no step is open, so a member that wants to leave takes nothing with it, and
-        layers can move."""
+    def _committed_plan(self) -> Plan | None:
+        """Return the plan in force, if this node commits it."""
+        plan = self._plan()
+        return plan if plan is not None and plan.committer == self._me else None
+
+    def paused(self, now: float, step: int) -> None:
+        """As the committer: no step is open after `step` steps, so a member that wants to leave takes nothing
+        with it, and layers can move."""
+        if self._committed_plan() is None:
+            return
         leaving = self._draining.ready()
         for peer in leaving:
             self._exclude(now, peer, f"it leaves after step {step}")
@@ -85,14 +96,15 @@ class BetweenSteps:
             self.recutting.end()  # the plan without them is measured anew
         elif self.recutting.paused(now, step):
             self._events.append(SaveWanted(step))
-            self.checkpointed(now, plan)
+            self.checkpointed(now)
 
     # Borders between stages
 
-    def recut(self, plan: Plan, wanted: Change) -> None:
+    def recut(self, wanted: Change) -> None:
         """As the committer: move the borders between stages, or make more of them, as was found to be better.
         The `wanted` change takes all layers from a checkpoint that is made for it, except a standby's."""
-        if self.recutting.is_open or self._proposer.absent or self._proposer.leaving:
+        plan = self._committed_plan()
+        if plan is None or self.recutting.is_open or self._proposer.absent or self._proposer.leaving:
             return
         if wanted.joined and not self._roles.can_tell:
             return
@@ -105,18 +117,25 @@ class BetweenSteps:
             self.recutting.begin(wanted)
             self._events.append(PauseWanted())
 
-    def checkpointed(self, now: float, plan: Plan) -> None:
+    def checkpointed(self, now: float) -> None:
         """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
-        if self._proposer.recut is not None:
+        plan = self._plan()
+        if plan is None or self._proposer.recut is not None:
             return
         change = self.recutting.saved(self._restorable())
         if change is not None and change.stages:
             self.heard(now, change)  # the committer alone asks those who are to join
         elif change is not None:
-            self.wish(now, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
+            self._wish(now, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
 
-    def wish(self, now: float, message: Recut) -> None:
-        """As the committer: tell all members of this change, and propose it."""
+    def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
+        """As the committer: after the last step, make the state of `step` in this checkpoint the result."""
+        plan = self._committed_plan()
+        if plan is not None:
+            self._wish(now, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
+
+    def _wish(self, now: float, message: Recut) -> None:
+        """Tell all members of this change, and propose it."""
         self._tell(message)
         self.heard(now, message.change)
 

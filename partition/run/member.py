@@ -116,7 +116,7 @@ class Member:
         self._life: MemberLife | None = None
         self.end = self._parts.end(
             me,
-            plan=lambda: None if self.is_over else self.plan,
+            plan=self._open_plan,
             standing=self._standing,
             asks=self.asks,
             events=self.events,
@@ -134,6 +134,10 @@ class Member:
     def commits(self) -> bool:
         """Whether the plan in force makes this node its committer."""
         return self.plan is not None and self.plan.committer == self._me
+
+    def _open_plan(self) -> Plan | None:
+        """Return the plan in force, None where the run is over here."""
+        return None if self.is_over else self.plan
 
     @property
     def deadline(self) -> float:
@@ -200,6 +204,7 @@ class Member:
                 proposer,
                 make.draining(proposer),
                 self._roles,
+                plan=lambda: None if self.end.is_told else self._open_plan(),
                 events=self.events,
                 restorable=lambda: self.checkpoints.restorable,
                 tell=self._tell,
@@ -282,7 +287,7 @@ class Member:
         self.events.append(RolesGiven(plan, change, self.hosting.adopt(plan), lost_steps, is_over))
         if over is None and self.commits:
             self.catch_up([peer for peer in plan.members if peer != self._me])
-            self.look_for_leavers()
+            life.between.look_for_leavers()
         if over is not None:
             self.end.fail(now, over)
         else:
@@ -355,38 +360,15 @@ class Member:
 
     # Between two steps
 
-    def leave(self, now: float) -> None:
-        """Tell all that this node wants to leave."""
-        if self.plan is not None and self._life is not None and not self.is_over:
-            self._life.between.leave(now, self.plan)
-
-    def look_for_leavers(self) -> None:
-        """As the committer: pause before a member leaves that can be spared."""
-        if self.plan is not None and self._life is not None:
-            self._life.between.look_for_leavers(self.plan)
-
-    def paused(self, now: float, step: int) -> None:
-        """As the committer: no step is open after `step` steps."""
-        if self.plan is not None and self._life is not None:
-            self._life.between.paused(now, self.plan, step)
-
-    def recut(self, wanted: Change) -> None:
-        """As the committer: move the borders between stages, or make more of them, as was found to be
-        better."""
-        may_change = self.commits and not (self.is_over or self.end.is_told)
-        if self._life is not None and self.plan is not None and may_change:
-            self._life.between.recut(self.plan, wanted)
-
-    def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
-        """As the committer: after the last step, make the state of `step` in this checkpoint the result."""
-        if self._life is not None and self.plan is not None and self.commits and not self.is_over:
-            message = Recut(plan_hash(self.plan), step, checkpoint, (), is_final=True)
-            self._life.between.wish(now, message)
+    @property
+    def between(self) -> BetweenSteps:
+        """The changes that wait until no step is open. There is a plan."""
+        assert self._life is not None, "there is a plan"
+        return self._life.between
 
     def _checkpointed(self, now: float) -> None:
-        """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
-        if self.plan is not None and self._life is not None:
-            self._life.between.checkpointed(now, self.plan)
+        if self._life is not None:
+            self._life.between.checkpointed(now)
 
     # Steps
 
@@ -481,7 +463,7 @@ class Member:
             case Leaving(at_once=True):
                 self.exclude_for_all(now, sender, "it has nothing to feed the run with")
             case Leaving():
-                life.between.note_leaving(now, plan, sender)
+                life.between.note_leaving(now, sender)
             case _:
                 assert_never(message)
 

@@ -269,15 +269,16 @@ class SimMember(LifeTurns):
 
     def paused(self, step: int) -> None:
         """As the committer: no step is open."""
-        self.core.paused(self.now, step)
+        self.core.between.paused(self.now, step)
 
     def recut(self, wanted: Change) -> None:
         """As the committer: move the borders between stages, or make more of them."""
-        self.core.recut(wanted)
+        self.core.between.recut(wanted)
 
     def leave(self) -> None:
         """Hand this peer's part over before it goes."""
-        self.core.leave(self.now)
+        if self.plan is not None:
+            self.core.between.leave(self.now)
 
     @property
     def is_out(self) -> bool:

@@ -111,7 +111,7 @@ def test_frames_are_audited_with_the_layers_of_their_step() -> None:
             member = a.runs.members[run.id]
             assert member.plan is not None
             before = member.plan.stages[0].last_layer
-            member.core.recut(Change(cuts=(before + 1 if before < 3 else before - 1,)))
+            member.core.between.recut(Change(cuts=(before + 1 if before < 3 else before - 1,)))
             member.act()
             await all_ended(group)
             plans = [event for event in group.events["a"] if isinstance(event, RunPlanned)]

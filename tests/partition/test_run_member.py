@@ -330,7 +330,7 @@ def test_a_leaving_member_is_waited_for_between_two_steps() -> None:
     node.core.receive(0.0, TWO, Leaving(plan_hash(PLAN)))
     assert node.of(PauseWanted)
     assert node.proposed() is None, "the leaving member still works"
-    node.core.paused(0.0, 7)
+    node.core.between.paused(0.0, 7)
     assert node.proposed() == Change(lost=(TWO,))
 
 
@@ -339,7 +339,7 @@ def test_a_leaving_last_replica_is_replaced_first() -> None:
     node.asked()
     node.core.receive(node.now, ONE, Leaving(plan_hash(node.chain.head)))
     node.core.events.clear()
-    node.core.paused(node.now, 7)
+    node.core.between.paused(node.now, 7)
     assert ONE not in (node.proposed() or Change()).lost
 
 
@@ -490,9 +490,9 @@ def test_random_calls_keep_a_member_to_its_table(me: PeerId, seed: int) -> None:
         lambda: node.at(node.now + rng.choice((0.0, 1.0, 10.0, 60.0))),
         lambda: node.die(rng.choice(PLAN.members)) if rng.random() < 0.1 else None,
         lambda: node.core.receive(node.now, rng.choice(PEERS), rng.choice(MESSAGES)),
-        lambda: node.core.leave(node.now),
-        lambda: node.core.paused(node.now, 3),
-        lambda: node.core.recut(Change(cuts=(1,))),
+        lambda: node.core.between.leave(node.now),
+        lambda: node.core.between.paused(node.now, 3),
+        lambda: node.core.between.recut(Change(cuts=(1,))),
         lambda: node.core.checkpoints.saved(rng.choice(PLAN.members), 4, rng.randrange(2), None),
         lambda: node.core.checkpoints.sealed(node.now, 4, bytes([4]) * 32),
         lambda: node.core.checkpoints.stored(node.core.checkpoints.newest),
