@@ -84,7 +84,7 @@ ROOM_MADE = {
     ("partition/run/admission.py", "ADMITTED_MAX"): "members with a chain of tickets alone",
     ("partition/run/admission.py", "chain_max"): "the length of one message",
     ("partition/run/admission.py", "USED_MAX"): "tickets expire in minutes; each was issued by a member",
-    ("partition/run/ending.py", "KNOWN_MAX"): "members of a run alone",
+    ("partition/run/sight.py", "KNOWN_MAX"): "members of a run alone",
     ("partition/run/branches.py", "TOLD_MAX"): "members of a run alone",
     ("partition/run/endings.py", "RUNS_MAX"): "the oldest that is over",
     ("partition/run/failures.py", "PEERS_MAX"): "this node's own count of failures",

@@ -53,26 +53,19 @@ from partition.run.conclusions import (
     Told,
     Voided,
     rank,
-    says_committed,
     says_held,
 )
 from partition.run.local_settings import LocalSettings
-from partition.run.poll import LOOK_SECONDS, PATIENCE_SECONDS, OwnChoice, Poll
+from partition.run.own_vote import OwnVote
+from partition.run.poll import PATIENCE_SECONDS, OwnChoice, Poll
 from partition.run.shared_series import SharedSeries
+from partition.run.sight import MembersInSight
 from partition.run.turns import Turns
 
 SAY_SECONDS = 0.5
 """Between two messages of a conclusion to members that have not answered with it."""
 SAY_OVER_SECONDS = 20.0
 """Between two messages of a conclusion that has been settled for `PATIENCE_SECONDS`."""
-STABLE_SECONDS = 3.0
-"""A member holds a conclusion this long before it commits to it, so that it hears of a better one."""
-STALEMATE_SECONDS = 300.0
-"""The time without a majority, at the end of the steps, after which each member settles what it holds. Longer
-than most turns take, so that every member had its own."""
-GRACE_SECONDS = 12.0
-"""How long a member that fell out of sight is still waited for: on a busy machine the living look dead
-too."""
 LINGER_SECONDS = 600.0
 """How long a finished run answers members that were away."""
 REFUSED_MAX = 64
@@ -81,15 +74,10 @@ STRIKES_MAX = 8
 """Refused results of one member, after which only its view of others' conclusions counts."""
 LURES_MAX = 2
 """How often one member may make another leave a held result for one of its own."""
-KNOWN_MAX = 1_024
-"""Peers that were in the run, whose messages about its end count."""
 
 
 class Ending:
-    """One run, as one member sees it.
-
-    Long because every message may change what is preferred, committed to and settled.
-    """
+    """One run, as one member sees it."""
 
     def __init__(
         self,
@@ -112,14 +100,9 @@ class Ending:
         self.forget_at = inf
         self._me = me
         self._steps = steps
-        self._ended_at = inf
-        self._peers: frozenset[PeerId] = frozenset()
-        self._unseen: dict[PeerId, float] = {}
-        self._known: dict[PeerId, None] = {}
+        self._others = MembersInSight()
         self._poll = Poll(me, requester)
-        self._preferred: OwnChoice | None = None
-        self._committed: Conclusion | None = None
-        self._committed_at = inf
+        self._vote = OwnVote(me, self._poll)
         self._refused: dict[Conclusion, None] = {}
         self._strikes: dict[PeerId, int] = {}
         self._say_at = inf
@@ -127,21 +110,21 @@ class Ending:
     @property
     def best(self) -> Conclusion | None:
         """The conclusion that is preferred here."""
-        return None if self._preferred is None else self._preferred.conclusion
+        return self._vote.best
 
     @property
     def holds(self) -> bool:
         """Whether this member has the result of that conclusion, and accepts it."""
-        return self._preferred is not None and self._preferred.held_at < inf
+        return self._vote.holds
 
     @property
     def is_here(self) -> bool:
         """Whether the result of that conclusion has been fetched, though it is not held yet."""
-        return self._preferred is not None and self._preferred.is_here
+        return self._vote.preferred is not None and self._vote.preferred.is_here
 
     @property
     def deadline(self) -> float:
-        if self._preferred is None or (self.is_settled and not self._untold):
+        if self._vote.preferred is None or (self.is_settled and not self._untold):
             return inf
         return inf if self._say_at >= self.forget_at else self._say_at
 
@@ -154,7 +137,7 @@ class Ending:
 
     def set_end(self, now: float, waited_seconds: float) -> Sends:
         """Set for how long the steps have been done; below 0: they are not."""
-        self._ended_at = inf if waited_seconds < 0 else now - waited_seconds
+        self._vote.ended_at = inf if waited_seconds < 0 else now - waited_seconds
         if waited_seconds < 0:
             self.turns.passed = 0
         return []
@@ -172,19 +155,11 @@ class Ending:
         found = frozenset(peers) - {self._me}
         if trainers is not None:
             self.turns.trainers = voters = frozenset(trainers)
-        self._unseen |= dict.fromkeys(self._peers - found, now)
-        self._unseen = {
-            peer: at for peer, at in self._unseen.items() if peer not in found and now - at < GRACE_SECONDS
-        }
+        forgotten = self._others.see(now, found)
         # A member that has settled and left keeps its vote; one that is out of sight, for a while.
-        kept = self._poll.voters.intersection({*self._unseen, *self._poll.claims})
+        kept = self._poll.voters.intersection({*self._others.unseen, *self._poll.claims})
         self._poll.voters = kept | frozenset({*found, self._me} if voters is None else voters)
-        self._peers = found
-        self._known |= dict.fromkeys(found)
-        for peer in [peer for peer in self._known if peer not in found][
-            : max(0, len(self._known) - KNOWN_MAX)
-        ]:
-            del self._known[peer]
+        for peer in forgotten:
             self._poll.forget(peer)
             self._strikes.pop(peer, None)
         self._void()
@@ -193,39 +168,38 @@ class Ending:
     def know(self, peer: PeerId) -> None:
         """Accept this member's messages about the end, though it is not in sight: the run may be over for
         it."""
-        if len(self._known) < KNOWN_MAX:
-            self._known[peer] = None
+        self._others.know(peer)
 
     def evaluate(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> Sends:
         """Add this member's own evaluation to the series, and tell all."""
         message = self.series.add(step, samples, loss, metrics)
-        return [(peer, message) for peer in self._peers]
+        return [(peer, message) for peer in self._others.peers]
 
     def propose(self, now: float, conclusion: Conclusion) -> Sends:
         """Propose a conclusion as the evaluator, which holds the result."""
-        if self._preferred is not None:
+        if self._vote.preferred is not None:
             return []
-        if now >= self._alone_from:
+        if now >= self._vote.alone_from:
             self._refused.pop(conclusion, None)
         if conclusion in self._refused:
-            self.turns.passed += self._ended_at < inf
+            self.turns.passed += self._vote.ended_at < inf
             return []
-        self._preferred = OwnChoice(conclusion, is_here=True, held_at=now)
+        self._vote.preferred = OwnChoice(conclusion, is_here=True, held_at=now)
         self._say_at = now
         return self.wake(now)
 
     def hold(self, now: float, conclusion: Conclusion) -> Sends:
         """Record that the result of a preferred conclusion is here, or needs none, or cannot be had at
         all."""
-        if self._preferred is None or conclusion != self.best or self.holds:
+        if self._vote.preferred is None or conclusion != self.best or self.holds:
             return []
-        self._preferred.held_at = self._say_at = now
+        self._vote.preferred.held_at = self._say_at = now
         return self.wake(now)
 
     def fetched(self, conclusion: Conclusion) -> Sends:
         """Record that the result of a preferred conclusion is here and will be tried."""
-        if self._preferred is not None and conclusion == self.best:
-            self._preferred.is_here = True
+        if self._vote.preferred is not None and conclusion == self.best:
+            self._vote.preferred.is_here = True
         return []
 
     def give_up(self, now: float, conclusion: Conclusion, *, is_missing: bool = False) -> Sends:
@@ -258,7 +232,7 @@ class Ending:
 
     def wake(self, now: float) -> Sends:
         """Repeat messages that are due, and go on where time has passed."""
-        if self._preferred is None or now < self._say_at:
+        if self._vote.preferred is None or now < self._say_at:
             return self._advance(now)
         own = self.said
         if self.is_settled:
@@ -266,13 +240,13 @@ class Ending:
             self._say_at = now + (SAY_SECONDS if is_new else SAY_OVER_SECONDS)
             return [(peer, own) for peer in self._untold]
         self._say_at = now + SAY_SECONDS
-        return [(peer, own) for peer in self._awaited(now)] + self._advance(now)
+        return [(peer, own) for peer in self._others.awaited(now)] + self._advance(now)
 
     def _take_evaluation(self, now: float, sender: PeerId, message: ModelEvaluated) -> Sends:
         self.series.check(message)
         if self.is_settled:
             return [(sender, self.said)]
-        if sender in self._peers and self.series.take(now, sender, message):
+        if sender in self._others.peers and self.series.take(now, sender, message):
             self.events.append(EvaluationHeard(self.run, message))
         return []
 
@@ -282,7 +256,7 @@ class Ending:
             raise RemoteProtocolError("a conclusion of another run, or without its result")
         if new.step > self._steps:
             raise RemoteProtocolError("a conclusion at a step that the run does not have")
-        if sender not in self._known:  # who takes no part here, or is not known to yet, says it again
+        if sender not in self._others.known:  # who takes no part here, or is not known to yet, says it again
             return [(sender, self.said)] if self.is_settled and not message.is_settled else []
         if message.is_settled and not message.holds:
             message = msgspec.structs.replace(message, is_settled=False)
@@ -295,19 +269,19 @@ class Ending:
         if message.is_settled:
             self._poll.claims[sender] = new
         self._poll.said[sender] = (message, now)
-        if self._preferred is not None and new != self.best:
-            self._preferred.refusing.discard(sender)  # it says of each of two what it thinks
+        if self._vote.preferred is not None and new != self.best:
+            self._vote.preferred.refusing.discard(sender)  # it says of each of two what it thinks
         self._decide(now)
         self._choose(now)
         is_refused = new in self._refused and new != self.best and not message.is_settled
         return [(sender, ConclusionRefused(self.run, new))] * is_refused + self._advance(now)
 
     def _take_refusal(self, now: float, sender: PeerId, conclusion: Conclusion) -> Sends:
-        if sender not in self._known or self.is_settled:
+        if sender not in self._others.known or self.is_settled:
             return []
         self._poll.retract(sender, conclusion)
-        if self._preferred is not None and conclusion == self.best:
-            self._preferred.refusing.add(sender)
+        if self._vote.preferred is not None and conclusion == self.best:
+            self._vote.preferred.refusing.add(sender)
         return self._advance(now)
 
     def _hear_of_another(self, sender: PeerId, message: Said) -> Sends:
@@ -328,7 +302,7 @@ class Ending:
 
     def _choose(self, now: float) -> None:
         """Prefer the conclusion that most voters hold, or a better one that hardly fewer do."""
-        if self.is_decided or self._committed is not None:
+        if self.is_decided or self._vote.committed is not None:
             return
         candidates = {
             conclusion: holders
@@ -350,7 +324,7 @@ class Ending:
         self._prefer(now, chosen)
 
     def _prefer(self, now: float, conclusion: Conclusion) -> None:
-        self._preferred = OwnChoice(conclusion)
+        self._vote.preferred = OwnChoice(conclusion)
         self._say_at = now + SAY_SECONDS
         self.events.append(Preferred(self.run, conclusion))
 
@@ -363,7 +337,9 @@ class Ending:
         said = (peer for peer, (said, _) in self._poll.said.items() if says_held(said, self.best))
         found = dict.fromkeys((PeerId(self.best.author), *said))
         return tuple(
-            peer for peer in found if peer in self._peers or peer in self._unseen or peer in self._poll.claims
+            peer
+            for peer in found
+            if peer in self._others.peers or peer in self._others.unseen or peer in self._poll.claims
         )
 
     def _void(self) -> None:
@@ -374,7 +350,7 @@ class Ending:
             self._drop()
 
     def _drop(self) -> None:
-        self._preferred = None
+        self._vote.preferred = None
         self._say_at = inf
         self.events.append(Voided(self.run))
 
@@ -386,32 +362,30 @@ class Ending:
         for old in list(self._refused)[:-REFUSED_MAX]:
             del self._refused[old]
         if self.best.author == self._me:
-            self.turns.passed += self._ended_at < inf
+            self.turns.passed += self._vote.ended_at < inf
         self._drop()
-        return [(peer, refused) for peer in self._awaited(now)]
+        return [(peer, refused) for peer in self._others.awaited(now)]
 
     # Votes
 
     def _advance(self, now: float) -> Sends:
         """Commit, settle, or give up, where messages and the time passed call for it."""
-        gone = {peer for peer, at in self._unseen.items() if now - at >= GRACE_SECONDS}
-        self._poll.voters -= gone.difference(self._poll.claims)
+        self._poll.voters -= self._others.gone(now).difference(self._poll.claims)
         self._decide(now)
-        preferred = self._preferred
+        preferred = self._vote.preferred
         if preferred is None or self.is_settled:
             return []
         if self.is_decided:
             return self._settle(now) if self.holds else []
-        if self._is_hopeless(now):
+        if self._vote.is_hopeless(now):
             return self._refuse(now)
         if not self.holds:
             return []
-        if self._committed is None and self._me in self._poll.voters and self._may_commit(now):
-            self._committed, self._committed_at = preferred.conclusion, now
-            if not self._may_settle(now):
-                own = self.said
-                return [(peer, own) for peer in self._awaited(now)]
-        return self._settle(now) if self._may_settle(now) else []
+        has_committed, awaited = self._vote.commit(now), self._others.awaited(now)
+        if self._vote.may_settle(now, awaited):
+            return self._settle(now)
+        own = self.said
+        return [(peer, own) for peer in awaited if has_committed]
 
     def _decide(self, now: float) -> None:
         """Accept a conclusion that others have settled, or a quorum has committed to, even if it was refused
@@ -421,59 +395,16 @@ class Ending:
         if (decided := self._poll.decided()) is None:
             return
         self.is_decided = True
-        if self._preferred is None or decided != self.best:
+        if self._vote.preferred is None or decided != self.best:
             self._prefer(now, decided)
         elif self.is_here and not self.holds:
-            self._preferred.held_at = now
-
-    def _may_commit(self, now: float) -> bool:
-        preferred = self._preferred
-        assert preferred is not None
-        holding = self._poll.backing(preferred.conclusion, says_held) | {self._me}
-        if self._poll.voters == {self._me} or self._is_stalemate(now):
-            return True
-        return now - preferred.held_at >= STABLE_SECONDS and self._poll.carries(now, preferred, holding)
-
-    def _may_settle(self, now: float) -> bool:
-        preferred = self._preferred
-        assert preferred is not None
-        if self._is_stalemate(now):
-            return True
-        said = [self._poll.said.get(peer) for peer in self._awaited(now)]
-        agree = all(each is not None and says_held(each[0], preferred.conclusion) for each in said)
-        if not agree and now < preferred.patient_until:
-            return False
-        own = {self._me} if self._committed == preferred.conclusion else set()
-        backing = self._poll.backing(preferred.conclusion, says_committed) | own
-        return not self._poll.voters or self._poll.carries(now, preferred, backing)
-
-    def _is_hopeless(self, now: float) -> bool:
-        """Return whether the preferred conclusion finds no majority any more, or has not for too long."""
-        preferred = self._preferred
-        if preferred is None or self._committed is not None or (self.holds and now >= self._alone_from):
-            return False
-        if not self._poll.electorate.is_majority(self._poll.voters - preferred.refusing, self._poll.voters):
-            return bool(self._poll.voters)
-        is_voter = self._me in self._poll.voters
-        return is_voter and now >= preferred.patient_until + LOOK_SECONDS and not self._may_commit(now)
-
-    @property
-    def _alone_from(self) -> float:
-        """Return from when on a member settles what it holds alone, once it has had patience."""
-        if self._me in self._poll.voters:
-            return min(self._ended_at, self._committed_at) + STALEMATE_SECONDS
-        return (inf if self._preferred is None else self._preferred.held_at) + STALEMATE_SECONDS
-
-    def _is_stalemate(self, now: float) -> bool:
-        """Return whether a member may settle what it holds alone."""
-        preferred = self._preferred
-        return preferred is not None and now >= max(self._alone_from, preferred.patient_until)
+            self._vote.preferred.held_at = now
 
     def _settle(self, now: float) -> Sends:
         best = self.best
         assert best is not None, "there is a conclusion"
         self.is_settled = True
-        self._committed = best
+        self._vote.committed = best
         self._say_at = now + SAY_SECONDS
         self.forget_at = now + LINGER_SECONDS
         self.events.append(Settled(self.run, best))
@@ -482,18 +413,13 @@ class Ending:
         own = self.said
         return [(peer, own) for peer in self._untold]
 
-    def _awaited(self, now: float) -> list[PeerId]:
-        """Return the members whose messages count: those in sight, and those that just fell out of it."""
-        unseen = (peer for peer, at in self._unseen.items() if now - at < GRACE_SECONDS)
-        return sorted({*self._peers, *unseen})
-
     @property
     def _untold(self) -> list[PeerId]:
         """Return the members of the run that have not said that it ended with this conclusion."""
-        return [peer for peer in self._known if self._poll.claims.get(peer) != self.best]
+        return [peer for peer in self._others.known if self._poll.claims.get(peer) != self.best]
 
     @property
     def said(self) -> Said:
         """Return this member's message about the end; there is a conclusion."""
         assert self.best is not None, "there is a conclusion"
-        return Said(self.run, self.best, self.holds, self.is_settled, self._committed == self.best)
+        return Said(self.run, self.best, self.holds, self.is_settled, self._vote.committed == self.best)

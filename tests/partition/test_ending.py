@@ -22,10 +22,11 @@ from partition.run.conclusions import (
     Voided,
 )
 from partition.run.convergence import SeriesProgress, advance, has_converged
-from partition.run.ending import GRACE_SECONDS, Ending
+from partition.run.ending import Ending
 from partition.run.endings import RUNS_MAX, Endings
 from partition.run.local_settings import LocalSettings
 from partition.run.poll import PATIENCE_SECONDS
+from partition.run.sight import GRACE_SECONDS
 from partition.run.turns import TURN_SECONDS
 
 RUN = bytes(32)

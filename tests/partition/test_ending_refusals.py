@@ -19,9 +19,11 @@ from partition.run.conclusions import (
     Settled,
     Told,
 )
-from partition.run.ending import GRACE_SECONDS, STALEMATE_SECONDS, Ending
+from partition.run.ending import Ending
 from partition.run.local_settings import LocalSettings
+from partition.run.own_vote import STALEMATE_SECONDS
 from partition.run.poll import PATIENCE_SECONDS
+from partition.run.sight import GRACE_SECONDS
 from partition.run.turns import TURN_SECONDS
 from tests.partition.test_ending import RUN, conclusion, peer
 

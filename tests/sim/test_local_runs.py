@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from partition.run.ending import GRACE_SECONDS
 from partition.run.local.seat import SeatedHead, StageSeat
+from partition.run.sight import GRACE_SECONDS
 from sim.events import ColumnStepped, LocalRunEnded, StageAveraged
 from sim.observers import Broken
 from sim.scenario.model import LocalTraining

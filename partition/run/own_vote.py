@@ -1,0 +1,94 @@
+"""One member's own vote on how its run in local mode ends: when it may commit, settle, or has to give up.
+
+It goes by the votes of the others (`partition.run.poll`). Not here: which conclusion it prefers, and what it
+says (`partition.run.ending`).
+"""
+
+from collections.abc import Collection
+from math import inf
+
+from crypto.identity import PeerId
+from partition.run.conclusions import Conclusion, says_committed, says_held
+from partition.run.poll import LOOK_SECONDS, OwnChoice, Poll
+
+STABLE_SECONDS = 3.0
+"""A member holds a conclusion this long before it commits to it, so that it hears of a better one."""
+STALEMATE_SECONDS = 300.0
+"""The time without a majority, at the end of the steps, after which each member settles what it holds. Longer
+than most turns take, so that every member had its own."""
+
+
+class OwnVote:
+    """The vote of the member `me`. `preferred` is its choice, `committed` what it is bound to, once and for
+    good; the steps are done since `ended_at`, inf where they are not."""
+
+    def __init__(self, me: PeerId, poll: Poll) -> None:
+        self.preferred: OwnChoice | None = None
+        self.committed: Conclusion | None = None
+        self.ended_at = inf
+        self._me = me
+        self._poll = poll
+        self._committed_at = inf
+
+    @property
+    def best(self) -> Conclusion | None:
+        """The conclusion that is preferred here."""
+        return None if self.preferred is None else self.preferred.conclusion
+
+    @property
+    def holds(self) -> bool:
+        """Whether this member has the result of that conclusion, and accepts it."""
+        return self.preferred is not None and self.preferred.held_at < inf
+
+    @property
+    def alone_from(self) -> float:
+        """Return from when on a member settles what it holds alone, once it has had patience."""
+        if self._me in self._poll.voters:
+            return min(self.ended_at, self._committed_at) + STALEMATE_SECONDS
+        return (inf if self.preferred is None else self.preferred.held_at) + STALEMATE_SECONDS
+
+    def commit(self, now: float) -> bool:
+        """Commit to the preferred conclusion, which is held, once enough others hold it; return whether this
+        member has just done so."""
+        preferred = self.preferred
+        if self.committed is not None or preferred is None or self._me not in self._poll.voters:
+            return False
+        if not self._may_commit(now, preferred):
+            return False
+        self.committed, self._committed_at = preferred.conclusion, now
+        return True
+
+    def _may_commit(self, now: float, preferred: OwnChoice) -> bool:
+        holding = self._poll.backing(preferred.conclusion, says_held) | {self._me}
+        if self._poll.voters == {self._me} or self._is_stalemate(now, preferred):
+            return True
+        return now - preferred.held_at >= STABLE_SECONDS and self._poll.carries(now, preferred, holding)
+
+    def may_settle(self, now: float, awaited: Collection[PeerId]) -> bool:
+        """Return whether the run may end here by the preferred conclusion, which is held; `awaited` are the
+        members whose messages count."""
+        preferred = self.preferred
+        assert preferred is not None
+        if self._is_stalemate(now, preferred):
+            return True
+        said = [self._poll.said.get(peer) for peer in awaited]
+        agree = all(each is not None and says_held(each[0], preferred.conclusion) for each in said)
+        if not agree and now < preferred.patient_until:
+            return False
+        own = {self._me} if self.committed == preferred.conclusion else set()
+        backing = self._poll.backing(preferred.conclusion, says_committed) | own
+        return not self._poll.voters or self._poll.carries(now, preferred, backing)
+
+    def is_hopeless(self, now: float) -> bool:
+        """Return whether the preferred conclusion finds no majority any more, or has not for too long."""
+        preferred = self.preferred
+        if preferred is None or self.committed is not None or (self.holds and now >= self.alone_from):
+            return False
+        if not self._poll.electorate.is_majority(self._poll.voters - preferred.refusing, self._poll.voters):
+            return bool(self._poll.voters)
+        is_voter, late = self._me in self._poll.voters, preferred.patient_until + LOOK_SECONDS
+        return is_voter and now >= late and not self._may_commit(now, preferred)
+
+    def _is_stalemate(self, now: float, preferred: OwnChoice) -> bool:
+        """Return whether a member may settle what it holds alone."""
+        return now >= max(self.alone_from, preferred.patient_until)

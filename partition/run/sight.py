@@ -1,0 +1,44 @@
+"""The other members of a run in local mode, as one member sees them."""
+
+from crypto.identity import PeerId
+
+GRACE_SECONDS = 12.0
+"""How long a member that fell out of sight is still waited for: on a busy machine the living look dead
+too."""
+KNOWN_MAX = 1_024
+"""Peers that were in the run, whose messages about its end count."""
+
+
+class MembersInSight:
+    """`peers` are in sight; `unseen` fell out of it at a time, not long ago; `known` are or were members."""
+
+    def __init__(self) -> None:
+        self.peers: frozenset[PeerId] = frozenset()
+        self.unseen: dict[PeerId, float] = {}
+        self.known: dict[PeerId, None] = {}
+
+    def see(self, now: float, found: frozenset[PeerId]) -> list[PeerId]:
+        """Note which members are in sight now. Return those that are known no longer, to make room."""
+        self.unseen |= dict.fromkeys(self.peers - found, now)
+        self.unseen = {
+            peer: at for peer, at in self.unseen.items() if peer not in found and now - at < GRACE_SECONDS
+        }
+        self.peers = found
+        self.known |= dict.fromkeys(found)
+        old = [peer for peer in self.known if peer not in found][: max(0, len(self.known) - KNOWN_MAX)]
+        for peer in old:
+            del self.known[peer]
+        return old
+
+    def know(self, peer: PeerId) -> None:
+        """Note a member that is not in sight: the run may be over for it."""
+        if len(self.known) < KNOWN_MAX:
+            self.known[peer] = None
+
+    def gone(self, now: float) -> set[PeerId]:
+        """Return the members that are waited for no more."""
+        return {peer for peer, at in self.unseen.items() if now - at >= GRACE_SECONDS}
+
+    def awaited(self, now: float) -> list[PeerId]:
+        """Return the members whose messages count: those in sight, and those that just fell out of it."""
+        return sorted({*self.peers, *self.unseen} - self.gone(now))
