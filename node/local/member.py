@@ -168,7 +168,7 @@ class LocalMember:
             self._part.close()
             self._part = None
         self.crew.close()
-        self._head = self._holder = self._further = None
+        self._held = self._head = self._holder = self._further = None
         trainer, self._trainer = self._trainer, None
         if trainer is not None:
             await trainer.stage.aclose()
