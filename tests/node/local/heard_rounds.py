@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+import trio
+
 from crypto.identity import PeerId
 from gossip.averaging.robust.reduction import Vector
 from node.averaging.participation import Participation
@@ -10,8 +12,10 @@ from node.averaging.rounds import Round, RoundWish
 
 @dataclass(frozen=True, eq=False)
 class HeldRound:
-    """A round of one member: what it offered at which weight, and the result."""
+    """A round of one member: what it offered at which weight, and the result. It began at `begun_at`, by
+    trio's clock."""
 
+    begun_at: float
     run: str
     peer: PeerId
     offered: Vector
@@ -29,9 +33,10 @@ class HeardRounds(list[HeldRound]):
 
         class HeardParticipation(Participation):
             async def average(self, vector: Vector | None, weight: float, wanted: RoundWish) -> Round:
+                begun_at = trio.current_time()
                 made = await super().average(vector, weight, wanted)
                 assert vector is not None, "a member in local mode has one"
-                heard.append(HeldRound(self.name, self.peer, vector, weight, made))
+                heard.append(HeldRound(begun_at, self.name, self.peer, vector, weight, made))
                 return made
 
         return {Participation: HeardParticipation}
