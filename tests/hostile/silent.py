@@ -48,9 +48,11 @@ class SilentParticipant(LyingParticipant):
             if self._silence == "ready":
                 wanted = RoundWish(round=step if self._is_batch else None, patience_seconds=WISH_SECONDS)
                 with trio.move_on_after(WISH_SECONDS):
-                    await self.run._find_group(self._vector, wanted, 0, None)
+                    await self.run._search.find(self._vector, wanted, 0)
 
     def close(self) -> None:
-        """Leave the run."""
+        """Leave the run. Raises what has ended its part in it before."""
+        if self._call.future.done():
+            self._call.future.result()
         self._portal.cancel(self._call)
         super().close()
