@@ -15,7 +15,7 @@ import trio
 from msgspec.structs import replace
 
 from node.events import Event, RunEnded, RunPlanned, StepCommitted
-from partition.plan.paxos import PaxosChain
+from partition.plan.quorum import Reach
 from tests.partition_world import (
     NAMES,
     PASS_SECONDS,
@@ -67,7 +67,7 @@ async def parted(found: list[World]) -> None:
 def test_the_checker_finds_a_proposer_that_counts_only_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above covers proposers that count correctly: the checker is silent."""
     worlds: list[World] = []
-    monkeypatch.setattr(PaxosChain, "_is_quorum", lambda self, instance, votes: bool(votes))
+    monkeypatch.setattr(Reach, "decides", lambda self, instance, votes: bool(votes))
     repeatably(1, partial(parted, worlds))
     found = " ".join(faults(worlds[0]))
     assert "which its side could not decide" in found
