@@ -1,8 +1,8 @@
 """The end of a demo: a model split over two nodes answers, one of them is killed, and the text goes on.
 
-The model is one that this software trained (`words/RUN.toml`): it has some paragraphs of Python's own
-documentation by heart, byte by byte. Nothing is staged: the service is published, asked and found as
-`peerloom serve` and `generate` do it.
+The model was trained by this software (`words/RUN.toml`) and knows some paragraphs of Python's documentation
+by heart, byte by byte. Nothing is staged: the service is published, found and asked as `peerloom serve` and
+`generate` do it.
 """
 
 import threading
@@ -23,11 +23,12 @@ WORDS = Path(__file__).with_name("words") / "words.peerloom"
 SERVICE = "words"
 PROMPT = "Deletion of a name"
 TOKENS = 220
-"""The model takes 256 bytes with the prompt."""
+"""The model's context is 256 bytes, prompt included."""
 KILL_AFTER = 60
-"""Bytes of the answer: in the middle of a sentence."""
+"""Bytes of the answer at the kill: the middle of a sentence."""
 SECONDS_MAX = 120.0
-"""For a service to stand, or one token to come: processes load torch, which a busy machine makes long."""
+"""Time limit for a service to start, or for one token. Processes load torch, which takes long on a busy
+machine."""
 LINE = 6
 _LABEL = "asking a model split over two nodes"
 
@@ -47,7 +48,7 @@ class Answered:
     nodes: list[str] = field(default_factory=list)
 
     def document(self) -> dict[str, Any]:
-        """Return it for `result.json`."""
+        """Return the answer as a value of `result.json`."""
         return {
             "prompt": PROMPT,
             "text": self.text,
@@ -70,7 +71,7 @@ class Answered:
 
 
 class SplitAnswer:
-    """One such end. Raises PeerloomError, or Stopped."""
+    """The split answer of a demo. Raises PeerloomError, or Stopped."""
 
     def __init__(self, swarm: SwarmProcesses, screen: DemoScreen, pause: Callable[[float], None]) -> None:
         self._swarm = swarm
@@ -100,7 +101,7 @@ class SplitAnswer:
         return found
 
     def _serve(self, folder: Path) -> dict[str, Any]:
-        """Publish the service; a thread waits for it, so that Ctrl-C is heard meanwhile."""
+        """Publish the service. A thread waits for it, so that Ctrl-C works meanwhile."""
         arguments = {"model": str(WORDS), "wish": {"name": SERVICE, "stages": 2}}
         outcome: SimpleQueue[dict[str, Any] | PeerloomError] = SimpleQueue()
 
@@ -119,7 +120,7 @@ class SplitAnswer:
         return found
 
     def _ask(self, folder: Path, victim: str) -> None:
-        """Have the service go on from the prompt, and kill a node on the way if there is a `victim`."""
+        """Ask the service to continue the prompt; kill the node `victim`, if any, during the answer."""
         found = self.found
         question = {"prompt": PROMPT, "tokens_max": TOKENS, "temperature": 0.0, "stops": ["\n"]}
         arguments = {"service": SERVICE, "question": question}

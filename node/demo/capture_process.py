@@ -1,7 +1,7 @@
 """The demo's model, captured in a process of its own while the nodes start.
 
-Not for people, who have `peerloom train`, which does the same in its own process. The demo never loads
-torch itself, so that Ctrl-C stops it at once.
+Only the demo starts this process; `peerloom train` captures in its own process. The demo never loads torch
+itself, so that Ctrl-C stops it at once.
 """
 
 import contextlib
@@ -16,11 +16,11 @@ from pathlib import Path
 from node.errors import PeerloomError, RunFailed
 
 CAPTURE_SECONDS_MAX = 120.0
-"""Importing torch and tracing a small model: some seconds, on a busy machine half a minute."""
+"""Time limit to import torch and trace a small model: some seconds, half a minute on a busy machine."""
 
 
 class Capturing:
-    """The process. `start`, then `wait`; `close` in the end, whatever happened."""
+    """The capture process. Call `start`, then `wait`, and always `close`."""
 
     def __init__(self, run_file: Path, graph: Path) -> None:
         self.graph = graph
@@ -28,7 +28,7 @@ class Capturing:
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Begin, beside whatever else is done."""
+        """Start the process in the background."""
         self._process = subprocess.Popen(  # noqa: S603 - our own program and arguments
             [sys.executable, "-P", "-m", __name__, str(self._run_file), str(self.graph)],
             stdin=subprocess.DEVNULL,
@@ -40,7 +40,8 @@ class Capturing:
         )
 
     def wait(self, pause: Callable[[], None]) -> dict[str, str]:
-        """Return what the node wants to know of the run. Raises RunFailed, or what `pause` raises."""
+        """Wait, and return what the node needs to know of the run. Raises RunFailed, or what `pause`
+        raises."""
         assert self._process is not None, "to be started first"
         until = time.monotonic() + CAPTURE_SECONDS_MAX
         while self._process.poll() is None:
@@ -59,7 +60,8 @@ class Capturing:
         }
 
     def close(self) -> None:
-        """End it, if it still runs. Raises nothing; may be called again, and from a signal's handler."""
+        """End the process if it still runs. Raises nothing; may be called again, and from a signal
+        handler."""
         if self._process is not None and self._process.poll() is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """`peerloom demo`: a swarm on this machine trains a model, loses a replica, and goes on.
 
-The command: what is checked before, what is cleaned up after, and what is written. What happens in
-between is `node.demo.scenario`. Synchronous; neither trio nor torch is loaded here.
+The command checks before, cleans up after, and writes the results. `node.demo.scenario` runs the demo itself.
+Synchronous; neither trio nor torch is loaded here.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from node.paths import short_path
 
 LINGER_SECONDS = 0.2
 _OF_A_DEMO = re.compile(rb"# What `[^`]+ demo` trained")
-"""How a run's file begins that a demo wrote, however it was started."""
+"""Opening of every run file that a demo wrote, by which it is recognized."""
 STEPS_MIN, STEPS_MAX = 10, 100_000
 
 RESULT_NAME = "result.json"
@@ -118,16 +118,16 @@ def _is_of_a_demo(run_file: Path) -> bool:
 def _play(
     story: Story, folder: Path, stream: Any, *, keep: bool, begun: float
 ) -> tuple[dict[str, Any], Answered, float]:
-    """Have the story happen, and clean up whatever comes; says where the weights are, what was answered, and
-    how many seconds after `begun` all was done.
+    """Play the demo and always clean up. Return where the weights are, the answer, and the seconds from
+    `begun` to the end.
 
     Raises:
         Stopped: by Ctrl-C.
-        PeerloomError: it did not come to its end.
+        PeerloomError: the demo failed.
     """
     stop, screen = StopFlag(), DemoScreen(stream)
     nodes_folder = Path(tempfile.mkdtemp(prefix="peerloom-demo-"))
-    # Its run says how many stages there are; five nodes that calibrate would only hold it up.
+    # The run file gives the number of stages; calibrating five nodes would only delay the demo.
     swarm = SwarmProcesses(
         nodes_folder, f"demo-{secrets.token_hex(4)}", stop.pause, with_page=PAGE_NODE, calibrate=False
     )
@@ -176,7 +176,7 @@ def _linger(address: str, screen: DemoScreen, stop: StopFlag) -> None:
 
 
 def _draw(story: Story, path: Path) -> str | None:
-    """The picture's path, None where it cannot be drawn here."""
+    """Return the picture's path, None where it cannot be drawn here."""
     assert story.victim is not None, "a run that was fetched has lost a replica"
     from node.demo.loss_plot import draw
 

@@ -1,4 +1,4 @@
-"""The picture of a demo: loss and seconds of every step, with the kill marked. Needs matplotlib."""
+"""The plot of a demo: loss and seconds of every step, with the kill marked. Needs matplotlib."""
 
 from collections.abc import Sequence
 from pathlib import Path

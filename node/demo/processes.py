@@ -1,8 +1,8 @@
 """Several nodes of one swarm as processes of this machine: started, asked, killed, and never left behind.
 
-Each node is a process group of its own, so that Ctrl-C reaches only whoever started them, and that a
-node dies together with its stage. Each holds the other end of a pipe (`node.child_node`), so that it
-ends even when the starter is killed. Synchronous, standard library only.
+Each node is a process group of its own, so that Ctrl-C reaches only the starter, and a node dies together
+with its stage. Each holds the other end of a pipe (`node.child_node`), so that it ends even when the starter
+is killed. Synchronous, standard library only.
 """
 
 import contextlib
@@ -26,27 +26,28 @@ from node.paths import ENVIRONMENT_PREFIX
 
 HOST = "127.0.0.1"
 START_SECONDS_MAX = 60.0
-"""Until a node answers. It takes about a second on a quiet machine."""
+"""Time limit for a node to answer. It takes about a second on a quiet machine."""
 ENDING_SECONDS_MAX = 10.0
-"""How long goodbyes may take, all together; who still runs then is killed."""
+"""Time limit for all nodes to leave; those that still run are then killed."""
 LOOK_SECONDS = 0.03
-"""How often to look for something that no event announces."""
+"""Polling interval where no event announces a change."""
 LAST_LINES = 8
-"""How many lines of a node's output are shown when it fails."""
+"""Lines of a node's output that are shown when it fails."""
 _REAP_SECONDS_MAX = 2.0
-"""A killed process is gone at once; only a stuck kernel call takes longer."""
+"""Time limit for a killed process to end; only a stuck kernel call takes longer."""
 _SOURCE_ROOT = str(Path(__file__).parents[2])
 
 _UNFENCED = {f"{ENVIRONMENT_PREFIX}ALLOW_UNFENCED": "true"}
-"""Its nodes compute only what this person asks for, so they do without the fences that a system lacks."""
+"""Settings of every node. The nodes compute only what this user asks for, so they run without a sandbox on
+systems that lack one."""
 
 Pause = Callable[[float], None]
-"""Waits for so many seconds; raises when the person wants no more."""
+"""A function that waits for some seconds, and raises once the user stops."""
 
 
 @dataclass(frozen=True)
 class Neighbour:
-    """A started node: how it is reached, and its process."""
+    """A started node: its process, and how to reach it."""
 
     name: str
     peer: str
@@ -56,7 +57,7 @@ class Neighbour:
 
 
 class NodeEnded(PeerloomError):
-    """A node ended, or did not come up, though nobody wanted that. `lines` is what it said last."""
+    """A node ended unasked, or did not start. `lines` is the end of its output."""
 
     def __init__(self, what: str, lines: Sequence[str]) -> None:
         super().__init__(what)
@@ -64,11 +65,11 @@ class NodeEnded(PeerloomError):
 
 
 class SwarmProcesses:
-    """The nodes of one swarm, below `folder`. Use `close` in the end, whatever happened.
+    """The nodes of one swarm, below `folder`. Always call `close` in the end.
 
-    The preset `host` notices a killed process in a second or two, at the price of five probes a second, and
-    holds none for dead that a busy machine lets stand for 3 s. They need not `calibrate`, which
-    takes a core for some seconds a node, where nothing hangs on how they are planned for.
+    The preset `host` notices a killed process in a second or two, at the price of five probes a second. It
+    does not declare a process dead that a busy machine halts for 3 s. Nodes need not `calibrate`, which takes
+    a core for some seconds a node, where their plan does not matter.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class SwarmProcesses:
         self._ended: set[str] = set()
 
     def launch(self, names: Sequence[str], settings: Mapping[str, str] | None = None) -> None:
-        """Start a process for each name; they load their modules side by side, then wait for `start`.
-        `settings` are more of their environment. One that was killed may be launched again."""
+        """Start a process for each name. They load their modules in parallel, then wait for `start`.
+        `settings` are added to their environment. A killed node may be launched again."""
         # A killed process cannot clean up: its temporary files are removed with this folder.
         temporary = self.folder / "tmp"
         temporary.mkdir(exist_ok=True)
@@ -116,21 +117,21 @@ class SwarmProcesses:
                 )
 
     def start(self, name: str, join: str | None, flags: Sequence[str] = ()) -> Neighbour:
-        """Make a launched process a node that joins through the address `join`; returns when it answers.
-        `flags` are further ones of its command line.
+        """Make a launched process a node that joins through the address `join`; return once it answers.
+        `flags` are added to its command line.
 
         Raises:
             NodeEnded: it ended, or did not answer in time.
         """
         data_dir = self.folder / name
-        # Its neighbours are those it is told of: another demo on this machine is none of its business.
+        # Discovery is off: another demo on this machine must not join this swarm.
         arguments = ["--data-dir", str(data_dir), "--listen", f"{HOST}:0", "--no-lan", "--name", name]
         arguments += ["--web", f"{HOST}:0" if name == self._with_page else "off"]
         arguments += ["--swarm", self._swarm, "--preset", self._preset, "--device", "cpu", "--cores", "1"]
         arguments += [*(["--join", join] if join is not None else []), *flags]
         process = self._processes[name]
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it ended: said below, with its own words
+        with contextlib.suppress(BrokenPipeError):  # it ended: reported below with its output
             process.stdin.write(json.dumps(arguments).encode() + b"\n")
             process.stdin.flush()
         until = time.monotonic() + START_SECONDS_MAX
@@ -144,23 +145,23 @@ class SwarmProcesses:
         return node
 
     def status(self, name: str) -> dict[str, Any]:
-        """The status document of a node. Raises NoNode."""
+        """Return the status document of a node. Raises NoNode."""
         document: dict[str, Any] = ask(self.nodes[name].data_dir, "status")
         return document
 
     def page(self, name: str) -> str:
-        """The link to a node's page. Raises NoNode."""
+        """Return the link to a node's page. Raises NoNode."""
         document: dict[str, Any] = ask(self.nodes[name].data_dir, "page")
         return str(document["link"])
 
     def check(self) -> None:
-        """Raise NodeEnded where a node has ended that nobody killed or asked to leave."""
+        """Raise NodeEnded if a node ended that was neither killed nor asked to leave."""
         for name, process in self._processes.items():
             if name not in self._ended and process.poll() is not None:
                 raise self._failure(name, _epitaph(process.returncode))
 
     def kill(self, name: str) -> float:
-        """SIGKILL to a node and its stage, as a power cut would; returns when (unix seconds)."""
+        """Send SIGKILL to a node and its stage, like a power cut; return the unix time in seconds."""
         self._ended.add(name)
         at = time.time()
         process = self.nodes[name].process
@@ -169,7 +170,7 @@ class SwarmProcesses:
         return at
 
     def leave(self, name: str) -> None:
-        """Let one node say goodbye; returns when its process has ended. Raises PeerloomError."""
+        """Let one node leave; return once its process has ended. Raises PeerloomError."""
         self._ended.add(name)
         process = self.nodes[name].process
         process.terminate()
@@ -183,8 +184,8 @@ class SwarmProcesses:
         _end_group(process)
 
     def close(self) -> None:
-        """Let all that still run say goodbye, kill those that do not end. Raises nothing."""
-        # A signal, not the control channel: a node that hangs must not hang us. To a node it means leave.
+        """Let all running nodes leave, and kill those that do not end. Raises nothing."""
+        # Use a signal, which means leave, and not the control channel: a hung node must not hang us.
         running = [process for process in self._processes.values() if process.poll() is None]
         for process in running:
             process.terminate()
@@ -196,19 +197,19 @@ class SwarmProcesses:
         self.kill_all()
 
     def kill_all(self) -> None:
-        """End every process at once. May be called again, and from a signal's handler."""
+        """End every process at once. May be called again, and from a signal handler."""
         for process in list(self._processes.values()):
             if process.poll() is None:
                 _end_group(process)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # Without a limit this would wait for ever for a lock that the code below a handler holds.
+                    # Without a limit this waits forever for a lock that the interrupted code holds.
                     process.wait(_REAP_SECONDS_MAX)
             if process.stdin is not None:
                 with contextlib.suppress(OSError):
                     process.stdin.close()
 
     def log(self, name: str) -> Path:
-        """The file that takes a node's output."""
+        """Return the file of a node's output."""
         return self.folder / f"{name}.log"
 
     def keep_logs(self, folder: Path) -> None:
@@ -218,7 +219,7 @@ class SwarmProcesses:
             shutil.copy(self.log(name), folder / f"{name}.log")
 
     def _status(self, data_dir: Path) -> dict[str, Any] | None:
-        """The status of a node that may not be up yet."""
+        """Return the status of a node, None while it is not up."""
         if is_running(data_dir):
             with contextlib.suppress(NoNode):
                 document: dict[str, Any] = ask(data_dir, "status")
@@ -231,13 +232,14 @@ class SwarmProcesses:
 
 
 def _end_group(process: "subprocess.Popen[bytes]") -> None:
-    """SIGKILL to what is left of a process's group; right after its end the number is nobody else's yet."""
+    """Send SIGKILL to the rest of a process's group; right after its end no other group has its number
+    yet."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def _environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """This process's environment, less what would configure the nodes in another way."""
+    """Return this process's environment without variables that would configure the nodes."""
     kept = {name: value for name, value in environ.items() if not name.startswith(ENVIRONMENT_PREFIX)}
     kept[PROGRAM_GIVEN] = program_from_anywhere()
     kept["PYTHONPATH"] = os.pathsep.join(filter(None, (_SOURCE_ROOT, environ.get("PYTHONPATH"))))

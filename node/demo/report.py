@@ -1,6 +1,6 @@
-"""The events of a demo and what they show: pure, from event documents to `result.json`.
+"""Collects the events of a demo and derives `result.json` from them. Pure.
 
-It keeps no clock: every time is the wall clock's at the trainer's node or at the kill, on one machine.
+It has no clock: all times are wall clock times at the trainer's node or at the kill, on one machine.
 """
 
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ Event = Mapping[str, Any]
 
 ACCURACY_MIN = 0.97
 PREFERRED_VICTIM = "c"
-"""In the middle of the chain of joins, so that nobody may think it was a leaf."""
+"""Preferred victim: in the middle of the chain of joins, so visibly not a leaf."""
 KILL_AT = 0.4
 """Share of the steps after which a replica is killed."""
 
@@ -28,9 +28,9 @@ class Victim:
 
 
 def choose_victim(plan: Event, names: Mapping[str, str]) -> Victim | None:
-    """A replica that is not the trainer and whose stage has another; `names` by peer id.
+    """Return a replica that is not the trainer and whose stage has another; `names` by peer id.
 
-    None where the plan has no such replica: then nobody may be killed without ending the run.
+    None where the plan has no such replica: then any kill would end the run.
     """
     victims = [
         Victim(names[peer], peer, stage)
@@ -42,7 +42,7 @@ def choose_victim(plan: Event, names: Mapping[str, str]) -> Victim | None:
 
 
 class Story:
-    """Takes the events of one run in their order; `result` says what they came to."""
+    """The story of one run from its events in order; `result` summarizes it."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -57,9 +57,9 @@ class Story:
         self._committed_when_dropped = 0
 
     def take(self, event: Event) -> None:
-        """One event, from the run or from the membership at the trainer's node."""
+        """Handle an event of the run, or of the membership at the trainer's node."""
         match event["kind"]:
-            case "RunPlanned" if self.plan is None:  # later ones do without the victim
+            case "RunPlanned" if self.plan is None:  # later plans lack the victim
                 self.plan = event
             case "StepCommitted":
                 self.committed.append(event)
@@ -74,12 +74,12 @@ class Story:
                 self.ended = event
 
     def killed(self, victim: Victim, at_seconds: float) -> None:
-        """The victim was killed at `at_seconds` (unix)."""
+        """Note that the victim was killed at `at_seconds` (unix)."""
         self.victim, self.killed_at = victim, at_seconds
 
     @property
     def is_time_to_kill(self) -> bool:
-        """Whether enough steps are done, and nobody was killed yet."""
+        """Whether enough steps are done and no node was killed yet."""
         return self.victim is None and len(self.committed) >= max(1, round(self.steps * KILL_AT))
 
     @property
@@ -89,26 +89,26 @@ class Story:
 
     @property
     def losses(self) -> list[float]:
-        """Mean loss of each committed step."""
+        """The mean loss of each committed step."""
         return [event["loss"] for event in self.committed]
 
     @property
     def steps_before_kill(self) -> int:
-        """Steps committed when the kill came; all, where none came."""
+        """The number of steps committed before the kill; all steps without a kill."""
         if self.killed_at is None:
             return len(self.committed)
         return sum(event["at_seconds"] <= self.killed_at for event in self.committed)
 
     @property
     def detected_seconds(self) -> float | None:
-        """From the kill to its detection by SWIM at the trainer's node."""
+        """Seconds from the kill to its detection by SWIM at the trainer's node."""
         if self.lost is None or self.killed_at is None:
             return None
         return float(self.lost["at_seconds"]) - self.killed_at
 
     @property
     def failover_seconds(self) -> float | None:
-        """From the last step before the victim was dropped to the next one."""
+        """Seconds from the last step before the victim was dropped to the next step."""
         if not self.has_recovered or not self._committed_when_dropped:
             return None
         before, after = self.committed[self._committed_when_dropped - 1 : self._committed_when_dropped + 1]
@@ -116,7 +116,7 @@ class Story:
 
     @property
     def train_seconds(self) -> float:
-        """From the feeding of the first step to the commit of the last."""
+        """Seconds from the feeding of the first step to the commit of the last."""
         if not self.committed:
             return 0.0
         first, last = self.committed[0], self.committed[-1]
@@ -124,7 +124,7 @@ class Story:
 
     @property
     def missing(self) -> str | None:
-        """Why the run does not show what a demo is to show; None if it does."""
+        """Return what the demo failed to show; None if nothing is missing."""
         if len(self.committed) != self.steps:
             return f"{len(self.committed)} of {counted(self.steps, 'step was', 'steps were')} committed"
         if [event["step"] for event in self.committed] != list(range(self.steps)):
@@ -139,7 +139,7 @@ class Story:
         return None
 
     def result(self) -> dict[str, Any]:
-        """`result.json` without what only the shell knows (files, total time); schema `peerloom/demo/1`."""
+        """Return `result.json` without the shell's values (files, total time); schema `peerloom/demo/1`."""
         stages = self.plan["stages"] if self.plan else []
         peers = {peer for replicas in stages for peer in replicas} | (
             {self.plan["trainer"]} if self.plan else set()

@@ -1,7 +1,7 @@
 """The scenario of a demo, line by line: it starts the nodes, trains, kills one, fetches the result.
 
-Nothing is staged: the nodes are ordinary ones in processes of their own (`node.demo.processes`),
-asked over their control channels as `peerloom train` does. This only starts, watches and kills.
+Nothing is staged: the nodes are ordinary processes (`node.demo.processes`), asked over their control channels
+as `peerloom train` does. This file only starts, watches and kills.
 """
 
 import threading
@@ -24,7 +24,7 @@ from node.invocation import command_span, shown
 
 NAMES = ("a", "b", "c", "d", "e")
 PAGE_NODE = "d"
-"""The node whose page shows the story: not the starter, which leaves, nor a node likely to be killed."""
+"""The node whose page shows the demo. The starter leaves, and other nodes are likelier to be killed."""
 STARTER = "e"
 """The node that asks for the run, and so trains it; the other four compute its stages."""
 MODEL = "simple-cnn"
@@ -47,26 +47,26 @@ seed = 27
 stages = 2
 replicas = 2
 """
-"""The seed fixes first parameters, order of samples and dropout; what is left to chance is the order of
-sums, which the kill changes. It was chosen among three by its accuracy, so that is slightly flattered."""
+"""The seed fixes first parameters, order of samples and dropout. The order of sums is left to chance, and the
+kill changes it. The seed is the best of three by accuracy, so the accuracy is slightly flattered."""
 MEETING_SECONDS_MAX = 30.0
-"""Until every node has heard of every other; gossip takes a second."""
+"""Time limit for every node to learn of every other; gossip takes a second."""
 PLACING_SECONDS_MAX = 150.0
-"""Until the first step: four processes load torch, which a busy machine makes long."""
+"""Time limit for the first step: four processes load torch, which takes long on a busy machine."""
 STEP_SECONDS_MAX = 60.0
-"""Without a step for so long, the run has not survived."""
+"""Seconds without a step after which the run counts as lost."""
 _TICK_SECONDS = 0.1
 _TRAINING = "training on digits"
 
 
 def run_text(path: Path, steps: int) -> str:
-    """The RUN.toml that will lie at `path`."""
+    """Return the text of the RUN.toml that will lie at `path`."""
     train = shown(command_span("train", str(path)))
     return RUN_FILE.format(train=train, model=MODEL, steps=steps)
 
 
 class Play:
-    """One demo. The methods are called in their order; each raises PeerloomError, or Stopped."""
+    """One demo. Call the methods in their order; each raises PeerloomError, or Stopped."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Play:
         self._has_told_of_recovery = False
 
     def start_nodes(self) -> None:
-        """Five nodes, each joined through the one before it, all knowing all."""
+        """Start five nodes, each joined through the one before it; return once all know all."""
         label, begun = f"starting {len(NAMES)} nodes on 127.0.0.1", time.monotonic()
         self._capturing.start()
         self._screen.update(1, label, "...")
@@ -108,16 +108,16 @@ class Play:
 
     @property
     def page(self) -> str:
-        """The link to the page that shows this demo; empty where its node has none, or is no more."""
+        """The link to the page of this demo; empty where its node has no page, or has ended."""
         if self._story.victim is not None and self._story.victim.name == PAGE_NODE:
             return ""
         return self._swarm.page(PAGE_NODE) if self._swarm.status(PAGE_NODE).get("page") else ""
 
     def train(self) -> None:
-        """Hand the run to the starter, follow it to its end, kill a replica on the way."""
+        """Submit the run to the starter, follow it to its end, and kill a replica on the way."""
         self._screen.update(2, f"planning {MODEL}", "capturing the model...")
         arguments = self._capturing.wait(lambda: self._stop.pause(_TICK_SECONDS))
-        # The run's own stream begins when it is placed, and has no events of membership.
+        # The run's own stream begins at its placement and has no membership events.
         self._listen("events", {}, lambda event: event["kind"] in ("RunPlanned", "MemberLost"))
         self._listen("train", arguments, lambda _: True)
         self._heard = time.monotonic()
@@ -131,7 +131,8 @@ class Play:
             raise RunFailed(f"the run did not survive: {self._story.ended['detail']}")
 
     def fetch(self, out: Path) -> dict[str, Any]:
-        """Once the starter has left: the weights, from another node, checked; says where they are."""
+        """Fetch and check the weights from another node, after the starter has left; return where they
+        are."""
         story = self._story
         assert story.plan is not None
         assert story.ended is not None
@@ -156,7 +157,7 @@ class Play:
     # Events
 
     def _listen(self, command: str, arguments: dict[str, Any], wanted: Callable[[Event], bool]) -> None:
-        """Have the starter's events put into the inbox, by a thread that ends with its node."""
+        """Put the starter's events into the inbox, by a thread that ends with its node."""
         folder = self._swarm.nodes[STARTER].data_dir
 
         def listen() -> None:
@@ -165,14 +166,14 @@ class Play:
                     if "event" in reply and wanted(reply["event"]):
                         self._inbox.put(reply["event"])
             except GoneAway:
-                return  # whoever looks at its process can say it better
+                return  # the check of its process reports this better
             except PeerloomError as error:
                 self._inbox.put(error)
 
         threading.Thread(target=listen, daemon=True).start()
 
     def _next_event(self) -> Event | None:
-        """The next event, None after a moment without one."""
+        """Return the next event, None after a moment without one."""
         self._stop.pause()
         try:
             item = self._inbox.get(timeout=_TICK_SECONDS)
@@ -210,7 +211,7 @@ class Play:
         self._screen.finish(3, _TRAINING, f"{self._loss()} after {len(self._story.committed)} steps")
         self._screen.update(4, f"killing node {victim.name} on purpose", "...")
 
-    # What is shown
+    # Output
 
     def _tell(self, event: Event) -> None:
         if event["kind"] == "RunPlanned":
@@ -250,7 +251,8 @@ class Play:
 
 
 def _check(path: Path, digest: str, graph: Path) -> int:
-    """The number of values in the weights: all there, with the hash the run ended with; else RunFailed."""
+    """Return the number of values in the weights. Raises RunFailed unless all are there with the run's final
+    hash."""
     from blake3 import blake3
 
     from partition.model.graph import decode_graph

@@ -1,4 +1,4 @@
-"""The six lines of a demo: one live picture on a terminal, plain lines as they are done elsewhere."""
+"""The six lines of a demo: redrawn in place on a terminal, printed once done elsewhere."""
 
 import os
 from typing import Any, TextIO
@@ -12,7 +12,7 @@ _REFRESHES_PER_SECOND = 8
 
 
 class DemoScreen:
-    """Line `number` (from 1) has a label and, growing, a text. Use `close` in the end."""
+    """The lines by `number` (from 1), each with a label and a growing text. Call `close` in the end."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -31,25 +31,25 @@ class DemoScreen:
             self._live.start()
 
     def link(self, address: str) -> None:
-        """Show below the six, as long as they change, where the same can be seen in a browser."""
+        """Show the link to the page below the six lines, as long as they change."""
         self._footer = f"    watch: {address}"
         self._refresh()
         if self._live is None:
             show([self._footer], self._stream)
 
     def update(self, number: int, label: str, text: str) -> None:
-        """Show a line as it is for now; only a terminal does."""
+        """Show a line's present state; only on a terminal."""
         self._lines[number] = line_text(number, label, text)
         self._refresh()
 
     def finish(self, number: int, label: str, text: str) -> None:
-        """Show a line as it stays."""
+        """Show a line in its final state."""
         self.update(number, label, text)
         if self._live is None:
             show(folded(self._lines[number], WIDTH), self._stream)
 
     def also(self, label: str, text: str) -> None:
-        """A line between the six; a terminal, where the six change in their places, needs none."""
+        """Print an extra line between the six; not on a terminal, where the six change in place."""
         if self._live is None:
             show(folded(f"    {label:<{_LABEL_WIDTH}}{text}", WIDTH), self._stream)
 

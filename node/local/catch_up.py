@@ -1,4 +1,4 @@
-"""The take-over of others' states by a member of a run in local mode."""
+"""Takes over others' states for a member of a run in local mode."""
 
 from math import inf
 
@@ -15,7 +15,7 @@ from node.local.trainer import LocalTrainer
 from node.local.trial import Trial, go_back, place_of
 
 CATCH_UPS_MAX = 5
-"""Attempts to take over a state, before a newcomer gives up."""
+"""Attempts to take over a state before a newcomer gives up."""
 
 
 async def catch_up(
@@ -28,11 +28,11 @@ async def catch_up(
     trial: Trial | None,
     is_needed: bool,
 ) -> bool:
-    """Take over the state of others, of `steps` at most; return whether one was. States that `trial` refuses,
-    or that are not of this run, are passed over; if no other is left, the own one is back.
+    """Take over a state of others, of `steps` at most; return whether one was taken over. States that `trial`
+    refuses, or that are of another run, are skipped. If none is left, the own state is restored.
 
     Raises:
-        StageFailed: nobody hands one over, and this member cannot do without (`is_needed`).
+        StageFailed: no peer hands one over, and this member `is_needed` to have one.
     """
     reason = ""
     useless: set[PeerId] = set()
@@ -41,7 +41,7 @@ async def catch_up(
     for _ in range(CATCH_UPS_MAX):
         others = [peer for peer, report in part.roster.reports.items() if report.has_state]
         if not set(others) - useless:
-            break  # nobody is left that was further
+            break  # no other member is further
         likely = likely_steps(part.roster.reports, local_steps, useless, are_tried=trial is not None)
         found: Snapshot | None = None
         try:

@@ -1,12 +1,12 @@
 """A column: one pipeline of all stages, the first at its head, the others at peers that work for this head.
 
-To the head's trainer a column is one stage: `ColumnStage` passes a micro-batch through all of them and its
-gradient back. As many micro-batches as there are stages are under way at once, one in each; they stay in
-order, so a step is exact within the column, and its sums do not depend on how fast anybody is. Columns have
-nothing to do with each other but that the holders of each stage average (`node.local.member`).
+The head's trainer sees a column as one stage: `ColumnStage` passes a micro-batch through all of them and its
+gradient back. As many micro-batches as stages are under way at once, one in each stage. They stay in order,
+so a step is exact within the column, and its sums do not depend on timing. Columns interact only where the
+holders of each stage average (`node.local.member`).
 
-Where a stage has no holder, a node of the column holds two (`node.local.merging`); what the head itself holds
-is asked in its own process. Not here: who is asked to hold a stage (`partition.run.local.column`), and the
+Where a stage has no holder, a node of the column holds two (`node.local.merging`). The head calls its own
+further stages in its own process. Not here: the choice of holders (`partition.run.local.column`), and the
 stage that works for a head (`node.local.stage_server`).
 """
 
@@ -44,19 +44,18 @@ EXPORT_SECONDS_MAX = 300.0
 
 
 class ColumnStage:
-    """Implements `node.seams.Stage` for the head's trainer. `attach` has a peer hold a missing stage.
+    """The column as a `node.seams.Stage` for the head's trainer. `attach` makes a peer hold a missing stage.
 
-    Several Forwards at once, which pass each stage in the order in which they were called; else one call at a
-    time.
+    Several Forwards may run at once and pass each stage in call order. All other calls run one at a time.
     """
 
     def __init__(
         self, run: bytes, own: Stage, count: int, network: Network, *, metrics: int, payload_bytes_max: int
     ) -> None:
-        """`metrics` are how many the model has. `payload_bytes_max` bounds answers: a micro-batch's tensors,
-        or the parameters of a stage."""
+        """`metrics` is the model's number of metrics. `payload_bytes_max` bounds answers: a micro-batch's
+        tensors, or the parameters of a stage."""
         self.computed: Callable[[PeerId, int, int], None] = lambda _peer, _stage, _microbatches: None
-        """Called once a step is made, with each holder, its stage and how many micro-batches it passed."""
+        """Called after each step, with each holder, its stage and the number of micro-batches it passed."""
         self._passed = 0
         self._metrics = metrics
         self._run = run
@@ -72,7 +71,7 @@ class ColumnStage:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The stages that nobody holds for this head."""
+        """The stages without a holder in this column."""
         return self.holders.missing
 
     @property
@@ -82,20 +81,20 @@ class ColumnStage:
 
     @property
     def here(self) -> Mapping[int, StageServer]:
-        """The stages that the head holds beside the first."""
+        """The stages that the head holds besides the first."""
         return self._here
 
     def hold_here(self, stage: int, server: StageServer) -> None:
-        """Hold this stage at the head itself; `work_here` has it work."""
+        """Hold this stage at the head itself; `work_here` starts it."""
         self._here[stage], self.holders.here[stage] = server, server.seat
 
     def drop_here(self, stage: int) -> None:
-        """Hold this stage at the head no more."""
+        """Stop holding this stage at the head."""
         self._here.pop(stage, None)
         self.holders.here.pop(stage, None)
 
     async def work_here(self, stage: int, step: int) -> None:
-        """Have a stage that the head holds itself work for it, after so many steps, if it is ready."""
+        """Start a stage that the head holds itself, at the step `step`, if it is ready."""
         await self._here[stage].work_for(self._network.peer, step)
 
     async def attach(
@@ -106,8 +105,8 @@ class ColumnStage:
         chain: Chain,
         check: Callable[[PeerId, Chain], None],
     ) -> str:
-        """Have `peer` hold a stage; return why it does not, "" where it does. `check` raises
-        RemoteProtocolError where it is no member."""
+        """Ask `peer` to hold a stage; return the reason of a refusal, "" on success. `check` raises
+        RemoteProtocolError if the peer is no member."""
         stream: Stream | None = None
         holders = self.holders
         holders.asking()
@@ -138,7 +137,7 @@ class ColumnStage:
         return answer.reason if isinstance(answer, ColumnRefusal) else "no answer"
 
     async def call(self, request: object) -> object:
-        """Answer a request (`node.seams.Stage`): all stages do those about the whole model. Raises
+        """Answer a request (`node.seams.Stage`); requests about the whole model go to all stages. Raises
         ColumnBroken."""
         match request:
             case api.Forward():
@@ -202,7 +201,7 @@ class ColumnStage:
             gradient = done.gradient
 
     async def _all(self, request: api.Norm | api.Apply | api.Discard) -> list[object]:
-        """Ask all stages at once, also where one is gone; return their answers in order."""
+        """Ask all stages at once, even if one is gone; return their answers in order."""
         answers: dict[int, object] = {}
         broken: list[str] = []
 
@@ -220,8 +219,8 @@ class ColumnStage:
         return [answers[stage] for stage in sorted(answers)]
 
     async def _ask(self, stage: int, request: Work, *, seconds: float = CALL_SECONDS_MAX) -> object:
-        """Send a request to a stage, once those before it are answered. Raises ColumnBroken, StageDiverged,
-        or StageFailed of the own one."""
+        """Send a request to a stage once its earlier requests are answered. Raises ColumnBroken,
+        StageDiverged, or StageFailed of the own stage."""
         if stage:
             async with self._turns[stage]:
                 return await self._ask_holder(stage, request, seconds)
@@ -270,7 +269,7 @@ class ColumnStage:
             raise ColumnBroken(f"stage {stage + 1}: {error}") from None
 
     async def _give_up(self, stage: int) -> None:
-        """Break with the holder of a stage, once it owes no answer to others."""
+        """Break with the holder of a stage, once it owes no other answer."""
         async with self._turns[stage]:
             await self._break(stage)
 
@@ -281,14 +280,14 @@ class ColumnStage:
             await close(stream)
 
     async def let_go(self) -> None:
-        """Let all holders go: each drops what it had of a step."""
+        """Release all holders; each drops its unfinished step."""
         for stage in list(self._streams):
             await self._break(stage)
         for server in list(self._here.values()):
             await server.rest()
 
     async def expel(self, peer: PeerId) -> None:
-        """Give up all stages that a peer holds which is a member no more."""
+        """Drop a peer that is no longer a member from all its stages."""
         for stage in self.holders.expel(peer):
             await self._give_up(stage)
 
@@ -301,6 +300,6 @@ class ColumnStage:
         return self._own.vector(name)
 
     async def aclose(self) -> None:
-        """Let the holders go, and close the own stage."""
+        """Release the holders, and close the own stage."""
         await self.let_go()
         await self._own.aclose()

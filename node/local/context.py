@@ -1,4 +1,4 @@
-"""The interface that local mode needs of the node (the shape of `node.runs.runs.Runs`), and the training
+"""The interface that local mode needs of the node (implemented by `node.runs.runs.Runs`), and the training
 data."""
 
 from collections.abc import Awaitable, Callable, Collection, Sequence
@@ -65,11 +65,10 @@ class LocalRunsService(Protocol):
 async def training_data(
     service: LocalRunsService, run: Run, graph: Graph, holders: Sequence[PeerId]
 ) -> Dataset:
-    """Return the data that a member trains on: data of the run, from here or from other members, or a set of
-    its own.
+    """Return the data that a member trains on: the run's data, from here or other members, or its own set.
 
     Raises:
-        StageFailed: it does not fit the run. UsageError, Unreachable: it is not to be had.
+        StageFailed: it does not fit the run. UsageError, Unreachable: it cannot be loaded.
     """
     if own_data_of(run.manifest) is not None:
         return await service.own_data.find(run, graph)

@@ -1,9 +1,8 @@
-"""A copy of the heads' state at a requester that only follows its run, for the nodes that train after them.
+"""A copy of the heads' state at a requester that does not train, for later heads.
 
-Members that train keep their own states. When the last head is gone, nobody else has the numbers of the first
-stage, and a node that is asked to take its place would begin with untrained ones. So the requester fetches
-them now and then, as often as members put theirs away, and hands them on while there is no head
-(`partition.run.local.lending`).
+Members that train keep their own states. Once the last head is gone, no other node has the parameters of the
+first stage, and its successor would begin with untrained ones. So the requester fetches them as often as
+members save theirs, and lends them while there is no head (`partition.run.local.lending`).
 """
 
 from gossip.claims import lower_median
@@ -33,7 +32,7 @@ class Copies:
         self._not_before = 0.0
 
     async def run(self, part: Participation) -> None:
-        """Fetch copies, and hand them on, until cancelled."""
+        """Fetch and lend copies until cancelled."""
 
         async def do(deed: CopyStage | LendStage | TakeBack) -> bool | None:
             match deed:
@@ -42,7 +41,7 @@ class Copies:
                     return None
                 case LendStage():
                     return await self._lend(part)
-                case TakeBack():  # a head is there again
+                case TakeBack():  # there is a head again
                     part.tell(step=0, samples=0, rounds=0, lineage=self._run.id, has_state=False)
                     return None
 
@@ -54,21 +53,21 @@ class Copies:
             await self._copy(part)
 
     async def _copy(self, part: Participation) -> None:
-        """Fetch the newest state of the heads, and put it away."""
+        """Fetch and store the newest state of the heads."""
         assert self._run.manifest.local is not None, "a run in local mode"
         begun, manifest = self._keeper.now(), self._run.manifest
         likely = likely_steps(part.roster.reports, self._run.manifest.local.local_steps)
         try:
             found = await part.states.fetch(0, manifest.steps, bytes_max=self._bytes_max, likely=likely)
         except Unreachable:
-            return  # its holder is gone, or hands it over later
+            return  # its holder is gone, or not ready to hand it over
         self._keeper.begin(found.table.step)
         await self._keeper.remember(self._keeper.part(is_training=False))
         await self._keeper.save(found)
         self._not_before = self._keeper.now() + FETCH_SHARE * (self._keeper.now() - begun)
 
     async def _lend(self, part: Participation) -> bool:
-        """Hand the copy on, where there is one; return whether there is."""
+        """Lend the copy, if there is one; return whether there is."""
         found = await self._keeper.load(self._bytes_max)
         if found is None:
             return False

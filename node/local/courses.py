@@ -13,8 +13,8 @@ R = TypeVar("R")
 
 
 async def follow(course: Course[R], do: Callable[[Any], Awaitable[Any]]) -> R:
-    """Follow a course to its end, with each of its deeds done by `do`; return its result. Raises
-    ColumnBroken, StageFailed, and what `do` raises."""
+    """Follow a course to its end, carrying out each deed by `do`; return its result. Raises ColumnBroken,
+    StageFailed, and what `do` raises."""
     answer: Any = None
     broken: ColumnBroken | None = None
     with closing(course):

@@ -1,4 +1,4 @@
-"""The members of a run in local mode as one of them sees them, with its parts that trio drives."""
+"""The members of a run in local mode as one member knows them, with its own trio-driven parts."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -36,16 +36,16 @@ class Crew(MemberCrew):
         self.part: Participation | None = None
         self.column: ColumnStage | None = None
         self.server: StageServer | None = None
-        """This member's stage, where it works for the head of a column."""
+        """This member's stage, if it works for the head of a column."""
         self.further: dict[int, ColumnHolder] = {}
-        """The stages that this member holds beside its own."""
+        """The further stages of this member."""
         self._run = run
 
     def _rostered(self) -> Mapping[PeerId, Report]:
         return {} if self.part is None else self.part.roster.reports
 
     def open_column(self, service: LocalRunsService, plan: Plan, own: Stage, bytes_max: int) -> ColumnStage:
-        """Make the column that this member is the head of, of the stages in `plan`."""
+        """Make the column that this member heads, of the stages in `plan`."""
         self.column = ColumnStage(
             self._run.id,
             own,
@@ -59,11 +59,11 @@ class Crew(MemberCrew):
         return self.column
 
     def open_server(self, server: StageServer) -> None:
-        """Have this member's own stage work for heads."""
+        """Let this member's own stage work for heads."""
         self.server, self.own_seat = server, server.seat
 
     def close(self) -> None:
-        """Take no part any more."""
+        """Stop taking part."""
         if self.server is not None:
             self.server.close()
         self.part = self.column = self.server = self.holders_of = self.own_seat = None
@@ -79,7 +79,7 @@ class Crew(MemberCrew):
         return [holder.server.seat for holder in self.further.values()]
 
     def serving(self, stage: int) -> StageServer | None:
-        """Return the stage with this number, where it can work for heads."""
+        """Return the stage with this number, if it can work for heads."""
         return next((server for server in self.servers if server.number == stage), None)
 
     @property

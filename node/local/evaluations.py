@@ -41,7 +41,7 @@ class Evaluations:
         assert run.manifest.local is not None, "the run is in local mode"
         self._settings: LocalSettings = run.manifest.local
         self.first_loss = inf
-        """The held-out loss of the values that all began with."""
+        """The held-out loss of the initial parameters."""
         self._service = service
         self._run = run
         self._ending = crew.ending
@@ -54,7 +54,7 @@ class Evaluations:
     async def do(
         self, deed: EvaluateModel | MakeResult | TryResult, graph: Graph, held: AveragedStage
     ) -> object:
-        """Do a deed about the end of the run. Raises StageFailed, ColumnBroken."""
+        """Carry out a deed about the end of the run. Raises StageFailed, ColumnBroken."""
         match deed:
             case EvaluateModel():
                 return await self._evaluate(held)
@@ -73,27 +73,27 @@ class Evaluations:
         return ModelLoss(loss, samples, metrics)
 
     def heard(self, step: int, heard: ModelEvaluated) -> None:
-        """Note another member's evaluation, when this one is at `step`."""
+        """Note another member's evaluation while this one is at `step`."""
         self._finish.schedule.evaluated(step)
         if len(heard.metrics) == len(self._run.manifest.metrics):
             self._teller.evaluated(heard.samples, heard.loss, heard.metrics)
 
     async def _make_result(self, graph: Graph, held: AveragedStage) -> str | None:
-        """Keep the model; return its hash, None where another conclusion came meanwhile."""
+        """Store the model as a result; return its hash, None if another conclusion came meanwhile."""
         column = self._crew.column
         exported = [await held.trainer.export(), *(await column.exports() if column else [])]
         async with self._results.lock:
             return await self._results.keep(graph, exported)
 
     async def _try(self, conclusion: Conclusion, held: AveragedStage) -> str | None:
-        """Return what is wrong with a result that is here; None where another conclusion came meanwhile."""
+        """Return the fault of a fetched result, "" for none; None if another conclusion came meanwhile."""
         is_at_end, trainer = held.is_at_end, held.trainer
         async with self._results.lock:
             if conclusion != self._ending.best:
                 return None
             name, storage = weights_name(self._run.text), self._service.seams.storage
             own = result = await trainer.held_out_loss()
-            if self._stages == 1:  # else no member has all of the model to try it with
+            if self._stages == 1:  # in a column no member can evaluate the whole model alone
                 result = await trainer.evaluate_result(name, storage)
         losses = HeldOutLosses(self.first_loss, own, result)
         best, improvement = self._ending.series.progress.best, self._settings.improvement

@@ -1,7 +1,7 @@
-"""Stages that this node holds beside its own, for machines that are gone while no other is free.
+"""Further stages of this node, in place of machines that are gone while no other is free.
 
-Each has a process of its own in the node's slot, and its own state, rounds and roster, as everywhere: how the
-model is cut is the same for all members, for only so can they average. Not here: which stages (`merging`).
+Each has its own process in the node's slot, its own state, rounds and roster. The cut of the model never
+changes, since only equal stages can average. Not here: which stages (`merging`).
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ from partition.run.local.member_ending import MemberEnding
 @dataclass(frozen=True)
 class Material:
     """The material of a run's stages on this node: the model, its cut, the data, and the peers that may hand
-    values over."""
+    over parameters."""
 
     graph: Graph
     plan: Plan
@@ -71,22 +71,22 @@ class FurtherStages:
         self._own = own
         self._holders: dict[int, ColumnHolder] = {}
         self.making_room: Callable[[int], None] = lambda _stage: None
-        """Called before this member enters the roster of a stage."""
+        """Called before this member joins the roster of a stage."""
         self._opening: set[int] = set()
         self._to_open, self._wanted = trio.open_memory_channel[tuple[int, Snapshot | None]](HELD_MAX)
 
     @property
     def stages(self) -> set[int]:
-        """Return the further stages that are held, or being opened."""
+        """Return the further stages that are held or being opened."""
         return {*self._holders, *self._opening}
 
     async def copies(self) -> dict[int, Snapshot]:
-        """Return the states of those that have one."""
+        """Return the states of the further stages that have one."""
         held = {stage: holder.held for stage, holder in self._holders.items() if holder.held.has_state}
         return {stage: await each.copy() for stage, each in held.items()}
 
     async def stand_in(self, peer: PeerId, stage: int) -> Done | Declined:
-        """A head asks for this stage: hold it, if that is this member's head and there is room."""
+        """Answer a head that asks for this stage: hold it if that is this member's head and there is room."""
         if self._crew.head not in (None, peer):
             return Declined("it works for another head")
         if reason := await self.refusal(stage):
@@ -95,7 +95,7 @@ class FurtherStages:
         return Done()
 
     async def refusal(self, stage: int) -> str:
-        """Return why this stage cannot be here beside the others; empty where it can."""
+        """Return why this node cannot hold this stage too; empty if it can."""
         stages = {self._own, *self.stages, stage}
         if len(stages) > HELD_MAX:
             return f"a node holds {HELD_MAX} stages of a run at most"
@@ -112,8 +112,8 @@ class FurtherStages:
         return ""
 
     def hold(self, stage: int, carried: Snapshot | None = None) -> None:
-        """Open this stage here, from a state that was `carried` from an earlier life of this member, from
-        copies, or from others."""
+        """Open this stage here, from a state `carried` over from an earlier life of this member, from copies,
+        or from others."""
         if stage not in self.stages and stage != self._own:
             self._opening.add(stage)
             self._crew.taken.add(stage)
@@ -121,12 +121,12 @@ class FurtherStages:
             self._to_open.send_nowait((stage, carried))
 
     def release(self, stage: int) -> None:
-        """Hold this further stage no more, where it is one."""
+        """Stop holding this stage, if it is a further one."""
         if (holder := self._holders.get(stage)) is not None:
             holder.rules.is_released = True
 
     async def run(self) -> None:
-        """Open what is to be held, until cancelled; then close all."""
+        """Open and run the requested stages until cancelled; then close all."""
         try:
             async with trio.open_nursery() as nursery:
                 async for stage, carried in self._wanted:
@@ -140,12 +140,13 @@ class FurtherStages:
         failures = (StageFailed, Unreachable, UsageError, OSError, RemoteProtocolError, ValueError)
         try:
             async with trio.open_nursery() as nursery:
-                with suppress(*failures):  # the head sees that the stage is not there, and looks for another
+                # the head sees that the stage is missing, and looks for another holder
+                with suppress(*failures):
                     holder = await self._open(stage, nursery)
                     self._opening.discard(stage)
                     holder.held.carried = carried
                     await holder.work()
-                nursery.cancel_scope.cancel()  # a round that is under way needs this stage no more
+                nursery.cancel_scope.cancel()  # a round under way does not need this stage any more
         finally:
             self._opening.discard(stage)
             with trio.CancelScope(shield=True):

@@ -31,7 +31,7 @@ class ColumnHead:
     """One head. `train` drives it until it fails."""
 
     further: FurtherStages | None = None
-    """The stages that it holds beside the first, in a run of several."""
+    """The stages that the head holds besides the first, in a run of several."""
     regrouping: Regrouping | None = None
 
     def __init__(
@@ -49,7 +49,7 @@ class ColumnHead:
         barrier: StartBarrier,
         begun: Callable[[], object],
     ) -> None:
-        """`begun` is called before the first values are tried, which may take minutes."""
+        """`begun` is called before the initial parameters are tried, which may take minutes."""
         self._service = service
         self._now = service.seams.clock.monotonic
         self._run = run
@@ -117,13 +117,13 @@ class ColumnHead:
         self._begun()
         trainer = self._held.trainer
         first = self._evaluations.first_loss = await trainer.held_out_loss()
-        if self._stages == 1:  # nobody can tell a good state of one stage from a bad one
+        if self._stages == 1:  # one stage alone has no loss to judge a state by
             assert self._run.manifest.local is not None, "the run is in local mode"
             is_apart = self._run.manifest.local.is_federated
             self._held.trial = await Trial.open(trainer, first, is_apart=is_apart)
 
     async def _make_step(self) -> bool:
-        """Make a step, and tell of it; return whether it was not finite."""
+        """Make and announce a step; return whether it was not finite."""
         begun, trainer = self._now(), self._held.trainer
         stepped = await trainer.train_step()
         if self.regrouping is not None:
@@ -133,7 +133,7 @@ class ColumnHead:
         return bool(stepped.diverged)
 
     async def _taken_over(self) -> None:
-        """The numbers here are others' now."""
+        """Note that others' parameters were taken over."""
         self._finish.diverged = 0
-        if self._crew.column is not None:  # its holders are told the new step when they are attached
+        if self._crew.column is not None:  # holders learn the new step when they are attached
             await self._crew.column.let_go()

@@ -1,7 +1,7 @@
-"""The numbers of one stage on this node: taken over from others, averaged with them, kept, and handed on.
+"""The parameters of one stage on this node: taken over from others, averaged, saved, and handed on.
 
-A head has them of the first stage, a holder of its own and of each that it holds for a machine that is gone.
-Not here: what the stage computes, and for whom (`node.local.member`, `node.local.holder`).
+A head has them of the first stage; a holder of its own stage and of each further one. Not here: what the
+stage computes, and for whom (`node.local.member`, `node.local.holder`).
 """
 
 from collections.abc import Awaitable, Callable
@@ -40,7 +40,7 @@ async def _nothing() -> None: ...
 
 
 class AveragedStage(MemberStage):
-    """A stage and the rounds that average it. `part` is its roster, `trainer` has the numbers."""
+    """A stage and the rounds that average it. `part` is its roster, `trainer` has the parameters."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class AveragedStage(MemberStage):
     ) -> None:
         assert run.manifest.local is not None, "the run is in local mode"
         self.trial: Trial | None = None
-        """The trial of others' states, where a stage can be tried alone."""
+        """The trial of others' states, if the stage can be tried alone."""
         self.taken_over: Callable[[], Awaitable[None]] = _nothing
-        """Called when the numbers are others' now."""
+        """Called when others' parameters were taken over."""
         self.carried: Snapshot | None = None
-        """The state to go on from, in place of the one that was kept."""
+        """The state to resume from, in place of the saved one."""
         self.trainer = trainer
         self.part = part
         self._keeper = keeper
@@ -69,12 +69,12 @@ class AveragedStage(MemberStage):
         self._local_steps = run.manifest.local.local_steps
 
     async def open(self, nursery: trio.Nursery) -> None:
-        """Prepare for the rounds, which go on in `nursery`, with the numbers that the model begins with."""
+        """Prepare for the rounds, which run in `nursery`, with the model's initial parameters."""
         self._nursery = nursery
         await self.averaging.open()
 
     async def do(self, deed: Deed) -> object:
-        """Do a deed of this stage. Raises StageFailed."""
+        """Carry out a deed of this stage. Raises StageFailed."""
         match deed:
             case Resume():
                 return await self._resume()
@@ -104,7 +104,7 @@ class AveragedStage(MemberStage):
         return self.averaging.axes
 
     def report(self) -> None:
-        """Tell the others how far this stage is."""
+        """Tell the others the progress of this stage."""
         trainer = self.trainer
         self.part.tell(
             step=trainer.step,
@@ -114,10 +114,10 @@ class AveragedStage(MemberStage):
             has_state=self.has_state,
         )
 
-    # Where it goes on from
+    # Resuming
 
     async def _resume(self) -> bool:
-        """Go on from the state that was carried here, or kept; return whether there is one."""
+        """Resume from the carried or the saved state; return whether there is one."""
         trainer = self.trainer
         own = self.carried or await self._keeper.load(trainer.state_bytes_max)
         if own is None:
@@ -131,7 +131,7 @@ class AveragedStage(MemberStage):
         return True
 
     async def _catch_up(self, *, is_needed: bool) -> None:
-        """Take over the state of others. Raises StageFailed: it `is_needed`, and nobody hands one over."""
+        """Take over the state of others. Raises StageFailed if it `is_needed` and no peer hands one over."""
         is_taken = await catch_up(
             self.part,
             self.trainer,
@@ -145,7 +145,7 @@ class AveragedStage(MemberStage):
             await self.taken_over()
 
     async def renew(self, step: int) -> bool:
-        """Take over a state of this step or later, as another holds it now; return whether there was one."""
+        """Take over another holder's present state, of this step or later; return whether there was one."""
         try:
             found = await self.part.states.fetch(
                 step, self._run.manifest.steps, bytes_max=self.trainer.state_bytes_max
@@ -161,11 +161,11 @@ class AveragedStage(MemberStage):
 
     @property
     def _is_behind(self) -> bool:
-        """Whether others held a round that this member had to be in."""
+        """Return whether others held a round that this member should have been in."""
         return self.rounds.needs_all and is_behind(self.part.roster.reports, self.rounds.count)
 
     async def close(self) -> None:
-        """Hold it no more."""
+        """Stop holding the stage."""
         self.has_state = False
         self.part.close()
         with trio.CancelScope(shield=True):

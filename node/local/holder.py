@@ -1,4 +1,4 @@
-"""A stage of this node that works for the head of a column, and is averaged with the others that are held.
+"""A stage of this node that works for the head of a column, and is averaged with other copies of that stage.
 
 Not here: the rules for it (`partition.run.local.holder`).
 """
@@ -18,11 +18,11 @@ from partition.run.local.member_ending import MemberEnding
 from partition.run.local.member_stage import HandOn
 
 GREETED_MAX = 32
-"""Members that a stage without a head tells that it is there."""
+"""The number of members to which a stage without a head announces itself."""
 
 
 class ColumnHolder:
-    """One held stage. `work` runs it until it fails, or a further one is not needed any more."""
+    """One held stage. `work` runs it until it fails, or until a further stage is released."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ColumnHolder:
     ) -> None:
         self.held = held
         self.begun: Callable[[], None] = lambda: None
-        """Called once the stage can work."""
+        """Called once the stage is ready to work."""
         self.number = number
         self.rules = StageHolder(held, number, ending, finish, is_further=is_further)
         self._door = door
@@ -51,7 +51,7 @@ class ColumnHolder:
         )
 
     def _accept(self, peer: PeerId, attach: Attach) -> Attached | ColumnRefusal:
-        """Answer a head that wants this stage. Raises RemoteProtocolError: it is no member."""
+        """Answer a head that wants this stage. Raises RemoteProtocolError if it is no member."""
         self._door.check(peer, attach.chain)
         reason, is_older = self.rules.refusal(attach.step)
         if reason:

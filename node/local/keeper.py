@@ -1,4 +1,4 @@
-"""The keeper of a member's state: it is put away now and then, beside the training (`node.local.saved`)."""
+"""Saves a member's state periodically, in the background (`node.local.saved`)."""
 
 from contextlib import suppress
 from functools import partial
@@ -27,7 +27,7 @@ from partition.run.local.keeping import CopySchedule
 
 
 class Keeper:
-    """Keeps checkpoints of one run on this node. `every` steps, 0 for never."""
+    """Saves checkpoints of one run on this node, each `every` steps, 0 for never."""
 
     def __init__(
         self,
@@ -38,9 +38,9 @@ class Keeper:
         *,
         copy_of: int | None = None,
     ) -> None:
-        """`stage` is this member's; what is kept is the state of that, or of the stage of another."""
+        """`stage` is this member's own; `copy_of` marks a copy of another's stage."""
         self.error = ""
-        """Why the last state was not kept, where it was not."""
+        """Why the last state was not saved, if it was not."""
         self._service = service
         self.now = service.seams.clock.monotonic
         self._run = run
@@ -50,15 +50,15 @@ class Keeper:
         self._schedule = CopySchedule(run.manifest.save_every)
 
     def is_due(self, step: int) -> bool:
-        """Return whether a state after so many steps is to be kept."""
+        """Return whether a state is due at this step."""
         return self._schedule.is_due(self.now(), step)
 
     def begin(self, step: int) -> None:
-        """Note that a state of this step is being kept, or there already."""
+        """Note that a state of this step is saved or being saved."""
         self._schedule.step = step
 
     async def keep(self, trainer: LocalTrainer, rounds: Rounds, nursery: trio.Nursery) -> None:
-        """Put the state of a member that trains away in the background, and who takes part."""
+        """Save the state of a training member in the background, and its known members."""
         self.begin(trainer.step)
         saved = self.part(is_training=True)
         snapshot = await trainer.snapshot(rounds.schedule.count, self._run.id, rounds.outer)
@@ -66,19 +66,20 @@ class Keeper:
         nursery.start_soon(self.save, snapshot)
 
     def part(self, *, is_training: bool) -> SavedRun:
-        """Return what this node needs to be a member again."""
+        """Return the record that this node needs to become a member again."""
         admission = self._admission
         peers, revoked = tuple(admission.admitted)[-MEMBERS_MAX:], admission.revocations.facts
         return SavedRun(self._run.fact, admission.chain, is_training, peers, self._stage, revoked)
 
     async def remember(self, saved: SavedRun) -> None:
-        """Keep what this node needs to be a member again. On a full disk it will not be one."""
+        """Save the record that this node needs to become a member again. Without it, as on a full disk, it
+        will not."""
         with suppress(OSError):
             storage = self._service.seams.storage
             await self._service.seams.executor.run(partial(save_run, storage, self._run, saved))
 
     async def save(self, snapshot: Snapshot) -> None:
-        """Keep a state in place of the one before."""
+        """Save a state in place of the last one."""
         service, run = self._service, self._run
         self._schedule.begin()
         begun = self.now()
@@ -98,13 +99,13 @@ class Keeper:
             self._schedule.ended(self.now(), begun)
 
     async def load(self, bytes_max: int) -> Snapshot | None:
-        """Return the state that was kept last, None where there is none."""
+        """Return the last saved state, None where there is none."""
         work, storage = self._service.seams.executor.run, self._service.seams.storage
         return await work(partial(load_state, storage, self._run.text, bytes_max, self._copy_of))
 
 
 def release(service: LocalRunsService, run: Run) -> None:
-    """Forget all that was kept of a run, which is over for this node."""
+    """Delete all that was saved of a run, which is over for this node."""
     forget(service.seams.storage, run.text)
     for stage in (None, *range(stage_count(run))):
         service.guests.release(_label(run, stage))
