@@ -1,1 +1,1 @@
-"""The life of a run at one of its members: pure parts, which nodes and the simulator drive alike."""
+"""The life of a run at one of its members: pure parts that nodes and the simulator drive alike."""

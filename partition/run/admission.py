@@ -1,20 +1,20 @@
 """Admission of members to a run, in local mode or of named averaging: a sans-IO core, one for each run.
 
 The requester is a member (of a named averaging run: its owner). A member that asks a node to take part signs
-a `Ticket` for it, and sends it along with its own: a *chain* of tickets, the first by the requester, each by
-the one that the last was made for. A peer counts once it has shown its chain (`Present`); before that none of
-its messages about the run is used, even if it knows the run's id. A chain is bound to the run by every
-signature, and to the peer that shows it by the session it comes on. A request to join counts only while its
-ticket is fresh, and once (`Joins`), so that an old one starts nothing.
+a `Ticket` for it, and sends it with its own tickets. They form a *chain*: the requester signs the first
+ticket, and the subject of each ticket signs the next. A peer is admitted once it has shown its chain
+(`Present`). Before that its messages about the run are ignored, even if it knows the run's id. Every
+signature binds the chain to the run, and the session binds it to the peer that shows it. A request to join is
+valid only once and while its ticket is fresh (`Joins`), so that an old one starts nothing.
 
-Tickets expire, and the requester can revoke those of a member (`partition.run.tickets`). Each member checks
-both by itself, and passes revocations on. A member without a valid chain is out, and so are those whose
-chains pass through it.
+Tickets expire, and the requester can revoke a member's tickets (`partition.run.tickets`). Each member checks
+both by itself, and passes revocations on. A member without a valid chain is expelled, and so are members
+whose chains pass through it.
 
-Chains stay short: a member that hears a longer chain than its own allows for signs a shorter one (`Vouch`).
+Chains stay short: a member that receives a chain longer than its own plus one signs a shorter one (`Vouch`).
 So chains grow only where all members of a generation are gone.
 
-Not here: whether a member computes honestly. Any peer that has a free slot and is asked is a member.
+Not here: whether a member computes honestly. Any peer with a free slot that is asked becomes a member.
 """
 
 from collections.abc import Collection, Sequence
@@ -44,19 +44,20 @@ from partition.run.tickets import (
 )
 
 PROTOCOL = "/peerloom/admission/1"
-"""The protocol of named averaging runs; in local mode these messages go by `partition.run.conclusions`."""
+"""The protocol of named averaging runs; in local mode `partition.run.conclusions` carries these messages."""
 MESSAGE_BYTES_MAX = 16_384
 """A full chain of tickets takes some 7 KiB."""
 FRESH_SECONDS = 600.0
-"""How far a ticket's time may be from this node's clock for a request to join: the allowed skew of clocks."""
+"""Allowed difference between a ticket's time and this node's clock for a request to join: the skew of
+clocks."""
 USED_MAX = 1_024
 ADMITTED_MAX = 1_024
-"""Members of one run that a member knows; as many as a roster holds."""
+"""Members of one run that a member remembers; as many as a roster holds."""
 VERIFIED_MAX = 4_096
-"""Tickets whose signature was checked: chains share their beginnings."""
+"""Tickets whose checked signature is cached: chains share their beginnings."""
 PRESENT_SECONDS = 1.0
 PRESENTS_MAX = 8
-"""How often a peer that shows no chain of its own is shown this one; then once in `SELDOM_SECONDS`."""
+"""How often this chain is shown to a peer that shows none; afterwards once in `SELDOM_SECONDS`."""
 SELDOM_SECONDS = 30.0
 REVOKED_AT_ONCE = 16
 """Revocations in one message: some 3 KiB."""
@@ -68,7 +69,8 @@ REVOKED = "its invitation was revoked"
 
 
 class Present(msgspec.Struct, frozen=True, array_like=True, tag="present"):
-    """I am a member by this chain, which is empty for the requester. `asks`: show me yours."""
+    """The sender is a member by this chain, which is empty for the requester. `asks`: the receiver's is
+    wanted."""
 
     run: Hash
     chain: Chain
@@ -76,7 +78,7 @@ class Present(msgspec.Struct, frozen=True, array_like=True, tag="present"):
 
 
 class Vouch(msgspec.Struct, frozen=True, array_like=True, tag="vouch"):
-    """A shorter chain for you, which ends with a ticket of mine."""
+    """A shorter chain for the receiver, which ends with a ticket of the sender."""
 
     run: Hash
     chain: Chain
@@ -128,8 +130,8 @@ class Joins:
         asker: PeerId,
         wall: float,
     ) -> None:
-        """Accept a request by `asker` at `wall` seconds. Raises RemoteProtocolError: its author is no member,
-        or it is old."""
+        """Accept a request by `asker` at `wall` seconds. Raises RemoteProtocolError if its author is no
+        member, or it is old."""
         if not chain:
             raise RemoteProtocolError("a request to join without a ticket")
         tickets = check_chain(signer, run, requester, chain, signer.peer)
@@ -152,7 +154,7 @@ class Joins:
 class Admission:
     """The members of one run, as one member sees them.
 
-    It has no clock: `expire` takes the time, and has to be called before an answer counts.
+    It has no clock: call `expire` with the time before relying on an answer.
     """
 
     def __init__(
@@ -166,9 +168,9 @@ class Admission:
         chain_max: int = CHAIN_MAX,
         revocations: Sequence[Fact] = (),
     ) -> None:
-        """`chain` is this member's own, checked before. Chains of more than `chain_max` tickets admit nobody:
-        with 1 only peers that the requester itself asked are members. `revocations` are those that this
-        member knew in an earlier life."""
+        """`chain` is this member's own, already checked. Chains of more than `chain_max` tickets are
+        rejected: with 1 only peers that the requester itself asked are members. `revocations` are those known
+        in an earlier life."""
         self.run = run
         self.chain = tuple(chain)
         self.admitted: dict[PeerId, TicketStanding] = {}
@@ -186,7 +188,7 @@ class Admission:
         self._shown: dict[PeerId, tuple[int, float]] = {}
         self._reminded_at = -inf
         self._use(chain)
-        # Those by whose tickets this member is one are members.
+        # The authors of this member's own chain are members.
         for number, (author, _) in enumerate(self._own.tickets):
             self._admit(author, TicketStanding(self._own.tickets[:number]))
         self._admit(requester, TicketStanding())
@@ -254,7 +256,7 @@ class Admission:
         return self._told(told, new)
 
     def receive(self, sender: PeerId, message: Message) -> Sends:
-        """Take one message. Raises RemoteProtocolError: a chain that proves nothing."""
+        """Handle one message. Raises RemoteProtocolError for a chain that proves nothing."""
         match message:
             case Vouch(chain=chain):
                 self._take(sender, chain)
@@ -282,14 +284,14 @@ class Admission:
         if asks and sender in self.admitted:
             sends.append((sender, Present(self.run, self.chain)))
             if len(chain) > len(self.chain) + 1 and self.can_vouch:
-                # Its time is that of no request to join, and it makes no chain last longer.
+                # Such a ticket's time starts no join, and does not extend a chain.
                 sends.append((sender, Vouch(self.run, self.extended(sender, 0.0, standing.until))))
         if is_new:
             sends += self._told([sender], self.revocations.facts)
         return sends
 
     def _take(self, sender: PeerId, chain: Sequence[Fact]) -> None:
-        """Take a chain that vouches for this member, if it is shorter."""
+        """Adopt a chain for this member, if it is shorter."""
         if len(chain) < len(self.chain) and sender in self.admitted and chain:
             standing = self._check(chain, self._signer.peer)
             is_valid = self.revocations.against(standing) is None and standing.until > self._wall
@@ -297,7 +299,7 @@ class Admission:
                 self._use(chain)
 
     def _use(self, chain: Sequence[Fact]) -> None:
-        """Use this checked chain for this member."""
+        """Adopt this checked chain for this member."""
         self.chain = tuple(chain)
         found: list[tuple[PeerId, Ticket]] = [
             (PeerId(fact.author), decode(fact.body, Ticket, bytes_max=TICKET_BYTES_MAX)) for fact in chain
@@ -341,7 +343,7 @@ class Admission:
         for peer, standing in list(self.admitted.items()):
             if fault := self._fault_of(standing):
                 del self.admitted[peer]
-                self._shown.pop(peer, None)  # it may have another chain
+                self._shown.pop(peer, None)  # the peer may have another chain
                 self.events.append(Expelled(self.run, peer, fault))
         if not self.ended and (fault := self._fault_of(self._own)):
             self.ended = fault
@@ -351,7 +353,7 @@ class Admission:
         self._expires_at = min(self._expires_at, own)
 
     def _some(self, peers: Collection[PeerId]) -> list[PeerId]:
-        """Return as many of `peers` as a message is passed on to; each member chooses others."""
+        """Return a random part of `peers` to pass a message on to; each member chooses others."""
         own = self._signer.peer
         return sorted(peers, key=lambda peer: blake3(own + peer).digest())[:PASSED_ON_MAX]
 
@@ -380,12 +382,12 @@ class Admissions:
         self._admissions.pop(run, None)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Take one message; one of a run that is not known here is passed over."""
+        """Handle one message; ignore messages of runs that are unknown here."""
         admission = self._admissions.get(message.run)
         return [] if admission is None else self.drained(admission, admission.receive(sender, message))
 
     def wake(self, now: float) -> Sends:  # noqa: ARG002 - the shape of a core
-        """Do nothing: nothing is ever due."""
+        """Do nothing: no timer exists."""
         return []
 
     def drained(self, admission: Admission, sends: Sends) -> Sends:

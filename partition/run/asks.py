@@ -1,7 +1,7 @@
 """Requests of a run's member to other nodes, answered once or not at all.
 
-A part of the core appends an `Ask` to its `asks`; its driver puts the request to the peer, which may be this
-node itself, and hands the answer to `replied` under the ask's number. An answer that is no longer awaited is
+A part of the core appends an `Ask` to its `asks`. Its driver sends the request to the peer, which may be this
+node itself, and passes the answer to `replied` with the ask's number. An answer that is no longer awaited is
 ignored.
 """
 
@@ -17,12 +17,12 @@ from partition.plan.plan import Plan
 from partition.run.messages import Reason
 
 WAIT_SECONDS_MAX = 30 * 24 * 3600
-"""An estimate of a queue; longer ones are not told."""
+"""Limit of an announced wait, which is an estimate of a queue; longer ones are omitted."""
 
 
 @dataclass(frozen=True)
 class HoldStage:
-    """Proposer to a provider: hold a slot for `stage` of `plan`, which `change` would lead to; None for a
+    """Proposer to a provider: hold a slot for `stage` of `plan`, the successor by `change`; None for a
     witness, which needs no slot."""
 
     plan: Plan
@@ -32,7 +32,7 @@ class HoldStage:
 
 @dataclass(frozen=True)
 class OpenStage:
-    """Proposer to a newcomer that holds a slot: open the stage, for `plan` may soon be decided."""
+    """Proposer to a newcomer that holds a slot: open the stage, since `plan` may soon be decided."""
 
     plan: Plan
     change: Change
@@ -40,7 +40,7 @@ class OpenStage:
 
 @dataclass(frozen=True)
 class ReleaseStage:
-    """Proposer to a newcomer: `plan` did not come about."""
+    """Proposer to a newcomer: `plan` was not decided."""
 
     plan: Plan
 
@@ -61,8 +61,8 @@ class RenewRun:
 
 @dataclass(frozen=True)
 class EndRun:
-    """Committer to a member: the run is over. `plan` is the hash of the plan in force, `weights` is that of
-    the result in hex, empty where there is none."""
+    """Committer to a member: the run is over. `plan` is the hash of the plan in force, `weights` the hash of
+    the result in hex, empty without a result."""
 
     plan: bytes
     outcome: str
@@ -93,8 +93,8 @@ class NameCheckpoint:
 
 @dataclass(frozen=True)
 class HandOverStage:
-    """Committer to a replica: the parameters of its stage, as the result of the run under `plan`. Done once
-    the driver has them."""
+    """Committer to a replica: hand over the parameters of its stage, as the result of the run under `plan`.
+    Done once the driver has them."""
 
     plan: Plan
     stage: int
@@ -118,9 +118,9 @@ class Done(msgspec.Struct, frozen=True, tag="done"):
 
 
 class Declined(msgspec.Struct, frozen=True, tag="declined"):
-    """The request is refused, with the reason for a person. A provider whose slots are taken adds in how many
-    seconds one may be this run's, where it knows. `is_busy`: too many fetch at once, and a later request may
-    be answered. `is_contested`: a slot is free, and others may ask for it until then."""
+    """The request is refused, with a reason to display. A provider without a free slot adds the seconds until
+    this run may have one, if known. `is_busy`: too many peers fetch at once; a later request may succeed.
+    `is_contested`: a slot is free, and others may ask for it until then."""
 
     reason: Reason
     wait_seconds: Annotated[int, msgspec.Meta(ge=0, le=WAIT_SECONDS_MAX)] | None = None
@@ -130,7 +130,7 @@ class Declined(msgspec.Struct, frozen=True, tag="declined"):
 
 @dataclass(frozen=True)
 class Unanswered:
-    """There was no answer, and why: SWIM decides whether the peer is dead."""
+    """There was no answer, and why. Only SWIM decides whether the peer is dead."""
 
     reason: str
 
@@ -156,7 +156,7 @@ class Asks:
         self._new: list[Ask] = []
 
     def put(self, peer: PeerId, request: Request, seconds: float) -> int:
-        """Queue `request` to `peer`. Return the number under which the answer comes."""
+        """Queue `request` to `peer`; return the number of its answer."""
         ask = Ask(next(self._numbers), peer, request, seconds)
         self._new.append(ask)
         return ask.number

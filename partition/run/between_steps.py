@@ -1,6 +1,6 @@
-"""Changes that wait until no step is open: members that leave, and borders between stages that move.
+"""Changes that wait until no step is open: members that leave, and stage borders that move.
 
-The committer pauses, so that a member that leaves takes nothing with it, and layers that move are saved first
+The committer pauses, so that a leaving member takes nothing with it, and layers that move are saved first
 (`partition.run.recutting`). Not here: the plan that follows (`partition.run.proposals`).
 """
 
@@ -24,8 +24,8 @@ from partition.run.way_back import WayBack
 
 class BetweenSteps:
     """One member's part. `plan` is in force, None where the run is over here; `events` are the member's;
-    `restorable` is the newest checkpoint, `tell` sends to all living members, `exclude` has the next plan do
-    without a peer."""
+    `restorable` is the newest checkpoint; `tell` sends to all living members; `exclude` drops a peer from the
+    next plan."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class BetweenSteps:
     # Members that leave
 
     def leave(self, now: float) -> None:
-        """Tell all that this node wants to leave."""
+        """Tell all members that this node wants to leave."""
         plan = self._plan()
         if plan is not None:
             self._tell(Leaving(plan_hash(plan)))
@@ -69,8 +69,8 @@ class BetweenSteps:
             self.paused(now, self.recutting.paused_at)
 
     def look_for_leavers(self) -> None:
-        """As the committer: pause before a member leaves that its stage can spare, or whose layers the stages
-        beside it take."""
+        """As the committer: pause for a leaving member whose stage has another replica, or whose layers its
+        neighbour stages take."""
         if self._committed_plan() is None:
             return
         handed_over = self._proposer.handed_over()
@@ -85,15 +85,15 @@ class BetweenSteps:
         return plan if plan is not None and plan.committer == self._me else None
 
     def paused(self, now: float, step: int) -> None:
-        """As the committer: no step is open after `step` steps, so a member that wants to leave takes nothing
-        with it, and layers can move."""
+        """As the committer: handle the pause after `step` steps. No step is open, so a leaving member takes
+        nothing with it, and layers can move."""
         if self._committed_plan() is None:
             return
         leaving = self._draining.ready()
         for peer in leaving:
             self._exclude(now, peer, f"it leaves after step {step}")
         if leaving:
-            self.recutting.end()  # the plan without them is measured anew
+            self.recutting.end()  # the plan without them is measured again
         elif self.recutting.paused(now, step):
             self._events.append(SaveWanted(step))
             self.checkpointed(now)
@@ -101,35 +101,36 @@ class BetweenSteps:
     # Borders between stages
 
     def recut(self, wanted: Change) -> None:
-        """As the committer: move the borders between stages, or make more of them, as was found to be better.
-        The `wanted` change takes all layers from a checkpoint that is made for it, except a standby's."""
+        """As the committer: move the borders between stages, or add stages. The `wanted` change takes all
+        layers from a checkpoint made for it, except a standby's."""
         plan = self._committed_plan()
         if plan is None or self.recutting.is_open or self._proposer.absent or self._proposer.leaving:
             return
         if wanted.joined and not self._roles.can_tell:
             return
         with suppress(RemoteProtocolError):
-            if not (wanted.cuts or wanted.stages):  # somebody joins and nothing moves
+            if not (wanted.cuts or wanted.stages):  # a member joins and no layer moves
                 successor(plan, wanted)
                 self._proposer.recut, self._proposer.deadline = wanted, 0.0
                 return
-            successor(plan, replace(wanted, restored=plan_hash(plan)))  # any checkpoint: could this follow?
+            # test with any checkpoint that this can follow
+            successor(plan, replace(wanted, restored=plan_hash(plan)))
             self.recutting.begin(wanted)
             self._events.append(PauseWanted())
 
     def checkpointed(self, now: float) -> None:
-        """As the committer: a checkpoint is whole, on several disks; layers may wait for it."""
+        """As the committer: note that a checkpoint is whole, on several disks; layers may wait for it."""
         plan = self._plan()
         if plan is None or self._proposer.recut is not None:
             return
         change = self.recutting.saved(self._restorable())
         if change is not None and change.stages:
-            self.heard(now, change)  # the committer alone asks those who are to join
+            self.heard(now, change)  # only the committer asks the newcomers
         elif change is not None:
             self._wish(now, Recut(plan_hash(plan), change.step, change.restored, change.cuts))
 
     def bring_back(self, now: float, checkpoint: bytes, step: int) -> None:
-        """As the committer: after the last step, make the state of `step` in this checkpoint the result."""
+        """As the committer, after the last step: make the state of `step` in this checkpoint the result."""
         plan = self._committed_plan()
         if plan is not None:
             self._wish(now, Recut(plan_hash(plan), step, checkpoint, (), is_final=True))
@@ -145,8 +146,8 @@ class BetweenSteps:
         self._proposer.changed(now)
 
     def give_up(self) -> None:
-        """As the committer: go on with the borders as they are."""
+        """As the committer: keep the present borders."""
         self.recutting.end()
         self._proposer.give_up_recut()
-        if self._proposer.recut is None:  # else what all have heard is still decided, sooner or later
+        if self._proposer.recut is None:  # once announced, the change is still decided sooner or later
             self._events.append(StepsWanted())

@@ -1,8 +1,8 @@
-"""The most steps that another branch of a run can have made, by measurements while all of its members were
-together.
+"""An upper bound of the steps that another branch of a run can have made, from the pace measured before the
+split.
 
-Members of a branch claim the steps they have committed. Nobody here saw them, so a claim counts only as far
-as its machines could have come since this member last had all of them in reach.
+Members of a branch claim their committed steps, and nobody here saw them. So a claim counts only up to what
+the branch's machines could compute since this member last reached all of them.
 """
 
 from collections import OrderedDict
@@ -14,26 +14,27 @@ from partition.plan.learner import Branch
 from partition.plan.plan import Plan, plan_hash
 
 PACE_SECONDS = 10.0
-"""A pace is measured over at least this time: a shorter one includes the plan's beginning."""
+"""Minimum time of a measured pace; a shorter one includes the plan's beginning."""
 FASTER_MAX = 4.0
-"""Some machines alone may be faster for their rates than all together, whose links set the pace."""
+"""Factor for a part of the machines: links limit all together, so some alone may be faster for their
+rates."""
 STEPS_SPARE = 2
-"""A step is open at the split, and another while this member notices."""
+"""Steps in progress at the split and while this member notices it."""
 SIGHTINGS_MAX = 64
-"""Plans whose members were last seen together; branches from older ones are compared by the oldest kept."""
+"""Number of plans whose last sighting is kept; branches from older plans are compared by the oldest one."""
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """When the members of a plan were last in reach, all of them, and how many steps were committed then."""
+    """The last time when all members of a plan were in reach, and the steps committed by then."""
 
     at: float
     step: int
 
 
 class BranchPace:
-    """One member's measurements. `best` is the most steps a second for each FLOP/s of the plan's rates, None
-    until there was one."""
+    """One member's measurements. `best` is the highest pace per FLOP/s of the plan's rates, in steps a
+    second; None before the first measurement."""
 
     def __init__(self) -> None:
         self.best: float | None = None
@@ -41,12 +42,12 @@ class BranchPace:
         self._window: tuple[bytes, float, int] | None = None
 
     def entered(self, now: float, plan: Plan, step: int) -> None:
-        """Note that a plan is in force: the members that agreed to it were in reach."""
+        """Note that a plan is in force; its voters were in reach."""
         self._see(now, plan_hash(plan), step)
         self._window = plan_hash(plan), now, step
 
     def look(self, now: float, plan: Plan, step: int, live: Collection[PeerId]) -> None:
-        """Note how far the run is, and which members are in reach."""
+        """Note the progress of the run, and which members are in reach."""
         name = plan_hash(plan)
         if all(peer in live for peer in plan.roster):
             self._see(now, name, step)
@@ -66,14 +67,14 @@ class BranchPace:
             self._sightings.popitem(last=False)
 
     def since(self, branch: Branch | None) -> Sighting | None:
-        """Return when the members of a branch, and all others, were last together; None for never."""
+        """Return when the members of a branch and all others were last together; None for never."""
         oldest = next(iter(self._sightings.values()), None)
         return oldest if branch is None else self._sightings.get(plan_hash(branch.split), oldest)
 
     def possible(self, now: float, branch: Branch | None, here: Plan) -> int | None:
-        """Return the most steps that a branch can have committed; None where no pace was measured yet.
+        """Return the most steps that a branch can have committed; None before the first measured pace.
 
-        For a branch that cannot show where it began, all machines of the plan `here` count.
+        For a branch that does not show its origin, all machines of the plan `here` count.
         """
         since = self.since(branch)
         if self.best is None or since is None:
@@ -84,8 +85,8 @@ class BranchPace:
 
 
 def _rates(plan: Plan, members: Collection[bytes] | None) -> int:
-    """Return the rates of `members` by a plan that all agreed to. A machine that has no rate there counts as
-    the fastest that has one, and no more machines count than the plan has: a branch may name any."""
+    """Return the sum of the rates of `members` in a plan that all agreed to. A branch may name any machine,
+    so one without a rate counts as the fastest, and no more machines count than the plan has."""
     known: dict[bytes, int] = {}
     for stage in plan.stages:
         known |= dict(zip(stage.replicas, stage.rates, strict=True))

@@ -1,9 +1,8 @@
 """The choice between branches of a run, after a network split has healed.
 
-Only the committer of a branch knows how far it is, so it alone abandons the branch, and its members follow
-it. A member leaves by itself where its committer is gone or on another branch, or where it has missed more
-links than anybody can send it. A branch that claims more steps than its machines can have made is not
-followed.
+Only the committer of a branch knows its progress, so it alone abandons the branch, and its members follow it.
+A member leaves by itself if its committer is gone or on another branch, or if it has missed more plans than
+anybody can send it. A branch is not followed if it claims more steps than its machines can have made.
 """
 
 from collections.abc import Collection
@@ -17,7 +16,7 @@ from partition.run.progress import RunProgress
 from partition.run.settings import RunSettings
 
 TOLD_MAX = 64
-"""Members of other branches that are remembered: a run's roster is no longer."""
+"""Members of other branches that are remembered: as many as a roster holds."""
 
 
 class Verdict(Enum):
@@ -31,8 +30,8 @@ class Verdict(Enum):
 
 
 class Branches:
-    """One member's judgement of branches. `committed` returns how many steps this node's own committer has
-    committed, None where it does not commit, or does not know yet because its replicas are not synced."""
+    """One member's judgement of branches. `committed` returns the steps that this node's own committer has
+    committed; None if it does not commit, or its replicas are not synced yet."""
 
     def __init__(
         self, me: PeerId, chain: PaxosChain, progress: RunProgress, settings: RunSettings, *, may_fork: bool
@@ -50,7 +49,8 @@ class Branches:
         self._behind: dict[PeerId, tuple[float, ForkBehind]] = {}
 
     def decided(self, now: float, plan: Plan, lost: Collection[bytes] = ()) -> None:
-        """Note a plan that is in force now: nothing was committed since the others of a fork were `lost`."""
+        """Note the plan in force. For a fork, `lost` are the members it could not reach; nothing was
+        committed since."""
         if plan.fork != NO_HASH and self._forked_at is None:
             self._forked_at = self._progress.furthest
         parted = {*self._parted, *lost} if plan.fork != NO_HASH else set(self._parted)
@@ -59,8 +59,8 @@ class Branches:
         self._pace.entered(now, plan, self._progress.step)
 
     def look(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
-        """Note how far the run is, and which members are in reach. Return a message for a person about
-        branches that gave way to this one, if this member commits it; empty for nothing."""
+        """Note the progress of the run, and which members are in reach. As the committer, return a message to
+        display about branches that gave way to this one; empty for none."""
         if not self._may_fork:
             return ""
         self._pace.look(now, plan, self._progress.step, live)
@@ -68,12 +68,12 @@ class Branches:
 
     @property
     def kept_step(self) -> int | None:
-        """The number of steps after which this branch began; None where it is no fork."""
+        """The step after which this branch began; None where it is no fork."""
         return self._forked_at
 
     @property
     def said(self) -> str:
-        """The message for a person about this branch, empty where it is no fork."""
+        """The message to display about this branch, empty where it is no fork."""
         if self._forked_at is None or not self._parted:
             return ""
         names = ", ".join(short_peer(PeerId(peer)) for peer in self._parted)
@@ -92,8 +92,8 @@ class Branches:
         committed: int | None,
         hosts: bool,
     ) -> Verdict:
-        """Judge the branch that another member is on; `plan` is the one in force here."""
-        self._behind.pop(event.peer, None)  # it came further
+        """Judge another member's branch; `plan` is the one in force here."""
+        self._behind.pop(event.peer, None)  # that branch has progressed
         if isinstance(event, LeftBehind) and not (
             self._may_fork and plan is not None and plan.committer == self._me
         ):
@@ -101,7 +101,7 @@ class Branches:
         if plan is None:
             return Verdict.STAY
         if plan.committer != self._me:
-            is_left_out = event.peer == plan.committer  # it went on without this member
+            is_left_out = event.peer == plan.committer  # it continued without this member
             return Verdict.STAY if plan.committer in live and not is_left_out else Verdict.LEAVE
         if committed is None:
             return Verdict.STAY  # the others will announce their branch again
@@ -115,7 +115,7 @@ class Branches:
         return Verdict.ABANDON if is_possible else Verdict.REFUSE
 
     def refusal(self, now: float, event: ForkFound | LeftBehind, plan: Plan) -> str:
-        """Return why a claim is not believed, for a person; empty where that was said before."""
+        """Return why a claim is not believed, to display; empty where that was said before."""
         if event.peer in self._refused:
             return ""
         self._refused = [*self._refused, event.peer][-TOLD_MAX:]
@@ -127,13 +127,13 @@ class Branches:
         )
 
     def outlives(self, now: float, event: ForkBehind) -> None:
-        """Note a branch that is shorter than this one: it will give way, or get further first."""
+        """Note a branch that is shorter than this one: it will give way, or overtake this one first."""
         if len(self._behind) < TOLD_MAX or event.peer in self._behind:
             self._behind[event.peer] = now, event
 
     def _given_way(self, now: float, plan: Plan, live: Collection[PeerId]) -> str:
-        """Return a message for a person about a shorter branch that gave way, empty where none has: a branch
-        gave way if its member is in the plan, or lives and no longer claims a branch."""
+        """Return a message about a shorter branch that gave way, empty for none. A branch gave way if its
+        member is in the plan, or lives and no longer claims a branch."""
         for peer, (heard, event) in list(self._behind.items()):
             is_silent = peer in live and now - heard >= self._settings.left_seconds
             since = self._pace.since(event.branch)
@@ -156,7 +156,7 @@ class Branches:
         return f"back together with {names}: the {ours} steps of this branch since the split are kept"
 
     def farewell(self, event: ForkFound | LeftBehind | None = None) -> str:
-        """Return why this branch is left and what that costs, for a person."""
+        """Return a message about why this branch is left and what that costs."""
         reason = "another branch of the run goes on"
         if self._forked_at is not None:
             lost = self._progress.step - self._forked_at

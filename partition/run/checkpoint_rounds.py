@@ -1,11 +1,11 @@
-"""Checkpoints of a run as its members agree on them: the savers, the keepers of copies, and when one is
+"""Agreement of a run's members on checkpoints: the savers, the keepers of copies, and when a checkpoint is
 whole.
 
 After steps that the manifest determines, the first replica of each stage saves a copy of its state and
-reports that. The committer gathers these. Once all stages are there it asks each keeper for one copy after
-the other (`KeepStage`), has the checkpoint sealed (`SealWanted`), and asks the keepers to take its name
+reports it to the committer. Once all stages are saved, the committer asks each keeper for its copies one by
+one (`KeepStage`). It has the checkpoint sealed (`SealWanted`), and asks the keepers to take its name
 (`NameCheckpoint`). Once enough have, and the name is on this member's own disk (`NewestChanged`), it tells
-everybody. One checkpoint is spread after the other; where one fails, the one before stays the newest.
+all members. Checkpoints are spread one at a time; if one fails, the last one stays the newest.
 
 Not here: a replica's description of its saved state, which is passed on unread.
 """
@@ -24,13 +24,13 @@ from partition.run.messages import Checkpointed
 from partition.run.way_back import WayBack, WaysBack
 
 COPIES = 3
-"""Peers that keep each stage: two may fail in the same hour."""
+"""Keepers of each stage: two may fail in the same hour."""
 COPIES_MIN = 2
-"""The least copies of each stage: a copy on one disk only is lost with the replica it is meant to replace."""
+"""Minimum copies of each stage: a single copy is lost with the replica that it must replace."""
 KEEP_SECONDS_MAX = 3_600.0
-"""For one stage: 12 GB at 30 Mbit/s."""
+"""Time limit to copy one stage: 12 GB at 30 Mbit/s."""
 NAME_SECONDS_MAX = 90.0
-"""For a keeper to take the name, and the checkpoint's manifest."""
+"""Time limit for a keeper to take the name and the checkpoint's manifest."""
 
 
 def checkpoint_holders(
@@ -39,8 +39,9 @@ def checkpoint_holders(
     """Return the keepers of a stage's chunks: `count` of the roster by rendezvous hashing (Thaler and
     Ravishankar 1998).
 
-    A peer that comes or goes moves only its own share. They are never all replicas of the stage, if the
-    roster has others: a failure of the replicas would take the copies too. Fewer where the roster is smaller.
+    A peer that comes or goes moves only its own share. The keepers include a peer that is no replica of the
+    stage, if the roster has one: a failure of the replicas would take the copies too. Fewer keepers where the
+    roster is smaller.
     """
 
     def weight(peer: PeerId) -> bytes:
@@ -69,9 +70,8 @@ class _Gathering:
 
 @dataclass
 class _Spread:
-    """The checkpoint that is spread. `left` are the stages that each keeper is still to be asked for, `asked`
-    the keeper and stage of each open request, `have` the keepers of each stage, `named` those that took the
-    name."""
+    """The checkpoint being spread. `left` are the stages still to be asked of each keeper, `asked` the keeper
+    and stage of each open request, `have` the keepers of each stage, `named` those that took the name."""
 
     plan: Plan
     step: int
@@ -107,11 +107,11 @@ class CheckpointRounds:
         learned: Callable[[float], None],
         newest: WayBack | None = None,
     ) -> None:
-        """`plan` is in force; `live` are other members, present or former, that answer. `best` is the
-        checkpoint of the state that validated best. `newest` is the newest whole checkpoint, as this member
-        wrote it down in an earlier life."""
+        """`plan` is in force; `live` are reachable other members, present or former. `best` is the checkpoint
+        of the state that validated best. `newest` is the newest whole checkpoint, as stored in an earlier
+        life."""
         self.best_step: int | None = None
-        """The step of the best state so far, where the run keeps that one."""
+        """The step of the best state so far, if the run keeps that one."""
         self._me = me
         self._plan = plan
         self._ways_back = ways_back
@@ -133,7 +133,7 @@ class CheckpointRounds:
         return self._newest
 
     def saves(self, plan: Plan, stage: int) -> bool:
-        """Return whether this member has to save its copy of a stage: one replica of each does."""
+        """Return whether this member saves its copy of a stage; one replica of each does."""
         return plan.stages[stage].replicas[0] == self._me
 
     # The committer's side
@@ -151,7 +151,7 @@ class CheckpointRounds:
             raise RemoteProtocolError("a saved stage for a peer that is not the run's committer")
         if not 0 <= stage < len(plan.stages) or sender not in plan.stages[stage].replicas:
             raise RemoteProtocolError("a stage was saved by a peer that does not hold it")
-        # The best state so far waits for its turn; any other gives way to a newer one.
+        # The best state so far waits for its turn; any other state yields to a newer one.
         is_best, mine = step == self.best_step, self._gathering.get(step == self.best_step)
         if mine is None or (plan.height, step) > (mine.plan.height, mine.step):
             mine = self._gathering[is_best] = _Gathering(plan, step)
@@ -160,12 +160,12 @@ class CheckpointRounds:
             self._spread_next()
 
     def _spread_next(self) -> None:
-        """Spread the checkpoint that all stages have saved, one after the other."""
+        """Spread the oldest checkpoint that all stages have saved."""
         whole = {key: each for key, each in self._gathering.items() if each.is_whole}
         if self._spread is not None or not whole:
             return
         oldest = min(whole, key=lambda key: whole[key].step)
-        gathered = self._gathering[oldest]  # it stays: what is saved late for an earlier plan is too late
+        gathered = self._gathering[oldest]  # entries stay: a late save for an earlier plan is ignored
         plan = gathered.plan
         rows = [gathered.rows.pop(number) for number in range(len(plan.stages))]
         live = {self._me, *self._live()}
@@ -185,14 +185,14 @@ class CheckpointRounds:
             self._ask_next(spread, peer)
 
     def _ask_next(self, spread: _Spread, peer: PeerId) -> None:
-        """Ask a keeper for its next stage: it copies one after the other."""
+        """Ask a keeper for its next stage; it copies one at a time."""
         if spread.left[peer]:
             stage = spread.left[peer].pop(0)
             request = KeepStage(spread.plan, spread.step, stage, spread.states[stage], spread.savers[stage])
             spread.asked[self._asks.put(peer, request, KEEP_SECONDS_MAX)] = peer, stage
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`."""
+        """Handle the answer to one of `asks`."""
         spread = self._spread
         if spread is None or number not in spread.asked:
             return
@@ -209,10 +209,10 @@ class CheckpointRounds:
         if _are_enough(spread.have, spread.keepers):
             self._events.append(SealWanted(spread.plan, spread.step, spread.states))
         else:
-            self._end()  # the checkpoint before stays the newest
+            self._end()  # the last checkpoint stays the newest
 
     def sealed(self, now: float, step: int, name: bytes) -> None:
-        """Go on with the checkpoint of `step`, which was sealed here under this name."""
+        """Continue with the checkpoint of `step`, sealed here under this name."""
         spread = self._spread
         if spread is None or spread.step != step or spread.asked or spread.is_sealed:
             return
@@ -240,13 +240,13 @@ class CheckpointRounds:
         self._end()
 
     def _end(self) -> None:
-        """End the checkpoint that is spread, whole or not, and take up the next."""
+        """End the spreading of a checkpoint, whole or not, and start the next."""
         self._spread = None
         self._spread_next()
         if self._spread is None:
             self._events.append(CheckpointEnded())
 
-    # Everybody's
+    # All members
 
     @property
     def restorable(self) -> WayBack | None:
@@ -255,8 +255,8 @@ class CheckpointRounds:
         return self._best() if plan is not None and plan.is_final else self._newest
 
     def find_way_back(self, furthest: int) -> WayBack | None:
-        """Return the state that a stage without a replica is restored from, None if there is none. The run
-        has committed `furthest` steps at most."""
+        """Return the state from which a stage without a replica is restored, None if there is none. The run
+        has committed at most `furthest` steps."""
         return self._ways_back.find(self.restorable, furthest)
 
     def entered(self, now: float, plan: Plan) -> None:
@@ -268,7 +268,8 @@ class CheckpointRounds:
         self._learn(now, self._ways_back.told(message))
 
     def tell(self, peers: Collection[PeerId]) -> None:
-        """As the committer: announce the restorable checkpoint, as any of these peers may propose next."""
+        """As the committer: announce the restorable checkpoint, as any of these peers may be the next
+        proposer."""
         plan = self._plan()
         if plan is not None and plan.committer == self._me:
             news = self._ways_back.news(plan, self.restorable)
@@ -280,14 +281,14 @@ class CheckpointRounds:
             self.learn(now, found[1], found[0])
 
     def learn(self, now: float, step: int, name: bytes) -> None:
-        """Remember a whole checkpoint: the next planner may go back to it."""
+        """Remember a whole checkpoint, to which the next planner may return."""
         if self._newest is None or step > self._newest[1]:
             self._change((name, step))
             self._learned(now)
 
     def forget_after(self, step: int) -> None:
-        """Forget the newest checkpoint where it is of more than `step` steps: it is of a branch that was
-        given up, and the run must not go back to it."""
+        """Forget the newest checkpoint if it is of more than `step` steps: it belongs to an abandoned branch,
+        and the run must not return to it."""
         if self._newest is not None and self._newest[1] > step:
             self._untold.clear()
             self._change(None)
@@ -297,7 +298,7 @@ class CheckpointRounds:
         self._events.append(NewestChanged(newest))
 
     def stored(self, newest: WayBack | None) -> None:
-        """Note that the newest checkpoint's name is written down, or cannot be: others may hear of it."""
+        """Note that the newest checkpoint's name is stored, or cannot be: it may be announced."""
         if newest == self._newest:
             self._is_stored = True
             self._announce()
@@ -312,5 +313,5 @@ class CheckpointRounds:
 
 
 def _are_enough(have: Sequence[Collection[PeerId]], wanted: Sequence[Collection[PeerId]]) -> bool:
-    """Return whether each stage is on enough disks to survive the next loss."""
+    """Return whether each stage has enough copies to survive the next loss."""
     return all(len(each) >= min(COPIES_MIN, len(most)) for each, most in zip(have, wanted, strict=True))

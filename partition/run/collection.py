@@ -1,9 +1,8 @@
-"""The result of a run, as its committer collects it: replicas are asked to hand their stages over, one after
-the other.
+"""The committer's collection of a run's result: it asks replicas to hand over their stages, one at a time.
 
-A stage that nobody hands over is asked for again, for a bounded time. If a dead replica was the reason, a new
-plan comes into force meanwhile, and all of it begins again under that plan. Not here: what is handed over,
-and joining it.
+A missing stage is asked for again, for a bounded time. If a replica is dead, a plan without it comes into
+force meanwhile, and the collection starts anew under that plan. Not here: what is handed over, and how stages
+are joined.
 """
 
 from collections.abc import Collection
@@ -15,17 +14,17 @@ from partition.run.asks import Asks, Declined, Done, HandOverStage, Reply, Unans
 from partition.run.settings import RunSettings
 
 COLLECT_SECONDS_MAX = 120.0
-"""How long the result is awaited where a stage's last replica says nothing. If it is dead a plan without it
-comes into force meanwhile; a verdict takes half a minute over slow links."""
+"""Time limit where a stage's last replica does not answer. If it is dead, a plan without it comes into force
+meanwhile; a verdict takes half a minute over slow links."""
 HAND_OVER_SECONDS_MAX = 120.0
-"""For one stage."""
+"""Time limit of one stage."""
 
 INF = float("inf")
 
 
 class ResultCollection:
-    """The collection under one plan. `deadline` is when it wants to `wake`. `failure` is why there will be no
-    result, for a person; empty while there may be one."""
+    """The collection under one plan. `deadline` is the time of the next `wake`. `failure` is why there will
+    be no result, to display; empty while one is possible."""
 
     def __init__(self, me: PeerId, now: float, plan: Plan, asks: Asks, settings: RunSettings) -> None:
         self.plan = plan
@@ -46,7 +45,7 @@ class ResultCollection:
         return self._stage == len(self.plan.stages)
 
     def wake(self, now: float, live: Collection[PeerId]) -> None:
-        """Ask the next replica of the stage that is missing."""
+        """Ask the next replica of the missing stage."""
         self.deadline = INF
         if self._asked is not None or self.is_whole or self.failure:
             return
@@ -62,7 +61,7 @@ class ResultCollection:
             self._wait(now, f"stage {self._stage + 1} handed over no parameters: {reasons}")
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`."""
+        """Handle the answer to one of `asks`."""
         if number != self._asked:
             return
         self._asked = None
@@ -76,7 +75,7 @@ class ResultCollection:
         self.deadline = now
 
     def spoilt(self, now: float, reason: str) -> None:
-        """Begin again: the stages that were handed over cannot be joined."""
+        """Start again: the collected stages cannot be joined."""
         self._begin(0)
         self._wait(now, reason)
 

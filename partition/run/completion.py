@@ -1,7 +1,8 @@
 """The announcement of a run's end: its committer tells each living member, for a bounded time.
 
-A newer plan may come into force meanwhile: a member under it no longer knows the old one, and is told in its
-name. A member that cannot be told gives the run up after silence, and finds the result by itself.
+A newer plan may come into force meanwhile. A member under it no longer knows the old plan, so it is told in
+the new one's name. A member that cannot be told gives up the run after a silence, and finds the result by
+itself.
 """
 
 from collections import Counter
@@ -14,14 +15,14 @@ from partition.run.asks import Asks, Declined, Done, EndRun, Reply
 from partition.run.settings import RunSettings
 
 DECLINES_MAX = 5
-"""Declines before a member counts as told of the end. It declines while it does not know the plan: first
-because a newer plan reached it, later because it has forgotten the run."""
+"""Declines before a member counts as told. It declines while it does not know the plan: first because a newer
+plan reached it, later because it has forgotten the run."""
 
 INF = float("inf")
 
 
 class Completion:
-    """The announcement of the end. `deadline` is when it wants to `wake`; it `is_over` once all living
+    """The announcement of the end. `deadline` is the time of the next `wake`; it `is_over` once all living
     members know."""
 
     def __init__(
@@ -49,12 +50,12 @@ class Completion:
         self._again: dict[PeerId, float] = {}
 
     def changed(self, now: float) -> None:
-        """Look again: another plan is in force, or the live members changed."""
+        """Look again after a change of the plan or of the live members."""
         if not self.is_over:
             self.deadline = min(self.deadline, now)
 
     def wake(self, now: float, plan: Plan, live: Collection[PeerId]) -> bool:
-        """Tell living members of `plan` that are still to be told. Return whether all are told."""
+        """Tell living members of `plan` that do not know yet. Return whether all know."""
         left = [peer for peer in plan.members if peer != self._me and peer in live and peer not in self._told]
         self.is_over = not left or now >= self._until
         busy, name = list(self._asked.values()), plan_hash(plan)
@@ -68,7 +69,7 @@ class Completion:
         return self.is_over
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`."""
+        """Handle the answer to one of `asks`."""
         peer = self._asked.pop(number, None)
         if peer is None:
             return
@@ -81,8 +82,8 @@ class Completion:
 
 
 def answer_end(mine: Plan | None, sender: PeerId, plan: bytes) -> Declined | None:
-    """Answer `sender`, which announces the end of a run under the plan of this hash; `mine` is in force here.
-    None: accept it.
+    """Answer `sender`, which announces the end of a run under the plan of this hash; `mine` is the plan in
+    force here. None accepts it.
 
     Raises:
         RemoteProtocolError: the sender has no vote in the run.

@@ -45,8 +45,8 @@ class Conclusion(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Said(msgspec.Struct, frozen=True, array_like=True, tag="said"):
-    """The conclusion that the sender prefers; whether it holds its result, whether it is settled there, and
-    whether the sender commits to it, which it does to one alone."""
+    """The conclusion that the sender prefers, and whether the sender holds its result, has settled on it, and
+    commits to it. A member commits to at most one conclusion."""
 
     run: Hash
     conclusion: Conclusion
@@ -70,7 +70,7 @@ AllSends = list[tuple[PeerId, Message]]
 
 @dataclass(frozen=True)
 class EvaluationHeard:
-    """Another member has evaluated."""
+    """Another member has evaluated its model."""
 
     run: bytes
     evaluated: ModelEvaluated
@@ -78,7 +78,7 @@ class EvaluationHeard:
 
 @dataclass(frozen=True)
 class Preferred:
-    """This conclusion is the best known. Its result is at the `holders`: fetch it, then call `hold`."""
+    """This conclusion is the best known. The `holders` have its result: fetch it, then call `hold`."""
 
     run: bytes
     conclusion: Conclusion
@@ -101,7 +101,7 @@ class Settled:
 
 @dataclass(frozen=True)
 class Differs:
-    """The run is over here, and `peer` says that it ended with `other`."""
+    """The run is over here, and `peer` reports that it ended with `other`."""
 
     run: bytes
     conclusion: Conclusion
@@ -113,7 +113,7 @@ Event = EvaluationHeard | Preferred | Voided | Settled | Differs | admissions.Ev
 
 
 def rank(conclusion: Conclusion) -> tuple[bool, int, bytes, str]:
-    """Return the order of a conclusion, lower is better: one with a result, of the most steps, then by
+    """Return the sort key of a conclusion, lower is better: with a result first, then by most steps, then by
     author."""
     return conclusion.outcome != "done", -conclusion.step, conclusion.author, conclusion.weights
 

@@ -1,34 +1,36 @@
 """Agreement of a run's members on its end in local mode: a sans-IO core, one for each run.
 
-There is no plan to decide on. One member evaluates: of those that have a state, the one nearest to the hash
-of the run, so that its death makes the next one evaluate, as its silence does after a while. When the series
-has converged, or the steps are done, it keeps the model and proposes a conclusion, which names that model by
-its hash. Members that have a state have a vote (`partition.run.poll`); the others follow.
+There is no plan to decide on. One member evaluates: the member with a state whose id is nearest to the hash
+of the run. If it dies, or is silent for a while, the next one evaluates. Once the series has converged or the
+steps are done, the evaluator keeps the model and proposes a conclusion, which names that model by its hash.
+Members that have a state have a vote (`partition.run.poll`); the others follow.
 
-1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that hardly fewer do. It
-   fetches the result and tries it (its shell does: no result is taken on trust), then tells all that it holds
+1. A member prefers the conclusion that most voters hold, or a better one (`rank`) that nearly as many hold.
+   It fetches the result and tries it (its shell does: no result is trusted), then tells all that it holds
    the conclusion, or refuses it.
 2. A voter that has held a conclusion for `STABLE_SECONDS` commits to it, once and for good, when a quorum
-   holds it, or after `PATIENCE_SECONDS` a majority of those that answer, unless more than may lie hold
-   another. A conclusion that can find no majority any more is given up, by its author too.
-3. A run is settled for a member by commitments of as many. It waits for the others to hold the result too,
-   for `PATIENCE_SECONDS`. A settled member never changes its mind, and tells the members of the run.
-4. A conclusion that a quorum has committed to, or that the requester or more members than may lie call
-   settled, is accepted without trying it, also where it was refused.
-5. A conclusion whose holders are all gone before anybody else has its result is void, and so is one whose
-   result nobody hands over; a member that claimed to hold that one introduces no conclusions any more. A
-   failure is no conclusion for a member that can go on by itself (`can_go_on`).
+   holds it. After `PATIENCE_SECONDS` a majority of those that answer suffices, unless more members than may
+   lie hold another. A conclusion that can reach no majority any more is given up, by its author too.
+3. A run is settled for a member by as many commitments. The member waits up to `PATIENCE_SECONDS` for the
+   others to hold the result too. A settled member never changes its mind, and tells the members of the run.
+4. A conclusion is accepted without a trial, even if it was refused, once a quorum has committed to it, or
+   the requester or more members than may lie call it settled.
+5. A conclusion is void if all its holders are gone before another member has its result, or if no holder
+   hands the result over; a member that falsely claimed to hold it introduces no more conclusions. A failure
+   is no conclusion for a member that can continue by itself (`can_go_on`).
 
-Consequences: Members that see one another settle one result, whatever they refuse: two quorums share a member
-that commits once. No member chooses a result alone, except the requester where votes are even: it is its run.
-One that refuses everything or is silent costs `PATIENCE_SECONDS`. Where no majority is found for
+Consequences: Members that see one another settle one result, whatever they refuse, since two quorums share a
+member that commits once. No member chooses a result alone, except the requester on an even vote, since the
+run is its own. A member that refuses everything or is silent costs `PATIENCE_SECONDS`. Without a majority for
 `STALEMATE_SECONDS` after the last step, or after a commitment, a member settles what it holds alone, so that
-every run ends. So there are two results where two members refuse each other's and neither is the requester;
-where a liar, which is one of three at least, tells each something else of results that the others would take;
-and on two sides of a partition, for nobody can tell the lost from the dead, and a side that waited for a
-majority would train for nothing where the others are dead. Then each side keeps its own, and all learn within
-`LINGER_SECONDS` of seeing each other that another one differs (`Differs`). A member that is restarted forgets
-what it had committed to. Not here: what a model is, and fetching it.
+every run ends.
+
+There can be two results where two members refuse each other's and neither is the requester; where a liar, one
+of at least three, tells different members different things about acceptable results; and on two sides of a
+partition. A member cannot tell unreachable members from dead ones, and a side that waited for a majority
+would train for nothing if the others are dead. So each side keeps its own result, and all learn of the
+difference within `LINGER_SECONDS` of seeing each other (`Differs`). A restarted member forgets its
+commitment. Not here: what a model is, and fetching it.
 """
 
 from collections.abc import Collection
@@ -63,15 +65,15 @@ from partition.run.sight import MembersInSight
 from partition.run.turns import Turns
 
 SAY_SECONDS = 0.5
-"""Between two messages of a conclusion to members that have not answered with it."""
+"""Interval between two messages of a conclusion to members that have not answered with it."""
 SAY_OVER_SECONDS = 20.0
-"""Between two messages of a conclusion that has been settled for `PATIENCE_SECONDS`."""
+"""The same interval once the conclusion has been settled for `PATIENCE_SECONDS`."""
 LINGER_SECONDS = 600.0
 """How long a finished run answers members that were away."""
 REFUSED_MAX = 64
-"""Conclusions that a member remembers as refused."""
+"""Refused conclusions that a member remembers."""
 STRIKES_MAX = 8
-"""Refused results of one member, after which only its view of others' conclusions counts."""
+"""Refused results of one member, after which only its opinion of others' conclusions counts."""
 LURES_MAX = 2
 """How often one member may make another leave a held result for one of its own."""
 
@@ -87,13 +89,13 @@ class Ending:
         steps: int = 2**53 - 1,
         requester: PeerId | None = None,
     ) -> None:
-        """`steps` are those of the run: nobody has made more."""
+        """`steps` are those of the run, an upper bound for all members."""
         self.run = run
         self.is_settled = False
         self.is_decided = False
-        """Whether the preferred conclusion is to be accepted without trying it."""
+        """Whether the preferred conclusion is accepted without a trial."""
         self.can_go_on = False
-        """Whether this member trains and its numbers are finite."""
+        """Whether this member trains and its parameters are finite."""
         self.turns = Turns(me, run)
         self.series = SharedSeries(run, settings, steps, self.turns)
         self.events: list[Event] = []
@@ -119,7 +121,7 @@ class Ending:
 
     @property
     def is_here(self) -> bool:
-        """Whether the result of that conclusion has been fetched, though it is not held yet."""
+        """Whether the result of that conclusion was fetched, though it is not held yet."""
         return self._vote.preferred is not None and self._vote.preferred.is_here
 
     @property
@@ -131,12 +133,12 @@ class Ending:
     # Input from the shell
 
     def set_due(self, now: float, waited_seconds: float) -> Sends:
-        """Set for how long an evaluation has been due here; below 0: none is."""
+        """Set how long an evaluation has been due here; negative if none is."""
         self.turns.set_due(now, waited_seconds)
         return []
 
     def set_end(self, now: float, waited_seconds: float) -> Sends:
-        """Set for how long the steps have been done; below 0: they are not."""
+        """Set how long the steps have been done; negative if they are not."""
         self._vote.ended_at = inf if waited_seconds < 0 else now - waited_seconds
         if waited_seconds < 0:
             self.turns.passed = 0
@@ -149,14 +151,14 @@ class Ending:
         trainers: Collection[PeerId] | None = None,
         voters: Collection[PeerId] | None = None,
     ) -> Sends:
-        """Set the other members; `trainers` are the members that have a state, this one too where it has one,
-        and they vote. None: this member tries no result, and believes any evaluator that it is its turn; then
-        the `voters` are given, or all vote."""
+        """Set the other members. `trainers` are the members with a state, including this one if it has one;
+        they vote. None: this member tries no result, and accepts any evaluator; then the `voters` are given,
+        or all vote."""
         found = frozenset(peers) - {self._me}
         if trainers is not None:
             self.turns.trainers = voters = frozenset(trainers)
         forgotten = self._others.see(now, found)
-        # A member that has settled and left keeps its vote; one that is out of sight, for a while.
+        # A member that has settled and left keeps its vote; an unreachable one keeps it for a while.
         kept = self._poll.voters.intersection({*self._others.unseen, *self._poll.claims})
         self._poll.voters = kept | frozenset({*found, self._me} if voters is None else voters)
         for peer in forgotten:
@@ -189,8 +191,7 @@ class Ending:
         return self.wake(now)
 
     def hold(self, now: float, conclusion: Conclusion) -> Sends:
-        """Record that the result of a preferred conclusion is here, or needs none, or cannot be had at
-        all."""
+        """Record that the result of a preferred conclusion is here, is not needed, or cannot be obtained."""
         if self._vote.preferred is None or conclusion != self.best or self.holds:
             return []
         self._vote.preferred.held_at = self._say_at = now
@@ -203,8 +204,8 @@ class Ending:
         return []
 
     def give_up(self, now: float, conclusion: Conclusion, *, is_missing: bool = False) -> Sends:
-        """Give up a preferred conclusion whose result is invalid, or not handed over (`is_missing`). A
-        decided one ends the run here too, without its result."""
+        """Give up a preferred conclusion whose result is invalid, or not handed over (`is_missing`). If the
+        conclusion is already decided, the run ends here without its result."""
         if conclusion != self.best or self.holds or self.is_settled:
             return []
         if self.is_decided:
@@ -219,7 +220,7 @@ class Ending:
     # Messages of others
 
     def receive(self, now: float, sender: PeerId, message: Told) -> Sends:
-        """Take one message. Raises RemoteProtocolError for invalid numbers."""
+        """Handle one message. Raises RemoteProtocolError for invalid numbers."""
         match message:
             case ModelEvaluated():
                 return self._take_evaluation(now, sender, message)
@@ -231,7 +232,7 @@ class Ending:
                 assert_never(message)
 
     def wake(self, now: float) -> Sends:
-        """Repeat messages that are due, and go on where time has passed."""
+        """Repeat messages that are due, and apply expired time limits."""
         if self._vote.preferred is None or now < self._say_at:
             return self._advance(now)
         own = self.said
@@ -256,12 +257,12 @@ class Ending:
             raise RemoteProtocolError("a conclusion of another run, or without its result")
         if new.step > self._steps:
             raise RemoteProtocolError("a conclusion at a step that the run does not have")
-        if sender not in self._others.known:  # who takes no part here, or is not known to yet, says it again
+        if sender not in self._others.known:  # a peer that is not known as a member yet repeats it
             return [(sender, self.said)] if self.is_settled and not message.is_settled else []
         if message.is_settled and not message.holds:
             message = msgspec.structs.replace(message, is_settled=False)
         if message.is_settled and self._poll.claims.get(sender, new) != new:
-            return []  # it changes its mind
+            return []  # it has changed its preference
         if self.is_settled:
             return self._hear_of_another(sender, message)
         if new.outcome == "failed" and self.can_go_on:
@@ -270,7 +271,7 @@ class Ending:
             self._poll.claims[sender] = new
         self._poll.said[sender] = (message, now)
         if self._vote.preferred is not None and new != self.best:
-            self._vote.preferred.refusing.discard(sender)  # it says of each of two what it thinks
+            self._vote.preferred.refusing.discard(sender)  # it states its opinion of each conclusion
         self._decide(now)
         self._choose(now)
         is_refused = new in self._refused and new != self.best and not message.is_settled
@@ -312,13 +313,13 @@ class Ending:
         }
         if self.best is not None:
             candidates.setdefault(self.best, set()).update({self._me} if self.holds else ())
-        # A liar tells each something else: what depends on so few as may lie is left to the rank.
+        # A liar tells each member something else, so as few members as may lie cannot outweigh the rank.
         votes = {conclusion: len(holders & self._poll.voters) for conclusion, holders in candidates.items()}
         enough = max(votes.values(), default=0) - self._poll.electorate.liars_max
         chosen = min((each for each in candidates if votes[each] >= enough), key=rank, default=None)
         if chosen is None or chosen == self.best:
             return
-        if self.holds and len(candidates[chosen]) == 1:  # one member must not have the others change for ever
+        if self.holds and len(candidates[chosen]) == 1:  # one member must not make the others change forever
             (peer,) = candidates[chosen]
             self._strikes[peer] = self._strikes.get(peer, 0) + STRIKES_MAX // LURES_MAX
         self._prefer(now, chosen)
@@ -330,8 +331,8 @@ class Ending:
 
     @property
     def holders(self) -> tuple[PeerId, ...]:
-        """The members that have the result of the preferred conclusion, in sight or just fallen out of it, or
-        gone with a run that is over for them."""
+        """The members that have the result of the preferred conclusion: in sight, recently out of sight, or
+        gone because the run is over for them."""
         if self.best is None:
             return ()
         said = (peer for peer, (said, _) in self._poll.said.items() if says_held(said, self.best))
@@ -355,7 +356,7 @@ class Ending:
         self.events.append(Voided(self.run))
 
     def _refuse(self, now: float) -> Sends:
-        """Go on without the preferred conclusion, for good."""
+        """Refuse the preferred conclusion for good, and continue without it."""
         assert self.best is not None, "there is a conclusion"
         refused = ConclusionRefused(self.run, self.best)
         self._refused[self.best] = None
@@ -369,7 +370,7 @@ class Ending:
     # Votes
 
     def _advance(self, now: float) -> Sends:
-        """Commit, settle, or give up, where messages and the time passed call for it."""
+        """Commit, settle, or give up, as messages and elapsed time require."""
         self._poll.voters -= self._others.gone(now).difference(self._poll.claims)
         self._decide(now)
         preferred = self._vote.preferred
@@ -415,11 +416,11 @@ class Ending:
 
     @property
     def _untold(self) -> list[PeerId]:
-        """Return the members of the run that have not said that it ended with this conclusion."""
+        """Return the members that have not yet said that the run ended with this conclusion."""
         return [peer for peer in self._others.known if self._poll.claims.get(peer) != self.best]
 
     @property
     def said(self) -> Said:
-        """Return this member's message about the end; there is a conclusion."""
+        """Return this member's message about the end. Requires a preferred conclusion."""
         assert self.best is not None, "there is a conclusion"
         return Said(self.run, self.best, self.holds, self.is_settled, self._vote.committed == self.best)

@@ -1,4 +1,4 @@
-"""All runs in local mode of one node, behind one protocol: each has its `partition.run.ending.Ending`."""
+"""All runs in local mode of one node, behind one protocol; each has a `partition.run.ending.Ending`."""
 
 from math import inf
 
@@ -31,8 +31,8 @@ class Endings:
         return min((ending.deadline for ending in self._endings.values()), default=inf)
 
     def open(self, now: float, ending: Ending, admission: Admission | None = None) -> None:
-        """Take part in a run. Finished runs make room, those that ended first. Raises ValueError: in too many
-        unfinished runs."""
+        """Join a run. Finished runs are dropped to make room, oldest end first. Raises ValueError if this
+        node is in too many unfinished runs."""
         over = sorted((other for other in self._endings.values() if other.is_settled), key=_forgotten_at)
         for other in over:
             if other.forget_at <= now or len(self._endings) >= RUNS_MAX:
@@ -44,12 +44,12 @@ class Endings:
             self._admissions[ending.run] = admission
 
     def close(self, run: bytes) -> None:
-        """Forget a run: this node takes no part any more."""
+        """Forget a run in which this node no longer takes part."""
         self._endings.pop(run, None)
         self._admissions.pop(run, None)
 
     def receive(self, now: float, sender: PeerId, message: Message) -> AllSends:
-        """Take one message; one of a run that is not known here is dropped."""
+        """Handle one message; drop messages of runs that are unknown here."""
         ending, admission = self._endings.get(message.run), self._admissions.get(message.run)
         if ending is None:
             return []
@@ -57,7 +57,7 @@ class Endings:
             if admission is None:
                 return []
             sends = self.admitted(admission, admission.receive(sender, message))
-            # A member that comes back to a run that is over hears of it.
+            # A member that returns to a finished run is told of the end.
             return sends + ([(sender, ending.said)] if sends and ending.is_settled else [])
         if admission is not None and admission.admits(sender):
             ending.know(sender)
@@ -70,7 +70,7 @@ class Endings:
         return [*sends]
 
     def wake(self, now: float) -> AllSends:
-        """Wake those that are due."""
+        """Wake the endings that are due."""
         sends: AllSends = []
         for ending in self._endings.values():
             if ending.deadline <= now:

@@ -12,7 +12,7 @@ from partition.run.way_back import WayBack
 
 @dataclass(frozen=True)
 class PlanFollowed:
-    """Messages of this plan are for this member from now on."""
+    """This member receives messages of this plan from now on."""
 
     plan: Plan
 
@@ -27,9 +27,8 @@ class PlanEntered:
 
 @dataclass(frozen=True)
 class RolesGiven:
-    """Take the roles that the plan gives to this node, and only these. `stage` is what to do with its stage,
-    None for nothing. `lost_steps` are to be committed again. `is_over`: the run ends, and nothing is
-    trained."""
+    """Take the roles that the plan gives to this node, and only these. `stage` is the action for its stage,
+    None for none. `lost_steps` must be committed again. `is_over`: the run ends, and nothing is trained."""
 
     plan: Plan
     change: Change | None
@@ -40,13 +39,14 @@ class RolesGiven:
 
 @dataclass(frozen=True)
 class StageAbandoned:
-    """Close the stage that was opened for a plan that was not decided in time."""
+    """Close the stage that was opened early for a plan that was not decided in time."""
 
 
 @dataclass(frozen=True)
 class StateChanged:
-    """The run is in another state for this member, and why, for a person. `waits_for` are the machines whose
-    return would end a pause. `is_note`: a person should read it though the state may be as before."""
+    """The state of the run changed for this member; the reason is for display. `waits_for` are the machines
+    whose return would end a pause. `is_note`: the reason is to be displayed though the state may be as
+    before."""
 
     state: State
     reason: str
@@ -56,20 +56,20 @@ class StateChanged:
 
 @dataclass(frozen=True)
 class RunLeft:
-    """The run goes on without this node, which forgets it and waits to be asked again. `is_branch`: it left a
-    branch of the run for another."""
+    """The run continues without this node, which forgets it and waits to be asked again. `is_branch`: it left
+    a branch of the run for another."""
 
     is_branch: bool
 
 
 @dataclass(frozen=True)
 class PromisesMade:
-    """Write down `durable` of the chain of plans, then call `stored`: until then nothing of it is sent."""
+    """Store `durable` of the chain of plans, then call `stored`; nothing of it is sent before."""
 
 
 @dataclass(frozen=True)
 class MessageRefused:
-    """A peer sent a message about plans that no correct peer sends, and why it is none."""
+    """A peer sent a message about plans that no correct peer sends, with the reason."""
 
     peer: PeerId
     reason: str
@@ -82,7 +82,7 @@ class PauseWanted:
 
 @dataclass(frozen=True)
 class SaveWanted:
-    """As the committer, while no step is open: have all stages saved as they are after `step` steps."""
+    """As the committer, while no step is open: make all stages save their state after `step` steps."""
 
     step: int
 
@@ -94,8 +94,8 @@ class StepsWanted:
 
 @dataclass(frozen=True)
 class SealWanted:
-    """As the committer: make a checkpoint of these states of all stages, and keep it; then call `sealed` of
-    the member's checkpoints, or `seal_failed`."""
+    """As the committer: make and keep a checkpoint of these states of all stages. Then call `sealed` of the
+    member's checkpoints, or `seal_failed`."""
 
     plan: Plan
     step: int
@@ -104,16 +104,16 @@ class SealWanted:
 
 @dataclass(frozen=True)
 class NewestChanged:
-    """Write down the newest checkpoint, or that there is none, then call `stored` of the member's
-    checkpoints: until then nobody is told of it."""
+    """Store the newest checkpoint, or that there is none. Then call `stored` of the member's checkpoints; the
+    checkpoint is not announced before."""
 
     newest: WayBack | None
 
 
 @dataclass(frozen=True)
 class CheckpointWhole:
-    """As the committer: a checkpoint of these states has its name at `copies` keepers of each stage or
-    more."""
+    """As the committer: a checkpoint of these states has its name at `copies` or more keepers of each
+    stage."""
 
     plan: Plan
     step: int
@@ -124,7 +124,7 @@ class CheckpointWhole:
 
 @dataclass(frozen=True)
 class CheckpointEnded:
-    """As the committer: no checkpoint is copied any more; the last one is whole, or failed."""
+    """As the committer: the copying of a checkpoint ended; it is whole, or failed."""
 
 
 @dataclass(frozen=True)
@@ -137,8 +137,8 @@ class ResultWanted:
 
 @dataclass(frozen=True)
 class RunOver:
-    """End the run here: all living members have heard of it, or none is left to tell. `weights` is the hash
-    of the result in hex, empty where there is none."""
+    """End the run here: all living members know, or none is left to tell. `weights` is the hash of the result
+    in hex, empty without a result."""
 
     outcome: str
     detail: str

@@ -1,18 +1,17 @@
-"""Failures that end a run on any peers: what failed under plan after plan, as one member saw it.
+"""Failures that end a run: what failed under successive plans, as one member saw it.
 
-A peer that fails is replaced, and a stage without a replica goes back to a checkpoint. Neither helps where
-the data or the step itself fails: then the next peer fails at the same place, for ever. So a failure that
-follows the step and not the peer ends the run, and so does going back again and again without getting
-further.
+A failed peer is replaced, and a stage without a replica returns to a checkpoint. Neither helps where the data
+or the step itself fails: the next peer fails at the same place, forever. So a failure that follows the step
+rather than the peer ends the run, and so do repeated rollbacks without progress.
 """
 
 from crypto.identity import PeerId
 
 PEERS_MAX = 2
-"""A step that fails on this many peers is the fault of none of them."""
+"""A step that fails on this many peers is not a fault of the peers."""
 ROLLBACKS_MAX = 5
-"""Rollbacks to a checkpoint that a run may make without getting further than before: peers also die, and
-several in a row may take the same stage with them."""
+"""Rollbacks to a checkpoint without new progress that a run may make. Peers also die, and several deaths in a
+row may take the same stage with them."""
 
 
 class Failures:
@@ -25,8 +24,8 @@ class Failures:
         self._rollbacks = 0
 
     def note(self, peer: PeerId, step: int | None, reason: str) -> str | None:
-        """Note that a peer failed, in computing `step` if not None. Return why the run is over, None if it is
-        not."""
+        """Note that a peer failed, in computing `step` if not None. Return why the run is over, None if it
+        continues."""
         if step is None:
             return None
         if step != self._step:
@@ -37,8 +36,8 @@ class Failures:
         return f"step {step} failed on {len(self._peers)} peers, so it is not theirs: {reason}"
 
     def went_back(self, step: int, furthest: int, reason: str) -> str | None:
-        """Note that the run goes back to a checkpoint after `step` steps, having reached `furthest`; `reason`
-        is why members were lost. Return why it is over, None if it is not."""
+        """Note that the run returns to a checkpoint after `step` steps, having reached `furthest`; `reason`
+        is why members were lost. Return why the run is over, None if it continues."""
         if furthest > self._furthest:
             self._furthest, self._rollbacks = furthest, 0
         self._rollbacks += 1

@@ -18,8 +18,8 @@ WENT_ON = "the run went on before its stage was open"
 
 
 class Held(NamedTuple):
-    """A stage by its number and the cuts of the model: with other cuts it is another stage, whose inputs or
-    tied weights may differ even where its layers are the same."""
+    """A stage by its number and the cuts of the model. Other cuts make it another stage, since its inputs or
+    tied weights may differ even if its layers are the same."""
 
     number: int
     cuts: tuple[int, ...]
@@ -36,8 +36,8 @@ def held_in(plan: Plan, peer: PeerId) -> Held | None:
 @dataclass(frozen=True)
 class StageWanted:
     """Close the open stage and open this stage of `plan`, then call `opened` or `failed`. `step` is the
-    number of steps of the opened state; None: it has to be filled. `is_early`: the plan is not in force yet.
-    `number` counts a member's openings."""
+    number of steps of the opened state; None if the state must be filled. `is_early`: the plan is not in
+    force yet. `number` counts a member's openings."""
 
     plan: Plan
     held: Held
@@ -48,7 +48,7 @@ class StageWanted:
 
 @dataclass(frozen=True)
 class StageKept:
-    """The open stage goes on under this plan."""
+    """The open stage continues under this plan."""
 
     plan: Plan
 
@@ -89,9 +89,8 @@ class Hosting:
         return self.is_open or self.is_opening
 
     def adopt(self, plan: Plan) -> StageAction | None:
-        """Take a plan that is in force: keep the stage it gives to this member, open it, or close the open
-        one."""
-        # A trained stage is opened again: first values are made in a new process.
+        """Handle a plan in force: keep the stage it gives to this member, open it, or close the open one."""
+        # A trained stage is opened again, since initial parameters are made in a new process.
         is_anew = plan.restored == FIRST_VALUES and self._prepared != plan_hash(plan)
         self.plan, self._prepared = plan, None
         held = held_in(plan, self._me)
@@ -101,15 +100,15 @@ class Hosting:
             if self.is_open:
                 return StageKept(plan)
             if self.is_opening or held is None:
-                return None  # once open it takes the newest plan
+                return None  # the opened stage takes the newest plan
         if held is None:
             self._clear()
             return StageEnded()
-        # Only the first plan finds everybody at the beginning; later members have nothing yet.
+        # Only under the first plan all begin at step 0; later members have no state yet.
         return self._open(plan, held, None if plan.height else 0)
 
     def prepare(self, now: float, plan: Plan, planner: PeerId) -> StageWanted | None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks. None: no room for it here."""
+        """Open the stage of a plan that is not in force yet, as `planner` asks. None if there is no room."""
         held = held_in(plan, self._me)
         if held is None or self.occupies or self._is_over:
             return None
@@ -125,11 +124,11 @@ class Hosting:
         return wanted
 
     def wants(self, opening: StageWanted) -> bool:
-        """Return whether this stage is still to be opened."""
+        """Return whether this opening is still wanted."""
         return self._opening is not None and self._opening.number == opening.number
 
     def opened(self, opening: StageWanted) -> Plan | None:
-        """Note that a stage is open. Return the plan it is under now; None: close it, it is not wanted."""
+        """Note that a stage is open. Return the plan it belongs to now; None: close it, it is not wanted."""
         if not self.wants(opening):
             return None
         self._opening, self.is_open = None, True
@@ -145,7 +144,7 @@ class Hosting:
         self.is_open = False
 
     def unprepare(self, plan: bytes) -> StageEnded | None:
-        """Close the stage opened early for the plan of this hash, which did not come about."""
+        """Close the stage opened early for the plan of this hash, which was not decided."""
         if self._prepared != plan:
             return None
         self._clear()
@@ -153,7 +152,7 @@ class Hosting:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         return inf if self._prepared is None else self._expires_at
 
     def wake(self, now: float) -> StageEnded | None:
@@ -169,7 +168,7 @@ class Hosting:
         return self.unprepare(self._prepared)
 
     def vacate(self) -> StageEnded:
-        """Close the stage, though the plan still gives it to this member, which may open it again later."""
+        """Close the stage although the plan still gives it to this member, which may open it again later."""
         self._clear()
         return StageEnded()
 

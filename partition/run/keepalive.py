@@ -1,7 +1,7 @@
-"""Keepalive of a run: its committer renews it from time to time, and learns which members forgot it.
+"""Keepalive of a run: its committer renews it periodically, and learns which members forgot it.
 
-SWIM reports the dead; this covers what it cannot see: a member that was restarted so fast that nobody missed
-it, and a run without any messages, whose slot must not be held for ever.
+SWIM reports dead members. The keepalive covers what SWIM cannot see: a member that restarted so fast that it
+was never missed, and a run without any messages, whose slot must not be held forever.
 """
 
 from collections.abc import Collection
@@ -24,7 +24,7 @@ class MemberSilent:
 
 @dataclass(frozen=True)
 class RunSilent:
-    """No message of the run comes any more."""
+    """No messages of the run arrive any more."""
 
     reason: str
 
@@ -33,7 +33,7 @@ Event = MemberSilent | RunSilent
 
 
 class Keepalive:
-    """One member's keepalive. `deadline` is when it wants to `wake`."""
+    """One member's keepalive. `deadline` is the time of the next `wake`."""
 
     def __init__(self, me: PeerId, now: float, asks: Asks, settings: RunSettings) -> None:
         self.asks = asks
@@ -45,11 +45,11 @@ class Keepalive:
         self._renewing: dict[int, tuple[Plan, PeerId]] = {}
 
     def heard(self, now: float) -> None:
-        """Note a sign that the run goes on."""
+        """Note a sign of life of the run."""
         self._heard_at = now
 
     def speaking(self, now: float, plan: Plan | None, live: Collection[PeerId]) -> Collection[PeerId]:
-        """Return the `live` members, without a committer that has been silent for long."""
+        """Return the `live` members, without a committer that has been silent for too long."""
         is_silent = plan is not None and now - self._heard_at >= self._settings.left_seconds
         return [peer for peer in live if not is_silent or plan is None or peer != plan.committer]
 
@@ -67,7 +67,7 @@ class Keepalive:
         if is_opening or plan.committer == self._me:
             self.heard(now)
         if plan.committer == self._me:
-            self._renewing.clear()  # an answer later than the next request tells nothing new
+            self._renewing.clear()  # answers after the next request are outdated
             for peer in others:
                 number = self.asks.put(peer, RenewRun(plan), self._settings.renew_seconds_max)
                 self._renewing[number] = plan, peer
@@ -81,7 +81,7 @@ class Keepalive:
             self.events.append(MemberSilent(plan, plan.committer, f"it said nothing for {silence:.0f} s"))
 
     def replied(self, _now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`; SWIM decides whether a peer that gives none is dead."""
+        """Handle the answer to one of `asks`; SWIM decides whether a peer without an answer is dead."""
         renewed = self._renewing.pop(number, None)
         if renewed is not None and isinstance(reply, Declined):
             self.events.append(MemberSilent(*renewed, "it has forgotten the run"))

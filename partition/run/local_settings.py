@@ -11,7 +11,7 @@ import msgspec
 LOCAL_STEPS_MAX = 100_000
 EVALUATIONS_MAX = 1_000_000
 COLUMNS_MAX = 16
-"""Arrays of a data set that stays with its owners: a manifest of 900 bytes has to hold their names."""
+"""Arrays of a data set that stays with its owners: their names must fit into a manifest of 900 bytes."""
 
 StrategyName = Literal["average", "gossip", "diloco", "noloco", "sparseloco", "asynchronous"]
 CodecName = Literal["float32", "bfloat16", "float16", "int8", "int4", "topk64", "topk256"]
@@ -46,8 +46,8 @@ class Column(msgspec.Struct, frozen=True, array_like=True):
 
 
 class OwnData(msgspec.Struct, frozen=True, array_like=True):
-    """The data set that members must have where data stays with its owners: one that they call `name`, with
-    these columns. `window` is the number of bytes in a sample of text, 0 for other data."""
+    """The data set that each member must have where data stays with its owners: one with the local name
+    `name` and these columns. `window` is the number of bytes in a sample of text, 0 for other data."""
 
     name: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,39}\Z")]
     columns: Annotated[tuple[Column, ...], msgspec.Meta(min_length=1, max_length=COLUMNS_MAX)]
@@ -61,19 +61,19 @@ class LocalSettings(msgspec.Struct, frozen=True, array_like=True):
     """Every member makes `local_steps` optimizer steps on its own shard, then averages in a group.
 
     `strategy` determines what is averaged and how the result is used, `codec` the encoding, `weighting` the
-    weight of each member. The model is evaluated every `evaluate_every` rounds. After `patience` evaluations
-    that did not improve the lowest loss by `improvement` at least the run has converged; 0: it ends by its
+    weight of each member. The model is evaluated every `evaluate_every` rounds. The run has converged after
+    `patience` evaluations that did not improve the lowest loss by at least `improvement`; 0: it ends by its
     steps alone.
 
     With `own_data` no data travels: every member trains on a set of its own, and reveals only that it has
     these columns.
 
-    A member takes the share `damping` of a round's result, w <- (1 - damping) w + damping mean, and in rounds
-    after its last step all of it, so that a run ends with a mean of its members. Only for strategies without
-    outer steps.
+    A member applies the share `damping` of a round's result, w <- (1 - damping) w + damping mean. In rounds
+    after its last step it applies all of it, so that a run ends with a mean of its members. Only for
+    strategies without outer steps.
 
-    `aggregate` is the rule of a round. "auto" is "nnm-trimmed-mean" where anybody may join the swarm, and the
-    mean in a swarm with a key.
+    `aggregate` is the rule of a round. "auto" is "nnm-trimmed-mean" where any peer may join the swarm, and
+    the mean in a swarm with a key.
     """
 
     local_steps: Annotated[int, msgspec.Meta(ge=1, le=LOCAL_STEPS_MAX)] = 20

@@ -1,9 +1,9 @@
 """One member's part in a run, from the first plan it hears of to its end: a sans-IO core.
 
-It follows the chain of plans, proposes the next one, renews the run or watches for its committer, tells
-others which members the next plan must do without, leaves its branch for a longer one, and moves by the table
-of states. It owns its chain: whenever a driver has written down the promises of `PromisesMade`, it calls
-`stored`. After every call a driver sends `sends`, puts `asks`, acts on `events`, and empties them.
+It follows the chain of plans, proposes the next one, renews the run or watches for its committer, reports
+members that the next plan must drop, leaves its branch for a longer one, and moves by the table of states. It
+owns its chain: once a driver has stored the promises of `PromisesMade`, it calls `stored`. After every call a
+driver sends `sends`, puts `asks`, acts on `events`, and empties them.
 
 Not here: steps (`partition.steps`), and the work of a role: `Roles` reports on it.
 """
@@ -62,10 +62,10 @@ INF = float("inf")
 class Member:
     """One run at one node. `plan` is the one in force, None before the first.
 
-    `is_dropped`: this node takes no role any more. `is_over`: the member sends and does nothing for the run
-    any more.
+    `is_dropped`: this node takes no more roles. `is_over`: the member sends and does nothing more for the
+    run.
 
-    Long because it is one state machine: what a member proposes, follows, leaves and ends depends on one
+    Long because it is one state machine: all that a member proposes, follows, leaves and ends depends on one
     plan.
     """
 
@@ -83,8 +83,8 @@ class Member:
         parts: Parts | None = None,
         settings: RunSettings | None = None,
     ) -> None:
-        """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made;
-        `newest` is the newest that an earlier life wrote down."""
+        """`save_every` is the minimum number of steps between two checkpoints, 0 for none; `newest` is the
+        newest checkpoint that an earlier life stored."""
         self.plan: Plan | None = None
         self.is_dropped = self.is_over = False
         self.progress = RunProgress(samples_per_step)
@@ -141,7 +141,7 @@ class Member:
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        """The time of the next `wake`, in monotonic seconds; inf for never."""
         if self._life is None:
             return self.hosting.deadline
         if self.is_over:
@@ -152,11 +152,11 @@ class Member:
 
     @property
     def acquainted(self) -> tuple[PeerId, ...]:
-        """All other peers known to be, or to have been, members."""
+        """All other present and former members known here."""
         return () if self._life is None else self._life.chain.core.acquainted
 
     def _living(self) -> list[PeerId]:
-        """Return all living peers known to be, or to have been, members: they keep their copies."""
+        """Return all living present and former members: they keep their copies."""
         live = self._around.live()
         return [peer for peer in self.acquainted if peer in live]
 
@@ -178,11 +178,11 @@ class Member:
         self._standing.change("leases wanted", "")
 
     def begin(self, now: float, chain: PaxosChain, first: Plan, *, is_restart: bool = False) -> None:
-        """Follow the chain from now on. `first` is the plan that the run began with, even if this node came
-        later: each stage is to have as many replicas as it had then.
+        """Follow the chain from now on. `first` is the first plan of the run, even if this node came later:
+        each stage should have as many replicas as it had then.
 
-        A member that was restarted knows the chain and has lost its stage: it tells all others, also those
-        that were restarted themselves, and takes up nothing until a new plan gives it something.
+        A restarted member knows the chain and has lost its stage. It tells all others, including those
+        restarted themselves, and takes no role until a new plan gives it one.
         """
         make = self._parts
         proposer = make.proposer(
@@ -259,13 +259,13 @@ class Member:
                 assert_never(event)
 
     def _adopt(self, now: float, life: MemberLife, plan: Plan, change: Change | None) -> None:
-        """Adopt a plan that has come into force."""
+        """Adopt a plan in force."""
         before, self.plan = self.plan, plan
         life.between.recutting.end()
         self.events.append(PlanFollowed(plan))
         self.end.entered(now)
         if self.end.is_told:
-            return  # some have heard the end already: now it is told in this plan's name
+            return  # some know of the end already: continue to announce it, in this plan's name
         life.keepalive.heard(now)
         self.checkpoints.entered(now, plan)
         reason = life.proposer.reasons(change.lost if change is not None else ())
@@ -297,7 +297,7 @@ class Member:
             )
 
     def _in_force(self, life: MemberLife, reason: str) -> None:
-        """Note that the run goes on, with all the replicas it began with or with fewer."""
+        """Note that the run continues, with all its initial replicas or with fewer."""
         plan = self.plan
         if plan is None or self._me not in plan.roster:
             return
@@ -329,18 +329,19 @@ class Member:
             self._leave(life.branches.farewell(event), is_branch=True)
 
     def _leave(self, reason: str, *, is_branch: bool) -> None:
-        """Leave the run, which goes on elsewhere: from now on nothing is committed here."""
+        """Leave the run, which continues elsewhere; nothing more is committed here."""
         self.is_over = True
         kept = self._life.branches.kept_step if is_branch and self._life is not None else None
         if kept is not None:
-            self.checkpoints.forget_after(kept)  # the run must not go back to what was that branch's alone
+            # the run must not return to a state of the abandoned branch alone
+            self.checkpoints.forget_after(kept)
         self._standing.leave(reason)
         self.events.append(RunLeft(is_branch))
 
-    # Members that the next plan must do without
+    # Members that the next plan must drop
 
     def exclude(self, now: float, peer: PeerId, reason: str) -> None:
-        """Exclude a peer in this member's view; a committer tells the others, other members only propose."""
+        """Exclude a peer in this member's view. A committer tells the others; other members only propose."""
         if self.commits:
             self.exclude_for_all(now, peer, reason)
         elif self._life is not None:
@@ -349,8 +350,8 @@ class Member:
     def exclude_for_all(
         self, now: float, peer: PeerId, reason: str, others: Collection[PeerId] | None = None
     ) -> None:
-        """As the committer, or about this node: have the next plan do without this peer, and tell everybody
-        with a vote."""
+        """As the committer, or about this node: drop this peer from the next plan, and tell every member with
+        a vote."""
         life, plan = self._life, self.plan
         if life is None or plan is None or self.is_over or peer in life.proposer.absent:
             return
@@ -362,7 +363,7 @@ class Member:
 
     @property
     def between(self) -> BetweenSteps:
-        """The changes that wait until no step is open. There is a plan."""
+        """The changes that wait until no step is open. Requires a plan."""
         assert self._life is not None, "there is a plan"
         return self._life.between
 
@@ -373,12 +374,12 @@ class Member:
     # Steps
 
     def note_step(self, step: int) -> None:
-        """Note that `step` steps are committed, and claim so."""
+        """Note and claim that `step` steps are committed."""
         self.progress.note(step)
         self._claim()
 
     def show_step(self, step: int) -> bool:
-        """Note that the step of this number was committed; return whether to show it, which happens once."""
+        """Note that the step of this number was committed; return True the first time, to show it once."""
         is_new = self.progress.show(step)
         if is_new:
             self._claim()
@@ -391,7 +392,7 @@ class Member:
     # The end
 
     def cannot_train(self, now: float, reason: str) -> None:
-        """Ask for a plan without this node's part in the feeding, which it cannot play."""
+        """Ask for a plan without this node's part in feeding, which it cannot perform."""
         plan = self.plan
         if plan is None or self.is_over:
             return
@@ -416,21 +417,21 @@ class Member:
             if sender != self.plan.committer:
                 return Declined("no such plan here")
             self.heard(now)
-        return Done()  # where there is another plan, the chain tells
+        return Done()  # if there is another plan, the chain reports it
 
     def on_start(self, sender: PeerId, plan: Plan) -> Done | Declined | None:
-        """Answer a `sender` of a plan in force; None: this node is in none yet, and may begin."""
+        """Answer a `sender` of a plan in force. None: this node has no plan yet, and may begin."""
         mine = self.plan
         if mine is None:
             return None
-        # The chain decides what follows, and reports it.
+        # The chain decides and reports what follows.
         if mine.height < plan.height and sender in mine.roster:
             self.catch_up([sender])
         is_other = mine.height == plan.height and mine != plan
         return Declined("another plan is in force") if is_other else Done()
 
     def is_behind(self, sender: PeerId, plan: Plan) -> bool:
-        """Return whether this node does not know the plan before `plan`, and if so ask `sender` for it."""
+        """Return whether this node lacks the plan before `plan`; if so, ask `sender` for it."""
         if self.plan is None or plan_hash(self.plan) == plan.parent:
             return False
         self.catch_up([sender])
@@ -439,7 +440,7 @@ class Member:
     # Input
 
     def receive(self, now: float, sender: PeerId, message: RunMessage | AgreementMessage) -> None:
-        """Take a message about the chain, or about the run under the plan in force. Raises
+        """Handle a message about the chain, or about the run under the plan in force. Raises
         RemoteProtocolError."""
         life, plan = self._life, self.plan
         if isinstance(message, AgreementMessage):
@@ -456,7 +457,7 @@ class Member:
             case GivenUp():
                 self._leave(life.branches.farewell(), is_branch=True)
             case Recut():
-                successor(plan, message.change)  # or it is refused
+                successor(plan, message.change)  # raises for a change that cannot follow
                 life.between.heard(now, message.change)
             case Checkpointed():
                 self.checkpoints.told(now, message)
@@ -468,12 +469,12 @@ class Member:
                 assert_never(message)
 
     def heard(self, now: float) -> None:
-        """Note a sign that the run goes on."""
+        """Note a sign of life of the run."""
         if self._life is not None:
             self._life.keepalive.heard(now)
 
     def members_changed(self, now: float) -> None:
-        """Look again at which members live."""
+        """Look again at the living members."""
         if self._life is not None:
             if self.plan is not None:
                 self._standing.note(self._life.branches.look(now, self.plan, self._around.live()))
@@ -482,7 +483,7 @@ class Member:
             self.end.changed(now)
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`."""
+        """Handle the answer to one of `asks`."""
         self.checkpoints.replied(now, number, reply)
         if self._life is not None:
             self._life.proposer.replied(now, number, reply)
@@ -498,12 +499,12 @@ class Member:
             self.events.append(StageAbandoned())
         if life is None:
             return
-        if now >= life.chain.deadline:  # one call, then whatever else is due: calls may come without end
+        if now >= life.chain.deadline:  # at most one chain call, then the rest: chain calls may never cease
             plan = self.plan
             life.chain.wake(now)
             self._follow_chain(now, life)
             if self.plan is not plan or self._life is not life:
-                return  # the driver takes the roles of a new plan before what follows
+                return  # the driver takes the roles of a new plan first
         if self.is_over:
             return
         if now >= self.end.deadline:
@@ -520,17 +521,17 @@ class Member:
 
     @property
     def durable(self) -> bytes:
-        """The promises to write down after `PromisesMade`."""
+        """The promises to store after `PromisesMade`."""
         return b"" if self._life is None else self._life.chain.core.durable
 
     def stored(self, now: float) -> None:
-        """Note that the promises of the chain are written down."""
+        """Note that the promises of the chain are stored."""
         if self._life is not None:
             self._life.chain.stored()
             self._follow_chain(now, self._life)
 
     def _follow_chain(self, now: float, life: MemberLife) -> None:
-        """Send what the chain says, and act on its events, once they may be."""
+        """Send the chain's messages and act on its events, once its promises are stored."""
         if life.chain.is_storing:
             self.events.append(PromisesMade())
         sends, events = life.chain.take()
@@ -541,7 +542,7 @@ class Member:
             self.on_chain(now, event)
 
     def close(self) -> None:
-        """Release newcomers that were asked, and take no part in the agreement any more."""
+        """Release newcomers that were asked, and leave the agreement."""
         if self._life is not None:
             self._life.proposer.give_up()
             self._life.chain.close()
@@ -590,10 +591,10 @@ class Member:
                 assert_never(event)
 
     def _on_no_way(self, now: float, life: MemberLife, event: proposals.NoWayFound) -> None:
-        """Wait while no plan can follow; if that lasts the member that would propose one ends the run."""
+        """Wait while no plan can follow; if that lasts, the proposer ends the run."""
         if not self._standing.is_stuck:
             self._standing.stick(event.reason, event.lost, is_alone=life.chain.core.is_forking)
         elif life.chain.core.is_forking:
-            return  # the others may be further: how the run ends is not for those who wait here
+            return  # the others may be ahead, so a waiting minority does not decide the end
         elif event.is_final and life.proposer.is_proposer(now) and life.proposer.has_majority(now):
             self.end.finish(now, "failed", event.reason)

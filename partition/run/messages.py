@@ -1,7 +1,7 @@
 """Messages between members about the run itself, beside the step and plan messages of the cores.
 
-Each names the plan in force by its hash; one of another plan is not for its receiver. `check_sender` checks
-who may send which.
+Each names the plan in force by its hash; receivers ignore messages of another plan. `check_sender` checks who
+may send which.
 """
 
 from typing import Annotated
@@ -18,8 +18,8 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
 class Absent(msgspec.Struct, frozen=True, tag="absent"):
-    """Committer to all other members, or a member of itself: these peers may live, but the next plan must do
-    without them."""
+    """Committer to all other members, or a member about itself: the next plan must drop these peers, though
+    they may live."""
 
     plan: Hash
     peers: Annotated[tuple[Peer, ...], msgspec.Meta(min_length=1, max_length=REPLICAS_MAX)]
@@ -27,8 +27,8 @@ class Absent(msgspec.Struct, frozen=True, tag="absent"):
 
 
 class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
-    """Committer to all other members: the checkpoint of this name is whole, on several disks; with
-    FIRST_VALUES and 0 steps, none is yet."""
+    """Committer to all other members: the checkpoint of this name is whole, on several disks. FIRST_VALUES
+    with 0 steps means that none is yet."""
 
     plan: Hash
     step: StepNumber
@@ -36,9 +36,9 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
 
 
 class Recut(msgspec.Struct, frozen=True, tag="recut"):
-    """Committer to all other members: as measured, the borders between stages belong elsewhere. The next plan
-    moves them to `cuts` (see `partition.plan.change.Change`), with the layers' state from this checkpoint of
-    `step` steps. `is_final`: all steps are done, and that state is the result; nothing moves."""
+    """Committer to all other members: measurements show better borders between stages. The next plan moves
+    them to `cuts` (see `partition.plan.change.Change`), with the layers' state from this checkpoint of `step`
+    steps. `is_final`: all steps are done, and that state is the result; nothing moves."""
 
     plan: Hash
     step: StepNumber
@@ -53,13 +53,13 @@ class Recut(msgspec.Struct, frozen=True, tag="recut"):
 
 
 class GivenUp(msgspec.Struct, frozen=True, tag="given up"):
-    """Committer to all other members: another branch of the run goes on, and this one does not."""
+    """Committer to all other members: this branch of the run ends, and another one continues."""
 
     plan: Hash
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """Member to all others: let the next plan do without me; after this step, or `at_once`."""
+    """Member to all others: drop the sender from the next plan, after this step or `at_once`."""
 
     plan: Hash
     at_once: bool = False
@@ -69,13 +69,13 @@ RunMessage = Absent | Checkpointed | GivenUp | Leaving | Recut
 
 
 def check_sender(plan: Plan, sender: PeerId, message: object) -> None:
-    """Check that `sender` may say this under the plan in force.
+    """Check that `sender` may send this under the plan in force.
 
     Any member may announce that it leaves. A member may declare itself absent; only the committer may send
     everything else.
 
     Raises:
-        RemoteProtocolError: it may not.
+        RemoteProtocolError: the sender may not.
     """
     if sender not in plan.roster:
         raise RemoteProtocolError("what only members of the run may say, from another peer")

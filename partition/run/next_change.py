@@ -14,12 +14,12 @@ from partition.run.settings import RunSettings
 
 @dataclass(frozen=True)
 class PlanInputs:
-    """One member's knowledge. `wanted` are the replicas each stage began with.
+    """One member's knowledge. `wanted` is the number of replicas that each stage began with.
 
-    `absent` are on the roster and dead, gone, failed, or without the memory of their stage; `leaving` will go
-    and still help. `recut` is the move that the committer wants. `candidates` could take a stage, the best
-    first. `restorable` is the newest checkpoint and its step, if there is one; the run does not go back to
-    one without a reachable copy (`can_restore`). Only a member that `asks` knows of candidates.
+    `absent` members are on the roster and dead, gone, failed, or have lost their stage; `leaving` members
+    will go and still help. `recut` is the move that the committer wants. `candidates` could take a stage, the
+    best first. `restorable` is the newest checkpoint and its step, if any; the run returns to it only if a
+    copy is reachable (`can_restore`). Only a member that `asks` knows of candidates.
     """
 
     plan: Plan
@@ -39,8 +39,8 @@ class PlanInputs:
 
 @dataclass(frozen=True)
 class NoViablePlan:
-    """No plan can follow as things are, and why, in words for a person; `waits_seconds` is how long that may
-    yet change. `lost` are the members that would be needed."""
+    """No plan can follow at present, with the reason to display. That may change for another `waits_seconds`.
+    `lost` are the members that would be needed."""
 
     reason: str
     waits_seconds: float
@@ -48,7 +48,7 @@ class NoViablePlan:
 
 
 def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
-    """Return the change to decide next, None for nothing."""
+    """Return the change to decide next, None for none."""
     plan = view.plan
     lost = set(plan.roster) & view.absent
     candidates = [row for row in view.candidates if plan.stage_of(row[0]) is None or row[0] in lost]
@@ -95,7 +95,7 @@ def next_change(view: PlanInputs) -> Change | NoViablePlan | None:
 
 
 def _keeps(change: Change, leaving: Collection[bytes]) -> bool:
-    """Return whether a change would give a stage to a leaving member, which is then waited for."""
+    """Return whether a change gives a stage to a leaving member, whose departure is then awaited."""
     if not change.stages:
         return bool(leaving)
     return any(peer in leaving for stage in change.stages for peer in stage.replicas)
@@ -107,14 +107,14 @@ def _refills(
     joined: Sequence[Joining],
     candidates: list[tuple[PeerId, int]],
 ) -> list[Joining]:
-    """Return the joins to stages that have a replica; `joined` take stages that have none. Joining peers are
-    removed from `candidates`."""
+    """Return the joins to stages that have a replica; `joined` take stages without one. Removes the joining
+    peers from `candidates`."""
     plan, wanted = view.plan, wanted_now(view.plan, view.wanted)
     found: list[Joining] = []
     for number, stage in enumerate(plan.stages):
         staying = [peer for peer in stage.replicas if peer not in lost and peer not in view.leaving]
-        # A member that leaves is replaced before it goes where it is the last of its stage; else a free place
-        # is filled if there is one.
+        # A leaving member that is the last of its stage is replaced before it goes; otherwise a free place is
+        # filled if there is one.
         is_empty = all(peer in lost for peer in stage.replicas)
         is_last = not staying and not is_empty
         computing = sum(peer in stage.computing for peer in staying)
@@ -122,7 +122,7 @@ def _refills(
         refills = is_short and view.may_refill and not lost and not joined and not found
         standby = next((peer for peer in staying if peer in stage.standbys), None)
         if standby is not None:
-            if refills and computing:  # where nobody computes it does so by itself
+            if refills and computing:  # without a computing replica, the standby starts computing by itself
                 found.append(Joining(standby, number, max(stage.rates)))
         elif candidates and len(joined) + len(found) < JOININGS_MAX and (is_last or refills):
             peer, rate = candidates.pop(0)
@@ -131,8 +131,8 @@ def _refills(
 
 
 def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId, int]]:
-    """Return the standbys that could hold another stage: theirs keeps a replica that computes. Rate 0: as
-    fast as the one they replace."""
+    """Return the standbys that could move to another stage, since theirs keeps a computing replica. Rate 0:
+    as fast as the replaced member."""
     return [
         (PeerId(peer), 0)
         for stage, peers in zip(plan.stages, left, strict=True)
@@ -142,8 +142,8 @@ def _movable(plan: Plan, left: Sequence[Collection[bytes]]) -> list[tuple[PeerId
 
 
 def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining]) -> Change | None:
-    """Return the change by which stages without a replica go to those beside them; None where none can hold
-    more. `joined` already take some of the empty stages."""
+    """Return the change by which neighbours take stages without a replica; None if none can hold more.
+    `joined` already take some of the empty stages."""
     plan = view.plan
     if not view.asks or view.restorable is None:
         return None
@@ -165,8 +165,8 @@ def _merge(view: PlanInputs, lost: Collection[bytes], joined: Sequence[Joining])
 def groups_left(
     plan: Plan, gone: Collection[bytes], joined: Sequence[Joining] = ()
 ) -> list[list[tuple[bytes, int]]]:
-    """Return the remaining replicas of each stage without those that are `gone`, with those that join it,
-    each with its rate."""
+    """Return the remaining replicas of each stage with their rates: without those that are `gone`, and with
+    those that join."""
     moved = {row.peer for row in joined}
     groups = []
     for number, stage in enumerate(plan.stages):
@@ -182,13 +182,13 @@ def groups_left(
 
 
 def wanted_now(plan: Plan, wanted: Sequence[int]) -> Sequence[int]:
-    """Return the replicas that each stage of `plan` should have, given those `wanted` at first. With another
-    number of stages, a further machine is to bring back a stage before any has two."""
+    """Return the number of replicas that each stage of `plan` should have, given the initial `wanted`. If the
+    number of stages has changed, another machine restores a stage before any stage gets two."""
     return wanted if not wanted or len(wanted) == len(plan.stages) else (min(wanted),) * len(plan.stages)
 
 
 def choose_witnesses(voters: Collection[bytes], candidates: Collection[PeerId]) -> tuple[PeerId, ...]:
-    """Return the candidates, the best first, that bring a run of two voters to VOTERS_MIN, or none."""
+    """Return the candidates, the best first, that bring a run of two voters to VOTERS_MIN; none otherwise."""
     if len(voters) != VOTERS_MIN - 1:
         return ()
     return tuple(peer for peer in candidates if peer not in voters)[:1]
@@ -203,8 +203,8 @@ def ranked(
     last: Collection[bytes],
 ) -> tuple[tuple[PeerId, int], ...]:
     """Order candidates, each with its rate: those in `first`, members of the `roster`, then the fastest.
-    `trainers` come after all idle ones, since they have work already; those in `last`, which declined lately,
-    come after all others, so that a few that never accept do not take turns."""
+    `trainers` follow all idle ones, since they have work. Those in `last`, which declined recently, come
+    last, so that a few that never accept do not take turns."""
 
     def key(row: tuple[PeerId, int]) -> tuple[object, ...]:
         peer, rate = row

@@ -1,7 +1,7 @@
-"""One member's own vote on how its run in local mode ends: when it may commit, settle, or has to give up.
+"""One member's own vote on the end of its run in local mode: when it may commit, settle, or must give up.
 
-It goes by the votes of the others (`partition.run.poll`). Not here: which conclusion it prefers, and what it
-says (`partition.run.ending`).
+It depends on the votes of the others (`partition.run.poll`). Not here: the preferred conclusion, and the
+messages (`partition.run.ending`).
 """
 
 from collections.abc import Collection
@@ -12,15 +12,15 @@ from partition.run.conclusions import Conclusion, says_committed, says_held
 from partition.run.poll import LOOK_SECONDS, OwnChoice, Poll
 
 STABLE_SECONDS = 3.0
-"""A member holds a conclusion this long before it commits to it, so that it hears of a better one."""
+"""A member holds a conclusion this long before it commits, so that it learns of a better one."""
 STALEMATE_SECONDS = 300.0
-"""The time without a majority, at the end of the steps, after which each member settles what it holds. Longer
-than most turns take, so that every member had its own."""
+"""The time without a majority, after the last step, before each member settles what it holds. It is longer
+than most turns take, so that every member has had its own."""
 
 
 class OwnVote:
-    """The vote of the member `me`. `preferred` is its choice, `committed` what it is bound to, once and for
-    good; the steps are done since `ended_at`, inf where they are not."""
+    """The vote of the member `me`. `preferred` is its choice, `committed` its final commitment. The steps are
+    done since `ended_at`, inf if they are not."""
 
     def __init__(self, me: PeerId, poll: Poll) -> None:
         self.preferred: OwnChoice | None = None
@@ -42,14 +42,14 @@ class OwnVote:
 
     @property
     def alone_from(self) -> float:
-        """Return from when on a member settles what it holds alone, once it has had patience."""
+        """The time from which a member may settle alone, if its patience is over."""
         if self._me in self._poll.voters:
             return min(self.ended_at, self._committed_at) + STALEMATE_SECONDS
         return (inf if self.preferred is None else self.preferred.held_at) + STALEMATE_SECONDS
 
     def commit(self, now: float) -> bool:
         """Commit to the preferred conclusion, which is held, once enough others hold it; return whether this
-        member has just done so."""
+        call did so."""
         preferred = self.preferred
         if self.committed is not None or preferred is None or self._me not in self._poll.voters:
             return False
@@ -80,7 +80,7 @@ class OwnVote:
         return not self._poll.voters or self._poll.carries(now, preferred, backing)
 
     def is_hopeless(self, now: float) -> bool:
-        """Return whether the preferred conclusion finds no majority any more, or has not for too long."""
+        """Return whether the preferred conclusion can reach no majority any more, or has not for too long."""
         preferred = self.preferred
         if preferred is None or self.committed is not None or (self.holds and now >= self.alone_from):
             return False

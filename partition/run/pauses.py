@@ -1,4 +1,4 @@
-"""Explanations of why a run pauses or slows down, in words for a person."""
+"""Explanations to display of why a run pauses or slows down."""
 
 from collections.abc import Collection
 from fractions import Fraction
@@ -7,8 +7,8 @@ from crypto.identity import PeerId, short_peer
 from partition.plan.quorum import QuorumLost
 
 GAIN_PERCENT_MIN = 20
-"""By how much another stage must shorten steps: twice the threshold of moved borders, since a machine is
-taken from others too."""
+"""The share by which another stage must shorten steps: twice the threshold of moved borders, since it also
+takes a machine from others."""
 
 
 def votes_missing(event: QuorumLost) -> str:
@@ -28,8 +28,8 @@ def stage_missing(reason: str, lost: Collection[PeerId]) -> str:
 
 
 def stages_fewer(stages: int, began_with: int, slower: Fraction, useless: int = 0) -> str:
-    """Say that a run goes on with fewer stages, how much slower, and what would help. `useless` is the number
-    of free machines that would not make the run faster enough."""
+    """Say that a run continues with fewer stages, how much slower, and what would help. `useless` is the
+    number of free machines that would not make it enough faster."""
     has = "1 stage has" if stages == 1 else f"{stages} stages have"
     pace = f", each step about {float(slower):.1f} times as long" if slower > 1 else ""
     helps = f"a machine that offers a slot takes some if steps get {GAIN_PERCENT_MIN} % faster"

@@ -1,6 +1,6 @@
-"""Counts the votes of a run's members in local mode, by what each says of conclusions.
+"""Counts the votes of a run's members in local mode, from their messages about conclusions.
 
-Not here: what follows for a member (`partition.run.ending`), and the arithmetic of quorums (`votes`).
+Not here: the consequences for a member (`partition.run.ending`), and the arithmetic of quorums (`votes`).
 """
 
 from collections.abc import Callable
@@ -21,8 +21,7 @@ LOOK_SECONDS = 150.0
 
 @dataclass
 class OwnChoice:
-    """The conclusion that is preferred here, and the others' messages about it. `refusing` are those that
-    reject it."""
+    """The preferred conclusion, and the others' messages about it. `refusing` are those that refuse it."""
 
     conclusion: Conclusion
     is_here: bool = False
@@ -35,13 +34,13 @@ class OwnChoice:
 
 
 class Poll:
-    """One run's, as the member `me` sees it. `said` is each other's last message, and when it came."""
+    """The poll of one run at the member `me`. `said` is each other member's last message and its time."""
 
     def __init__(self, me: PeerId, requester: PeerId | None) -> None:
         self.voters = frozenset({me})
         self.said: dict[PeerId, tuple[Said, float]] = {}
         self.claims: dict[PeerId, Conclusion] = {}
-        """The conclusion that each member says is settled there, its first such message."""
+        """The conclusion that each member first called settled."""
         self._me = me
         self._requester = requester
 
@@ -55,7 +54,7 @@ class Poll:
         self.claims.pop(peer, None)
 
     def retract(self, peer: PeerId, conclusion: Conclusion) -> None:
-        """Drop what a member said last, if it was of this conclusion."""
+        """Drop a member's last message, if it is about this conclusion."""
         if peer in self.said and self.said[peer][0].conclusion == conclusion:
             del self.said[peer]
 
@@ -64,7 +63,7 @@ class Poll:
         return {peer for peer, (said, _) in self.said.items() if backs(said, conclusion)}
 
     def supported(self, now: float) -> dict[Conclusion, set[PeerId]]:
-        """Return the conclusions that others hold, each with those that do, by what they said lately."""
+        """Return the conclusions that others hold by their recent messages, each with its holders."""
         found: dict[Conclusion, set[PeerId]] = {}
         for peer, (said, at) in self.said.items():
             if said.holds and (said.is_settled or now - at < STALE_SECONDS):
@@ -72,7 +71,7 @@ class Poll:
         return found
 
     def decided(self) -> Conclusion | None:
-        """Return the conclusion that others have settled, or a quorum has committed to; None: there is none
+        """Return the conclusion that others have settled, or a quorum has committed to; None if there is none
         yet."""
         backers: dict[Conclusion, set[PeerId]] = {}
         for peer, conclusion in self.claims.items():
@@ -80,20 +79,20 @@ class Poll:
         said = dict.fromkeys(said.conclusion for said, _ in self.said.values())
         decided = next((each for each in said if self._is_decision(each, backers.get(each, set()))), None)
         if decided is None and self._me not in self.voters and self.voters <= self.claims.keys():
-            # A follower takes what most settled on, where they could not agree.
+            # If the members could not agree, a follower accepts what most have settled.
             decided = min(backers, key=lambda each: (-len(backers[each]), rank(each)), default=None)
         return decided
 
     def _is_decision(self, conclusion: Conclusion, settled: set[PeerId]) -> bool:
         """Return whether a conclusion that is `settled` for these members is decided for all."""
-        liars = liars_max(len(self.voters | settled))  # of a member that is left alone the other may lie
+        liars = liars_max(len(self.voters | settled))  # with two members, the other one may lie
         if len(settled) > liars or self._requester in settled:
             return True
         return self.electorate.is_quorum(self.backing(conclusion, says_committed))
 
     def carries(self, now: float, choice: OwnChoice, backing: set[PeerId]) -> bool:
-        """Return whether these are enough for a choice: a quorum, or after a while a majority of those that
-        answer, with no more against them than may lie."""
+        """Return whether `backing` suffices for a choice: a quorum, or after a while a majority of those that
+        answer, with no more opponents than may lie."""
         electorate = self.electorate
         if electorate.is_quorum(backing):
             return True
@@ -105,5 +104,5 @@ class Poll:
             return False
         asked = backing | against | choice.refusing
         if now < choice.patient_until + LOOK_SECONDS:
-            asked |= self.said.keys()  # those that are looking at a result too
+            asked |= self.said.keys()  # include those that are still trying a result
         return electorate.is_majority(backing, asked)

@@ -1,6 +1,6 @@
 """The committed steps of a run, as one member knows and claims them.
 
-Each step is shown once, whichever committer reports it: a successor may not know what the last one reported.
+Each step is shown once, whichever committer reports it: a successor may not know what was reported.
 """
 
 from partition.plan.paxos import PaxosChain
@@ -9,7 +9,7 @@ from partition.plan.plan import Plan
 
 
 class RunProgress:
-    """`step` steps are committed, `furthest` is the most that ever were."""
+    """`step` steps are committed; `furthest` is the highest number ever committed."""
 
     def __init__(self, samples_per_step: int) -> None:
         self.step = 0
@@ -23,7 +23,7 @@ class RunProgress:
         self.furthest = max(self.furthest, step)
 
     def show(self, step: int) -> bool:
-        """Note that the step of this number was committed; return whether to show it, which happens once."""
+        """Note that the step of this number was committed; return True the first time, to show it once."""
         if step < self._shown:
             return False
         self._shown = step + 1
@@ -31,7 +31,7 @@ class RunProgress:
         return True
 
     def restored(self, step: int) -> int:
-        """Go back to `step`. Return how many steps are to be committed again."""
+        """Return to `step`. Return how many steps must be committed again."""
         lost = max(0, self.step - step)
         self.step, self._shown = step, min(self._shown, step)
         return lost
@@ -41,10 +41,10 @@ class RunProgress:
         return max(head.step, -(-head.samples // self._samples_per_step))
 
     def claim(self, chain: PaxosChain, *, hosts: bool) -> None:
-        """Claim how far this member's branch is; `hosts` is whether it holds a stage.
+        """Claim the progress of this member's branch; `hosts` is whether it holds a stage.
 
-        Branches are compared by their highest step ever, because a claim must not decrease: else each of two
-        could give way to an earlier claim of the other.
+        Branches are compared by their highest step ever, because a claim must not decrease. Otherwise each of
+        two branches could yield to an earlier claim of the other.
         """
         head: Plan = chain.head
         chain.say(

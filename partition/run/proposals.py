@@ -1,10 +1,10 @@
 """Proposals of one member for the next plan, and requests to newcomers before that.
 
 Only the first living member of the committee asks newcomers, so that no two members ask the same ones; every
-member proposes changes that need no newcomer. A newcomer with a stage leases a slot, and a witness agrees
-without one, in the order of peer ids, all or none; then all open their stages while the run goes on under the
-plan it has; then the change is proposed. Not here: which change that is (`next_change`), and how it is
-decided (`partition.plan.paxos`).
+member proposes changes that need no newcomer. In the order of peer ids, a newcomer with a stage leases a
+slot, and a witness agrees without one: all or none. Then all open their stages while the run continues under
+the present plan, and the change is proposed. Not here: the choice of the change (`next_change`), and the
+decision (`partition.plan.paxos`).
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -27,7 +27,7 @@ from partition.run.way_back import WayBack
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Other nodes as a member sees them: those believed alive, itself included; those known to be dead or to
+    """Other nodes as a member sees them: those believed alive, including itself; those known to be dead or to
     have left; those with a free slot, and their rates."""
 
     live: Callable[[], Collection[PeerId]]
@@ -42,7 +42,7 @@ class WayFound:
 
 @dataclass(frozen=True)
 class NoWayFound:
-    """No plan can follow; where it `is_final`, that has lasted too long. `lost` are the members that would be
+    """No plan can follow. `is_final`: that has lasted too long. `lost` are the members that would be
     needed."""
 
     reason: str
@@ -52,7 +52,7 @@ class NoWayFound:
 
 @dataclass(frozen=True)
 class NewcomerFailed:
-    """The peer did not take `plan`, which is in force and counts on it."""
+    """The peer did not accept `plan`, which is in force and relies on it."""
 
     plan: Plan
     peer: PeerId
@@ -61,7 +61,7 @@ class NewcomerFailed:
 
 @dataclass(frozen=True)
 class NewcomerStarted:
-    """The peer has taken `plan`, which is in force."""
+    """The peer has accepted `plan`, which is in force."""
 
     plan: Plan
     peer: PeerId
@@ -69,7 +69,7 @@ class NewcomerStarted:
 
 @dataclass(frozen=True)
 class RecutDeclined:
-    """The change that the committer wanted is given up: a peer would not take the stage it gives them."""
+    """The change that the committer wanted is given up: a peer refused its stage."""
 
 
 Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
@@ -78,8 +78,8 @@ Event = WayFound | NoWayFound | NewcomerFailed | NewcomerStarted | RecutDeclined
 @dataclass(eq=False)
 class _Pending:
     """A change that needs newcomers, the plan it makes, and their progress. `leases` has those that must
-    agree, with their stage, None for a witness; the run's requester need not agree to be admitted without
-    one. `holding` have a stage already and open no other beforehand."""
+    agree, with their stage, None for a witness; the run's requester need not agree to be a witness. `holding`
+    have a stage already and open no other beforehand."""
 
     change: Change
     plan: Plan
@@ -100,17 +100,17 @@ class _Pending:
 
 @dataclass(frozen=True)
 class _Refusal:
-    """A peer is asked again at `until`, `seconds` after it refused."""
+    """A peer is asked again at `until`, `seconds` after its refusal."""
 
     until: float
     seconds: float
 
 
 class Proposer:
-    """One member's proposals. `deadline` is when it wants to `think` again.
+    """One member's proposals. `deadline` is the time of the next `think`.
 
-    `absent` are members that the next plan must do without, and why; `leaving` want to go; `recut` is the
-    move that the committer wants. `wanted` are the replicas that each stage began with.
+    `absent` are members that the next plan must drop, and why; `leaving` want to go; `recut` is the move that
+    the committer wants. `wanted` is the number of replicas that each stage began with.
     """
 
     def __init__(
@@ -140,42 +140,43 @@ class Proposer:
         self._began, self._settled_at = now, 0.0
         self._busy: dict[PeerId, _Refusal] = {}
         self._decliners = Decliners()
-        self._refused: dict[tuple[bytes, int, int], float] = {}  # layers, with until when
+        self._refused: dict[tuple[bytes, int, int], float] = {}  # until when, by layers
         self._no_way_since: float | None = None
         self._pending: _Pending | None = None
         self._starting: dict[int, tuple[Plan, PeerId]] = {}
-        self._newcomers: list[bytes] = []  # whom no answer of theirs shows to have begun
+        self._newcomers: list[bytes] = []  # newcomers that have not confirmed their start
         self._has_brought = False
 
     # Knowledge
 
     def changed(self, now: float) -> None:
-        """Think again: something it looks at may be different."""
+        """Request another `think`: some input may have changed."""
         self.deadline = min(self.deadline, now)
 
     def exclude(self, now: float, peer: PeerId, reason: str) -> None:
-        """Have the next plan do without this member, which may be alive."""
+        """Drop this member, which may be alive, from the next plan."""
         self.absent.setdefault(peer, reason)
         self.changed(now)
 
     def told_absent(self, now: float, sender: PeerId, message: Absent) -> list[Absent]:
-        """Note that the next plan must do without these. Return the answer: a restarted member does not know
-        who else is absent."""
+        """Note that the next plan must drop these members. Return the answer: a restarted member does not
+        know who else is absent."""
         is_news = any(peer not in self.absent for peer in message.peers)
         for peer in message.peers:
             self.exclude(now, PeerId(peer), message.reason)
         return self.own_absence() if is_news and sender in message.peers else []
 
     def own_absence(self) -> list[Absent]:
-        """Return the message to repeat where the next plan must do without this member.
+        """Return the message to repeat while the next plan must drop this member.
 
-        The proposer depends on who is absent: where two members disagree on that, each waits for the other.
+        The proposer depends on the absent members: two members that disagree on them would wait for each
+        other.
         """
         reason, plan = self.absent.get(self._me), self._chain.head_hash
         return [] if reason is None else [Absent(plan, (self._me,), reason[:REASON_LENGTH_MAX])]
 
     def decided(self, now: float) -> None:
-        """Note that a plan has come into force: members absent under the last one may have come back."""
+        """Note that a plan is in force: members absent under the last one may have returned."""
         roster = set(self._chain.head.roster)
         self.leaving &= roster
         self.recut = None
@@ -184,15 +185,15 @@ class Proposer:
         self.changed(now)
 
     def reasons(self, lost: Collection[bytes]) -> str:
-        """Return why members were lost, for a person, as far as known here."""
+        """Return the known reasons why members were lost, to display."""
         known = [(peer, self.absent[PeerId(peer)]) for peer in lost if PeerId(peer) in self.absent]
         return "; ".join(f"{short_peer(PeerId(peer))}: {reason}" for peer, reason in known)
 
     def living(self, now: float) -> set[PeerId]:
-        """Return the members ever on the roster that count as alive.
+        """Return all present and former members that count as alive.
 
-        For a while that includes members this node has not heard of yet: news of a newcomer takes some rounds
-        of gossip.
+        For a while that includes members that this node has not heard of yet: news of a newcomer takes some
+        rounds of gossip.
         """
         alive, gone = self._around.live(), self._around.gone()
         is_new = now < self._began + self._settings.new_member_grace_seconds
@@ -200,11 +201,11 @@ class Proposer:
         return {peer for peer in known if peer in alive or (is_new and peer not in gone)}
 
     def has_majority(self, now: float) -> bool:
-        """Return whether the living of the committee could decide."""
+        """Return whether the living members of the committee could decide."""
         return self._chain.could_decide(self.living(now))
 
     def can_leave(self, peer: PeerId) -> bool:
-        """Return whether nothing is lost if this member goes between two steps."""
+        """Return whether this member can leave between two steps without loss."""
         plan = self._chain.head
         stage = plan.stage_of(peer)
         return stage is None or any(
@@ -213,39 +214,39 @@ class Proposer:
         )
 
     def handed_over(self) -> Change | None:
-        """Return the change by which the stages of leaving members go to the stages beside them, from a
-        checkpoint that is made for it. None where each has another replica or an idle machine may take it, or
-        where none could hold more."""
+        """Return the change by which neighbours take the stages of leaving members, from a checkpoint made
+        for it. None if each stage has another replica or an idle machine may take it, or if no neighbour
+        could hold more."""
         plan = self._chain.head
         last = [peer for peer in self.leaving if not self.can_leave(peer)]
         busy = {peer for stage in plan.stages for peer in stage.replicas}
         if not last or self.absent or any(peer not in busy for peer, _ in self._around.free()):
             return None
         stages = merged_stages(plan, groups_left(plan, self.leaving), list(self._refused))
-        # A member that brings a plan to others must be in it: this one goes once it holds nothing.
+        # The member that brings a plan to others must be in it, so it leaves once it holds nothing.
         return (
             None if stages is None else Change(lost=tuple(sorted(self.leaving - {self._me})), stages=stages)
         )
 
     def is_proposer(self, now: float) -> bool:
-        """Return whether this member is the first living one of the committee: it asks newcomers."""
+        """Return whether this member is the first living one of the committee, which asks newcomers."""
         alive, voters = self.living(now), committee(self._chain.head)
-        # A member that is to be lost cannot bring the plan without it to others; unless all are.
+        # A member to be dropped cannot bring the plan to others, unless all members are.
         order = [*(peer for peer in voters if peer not in self.absent), *voters]
         return next((peer for peer in order if peer in alive), None) == self._me
 
     # Proposals
 
     def think(self, now: float, roles: Roles, restorable: WayBack | None) -> Change | None:
-        """Return the change to propose now, None for nothing; newcomers are asked first.
+        """Return the change to propose now, None for none; newcomers are asked first.
 
-        `restorable` is the checkpoint to go back to and its step. A newcomer can join only where this member
-        can tell how its plan came about.
+        `restorable` is the checkpoint to return to and its step. A newcomer can join only if this member can
+        show how its plan came about.
         """
         self.deadline = _next_look(now, self._settled_at, self._busy.values(), self._settings)
         self._bring_first_plan(now)
         if self.recut is not None and not all(self._may_come(row.peer, now) for row in self.recut.joined):
-            self.give_up_recut()  # whoever was to join has gone, or has refused
+            self.give_up_recut()  # a newcomer has gone or refused
             self.events.append(RecutDeclined())
         view, pending = self._inputs(now, roles, restorable), self._pending
         if pending is not None and not (self.has_majority(now) and self._still_fits(pending, view)):
@@ -275,13 +276,13 @@ class Proposer:
             PeerId(row.peer): row.stage for row in found.joined if row.peer not in holding
         }
         leases |= {PeerId(peer): None for peer in found.admitted if peer != self._requester}
-        leases |= _growing(view.plan, plan, holding)  # whoever is to hold more may have no room for it
+        leases |= _growing(view.plan, plan, holding)  # a holder of more layers may lack room for them
         self._pending = pending = _Pending(found, plan, leases, sorted(leases), frozenset(holding))
         self._ask_next(pending)
         return None
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`."""
+        """Handle the answer to one of `asks`."""
         if number in self._starting:
             plan, peer = self._starting.pop(number)
             if isinstance(reply, Done):
@@ -300,7 +301,7 @@ class Proposer:
             else:
                 self._note_refusal(now, peer)
                 self._decliners.note(peer, now)
-            # One that gave no answer too: it may have leased, and its answer was lost.
+            # Also after no answer: it may have leased, and the answer was lost.
             self._drop(pending, [*pending.leased, peer])
             if pending.change == self.recut:
                 self.recut = None
@@ -313,8 +314,8 @@ class Proposer:
         self.changed(now)
 
     def _bring_first_plan(self, now: float) -> None:
-        """Send the first plan to all others, once, where the requester is gone soon after this member began:
-        it may have died before it had told everybody. A member that has begun already says so, and nothing
+        """Send the first plan to all others, once, if the requester is lost soon after this member began: it
+        may have died before it told all of them. A member that has begun already says so, and nothing
         changes."""
         plan = self._chain.head
         is_young = not plan.height and now < self._began + self._settings.new_member_grace_seconds
@@ -326,8 +327,8 @@ class Proposer:
                 self.asks.put(PeerId(peer), StartRun(plan), self._settings.lease_seconds_max)
 
     def _note_refused(self, now: float, plan: Plan, peer: PeerId) -> None:
-        """Note that a member cannot hold the stage that `plan` gives it: do not ask it for such a stage for a
-        while."""
+        """Note that a member cannot hold the stage that `plan` gives it, and do not ask for such a stage for
+        a while."""
         number = plan.stage_of(peer)
         if number is not None:
             stage = plan.stages[number]
@@ -341,11 +342,10 @@ class Proposer:
         self._busy[peer] = _Refusal(now + seconds, seconds)
 
     def start(self, plan: Plan, joined: Collection[bytes], *, is_new_committer: bool) -> None:
-        """Have newcomers begin with a plan that is in force, by which these `joined`.
+        """Start the newcomers, those in `joined`, of a plan in force.
 
-        The committer does so; where the committer is a newcomer itself, all others do. A new committer also
-        asks the newcomers of earlier plans that have not answered, since the one before may have been cut
-        off.
+        The committer does so; if it is a newcomer itself, all others do. A new committer also asks
+        unconfirmed newcomers of earlier plans, since its predecessor may have been cut off.
         """
         everybody = dict.fromkeys((*joined, *self._newcomers))
         self._newcomers = [peer for peer in everybody if peer in plan.roster]
@@ -359,19 +359,19 @@ class Proposer:
             self._starting[number] = plan, peer
 
     def give_up_recut(self) -> None:
-        """Make no more stages, and take no standby; changes that others have heard of stay."""
+        """Add no more stages, and move no standby; changes that others know of stay."""
         if self.recut is not None and (self.recut.stages or self.recut.joined):
             if self._pending is not None and self._pending.change == self.recut:
                 self._drop(self._pending)
             self.recut = None
 
     def give_up(self) -> None:
-        """Release newcomers that were asked: nothing is proposed any more."""
+        """Release newcomers that were asked; nothing more is proposed."""
         if self._pending is not None:
             self._drop(self._pending)
 
     def _ask_next(self, pending: _Pending) -> None:
-        """Lease one slot after another, then have all newcomers open their stages."""
+        """Lease slots one by one, then let all newcomers open their stages."""
         if pending.to_lease:
             peer = pending.to_lease.pop(0)
             request = HoldStage(pending.plan, pending.change, pending.leases[peer])
@@ -394,7 +394,8 @@ class Proposer:
                 self.asks.put(peer, ReleaseStage(pending.plan), self._settings.lease_seconds_max)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
-        """Return whether it follows the newest plan, loses the right members, and its newcomers live."""
+        """Return whether the change follows the newest plan, drops the right members, and its newcomers
+        live."""
         live = self._around.live()
         gone = set(view.plan.roster) & view.absent
         return (
@@ -404,7 +405,7 @@ class Proposer:
         )
 
     def _no_way(self, now: float, found: NoViablePlan) -> None:
-        """Report that no plan can follow once that has lasted: a missing member may come back at once."""
+        """Report that no plan can follow, once that has lasted: a missing member may return at once."""
         if self._no_way_since is None:
             self._no_way_since = now
         seconds = now - self._no_way_since
@@ -418,7 +419,7 @@ class Proposer:
         )
         is_needed = restorable is not None and restorable[0] != FIRST_VALUES
         is_needed &= any(absent.issuperset(map(PeerId, stage.replicas)) for stage in plan.stages)
-        # Without a quorum no plan can come about: a peer that agreed to one would be lost to others.
+        # Without a quorum no plan can be decided, and a peer that agreed to one would be lost to others.
         asks = self.is_proposer(now) and roles.can_tell and self.has_majority(now)
         return PlanInputs(
             plan=plan,
@@ -438,7 +439,7 @@ class Proposer:
 
     def _candidates(self, plan: Plan, now: float) -> tuple[tuple[PeerId, int], ...]:
         free = [row for row in self._around.free() if self._may_come(row[0], now)]
-        # The proposer must be in the plan that it brings to others, also where it has lost its memory itself.
+        # The proposer must be in the plan that it brings to others, even if it lost its own stage.
         first = {self._me} & set(self.absent)
         last, roster = self._decliners.now(now), set(plan.roster)
         return ranked(free, first=first, trainers=plan.trainers, roster=roster, last=last)
@@ -446,8 +447,8 @@ class Proposer:
     def _wants_out(self, peer: PeerId) -> bool:
         """Return whether a peer is about to leave.
 
-        Once the next plan is to do without it, it has given up its stage: it may be asked again where it
-        offers a slot, as a machine does whose owner has gone again.
+        A member that the next plan drops has given up its stage. It may be asked again once it offers a slot,
+        as a machine does after its owner has stopped using it.
         """
         return peer in self.leaving and peer not in self.absent
 
@@ -461,22 +462,21 @@ class Proposer:
 def _can_restore(
     live: Collection[PeerId], chain: PaxosChain, roles: Roles, restorable: WayBack | None
 ) -> bool:
-    """Return whether a checkpoint is here, or may be at another member, present or former, that lives."""
+    """Return whether a checkpoint is here, or may be at another living member, present or former."""
     if any(peer in live for peer in chain.acquainted):
         return True
     return restorable is not None and roles.holds(restorable)
 
 
 def _next_look(now: float, settled_at: float, refusals: Iterable[_Refusal], settings: RunSettings) -> float:
-    """Return when to think again without any news: where a wait ends, such as that of a machine that has come
-    back and declined because it did not know yet how the run went on."""
+    """Return when to think again without news: when a wait ends, such as that for a returned machine that
+    declined because it did not know the state of the run yet."""
     waits = [settled_at + settings.refill_seconds, *(refusal.until for refusal in refusals)]
     return min([now + settings.refill_seconds, *(until for until in waits if until > now)])
 
 
 def _growing(before: Plan, after: Plan, holding: Collection[bytes]) -> dict[PeerId, int]:
-    """Return the holders of a stage that have other layers by the plan `after` than before, with their
-    stage."""
+    """Return the holders whose layers change from the plan `before` to `after`, with their stage."""
     spans = {
         peer: (stage.first_layer, stage.last_layer) for stage in before.stages for peer in stage.replicas
     }

@@ -1,8 +1,9 @@
-"""A provider's answers to planners that want a stage of it: hold a slot, open the stage, begin, release it.
+"""A provider's answers to planners that want one of its stages: hold a slot, open the stage, begin, release
+it.
 
-A planner asks in this order, and each answer depends on earlier promises. Decisions that need the machine,
-the disk or the owner's settings (whose turn it is, does the graph fit, is the promise on disk) are the
-driver's, between `on_hold` and `promise`.
+A planner asks in this order, and each answer depends on earlier promises. Between `on_hold` and `promise` the
+driver makes the decisions that need the machine, the disk or the owner's settings: whose turn it is, whether
+the graph fits, whether the promise is stored.
 """
 
 from collections import deque
@@ -19,7 +20,7 @@ from partition.run.slots import Promise, Slots
 from partition.run.witnesses import WITNESSED_MAX, WitnessPromises
 
 RELEASED_MAX = 256
-"""Plans given up lately."""
+"""Recently given-up plans that are remembered."""
 OVER = "the run is over"
 BEHIND = "it does not know yet how the run went on"
 NO_LEASE = "no lease for this stage"
@@ -27,7 +28,7 @@ BUSY = "busy"
 
 
 class KnownMember(Protocol):
-    """The part of a `partition.run.member.Member` that answers need."""
+    """The part of a `partition.run.member.Member` that the answers need."""
 
     @property
     def plan(self) -> Plan | None: ...
@@ -36,8 +37,7 @@ class KnownMember(Protocol):
 
 
 class KnownRun(NamedTuple):
-    """This node's knowledge of the run that it is asked about; `member` is None where it has no part in
-    it."""
+    """This node's knowledge of the run in question; `member` is None if it has no part in it."""
 
     requester: PeerId
     is_over: bool
@@ -46,8 +46,8 @@ class KnownRun(NamedTuple):
 
 class Hold(NamedTuple):
     """A request for a slot without an objection so far. `given_up` counts how often its plan was given up
-    before, `was_gone` is whether membership held its planner for gone already. `keeps_slot`: the run has one
-    here already, and its stage is to hold other layers."""
+    before; `was_gone` is whether membership already held its planner for gone. `keeps_slot`: the run has a
+    slot here already, and its stage will hold other layers."""
 
     plan: Plan
     stage: int | None
@@ -59,7 +59,7 @@ class Hold(NamedTuple):
 
 class StageProvider:
     """One node's provider, over all its runs. `now` is by the clock of `slots`; `witnessing` returns in how
-    many runs of others the node has a vote and no stage, `gone` returns the peers that are dead or have
+    many runs of others the node has a vote and no stage; `gone` returns the peers that are dead or have
     left."""
 
     def __init__(
@@ -76,12 +76,12 @@ class StageProvider:
         self._gone = gone
         self._silence_seconds_max = settings.silence_seconds_max
         self._witnessed = WitnessPromises()
-        # A lease that took long to think about may be given up by its planner before it was given.
+        # Recently released plans: a planner may give one up before a slow lease answers it.
         self._released: deque[bytes] = deque(maxlen=RELEASED_MAX)
 
     def supersede(self, asker: PeerId, plan: Plan, known: KnownRun) -> list[bytes]:
-        """Before `on_hold`: forget promises for plans of this run that cannot come about, now that `asker`
-        wants a slot for `plan`. Return them by hash: a stage opened for one is to be closed."""
+        """Forget promises for plans of this run that cannot be decided, now that `asker` wants a slot for
+        `plan`. Call it before `on_hold`. Return the plans' hashes: a stage opened for one must be closed."""
         if known.is_over or plan.stage_of(self._me) is None:
             return []
         return [promise.plan for promise in self.slots.supersede(plan.run, asker, plan.height)]
@@ -96,7 +96,7 @@ class StageProvider:
         turn: Callable[[], Declined | None],
     ) -> Hold | Declined:
         """Answer a planner that wants a slot for `stage`, None for a witness, which needs none. `turn`
-        returns why another run comes first, where one does. Raises RemoteProtocolError."""
+        returns why another run has priority, if one has. Raises RemoteProtocolError."""
         if plan.stage_of(self._me) != stage:
             raise RemoteProtocolError("a lease for a stage that the plan does not give to this node")
         if known.is_over:
@@ -115,9 +115,9 @@ class StageProvider:
         return Hold(plan, stage, asker, given_up, asker in self._gone(), keeps_slot)
 
     def promise(self, now: float, hold: Hold) -> Promise | Declined:
-        """Return the promise that answers `hold`, for the driver to keep in `slots`; or why it is not given:
-        another run was given the slot meanwhile, or the planner waits no more. A witness's promise is kept
-        here."""
+        """Return the promise that answers `hold`, for the driver to keep in `slots`. Or return why it is
+        refused: another run got the slot meanwhile, or the planner no longer waits. A witness's promise is
+        kept here."""
         plan, name = hold.plan, plan_hash(hold.plan)
         until = now + self._silence_seconds_max
         promise = Promise(plan.run, name, hold.stage, hold.planner, until, plan.height)
@@ -136,7 +136,7 @@ class StageProvider:
         return self.slots.release(plan, asker)
 
     def on_open(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
-        """Answer a planner whose plan may soon be decided; None: open the stage that it gives to this
+        """Answer a planner whose plan may soon be decided; None: open the stage that the plan gives to this
         node."""
         if known.is_over:
             return Declined(OVER)
@@ -147,7 +147,7 @@ class StageProvider:
         return None if self._holds(now, plan) else Declined(NO_LEASE)
 
     def on_start(self, now: float, asker: PeerId, plan: Plan, known: KnownRun) -> Done | Declined | None:
-        """Answer a peer that says a plan is in force; None: begin with it."""
+        """Answer a peer that reports a plan in force; None: begin with it."""
         if known.is_over:
             return Declined(OVER)
         answer = None if known.member is None else known.member.on_start(asker, plan)
@@ -157,13 +157,13 @@ class StageProvider:
             return None if self._holds(now, plan) else Declined(NO_LEASE)
         if not self._has_agreed(now, plan, known):
             return Declined("no part in this run was asked of this node")
-        # Promises from before others began count only now.
+        # The limit is checked again: other runs may have begun since the promise.
         is_full = known.requester != self._me and self._witnesses_enough
         return Declined("busy: too many runs") if is_full else None
 
     def _has_stage(self, plan: Plan, known: KnownRun) -> bool:
-        """Return whether a stage of the run is open here, or being opened, by the plan that `plan`
-        follows."""
+        """Return whether a stage of the run is open here, or being opened, under the predecessor of
+        `plan`."""
         held = None if known.member is None else known.member.plan
         is_held = held is not None and held.stage_of(self._me) is not None and plan_hash(held) == plan.parent
         return is_held and self.slots.hosts(plan.run)

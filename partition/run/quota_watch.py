@@ -1,9 +1,9 @@
-"""Times of replicas with only a share of a processor, such as a container under a CPU quota.
+"""Step times of replicas with a share of a processor, such as a container under a CPU quota.
 
-Such a replica computes at the whole processor's speed as long as it pauses in between, and at its quota's
-once it has no pause. So the fewer layers it holds the faster it seems, and a committer that believed it would
-give it far too many. Its time without a pause is known from its calibration, which lasts for many periods of
-a quota, and from steps in which it was slower than that.
+Such a replica computes at the whole processor's speed while it pauses in between, and at its quota's speed
+without pauses. So it seems faster the fewer layers it holds, and a committer that trusted this would give it
+far too many. Its time without pauses is known from its calibration, which lasts for many periods of a quota,
+and from steps in which it was slower than that.
 """
 
 from collections.abc import Mapping
@@ -12,10 +12,10 @@ from fractions import Fraction
 from partition.plan.problem import Problem, Split
 
 QUOTA_PERMILLE_MAX = 850
-"""A share of a processor above this is one that others use now and then, not a quota."""
+"""Maximum share of a processor that counts as a quota; a larger one is a processor shared at times."""
 KEPT = Fraction(3, 4)
-"""The share of a found slowness that counts at the next look, if that does not find it again: it is neither
-forgotten as soon as the replica holds fewer layers, nor kept for ever."""
+"""The share of a found slowness that remains at the next look if it is not confirmed. So it is neither
+forgotten once the replica holds fewer layers, nor kept forever."""
 
 
 class QuotaWatch:
@@ -27,11 +27,10 @@ class QuotaWatch:
     def without_pauses(
         self, problem: Problem, split: Split, nanoseconds: Mapping[str, int], permille: Mapping[str, int]
     ) -> dict[str, int]:
-        """Return the time of a micro-batch on each replica that computes without a pause, by the peers'
-        names.
+        """Return the time of a micro-batch on each replica that computes without pauses, by peer.
 
-        `nanoseconds` are as measured, 0 for unknown, `permille` the shares of a processor, by which the
-        problem's times were made.
+        `nanoseconds` are as measured, 0 for unknown; `permille` are the processor shares behind the problem's
+        times.
         """
         found = dict(nanoseconds)
         for (first, last), group in zip(split.ranges, split.groups, strict=True):

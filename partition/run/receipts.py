@@ -1,32 +1,31 @@
 """Receipts of contribution: work that peers did for each other's runs, and one peer's evaluation of them.
 
 A receipt is one body with two signatures: by the peer that measured the work, and by the provider that did
-it. One receipt stands for all of one kind that one peer measured of one provider in one run; a newer one
-replaces it. What is measured, by kind:
+it. One receipt covers all work of one kind that one peer measured of one provider in one run; a newer one
+replaces it. The kinds are:
 
 - compute: FLOPs, not seconds. A committer, or the head of a column, knows the micro-batches of each stage's
   holder and their cost by the graph, and a slow provider gains nothing by being slow.
-- data, checkpoint: bytes that came from the provider, and whose hash was right.
-- averaging: bytes of a member's tensors that entered a round which was completed here.
+- data, checkpoint: bytes from the provider with the right hash.
+- averaging: bytes of a member's tensors in a round that was completed here.
 
-No peer's claim about itself counts, and a signature costs nothing: two keys can sign any receipt for each
-other. So a receipt counts by the reader's own knowledge of the peer that measured it (`Credits`):
+No peer's claim about itself counts. A signature costs nothing, so two keys can sign any receipt for each
+other. A receipt therefore counts by the reader's own knowledge of the peer that measured it (`Credits`):
 
 - given: a peer's work for this node's own runs, as this node measured it.
-- vouched: receipts of a peer that itself gave to this node. All that one peer's receipts give to all others
-  together is at most what it gave. So colluding keys that really gave G have at most 2 G between them,
-  whatever they sign and however many they are.
-- witnessed: receipts of a committer for whose runs this node computed, and which said so truthfully; in sum
-  at most what it said of this node. This is how a node that never requested a run ranks others. It can be
-  bought with this node's own work, so alone it lifts no weight above UNPROVEN_WEIGHT_MAX.
-- averaged: bytes that came in rounds of averaging. Nobody can tell a member that has trained from one that
-  sends back what it got, so this lifts no weight above that either, and nobody is believed about it.
+- vouched: receipts of a peer that itself gave to this node. All receipts of one peer together count at most
+  what it gave. So colluding keys that really gave G have at most 2 G between them, however many they are.
+- witnessed: receipts of a committer for whose runs this node computed, and which reported that truthfully; in
+  sum at most what it reported of this node. By this a node that never requested a run ranks others. It can be
+  bought with this node's own work, so alone it raises no weight above UNPROVEN_WEIGHT_MAX.
+- averaged: bytes received in rounds of averaging. A member that trains cannot be told from one that returns
+  what it got, so this raises no weight above that either, and no reports about it count.
 
-Only the beneficiary is believed: a receipt counts where its requester measured it itself, and for the
-requester of its run. An honest member of a run would otherwise vouch for what its requester's other keys did
-in it, which costs them nothing and serves nobody else.
+Only the beneficiary is trusted: a receipt counts if its requester measured it, and for the requester of its
+run. An honest member would otherwise vouch for work of the requester's other keys in the run, which costs
+them nothing and serves no other peer.
 
-All halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and nobody's is above WEIGHT_MAX. Sans-IO.
+All credits halve in HALF_LIFE_SECONDS. A stranger's weight is 1, and no weight exceeds WEIGHT_MAX. Sans-IO.
 """
 
 from collections.abc import Iterable, Mapping
@@ -46,23 +45,23 @@ ACCEPTED_PURPOSE = "receipt accepted"
 RECEIPT_BYTES_MAX = 256
 FLOPS_MAX = 2**62
 HALF_LIFE_SECONDS = 30 * 24 * 3600.0
-"""Work given a season ago says little about a machine's owner, and a key may have changed hands by then."""
+"""Half-life: old work says little about a machine's owner, and a key may have changed hands."""
 AGE_SECONDS_MAX = 6 * HALF_LIFE_SECONDS
 SKEW_SECONDS = 600.0
 WEIGHT_MAX = 8.0
-"""A share is at most this many times a stranger's: a generous peer does not shut all others out."""
+"""Largest weight as a multiple of a stranger's: a generous peer does not shut out all others."""
 UNPROVEN_WEIGHT_MAX = 1.05
-"""Below what a queue takes for having given (GIVEN_WEIGHT_MIN of its turns): credit that can be bought with
-this node's own work, or with useless bytes, makes nobody more than a stranger."""
+"""Limit for unproven credit, below the weight that counts as having given (GIVEN_WEIGHT_MIN of a queue's
+turns). Credit that this node's own work or useless bytes can buy makes no peer more than a stranger."""
 BYTES_PER_SLOT_SECOND = 12_500_000
-"""The bytes that count as much as a slot's computing in a second: a full line of 100 Mbit/s."""
+"""Bytes that count as much as a second of a slot's computing: a full line of 100 Mbit/s."""
 SIZE_BYTES_MAX = 2**62
 PEERS_MAX = 4_096
 """Peers with an account of each kind; the smallest is forgotten first."""
 LEARNED_MAX = 1_024
-"""Peers whose receipts are remembered, those read last."""
+"""Peers whose receipts are remembered, the most recently read ones."""
 ROWS_MAX = 32
-"""Receipts of one peer that are read."""
+"""Receipts that are read of one peer."""
 
 
 Kind = Literal["compute", "data", "checkpoint", "averaging"]
@@ -70,7 +69,7 @@ Kind = Literal["compute", "data", "checkpoint", "averaging"]
 
 class ReceiptBody(msgspec.Struct, frozen=True, array_like=True):
     """The FLOPs that `provider` computed, or the bytes it sent, for `requester`'s run: the total that one
-    peer measured by then."""
+    peer has measured."""
 
     run: Hash
     requester: Peer
@@ -104,12 +103,12 @@ class ReceiptRow:
     size_bytes: int = 0
 
     def worth(self, flops_per_byte: float) -> float:
-        """Return the worth in FLOPs, where a byte counts for `flops_per_byte`."""
+        """Return the worth in FLOPs; a byte counts for `flops_per_byte`."""
         return self.flops + self.size_bytes * flops_per_byte
 
 
 def check_measured(signer: Signer, fact: Fact) -> ReceiptRow:
-    """Return a peer's measurement. Raises RemoteProtocolError: of itself, or for nobody else."""
+    """Return a peer's measurement. Raises RemoteProtocolError if it is about itself or for no other peer."""
     signer.check(MEASURED_PURPOSE, fact)
     return read_measured(fact)
 
@@ -137,7 +136,7 @@ def read_measured(fact: Fact) -> ReceiptRow:
 
 
 def check_receipt(signer: Signer, receipt: Receipt) -> ReceiptRow:
-    """Return the measurement of a receipt. Raises RemoteProtocolError: it lacks one of its two signatures."""
+    """Return the measurement of a receipt. Raises RemoteProtocolError if a signature is missing."""
     row = check_measured(signer, receipt.measured)
     if signer.check(ACCEPTED_PURPOSE, receipt.accepted) != row.provider:
         raise RemoteProtocolError("a receipt that its provider has not signed")
@@ -158,7 +157,7 @@ class Contribution:
 
 
 Account = tuple[float, float]
-"""FLOPs, and the wall time to which they have been halved."""
+"""FLOPs, and the wall time up to which they are halved."""
 
 
 class Credits:
@@ -183,7 +182,7 @@ class Credits:
             _add(self.averaged, now, peer, flops)
 
     def worked_for(self, now: float, measurer: PeerId, flops: float) -> None:
-        """Note this node's own work that `measurer` reported: no more than this node knows to be true."""
+        """Note this node's own work that `measurer` reported, at most what this node knows to be true."""
         if measurer != self._me:
             _add(self.worked, now, measurer, flops)
 
@@ -197,13 +196,13 @@ class Credits:
             is_recent = -SKEW_SECONDS <= now - row.at <= AGE_SECONDS_MAX
             has_benefited = row.requester in (row.measurer, self._me) and row.kind != "averaging"
             if row.provider == peer and row.measurer not in (self._me, peer) and is_recent and has_benefited:
-                # A newer receipt holds all that older ones say: each is shown once at most.
+                # A newer receipt includes all older ones, so each is shown at most once.
                 key = row.measurer, row.run, row.kind
                 shown[key] = max(shown.get(key, 0.0), row.worth(flops_per_byte))
         found: dict[PeerId, float] = {}
         for (measurer, _, _), amount in shown.items():
             found[measurer] = found.get(measurer, 0.0) + amount
-        # Those of strangers count nothing, and would only take room.
+        # Receipts of strangers count nothing, and would only take room.
         known = {one: flops for one, flops in found.items() if one in self.given or one in self.worked}
         if not known:
             return
@@ -230,7 +229,7 @@ class Credits:
         return Contribution(given, vouched, witnessed, averaged, min(WEIGHT_MAX, weight))
 
     def _through(self, backing: Mapping[PeerId, Account], now: float, peer: PeerId) -> float:
-        """Return the receipts' total for `peer`, where each committer's count up to its backing."""
+        """Return the receipts' total for `peer`; each committer's receipts count up to its backing."""
         return sum(
             flops * min(1.0, _left(backing, now, measurer) / self._totals[measurer])
             for measurer, flops in self._learned.get(peer, {}).items()

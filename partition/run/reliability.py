@@ -1,4 +1,4 @@
-"""Reliability of other members as this node saw it lately: deaths, not goodbyes."""
+"""Recent reliability of other members as this node saw it: deaths, not goodbyes."""
 
 from collections import OrderedDict, deque
 
@@ -7,11 +7,11 @@ from crypto.identity import PeerId
 DAY_SECONDS = 86_400.0
 """How long a loss counts."""
 PEERS_MAX = 1_024
-"""As many as a roster has; the one that was lost longest ago makes room."""
+"""Peers that are remembered, as many as a roster has; the one lost longest ago makes room."""
 LOSSES_MAX = 8
-"""Losses of one peer that are kept: more change nothing."""
+"""Losses of one peer that are kept; more change nothing."""
 AVAILABLE = 0.9
-"""The chance that a member without a loss is there when another of its stage dies: assumed, not measured."""
+"""The chance that a member without a loss survives another's death in its stage: assumed, not measured."""
 
 
 class RunLosses:
@@ -29,10 +29,10 @@ class RunLosses:
             self._lost.popitem(last=False)
 
     def count(self, now: float, peer: PeerId) -> int:
-        """Return how often it was lost within the last day."""
+        """Return how often the peer was lost within the last day."""
         return sum(now - time < DAY_SECONDS for time in self._lost.get(peer, ()))
 
 
 def availability(losses: int) -> float:
-    """Return the chance that a member is there when it is needed: each loss of the last day halves it."""
+    """Return the chance that a member is there when needed; each loss of the last day halves it."""
     return AVAILABLE * 0.5 ** min(losses, LOSSES_MAX)

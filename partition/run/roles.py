@@ -10,16 +10,16 @@ class Roles(Protocol):
 
     @property
     def committed(self) -> int | None:
-        """How many steps this node's committer has committed; None where it does not commit, or does not know
-        yet because its replicas are not synced."""
+        """The steps that this node's committer has committed; None if it does not commit, or its replicas are
+        not synced yet."""
 
     @property
     def best(self) -> WayBack | None:
-        """The checkpoint of the state that validated best, where the run keeps that one."""
+        """The checkpoint of the state that validated best, if the run keeps that one."""
 
     def holds(self, checkpoint: WayBack) -> bool:
-        """Return whether a copy of a checkpoint is here, of every stage."""
+        """Return whether a copy of a checkpoint is here, with every stage."""
 
     @property
     def can_tell(self) -> bool:
-        """Whether a newcomer can be told how the next plan came about."""
+        """Whether this node can show a newcomer how the next plan came about."""

@@ -1,4 +1,4 @@
-"""The end of a run, as its committer decides it: the result is collected, or there is none, and all are told.
+"""The end of a run as its committer decides it: with or without a collected result, announced to all.
 
 A committer collects the result under the plan in force (`partition.run.collection`) and has it kept
 (`ResultWanted`). Then it tells every living member, under any plan that comes into force meanwhile
@@ -19,12 +19,12 @@ from partition.run.standing import RunStanding
 from partition.run.way_back import WayBack
 
 REASON_SHOWN_MAX = REASON_LENGTH_MAX - 110
-"""The length of a failure's reason that is shown: the note on the newest checkpoint must fit behind it."""
+"""The length of a displayed failure reason; the note on the newest checkpoint must fit behind it."""
 INF = float("inf")
 
 
 class RunEnd:
-    """One member's part. `plan` is in force, None where the run is over here; `live` are the peers that live,
+    """One member's part. `plan` is in force, None where the run is over here; `live` are the living peers,
     `newest` is the newest whole checkpoint. It puts `asks` and adds to the member's `events`."""
 
     def __init__(
@@ -52,29 +52,30 @@ class RunEnd:
 
     @property
     def is_told(self) -> bool:
-        """Whether this node tells the others that the run is over."""
+        """Whether this node announces that the run is over."""
         return self._completion is not None
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         part = self._completion or self._collection
         return INF if part is None else part.deadline
 
     def entered(self, now: float) -> None:
-        """Note that another plan is in force: its committer collects anew; what was told holds."""
+        """Note that another plan is in force: its committer collects again, and an announced end stays."""
         self._collection = None
         self.changed(now)
 
     def changed(self, now: float) -> None:
-        """Look again at which members live."""
+        """Look again at the living members."""
         if self._completion is not None:
             self._completion.changed(now)
 
     # The result
 
     def training_over(self, now: float, reason: str | None) -> None:
-        """As the committer: the last step is committed, and the result is collected; or training failed."""
+        """As the committer: collect the result after the last step; or end the run if training failed for a
+        `reason`."""
         plan = self._plan()
         self._standing.change("training over", "the last step is committed" if reason is None else reason)
         if reason is not None:
@@ -83,19 +84,19 @@ class RunEnd:
             self._collection = ResultCollection(self._me, now, plan, self._asks, self._settings)
 
     def result_kept(self, now: float, plan: Plan, weights: str, detail: str) -> None:
-        """Tell all of the result, which was collected under this plan and is kept here; `weights` is its hash
-        in hex."""
+        """Announce the result, which was collected under this plan and is kept here; `weights` is its hash in
+        hex."""
         if self._is_collected(plan):
             self.finish(now, "done", detail, weights)
 
     def result_spoilt(self, now: float, plan: Plan, reason: str) -> None:
-        """Collect anew: what was handed over under this plan makes no result."""
+        """Collect again: the stages handed over under this plan make no result."""
         if self._is_collected(plan) and self._collection is not None:
             self._collection.spoilt(now, reason)
             self._look(now, self._collection)
 
     def result_lost(self, now: float, plan: Plan, reason: str) -> None:
-        """End the run without a result, which cannot be kept here."""
+        """End the run without a result, since it cannot be kept here."""
         if self._is_collected(plan):
             self.fail(now, reason)
 
@@ -105,7 +106,7 @@ class RunEnd:
     # The announcement
 
     def fail(self, now: float, reason: str) -> None:
-        """End the run for all, with a note on what can be recovered."""
+        """End the run for all members, with a note on what can be recovered."""
         newest, plan = self._newest(), self._plan()
         if newest is not None and plan is not None:
             look = f"`peerloom checkpoint export {plan.run.hex()[:8]} --out FILE`"
@@ -113,7 +114,7 @@ class RunEnd:
         self.finish(now, "failed", reason)
 
     def finish(self, now: float, outcome: str, detail: str, weights: str = "") -> None:
-        """Tell every living member that the run is over, under any plan that comes into force from now on."""
+        """Tell every living member that the run is over, under any later plan too."""
         if self._completion is None and self._plan() is not None:
             detail = detail[:REASON_LENGTH_MAX]
             self._completion = Completion(self._me, now, outcome, detail, weights, self._asks, self._settings)
@@ -130,7 +131,7 @@ class RunEnd:
             self._look(now, collection)
 
     def replied(self, now: float, number: int, reply: Reply) -> None:
-        """Take the answer to one of `asks`."""
+        """Handle the answer to one of `asks`."""
         if self._completion is not None:
             self._completion.replied(now, number, reply)
         elif self._collection is not None:

@@ -1,4 +1,4 @@
-"""The series of evaluations of a run in local mode, to which each member adds those that it hears of."""
+"""The series of evaluations of a run in local mode, to which each member adds its own and others'."""
 
 from math import isfinite
 
@@ -11,7 +11,7 @@ from partition.run.turns import Turns
 
 
 class SharedSeries:
-    """One run's, as one member sees it; `steps` are those of the run: nobody has made more."""
+    """The series of one run at one member; `steps` are those of the run, an upper bound for all members."""
 
     def __init__(self, run: bytes, settings: LocalSettings, steps: int, turns: Turns) -> None:
         self.progress = SeriesProgress()
@@ -26,13 +26,13 @@ class SharedSeries:
         return has_converged(self.progress, self._settings.patience)
 
     def add(self, step: int, samples: int, loss: float, metrics: tuple[float, ...]) -> ModelEvaluated:
-        """Add an evaluation of this member; return what to tell the others."""
+        """Add an evaluation of this member; return the message for the others."""
         self.progress = advance(self.progress, step, loss, self._settings.improvement)
         best, since = self.progress.best, self.progress.since
         return ModelEvaluated(self._run, step, samples, loss, metrics, best, since)
 
     def check(self, message: ModelEvaluated) -> None:
-        """Raise RemoteProtocolError for an evaluation that there cannot be."""
+        """Raise RemoteProtocolError for an impossible evaluation."""
         if not all(isfinite(number) for number in (message.loss, message.best, *message.metrics)):
             raise RemoteProtocolError("an evaluation that is not finite")
         if message.step > self._steps:
@@ -42,7 +42,7 @@ class SharedSeries:
         """Add another member's evaluation; return whether it counts."""
         if message.step < self.progress.step or not self._turns.may_be(now, sender):
             return False
-        if self.progress.step < 0:  # whoever came late goes on with the series as it is told
+        if self.progress.step < 0:  # a latecomer adopts the series as reported
             self.progress = SeriesProgress(message.step, min(message.best, message.loss), message.since)
         else:
             self.progress = advance(self.progress, message.step, message.loss, self._settings.improvement)

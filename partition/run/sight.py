@@ -3,14 +3,15 @@
 from crypto.identity import PeerId
 
 GRACE_SECONDS = 12.0
-"""How long a member that fell out of sight is still waited for: on a busy machine the living look dead
+"""How long a member that fell out of sight is still awaited: on a busy machine living members look dead
 too."""
 KNOWN_MAX = 1_024
-"""Peers that were in the run, whose messages about its end count."""
+"""Present and former members whose messages about the end count."""
 
 
 class MembersInSight:
-    """`peers` are in sight; `unseen` fell out of it at a time, not long ago; `known` are or were members."""
+    """`peers` are in sight; `unseen` recently fell out of sight, with the time; `known` are present or former
+    members."""
 
     def __init__(self) -> None:
         self.peers: frozenset[PeerId] = frozenset()
@@ -18,7 +19,7 @@ class MembersInSight:
         self.known: dict[PeerId, None] = {}
 
     def see(self, now: float, found: frozenset[PeerId]) -> list[PeerId]:
-        """Note which members are in sight now. Return those that are known no longer, to make room."""
+        """Note which members are in sight now. Return those dropped from `known` to make room."""
         self.unseen |= dict.fromkeys(self.peers - found, now)
         self.unseen = {
             peer: at for peer, at in self.unseen.items() if peer not in found and now - at < GRACE_SECONDS
@@ -36,9 +37,9 @@ class MembersInSight:
             self.known[peer] = None
 
     def gone(self, now: float) -> set[PeerId]:
-        """Return the members that are waited for no more."""
+        """Return the members that are no longer awaited."""
         return {peer for peer, at in self.unseen.items() if now - at >= GRACE_SECONDS}
 
     def awaited(self, now: float) -> list[PeerId]:
-        """Return the members whose messages count: those in sight, and those that just fell out of it."""
+        """Return the members whose messages count: those in sight, or recently so."""
         return sorted({*self.peers, *self.unseen} - self.gone(now))

@@ -1,8 +1,8 @@
-"""The places for stages that one peer has, and their promises.
+"""One peer's slots for stages, and their promises.
 
-A run has one of them at most. A promise ends by itself unless its stage is opened in time, and at once where
-its plan cannot come about any more: its planner is gone, has another plan, or was outvoted. A first plan may
-be in force at others when its planner is gone: promises for it are held for ORPHAN_SECONDS more.
+A run has at most one of them. A promise ends by itself unless its stage is opened in time. It ends at once if
+its plan cannot be decided any more: its planner is gone, has another plan, or was outvoted. A first plan may
+be in force at others when its planner is gone, so its promises are held for ORPHAN_SECONDS more.
 """
 
 from collections.abc import Callable, Collection
@@ -15,11 +15,11 @@ from crypto.identity import PeerId
 from partition.plan.plan import Hash, Height, Peer, StageNumber
 
 ORPHAN_SECONDS = 10.0
-"""Members that have begun notice within some seconds that the requester is gone, and bring its plan."""
+"""Members that have begun learn within some seconds that the requester is gone, and bring its plan."""
 
 
 class Promise(msgspec.Struct, frozen=True, array_like=True):
-    """A slot that is held for a stage of `planner`'s plan at a height; `until` is by the clock of `Slots`."""
+    """A slot promised to a stage of `planner`'s plan at a height; `until` is by the clock of `Slots`."""
 
     run: Hash
     plan: Hash
@@ -52,7 +52,7 @@ class Slots:
         return max(0, self.count - len(self.taken(now)))
 
     def lapsing(self, now: float) -> dict[bytes, float]:
-        """Return the runs whose promise ends within ORPHAN_SECONDS without a stage, and in how many
+        """Return the runs whose promise ends within ORPHAN_SECONDS without a stage, and the remaining
         seconds."""
         begun = set(self._hosted())
         left = {row.run: row.until - now for row in self.live(now) if row.run not in begun}
@@ -75,7 +75,7 @@ class Slots:
         wanted = run, plan, stage
         return any((row.run, row.plan, row.stage) == wanted for row in self.live(now))
 
-    # Each returns whether a promise was forgotten
+    # Each method returns whether a promise was forgotten
 
     def release(self, plan: bytes, planner: PeerId) -> bool:
         """Forget the promise to `planner` for `plan`."""
@@ -86,9 +86,9 @@ class Slots:
         return self._keep(lambda row: row.run != run)
 
     def supersede(self, run: bytes, planner: PeerId, height: int) -> tuple[Promise, ...]:
-        """Forget the promises for plans of this run that cannot come about, now that `planner` asks for one
-        at `height`: earlier ones of its own, since it asks for one at a time, and those of lower heights,
-        since another was decided there. Return the forgotten promises."""
+        """Forget the promises for plans of this run that cannot be decided, now that `planner` asks for one
+        at `height`. These are earlier ones of its own, since it asks for one at a time, and those of lower
+        heights, since another was decided there. Return the forgotten promises."""
         gone = tuple(
             row for row in self.promises if row.run == run and (row.planner == planner or row.height < height)
         )
@@ -96,7 +96,7 @@ class Slots:
         return gone
 
     def release_all(self, now: float, planner: PeerId) -> bool:
-        """Forget the promises to a peer that is gone, those for a first plan soon; others' promises stay."""
+        """Forget the promises to a lost peer, those for a first plan later. Promises to others stay."""
         had = self.promises
         until = now + ORPHAN_SECONDS
         self.promises = tuple(
@@ -107,7 +107,7 @@ class Slots:
         return self.promises != had
 
     def take_back(self, promise: Promise) -> bool:
-        """Forget one promise, which could not be given."""
+        """Forget one promise that could not be given."""
         return self._keep(lambda row: row is not promise)
 
     def _keep(self, keeps: Callable[[Promise], bool]) -> bool:

@@ -1,7 +1,7 @@
-"""The clock of a run's stall: from the death that stops it, not from its discovery.
+"""The duration of a run's stall, from the death that caused it rather than its discovery.
 
-A member cannot know when another died. It knows when the last step was committed and when it last heard the
-lost one; nothing was computed since the later of the two.
+A member cannot know when another died. It knows the time of the last committed step and of the lost member's
+last message. Nothing was computed after the later of the two.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,8 @@ from partition.plan.plan import ROSTER_MAX
 
 
 class StallClock:
-    """One member's view of one run; times are monotonic seconds. `since` is when the last stall began."""
+    """One member's view of one run; times are monotonic seconds. `since` is the beginning of the last
+    stall."""
 
     def __init__(self, now: float) -> None:
         self.since = self._moved_at = now
@@ -24,14 +25,14 @@ class StallClock:
             self._heard_at[peer] = now
 
     def moved(self, now: float) -> None:
-        """Note that a step was committed, or the first one after a stall opened."""
+        """Note that a step was committed, or that the first step after a stall was opened."""
         self._moved_at = now
         self._stands = False
 
     def entered(self, now: float, lost: Collection[bytes] | None) -> None:
-        """Note that a plan is in force, without these; None for the first plan here.
+        """Note that a plan without the `lost` members is in force; None for the first plan here.
 
-        A second plan before anything moved prolongs the stall of the first.
+        A second plan before any progress prolongs the stall of the first.
         """
         if lost is None:
             self.since = self._moved_at = now

@@ -1,10 +1,10 @@
-"""The choice of standbys, idle machines that hold the newest state of a stage: pure, by a committer's
+"""The choice of standbys, idle machines that hold the newest state of a stage. Pure, from a committer's
 knowledge.
 
-A stage is covered by the chance that one of its replicas is there when the others die. The stage whose loss
-would cost most gets the next standby, until all are covered well enough or the run has as many as it may. A
-standby takes part in every reduction, so it costs its stage a gradient's bytes each way in every step; where
-no link carries that beside the steps only the newest checkpoint remains.
+A stage's cover is the chance that one of its replicas survives when the others die. The stage with the
+costliest loss gets the next standby, until all are covered well enough or the run has its maximum of
+standbys. A standby takes part in every reduction, so it costs its stage a gradient's bytes each way in every
+step. Where no link can carry that, only the newest checkpoint remains.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,26 +17,25 @@ from partition.plan.problem import Link
 from partition.run.reliability import availability
 
 COVERED = 0.98
-"""The chance of surviving the death of its holder at which a stage needs no more standbys: one holder and one
-standby that were not lost lately have 0.99."""
+"""The cover at which a stage needs no more standbys. One holder and one standby without recent losses have
+0.99."""
 STEP_SHARE_MAX = 0.1
 """The share of a step's time that following may take on a measured link."""
 FILL_SECONDS_MAX = 10.0
-"""The longest stop of the run while a standby takes its state from the holder."""
+"""The longest pause of the run while a standby takes its state from the holder."""
 UNMEASURED_BYTES_MAX = 64 << 20
 """The largest state that is sent over an unmeasured link."""
 SLOWER_MAX = 1.5
-"""Steps that take this many times longer than without a standby were slowed by it."""
+"""Slowdown of steps, relative to those without a standby, that is attributed to it."""
 SLOWER_SECONDS_MIN = 0.05
 """A smaller slowdown is noise."""
 WATCHED_STEPS = 20
-"""Steps before a standby came, and after it, that show its cost."""
+"""Steps that are compared before and after a standby came."""
 
 
 @dataclass(frozen=True)
 class StageSize:
-    """The bytes of a stage: its gradient, which crosses the link each way in every step, and its state, which
-    crosses it once."""
+    """The bytes of a stage: its gradient, sent each way in every step, and its state, sent once."""
 
     gradient_bytes: int
     state_bytes: int
@@ -44,7 +43,7 @@ class StageSize:
 
 @dataclass(frozen=True)
 class Following:
-    """A machine that is to follow a stage, and the cost of that."""
+    """A machine that should follow a stage, and the cost of that."""
 
     stage: int
     peer: PeerId
@@ -53,14 +52,14 @@ class Following:
 
 @dataclass(frozen=True)
 class Uncovered:
-    """A stage that should have a standby and has none, and why."""
+    """A stage that needs a standby and has none, and why."""
 
     stage: int
     reason: str
 
 
 def cover(stage: StagePlan, losses: Callable[[PeerId], int]) -> float:
-    """Return the chance that another peer holds a stage's newest state when one of it dies."""
+    """Return the chance that another peer holds a stage's newest state when one of its replicas dies."""
     return 1 - prod(1 - availability(losses(PeerId(peer))) for peer in stage.replicas)
 
 
@@ -73,17 +72,18 @@ def next_standby(
     *,
     step_seconds: float,
 ) -> Following | Uncovered | None:
-    """Return which of the `idle`, the best first, should follow which stage; None where all are covered.
+    """Return which of the `idle` machines, the best first, should follow which stage; None if all are
+    covered.
 
     `link` returns the known link from one peer to another.
     """
     covers = [cover(stage, losses) for stage in plan.stages]
     weak = [number for number, chance in enumerate(covers) if chance < COVERED]
-    # The cost of a loss: its chance, times the bytes that a newcomer would have to fetch.
+    # The cost of a loss: its chance, times the bytes that a newcomer would fetch.
     weak.sort(key=lambda number: (-(1 - covers[number]) * max(1, sizes[number].state_bytes), number))
     uncovered = None
     for number in weak:
-        for peer in sorted(idle, key=losses):  # of equals the better first
+        for peer in sorted(idle, key=losses):  # a stable sort: the better of equals first
             reason = _obstacle(plan.stages[number], sizes[number], peer, link, step_seconds)
             if not reason:
                 return Following(number, peer, 2 * sizes[number].gradient_bytes)
@@ -98,7 +98,7 @@ def _obstacle(
     link: Callable[[PeerId, PeerId], Link | None],
     step_seconds: float,
 ) -> str:
-    """Return why a peer cannot follow a stage, "" where it can."""
+    """Return why a peer cannot follow a stage, "" if it can."""
     ways = [(link(PeerId(other), peer), link(peer, PeerId(other))) for other in stage.computing]
     known = [each.bytes_per_second for pair in ways for each in pair if each is not None]
     if not known:
@@ -114,8 +114,7 @@ def _obstacle(
 
 
 class FollowWatch:
-    """Tells from the times of steps whether a standby holds a run up. One member's watch, over all its
-    plans."""
+    """Decides from step times whether a standby slows a run down. One member's watch, over all its plans."""
 
     def __init__(self) -> None:
         self._before = inf
@@ -133,11 +132,11 @@ class FollowWatch:
 
     @property
     def seconds(self) -> float | None:
-        """The time of a step under this plan; None before enough are known."""
+        """The time of a step under this plan; None until it is known."""
         return _median(self._times) if len(self._times) >= WATCHED_STEPS else None
 
     def stepped(self, seconds: float) -> bool:
-        """Note the time of a step; return whether standbys make steps slower than they may."""
+        """Note the time of a step; return whether standbys make steps too slow."""
         self._times.append(seconds)
         del self._times[:-WATCHED_STEPS]
         found = self.seconds

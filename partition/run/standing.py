@@ -1,4 +1,4 @@
-"""The state that a run is in for one member, by the table of states, and what a person reads about it."""
+"""The state of a run for one member, by the table of states, and its explanation to display."""
 
 from collections.abc import Sequence
 from fractions import Fraction
@@ -12,8 +12,8 @@ from partition.run.states import CAUSE_OF, OVER, Cause, State, after, cause_of
 
 
 class RunStanding:
-    """The state of one run. `is_stuck`: no plan can follow, as a stage has no replica. Changes are appended
-    to the member's `events`."""
+    """The state of one run. `is_stuck`: no plan can follow, since a stage has no replica. Changes are
+    appended to the member's `events`."""
 
     def __init__(self, events: list[Event]) -> None:
         self.state: State = "submitted"
@@ -23,10 +23,10 @@ class RunStanding:
     def in_force(
         self, plan: Plan, wanted: Sequence[int], first_pace: Fraction, *, branch: str, reason: str
     ) -> None:
-        """Note that the run goes on, with all the replicas it began with or with fewer.
+        """Note that the run continues, with all its initial replicas or with fewer.
 
         Each stage had `wanted` replicas at the beginning, and the run `first_pace`. `branch` is the message
-        about the branch that this member is on, empty for none.
+        about this member's branch, empty for none.
         """
         self.is_stuck = False
         cause = cause_of(plan, wanted)
@@ -41,14 +41,15 @@ class RunStanding:
         self.change(cause, reason or usual, is_note=bool(branch))
 
     def stick(self, reason: str, lost: tuple[PeerId, ...], *, is_alone: bool) -> None:
-        """Note that no plan can follow, as these peers are lost; `is_alone`: where it would go on alone."""
+        """Note that no plan can follow, since these peers are lost; `is_alone`: this member would continue
+        alone."""
         self.is_stuck = True
         reason = stage_missing(reason, lost)
         reason = f"it cannot go on alone: {reason}" if is_alone else reason
         self.change("stage lost", reason, lost, is_note=is_alone)
 
     def leave(self, reason: str) -> None:
-        """Note that the run goes on elsewhere."""
+        """Note that the run continues elsewhere."""
         self.state = after(self.state, "quorum lost")
         self._events.append(StateChanged(self.state, reason))
 
@@ -58,14 +59,14 @@ class RunStanding:
             self.state = after(self.state, CAUSE_OF[outcome])
 
     def note(self, reason: str) -> None:
-        """Tell a person something that does not change the state, if there is anything to tell."""
+        """Display a message that does not change the state, if it is not empty."""
         if reason:
             self._events.append(StateChanged(self.state, reason, is_note=True))
 
     def change(
         self, cause: Cause, reason: str, waits_for: tuple[PeerId, ...] = (), *, is_note: bool = False
     ) -> None:
-        """Move by the table of states; a change is told once, a note always."""
+        """Move by the table of states; a change is reported once, a note always."""
         state = after(self.state, cause)
         if state != self.state or is_note:
             self.state = state

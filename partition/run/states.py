@@ -1,7 +1,7 @@
-"""The states of a run, and the causes that lead from one to another.
+"""The states of a run, and the causes of its transitions.
 
-A state is this member's view; `RunChanged` events report it. A transition that is not in the table cannot
-happen: asking for it is our own bug.
+A state is this member's view; `RunChanged` events report it. Only transitions in the table are possible; any
+other is a bug of ours.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,7 @@ _GOES_ON: Mapping[Cause, State] = {
     "quorum lost": "paused",
     "stage lost": "paused",
     "training over": "ending",
-    "result kept": "done",  # a member hears only of the end
+    "result kept": "done",  # a member learns only of the end
     **_ENDS,
 }
 NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
@@ -47,7 +47,7 @@ NEXT: Mapping[State, Mapping[Cause, State]] = MappingProxyType(
         "submitted": {
             "leases wanted": "placing",
             "plan in force": "running",
-            "stage short of replicas": "degraded",  # of a member that comes later
+            "stage short of replicas": "degraded",  # for a member that comes later
             "node restarted": "paused",
             **_ENDS,
         },
@@ -72,7 +72,8 @@ OVER: frozenset[State] = frozenset(state for state, leads in NEXT.items() if not
 
 
 def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
-    """Return the cause that a plan in force is; `wanted` are the replicas that each stage began with."""
+    """Return the cause that a plan in force stands for; `wanted` is the number of replicas each stage began
+    with."""
     if len(plan.stages) != len(wanted):
         return "stage short of replicas" if len(plan.stages) < len(wanted) else "plan in force"
     short = any(len(stage.computing) < count for stage, count in zip(plan.stages, wanted, strict=True))
@@ -80,7 +81,8 @@ def cause_of(plan: Plan, wanted: Sequence[int]) -> Cause:
 
 
 def after(state: State, cause: Cause) -> State:
-    """Return the state that `cause` leads to. Raises LocalProtocolError: it leads nowhere from here."""
+    """Return the state that `cause` leads to. Raises LocalProtocolError if the table has no such
+    transition."""
     try:
         return NEXT[state][cause]
     except KeyError:

@@ -1,8 +1,8 @@
-"""A member's chain of plans, whose promises are stored before anything that follows from them is sent.
+"""A member's chain of plans, whose promises are stored before any consequence is sent.
 
-The chain (`partition.plan.paxos`) must keep its promises over every restart. So its calls wait in order, and
-what a call sends, and its events, are held back while `is_storing`: until the driver has written down
-`durable` and calls `stored`.
+The chain (`partition.plan.paxos`) must keep its promises across restarts. So calls wait in order, and a
+call's messages and events are held back while it `is_storing`: until the driver has stored `durable` and
+calls `stored`.
 """
 
 from collections import Counter, deque
@@ -16,15 +16,15 @@ from partition.plan.paxos import Event, PaxosChain
 from partition.plan.paxos_messages import AgreementMessage, Sends
 
 CALLS_MAX = 4_096
-"""Calls that wait for the disk; more are dropped, as a lossy network would drop them."""
+"""Calls that wait for the disk; further ones are dropped, as a lossy network would drop them."""
 SENDER_CALLS_MAX = 64
-"""Messages of one member that wait, and of all strangers together: a flood does not keep out those of
-others. An agreement takes a few of each member."""
+"""Waiting messages of one member, and of all strangers together, so that a flood does not displace the
+messages of others. An agreement takes a few of each member."""
 INF = float("inf")
 
 
 class StoredChain:
-    """The chain of one run at one member. After `wake` and `stored` the owner takes `sends`, `refused` and
+    """The chain of one run at one member. After `wake` and `stored` the owner handles `sends`, `refused` and
     `events`, in this order, unless it `is_storing`."""
 
     def __init__(self, chain: PaxosChain) -> None:
@@ -32,22 +32,20 @@ class StoredChain:
         self.is_storing = False
         self.refused: list[tuple[PeerId, str]] = []
         self._held: Sends = []
-        self._calls: deque[Callable[[float], Sends]] = deque(
-            [chain.wake]
-        )  # the first promise is to be stored
+        self._calls: deque[Callable[[float], Sends]] = deque([chain.wake])  # the first promise must be stored
         self._waiting: Counter[PeerId | None] = Counter()  # by sender; None for all strangers
         self._is_closed = False
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called; at once while calls wait."""
+        """The time of the next `wake`; at once while calls wait."""
         if self.is_storing or self._is_closed:
             return INF
         return -INF if self._calls else self.core.deadline
 
     def receive(self, sender: PeerId, message: AgreementMessage) -> None:
-        """Queue a message about the chain, from anybody: it is checked, or refused, when its turn comes. It
-        is dropped where too many of the same sender, or of strangers, wait."""
+        """Queue a message about the chain from any peer; it is checked when its turn comes. It is dropped if
+        too many of the same sender, or of strangers, wait."""
         source = sender if self.core.knows(sender) else None
         has_turn = self._waiting[source] < SENDER_CALLS_MAX
         if has_turn and self._do(partial(self._receive, source, sender, message)):
@@ -58,27 +56,27 @@ class StoredChain:
         self._do(lambda now: self.core.wish(now, change, parent=parent))
 
     def reach(self, live: Collection[PeerId]) -> None:
-        """Note which peers are now believed to be alive."""
+        """Note the peers now believed alive."""
         self._do(lambda now: self.core.reach(now, live))
 
     def wake(self, now: float) -> None:
-        """Make the call that is next. Nothing is due before `deadline`."""
+        """Make the next call. Nothing is due before `deadline`."""
         if now < self.deadline:
             return
         call = self._calls.popleft() if self._calls else self.core.wake
         try:
             self._held = list(call(now))
         except RemoteProtocolError:
-            self._held = []  # a wish of our own that does not fit any more
+            self._held = []  # an own proposal that is outdated
         if self.core.unsaved:
             self.core.unsaved, self.is_storing = False, True
 
     def stored(self) -> None:
-        """Note that `durable` of the chain is written down."""
+        """Note that `durable` of the chain is stored."""
         self.is_storing = False
 
     def take(self) -> tuple[Sends, list[Event]]:
-        """Return what may be sent now, and the events to act on after that; each once."""
+        """Return the messages that may be sent now, and the events to handle afterwards; each once."""
         if self.is_storing:
             return [], []
         sends, self._held = self._held, []
@@ -86,7 +84,7 @@ class StoredChain:
         return sends, events
 
     def close(self) -> None:
-        """Make no more calls: this node takes no part in the agreement any more."""
+        """Make no more calls: this node leaves the agreement."""
         self._is_closed = True
         self._calls.clear()
         self._waiting.clear()

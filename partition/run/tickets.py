@@ -1,10 +1,9 @@
 """Tickets of a run: signed by the member that asks a peer to take part, expiring, and revoked by the
 requester.
 
-A chain of tickets begins with one by the requester; each next one is by the peer that the last was made for.
-A chain is as good as the first of its tickets to expire. A revocation is signed by the requester alone and
-names a member: from then on no chain that holds a ticket for that member is valid, but one that the requester
-itself signed later.
+A chain of tickets begins with one by the requester; the member named in each ticket signs the next. A chain
+expires with its first ticket that expires. Only the requester signs revocations, which name a member. A chain
+with a revoked member's ticket is invalid, unless the requester itself signed that ticket later.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -24,12 +23,12 @@ TICKET_PURPOSE = "run-ticket"
 REVOCATION_PURPOSE = "run-ticket-revocation"
 TICKET_BYTES_MAX = 128
 CHAIN_MAX = 32
-"""Tickets in a chain: generations of members that were all replaced by the next."""
+"""Tickets in a chain: generations of members, each replaced by the next."""
 TICKET_SECONDS = 90 * 24 * 3600.0
-"""How long a ticket of a run in local mode is valid: longer than runs take, since they go on without the
-requester, who could renew it."""
+"""How long a ticket of a run in local mode is valid. It is longer than runs take, since they continue without
+the requester, who could renew it."""
 REVOKED_MAX = 256
-"""Revocations of one run that a member keeps; only the requester can make more, and the newest count."""
+"""Revocations of one run that a member keeps. Only the requester can make more, and the newest count."""
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
@@ -38,7 +37,7 @@ Chain = Annotated[tuple[Fact, ...], msgspec.Meta(max_length=CHAIN_MAX)]
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """Its author asks `member` to take part in `run`, at this time by the author's clock, until then."""
+    """The author asks `member` to take part in `run`; both times are by the author's clock."""
 
     run: Hash
     member: Subject
@@ -47,7 +46,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Revocation(msgspec.Struct, frozen=True, array_like=True):
-    """The requester revokes the tickets for `member` in `run` that were made up to this time."""
+    """The requester revokes the tickets for `member` in `run` that were signed up to this time."""
 
     run: Hash
     member: Subject
@@ -62,7 +61,7 @@ class TicketStanding:
 
     @property
     def until(self) -> float:
-        """Return when the first of them expires, in seconds of the wall clock."""
+        """Return the earliest expiry of them, in wall seconds."""
         return min((ticket.until_milliseconds / 1000 for _, ticket in self.tickets), default=inf)
 
 
@@ -88,8 +87,8 @@ def check_chain(
 ) -> list[tuple[PeerId, Ticket]]:
     """Return the tickets of a chain for `member`, each with its author. Raises RemoteProtocolError.
 
-    All but the signatures is checked first; those of `verified` facts are not checked again. Whether the
-    tickets have expired or were revoked is for the caller.
+    The signatures are checked last, except those of `verified` facts. The caller checks expiry and
+    revocation.
     """
     author, found = requester, []
     for fact in chain:
@@ -131,7 +130,8 @@ class Revocations:
         return None if found is None else found[1]
 
     def learn(self, facts: Sequence[Fact]) -> list[Fact]:
-        """Take revocations; return those that are new. Raises RemoteProtocolError: not the requester's."""
+        """Add revocations; return the new ones. Raises RemoteProtocolError if the requester did not sign
+        them."""
         new = []
         for fact in facts:
             body: Revocation = decode(fact.body, Revocation, bytes_max=TICKET_BYTES_MAX)
@@ -149,7 +149,7 @@ class Revocations:
         return new
 
     def against(self, standing: TicketStanding) -> Fact | None:
-        """Return the revocation that makes these tickets invalid."""
+        """Return the revocation that makes these tickets invalid, None for none."""
         known: Mapping[PeerId, tuple[Revocation, Fact]] = self._facts
         for author, ticket in standing.tickets:
             found = known.get(PeerId(ticket.member))

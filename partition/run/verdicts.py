@@ -11,7 +11,7 @@ from partition.steps.messages import Synced
 
 @dataclass(frozen=True)
 class PeersLost:
-    """The next plan must do without these."""
+    """The next plan must drop these peers."""
 
     peers: tuple[PeerId, ...]
     reason: str
@@ -19,7 +19,7 @@ class PeersLost:
 
 @dataclass(frozen=True)
 class TrainingOver:
-    """The last step is committed and evaluated; or why that will never be."""
+    """The last step is committed and evaluated; or why it will never be."""
 
     reason: str | None
 
@@ -46,14 +46,14 @@ class Verdicts:
         return PeersLost(tuple(late), f"its stage was not open after {seconds:.0f} s")
 
     def judge(self, event: Event) -> PeersLost | TrainingOver | None:
-        """Return the verdict on a committer's event; None where the run goes on as it is."""
+        """Return the verdict on a committer's event; None if the run continues unchanged."""
         match event:
             case TrainingEvaluated():
                 return TrainingOver(None)
             case TrainingFailed(stage=None):
                 return TrainingOver(event.reason)
             case TrainingFailed(stage=int() as stage):
-                # It has replicas, and none of them its parameters: it is as if it had none.
+                # The stage has replicas, but none with its parameters: treat it as a lost stage.
                 peers = tuple(PeerId(peer) for peer in self._plan.stages[stage].replicas)
                 return PeersLost(peers, event.reason)
             case ReplicaFailed():

@@ -10,34 +10,34 @@ from crypto.identity import PeerId
 
 
 def liars_max(count: int) -> int:
-    """Return how many of `count` members may lie: a third, rounded down, and at least one; for one member
-    alone none."""
+    """Return how many of `count` members may lie: a third, rounded down, and at least one; none for a single
+    member."""
     return max(1, (count - 1) // 3) if count > 1 else 0
 
 
 def quorum(count: int) -> int:
-    """Return the size of sets of `count` members such that two of them share one that does not lie."""
+    """Return the size at which any two sets of `count` members share an honest one."""
     return (count + liars_max(count)) // 2 + 1
 
 
 @dataclass(frozen=True)
 class Electorate:
-    """The members that have a vote, as one of them sees it. The run's requester breaks a tie."""
+    """The members with a vote, as one of them sees them. The run's requester breaks a tie."""
 
     voters: frozenset[PeerId]
     requester: PeerId | None = None
 
     def is_quorum(self, members: Collection[PeerId]) -> bool:
-        """Return whether these are a quorum."""
+        """Return whether these members are a quorum."""
         return len(self.voters.intersection(members)) >= quorum(len(self.voters))
 
     def is_majority(self, members: Collection[PeerId], among: Collection[PeerId]) -> bool:
-        """Return whether `members` are more than half of those `among` which have a vote, or half of them
-        and the requester one of these."""
+        """Return whether `members` are more than half of the voters `among` these, or half of them including
+        the requester."""
         found = self.voters.intersection(members)
         return 2 * len(found) + (self.requester in found) > len(self.voters.intersection(among))
 
     @property
     def liars_max(self) -> int:
-        """How many of them may lie."""
+        """The number of voters that may lie."""
         return liars_max(len(self.voters))

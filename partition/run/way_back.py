@@ -1,6 +1,6 @@
-"""The state that a run goes back to when a stage has lost its last replica.
+"""The state that a run returns to when a stage has lost its last replica.
 
-The newest checkpoint that is whole, else the first values of all stages, which every member can make itself.
+It is the newest whole checkpoint, or else the initial parameters of all stages, which every member can make.
 """
 
 from crypto.errors import RemoteProtocolError
@@ -12,24 +12,24 @@ WayBack = tuple[bytes, int]
 
 
 class WaysBack:
-    """One member's knowledge of checkpoints. Only a member that knows of every checkpoint may have the run
-    begin anew: one that has been in since the first plan, or was told since it came. Any other could throw
-    the work of others away."""
+    """One member's knowledge of checkpoints. Only a member that knows of every checkpoint may restart the run
+    from its beginning: one since the first plan, or one that was told since it came. Any other could discard
+    the work of others."""
 
     def __init__(self, save_every: int) -> None:
-        """`save_every` is how many steps lie between two checkpoints at least, 0 where none are made."""
+        """`save_every` is the minimum number of steps between two checkpoints, 0 for none."""
         self._save_every = save_every
         self._is_informed = False
 
     def entered(self, plan: Plan) -> WayBack | None:
-        """Note the plan in force; return the checkpoint that it went back to, if it did."""
+        """Note the plan in force; return the checkpoint that it returned to, if it did."""
         self._is_informed |= not plan.height or plan.restored != NO_HASH
         return None if plan.restored in (NO_HASH, FIRST_VALUES) else (plan.restored, plan.step)
 
     def told(self, message: Checkpointed) -> WayBack | None:
-        """Note the committer's message; return the whole checkpoint, if there is one.
+        """Note the committer's message; return the whole checkpoint, if any.
 
-        Raises RemoteProtocolError: the beginning of a run is before its first step.
+        Raises RemoteProtocolError for initial parameters with a step above 0.
         """
         is_beginning = message.checkpoint == FIRST_VALUES
         if is_beginning and message.step:
@@ -38,21 +38,21 @@ class WaysBack:
         return None if is_beginning else (message.checkpoint, message.step)
 
     def news(self, plan: Plan | None, newest: WayBack | None) -> Checkpointed | None:
-        """Return the message to send as the committer of `plan`, which knows of `newest`; None for
-        nothing."""
+        """Return the message to send as the committer of `plan`, given the `newest` checkpoint; None for
+        none."""
         is_known = newest is not None or (self._is_informed and self._save_every)
         if (
             plan is None or plan.is_final or not is_known
-        ):  # then the result is whole, and nothing else is gone back to
+        ):  # the result is whole, and nothing else is returned to
             return None
         name, step = newest or (FIRST_VALUES, 0)
         return Checkpointed(plan_hash(plan), step, name)
 
     def find(self, newest: WayBack | None, furthest: int) -> WayBack | None:
-        """Return the state that a stage without a replica is restored from, None if there is none.
+        """Return the state from which a stage without a replica is restored, None if there is none.
 
-        `newest` is the newest whole checkpoint that this member knows of. Without one the run may begin anew,
-        as long as at most as many steps would be computed again as lie between two checkpoints.
+        `newest` is the newest whole checkpoint known here. Without one the run may restart, if that repeats
+        at most as many steps as lie between two checkpoints.
         """
         if newest is not None:
             return newest

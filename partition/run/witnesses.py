@@ -1,4 +1,4 @@
-"""Promises to be a witness of a run: a member with a vote, and without a stage.
+"""Promises to be a witness of a run: a member with a vote and without a stage.
 
 A witness votes on plans and keeps the chain and checkpoints, so it needs no slot. Promises are kept in memory
 only: the run replaces those that a restart forgets.
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 WITNESSED_MAX = 8
-"""Others' runs in which a node has a vote and no stage: each may have it fetch the run's data."""
+"""Others' runs in which a node is a witness: each may make it fetch the run's data."""
 PROMISES_MAX = 64
-"""Plans that may yet come about; the oldest of the planner with the most makes room."""
+"""Remembered promises; the oldest of the planner with the most makes room."""
 PROMISES_PER_PEER_MAX = 8
 
 
@@ -37,7 +37,7 @@ class WitnessPromises:
             del self._promises[theirs[0]]
         self._promises[plan] = _Promise(run, planner, now + seconds)
         if len(self._promises) > PROMISES_MAX:
-            # The planner with the most, so that a few peers that ask often push out only one another.
+            # Evict from the planner with the most, so that a few frequent askers displace only one another.
             count = Counter(row.planner for row in self._promises.values())
             del self._promises[max(self._promises, key=lambda name: count[self._promises[name].planner])]
 

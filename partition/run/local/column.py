@@ -1,8 +1,8 @@
-"""The column of a head: who holds each stage for it, and who is asked where a stage has nobody.
+"""The column of a head: the holder of each stage, and the peers to ask for a stage without a holder.
 
-A holder that is gone breaks the column: the step that was under way is dropped everywhere, and the head looks
-for another holder of that stage, one whose own head is gone or a node with a free slot. Other heads name
-those that they know: a holder that is left over may be unknown to the head that lacks it.
+The loss of a holder breaks the column: the open step is dropped everywhere, and the head looks for another
+holder of that stage. This may be a holder whose own head is gone, or a node with a free slot. Other heads
+name the holders that they know, since a free holder may be unknown to the head that needs it.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from partition.run.local.courses import AttachTo, Course
 from partition.run.local.seat import StageSeat
 
 HEADS_ASKED = 2
-"""How many other heads are asked each time that a stage is missing: one after another, all are."""
+"""Other heads asked at a time while a stage is missing; all are asked in turn."""
 
 
 @dataclass(frozen=True)
 class WorkHere:
-    """Have a stage that the head holds itself work for it, if it is ready. No answer."""
+    """Start a stage that the head holds itself, if it is ready. No answer."""
 
     stage: int
 
@@ -31,21 +31,21 @@ class ColumnHolders:
         self.attached: dict[int, PeerId] = {}
         """The other nodes that work for this head, by stage."""
         self.here: dict[int, StageSeat] = {}
-        """The stages that the head holds beside the first, of which some may work for it now."""
+        """The stages that the head holds besides the first; some of them may work for it now."""
         self.mates: dict[int, dict[PeerId, None]] = {stage: {} for stage in range(1, count)}
-        """The peers that were reported to hold a stage."""
+        """The reported holders of each stage."""
         self.has_looked = False
-        """Whether holders have been looked for."""
+        """Whether a search for holders has been made."""
         self.is_older = False
-        """Whether the last peer that was asked is fetching a newer state."""
+        """Whether the last peer asked is fetching a newer state."""
         self._count = count
         self._hosts: dict[int, PeerId] = {}
-        """Peers that agreed to hold a stage beside another one of this column."""
+        """Peers that agreed to hold a stage besides another one of this column."""
         self._heads_asked = 0
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The stages that nobody holds for this head."""
+        """The stages without a holder in this column."""
         held = {*self.attached, *(stage for stage, seat in self.here.items() if seat.head is not None)}
         return tuple(stage for stage in range(1, self._count) if stage not in held)
 
@@ -55,15 +55,15 @@ class ColumnHolders:
         return tuple(dict.fromkeys(self.attached.values()))
 
     def agreed(self, stage: int, peer: PeerId) -> None:
-        """Note that a peer will hold this stage, also beside another."""
+        """Note that a peer will hold this stage, possibly besides another."""
         self._hosts[stage] = peer
         self.mates[stage] = {peer: None, **self.mates[stage]}
 
     # Looking for holders
 
     def mend(self, known: Sequence[PeerId], heads: Sequence[PeerId]) -> Course[None]:
-        """Find holders for the stages that are missing: peers said to hold them first, then other members. If
-        none does, some of the other `heads` are asked for names, for the next time."""
+        """Find holders for the missing stages: first their reported holders, then other members. If none
+        agrees, ask some of the other `heads` for names, to try the next time."""
         for stage in self.missing:
             if stage in self.here:
                 yield WorkHere(stage)
@@ -77,8 +77,8 @@ class ColumnHolders:
         self.has_looked = True
 
     def _candidates(self, stage: int, known: Sequence[PeerId]) -> list[PeerId]:
-        """Return the peers to ask for a missing stage, one after another until one works for this head: those
-        said to hold it first, then other `known` members."""
+        """Return the peers to ask for a missing stage, in order, until one works for this head: its reported
+        holders, then other `known` members."""
         taken = set(self.peers) - {self._hosts.get(stage)}
         return [peer for peer in dict.fromkeys((*self.mates[stage], *known)) if peer not in taken]
 
@@ -88,7 +88,7 @@ class ColumnHolders:
         return [heads[number % len(heads)] for number in range(first, first + min(HEADS_ASKED, len(heads)))]
 
     def wants_copies(self, stage: int) -> bool:
-        """Return whether the holder of a stage is to keep copies of the first: one is enough."""
+        """Return whether the holder of a stage should keep copies of the first stage; one holder suffices."""
         return not any(self.attached.keys() - {stage})
 
     def asking(self) -> None:
@@ -102,12 +102,12 @@ class ColumnHolders:
             del self._hosts[stage]
 
     def refused(self, stage: int, peer: PeerId, named: Sequence[PeerId], *, is_older: bool) -> None:
-        """Note that a peer does not work for this head, and `named` others that may."""
+        """Note that a peer does not work for this head; the peers `named` may."""
         self.is_older = is_older
         self._learn(stage, [mate for mate in named if mate != peer])
 
     def took(self, stage: int, peer: PeerId, named: Sequence[PeerId]) -> None:
-        """Note that a peer works for this head, and others that hold the same stage."""
+        """Note that a peer works for this head; the peers `named` hold the same stage."""
         self._learn(stage, [peer, *named])
         self.attached[stage] = peer
 
@@ -124,7 +124,7 @@ class ColumnHolders:
             self.mates[stage].pop(peer, None)
 
     def expel(self, peer: PeerId) -> list[int]:
-        """Forget a peer that is a member no more; return the stages that it holds for this head."""
+        """Forget a peer that is no longer a member; return the stages that it holds for this head."""
         for mates in self.mates.values():
             mates.pop(peer, None)
         return [stage for stage, holder in self.attached.items() if holder == peer]

@@ -16,7 +16,7 @@ from partition.stage import REASON_LENGTH_MAX
 
 PROTOCOL = "/peerloom/column/1"
 MESSAGE_BYTES_MAX = 32 * 1024
-"""A full chain of tickets; requests and answers are payloads."""
+"""Size limit: a full chain of tickets; requests and answers are payloads."""
 MATES_MAX = 32
 
 Hash = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -25,9 +25,9 @@ Reason = Annotated[str, msgspec.Meta(max_length=REASON_LENGTH_MAX)]
 
 
 class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
-    """Work for me: I am a head of this run after so many steps, and a member by this chain. `keeps` asks for
-    copies of the head's own stage to be kept, for whoever takes that over. `column` are other nodes that
-    work for it: a holder shows itself to them where the head is gone."""
+    """Work for the sender, a head of this run after `step` steps, and a member by this chain. `keeps` asks
+    for copies of the head's own stage, for its successor. `column` are the head's other nodes, to which the
+    holder announces itself when the head is gone."""
 
     run: Hash
     stage: Annotated[int, msgspec.Meta(ge=1, lt=STAGES_MAX)]
@@ -38,15 +38,15 @@ class Attach(msgspec.Struct, frozen=True, array_like=True, tag="attach"):
 
 
 class Attached(msgspec.Struct, frozen=True, array_like=True, tag="attached"):
-    """I do, and am a member by this chain; `mates` hold the same stage."""
+    """The holder agrees, and is a member by this chain; `mates` hold the same stage."""
 
     chain: Chain
     mates: Annotated[tuple[Subject, ...], msgspec.Meta(max_length=MATES_MAX)]
 
 
 class ColumnRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal"):
-    """No; `is_diverged`: what was computed is no finite number, and the column goes on. `mates` may hold the
-    stage: another head names them, which holds none but the first. `is_older`: a newcomer's state is of an
+    """A refusal. `is_diverged`: the result was not finite, and the column continues. `mates` may hold the
+    stage; another head, which holds only the first, names them. `is_older`: a newcomer's state is of an
     earlier step than another holder's, which it takes over now; ask again."""
 
     reason: Reason
@@ -56,15 +56,15 @@ class ColumnRefusal(msgspec.Struct, frozen=True, array_like=True, tag="refusal")
 
 
 class Do(msgspec.Struct, frozen=True, array_like=True, tag="do"):
-    """The payload is a request to your stage."""
+    """A request to the holder's stage, as the payload."""
 
 
 class Did(msgspec.Struct, frozen=True, array_like=True, tag="did"):
-    """The payload is its answer."""
+    """The answer to that request, as the payload."""
 
 
 Question = Attach | Do
 Answer = Attached | Did | ColumnRefusal
 Work = api.Forward | api.Backward | api.Norm | api.Apply | api.Discard | api.Export
-"""The requests that a head sends to another's stage."""
+"""The requests that a head sends to another node's stage."""
 Worked = api.Forwarded | api.BackwardDone | api.Normed | api.Applied | api.StageDone | api.Exported

@@ -1,8 +1,8 @@
-"""Courses: what follows what in a member's life in local mode, as generators of deeds, one at a time.
+"""Courses: sequences of deeds in a member's life in local mode, as generators that yield one deed at a time.
 
-A course yields a deed, and is sent what came of it; one that waits yields `Sleep`. A driver does the deeds of
-its node, or of its simulated peer, and decides nothing. It throws `ColumnBroken` into the course where a deed
-comes to that; any other error ends the course.
+A course yields a deed and is sent its outcome; to wait, it yields `Sleep`. A driver carries out the deeds for
+its node or simulated peer, and decides nothing. It throws `ColumnBroken` into the course if a deed fails that
+way; any other error ends the course.
 """
 
 from collections.abc import Generator
@@ -13,11 +13,11 @@ from crypto.identity import PeerId
 
 R = TypeVar("R")
 Course = Generator[object, Any, R]
-"""A course whose result is R. Its deeds are frozen dataclasses; each says how it is answered."""
+"""A course with the result R. Its deeds are frozen dataclasses; each says what its answer is."""
 
 
 class ColumnBroken(Exception):
-    """A stage of the column has no holder any more."""
+    """A stage of the column has lost its holder."""
 
 
 class StageLost(Exception):
@@ -26,21 +26,21 @@ class StageLost(Exception):
 
 @dataclass(frozen=True)
 class Sleep:
-    """Go on after so long. No answer."""
+    """Continue after some seconds. No answer."""
 
     seconds: float
 
 
 @dataclass(frozen=True)
 class CatchUp:
-    """Take over the state of others. No answer. StageLost: it `is_needed`, and nobody hands one over."""
+    """Take over a state of others. No answer. StageLost: it `is_needed`, and no peer hands one over."""
 
     is_needed: bool = True
 
 
 @dataclass(frozen=True)
 class AttachTo:
-    """Have a peer hold a stage of this head's column. The answer says whether it does."""
+    """Ask a peer to hold a stage of this head's column. The answer says whether it does."""
 
     stage: int
     peer: PeerId
@@ -48,7 +48,7 @@ class AttachTo:
 
 @dataclass(frozen=True)
 class AskToHold:
-    """Ask a node, which may be this one, to hold a stage; with `is_beside` in addition to its own. The answer
+    """Ask a node, possibly this one, to hold a stage; with `is_beside` in addition to its own. The answer
     says whether it will."""
 
     stage: int
@@ -58,6 +58,6 @@ class AskToHold:
 
 @dataclass(frozen=True)
 class CallHeads:
-    """Show members that this one is there, and these, which worked for its last head. No answer."""
+    """Announce this holder to members, and to these peers, which worked for its last head. No answer."""
 
     companions: tuple[PeerId, ...]

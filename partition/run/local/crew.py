@@ -1,4 +1,4 @@
-"""The members of a run in local mode as one of them sees them: its rosters, its column, its seats."""
+"""The members of a run in local mode as one member knows them: its rosters, its column, its seats."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -22,21 +22,21 @@ class MemberCrew:
         reports: Callable[[], Reports],
         admitted: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`replicas` are the heads that the run wants, 0 for any number. `reports` returns the reports of the
-        others that hold the same stage, `admitted` all members that are known."""
+        """`replicas` is the wanted number of heads, 0 for any. `reports` returns the reports of other holders
+        of the same stage, `admitted` all known members."""
         self.is_training = is_training
         self.holders_of: ColumnHolders | None = None
-        """The holders of this head's column, None for a member that is no head."""
+        """The holders of this head's column, None unless this member is a head."""
         self.own_seat: StageSeat | None = None
-        """The seat of this member's stage, where it works for the head of a column."""
+        """The seat of this member's stage, if it works for the head of a column."""
         self.taken: set[int] = set()
-        """The numbers of the stages that this member holds beside its own, including those being opened."""
+        """The stages that this member holds besides its own, including those being opened."""
         self.awaits_head = False
-        """Whether all earlier heads are gone, and no node here has a copy of their numbers."""
+        """Whether all earlier heads are gone and no node here has a copy of their parameters."""
         self.agreed: set[PeerId] = set()
-        """The nodes that agreed to be heads when this member asked them."""
+        """The nodes that agreed to be heads when this member asked."""
         self.has_asked = False
-        """Whether this member has asked every node once that could take part."""
+        """Whether this member has asked every possible node once."""
         self.me = me
         self.ending = ending
         self._replicas = replicas
@@ -45,12 +45,12 @@ class MemberCrew:
 
     @property
     def reports(self) -> Reports:
-        """Return the reports of the others that hold the same stage."""
+        """Return the reports of the other holders of the same stage."""
         return self._reports()
 
     @property
     def others(self) -> tuple[PeerId, ...]:
-        """Return the others that hold the same stage."""
+        """Return the other holders of the same stage."""
         return tuple(self.reports)
 
     @property
@@ -60,7 +60,7 @@ class MemberCrew:
 
     @property
     def further_seats(self) -> Sequence[StageSeat]:
-        """Return the seats of the stages that this member holds beside its own."""
+        """Return the seats of the stages that this member holds besides its own."""
         return ()
 
     @property
@@ -82,11 +82,11 @@ class MemberCrew:
 
     @property
     def missing(self) -> tuple[int, ...]:
-        """The stages that this member's column lacks."""
+        """The missing stages of this member's column."""
         return () if self.holders_of is None or self.ending.best is not None else self.holders_of.missing
 
     def wanted(self, free: int) -> int:
-        """Return how many more heads the run can use, where `free` nodes can be asked."""
+        """Return how many more heads the run can use, with `free` nodes to ask."""
         others = self.others
         is_first = self.ending.turns.is_first(others) or not self.training
         if not is_first or self.ending.best is not None or self.awaits_head:
@@ -123,13 +123,13 @@ class MemberCrew:
     # The end of the run
 
     def judges(self, stage: int, stages: int, *, has_state: bool) -> bool:
-        """Return whether this member, with one of so many `stages`, looks at a result before it holds it:
-        heads do, in columns whole ones."""
+        """Return whether this member, which holds `stage` of `stages`, tries a result before it holds it:
+        heads do, in columns complete ones."""
         return self.is_training and not stage and (has_state or stages == 1)
 
     def trusts(self, stage: int) -> bool:
-        """Return whether this member's head holds the preferred conclusion, or half of those that train: a
-        member that does not train has their word alone."""
+        """Return whether this member's head holds the preferred conclusion, or half of those that train. A
+        member that does not train has only their word."""
         if self.head is not None:
             return self.head in self.ending.holders
         return bool(stage) or 2 * len(self.ending.holders) >= len(self.training)
@@ -137,8 +137,7 @@ class MemberCrew:
     def electorate(
         self, stage: int, stages: int, *, has_state: bool
     ) -> tuple[list[PeerId] | None, list[PeerId]]:
-        """Return the members that have a state, None where this member tries no result, and those with a vote
-        as this member sees it."""
+        """Return the members with a state, or None if this member tries no result, and the known voters."""
         training = self.training
         trainers = [*training, *([self.me] * has_state)]
         voters = training if not stage else [] if self.head is None else [self.head]

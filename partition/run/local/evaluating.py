@@ -1,4 +1,4 @@
-"""The evaluations and the result of one member in local mode: whose turn they are, and what they wait for.
+"""The schedule of one member's evaluations and result in local mode: its turns, and what they wait for.
 
 Not here: the agreement on a result (`partition.run.ending`), and the arithmetic.
 """
@@ -21,7 +21,7 @@ class EvaluationSchedule:
         self.is_waiting = False
         """Whether the run is over for this member, which waits for the others."""
         self.holds_still = False
-        """Whether the result is to be of this step, once it is averaged."""
+        """Whether the result will be of this step, once it is averaged."""
         self.evaluated_step = 0
         """This member's step at the last evaluation, here or elsewhere."""
         self._apart = settings.evaluate_every * settings.local_steps
@@ -29,7 +29,7 @@ class EvaluationSchedule:
         self._ending = ending
         self._due = Due()
         self._passed_step = LONG_AGO
-        """The step of the last result that was given up."""
+        """The step of the last rejected result."""
         self._held_step = LONG_AGO
 
     def look(
@@ -43,14 +43,14 @@ class EvaluationSchedule:
         is_at_end: bool,
         is_idle: bool,
     ) -> bool:
-        """Return whether this member evaluates now, after `step`. `training` are the others that have a
-        state, `is_idle`: stages of its column are missing."""
+        """Return whether this member evaluates now, after `step`. `training` are the others with a state;
+        `is_idle`: its column lacks stages."""
         ending = self._ending
         self.holds_still = False
         ending.set_end(now, self._due.waited(now, "the end of the steps", is_at_end))
         if ending.best is not None:
             return False
-        if self.is_waiting:  # what was proposed is given up: train on, and do not propose the same again
+        if self.is_waiting:  # the proposal was given up: train on, and do not repeat it
             self.is_waiting, self._passed_step = False, step
         if not is_at_end and 0 <= step - self._passed_step < self._apart:
             return False
@@ -64,9 +64,9 @@ class EvaluationSchedule:
     def _awaits_mean(
         self, step: int, rounds: RoundSchedule, training: Sequence[PeerId], axes: int, *, is_mine: bool
     ) -> bool:
-        """Return whether the result waits for a last round, for which the numbers here stay as they are.
-        Unless the result is this member's to make, that is for one evaluation in as many steps as lie between
-        two, for another may claim any loss."""
+        """Return whether the result waits for a last round, during which the parameters here stay fixed. If
+        another member makes the result, the wait is limited to one evaluation per evaluation interval, since
+        a member may claim any loss."""
         if not rounds.lacks_mean(step, len(training), axes):
             return False
         if not is_mine and 0 != step - self._held_step < self._apart:
@@ -75,14 +75,14 @@ class EvaluationSchedule:
         return True
 
     def evaluated(self, step: int) -> None:
-        """Note an evaluation, here or of another member: the next one is due as long after it."""
+        """Note an evaluation, here or of another member; the next one is due a full interval later."""
         self.evaluated_step = step
 
     def concludes(
         self, step: int, rounds: RoundSchedule, training: Sequence[PeerId], *, axes: int, is_at_end: bool
     ) -> str | None:
         """Return why this member, which has just evaluated, makes the result now, "" at the end of the steps;
-        None where it does not."""
+        None to train on."""
         if not (is_at_end or self._ending.series.has_converged):
             return None
         if self._awaits_mean(step, rounds, training, axes, is_mine=True):
@@ -90,6 +90,6 @@ class EvaluationSchedule:
         return "" if is_at_end else "its evaluations stopped improving"
 
     def may_judge(self, step: int, *, is_at_end: bool) -> bool:
-        """Return whether the run may be over, so that a result which another proposed is looked at; until
-        then training goes on."""
+        """Return whether the run may be over, so that a proposed result is tried; until then training
+        continues."""
         return is_at_end or (bool(self._patience) and step >= self._patience * self._apart)

@@ -1,7 +1,7 @@
-"""The life of a head in local mode: its column becomes whole, it goes on from a state, and makes steps.
+"""The life of a head in local mode: complete the column, resume from a state, and make steps.
 
-Where the column breaks, the step that was under way is dropped everywhere, and begun anew once it is whole.
-Not here: who holds the other stages (`partition.run.local.column`), and the arithmetic.
+If the column breaks, the open step is dropped everywhere, and repeated once the column is complete again. Not
+here: the holders of the other stages (`partition.run.local.column`), and the arithmetic.
 """
 
 from collections.abc import Callable, Collection
@@ -16,19 +16,19 @@ from partition.run.local.regrouping import ColumnRegrouping
 from partition.run.local.start_barrier import StartBarrier
 
 LOOK_SECONDS = 0.5
-"""How often a head that makes no step looks whether it can."""
+"""Interval between two checks of a head that cannot make steps."""
 DIVERGED_MAX = 10
-"""Steps in a row that are not finite, as in exact mode."""
+"""Non-finite steps in a row that are tolerated, as in exact mode."""
 
 
 @dataclass(frozen=True)
 class TryFirstValues:
-    """Evaluate the values that the stage begins with. No answer."""
+    """Evaluate the initial parameters of the stage. No answer."""
 
 
 @dataclass(frozen=True)
 class BeginSteps:
-    """Be ready for steps, from the state that is here. No answer."""
+    """Prepare for steps, from the present state. No answer."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class MakeStep:
 
 @dataclass(frozen=True)
 class DropStep:
-    """Let the holders of the column go, and drop what there is of a step, for a `reason`. `is_news`: the
-    column was whole before. No answer."""
+    """Release the holders of the column, and drop the open step, for a `reason`. `is_news`: the column was
+    complete before. No answer."""
 
     reason: str
     is_news: bool
@@ -49,7 +49,7 @@ class HeadCourse:
     """The life of one head, with its `own` stage."""
 
     regrouping: ColumnRegrouping | None = None
-    """The regrouping of its column, once that is open."""
+    """The regrouping of the column, once that is open."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class HeadCourse:
         self._live = live
 
     def train(self) -> Course[None]:
-        """Train without end."""
+        """Train endlessly."""
         own, finish = self._own, self._finish
         while True:
             try:
@@ -81,7 +81,7 @@ class HeadCourse:
                     finish.has_state = True
                     yield BeginSteps()
                     finish.schedule.evaluated(own.step)
-                    if not own.step and self._stages == 1:  # other columns may not become whole for long
+                    if not own.step and self._stages == 1:  # other columns may stay incomplete for long
                         yield from self._barrier.hold(self._crew, self._live, own.now, self._between)
                 yield from self._turn()
             except ColumnBroken as error:
@@ -90,8 +90,8 @@ class HeadCourse:
                 yield DropStep(str(error), is_news)
 
     def _mend(self) -> Course[None]:
-        """Find holders for the stages that the column lacks; where there are none yet, others are asked to
-        take part (`partition.run.local.recruiting`)."""
+        """Find holders for the missing stages; if there are none yet, other nodes are asked to take part
+        (`partition.run.local.recruiting`)."""
         column, crew, has_state = self._crew.holders_of, self._crew, self._finish.has_state
         if column is None:
             return
@@ -108,13 +108,13 @@ class HeadCourse:
     def _between(self) -> Course[None]:
         """Do what is due between two steps."""
         own, finish = self._own, self._finish
-        # Proposed numbers stay as they are.
+        # Proposed parameters must not change.
         yield from own.between(is_still=finish.schedule.is_waiting, keeps=not finish.diverged)
         yield from finish.evaluate(own)
         yield from finish.judge(own)
 
     def _turn(self) -> Course[None]:
-        """Make one step, and do what is due before it."""
+        """Do what is due, then make one step."""
         own, finish = self._own, self._finish
         yield from self._between()
         is_still = finish.schedule.is_waiting or finish.schedule.holds_still

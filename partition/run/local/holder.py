@@ -1,7 +1,8 @@
 """The rules of a member that holds a stage for the heads of columns.
 
-A node has one stage of its own, and further ones where it stands in for machines that are gone
-(`partition.run.local.regrouping`). A further one ends once another node holds the stage and has gone on.
+A node has one stage of its own, and further ones in place of machines that are gone
+(`partition.run.local.regrouping`). A further one ends once another node holds the stage and has made
+progress.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,19 @@ from partition.run.local.member_stage import HandOn, MemberStage, ReportStage
 from partition.run.local.seat import StageSeat
 
 LOOK_SECONDS = 0.5
-"""How often a holder looks what is to be done, while no head calls for it."""
+"""Interval between two checks of a holder without a head."""
 
 RENEWALS_MAX = 3
-"""How often a newcomer takes over a newer state for a head that is further: a member may claim any step."""
+"""Interval at which a newcomer takes over a newer state for a head that is ahead: a member may claim any
+step."""
 SPARE_SECONDS = 10.0
-"""A further stage that has had no head for so long ends, if others hold it: a column that lost another stage
-has its head back sooner."""
+"""A further stage without a head for this long ends, if others hold it. A column that merely lost another
+stage has its head back sooner."""
 
 
 Deed = Literal["call", "average", "hand on"]
-"""The deed of a holder: call for heads, and average; average; or hand its state on, for which the head may be
-waiting."""
+"""The next deed of a holder: announce itself to heads and average; only average; or hand on its state, which
+the head may be waiting for."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class OpenToHeads:
 
 @dataclass(frozen=True)
 class RenewState:
-    """Take over a state of this step or later, as another holds it now, if there is one. No answer."""
+    """Take over another holder's present state, of this step or later, if there is one. No answer."""
 
     step: int
 
@@ -47,7 +49,7 @@ class AverageStage:
 
 
 class StageHolder:
-    """One held stage, with this number."""
+    """One held stage with a number."""
 
     def __init__(
         self,
@@ -58,13 +60,13 @@ class StageHolder:
         *,
         is_further: bool = False,
     ) -> None:
-        """`finish` is the member's."""
+        """`finish` is the member's ending."""
         self.seat = StageSeat(number)
         self.stage = stage
         self.wanted_step: int | None = None
-        """The step that a head asked for, where this newcomer's state is older."""
+        """The step that a head asked for while this newcomer's state was older."""
         self.is_released = False
-        """Whether another node has come for this stage, which is a further one."""
+        """Whether another node has come for this further stage."""
         self._ending = ending
         self._finish = finish
         self._is_further = is_further
@@ -73,8 +75,8 @@ class StageHolder:
         self._renewals = 0
 
     def refusal(self, step: int) -> tuple[str, bool]:
-        """Return why this stage does not work for a head after so many steps, "" where it does, and whether
-        the head may ask again once a newer state is here."""
+        """Return why this stage does not work for a head at this step, "" if it does, and whether the head
+        may ask again once a newer state is here."""
         if step > self.stage.counts.steps:
             return "a step beyond the end of the run", False
         if not self.stage.has_state:
@@ -85,21 +87,21 @@ class StageHolder:
         return "", False
 
     def _is_older(self, step: int) -> bool:
-        """Return whether this newcomer's state is older than that of another holder, who is as far as the
-        head: the one that gives the stage to it."""
+        """Return whether this newcomer's state is older than that of the holder that gives the stage up,
+        which is as far as the head."""
         stage = self.stage
         if self._has_worked or stage.step >= step or self._renewals >= RENEWALS_MAX:
             return False
         return any(each.has_state and each.step.reaches(step) for each in stage.reports().values())
 
     def applied(self, step: int, samples: int) -> None:
-        """Note that the head has made so many steps, the last with so many samples; 0 where it begins."""
+        """Note that the head has made `step` steps, the last with `samples` samples; 0 when it begins."""
         self._has_worked |= samples > 0
         self.stage.counts.step = step
         self.stage.counts.samples += samples
 
     def _take_renewal(self) -> int | None:
-        """Return the step of the state to take over now for a head, None where there is none to."""
+        """Return the step of the state to take over now for a head, None for none."""
         step, self.wanted_step = self.wanted_step, None
         if step is None or self.seat.head is not None:
             return None
@@ -107,15 +109,15 @@ class StageHolder:
         return step
 
     def _next_deed(self) -> Deed:
-        """Return what to do now. Where no step is made here any more, or the run has converged, no step of
-        the head calls for a round."""
+        """Return the next deed. If no more steps are made here, or the run has converged, steps of the head
+        begin no rounds."""
         if self.seat.head is None:
             return "call"
         is_idle = self.stage.counts.is_idle or self._ending.series.has_converged
         return "average" if is_idle else "hand on"
 
     def is_spare(self, now: float) -> bool:
-        """Return whether another node holds this stage, which is a further one here, and has gone on."""
+        """Return whether this is a further stage that another node holds too and has made progress with."""
         stage = self.stage
         waited = self._due.waited(now, "a head", self.seat.head is None)
         if not (self._is_further and self._has_worked and stage.training) or waited < 0:
@@ -127,7 +129,7 @@ class StageHolder:
     # Its life
 
     def work(self) -> Course[None]:
-        """Hold the stage for heads, until it fails, or a further one is not needed any more."""
+        """Hold the stage for heads, until it fails, or a further one is no longer needed."""
         stage, seat = self.stage, self.seat
         yield from stage.begin()
         if not self._is_further:
@@ -148,12 +150,12 @@ class StageHolder:
             yield Sleep(LOOK_SECONDS)
 
     def between(self) -> Course[None]:
-        """Do what is due after each step of the head, and now and then while it makes none."""
+        """Do what is due after each step of the head, and periodically while it makes none."""
         self.stage.counts.is_waiting = self.seat.head is None
         yield from self.stage.between(is_still=not self._is_further and self._finish.schedule.is_waiting)
 
     def settle(self) -> Course[None]:
-        """Wait for the last rounds, for the numbers are to be what the run ends with."""
+        """Wait for the last rounds, whose parameters will be the result of the run."""
         stage = self.stage
         stage.note_end()
         while stage.rounds.ending_for >= 0 and stage.lacks_mean():

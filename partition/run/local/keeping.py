@@ -1,6 +1,6 @@
-"""The schedule of copies of a stage's state: on a member's own disk, and of others' stages.
+"""The schedule of state copies: of a member's own stage on its disk, and of other members' stages.
 
-A copy is made as often as the run's manifest says, and less often where it takes long.
+Copies are made as often as the manifest says, and less often where a copy takes long.
 """
 
 from dataclasses import dataclass
@@ -8,24 +8,24 @@ from dataclasses import dataclass
 from crypto.identity import PeerId
 
 KEEP_SHARE = 50
-"""A state that takes a second to put away is put away once in so many: at most 2 % of the time."""
+"""Minimum interval for each second that saving a state takes: at most 2 % of the time."""
 FETCH_SHARE = 10
-"""A state that takes a second to fetch, in which its owner may be computing, is fetched once in so many."""
+"""Minimum interval for each second that fetching a state takes, while its owner may be computing."""
 LOOK_SECONDS = 1.0
-"""How often a copy of another's stage is looked after."""
+"""Interval between two checks whether a copy of another's stage is due."""
 
 
 @dataclass(frozen=True)
 class CopyStage:
     """Copy the state of a stage from its holder, None for any, if that is due. The answer says whether the
-    copy is here; it is None where none was made."""
+    copy is here; None: no copy was made."""
 
     stage: int
     holder: PeerId | None
 
 
 class CopySchedule:
-    """The schedule of one copy, which is made `every` so many steps, 0 for never."""
+    """The schedule of one copy, made `every` so many steps, 0 for never."""
 
     def __init__(self, every: int) -> None:
         self.step = 0
@@ -35,7 +35,7 @@ class CopySchedule:
         self._is_busy = False
 
     def is_due(self, now: float, step: int) -> bool:
-        """Return whether a state after so many steps is to be copied."""
+        """Return whether a copy is due at `step`."""
         is_time = now >= self._not_before and not self._is_busy
         return bool(self._every) and step - self.step >= self._every and is_time
 
@@ -44,6 +44,6 @@ class CopySchedule:
         self._is_busy = True
 
     def ended(self, now: float, begun: float) -> None:
-        """Note that a copy is written, or could not be, and when that was `begun`."""
+        """Note that a copy begun at `begun` ended, successfully or not."""
         self._is_busy = False
         self._not_before = now + KEEP_SHARE * (now - begun)

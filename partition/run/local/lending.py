@@ -1,8 +1,7 @@
-"""The rules by which members hand on copies of stages that they do not hold, while nobody else has them.
+"""The rules by which members lend copies of stages that they do not hold, while the stage has no holder.
 
-A requester that only follows its run keeps copies of the first stage, a head those of the other stages of its
-column. Each lends them while the stage has no holder: in the roster of that stage, with the copy as its
-state.
+A requester that only follows its run keeps copies of the first stage; a head keeps those of its column's
+other stages. To lend a copy, it enters the roster of that stage with the copy as its state.
 """
 
 from collections.abc import Callable
@@ -16,20 +15,20 @@ from partition.run.local.keeping import LOOK_SECONDS, CopyStage
 
 @dataclass(frozen=True)
 class LendStage:
-    """Hand on the copy of a stage, if there is one. The answer says whether it is handed on."""
+    """Lend the copy of a stage, if there is one. The answer says whether it is lent."""
 
     stage: int
 
 
 @dataclass(frozen=True)
 class TakeBack:
-    """Hand on the copy of a stage no more. No answer."""
+    """Stop lending the copy of a stage. No answer."""
 
     stage: int
 
 
 class FollowerLending:
-    """The copies of the first stage at a requester that only follows its run of so many `stages`."""
+    """The copies of the first stage at a requester that only follows its run of `stages` stages."""
 
     def __init__(self, crew: MemberCrew, stages: int) -> None:
         self._crew = crew
@@ -37,8 +36,8 @@ class FollowerLending:
         self._trained_at: float | None = None
 
     def lend(self, now: Callable[[], float]) -> Course[None]:
-        """Renew the copy while heads train, which have newer numbers, and hand it on while none does; without
-        end."""
+        """Renew the copy while heads train, since they have newer parameters, and lend it while none does;
+        endlessly."""
         crew, is_lent = self._crew, False
         while True:
             if crew.training:
@@ -54,19 +53,19 @@ class FollowerLending:
             yield Sleep(LOOK_SECONDS)
 
     def _is_awaited(self, now: float) -> bool:
-        """Return whether a head that was there may come back with its disk. A run of one stage can begin anew
-        after that; in columns the others hold numbers that untrained ones do not fit."""
+        """Return whether a lost head may return with its disk. After that, a run of one stage can begin anew;
+        in columns, untrained parameters do not fit those of the other stages."""
         if self._trained_at is None:
             return False
         return self._stages > 1 or now - self._trained_at < HEADLESS_SECONDS
 
 
 def lend_stages(crew: MemberCrew, stages: int) -> Course[None]:
-    """Renew a head's copies of the other stages of its column, and hand on those that have no holder; without
-    end."""
+    """Renew a head's copies of its column's other stages, and lend those that have no holder; endlessly."""
     while True:
         for stage in range(1, stages):
-            holders, is_only = crew.holders_of, not crew.training  # else others hold it, with newer numbers
+            # otherwise others hold it, with newer parameters
+            holders, is_only = crew.holders_of, not crew.training
             if holders is None or stage in crew.taken:
                 yield TakeBack(stage)
             elif stage in holders.attached:

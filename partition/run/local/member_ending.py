@@ -1,6 +1,6 @@
 """A member's way to the end of a run in local mode: it evaluates, proposes, fetches, tries and holds results.
 
-Not here: whose turn it is (`partition.run.local.evaluating`), and how members agree (`partition.run.ending`).
+Not here: the turns (`partition.run.local.evaluating`), and the agreement (`partition.run.ending`).
 """
 
 from collections.abc import Callable, Collection
@@ -19,13 +19,13 @@ from partition.run.local_settings import LocalSettings
 
 FETCHES_MIN = 5
 FETCH_SECONDS = 120.0
-"""How often, and for how long, a member tries to fetch a result that others say they hold."""
+"""Interval and number of attempts to fetch a result that others claim to hold."""
 FETCH_AGAIN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class ModelLoss:
-    """A model's mean loss over so many samples, inf where it is none, and the sums of its metrics."""
+    """A model's mean loss over some samples, inf if it is not finite, and the sums of its metrics."""
 
     loss: float
     samples: int
@@ -34,32 +34,32 @@ class ModelLoss:
 
 @dataclass(frozen=True)
 class EvaluateModel:
-    """Evaluate the model that is here. The answer is `ModelLoss`."""
+    """Evaluate the present model. The answer is `ModelLoss`."""
 
 
 @dataclass(frozen=True)
 class MakeResult:
-    """Keep the model as the result. The answer is its hash, None where another conclusion came meanwhile."""
+    """Store the model as the result. The answer is its hash, None if another conclusion came meanwhile."""
 
 
 @dataclass(frozen=True)
 class TryResult:
-    """Evaluate a result that is here. The answer says what is wrong with it, "" for nothing; it is None
-    where another conclusion came meanwhile."""
+    """Evaluate a fetched result. The answer is its fault, "" for none; None if another conclusion came
+    meanwhile."""
 
     conclusion: Conclusion
 
 
 @dataclass(frozen=True)
 class FetchResult:
-    """Fetch a result from one of these, which say they hold it. The answer says whether it is here."""
+    """Fetch a result from one of these peers, which claim to hold it. The answer says whether it is here."""
 
     holders: tuple[PeerId, ...]
     weights: str
 
 
 class MemberEnding:
-    """The end of one run for one member, which holds `stage` of so many `stages`, counted from 0."""
+    """The end of one run for one member, which holds `stage` of `stages`, counted from 0."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class MemberEnding:
         now: Callable[[], float],
         live: Callable[[], Collection[PeerId]],
     ) -> None:
-        """`tell` has a call act on the core of the end. `live` returns the nodes that are alive."""
+        """`tell` lets a call act on the core of the end. `live` returns the nodes that are alive."""
         self.schedule = EvaluationSchedule(settings, crew.ending)
         self.heads = HeadWatch(now(), is_holder=bool(stage))
         self.is_over = False
         """Whether the run is over here."""
         self.has_state = False
         self.diverged = 0
-        """The number of the last steps in a row that were not finite."""
+        """The number of latest steps in a row that were not finite."""
         self._run = run
         self._ending = crew.ending
         self._crew = crew
@@ -95,13 +95,13 @@ class MemberEnding:
     # Members
 
     def look(self) -> None:
-        """Follow who takes part."""
+        """Update the members that take part."""
         crew = self._crew
         self.heads.follow(self._now(), crew.reports, crew.head, is_training=crew.is_training)
         self.follow_peers()
 
     def follow_peers(self) -> None:
-        """Tell the core of the end who takes part."""
+        """Tell the core of the end which members take part."""
         is_stranded, crew = self.heads.is_stranded(self._now()), self._crew
         self._ending.can_go_on = self.has_state and not (self.diverged or is_stranded)
         trainers, voters = crew.electorate(self._stage, self._stages, has_state=self.has_state)
@@ -110,15 +110,15 @@ class MemberEnding:
         self._tell(partial(self._ending.set_peers, peers=peers, trainers=trainers, voters=voters))
 
     def end_if_stranded(self, step: int) -> None:
-        """Propose to end the run as failed where no head comes for this stage."""
+        """Propose to end the run as failed if no head comes for this stage."""
         if self.heads.is_stranded(self._now()) and self._ending.best is None:
-            self.follow_peers()  # those that only follow hear of it, too
+            self.follow_peers()  # members that only follow are told too
             self.propose("failed", stranded_reason(self._stage), step)
 
     # Results
 
     def propose(self, outcome: str, reason: str, step: int, weights: str = "") -> None:
-        """Propose to end the run so."""
+        """Propose this end of the run."""
         is_done, ending = outcome == "done", self._ending
         conclusion = Conclusion(
             self._run, "done" if is_done else "failed", reason, step, weights, self._crew.me
@@ -127,7 +127,7 @@ class MemberEnding:
         self._tell(lambda now: ending.propose(now, conclusion))
 
     def evaluate(self, own: MemberStage) -> Course[None]:
-        """Evaluate if it is this member's turn, and propose a result where the run is over."""
+        """Evaluate on this member's turn, and propose a result if the run is over."""
         schedule, ending, is_at_end = self.schedule, self._ending, own.is_at_end
         is_mine = schedule.look(
             self._now(), own.step, own.rounds, self._crew.training,
@@ -148,19 +148,19 @@ class MemberEnding:
             self.propose("done", reason, own.step, weights)
 
     def recover(self, reason: str, step: int) -> Course[None]:
-        """Go on from the numbers of others, for those here are not finite any more; or end."""
+        """Resume from others' parameters, since those here are no longer finite; or end."""
         if self._crew.training:
             yield CatchUp()
         elif self._ending.best is None:
             self.propose("failed", reason, step)
 
     def judge(self, own: MemberStage) -> Course[None]:
-        """Hold the result that another proposed, once the run may be over and it is as good as it should be;
-        pass it over where it is not. Until then training goes on."""
+        """Try the proposed result once the run may be over; hold it if it is good enough, refuse it if not.
+        Until then training continues."""
         ending, conclusion = self._ending, self._ending.best
         if conclusion is None or ending.holds or not ending.is_here:
             return
-        if own.counts.is_waiting:  # without its stages this member can neither go on nor try a result
+        if own.counts.is_waiting:  # without its stages this member can neither train nor try a result
             self._tell(lambda now: ending.hold(now, conclusion))
             return
         if not self.schedule.may_judge(own.step, is_at_end=own.is_at_end):
@@ -175,7 +175,7 @@ class MemberEnding:
             self._tell(lambda now: ending.hold(now, conclusion))
 
     def obtain(self, conclusion: Conclusion) -> Course[None]:
-        """Have the result of this conclusion here, then hold it, or have it looked at."""
+        """Fetch the result of this conclusion, then hold it or have it tried."""
         ending, begun, attempts = self._ending, self._now(), 0
         is_here = conclusion.outcome != "done"
         while conclusion == ending.best and not ending.holds and not self.is_over:

@@ -1,6 +1,6 @@
-"""A stage that a member of a run in local mode holds: how far its numbers are, and its rounds.
+"""A stage of a member in local mode: the progress of its parameters, and its rounds.
 
-Not here: the numbers, and for whom the stage computes (`partition.run.local.holder`).
+Not here: the parameters, and the head for which the stage computes (`partition.run.local.holder`).
 """
 
 from collections.abc import Callable, Sequence
@@ -16,22 +16,22 @@ from partition.run.local.round_schedule import RoundSchedule
 
 @dataclass(frozen=True)
 class Resume:
-    """Go on from the last state here, of an earlier life. The answer says whether there is one."""
+    """Resume from the last state here, of an earlier life. The answer says whether there is one."""
 
 
 @dataclass(frozen=True)
 class LookFurther:
-    """Look whether another holder is beyond this stage, and likely is where it says. The answer says so."""
+    """Check whether another holder credibly claims more steps than this stage has. The answer says so."""
 
 
 @dataclass(frozen=True)
 class ReportStage:
-    """Tell the other holders how far this stage is. No answer."""
+    """Report this stage's progress to the other holders. No answer."""
 
 
 @dataclass(frozen=True)
 class UseRound:
-    """Use the result of a round that is over. The answer says whether it failed, and others held it."""
+    """Apply the result of a finished round. The answer says whether it failed here while others held it."""
 
 
 @dataclass(frozen=True)
@@ -41,27 +41,27 @@ class BeginRound:
 
 @dataclass(frozen=True)
 class HandOn:
-    """Make a copy for those that wait for one. No answer."""
+    """Make a copy for peers that wait for one. No answer."""
 
 
 @dataclass(frozen=True)
 class KeepState:
-    """Put the state away, if that is due. No answer."""
+    """Save the state, if that is due. No answer."""
 
 
 class StageCounts:
-    """The counts of a stage's numbers in a run of so many `steps`."""
+    """The counts of a stage's parameters in a run of `steps` steps."""
 
     def __init__(self, steps: int) -> None:
         self.step = 0
         self.samples = 0
         self.is_waiting = False
-        """Whether no step can be made here: the stage has no head, or its column lacks others."""
+        """Whether no step can be made here: the stage has no head, or its column lacks stages."""
         self.steps = steps
 
     @property
     def is_idle(self) -> bool:
-        """Whether no step is made here now: all of the run were, or stages are missing."""
+        """Whether no step is made here now: all steps of the run are done, or stages are missing."""
         return self.step >= self.steps or self.is_waiting
 
 
@@ -77,7 +77,7 @@ class MemberStage:
         reports: Callable[[], Reports],
         now: Callable[[], float],
     ) -> None:
-        """`reports` returns the reports of the others that hold this stage."""
+        """`reports` returns the reports of the other holders of this stage."""
         self.counts = counts
         self.rounds = rounds
         self.has_state = False
@@ -88,7 +88,7 @@ class MemberStage:
 
     @property
     def training(self) -> Sequence[PeerId]:
-        """Return the other holders that have a state."""
+        """Return the other holders with a state."""
         return training(self.reports())
 
     @property
@@ -98,27 +98,27 @@ class MemberStage:
 
     @property
     def step(self) -> int:
-        """The steps that these numbers have."""
+        """The number of steps in these parameters."""
         return self.counts.step
 
     @property
     def is_at_end(self) -> bool:
-        """Whether the steps of the run are done, as far as others can be believed."""
+        """Whether the steps of the run are done, as far as others' claims count."""
         return is_at_end(self.reports(), self.step, self.counts.steps)
 
     def lacks_mean(self) -> bool:
-        """Return whether a result made now would be this member's numbers alone."""
+        """Return whether a result made now would contain this member's parameters alone."""
         return self.rounds.lacks_mean(self.step, len(self.training), self.axes)
 
     def note_end(self) -> None:
-        """Count since when the run has been about to end."""
+        """Note the time since which the run has been about to end."""
         is_ending = self.is_at_end or self._ending.series.has_converged
         self.rounds.ending_for = self._due.waited(self.now(), "an end", is_ending)
 
-    # Where it goes on from
+    # Resuming
 
     def begin(self) -> Course[None]:
-        """Go on from the state of the others, or from the last one here where nobody is further."""
+        """Resume from the state of the others, or from the last one here if no other is further."""
         is_resumed: bool = yield Resume()
         is_needed: bool = (yield LookFurther()) if is_resumed else is_begun(self.reports())
         if is_needed:
@@ -128,8 +128,8 @@ class MemberStage:
     # Between two steps
 
     def between(self, *, is_still: bool, keeps: bool = True) -> Course[None]:
-        """Use a round that is over, and begin the next unless the numbers are to be `is_still`; hand on the
-        state, and put it away unless it is not finite (`keeps`)."""
+        """Apply a finished round, and begin the next unless the parameters must stay fixed (`is_still`). Hand
+        on the state, and save it unless it is not finite (`keeps`)."""
         yield ReportStage()
         if (yield UseRound()):
             yield CatchUp()

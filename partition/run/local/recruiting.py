@@ -1,6 +1,6 @@
-"""The choice of the nodes that a member of a run in local mode asks to take part, and for which stage.
+"""The choice of nodes that a member in local mode asks to take part, and their stages.
 
-`recruit` is the course of a member that asks nodes one after another.
+`recruit` is the course of a member that asks nodes one by one.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -14,18 +14,18 @@ from partition.run.local.crew import MemberCrew
 RECRUIT_SECONDS = 3.0
 """The interval between two looks for nodes that could take part."""
 LOOK_SECONDS = 0.5
-"""The same where a stage is missing that a node could hold."""
+"""The same while a stage is missing that a node could hold."""
 SLACK_SECONDS = 1e-6
 """The error of sums of floats."""
 DECLINED_SECONDS = 30.0
-"""After how long a node that declined is asked again."""
+"""The interval before a node that declined is asked again."""
 COMING_SECONDS = 20.0
-"""How long a node that agreed to hold a stage has to open it and take over the state of others."""
+"""Time limit for a node that agreed to hold a stage to open it and take over the state of others."""
 
 
 class NodeView(Protocol):
-    """The nodes that a member can see. `live` are alive, `offered` offer something, and of these `preferred`
-    could be asked, the best first."""
+    """The nodes that a member can see. `live` are alive, `offered` have an offer, and of these `preferred`
+    may be asked, the best first."""
 
     def live(self) -> Collection[PeerId]: ...
     def offered(self) -> Collection[PeerId]: ...
@@ -33,7 +33,7 @@ class NodeView(Protocol):
 
 
 class Recruitment:
-    """The recruitment of one member, for its column and for further ones of so many `stages`."""
+    """The recruitment of one member, for its column and for further columns of `stages` stages."""
 
     def __init__(self, crew: MemberCrew, nodes: NodeView, stages: int) -> None:
         self._crew = crew
@@ -44,7 +44,7 @@ class Recruitment:
         self._asked_at = -inf
 
     def recruit(self, now: Callable[[], float]) -> Course[None]:
-        """Ask nodes to take part, without end."""
+        """Ask nodes to take part, endlessly."""
         while True:
             candidates = self._look(now())
             if candidates is not None:
@@ -58,30 +58,30 @@ class Recruitment:
             yield Sleep(LOOK_SECONDS)  # offers have no event
 
     def _look(self, now: float) -> list[tuple[int, PeerId]] | None:
-        """Return the nodes to ask now, each with its stage; None where it is not time to look."""
+        """Return the nodes to ask now, each with its stage; None while no look is due."""
         is_time = now - self._asked_at >= RECRUIT_SECONDS - SLACK_SECONDS
         if is_time or (self._lacking(now) and self.free(now)):
             return self._candidates(now)
         return None
 
     def asking(self, now: float, peer: PeerId) -> None:
-        """Note that a node is being asked, or would not come: it is asked again after a while."""
+        """Note that a node is being asked, or declined; it is asked again later."""
         self._declined[peer] = now + DECLINED_SECONDS
 
     def free(self, now: float) -> list[PeerId]:
-        """Return the nodes that could be asked now."""
+        """Return the nodes that may be asked now."""
         known = self._crew.known
         free = [peer for peer in self._nodes.preferred() if peer not in known]
         return [peer for peer in free if self._declined.get(peer, 0.0) <= now]
 
     def is_hopeful(self, now: float) -> bool:
-        """Return whether a node will hold a stage that is missing, or one that could has not been asked."""
+        """Return whether a node will hold a missing stage, or a possible node has not been asked."""
         missing = self._crew.missing
         return len(self._lacking(now)) < len(missing) or bool(missing and self.free(now))
 
     def _candidates(self, now: float) -> list[tuple[int, PeerId]]:
-        """Return the nodes to ask now: first for the own column, then for further ones, as many as can be
-        whole."""
+        """Return the nodes to ask now: first for the own column, then for as many further columns as can be
+        complete."""
         free = self.free(now)
         if self._crew.missing:
             return list(zip(self._lacking(now), free, strict=False))
@@ -89,12 +89,12 @@ class Recruitment:
         return [(0, peer) for peer in free[: max(0, heads)]]
 
     def _lacking(self, now: float) -> list[int]:
-        """Return the stages that this member's column lacks, but for those that a node is opening."""
+        """Return the stages that this member's column lacks and no node is opening."""
         live = self._nodes.live()
         coming = {stage for stage, (peer, until) in self._coming.items() if now < until and peer in live}
         return [stage for stage in self._crew.missing if stage not in coming]
 
     def _spare(self) -> int:
-        """Return how many holders are left over: their heads are gone, and a new one can take them."""
+        """Return the number of free holders: their heads are gone, and a new head can take them."""
         held = len(set(self._crew.holders).intersection(self._nodes.offered()))
         return max(0, held - (self._stages - 1) * self._crew.heads) if self._stages > 1 else 0

@@ -1,7 +1,7 @@
 """The regrouping of a head's column: nodes take stages whose machines are gone, and give them to newcomers.
 
-`partition.plan.columns` chooses which stage goes where. A head follows `regroup` beside its training, and
-`hand_over` between two steps. Not here: free nodes (`partition.run.local.recruiting`), and what a move costs.
+`partition.plan.columns` assigns the stages. A head follows `regroup` beside its training, and `hand_over`
+between two steps. Not here: free nodes (`partition.run.local.recruiting`), and the cost of a move.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,25 +19,25 @@ from partition.run.pauses import stages_fewer
 
 LOOK_SECONDS = 0.5
 MERGE_SECONDS = 2.0
-"""How long a column waits for a left-over holder, or for a holder's node to offer its slot again."""
+"""How long a column waits for a free holder, or for a holder's node to offer its slot again."""
 RESUMED_SECONDS = 20.0
 """The same for the column of a head that has just restarted: its other machines may be starting too."""
 SPLIT_SECONDS = 5.0
 """The interval between two checks whether a stage should move to another machine."""
 RENEW_SECONDS = 10.0
-"""How long a column stands still for a newcomer to take over the newest state of a stage."""
+"""How long a column pauses while a newcomer takes over the newest state of a stage."""
 RENEW_LOOK_SECONDS = 0.2
 IDLE_MAX = 3
-"""How many free nodes, and how many spare members, one look considers, the best first."""
+"""Free nodes and free members that one look considers, the best first."""
 REFUSED_SECONDS = 60.0
 """The interval before a node that could not hold another stage is asked again."""
 
 
 @dataclass(frozen=True)
 class FindMoves:
-    """Find out which stages of the column, held by these, should go to other nodes: `free` ones, or `spare`
-    members that hold a stage for nobody. The answer has the stages of each move, and the node, the best move
-    first; None where too little is known."""
+    """Find the stages of the column that should move to other nodes: `free` ones, or `spare` members without
+    a head. `column` are the present holders. The answer lists the stages and node of each move, the best
+    first; None if too little is known."""
 
     column: tuple[PeerId, ...]
     free: tuple[PeerId, ...]
@@ -49,14 +49,14 @@ Moves = Sequence[tuple[tuple[int, ...], PeerId]]
 
 @dataclass(frozen=True)
 class DropFurther:
-    """Hold this further stage no more, where it is one. No answer."""
+    """Stop holding this stage, if it is a further one. No answer."""
 
     stage: int
 
 
 @dataclass(frozen=True)
 class _Promised:
-    """A node that came for other stages is to hold these too."""
+    """A node that came for one stage should hold these stages too."""
 
     stages: tuple[int, ...]
     peer: PeerId
@@ -78,9 +78,9 @@ class ColumnRegrouping:
         tell: Callable[[str], None],
         patience_seconds: float | None,
     ) -> None:
-        """`rates` returns how fast the nodes are that offer anything. `tell` reports the state of the run.
-        `patience_seconds`: how long a stage may have no holder before the column was first complete; None for
-        any time."""
+        """`rates` returns the rates of nodes with an offer. `tell` reports the state of the run.
+        `patience_seconds`: how long a stage may lack a holder before the column was first complete; None for
+        unlimited."""
         self._now = now
         self._me = me
         self._plan = plan
@@ -101,7 +101,7 @@ class ColumnRegrouping:
         self._looked_at = now()
 
     def regroup(self) -> Course[None]:
-        """Regroup the column, without end."""
+        """Regroup the column, endlessly."""
         while True:
             yield Sleep(LOOK_SECONDS)
             deed = self._look(self._now())
@@ -116,7 +116,7 @@ class ColumnRegrouping:
                 yield from self._move(deed)
 
     def _look(self, now: float) -> Takers | _Promised | FindMoves | None:
-        """Return what to do now."""
+        """Return the next action."""
         column = self._crew.holders_of
         if column is None:
             return None
@@ -139,7 +139,7 @@ class ColumnRegrouping:
         return will
 
     def _holders(self, now: float) -> dict[int, PeerId]:
-        """Return the holder of each stage, including one that is about to be its holder."""
+        """Return the holder of each stage, including future ones."""
         column, live = self._crew.holders_of, self._live()
         assert column is not None, "a head has a column"
         self._coming = {
@@ -154,11 +154,11 @@ class ColumnRegrouping:
     # Fewer nodes
 
     def _takers(self, now: float, rates: Mapping[PeerId, int]) -> Takers | None:
-        """Return the nodes of this column that take the stages that nobody holds."""
+        """Return the nodes of this column that take the stages without a holder."""
         holders = self._holders(now)
         count = len(self._plan.stages)
         if len(holders) == count:
-            return None  # those that agreed are opening theirs
+            return None  # nodes that agreed are opening theirs
         self._refused = {row: until for row, until in self._refused.items() if now < until}
         found = find_takers(self._plan, holders, rates, list(self._refused))
         if found is None:
@@ -167,18 +167,18 @@ class ColumnRegrouping:
         return found
 
     def _merge(self, takers: Takers) -> Course[None]:
-        """Have nodes of this column take the stages that nobody holds."""
+        """Make nodes of this column take the stages without a holder."""
         for stage, peer in takers.by_stage.items():
             if not (yield from self._ask(stage, peer, is_beside=True)):
                 row = self._plan.stages[stage]
                 self._refused[peer, row.first_layer, row.last_layer] = self._now() + REFUSED_SECONDS
-                return  # another way is looked for
+                return  # another way is tried
             self._coming[stage] = peer, self._now() + COMING_SECONDS
         self._slower = takers.slower
         self._say(stages_fewer(takers.nodes, len(self._plan.stages), takers.slower))
 
     def _say(self, text: str) -> None:
-        """Tell a person how many nodes hold the column, where that has changed."""
+        """Display how many nodes hold the column, if that has changed."""
         if text != self._said:
             self._said = text
             self._tell(text)
@@ -186,13 +186,13 @@ class ColumnRegrouping:
     # More nodes
 
     def _look_further(self, now: float) -> _Promised | FindMoves | None:
-        """Return how a node that could make the column faster gets a stage, if there may be one."""
+        """Return how a node that could make the column faster gets a stage, if possible."""
         column = self._crew.holders_of
         assert column is not None, "a head has a column"
         if self._arriving is not None:
             if now < self._arriving[2]:
                 return None
-            self._arriving = self._promised = None  # it did not come
+            self._arriving = self._promised = None  # the node did not come
         if self._promised is not None:
             stages, peer = self._promised
             self._promised = None
@@ -224,14 +224,14 @@ class ColumnRegrouping:
             self._recruitment.asking(self._now(), peer)
 
     def _expect(self, stages: Sequence[int], peer: PeerId) -> None:
-        """Note that a node is opening the first of these stages; it will be asked for the others then."""
+        """Note that a node is opening the first of these stages; it is asked for the others afterwards."""
         self._arriving = stages[0], peer, self._now() + COMING_SECONDS
         self._promised = tuple(stages[1:]), peer
 
     # Between two steps
 
     def hand_over(self) -> Course[None]:
-        """Replace a node that stood in by the node that has come for its stage, where that is ready."""
+        """Replace a stand-in by the node that has come for its stage, once that is ready."""
         begun = self._now()
         if self._arriving is None or self._due.waited(begun, "an arrival", True) < LOOK_SECONDS:
             return
@@ -247,7 +247,7 @@ class ColumnRegrouping:
         yield DropFurther(stage)
 
     def _awaits_arrival(self, begun: float) -> bool:
-        """Return whether the column stands still, since `begun`, for a node that fetches a newer state."""
+        """Return whether the column has paused, since `begun`, for a node that fetches a newer state."""
         column = self._crew.holders_of
         if self._arriving is None or column is None or not column.is_older:
             return False

@@ -1,6 +1,6 @@
-"""The reports of members that hold one stage, as rules of local mode read them.
+"""The reports of holders of one stage, as the rules of local mode read them.
 
-`gossip.roster.Report` has this shape. Its counts are their author's word, so they can only be compared with a
+`gossip.roster.Report` has this shape. Its counts are their author's claims, so they are only compared with a
 count that is known here.
 """
 
@@ -17,7 +17,7 @@ class StepClaim(Protocol):
 
 
 class HolderReport(Protocol):
-    """One member's report about a stage. `has_state`: others may fetch its numbers. `lineage` is the run's
+    """One member's report about a stage. `has_state`: others may fetch its parameters. `lineage` is the run's
     id for its members."""
 
     @property
@@ -37,13 +37,14 @@ def training(reports: Reports) -> list[PeerId]:
 
 
 def is_begun(reports: Reports) -> bool:
-    """Return whether one of these members has made a step: until then all hold the run's first values."""
+    """Return whether one of these members has made a step; until then all hold the run's initial
+    parameters."""
     return any(report.has_state and report.step.reaches(1) for report in reports.values())
 
 
 def is_at_end(reports: Reports, step: int, steps: int) -> bool:
-    """Return whether the `steps` of a run are done where this member has made `step`: at most holders of a
-    stage, or here and at half of all, as one member may claim any step."""
+    """Return whether the `steps` of a run are done, for a member at `step`: at most holders of a stage, or
+    here and at half of all, as one member may claim any step."""
     others = [report.step.reaches(steps) for report in reports.values() if report.has_state]
     count, done = len(others) + 1, sum(others)
     return 2 * done > count or (step >= steps and 2 * (done + 1) >= count)

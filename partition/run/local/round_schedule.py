@@ -1,7 +1,7 @@
-"""The schedule of one member's rounds in local mode: when one is due, how long it waits, what it counts.
+"""The schedule of one member's rounds in local mode: when a round is due, its waiting time and its weight.
 
-One round at a time, beside the training, never waited for but at the end of a run. Not here: the group and
-its arithmetic.
+There is one round at a time, beside the training. Only the end of a run waits for rounds. Not here: the group
+and its arithmetic.
 """
 
 from collections.abc import Callable
@@ -10,49 +10,47 @@ from partition.run.local_settings import LocalSettings
 
 WINDOW_SECONDS_MIN, WINDOW_SECONDS_MAX = 1.0, 30.0
 WINDOW_ROUNDS = 1.5
-"""How long a group waits for those that are expected, in durations of the steps between two rounds here."""
+"""Factor of a group's waiting time, times the duration of the local steps between two rounds."""
 SPARING_ROUNDS = 4
-"""A member that wants to send less holds one in so many rounds: it sends a quarter of the bytes."""
+"""A member with a low send limit holds one in this many rounds, and sends a quarter of the bytes."""
 LAST_ROUND_SECONDS = 20.0
-"""How long the end of a run waits for the rounds that make its result the mean of its members."""
+"""Time limit of the last rounds, which make the result the mean of its members."""
 LAST_WINDOW_SECONDS_MAX = LAST_ROUND_SECONDS / 4
-"""The window of such a round: a member that is expected and does not come must not use up all of that
-time."""
+"""The window of such a round: an expected member that does not come must not use up the whole limit."""
 
 
 class RoundSchedule:
-    """The rounds of one stage. With `needs_all` a missed round has to be made up for by fetching the others'
-    state."""
+    """The rounds of one stage. With `needs_all` a member that missed a round must fetch the others' state."""
 
     def __init__(self, settings: LocalSettings, *, needs_all: bool) -> None:
         self.count = 0
         self.failed_count = 0
         self.needs_all = needs_all
         self.ending_for = -1.0
-        """For how long the run has been about to end, in seconds; below 0: it is not."""
+        """How long the run has been about to end, in seconds; negative if it is not."""
         self.sends_less: Callable[[], bool] = lambda: False
         self.begun_step = 0
         """The step at which the last round began."""
         self._is_under_way = False
         self._is_unused = False
-        """Whether a round is over, and its result not used yet."""
+        """Whether a round is over and its result not applied yet."""
         self.life = 0
-        """Counts the states that were taken over: a round of an earlier one is not used."""
+        """The number of states taken over: a round begun before a takeover is not applied."""
         self._settings = settings
         self._begun_samples = 0
         self._begun_at = 0.0
         self._averaged_samples = 0
-        """Those that a mean has: what was learnt since counts in the next one, also where that comes late."""
+        """The samples in the last mean; later samples count in the next mean, even if it comes late."""
         self._mean_step, self._means = -1, 0
 
     def open(self, now: float) -> None:
-        """Begin to count."""
+        """Start counting."""
         self._begun_at = now
 
     def is_due(self, step: int, *, is_idle: bool) -> bool:
-        """Return whether enough local steps have been made since the last round began, which is over. A
-        member that has made all (`is_idle`) takes part in the rounds of the others, which would wait for it,
-        and so does one whose run is about to end."""
+        """Return whether enough local steps were made since the last round began, and that round is over. A
+        member that has made all steps (`is_idle`), or whose run is about to end, takes part in the others'
+        rounds, since they would wait for it."""
         is_time = (
             is_idle
             or 0 <= self.ending_for < LAST_ROUND_SECONDS
@@ -62,23 +60,23 @@ class RoundSchedule:
 
     @property
     def _every(self) -> int:
-        """In which of the run's rounds this member takes part: a round that it missed must not cost it the
-        state of others, which is more than the round."""
+        """The interval of rounds in which this member takes part. A missed round must not force it to fetch
+        the others' state, which costs more than the round."""
         return SPARING_ROUNDS if self.sends_less() and not self.needs_all else 1
 
     def lacks_mean(self, step: int, others: int, axes: int) -> bool:
-        """Return whether a result made now would be this member's numbers alone: a run ends with what its
-        members averaged after their last steps, a round for each axis of their grid, unless they do not
-        within LAST_ROUND_SECONDS."""
+        """Return whether a result made now would contain this member's parameters alone. A run ends with
+        rounds after the last steps, one for each axis of the grid, unless they do not happen within
+        LAST_ROUND_SECONDS."""
         means = self._means if self._mean_step == step else 0
         return others > 0 and means < max(1, axes) and self.ending_for < LAST_ROUND_SECONDS
 
     def skip(self, now: float, step: int, samples: int) -> None:
-        """Count anew: nobody else is there."""
+        """Restart the count, since no other member is there."""
         self.begun_step, self._begun_samples, self._begun_at = step, samples, now
 
     def begin(self, now: float, step: int, samples: int) -> float:
-        """Begin a round; return how long it waits for those that are expected."""
+        """Begin a round; return how long it waits for expected members."""
         lasted = now - self._begun_at
         self.skip(now, step, samples)
         self._is_under_way = True
@@ -86,29 +84,28 @@ class RoundSchedule:
         return min(max(WINDOW_SECONDS_MIN, WINDOW_ROUNDS * lasted), longest)
 
     def damping(self, *, is_idle: bool) -> float:
-        """Return which share of a round begun now is taken: all of those that make the run's result."""
+        """Return the applied share of a round begun now: 1 for rounds that make the run's result."""
         return 1.0 if is_idle or self.ending_for >= 0 else self._settings.damping
 
     def weight(self, samples: int, shard: int) -> float:
-        """Return the weight of this member's numbers: the samples it has trained on since its last mean,
-        however long it was alone, or where data stays with its owners, the size of its own data, `shard`."""
+        """Return the weight of this member's parameters: the samples since its last mean, however long it was
+        alone. Where data stays with its owners, it is the size of its own data, `shard`."""
         if self._settings.weighting != "samples":
             return 1.0
         return float(shard if self._settings.is_federated else max(1, samples - self._averaged_samples))
 
     def ended(self, life: int, *, has_result: bool) -> bool:
-        """Note that a round is over which was begun in this `life`; return whether its result is to be
-        used."""
+        """Note that a round begun in this `life` is over; return whether to apply its result."""
         self._is_under_way = False
         self._is_unused = has_result and life == self.life
         return self._is_unused
 
     def use(self) -> None:
-        """Note that the result of a round is being used."""
+        """Note that the result of a round is being applied."""
         self._is_unused = False
 
     def averaged(self, *, is_included: bool) -> None:
-        """Count a round whose mean is here; `is_included`: this member's numbers are in it."""
+        """Count a round with a mean; `is_included`: it contains this member's parameters."""
         if is_included:
             self._averaged_samples = self._begun_samples
         self.count += 1
@@ -116,11 +113,11 @@ class RoundSchedule:
         self._mean_step = self.begun_step
 
     def failed(self) -> None:
-        """Count a round that came to nothing."""
+        """Count a failed round."""
         self.failed_count += 1
 
     def take_over(self, now: float, count: int, step: int, samples: int) -> None:
-        """Go on from the state of others, after so many rounds. A round under way is not used any more."""
+        """Resume from the state of others, after `count` rounds. A round under way is no longer applied."""
         self.count = count
         self.life += 1
         self._mean_step = -1

@@ -1,4 +1,4 @@
-"""The seat of a held stage: the one head that the stage works for, and when another gets its place.
+"""The seat of a held stage: the one head that the stage works for, and the rules for its replacement.
 
 Not here: the head's side (`partition.run.local.column`), and when a state is too old for a head
 (`partition.run.local.holder`).
@@ -10,20 +10,20 @@ from crypto.identity import PeerId
 from crypto.registers import Budget, Register, Silence
 
 CALL_SECONDS_MAX = 60.0
-"""A holder that owes an answer for so long is given up."""
+"""Time limit for an answer of a holder, which then is given up."""
 HEAD_PATIENCE_SECONDS = CALL_SECONDS_MAX
-"""How long a head may ask for nothing before another that wants its holder gets it: a round of averaging
-between two steps takes less."""
+"""Silence after which a head loses its holder to another head that wants it. It is longer than a round of
+averaging between two steps."""
 BEGINNING_SECONDS = 10.0
-"""The same for a head that has made no step: it may look for holders of its other stages meanwhile."""
+"""The same for a head without a step: it may be looking for holders of its other stages."""
 HEAD_SECONDS_MAX = 300.0
-"""A head that has asked for nothing for so long loses its holder, even if no other wants it: while it has a
-head, a holder looks for no other."""
+"""Silence after which a head loses its holder even if no other wants it, since a holder with a head looks for
+no other."""
 HEADS = Budget(1, 1, 1, HEAD_PATIENCE_SECONDS, BEGINNING_SECONDS, BEGINNING_SECONDS)
 
 
 class SeatedHead:
-    """A head that a stage works for, or did. `let_go` is called when it loses its place to another."""
+    """A present or former head of a stage. `let_go` is called when another head replaces it."""
 
     def __init__(self, peer: PeerId, let_go: Callable[[], None]) -> None:
         self.peer = peer
@@ -36,28 +36,28 @@ class SeatedHead:
 
 
 class StageSeat:
-    """The heads of one held stage, one at a time: of other nodes (`take`), or this node itself
+    """The heads of one held stage, one at a time: on other nodes (`take`), or this node itself
     (`work_here`)."""
 
     def __init__(self, number: int) -> None:
-        """`number` is the stage's."""
+        """`number` is the stage's number."""
         self.number = number
         self.head: PeerId | None = None
         self.failure = ""
-        """Why the stage can do no more, where it has failed."""
+        """The reason of the stage's failure, if it has failed."""
         self.last_head: PeerId | None = None
-        """The head that it worked for last."""
+        """The last head."""
         self.companions: list[PeerId] = []
-        """The other nodes that worked for that head."""
+        """The other nodes of the last head's column."""
         self.keeps_copies = False
-        """Whether that head has asked for copies of its own stage to be kept."""
+        """Whether that head has asked this holder to keep copies of its stage."""
         self._heads: Register[SeatedHead] = Register(HEADS)
         self._seated: SeatedHead | None = None
 
     def take(
         self, now: float, head: SeatedHead, *, keeps_copies: bool = False, column: Sequence[PeerId] = ()
     ) -> bool:
-        """Give a head the place; return whether it gets it. An earlier stream of the same head loses it, and
+        """Seat a head; return whether it gets the place. It replaces an earlier stream of the same head, and
         another head that has been silent for too long."""
         if self._seated is not None and self._seated.peer == head.peer:
             self._unseat(self._seated)
@@ -72,7 +72,7 @@ class StageSeat:
         return True
 
     def leave(self, head: SeatedHead) -> bool:
-        """Note that a head is gone; return whether the stage has none now."""
+        """Note that a head is gone; return whether the stage has no head now."""
         self._heads.leave(head)
         if head is not self._seated:
             return False
@@ -80,11 +80,11 @@ class StageSeat:
         return True
 
     def stepped(self, head: SeatedHead) -> None:
-        """Credit a head with a step: from now on it may be silent for longer."""
+        """Note a step of a head, which may be silent for longer from now on."""
         self._heads.credit(head)
 
     def expel(self, peer: PeerId) -> None:
-        """Stop working for a peer that is a member no more."""
+        """Stop working for a peer that is no longer a member."""
         if self._seated is not None and self._seated.peer == peer:
             self._unseat(self._seated)
 
@@ -99,7 +99,7 @@ class StageSeat:
         return self._seated is None
 
     def work_here(self, me: PeerId) -> None:
-        """Begin to work for this node itself."""
+        """Start working for this node itself."""
         self.head = me
 
     def rest(self) -> None:

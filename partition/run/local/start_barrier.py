@@ -1,11 +1,10 @@
 """The start of a run in local mode: its members wait, for a bounded time, for those that agreed to take part.
 
-A member opens its stage in seconds, in which the first one would train alone; the others then take over its
-step, so that the rounds of all those steps are lost. Only the start has a barrier: later rounds wait for
-nobody (`partition.run.local.round_schedule`), and a member that comes later takes over the state of the
-others.
+Opening a stage takes seconds, in which the first member would train alone. The others would then take over
+its step, and the rounds of those steps would be lost. Only the start has a barrier: later rounds wait for no
+member (`partition.run.local.round_schedule`), and late members take over the state of the others.
 
-A member that opens its stage says so: its report names the run as its lineage and has no state yet.
+A member that opens its stage reports the run as its lineage, and no state yet.
 """
 
 from collections.abc import Callable, Collection
@@ -17,11 +16,11 @@ from partition.run.local.crew import MemberCrew
 from partition.run.local.reports import Reports, is_begun
 
 START_SECONDS_MAX = 30.0
-"""The longest wait for the first step: a stage opens in some 3 s, on a machine that is busy in 20."""
+"""The longest wait for the first step: a stage opens in some 3 s, on a busy machine in 20 s."""
 SETTLE_SECONDS = 5.0
-"""How long a newcomer listens for those that train already."""
+"""How long a newcomer listens for training members."""
 MEET_SECONDS = 30.0
-"""How long it listens for the member that asked it, as long as that one is alive."""
+"""How long it listens for its inviter, while that is alive."""
 LOOK_SECONDS = 0.1
 GREET_SECONDS = 0.5
 
@@ -30,19 +29,19 @@ Live = Callable[[], Collection[PeerId]]
 
 @dataclass(frozen=True)
 class Settle:
-    """Listen for those that train already, for SETTLE_SECONDS at most. No answer."""
+    """Listen for training members, for SETTLE_SECONDS at most. No answer."""
 
 
 @dataclass(frozen=True)
 class GreetPeers:
-    """Show these peers that this one is a member. No answer."""
+    """Show these peers this member's chain. No answer."""
 
     peers: tuple[PeerId, ...]
 
 
 @dataclass(frozen=True)
 class TellStart:
-    """Tell a person how many members the first step waits for, "" for none any more. No answer."""
+    """Display how many members the first step waits for, "" for none any more. No answer."""
 
     news: str
 
@@ -58,15 +57,15 @@ class StartBarrier:
         self._told = 0
 
     def meeting_seconds(self, stage: int, training: Collection[PeerId]) -> float:
-        """Return how long to wait for the report of the inviter, which says whether there is a state to go on
-        from: a head that begins before it has heard of the others would begin with untrained numbers."""
-        # A head is in the roster of another stage only if it has a copy of that.
+        """Return how long to wait for the inviter's report, which says whether there is a state to resume
+        from. A head that begins before it would use untrained parameters."""
+        # A head is in the roster of another stage only if it has a copy of that stage.
         if stage:
             return 0.0 if training else SETTLE_SECONDS
         return MEET_SECONDS
 
     def misses_inviter(self, reports: Reports, live: Collection[PeerId]) -> bool:
-        """Return whether the inviter is alive and has not been heard of."""
+        """Return whether the inviter is alive and has not reported."""
         return self._inviter is not None and self._inviter not in reports and self._inviter in live
 
     def holds(
@@ -78,9 +77,9 @@ class StartBarrier:
         has_asked: bool,
         live: Collection[PeerId],
     ) -> bool:
-        """Return whether the first step waits: no longer once somebody has made it.
+        """Return whether the first step must wait; once any member has made it, it must not.
 
-        `agreed` are the nodes that agreed here to take part, `has_asked` says that all that could were asked.
+        `agreed` are the nodes that agreed here to take part; `has_asked`: all possible nodes were asked.
         """
         self._until = now + START_SECONDS_MAX if self._until is None else self._until
         if is_begun(reports) or now >= self._until:
@@ -90,18 +89,18 @@ class StartBarrier:
     def awaited(
         self, reports: Reports, agreed: Collection[PeerId], live: Collection[PeerId]
     ) -> frozenset[PeerId]:
-        """Return the members that are opening their stages, those that agreed here and have not been heard of
-        yet, and the inviter, which knows whom else it has asked."""
+        """Return the members that are opening their stages, those that agreed here and have not reported yet,
+        and the inviter, which knows whom else it has asked."""
         self._seen.update(reports)
         members = {peer: report for peer, report in reports.items() if report.lineage == self._run}
         opening = {peer for peer, report in members.items() if not report.has_state}
-        unheard = set(agreed) - self._seen  # a member that was heard and is gone has left
+        unheard = set(agreed) - self._seen  # a member that reported and is gone has left
         inviter = members.keys() & {self._inviter}
         return frozenset((opening | unheard | inviter).intersection(live))
 
     def news(self, awaited: int) -> str | None:
-        """Return what to tell while so many members are awaited, and "" once the barrier is gone (0) and
-        something was told; None: nothing new."""
+        """Return the text to display while members are awaited, "" once if the barrier ends after such a
+        text; None for nothing new."""
         if awaited == self._told or (not awaited and not self._told):
             return None
         self._told = awaited
@@ -110,18 +109,18 @@ class StartBarrier:
         return f"waiting for {awaited} {'member' if awaited == 1 else 'members'} that agreed to begin"
 
     def meet(self, crew: MemberCrew, stage: int, live: Live, now: Callable[[], float]) -> Course[None]:
-        """Wait for those that train already, and for the report of the member that asked this node."""
+        """Wait for training members, and for the inviter's report."""
         yield Settle()
         until = now() + self.meeting_seconds(stage, crew.training)
         while self.misses_inviter(crew.reports, live()) and now() < until:
             assert self._inviter is not None
-            yield GreetPeers((self._inviter,))  # it answers where the run is over
+            yield GreetPeers((self._inviter,))  # it answers if the run is over
             yield Sleep(GREET_SECONDS)
 
     def hold(
         self, crew: MemberCrew, live: Live, now: Callable[[], float], meanwhile: Callable[[], Course[None]]
     ) -> Course[None]:
-        """Go on once the first step may be made, with the course `meanwhile` now and then until it is."""
+        """Wait until the first step may be made, following the course `meanwhile` periodically."""
         while self.holds(now(), crew.reports, agreed=crew.agreed, has_asked=crew.has_asked, live=live()):
             awaited = self.awaited(crew.reports, crew.agreed, live())
             if awaited and (news := self.news(len(awaited))) is not None:

@@ -1,8 +1,8 @@
-"""The rule by which a holder takes its head's place: where that is gone for good and no node comes for it.
+"""The rule by which a holder takes its head's place, once that is gone for good and no node comes for it.
 
-The head asks the holder of the first other stage to keep copies of its own stage, so one death takes no stage
-with it. A free node that a requester finds goes first (`partition.run.local.lending`): it takes nobody's
-memory but its own.
+The head asks the holder of the second stage to keep copies of the first, so that one death loses no stage. A
+free node found by a requester has priority (`partition.run.local.lending`), since it needs only its own
+memory.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,15 @@ from partition.run.local.due import Due
 from partition.run.local.keeping import CopyStage
 
 GONE_SECONDS = 2.0
-"""How long a holder waits for a head after the last one has died, which may start again at once."""
+"""How long a holder waits after the last head has died, which may restart at once."""
 FREE_SECONDS = 20.0
-"""The same where a free node may come to be the head."""
+"""The same where a free node may become the head."""
 LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
 class FindGone:
-    """Find out whether a head is dead, as membership or its host says. The answer says whether it is."""
+    """Find out whether a head is dead, by membership or its host. The answer says whether it is."""
 
     head: PeerId
 
@@ -53,8 +53,7 @@ class SuccessionRule:
         return any(seat.keeps_copies for seat in self._crew.seats)
 
     def _missed_head(self, now: float, *, has_free: bool) -> PeerId | None:
-        """Return the head whose place is to be taken if it is gone; None while there is one, or others come
-        first."""
+        """Return the head to replace if it is gone; None while there is one, or others have priority."""
         is_due = self._crew.head is None and self.has_copy and self._keeps
         waited = self._due.waited(now, "a head", is_due)
         if waited < GONE_SECONDS or (has_free and waited < FREE_SECONDS):
