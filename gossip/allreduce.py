@@ -8,9 +8,9 @@ and Yuan 2009), in two steps instead of a ring's 2 (m - 1), which suits a few re
 An owner adds in the order of `members`, never in the order of arrival, so the result does not
 depend on the network and equals the plain sum in member order, bit for bit.
 
-This is the all-reduce of a stage's replicas; peers that average parameters use `gossip.averaging`. It does
-not survive the loss of a member (`missing` says whom it waits for; start again with another key and
-without them), and it does not know a lie from a gradient.
+Only the replicas of a stage use this all-reduce; peers that average parameters use `gossip.averaging`. It
+does not survive the loss of a member: restart with another key and without the `missing` ones. It does not
+detect false gradients.
 """
 
 from collections.abc import Iterator
@@ -25,12 +25,13 @@ from crypto.errors import LocalProtocolError, RemoteProtocolError
 from crypto.identity import PeerId
 
 CHUNK_BYTES = 1 << 20
-"""Most data in one message: small enough to interleave, large enough that its frame costs nothing."""
+"""Most data in one message: small enough to interleave, large enough that the frame's overhead is
+negligible."""
 PART_BYTES_MAX = CHUNK_BYTES + 256
-"""One encoded Part: the data, a key of at most 64 bytes, and the small fields."""
+"""Size limit of one encoded Part: the data, a key of at most 64 bytes, and the small fields."""
 KEY_BYTES_MAX = 64
 GROUP_MAX = 256
-"""Members of one group. Everybody talks to everybody: beyond some dozens this is the wrong machine."""
+"""Members of one group. All members exchange data with all others, which is too costly beyond some dozens."""
 VECTOR_BYTES_MAX = 1 << 40
 
 Vector = NDArray[np.floating[Any]]
@@ -40,8 +41,9 @@ Position = Annotated[int, msgspec.Meta(ge=0, lt=VECTOR_BYTES_MAX)]
 class Part(msgspec.Struct, frozen=True, array_like=True):
     """One chunk of one part of the vector.
 
-    `index` is whose part (a place in `members`), `offset` counts bytes from the part's beginning, a
-    multiple of `CHUNK_BYTES`; `data` is little-endian. Scatter carries the sender's summand, gather the sum.
+    `index` names the part by its owner's place in `members`. `offset` counts bytes from the part's beginning,
+    a multiple of `CHUNK_BYTES`; `data` is little-endian. Scatter carries the sender's summand, gather the
+    sum.
     """
 
     key: Annotated[bytes, msgspec.Meta(max_length=KEY_BYTES_MAX)]
@@ -78,7 +80,7 @@ class AllReduce:
         self._chunk_size = CHUNK_BYTES // vector.dtype.itemsize
         self._bounds = _split(vector.size, len(members))
         self._total = np.empty(vector.size, vector.dtype)
-        # Chunks of our part still to be added up: by where they begin in the vector, then by member.
+        # Chunks of our part still to be added up: by their beginning in the vector, then by member.
         self._summands: dict[int, dict[int, Vector]] = {}
         # Chunks of the total still unknown, with the place of their owner. A dict for its order.
         self._awaited: dict[int, int] = {}
@@ -94,7 +96,8 @@ class AllReduce:
 
     @property
     def done(self) -> bool:
-        """Whether `total` is complete. A member that is done may still owe others what `start` returns."""
+        """Whether `total` is complete. A member that is done may still have to send others what `start`
+        returns."""
         return not self._awaited
 
     @property
@@ -111,7 +114,7 @@ class AllReduce:
 
     @property
     def missing(self) -> tuple[PeerId, ...]:
-        """The members we still wait for, in the order of `members`: for a sum, or for a summand of ours."""
+        """The awaited members, in the order of `members`: for a sum, or for a summand of our part."""
         waits = [place in self._awaited.values() for place in range(len(self._members))]
         waits[self._place] = False
         for summands in self._summands.values():
@@ -121,7 +124,7 @@ class AllReduce:
 
     @property
     def unsummed(self) -> tuple[PeerId, ...]:
-        """Return the awaited members whose summands of our part are missing: through us they hold up others
+        """Return the awaited members whose summands of our part are missing; through us they delay others
         too."""
         waits = [
             any(place not in summands for summands in self._summands.values())
@@ -131,11 +134,11 @@ class AllReduce:
 
     @property
     def left(self) -> int:
-        """Chunks that are still to come."""
+        """The number of chunks still to come."""
         return len(self._awaited) + sum(len(self._members) - len(row) for row in self._summands.values())
 
     def start(self) -> Sends:
-        """Our summands of all other members' parts. To be called once, before or after receiving."""
+        """Return our summands of all other members' parts. Call it once, before or after receiving."""
         if self._vector is None:
             raise LocalProtocolError("an all-reduce starts once")
         vector, self._vector = self._vector, None
@@ -147,7 +150,8 @@ class AllReduce:
         ]
 
     def receive(self, sender: PeerId, message: Part) -> Sends:
-        """Take one chunk; a repeat is ignored. Raises RemoteProtocolError for what does not belong here."""
+        """Handle one chunk; ignore a repeat. Raises RemoteProtocolError for a chunk that does not belong
+        here."""
         place = self._place_of(sender)
         if message.key != self._key:
             raise RemoteProtocolError("a part of another all-reduce")

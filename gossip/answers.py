@@ -1,9 +1,9 @@
 """Measurements taken from the answers of probed members: round trips, places, clocks, lateness.
 
-Each ping has a number of its own, so an answer measures the ping that it answers. Only a target's own answers
-are measured; an answer by a stream, which may have been opened for it, yields the clock alone. Clocks are
-read only from members whose turn it was in a round of probes: that order is this peer's own, and nobody else
-can have many of its friends probed first.
+Each ping has its own number, so an answer measures the ping that it answers. Only a target's own answers are
+measured. An answer by a stream, which may have been opened for it, yields the clock alone. Clocks are read
+only from members on their turn in a round of probes: this peer alone chooses that order, so no other peer can
+get many of its friends probed first.
 """
 
 from random import Random
@@ -21,7 +21,7 @@ from gossip.table import MemberTable
 
 
 class AnswerMeasures:
-    """The measurements of one peer; punctuality and slow members are kept in its table."""
+    """The measurements of one peer; its table keeps punctuality and slow members."""
 
     __slots__ = ("_settings", "_table", "clocks", "coordinates", "host_of")
 
@@ -33,7 +33,7 @@ class AnswerMeasures:
         self.host_of: HostOf | None = None
 
     def take(self, now: float, ack: Ack, probe: Probe, further: FurtherPing | None) -> None:
-        """Measure a probe whose target has answered itself, to its first ping or a further one."""
+        """Measure a probe whose target itself has answered, to its first ping or a further one."""
         target, seconds = probe.target, now - (probe.sent_at if further is None else further.sent_at)
         if ack.wall is not None and probe.is_in_turn:
             host = None if self.host_of is None else self.host_of(target)
@@ -51,13 +51,13 @@ class AnswerMeasures:
             self._table.trips.learn(now, target, seconds)
 
     def judge(self, now: float, sender: PeerId, probe: Probe) -> MemberDegraded | MemberRecovered | None:
-        """Record that the first ping of a probe was answered, by its target or by a relay; return the event
-        if that changes how the target is marked."""
+        """Record that the first ping of a probe was answered, by its target or by a relay; return an event if
+        the target's mark changes."""
         answer = ProbeAnswer.IN_TIME
         if sender != probe.target:
             answer = ProbeAnswer.RELAYED
         elif now - probe.sent_at >= self._settings.probe_timeout_seconds:
-            answer = ProbeAnswer.LATE  # also where it may take so long
+            answer = ProbeAnswer.LATE  # even where it may take this long
         punctuality = self._table.punctuality
         if answer is ProbeAnswer.IN_TIME and not len(punctuality):
             return None

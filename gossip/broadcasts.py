@@ -1,12 +1,12 @@
-"""Messages of users to all members, by topic. A newer broadcast of an author and topic invalidates the older.
+"""Broadcasts of users to all members, by topic. A newer one of the same author and topic replaces the older.
 
-They travel as facts beside membership's own, which always go first (`gossip.dissemination`). Delivery is
-epidemic and at most once: a member that joins later hears none, and of several in short time only the newest
-may arrive. In a swarm of neighbourhoods a broadcast stays within that of its author.
+They travel as facts, after membership's own (`gossip.dissemination`). Delivery is epidemic and at most once:
+a member that joins later receives none, and of several in short time only the newest may arrive. In a swarm
+of neighbourhoods a broadcast stays within that of its author.
 
-An author sends BROADCASTS_MAX at once, then one in BROADCAST_INTERVALS; faster ones wait, only the newest of
-each topic. Receivers limit every author to twice that. A sequence is at least the incarnation of its author,
-so none of an earlier life comes back.
+An author sends BROADCASTS_MAX at once, then one in BROADCAST_INTERVALS. Faster ones wait, only the newest of
+each topic. Receivers limit every author to twice that rate. A sequence is at least its author's incarnation,
+so none of an earlier life is repeated.
 """
 
 from math import inf
@@ -19,22 +19,21 @@ from gossip.settings import SwimSettings
 
 BROADCASTS_MAX = 8.0
 BROADCAST_INTERVALS = 10.0
-"""Each costs every member some ten sends of its size: in the `lan` preset, one author that tells 512 bytes
-without a pause costs 0.6 kB/s."""
+"""A broadcast costs every member some ten sends of its size. In the `lan` preset, an author that sends 512
+bytes continuously costs 0.6 kB/s."""
 RECEIVER_FACTOR = 2.0
-"""A receiver allows this many times what an author may send: broadcasts that waited on the way arrive in
+"""Factor of an author's rate that a receiver allows, since broadcasts that waited on the way arrive in
 bursts."""
 TOPICS_MAX = 16
-"""Topics of one author whose last sequence is remembered. Older sequences of forgotten ones are refused."""
+"""Topics of one author whose last sequence is remembered. For others, older sequences are refused."""
 DUE_SLACK_SECONDS = 0.001
 PASSED_ON_MAX = 64.0
 PASSED_ON_INTERVALS = 2.0
-"""Broadcasts of all authors together that are passed on at once, and then one in how many probe intervals."""
+"""Broadcasts of all authors together that are passed on at once, and the probe intervals per further one."""
 
 
 class Broadcasts:
-    """This peer's own broadcasts, and the sequences it has heard of others. `due` is when the next own one
-    may go out."""
+    """This peer's own broadcasts, and the sequences it knows of others."""
 
     __slots__ = ("_heard", "_own", "_passed_on", "_rates", "_sequence", "_waiting")
 
@@ -48,7 +47,7 @@ class Broadcasts:
         rate = 1 / (PASSED_ON_INTERVALS * interval_seconds)
         self._passed_on = TokenBucket(rate, PASSED_ON_MAX, PASSED_ON_MAX, now)
         self._sequence = incarnation
-        # Per author, the last sequence by topic, and the highest of those forgotten.
+        # Per author, the last sequence by topic, and the highest sequence of forgotten topics.
         self._heard: dict[PeerId, tuple[dict[bytes, int], int]] = {}
         self._waiting: dict[bytes, bytes] = {}
 
@@ -56,10 +55,10 @@ class Broadcasts:
         return len(self._heard)
 
     def due(self, now: float) -> float:
-        """When the next waiting one may go out, in monotonic seconds; inf for none."""
+        """The time at which the next waiting one may be sent, in monotonic seconds; inf for none."""
         if not self._waiting:
             return inf
-        # A moment late, for a sum of floats may be a little less than one.
+        # Slightly late, since a sum of floats may be a little less than one.
         return now + max(0.0, 1.0 - self._own.left(now)) / self._own.rate + DUE_SLACK_SECONDS
 
     def put(self, topic: bytes, data: bytes) -> None:
@@ -88,7 +87,7 @@ class Broadcasts:
         return body.sequence > topics.get(body.topic, floor) and self._rates.left(author, now) >= 1.0
 
     def hear(self, now: float, author: PeerId, body: BroadcastBody) -> bool:
-        """Record a broadcast whose signature holds; return whether to pass it on."""
+        """Record a broadcast with a valid signature; return whether to pass it on."""
         self._rates.of(author, now).take(now)
         topics, floor = self._heard.setdefault(author, ({}, -1))
         topics.pop(body.topic, None)

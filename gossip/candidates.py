@@ -1,10 +1,10 @@
 """Strangers named by others, until they answer a ping themselves: only then are they listed.
 
-A signature costs its author nothing, so one message can introduce thousands who do not exist. They wait here,
-apart from the list: bounded, and probed at a bounded rate. Introducers take turns, so that one who names many
-only delays its own. A full table drops a candidate of the introducer with the most.
+A signature costs its author nothing, so one message can introduce thousands of invented peers. They wait
+here, apart from the list, bounded in number and probed at a bounded rate. Introducers take turns, so that an
+introducer of many only delays its own. A full table drops a candidate of the introducer with the most.
 
-Not here: probes (`gossip.swim`), and what is listed (`gossip.state_table`).
+Not here: probes (`gossip.swim`), and the member list (`gossip.state_table`).
 """
 
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from crypto.identity import PeerId
 from gossip.messages import AliveFact
 
 PROBED_MAX = 32
-"""Candidates probed at once: an honest list of 600 is through in 2 s at a round trip of 100 ms, and of
-invented ones 70 a second go by."""
+"""Candidates probed at once: an honest list of 600 takes 2 s at a round trip of 100 ms, and invented ones are
+dropped at 70 a second."""
 PROBED_AT_ONCE_MAX = 8
-"""Candidates first written to in one step: each may take a handshake, of 0.8 ms."""
+"""Candidates contacted in one step: each may take a handshake of 0.8 ms."""
 TRIES_MAX = 3
-"""Probes of one candidate: at 10 % loss one live candidate in 150 is missed, and named again later."""
+"""Probes of one candidate: at 10 % loss one live candidate in 150 is missed, and introduced again later."""
 
 
 @dataclass(slots=True)
 class Candidate:
-    """A stranger to probe. `said` is proved by its signature, `said.peer` may still not exist. `passed_on`:
+    """A stranger to probe. `said` is proved by its signature, though `said.peer` may not exist. `passed_on`:
     others may be told of it."""
 
     said: AliveFact
@@ -47,7 +47,7 @@ class Candidates:
         self._most = most
         self.rows: dict[PeerId, Candidate] = {}
         self._counts: dict[PeerId, int] = {}
-        # By introducer, the one whose turn it is first; of each the candidates not in flight.
+        # Candidates not in flight by introducer, in the order of turns.
         self._waiting: dict[PeerId, dict[PeerId, None]] = {}
 
     def __len__(self) -> int:
@@ -58,19 +58,19 @@ class Candidates:
 
     @property
     def is_due(self) -> bool:
-        """Whether a candidate is to be probed now."""
+        """Whether a candidate should be probed now."""
         return bool(self._waiting) and self.probed < PROBED_MAX
 
     def get(self, peer: PeerId) -> Candidate | None:
         return self.rows.get(peer)
 
     def takes(self, introducer: PeerId) -> bool:
-        """Return whether there is room for another candidate of this introducer, if necessary at the cost of
+        """Return whether there is room for a candidate of this introducer, if necessary in place of
         another."""
         return len(self.rows) < self._most or self._counts.get(introducer, 0) < max(self._counts.values())
 
     def put(self, candidate: Candidate) -> None:
-        """Add a candidate that is not here yet and that `takes` allows."""
+        """Add a new candidate that `takes` allows."""
         if len(self.rows) >= self._most:
             greediest = max(self._counts, key=self._counts.__getitem__)
             told = [row.peer for row in self.rows.values() if row.introducer == greediest]
@@ -80,7 +80,8 @@ class Candidates:
         self._waiting.setdefault(candidate.introducer, {})[candidate.peer] = None
 
     def next(self) -> Candidate | None:
-        """Return the next candidate to probe and mark it in flight; None while enough are, or none waits."""
+        """Return the next candidate to probe and mark it in flight; None while enough are in flight or none
+        waits."""
         if not self.is_due:
             return None
         introducer = next(iter(self._waiting))

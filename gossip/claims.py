@@ -1,15 +1,14 @@
-"""Counts that peers claim of themselves (steps, samples, rounds), and the evidence that bounds them: pure.
+"""Counts that peers claim about themselves (steps, samples, rounds), and the evidence that bounds them: pure.
 
-A claim has no order and no arithmetic, so that none is used before it is compared with something else: this
-peer's own knowledge and pace, and the claims of other members. Evidence, from the best down:
+A claim has no order and no arithmetic, so it must be compared with something before use: this peer's own
+knowledge and pace, and the claims of other members. Evidence, the strongest first:
 
 - at least two members reach the count (`agreed_count`);
-- the count lies about where the lower median of the members is (`lower_median`), for a peer that knows
-  nothing yet;
-- this peer's own progress, and the time since it knew where the others were (`CountEvidence`), where only one
-  member has something to say.
+- the count is near the lower median of the members (`lower_median`), for a peer without knowledge of its own;
+- this peer's own progress, and the time since it knew the others' counts (`CountEvidence`), for a single
+  other claim.
 
-Not here: what a report looks like (`gossip.roster`), and the transfer of a state (`node.averaging.transfer`).
+Not here: the shape of a report (`gossip.roster`), and the transfer of a state (`node.averaging.transfer`).
 """
 
 from collections import Counter
@@ -23,19 +22,19 @@ import msgspec
 from crypto.identity import PeerId
 
 COUNT_MAX = 2**40
-"""A thousand steps a second for 34 years: nobody has counted further."""
+"""Highest valid count: a thousand steps a second for 34 years."""
 VOICES_MIN = 2
-"""Members that must claim the same before a peer that has a state of its own gives it up."""
+"""Members that must claim the same count before a peer gives up its own state."""
 SLACK_STEPS = 10
-"""Members of one run may be this many steps apart: reports take a while, and rounds fail."""
+"""Allowed distance in steps between members of one run: reports take a while, and rounds fail."""
 PACE_FACTOR = 100.0
-"""The others are at most this many times faster than this peer: it may be a laptop beside a rack of GPUs."""
+"""Assumed largest speed of others relative to this peer, which may be a laptop beside a rack of GPUs."""
 PACE_MIN = 1.0
-"""Steps a second that others may make, whatever this peer's own pace is."""
+"""Steps a second that others may make at any pace of this peer."""
 PACE_GAIN = 0.1
 """The weight of the newest step in the pace."""
 SECONDS_MIN = 1e-3
-"""A shorter step is taken to be this long."""
+"""Shorter steps count as this long."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, lt=COUNT_MAX)]
 
@@ -47,66 +46,65 @@ class ClaimedCount:
     _number: int
 
     def reaches(self, known: int) -> bool:
-        """Return whether the peer says that it is at `known` or further."""
+        """Return whether the claim is `known` or more."""
         return self._number >= known
 
     def equals(self, known: int) -> bool:
-        """Return whether the peer says that it is at `known`."""
+        """Return whether the claim equals `known`."""
         return self._number == known
 
     def at_most(self, bound: int) -> int:
-        """Return the count, or `bound` where it is beyond that."""
+        """Return the claim, limited to `bound`."""
         return min(self._number, bound)
 
     def is_between(self, first: int, last: int) -> bool:
-        """Return whether the peer says that it is at one of these, both included."""
+        """Return whether the claim is from `first` to `last`, both included."""
         return first <= self._number <= last
 
     def is_near(self, known: int, slack: int) -> bool:
-        """Return whether the peer says that it is within `slack` of `known`."""
+        """Return whether the claim is within `slack` of `known`."""
         return abs(self._number - known) <= slack
 
 
 def lower_median(claims: Collection[ClaimedCount]) -> int:
-    """Return the claim that at least half of the claims reach; the lower one of two. 0 where there is
-    none."""
+    """Return the highest count that at least half of the claims reach: the lower median. 0 without claims."""
     counts = sorted(claim._number for claim in claims)
     return counts[(len(counts) - 1) // 2] if counts else 0
 
 
 def agreed_count(claims: Collection[ClaimedCount]) -> int:
-    """Return the highest count that VOICES_MIN peers reach, or the only claim where there is no other."""
+    """Return the highest count that VOICES_MIN peers reach, or the only claim."""
     counts = sorted((claim._number for claim in claims), reverse=True)
     return counts[min(VOICES_MIN, len(counts)) - 1] if counts else 0
 
 
 @dataclass(frozen=True)
 class LikelySteps:
-    """The states that the evidence allows to take: those of the steps from `first` to `last`."""
+    """The states that may be taken by the evidence: those of the steps from `first` to `last`."""
 
     first: int
     last: int
     holders_min: int = 1
     """How many peers must hold the state."""
     holders_wanted: int = 1
-    """How many holders make it worth asking again."""
+    """The number of holders that justifies asking again."""
     is_newest: bool = False
-    """Where no two hold the same state, take the newest, or any if this is False: a liar can claim to be the
-    newest, so only a peer that tests the state it takes sets this."""
+    """Whether to take the newest state, or any if False, where no two holders agree. A liar can claim the
+    newest state, so only a peer that tests the state it takes sets this."""
     is_nearest: bool = False
-    """Honest members hold states that differ a little: of three or more that are offered, the one nearest to
-    the others is taken (`gossip.nearest`)."""
+    """Whether honest states differ a little: of three or more offers, the one nearest to the others is taken
+    (`gossip.nearest`)."""
     lineage: bytes | None = None
     """Take only states of this lineage."""
 
 
 def newcomer_steps(claims: Collection[ClaimedCount], slack: int, *, are_equal: bool) -> LikelySteps:
-    """Return where a peer without a state of its own joins. `are_equal`: members at one step have the same
-    state, so that two of them vouch for it."""
+    """Return the steps at which a peer without a state joins. `are_equal`: members at one step have the same
+    state, so that two of them confirm it."""
     middle = lower_median(claims)
     near = sum(claim.is_near(middle, slack) for claim in claims)
     wanted = min(VOICES_MIN, near) if are_equal else 1
-    # Among more than two, two honest ones hold the same.
+    # Of more than two members, two honest ones hold the same.
     needed = wanted if near > VOICES_MIN else 1
     return LikelySteps(max(0, middle - slack), middle + slack, needed, wanted, is_nearest=not are_equal)
 
@@ -121,8 +119,8 @@ class CountEvidence:
         self._pace = 0.0
 
     def made(self, now: float, count: int, *, is_known: bool) -> None:
-        """Record that this peer advanced to `count` by itself. `is_known`: with the others, or alone in the
-        run, so it knows where all are; otherwise they may be anywhere by now."""
+        """Record that this peer advanced to `count` by itself. `is_known`: it did so with the others, or
+        alone in the run, so it knows their counts; otherwise theirs are unknown from now on."""
         seconds = max(SECONDS_MIN, now - self._made_at)
         self._made_at = now
         pace = 1.0 / seconds
@@ -135,21 +133,21 @@ class CountEvidence:
         self._count, self._known_at = count, now
 
     def count_max(self, now: float) -> int:
-        """Return the furthest that the run can be by now."""
+        """Return the highest count that the run can have reached."""
         pace = max(PACE_MIN, PACE_FACTOR * self._pace)
         return self._count + SLACK_STEPS + int(max(0.0, now - self._known_at) * pace)
 
     def furthest(self, now: float, own: int, claims: Collection[ClaimedCount]) -> int:
-        """Return the furthest count with evidence: `own`, the count that two members reach, or a lone claim
-        where no other is near it and the run can be that far."""
+        """Return the highest count with evidence: `own`, the count that two members reach, or a lone claim
+        that no other contradicts and the run can have reached."""
         count = agreed_count(claims)
         if sum(claim.is_near(count, SLACK_STEPS) for claim in claims) < VOICES_MIN:
-            # No second member is near it: a claim far beyond it does not support it.
+            # No second member is near it: a claim far beyond does not support it.
             count = count if count <= self.count_max(now) else own
         return max(own, count)
 
     def likely_steps(self, now: float, own: int, claims: Collection[ClaimedCount]) -> LikelySteps:
-        """Return the states that a member may take in place of its own, where those of one step are equal."""
+        """Return the states that may replace this member's own, where states of one step are equal."""
         furthest = self.furthest(now, own, claims)
         near = sum(claim.is_near(furthest, SLACK_STEPS) for claim in claims)
         holders = min(VOICES_MIN, max(1, near))
@@ -157,8 +155,8 @@ class CountEvidence:
 
 
 def common_lineage(own: bytes, others: Sequence[bytes], voices: int) -> bytes:
-    """Return the lineage of the most members, this peer included; another's lineage counts only if `voices`
-    peers have it. A tie goes to the smaller hash, so that both sides agree on who comes over."""
+    """Return the lineage of most members, including this peer; another's lineage counts only if `voices`
+    peers have it. A tie goes to the smaller hash, so that both sides agree."""
     lineages = Counter(others)
     lineages[own] += 1
     found = [each for each, count in lineages.items() if each == own or count >= voices]
@@ -166,16 +164,16 @@ def common_lineage(own: bytes, others: Sequence[bytes], voices: int) -> bytes:
 
 
 def beginning(own: bytes | None, others: Sequence[bytes]) -> bytes:
-    """Return the lineage with which a run begins before anybody has made a step: the most common one, among
-    several the smaller hash, so that all peers that see the same members choose the same. Nobody has anything
-    to lose yet, so one voice is enough. `own` None: this peer is not in the run yet."""
+    """Return the lineage with which a run begins before the first step: the most common one, on a tie the
+    smaller hash, so that all peers with the same view choose the same. No work can be lost yet, so one voice
+    suffices. `own` None: this peer is not in the run yet."""
     known = list(others) if own is None else [own, *others]
     return common_lineage(known[0], known[1:], 1)
 
 
 def rejoined_step(own: int, others: Sequence[tuple[ClaimedCount, bytes]]) -> int | None:
-    """Return the step to come back to if this peer went on alone: it is far beyond a majority that holds one
-    state, and no other peer is near it. None if it need not come back, or made most of its steps alone."""
+    """Return the step to return to if this peer trained alone: it is far beyond a majority that holds one
+    state, and no other peer is near it. None if it need not return, or made most of its steps alone."""
     if any(step.is_near(own, SLACK_STEPS) for step, _ in others):
         return None
     for (step, _), count in Counter(others).items():
@@ -186,7 +184,7 @@ def rejoined_step(own: int, others: Sequence[tuple[ClaimedCount, bytes]]) -> int
 
 @dataclass(frozen=True)
 class OfferedState:
-    """A state that a peer offers: the step it claims, and the hash of its bytes."""
+    """A state offered by a peer: the claimed step, and the hash of its bytes."""
 
     step: ClaimedCount
     digest: bytes
@@ -195,9 +193,9 @@ class OfferedState:
 def choose_state(
     offers: Mapping[PeerId, OfferedState], likely: LikelySteps | None, rng: Random
 ) -> tuple[PeerId, ...]:
-    """Return the holders of the state to take, of a likely step where that is given: the most widely held
-    one, among several the newest. If no two hold the same state, it chooses one at random unless the newest
-    is wanted, so that a liar cannot arrange to be chosen. Empty if none is suitable."""
+    """Return the holders of the state to take, of a likely step if given: the most widely held one, on a tie
+    the newest. If no two hold the same state, choose at random unless the newest is wanted, so that a liar
+    cannot arrange to be chosen. Empty if none is suitable."""
     if likely is not None:
         offers = {
             peer: offer for peer, offer in offers.items() if offer.step.is_between(likely.first, likely.last)

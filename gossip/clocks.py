@@ -1,16 +1,16 @@
-"""The clocks of peers, as their acks report them: the reference where this machine's own clock is wrong.
+"""The clocks of peers, as their acks report them: the reference if this machine's own clock is wrong.
 
-Each ack of a ping says the wall clock of its sender. It is kept as its offset from this node's *monotonic*
-clock, which no correction of this machine's wall clock changes. The time of a swarm is the lower median of
-all clocks known, this machine's among them. A clock counts once, and only while its peer is a live member:
-changing ids in turn adds no clocks. The clocks of one host together count as PLACE_WEIGHT_MAX at most, so the
-ids that one machine makes up outvote no other ones.
+Each ack of a ping carries the wall clock of its sender. It is stored as its offset from this node's
+*monotonic* clock, which corrections of the wall clock do not change. The time of a swarm is the lower median
+of all known clocks, including this machine's. A clock counts once, and only while its peer is a live member,
+so changing ids adds no clocks. The clocks of one host together count as PLACE_WEIGHT_MAX at most, so the
+invented ids of one machine cannot outvote others.
 
-A time outside of the years in which this release can run is discarded. A machine that shows such a time
-itself is wrong for certain, and goes by its peers alone. Two machines cannot tell which of them is wrong: the
-earlier time counts where they differ by a day at most, and each keeps its own where it is more.
+A time outside of this release's possible years is discarded. A machine with such a clock is certainly wrong,
+and uses its peers' alone. Of two machines it is unknown which one is wrong: the earlier time counts if they
+differ by at most a day; otherwise each keeps its own.
 
-Not here: which acks are taken (`gossip.answers`), and what follows (`node.services.swarm_clock`).
+Not here: the choice of acks (`gossip.answers`), and the consequences (`node.services.swarm_clock`).
 """
 
 from collections import Counter, OrderedDict
@@ -20,28 +20,28 @@ from typing import NamedTuple
 from crypto.identity import PeerId
 
 PEERS_MIN = 3
-"""Other members whose clocks must be heard; in a smaller swarm all of them."""
+"""Other members whose clocks are needed; in a smaller swarm all of them."""
 QUORUM_MAX = 32
-"""Half of the others, or this many, are heard before anything is corrected: of a random sample of this size
-one in a thousand has a majority of liars where a quarter of the members lie."""
+"""Half of the others, or this many, are needed before a correction: if a quarter of the members lie, one
+random sample in a thousand of this size has a majority of liars."""
 PEERS_KEPT_MAX = 512
-"""The most recently heard clocks that are kept; more do not make a median better."""
+"""Number of kept clocks, the latest ones; more do not improve the median."""
 PLACE_WEIGHT_MAX = 4
-"""The most that the clocks of one host together count: a few nodes of one machine, or of a household."""
+"""The largest weight of all clocks of one host: a few nodes of one machine, or of a household."""
 KEPT_SECONDS = 600.0
-"""A clock that is off by 100 in a million has gone wrong by 0.06 s since."""
+"""The lifetime of a reading: a clock that drifts by 100 in a million is off by 0.06 s after it."""
 ROUND_TRIP_SECONDS_MAX = 10.0
-"""An answer that took longer tells too little: its clock is wrong by half of that at most."""
+"""The longest usable round trip: a clock is uncertain by half of it."""
 RELEASED_SECONDS = 1_767_225_600.0
-"""2026-01-01, in unix seconds: before it nothing of this release ran. Raise it with a release."""
+"""2026-01-01, in unix seconds: this release did not run before. Raise it with a release."""
 PLAUSIBLE_SECONDS_MAX = RELEASED_SECONDS + 30 * 365.25 * 86_400.0
-"""30 years on. No machine runs this release then, and a signature for that time would be valid for ever."""
+"""30 years on: no machine runs this release then, and a signature for that time would be valid forever."""
 PAIR_SKEW_SECONDS_MAX = 86_400.0
-"""How far one other member alone may move this node's time: a wrong time zone or day, no more."""
+"""How far a single other member may move this node's time: a wrong time zone or day, no more."""
 
 
 def is_plausible(wall: float) -> bool:
-    """Return whether a clock that shows this, in unix seconds, may be right."""
+    """Return whether a wall clock reading, in unix seconds, may be right."""
     return RELEASED_SECONDS <= wall <= PLAUSIBLE_SECONDS_MAX
 
 
@@ -72,7 +72,7 @@ class PeerClocks:
         place: Hashable = None,
     ) -> None:
         """Record an ack: the peer's clock showed `wall_milliseconds` during a round trip of
-        `round_trip_seconds`. `place`: the host that the answer came from; None where that is not known."""
+        `round_trip_seconds`. `place` is the host of the answer, None if unknown."""
         wall = wall_milliseconds / 1000
         if not 0 <= round_trip_seconds <= ROUND_TRIP_SECONDS_MAX or not is_plausible(wall):
             return
@@ -83,15 +83,15 @@ class PeerClocks:
             self._heard.popitem(last=False)
 
     def forget(self) -> None:
-        """Forget all clocks: this machine may have slept, and offsets mean nothing any more."""
+        """Forget all clocks: this machine may have slept, which makes offsets meaningless."""
         self._heard.clear()
 
     def peers(self, now: float) -> list[float]:
-        """Return the offsets of the clocks of live peers heard lately."""
+        """Return the offsets of recently heard clocks of live peers."""
         return [heard.ahead for heard in self._known(now)]
 
     def swarm(self, now: float, own: float, others: int) -> float | None:
-        """Return the swarm's offset with `others` other members; None while too few clocks are heard. `own`
+        """Return the swarm's offset with `others` other members; None while too few clocks are known. `own`
         is this machine's own."""
         known = self._known(now)
         is_own_plausible = is_plausible(now + own)
@@ -112,7 +112,7 @@ class PeerClocks:
 
 
 def _median_low(weighted: Sequence[tuple[float, float]]) -> float:
-    """Return the least value at which half of the weight is reached."""
+    """Return the smallest value at which half of the weight is reached."""
     ordered = sorted(weighted)
     half = sum(weight for _, weight in ordered) / 2
     passed = 0.0

@@ -1,9 +1,9 @@
 """Network coordinates, whose distances are round trips: Vivaldi with a height, as in Serf.
 
 Dabek, Cox, Kaashoek and Morris 2004 ("Vivaldi: A Decentralized Network Coordinate System"), sections 2.5 to
-2.7 and 5.4 (heights: what a peer's own access adds to every path). Each answered probe is a spring between
-two peers. A peer's own coordinate is unproved: a sample moves us by STEP_MAX at most, and the latest samples
-of a peer count by their median. So a minority that lies shifts others a little.
+2.7 and 5.4 (heights: the part of every path that a peer's own access adds). Each answered probe is a spring
+between two peers. A peer's claimed coordinate is unproved, so a sample moves us by STEP_MAX at most, and a
+peer's latest samples count by their median. So lies of a minority have little effect.
 
 Pure arithmetic in seconds. On the wire a coordinate is whole tenths of a millisecond.
 """
@@ -20,19 +20,19 @@ from crypto.identity import PeerId
 DIMENSIONS = 4
 UNIT_SECONDS = 1e-4
 FARTHEST = 100_000
-"""In units: 10 s from the middle, further than any path on Earth."""
+"""In units: 10 s from the origin, longer than any path on Earth."""
 ROUND_TRIP_SECONDS_MAX = 10.0
 ERROR_MAX = 1.5
-"""The relative error of a peer that knows nothing; no peer is believed to err by less than ERROR_MIN."""
+"""The relative error of a peer without samples; claimed errors count as ERROR_MIN at least."""
 ERROR_MIN = 0.05
 ADJUSTMENT = 0.25
-"""The paper's c_c and c_e: the share of a spring's pull that is followed."""
+"""The paper's c_c and c_e: the share of a spring's pull that is applied."""
 STEP_MAX = 0.02
-"""Seconds by which one sample moves us at most."""
+"""Largest move by one sample, in seconds."""
 HEIGHT_MIN = 1e-4
 SAMPLES_KEPT = 3
 PEERS_KEPT_MAX = 64
-"""Peers whose latest samples and places are kept; those asked last."""
+"""Peers whose latest samples and places are kept, the most recent ones."""
 
 Length = Annotated[int, msgspec.Meta(ge=-FARTHEST, le=FARTHEST)]
 Height = Annotated[int, msgspec.Meta(ge=0, le=FARTHEST)]
@@ -48,7 +48,7 @@ class Coordinate(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Coordinates:
-    """One peer's estimate of its own coordinate. `here` is what it tells others."""
+    """One peer's estimate of its own coordinate, which it reports as `here`."""
 
     __slots__ = ("_error", "_height", "_point", "_rng", "_samples", "here")
 
@@ -61,7 +61,7 @@ class Coordinates:
         self.here = self._said()
 
     def learn(self, peer: PeerId, there: Coordinate, round_trip_seconds: float) -> None:
-        """Learn from a ping that `peer` answered, which claims to be `there`."""
+        """Learn from a ping answered by `peer`, which claims the coordinate `there`."""
         if not 0 < round_trip_seconds <= ROUND_TRIP_SECONDS_MAX:
             return
         measured = self._median(peer, there, round_trip_seconds)
@@ -79,7 +79,7 @@ class Coordinates:
         self.here = self._said()
 
     def round_trip_seconds_to(self, peer: PeerId) -> float | None:
-        """Return the round trip to `peer` as measured lately; else None."""
+        """Return the recently measured round trip to `peer`, None if there is none."""
         kept = self._samples.get(peer)
         return None if kept is None else sorted(kept[0])[(len(kept[0]) - 1) // 2]
 
@@ -93,10 +93,11 @@ class Coordinates:
         return math.dist(self._point, point) + self._height + there.height * UNIT_SECONDS
 
     def _move(self, point: list[float], apart: float, height: float, force: float) -> None:
-        """Move away from a point by `force`, or towards it; a share of it goes into the height."""
+        """Move away from a point by `force`, or towards it if negative; the height takes a share of the
+        move."""
         if apart > UNIT_SECONDS:
             way = [(mine - other) / apart for mine, other in zip(self._point, point, strict=True)]
-        else:  # two at one place are pushed apart in any direction
+        else:  # two peers at one point are moved apart in a random direction
             drawn = [self._rng.gauss(0.0, 1.0) for _ in range(DIMENSIONS)]
             length = math.hypot(*drawn) or 1.0
             way = [value / length for value in drawn]

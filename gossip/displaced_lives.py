@@ -1,8 +1,8 @@
-"""Lives of members that newer ones displaced, to be told to whichever process answers as that member.
+"""Facts of member lives that newer lives displaced, to be sent to the processes that answer as that member.
 
-A member list holds one alive fact of each peer, the newest. Those of a few lives before are kept here, and
-told for a while: so a copy of a data folder hears of its original, and the original of the copy. A process
-that was started again hears of its own past, where nobody is any more. Not here: what it makes of that
+A member list holds one alive fact of each peer, the newest. Facts of a few earlier lives are kept here and
+sent for a while, so that a copy of a data folder learns of its original, and the original of the copy. A
+restarted process receives facts of its own past lives, which have ended. Not here: its conclusions
 (`gossip.other_lives`).
 """
 
@@ -15,32 +15,31 @@ from gossip.messages import FACT_BYTES_MAX, LIFE_BYTES, AliveBody, AliveFact, Go
 from gossip.table import MemberRow
 
 DISPLACED_MAX = 64
-"""Members of which displaced lives are kept."""
+"""Members whose displaced lives are kept."""
 DISPLACED_LIVES_MAX = 4
-"""Displaced lives of one member, the latest. An original displaces each copy, and so remains among them."""
+"""Displaced lives kept of one member, the latest. An original displaces each copy, so it stays among them."""
 TOLD_INTERVALS = 10
-"""Probe intervals for which displaced lives are told: any one message may be lost, or go to the wrong
-process."""
+"""Probe intervals for which displaced lives are sent: a message may be lost, or reach the wrong process."""
 
 WRITTEN_MAX = 6.0
 WRITTEN_INTERVALS = 3.0
-"""Messages about lives sent at once, and then one in this many probe intervals: a peer that changes its life
-with each message would make all others write to it. Beyond them lives are told with messages that are sent
-anyway."""
+"""Extra messages about lives sent at once, and the probe intervals per further one. A peer that changes its
+life with each message would otherwise make all others write to it. Beyond the limit lives are sent only with
+other messages."""
 
 
 class DisplacedLives:
-    """Facts of displaced lives, and for how long they are told; `waits` says whether any are."""
+    """Facts of displaced lives, and how long they are sent; `waits` says whether any are."""
 
     __slots__ = ("_facts", "_left", "_met", "_turn", "_written", "waits")
 
     def __init__(self, interval_seconds: float, now: float) -> None:
         self._written = TokenBucket(1 / (WRITTEN_INTERVALS * interval_seconds), WRITTEN_MAX, WRITTEN_MAX, now)
         self._facts: dict[PeerId, dict[bytes, Fact]] = {}
-        # Probe intervals for which those of a peer are told.
+        # Remaining probe intervals by peer.
         self._left: dict[PeerId, int] = {}
-        # Those that have spoken to this peer itself: it writes to them. Others are told where there is a
-        # message for them anyway, or each life would hear from a whole swarm.
+        # Peers that have contacted this peer directly; it writes to them. Others receive facts only with
+        # other messages: otherwise the whole swarm would write to each life.
         self._met: set[PeerId] = set()
         self._turn = 0
         self.waits = False
@@ -52,7 +51,7 @@ class DisplacedLives:
         if not (isinstance(before, AliveBody) and isinstance(now, AliveBody)) or before.life == now.life:
             return
         if len(before.life) != LIFE_BYTES or len(now.life) != LIFE_BYTES:
-            return  # a fact that names no life tells nobody of another one
+            return  # a fact without a life reveals no other life
         facts = self._facts.pop(said.peer, {})
         for life in (before.life, now.life):
             facts.pop(life, None)
@@ -68,12 +67,12 @@ class DisplacedLives:
             self.forget(next(iter(self._facts)))
 
     def of(self, peer: PeerId) -> tuple[Fact, ...]:
-        """Return the facts to tell `peer`; usually none."""
+        """Return the facts to send to `peer`; usually none."""
         return tuple(self._facts[peer].values()) if peer in self._left else ()
 
     def next(self, held: AliveFact) -> Fact | None:
-        """Return one fact for a message to the peer whose fact `held` is: each of its lives in turn, since it
-        is unknown which of them will read it."""
+        """Return one fact for a message to the peer whose fact `held` is. Its lives take turns, since any of
+        them may receive the message."""
         facts = self.of(held.peer)
         if not facts:
             return None
@@ -87,7 +86,7 @@ class DisplacedLives:
         self._left = {peer: left - 1 for peer, left in self._left.items() if left > 1}
         self._met.intersection_update(self._left)
         self.waits = bool(self._left)
-        # Those that have just begun first: the others were written to before.
+        # New ones first: this peer has written to the others before.
         met = sorted((peer for peer in self._left if peer in self._met), key=lambda peer: -self._left[peer])
         return [(peer, Gossip(self._message(rows[peer]))) for peer in met if self._written.take(now)]
 

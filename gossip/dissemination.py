@@ -1,9 +1,8 @@
-"""Facts that wait to be passed on, each a bounded number of times (SWIM section 4.1).
+"""The queue of facts to be passed on, each a bounded number of times (SWIM section 4.1).
 
-The least passed on go first, the newest first among equals, so that news overtakes what many know. A newer
-fact about a member replaces the older ones, except that several accusers' suspicions of one member wait side
-by side: they are independent confirmations (Lifeguard). Broadcasts of users take the room that membership
-leaves.
+Facts with the fewest sends go first, the newest first among equals, so that news overtakes known facts. A
+newer fact about a member replaces older ones. But suspicions of one member by several accusers coexist, as
+independent confirmations (Lifeguard). Broadcasts of users take the room that membership leaves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,32 +13,31 @@ from crypto.token_buckets import Buckets, TokenBucket
 from gossip.messages import FACTS_MAX, fact_bytes
 
 _SMALLEST_BYTES = 110
-"""No Ed25519 fact is smaller; with less room left it is not worth looking on."""
+"""The size of the smallest Ed25519 fact; with less room left the search ends."""
 _MISFITS_MAX = 16
-"""After this many facts that are too large for the room left, a message is full enough."""
+"""Facts too large for the remaining room after which a message counts as full."""
 
 DEAD_SENDS = 6
-"""Sends of a dead fact: all peers that held a suspicion reach its end at about the same time, each by its own
-probe."""
+"""Sends of a dead fact: peers that held a suspicion reach its end at about the same time, by their own
+probes."""
 REFUTATION_SENDS = 4
-"""Sends of a refutation: it need not reach all, since peers that suspect us pass it on, and the others do
-not."""
+"""Sends of a refutation: only peers that suspect us need it, and they pass it on."""
 CHANGES_MAX = 2.0
 CHANGE_INTERVALS = 300.0
-"""Changes of one member (a new profile, a return, a goodbye) that are passed on at once, and then one in this
-many probe intervals: each costs every member some sends. The rest spreads by Syncs."""
+"""Changes of one member (a new profile, a return, a goodbye) that are passed on at once, and the probe
+intervals per further one, since each costs every member some sends. The rest spreads by Syncs."""
 CHANGED_SENDS = 4
-"""Sends of a change soon after another one. With four sends each, one in fifty is left to Syncs."""
+"""Sends of a change soon after another one. With four sends each, one in fifty spreads only by Syncs."""
 ALL_CHANGES_MAX = 4.0
 ALL_CHANGE_INTERVALS = 10.0
-"""Changes of all members together that are sent in full at once, then one in this many intervals. Beyond them
+"""Changes of all members that are sent in full at once, and the probe intervals per further one. Beyond them
 a member's first change is sent CHANGED_SENDS times and its second not at all, so that a minority that changes
-all the time costs others little."""
+constantly costs others little."""
 SENDS_MAX = 1_000
-"""More than `Settings.retransmits` can be."""
+"""Upper bound of `Settings.retransmits`."""
 OWN_SENDS_MIN = 12
-"""Sends that always remain our own: where few members are told at random, a fact that reaches us says little
-about who knows it."""
+"""Minimum of our own sends: where few members are told at random, a received fact says little about how
+widely it is known."""
 
 
 class Changes:
@@ -54,7 +52,7 @@ class Changes:
         self._all = TokenBucket(rate, ALL_CHANGES_MAX, ALL_CHANGES_MAX, now)
 
     def sends(self, member: PeerId, now: float) -> int:
-        """Return how often to send a change of `member`; 0 for not at all."""
+        """Return how often to send a change of `member`; 0 for never."""
         bucket = self._of.of(member, now)
         is_first = bucket.left(now) >= CHANGES_MAX
         if not bucket.take(now):
@@ -65,8 +63,8 @@ class Changes:
 
 
 class _Item:
-    """A waiting fact: `size` as in a message, `sent` so often, `heard` counts those sends that were others'.
-    It is small, since at the start of a swarm all facts of all members wait at all."""
+    """A waiting fact: `size` is its size in a message, `sent` the number of sends, `heard` those by others.
+    It is small, since at the start of a swarm the facts of all members wait at all members."""
 
     __slots__ = ("fact", "heard", "is_later", "sends", "sent", "size", "subject")
 
@@ -82,9 +80,9 @@ class _Item:
 
 class Dissemination:
     """A queue in tiers: tier t holds the facts sent t times, oldest first. Facts are identified by their
-    signatures. Hearing a fact from another peer counts as one send: that peer knows it, and soon everybody
-    does. But half of all sends, and at least OWN_SENDS_MIN, are our own, whatever a peer that would keep it
-    secret tells us.
+    signatures. A fact received from another peer counts as one send, since that peer knows it and spreads it.
+    But at least half of all sends, and OWN_SENDS_MIN, are our own, so that no peer can suppress a fact by
+    sending it to us.
 
     `waits` says whether any fact is queued.
     """
@@ -112,7 +110,7 @@ class Dissemination:
         is_later: bool = False,
     ) -> None:
         """Queue `fact` about `subject` for at most `sends` sends; it replaces older ones unless it stands
-        `beside` them. A fact that `is_later` takes only the room that all others leave."""
+        `beside` them. A fact that `is_later` takes only the room left by others."""
         if not beside:
             self.drop(subject)
         others = self._about.get(subject, ())
@@ -126,7 +124,7 @@ class Dissemination:
         self.waits = True
 
     def heard(self, fact: Fact, transmits_max: int) -> None:
-        """Count a fact heard from another peer, which may wait here."""
+        """Count a send of this fact by another peer, if it waits here."""
         item = self._items.get(fact.signature)
         if item is not None and item.heard < min(transmits_max // 2, transmits_max - OWN_SENDS_MIN):
             item.heard += 1

@@ -13,7 +13,7 @@ Run = Callable[[Sequence[str]], int]
 
 
 def main() -> int:
-    """Do what the command line of `peerloom` says; the exit code."""
+    """Run the command line of `peerloom`; return the exit code."""
     from node.invocation import enter_by_script
 
     enter_by_script()
@@ -21,7 +21,7 @@ def main() -> int:
 
 
 def start(load: Callable[[], Run]) -> int:
-    """Do what the command line says by what `load` imports, on a system that has it; the exit code."""
+    """Check the system, `load` the command line and run it; return the exit code."""
     try:
         from node.cli.render import show_error
         from node.errors import UsageError
@@ -32,7 +32,7 @@ def start(load: Callable[[], Run]) -> int:
             show_error(error)
             return error.exit_code
         run = load()
-    except (Exception, SystemExit) as error:  # a file in a module's place may also just end the program
+    except (Exception, SystemExit) as error:  # a file that shadows a module may exit at import
         if "--debug" in sys.argv or not _explain(error):
             raise
         return shadowing.EXIT_SHADOWED
@@ -61,7 +61,7 @@ def _explain(error: BaseException) -> bool:
 
 
 def _remedy() -> str:
-    """Return where the command is installed, or how it is."""
+    """Return the remedy: the path of an installed command, or how to install it."""
     script = Path(__file__).parents[1] / ".venv" / "bin" / "peerloom"
     if script.is_file():
         path = shlex.quote(min(str(script), os.path.relpath(script), key=len))

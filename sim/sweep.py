@@ -35,7 +35,7 @@ SCHEMA = "peerloom.sim.sweep/1"
 TABLE_NAME = "sweep.csv"
 LOG_NAME = "log.txt"
 RUNS_MAX = 10_000
-"""More is a typing error: at a second each that is hours."""
+"""A larger sweep is a typing error: at a second a run it takes hours."""
 _FOLDER_NAME_MAX = 150
 _LOOK_SECONDS = 0.05
 
@@ -51,7 +51,7 @@ FIGURES = {
     "steps": ("steps", 1.0, ("runs", "0", "steps")),
     "times_real_time": ("x real time", 1.0, ("times_real_time",)),
 }
-"""By name in the file: heading and scale in the table on a screen, and the place in a summary."""
+"""Figures by column name in the file: heading and scale in the printed table, and path in a summary."""
 
 Values = tuple[tuple[str, str], ...]
 
@@ -167,8 +167,8 @@ def _folder(wanted: ExperimentRequest) -> Path:
 
 
 def _play_all(wanted: ExperimentRequest, missing: Sequence[SweepRun], jobs: int) -> bool:
-    """Return whether it was stopped. Experiments that run by then end in order, and are run again next
-    time."""
+    """Run the missing experiments; return whether the user stopped them. Experiments under way at a stop are
+    ended and repeated next time."""
     stop = StopFlag()
     waiting = list(reversed(missing))
     running: dict[str, tuple[SweepRun, subprocess.Popen[bytes], IO[bytes], float]] = {}
@@ -239,7 +239,7 @@ def _ended_line(run: SweepRun, code: int, took: float, ended: int, count: int, l
     return line + (f"  about {seconds_text(round(left))} left" if ended < count else "")
 
 
-# What they came to
+# Results
 
 
 def _tell(wanted: ExperimentRequest, done: Sequence[tuple[SweepRun, Mapping[str, Any]]]) -> None:

@@ -1,7 +1,7 @@
 """Handshakes for sessions: initiation, response, cookie. Cheap checks come first.
 
-Both may begin at once; then the initiation of the one with the smaller peer id counts, and the other's is
-answered with it. The messages of both are delivered all the same.
+Both sides may begin at once. The initiation of the smaller peer id then wins and is answered, and the other
+one is dropped. Queued messages of both sides are still delivered.
 """
 
 from collections import Counter, OrderedDict
@@ -49,8 +49,8 @@ _PROLOGUE = b"peerloom/session/1\0"
 
 
 class Handshakes:
-    """The handshakes of one node. `wall_milliseconds` is the unix time at `now`: it must be above that of the
-    node's last life, or others take its initiations for old ones until it is."""
+    """The handshakes of one node. `wall_milliseconds` is the unix time at `now`. It must be above that of the
+    node's last life; until it is, others refuse its initiations as replays."""
 
     def __init__(
         self,
@@ -139,7 +139,7 @@ class Handshakes:
         return self._last_stamp
 
     def on_response(self, now: float, data: bytes, source: Source) -> PeerState:
-        """End our handshake and return the peer that answered: the session is there and proved."""
+        """Complete our handshake and return the peer that answered, whose session is now confirmed."""
         if len(data) != RESPONSE_BYTES:
             raise DatagramRefused("malformed", f"a response of {len(data)} bytes")
         _, remote_index, index = RESPONSE_HEAD.unpack_from(data)
@@ -155,7 +155,7 @@ class Handshakes:
             # The object is dead now; the next initiation makes another.
             attempt.is_broken = True
             raise DatagramRefused("seal", "a response that is not authentic") from None
-        # The one that crossed ours counts no more, should it come late.
+        # A late initiation of the peer that crossed ours is now refused by its stamp.
         state.memory.stamp = max(state.memory.stamp, read_stamp(payload))
         session = Session(index, remote_index, attempt.handshake.split(), now, initiated=True)
         self.end(state)
@@ -290,7 +290,8 @@ class Handshakes:
         self._table.sessions[index] = (state, state.next)
         state.prefer_next_until = now + ANEW_SECONDS if offer.anew else 0.0
         if offer.anew:
-            # It does not trust our session; if nothing comes of this, we need a handshake of our own.
+            # The peer lost its old session and does not trust ours, so we need a handshake of our own if this
+            # one fails.
             state.doubted = True
         if state.attempt is not None:
             state.attempt.retry_at = now + state.attempt.wait_seconds

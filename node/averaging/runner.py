@@ -1,9 +1,9 @@
 """One averaging attempt on real or simulated streams: drives `gossip.averaging.attempt.Attempt`.
 
 A stream per ordered pair of members, opened by the one that sends. Each message is a struct, the data of a
-chunk its payload, so tensors are not copied on the way. The core computes (it codes, hashes and reduces a
-chunk at a time), so every call into it goes through the executor, one at a time: those that have gathered
-while one was computed go together, since handing over to a thread costs as much as a small message.
+Each message is a struct, and the data of a chunk is its payload, so tensors are not copied on the way. The
+core codes, hashes and reduces chunks, so calls into it run in the executor, one at a time. Calls that arrive
+meanwhile are batched: handing over to a thread costs as much as a small message.
 """
 
 from collections import deque
@@ -25,12 +25,12 @@ from node.seams import Clock, Executor, Network, Stream
 from node.waker import Waker
 
 MESSAGE_BYTES_MAX = 64 * 1024
-"""The limit without the data of a chunk, which is a payload: a have-set of a full group takes under 4 KiB."""
+"""Size limit without a chunk's data, which is a payload: a have-set of a full group takes under 4 KiB."""
 QUEUE_MAX = 4_096
 """Small messages that wait for one stream; with more the peer counts as lost."""
 
 CALLS_MAX = 16
-"""Calls into the core at once: their messages to others wait for the last of them, some milliseconds."""
+"""Calls into the core in one batch. Their outgoing messages wait for the last call, some milliseconds."""
 LAST_WORDS_SECONDS = 1.0
 """How long messages that are queued when an attempt is closed may still be sent."""
 IDLE_SECONDS = 0.5
@@ -99,7 +99,7 @@ class Runner:
                     for peer in self._queues:
                         senders.start_soon(self._send_to, peer)
                     await self._closed.wait()
-                    # The last that it has to say is that it withdraws: others would wait for it otherwise.
+                    # The last message announces the withdrawal; without it others would wait for this member.
                     senders.cancel_scope.deadline = trio.current_time() + LAST_WORDS_SECONDS
                 nursery.cancel_scope.cancel()
         finally:
@@ -114,8 +114,8 @@ class Runner:
         return self.attempt.result or NotAveraged(Reason.CANCELLED)
 
     async def receive_from(self, stream: Stream) -> None:
-        """Receive a member's messages on its stream, whose opening was read already. One stream of a member
-        is read at a time, so that it has one chunk here that is not in the attempt yet."""
+        """Receive a member's messages on its stream, whose opening was read already. Only one stream of a
+        member is read at a time, so at most one of its chunks waits here for the attempt."""
         if stream.peer not in self._reading:
             raise StreamClosed("not a member of this attempt")
         try:
@@ -148,7 +148,7 @@ class Runner:
     async def _call(
         self, function: Callable[..., Sends], *arguments: object, not_before: float = 0.0
     ) -> None:
-        """Have the core called, and pass on its answer; do nothing once the attempt is no longer driven.
+        """Queue a call into the core and send its answer; do nothing once the attempt is closed.
 
         Raises the core's exceptions.
         """

@@ -1,7 +1,7 @@
 """This member's knowledge of a run's committed steps, and its reports to others.
 
-`partition.run.progress` decides how far the run is and which step is shown once. Not here: committing
-(`node.pipeline.committer`), and the consequences of how far a run is.
+`partition.run.progress` decides how many steps are committed, and shows each step once. Not here: committing
+(`node.pipeline.committer`), and decisions that depend on the progress.
 """
 
 from dataclasses import dataclass
@@ -77,7 +77,7 @@ class ProgressReports:
             self._service.publish(RunChanged(at=at, run=self._run.text, state="running", reason=reason))
 
     def _tell_goal(self, event: StepCommitted) -> None:
-        """Tell the requester's node what it wants of the run, which it is held to from now on."""
+        """Publish the requester's current goal for the run on the requester's own node, when it changes."""
         goal = self._steering.goal
         if goal == self._goal or self._run.requester != self._service.signer.peer:
             return

@@ -1,7 +1,7 @@
 """The GPUs that torch finds under the names cuda:0, cuda:1 and so on, and their memory.
 
-NVIDIA's driver lists its own. Linux lists AMD's under /sys, which torch calls `cuda` too where it was built
-for ROCm. GPUs that the environment hides are left out: CUDA_VISIBLE_DEVICES, set by the user or a batch
+NVIDIA's driver lists its own GPUs. Linux lists AMD's under /sys; torch built for ROCm calls these `cuda` too.
+GPUs that the environment hides are left out: CUDA_VISIBLE_DEVICES, set by the user or a batch
 system, lists the GPUs that this process may use, in order.
 """
 
@@ -49,8 +49,8 @@ def gpus(
 def visible(said: str | None, count: int, names: Sequence[str] = ()) -> list[int]:
     """Return the indices below `count` that a variable such as CUDA_VISIBLE_DEVICES leaves, in its order.
 
-    None leaves all. As in the drivers, the first invalid word ends the list. `names` are other words for each
-    index; a prefix suffices.
+    None leaves all. As in the drivers, the first invalid word ends the list. `names` are other identifiers of
+    each index, such as UUIDs; a prefix suffices.
     """
     if said is None:
         return list(range(count))

@@ -48,7 +48,7 @@ one applies until there is anything to publish."""
 CHANGE_SHARE = 0.1
 """A figure that has changed by less is not published anew."""
 STAGES_SECONDS = 3_600.0
-"""How long a rate measured in a run counts: then the peer's claim is believed again until the next
+"""How long a rate measured in a run is used. After that the peer's claim is used until the next
 measurement."""
 FRESH_SECONDS, ABSENT_SECONDS = 60.0, 10.0
 """The interval between two lookups of a peer's records; the short one if a record was missing."""
@@ -80,7 +80,7 @@ class Measurements:
         self.limits = (0, 0)
         """The owner's limits in bytes a second each way, 0 for none."""
         self.is_computing: Callable[[], bool] = lambda: False
-        """Whether this node computes now, so that nothing must be measured."""
+        """Whether this node computes now; nothing may be measured meanwhile."""
         self._is_measuring = False
         self.links = links
         self._me = me
@@ -102,9 +102,9 @@ class Measurements:
         calibrated: Callable[[Calibration], None],
         met: trio.Event,
     ) -> None:
-        """Calibrate this machine, in a thread and while this node does not compute, report it by
-        `calibrated`, and go on like `run` once this node has `met` others. Returns if calibration fails;
-        after an earlier calibration, once it is published anew."""
+        """Calibrate this machine in a thread, while this node does not compute, and report it by
+        `calibrated`. A first calibration goes on like `run` once this node has `met` others; a later one
+        returns once it is published. Returns if calibration fails."""
         turn = MeasuringTurn()
         self._is_measuring = True
         try:

@@ -1,7 +1,7 @@
-"""Reaches peers: which of a peer's addresses are tried, how often, and how many at once.
+"""Dials peers: decides which of a peer's addresses are tried, how often, and how many at once.
 
-The outcome is a connection on which hands were shaken, or a path. Not here: the race itself (`racing`), the
-address book, and what a connection is for (`greeting`).
+The result is a connection after its handshake, or a path. Not here: the race itself (`racing`), the address
+book, and what a connection is for (`greeting`).
 """
 
 import socket
@@ -22,7 +22,7 @@ from node.transport.racing import ATTEMPT_DELAY_SECONDS, race
 from node.transport.sockets import address_of
 
 PREFERRED_DELAY_SECONDS = 2.0
-"""The head start of the path that was measured as the fastest: it may be full of our data."""
+"""Head start of the fastest measured path, which may only look slow now because our own data fills it."""
 
 Reached = SecuredTransport | MultiplexedPath
 
@@ -32,7 +32,8 @@ async def first_of(
     attempt: Callable[[Address], Awaitable[Reached]],
     delay_seconds: float = ATTEMPT_DELAY_SECONDS,
 ) -> Reached:
-    """Race, and end those that came in beside the first; a path stays. Raises Unreachable."""
+    """Race the addresses, return the first result, and close the other connections; other paths stay open.
+    Raises Unreachable."""
     first, *others = await race(addresses, attempt, delay_seconds)
     for other in others:
         if isinstance(other, SecuredTransport):
@@ -74,8 +75,8 @@ class Dialer:
         await first_of(circuits, partial(self.attempt, peer))
 
     async def attempt(self, peer: PeerId, address: Address) -> Reached:
-        """Try one of the peer's addresses, as often as it may be dialled. Raises Unreachable."""
-        # A name that a peer claims for itself may stand for an address that it may not claim.
+        """Dial one of the peer's addresses, unless its dial limit is reached. Raises Unreachable."""
+        # A name that a peer claims for itself may resolve to an address that a peer may not claim.
         there = await self._look_up(address) if address.kind.startswith("dns") else (address,)
         there = [each for each in there if self._book.may_dial(peer, each, trio.current_time())]
         if not there:

@@ -6,7 +6,8 @@ Another peer or a longer experiment therefore changes nobody's sessions.
 
 At time 0 the swarm is in its steady state: a peer is up with the probability mean session / (mean session +
 mean absence), and its session or absence is already under way (`rest_seconds`). Where a session or an absence
-is forever there is no steady state: all peers begin a session. A wave takes effect within a session's length.
+is forever there is no steady state: all peers begin a session. A wave takes full effect within a session's
+length.
 
 Not here: how a swarm starts up (`sim.scenario.SwarmStart`) and its events (`sim.churn.disturbances`).
 """
@@ -26,8 +27,7 @@ from sim.network.instants import nearest_instant
 from sim.seeds import draw_share, seeded_rng
 
 STAY_SECONDS_MIN = 0.001
-"""No process comes or goes faster, whatever a distribution says; a start never coincides with the stop before
-it."""
+"""Lower bound of each session and absence. It also keeps a start from coinciding with the stop before it."""
 ABSENT = "absent"
 
 
@@ -75,7 +75,7 @@ def changes(churn: Churn, nodes: int, seconds: float, seed: int) -> Iterator[Pop
 
 
 Life = Iterator[tuple[float, bool]]
-"""(when, whether up): the state at 0 or before it comes first, then each change. In a profile's own time."""
+"""Pairs (when, whether up) in the profile's own time. Pairs at 0 or before give the initial state."""
 
 
 def _explained(
