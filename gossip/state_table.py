@@ -1,21 +1,21 @@
-"""This peer's beliefs about every member: facts in; member list, events and news to pass on out.
+"""This peer's beliefs about every member: facts in; member list, events and facts to pass on out.
 
 The order of belief is SWIM's (section 4.2): a higher incarnation overrides a lower one, and at one
-incarnation alive < suspect < dead < left. Two things come from facts being signed:
+incarnation alive < suspect < dead < left. Signed facts add two rules:
 
-- An accuser must be a known member, or one outside of our scope who accuses us ourselves. That keeps
-  strangers out.
-- An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it, or pass that on, only when
-  our own probe has failed. Then other accusers shorten the suspicion, and a dead fact brings its end nearer,
-  never below the time to refute; at the end one more probe must have failed. Any answer to a probe of ours
-  ends the suspicion. So a member that lies buries nobody, however widely its word is passed on.
+- An accuser must be a known member, or accuse us from outside of our scope. That excludes strangers.
+- An accusation is a hint (`gossip.hints`): we probe the accused, and suspect it, or pass that on, only if our
+  own probe fails. Then other accusers shorten the suspicion, and a dead fact shortens it further, never below
+  the time to refute; at the end one more probe must fail. Any answer to our probes ends the suspicion. So a
+  lying member can make no other dead, however widely its facts are passed on.
 
-An incarnation rises when a peer restarts (to unix milliseconds), says something new of itself, or refutes;
-one that jumps further than any clock is wrong is refused. An alive fact is passed on where it changes what is
-held: a refutation goes as far as the suspicion went.
 
-A signature is checked only where the fact would change something, and only checked facts are kept
-or passed on. This is not the protocol: timers and messages stand in `gossip.swim`.
+An incarnation rises when a peer restarts (to unix milliseconds), changes its profile, or refutes; one that
+exceeds any clock error is refused. An alive fact is passed on if it changes what is held, so a refutation
+reaches every peer that holds the suspicion.
+
+A signature is checked only if the fact would change something, and only checked facts are kept or passed on.
+Not here: timers and messages (`gossip.swim`).
 """
 
 from collections.abc import Generator, Sequence
@@ -73,9 +73,9 @@ from gossip.view import Scope
 
 
 class MembershipState:
-    """The member list of one peer, kept by the facts it hears.
+    """The member list of one peer, derived from received facts.
 
-    Long because it is one table of beliefs: every kind of fact is weighed against what all others left there.
+    Long because it is one table of beliefs: every kind of fact is compared with the effects of all others.
     """
 
     __slots__ = (
@@ -117,11 +117,11 @@ class MembershipState:
         self.refutations = Refutations(settings.probe_interval_seconds, now)
         self.shares = Shares(settings.members_max)
         self.broadcasts = Broadcasts(settings, incarnation, now)
-        # The rate at which we pass on each member's own comings, goings and changes.
+        # The rate at which we pass on changes of members: joins, departures and profiles.
         self._changes = news.Changes(settings.probe_interval_seconds, settings.members_max, now)
-        # The last peer that sent us an accusation we had refuted before.
+        # The last peer that sent us an already refuted accusation of us.
         self.misled: PeerId | None = None
-        # The fact that says that we have left.
+        # Our own fact that we have left.
         self._farewell: Fact | None = None
         self.suspicion_deadline = inf
 
@@ -134,13 +134,13 @@ class MembershipState:
     def _retransmits(self) -> int:
         return self._settings.retransmits(self.table.live)
 
-    # Facts about this peer.
+    # Facts about this peer
 
     def announce(
         self, profile: Profile, *, above: int = 0, refutes: bool = False, rival: bytes = b""
     ) -> None:
-        """Announce this peer under a new incarnation, above the present one and `above`. One that `refutes`
-        does only that; it names the newest `rival`, another life of this key."""
+        """Announce this peer under a new incarnation, above the present one and `above`. With `refutes`
+        nothing else changes; the fact names the newest `rival`, another life of this key."""
         if self.lives.is_silent:
             return
         self._own.rival = rival or self._own.rival
@@ -163,18 +163,18 @@ class MembershipState:
         self._reckon()
         return left
 
-    # Conclusions about others.
+    # Conclusions about others
 
     def accuse(self, now: float, row: MemberRow, *, sent_at: float) -> None:
-        """Suspect a live member for a failed probe of ours, begun at `sent_at`, or confirm a suspicion."""
+        """Suspect a live member after our failed probe, begun at `sent_at`, or confirm a suspicion."""
         hints = self.hints.confirm(row.peer)
         if self.lives.is_silent:
-            return  # what answers this key's probes goes to the elder
+            return  # the elder life gets the answers to probes of this key
         suspicion = self.suspicions.get(row.peer)
         if suspicion is None:
             suspicion = self._begin_suspicion(now, row, hints)
         elif suspicion.is_silent and not suspicion.is_confirmed:
-            # Nobody else has said it meanwhile. Where all say what they see, most say it in vain.
+            # No other peer has said it meanwhile. If all said what they see, most would say it in vain.
             suspicion.is_silent = False
             self.queue.put(row.peer, self._accusation(now, row), beside=True)
         suspicion.miss(now, sent_at)
@@ -184,8 +184,8 @@ class MembershipState:
         self._reckon()
 
     def clear(self, now: float, peer: PeerId, *, is_direct: bool) -> list[tuple[PeerId, Fact]]:
-        """Clear a member that has answered a probe; through a relay, that is doubted if enough others accuse.
-        Return the facts to tell each accuser, which may have no path of its own."""
+        """Clear a member that has answered a probe. An answer through a relay is doubted if enough others
+        accuse. Return the facts to tell each accuser, which may lack a path of its own."""
         row = self.table.rows.get(peer)
         hints = self.hints.refute(now, peer)
         if row is None:
@@ -207,8 +207,7 @@ class MembershipState:
         return told
 
     def revive(self, now: float, peer: PeerId) -> None:
-        """Revive a member held for dead that has answered a probe of ours: the network has healed, or we were
-        wrong."""
+        """Revive a dead member that has answered our probe: the network has healed, or we were wrong."""
         row = self.table.rows.get(peer)
         if row is not None and row.status is Status.DEAD:
             self.table.judge(row, now, None, found_through=peer)
@@ -217,15 +216,15 @@ class MembershipState:
             self._events.append(member_up(row.said, peer))
 
     def close(self, now: float, peer: PeerId) -> None:
-        """Record that no process listens where a suspect was, as its machine says."""
+        """Note that a suspect's machine reports no process there."""
         suspicion = self.suspicions.get(peer)
         if suspicion is not None:
             suspicion.close(now)
             self._reckon()
 
     def bury_expired(self, now: float) -> list[tuple[MemberRow, bool]]:
-        """Bury every suspect whose time to refute is over. Return those to be probed once more, and whether
-        for the last time."""
+        """Declare every suspect dead whose time to refute is over. Return those that must be probed once
+        more, and whether that is the last probe."""
         if self.lives.is_silent:
             self.suspicions.clear()
         probed = []
@@ -240,7 +239,7 @@ class MembershipState:
         return probed
 
     def excuse(self, seconds: float) -> None:
-        """Give every suspect back the time in which this peer stalled."""
+        """Extend every suspicion by the time in which this peer stalled."""
         for suspicion in self.suspicions.values():
             suspicion.excuse(seconds)
         self._reckon()
@@ -260,14 +259,14 @@ class MembershipState:
         for peer in self.table.gone_before(now - self._settings.dead_kept_seconds):
             self._forget(peer)
 
-    # Facts out and in.
+    # Facts out and in
 
     def facts_for(self, peer: PeerId) -> tuple[Fact, ...]:
-        """News for a message to `peer`, the most urgent first.
+        """Return facts for a message to `peer`, the most urgent first.
 
-        Our goodbye comes first, once we have left. A peer whose accusation of us is outdated gets our alive
-        fact: the refutation may have been lost on every way to it. Then come the accusations of the receiver,
-        so that it can refute them (Lifeguard's buddy system), and its other lives.
+        Our own departure comes first, once we have left. A peer with an outdated accusation of us gets our
+        alive fact, since the refutation may have been lost on every path to it. Then come the accusations of
+        the receiver, so that it can refute them (Lifeguard's buddy system), and its other lives.
         """
         row = self.table.rows.get(peer)
         accusation = None if row is None or row.verdict is None else row.verdict.fact
@@ -297,9 +296,9 @@ class MembershipState:
         synced: bool = False,
         passed_on: bool = True,
     ) -> None:
-        """Take in facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
+        """Learn facts that `sender` passed on; RemoteProtocolError for a malformed or forged one.
 
-        In a Sync (`synced`) a dead fact may be old, of the other side of a split: it is a hint like any
+        In a Sync (`synced`) a dead fact may be old, from the other side of a split, so it is a hint like any
         accusation. Facts beyond one slice are left to `learn_on`.
         """
         self.misled = None
@@ -307,7 +306,7 @@ class MembershipState:
             self.intake.do(Job(sender, facts, synced, passed_on, now))
 
     def learn_on(self, now: float) -> None:
-        """Take in the next slice of waiting facts."""
+        """Learn the next slice of waiting facts."""
         job, error = self.intake.go_on(now)
         if error is not None and job is not None:
             self._events.append(FactsRefused(job.sender, str(error)))
@@ -319,7 +318,7 @@ class MembershipState:
         for fact in job.facts:
             if self.queue.waits:
                 self.queue.heard(fact, limit)
-            # Most of what arrives is known to the byte, and would change nothing.
+            # Most facts that arrive are known byte for byte, and change nothing.
             known = rows.get(PeerId(fact.author))
             if known is None or known.said.fact != fact:
                 claims.append((fact, read_body(fact)))
@@ -331,11 +330,11 @@ class MembershipState:
             self.misled = job.sender
         over = ((subject_of(fact, body), body) for fact, body in claims)
         buried = {peer: body.incarnation for peer, body in over if isinstance(body, DeadBody | LeftBody)}
-        # Alive first: it makes accusers known, and brings the incarnation that is accused.
+        # Alive facts first: they make accusers known, and set the accused incarnation.
         for fact, body in claims:
             if isinstance(body, AliveBody):
                 subject, before = PeerId(fact.author), self._own.checks
-                # A member that was dead before we came is not news.
+                # A member that was dead before we joined is not news.
                 # A false claim only undoes its sender's own facts.
                 if subject in rows or body.incarnation > buried.get(subject, -1):
                     self._hear_alive(job.now, job.sender, fact, body, job.passed_on)
@@ -346,7 +345,7 @@ class MembershipState:
             yield READ_COST + CHECK_COST * (self._own.checks - before)
 
     def _hear(self, job: Job, fact: Fact, body: Body) -> None:
-        """Take in a fact that is not about a life."""
+        """Learn a fact that is not about a life."""
         match body:
             case LeftBody():
                 self._hear_left(job.now, fact, body)
@@ -356,8 +355,8 @@ class MembershipState:
                 self._hear_broadcast(job.now, fact, body)
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
-        """List all subjects of these facts at once: local code vouches for them. They are not passed on as
-        news."""
+        """List all subjects of these facts at once, since local code vouches for them. They are not passed on
+        as news."""
         for fact in facts:
             body = read_body(fact)
             if isinstance(body, AliveBody) and fact.author not in self.table.rows:
@@ -399,7 +398,7 @@ class MembershipState:
     def _hear_of_stranger(
         self, now: float, sender: PeerId, fact: Fact, body: AliveBody, passed_on: bool
     ) -> None:
-        """List a stranger that speaks for itself; one that another names must answer a ping first."""
+        """List a stranger that sends its own fact; one named by another peer must answer a ping first."""
         peer = PeerId(fact.author)
         known = self.candidates.get(peer)
         if known is not None and body.incarnation <= known.said.incarnation:
@@ -421,7 +420,7 @@ class MembershipState:
             self.candidates.put(Candidate(said, sender, passed_on))
 
     def _hear_again(self, now: float, sender: PeerId, row: MemberRow, said: AliveFact) -> bool:
-        """Take in what a listed member says of itself; return whether more than the incarnation is new."""
+        """Learn a listed member's own fact; return whether more than the incarnation is new."""
         changed = said.profile != row.profile
         status = row.status
         if status is not Status.LEFT:
@@ -471,7 +470,7 @@ class MembershipState:
         row = self.table.rows.get(PeerId(body.subject))
         if row is None or accuser == row.peer or not row.live:
             return
-        # An accuser with a wider scope than ours lists us though we do not list it, and would bury us.
+        # An accuser with a wider scope lists us though we do not list it, and could declare us dead.
         known = accuser in self.table.rows
         is_outside = not self.scope.holds(accuser) and self.scope.may_list(accuser)
         if not (known or (row.peer == self.peer and is_outside)):
@@ -487,7 +486,8 @@ class MembershipState:
                 self._hear_of_suspect(now, row, fact, body, synced=synced)
 
     def _hear_of_me(self, now: float, fact: Fact, body: SuspectBody | DeadBody) -> None:
-        """Refute an accusation of us; one that errs too often gets as few refutations as an outsider."""
+        """Refute an accusation of us; an accuser that errs too often gets as few refutations as an
+        outsider."""
         accuser = PeerId(fact.author)
         is_trusted = accuser in self.table.rows and not self._credit.is_spent(accuser, now)
         if not self.refutations.allow(now, is_trusted=is_trusted):
@@ -504,8 +504,8 @@ class MembershipState:
     def _hear_hint(
         self, now: float, sender: PeerId, row: MemberRow, fact: Fact, body: SuspectBody | DeadBody
     ) -> None:
-        """Have the accused probed. If the accusation is of another incarnation than the one held, it may be
-        right and old: then the sender loses credit if the accused answers."""
+        """Let the accused be probed. An accusation of another incarnation than the held one may be right and
+        old; its sender loses credit if the accused answers."""
         accuser = PeerId(fact.author)
         culprit = accuser if body.incarnation == row.incarnation else sender
         if self.hints.takes(now, row.peer, accuser, culprit):
@@ -515,7 +515,7 @@ class MembershipState:
     def _hear_of_suspect(
         self, now: float, row: MemberRow, fact: Fact, body: SuspectBody | DeadBody, *, synced: bool
     ) -> None:
-        """Confirm a suspicion, or let it end as early as it may."""
+        """Confirm a suspicion, or end it as early as allowed."""
         suspicion = self.suspicions[row.peer]
         accuser = PeerId(fact.author)
         is_confirmed = suspicion.wants(accuser)
@@ -531,7 +531,7 @@ class MembershipState:
             self._reckon()
 
     def _hear_broadcast(self, now: float, fact: Fact, body: BroadcastBody) -> None:
-        """Hand on a broadcast of a live member's user, if it is new."""
+        """Publish a broadcast of a live member's user, if it is new."""
         author = PeerId(fact.author)
         row = self.table.rows.get(author)
         if row is None or author == self.peer or not row.live or body.sequence < row.incarnation:
@@ -547,7 +547,7 @@ class MembershipState:
             self.lives.hear(now, fact, body, self.me.incarnation)
 
     def _begin_suspicion(self, now: float, row: MemberRow, hints: Sequence[Fact]) -> Suspicion:
-        """Begin a suspicion: our probe has failed, as have those of the authors of `hints`."""
+        """Begin a suspicion: our probe and those of the authors of `hints` have failed."""
         first = next((fact for fact in hints if incarnation_of(fact) == row.incarnation), None)
         fact = first or self._accusation(now, row)
         accuser, silence = PeerId(fact.author), silence_of(fact)
@@ -574,7 +574,7 @@ class MembershipState:
         self.queue.put(peer, fact, beside=True)
 
     def _bury(self, now: float, row: MemberRow, told: Fact | None) -> None:
-        """Bury a suspect, as `told` by a member's fact, or by a fact of our own."""
+        """Declare a suspect dead, by the fact `told` of another member, or by our own."""
         silence = milliseconds(self.table.silence_seconds(row, now))
         if told is not None and incarnation_of(told) == row.incarnation:
             fact, silence = told, silence_of(told)

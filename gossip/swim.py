@@ -1,21 +1,21 @@
 """SWIM membership with Lifeguard, as a sans-IO core: messages and timers in, messages and events out.
 
-Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard); the gossip timer of
-its own, the push-pull sync and the numbers are memberlist's. The meaning of a fact is in
-`gossip.state_table`, numbers in `gossip.settings`.
+Papers: Das, Gupta and Motivala 2002 (SWIM); Dadgar, Phillips and Currey 2018 (Lifeguard). The separate gossip
+timer, the push-pull sync and the numbers are memberlist's. `gossip.state_table` defines what facts mean,
+`gossip.settings` the numbers.
 
 Each probe interval one member is pinged, all in turn, in a new random order each round. A member that does
-not answer is pinged once more, once by a stream, as memberlist does, for networks that let no datagram
-through, and through relays. If it is silent again it is suspected, which gossip spreads to peers that see the
-same. A suspect that answers, or refutes by a higher incarnation, is alive; else it is dead to all. A stranger
-or a dead member that sends something is asked for its facts; a stranger that others name is pinged before it
-is listed (`gossip.candidates`).
+not answer is pinged again directly, by a stream (as in memberlist, for networks that pass no datagrams), and
+through relays. If all fail it is suspected, and gossip spreads that to peers whose probes fail too. A suspect
+that answers, or refutes by a higher incarnation, is alive; otherwise it is declared dead. A stranger or a
+dead member that sends something is asked for its facts. A stranger that others name is pinged before it is
+listed (`gossip.candidates`).
 
-Given `place`, the function from peers to the key space, it lists only the neighbourhood of its own key, as in
-a public swarm: then it answers probes from outside, and passes on only what is inside.
+With `place`, the function from peers to the key space, it lists only the neighbourhood of its own key, as in
+a public swarm. It then answers probes from outside, and passes on only facts from inside.
 
-Not here: who may join (the swarm key and admission are the network's and the run's), and how lists are
-compared and exchanged (`gossip.push_pull`).
+Not here: admission (the swarm key is the network's, tickets are the run's), and the comparison and exchange
+of lists (`gossip.push_pull`).
 """
 
 from collections.abc import Sequence
@@ -63,11 +63,11 @@ _COMPARISONS = (Compare, ScopedCompare)
 
 class Swim:
     """One peer's membership core. `receive`, `wake`, `deadline` and `events` have the shape of every core;
-    the messages that other methods return are to be sent as well.
+    messages that other methods return must be sent too.
 
-    `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds do);
-    where it is not, the core goes above the old one as soon as it hears of it. Together with `instance`,
-    random bytes, the first one names this life: two that live with one key tell so (`RivalFound`).
+    `incarnation` must be higher than in any earlier life of this peer id (unix milliseconds are). If it is
+    not, the core rises above the old one once it learns of it. Together with the random bytes `instance`, the
+    first incarnation names this life, so that two processes with one key can tell (`RivalFound`).
     """
 
     __slots__ = (
@@ -113,7 +113,7 @@ class Swim:
         self._measures = AnswerMeasures(self._table, settings, rng)
         self.coordinates, self.clocks = self._measures.coordinates, self._measures.clocks
         self.wall_offset: float | None = None
-        """How far this machine's wall clock is ahead of `now`; the shell sets it. None: acks say no time."""
+        """How far this machine's wall clock is ahead of `now`, set by the shell. None: acks carry no time."""
         self.punctuality = self._table.punctuality
         self._prober = Prober(self._beliefs, self._measures, settings, self.events, rng.getrandbits(31))
         self._flight = self._prober.flight
@@ -127,17 +127,17 @@ class Swim:
         self._slice_at = 0.0
         self._left = False
         self.deadline = 0.0
-        """When `wake` wants to be called, in monotonic seconds; inf for never."""
+        """The time of the next `wake`, in monotonic seconds; inf for never."""
         self._plan()
 
     @property
     def members(self) -> tuple[SwarmMember, ...]:
-        """Everyone listed, this peer, the dead and the left included, by peer id."""
+        """All listed members by peer id, including this peer, the dead and the left."""
         return self._table.snapshot()
 
     @property
     def statuses(self) -> dict[PeerId, Status]:
-        """The status of every listed member, this peer included: `members` at a hundredth of its cost."""
+        """The status of every listed member, including this peer: a hundred times cheaper than `members`."""
         return {row.peer: row.status for row in self._table.rows.values()}
 
     def member(self, peer: PeerId) -> SwarmMember | None:
@@ -152,12 +152,12 @@ class Swim:
 
     @property
     def live(self) -> int:
-        """How many are listed as live, this peer included."""
+        """The number of members listed as live, including this peer."""
         return self._table.live
 
     @property
     def sizes(self) -> dict[str, tuple[int, int]]:
-        """The tables that others can make grow here: the size and limit of each."""
+        """The tables that others can make grow: size and limit of each."""
         most = self._settings.members_max
         return {
             "members": (len(self._table.rows), most),
@@ -174,18 +174,18 @@ class Swim:
             "broadcasters": (len(self._beliefs.broadcasts), most),
         }
 
-    # Orders of this node.
+    # Calls of this node
 
     def join(self, now: float, peers: Sequence[PeerId]) -> Sends:
-        """Exchange lists with `peers` (at most 16); tried again, ever more rarely, until one answers."""
+        """Exchange lists with `peers` (at most 16); retry, at growing intervals, until one answers."""
         self._refuse_if_left("join")
         sends = self._exchange.join(now, peers)
         self._plan()
         return sends
 
     def acquaint(self, now: float, teller: PeerId, facts: Sequence[Fact]) -> None:
-        """List the subjects of these facts at once, as if `teller` had named them: local code knows that they
-        are there. Raises RemoteProtocolError."""
+        """List the subjects of these facts at once, as if `teller` had named them, since local code knows
+        that they exist. Raises RemoteProtocolError."""
         self._beliefs.acquaint(now, teller, facts)
         self._exchange.narrow_if_crowded(now)
         self._plan()
@@ -199,8 +199,8 @@ class Swim:
         return []
 
     def meet_life(self, now: float, life: bytes, incarnation: int) -> Sends:
-        """Take local code's report of another life of this key, in this incarnation: the elder announces
-        itself above it, the younger falls silent."""
+        """Handle local code's report of another life of this key, with its incarnation: the elder announces
+        itself above it, the younger stops announcing itself."""
         self._refuse_if_left("meet_life")
         self._beliefs.lives.meet(now, life, incarnation)
         self._gossip.arm(now)
@@ -208,8 +208,7 @@ class Swim:
         return []
 
     def broadcast(self, now: float, topic: bytes, data: bytes) -> Sends:
-        """Broadcast something to all members, in place of the last broadcast of this topic
-        (`gossip.broadcasts`).
+        """Broadcast data to all members, replacing the last broadcast of this topic (`gossip.broadcasts`).
 
         Raises LocalProtocolError: a topic or data too long, or too many topics wait.
         """
@@ -221,8 +220,8 @@ class Swim:
         return []
 
     def leave(self, now: float) -> Sends:
-        """Say goodbye to as many members as a fact is passed on to; keep driving the core for a moment, so
-        that gossip tells the others. From here on it only answers pings."""
+        """Announce this peer's departure to as many members as a fact is sent to. Drive the core a moment
+        longer, so that gossip reaches the others; it then only answers pings."""
         if self._left:
             return []
         fact = self._beliefs.leave(now)
@@ -236,7 +235,7 @@ class Swim:
         return self._gossip.say_goodbye(fact)
 
     def hint_suspect(self, now: float, peer: PeerId) -> Sends:
-        """Probe `peer` at once, for instance since a stream to it broke. A hint is not a verdict."""
+        """Probe `peer` at once, for example because a stream to it broke. A hint is not a verdict."""
         row = self._table.rows.get(peer)
         if self._left or row is None or not row.live or peer == self.peer or self._flight.probing(peer):
             return []
@@ -245,7 +244,7 @@ class Swim:
         return sends
 
     def locate(self, host_of: HostOf) -> None:
-        """Set the function that returns where packets of a peer really come from."""
+        """Set the function that returns the source host of a peer's packets."""
         self._beliefs.shares.host_of = self._measures.host_of = host_of
 
     def hint_closed(self, now: float, peer: PeerId) -> None:
@@ -254,10 +253,10 @@ class Swim:
             self._beliefs.close(now, peer)
             self._plan()
 
-    # Messages of others.
+    # Messages of others
 
     def receive(self, now: float, sender: PeerId, message: Message) -> Sends:
-        """Take one message. Raises RemoteProtocolError for what no correct peer sends."""
+        """Handle one message. Raises RemoteProtocolError for a message that no correct peer sends."""
         if sender == self.peer:
             raise RemoteProtocolError("a membership message from ourselves")
         if not self.scope.may_list(sender):
@@ -268,13 +267,13 @@ class Swim:
                 return [(sender, self._stream_answers.choose(now, sender, message, ack))]
             return []
         if not (self._beliefs.queue.waits or self._beliefs.displaced.waits or self._candidates.rows):
-            # By far the commonest: there is no news, neither here nor there.
+            # By far the most common case: no news on either side.
             if type(message) is Ping and not message.facts:
                 self._beliefs.misled = None
                 row = self._table.rows.get(sender)
-                if row is not None and row.verdict is None:  # else it has something to hear, or to be asked
+                if row is not None and row.verdict is None:  # otherwise it must receive facts or be asked
                     return [(sender, Ack(message.number, (), self.coordinates.here, self._wall(now)))]
-                return self._answer(now, sender, message)  # nothing becomes due by it
+                return self._answer(now, sender, message)  # this makes nothing due
             if type(message) is Ack and not message.facts:
                 self._beliefs.misled = None
                 sends = self._prober.take_ack(now, sender, message)
@@ -313,7 +312,7 @@ class Swim:
             case Ack():
                 return self._prober.take_ack(now, sender, message)
             case PingRequest():
-                # Not for strangers, for whom we would ping; but for those who may list us all the same.
+                # Not for strangers, for whom we would ping; but for peers that may list us nevertheless.
                 is_known = self._table.is_live(sender) or not self.scope.holds(sender)
                 relayed = self._prober.relay(now, sender, message) if is_known else []
                 return relayed or self._greet(now, sender)
@@ -324,7 +323,7 @@ class Swim:
         return []
 
     def _greet(self, now: float, sender: PeerId) -> Sends:
-        """Greet a peer that we do not hold for alive and that asked something."""
+        """Greet a peer that is not listed as alive and that asked something."""
         if self._table.status(sender) is Status.DEAD:
             return self._prober.probe_dead(now, 1, sender)
         return self._exchange.greet(sender)
@@ -333,13 +332,13 @@ class Swim:
         """Return this machine's wall clock, in unix milliseconds."""
         return None if self.wall_offset is None else max(0, int((now + self.wall_offset) * 1000))
 
-    # Timers.
+    # Timers
 
     def wake(self, now: float) -> Sends:
         """Do what has become due."""
         late = now - self.deadline
         if late > self._settings.stall_seconds:
-            # We stood still ourselves: answers may be unread, so nobody is to blame for that time.
+            # We stalled ourselves: answers may be unread, so no member is at fault for that time.
             self._beliefs.excuse(late)
             self._flight.excuse(late)
         sends: Sends = []
@@ -369,7 +368,7 @@ class Swim:
         return sends
 
     def _probe_told(self, now: float) -> Sends:
-        """Probe the members that others speak of: candidates and accused."""
+        """Probe the members that others named: candidates and accused."""
         sends = self._prober.probe_told(now)
         self._gossip.arm(now)
         return sends
@@ -387,7 +386,7 @@ class Swim:
         return [*told, *self._prober.probe_next(now)]
 
     def _plan(self) -> None:
-        """Compute the deadline, at the end of every call: it is read far more often than it changes."""
+        """Compute the deadline at the end of every call, since it is read far more often than it changes."""
         # Compared one by one, which is several times faster than min() or a loop.
         due, exchange, beliefs, flight = self._tick_at, self._exchange, self._beliefs, self._flight
         if exchange.due < due:

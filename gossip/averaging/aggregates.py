@@ -37,10 +37,10 @@ from gossip.averaging.weights import bounded_weights
 Rule = Callable[[Vectors, Weights, int], Vector]
 RULES: tuple[Aggregate, ...] = get_args(Aggregate)
 MIXED = "nnm-"
-"""Begins the name of a rule that is applied after nearest-neighbour mixing."""
+"""Prefix of the name of a rule that is applied after nearest-neighbour mixing."""
 DEFAULT: Aggregate = "nnm-trimmed-mean"
-"""The meaning of "auto" where strangers may join: no common lie of `benchmarks/liars.py` costs it more than a
-point of accuracy, without liars it loses 0.3, and it has a meaning in groups of three."""
+"""The meaning of "auto" where strangers may join. No common lie of `benchmarks/liars.py` costs it more than a
+point of accuracy, it loses 0.3 without liars, and it works in groups of three."""
 WEIGHTED: tuple[Aggregate, ...] = (
     "mean",
     "trimmed-mean",
@@ -48,13 +48,12 @@ WEIGHTED: tuple[Aggregate, ...] = (
     "multi-krum",
     "nnm-multi-krum",
 )
-"""Rules by which a claimed weight counts, bounded; by the others every member counts once."""
+"""Rules that use bounded claimed weights; in the others every member counts once."""
 TRIMMED_SHARE = 3
 """Rules assume that less than one in this many members lies. Cutting a third at either end leaves a third of
-each number's values, so honest values that differ because their data differs are still averaged. With a
-quarter, five liars of 16 took a run on digits from an accuracy of 0.91 to 0.10. In a group of three one may
-lie too: groups form of those that are ready, and a lie of a small group would be passed on to all. In a group
-of two nobody may."""
+each number's values, so honest values from different data are still averaged. With a quarter, five liars of
+16 took a run on digits from an accuracy of 0.91 to 0.10. In a group of three one may lie too: groups form of
+the ready members, and a lie in a small group would be passed on to all. In a group of two none may."""
 _RULES: Mapping[str, Rule] = {
     "median": median,
     "trimmed-mean": trimmed_mean,
@@ -114,10 +113,10 @@ def rule_of(aggregate: Aggregate) -> Rule:
 
 
 def chosen(choice: str, *, is_private: bool, obstacle: str = "") -> Aggregate:
-    """Return the rule that a choice stands for: "auto" is DEFAULT where anybody may join the swarm, and the
-    mean in a swarm with a key. So all members of a swarm choose alike.
+    """Return the rule for a choice: "auto" is DEFAULT where any peer may join the swarm, and the mean in a
+    swarm with a key. So all members of a swarm choose alike.
 
-    `obstacle` says why nothing but the mean can be here, empty where any rule can. Raises ValueError.
+    `obstacle` says why only the mean is possible, empty where any rule is. Raises ValueError.
     """
     if choice == "auto":
         return "mean" if is_private or obstacle else DEFAULT
@@ -130,7 +129,7 @@ def chosen(choice: str, *, is_private: bool, obstacle: str = "") -> Aggregate:
 
 
 def obstacle_of(strategy: str, codec: str) -> str:
-    """Return why a strategy or codec leaves nothing but the mean, empty where it does not."""
+    """Return why a strategy or codec allows only the mean, empty if it allows any rule."""
     for name, is_sparse in (
         (f"codec {codec}", codec.startswith("topk")),
         (f"strategy {strategy}", strategy == "sparseloco"),

@@ -7,11 +7,10 @@ from crypto.errors import RemoteProtocolError
 
 
 class Agreement:
-    """The result that this member holds once it holds all parts, and the results that the others say they
-    hold.
+    """This member's result, once it holds all parts, and the results that the others declare.
 
-    `others` are their places; nobody waits for those in `unawaited`. A member's claim to hold another result
-    proves nothing; the facts it decided by do, and the two members send each other theirs.
+    `others` are their places; members in `unawaited` are not waited for. A declared difference proves
+    nothing; the facts behind it do, and the two members send each other theirs.
     """
 
     def __init__(self, others: Sequence[int], unawaited: Collection[int]) -> None:
@@ -22,21 +21,21 @@ class Agreement:
         self.digest = b""
         """The digest of what this member holds; empty before it holds all."""
         self.until = inf
-        """When to wait no longer for what others say."""
+        """The time to stop waiting for other declarations."""
 
     def declare(self, digest: bytes, until: float) -> list[int]:
         """Declare this member's result; return the places of members that declared another one. Each of them
-        is to be sent, once, the facts that this member decided by."""
+        must be sent, once, the facts behind this member's result."""
         self.digest, self.until = digest, until
         others = [place for place, told in self._told.items() if told != digest]
         self._answered.update(others)
         return others
 
     def take(self, place: int, digest: bytes) -> bool:
-        """Keep a member's declared digest; return whether that member declared another result and is now to
-        be sent the facts that this one decided by.
+        """Keep a member's declared digest; return whether it differs and the member must now be sent the
+        facts behind this result.
 
-        Raises RemoteProtocolError: it declared something else before.
+        Raises RemoteProtocolError if the member declared something else before.
         """
         if self._told.setdefault(place, digest) != digest:
             raise RemoteProtocolError("two digests of one member's result")
@@ -54,5 +53,5 @@ class Agreement:
         ]
 
     def awaited(self, lost: Collection[int]) -> list[int]:
-        """Return those undeclared members that are waited for."""
+        """Return the undeclared members that are waited for."""
         return [place for place in self.undeclared(lost) if place not in self._unawaited]

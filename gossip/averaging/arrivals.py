@@ -1,9 +1,9 @@
 """The upload rate of each member of an attempt, measured by the receivers of its data.
 
-An owner tells each sender how many bytes of it came, and how long after the attempt's beginning the last of
-them did (`Arrived`). So socket buffers, which take megabytes at once, measure nothing, and no peer has to be
-believed about itself. Times are those of one clock, the receiver's. The estimate counts latency and the
-sender's computing as sending: for little data it is too low, for all members alike.
+An owner reports to each sender how many of its bytes arrived, and the time of the last one since the
+attempt's beginning (`Arrived`). So socket buffers, which take megabytes at once, do not distort the
+measurement, and no peer's claim about itself is needed. Both times are by the receiver's clock. The estimate
+counts latency and the sender's computing as sending: for little data it is too low, for all members alike.
 """
 
 from math import exp2, log2
@@ -12,7 +12,7 @@ from gossip.averaging.group import RATE_MAX, RATE_UNKNOWN
 from gossip.averaging.messages import Arrived
 
 STEPS_PER_OCTAVE = 4
-"""Rates are rounded to these: members of about the same rate get equal parts, whatever the noise."""
+"""Rates are rounded to these values: members of about the same rate get equal parts despite noise."""
 GAIN = 0.5
 """The weight of a new measurement in the kept value."""
 SECONDS_MIN = 1e-4
@@ -35,7 +35,7 @@ class Arrivals:
 
     @property
     def sizes(self) -> dict[int, int]:
-        """How many bytes came from each place."""
+        """Return the bytes received from each place."""
         return {place: size for place, (size, _) in self._came.items()}
 
     def told(self) -> dict[int, Arrived]:
@@ -46,14 +46,14 @@ class Arrivals:
         }
 
     def take(self, place: int, message: Arrived, sent_bytes_max: int) -> None:
-        """Take an owner's report of when this member's bytes came. Bytes beyond those sent do not count."""
+        """Apply an owner's report of this member's bytes. Bytes beyond those sent do not count."""
         if message.size_bytes <= sent_bytes_max:
             self._told.setdefault(place, message)
 
     @property
     def upload_rate(self) -> float | None:
-        """The bytes a second that this member sent; None where no owner reported. Of three or more reports
-        the slowest is passed over: its author may be slow itself, or lie."""
+        """Return this member's bytes a second; None without reports. Of three or more reports the slowest is
+        ignored, since its author may be slow itself, or lie."""
         seconds = sorted(each.microseconds / 1e6 for each in self._told.values())
         if not seconds:
             return None

@@ -2,24 +2,24 @@
 
 1. Scatter: each member with tensors sends every owner the chunks of that owner's part, then its signed
    commitment to all: the root of each part, and its weight.
-2. Have: an owner that holds and checked its part of all senders, or has waited long enough, signs which. It
-   signs one have-set.
+2. Have: an owner signs the members whose parts it holds and has checked: all senders, or those that came in
+   time. It signs one have-set.
 3. Commit: the set S is what *all* owners hold, under equal commitments; the hash of all have-sets names the
-   commit. So nobody decides S: whoever holds the have-sets computes it, and the weights in it, bounded by
-   their median (`gossip.averaging.weights`).
-4. Reduce and gather: an owner reduces exactly S, sends its part to all and seals it with a signature. Whoever
-   holds a sealed part hands it on to a member that misses it.
-5. Agree: who holds all parts, sealed under one commit, tells all the digest of them. It succeeds once the
-   others have told the same, or have been silent for a while. Of two that hold other bytes each sends the
-   other what it goes by, two facts of one owner among it: that is proof, and both fail.
+   commit. So no member decides S: every holder of the have-sets computes it and its weights, bounded by their
+   median (`gossip.averaging.weights`).
+4. Reduce and gather: an owner reduces exactly S, sends its part to all and seals it with a signature. Members
+   hand sealed parts on to others that lack them.
+5. Agree: a member that holds all parts, sealed under one commit, sends all their digest. It succeeds once the
+   others have sent the same, or have been silent for a while. Two members with different bytes send each
+   other the facts behind them. Two facts of one owner among these are proof of a lie, and both members fail.
 
-So all that report success hold the same bytes and the same S, also where an owner signs twice, unless
-messages between them take longer than that while; everybody else keeps what it had. A lost owner fails the
+So all members that report success hold the same bytes and the same S, even if an owner signs twice, unless
+messages between them take longer than that while. All others keep their old tensors. A lost owner fails the
 attempt; the next one has another number, and other nonces. After Moshpit SGD (Ryabinin et al. 2021, section
 3.2), which has neither commitments nor have-sets and can leave members with different means.
 
-In an exchange (`Group.mode`) every member owns the whole vector: it holds every payload, and step 4 is
-arithmetic at home.
+In an exchange (`Group.mode`) every member owns the whole vector: it holds every payload, and step 4 is local
+arithmetic.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -69,19 +69,20 @@ from gossip.averaging.statements import Statements
 
 Sends = list[tuple[PeerId, AttemptMessage]]
 STALL_SECONDS = 1.0
-"""A wake this long after its deadline means that this machine stalled, not that others were late."""
+"""A wake this long after its deadline means that this machine stalled, so others are not late."""
 
 
 class Attempt:
     """One member's side of one attempt.
 
     `vector` is flat and of the group's type and size, or None for a member without tensors; it must not
-    change before `result` is set. Small messages are what `start`, `receive`, `wake`, `lost` and `cancel`
-    return; chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`).
-    `codecs` are the user's own, beside those of `gossip.averaging.codecs`. No member waits for `silent` peers
-    to declare their result: they did not last time. Raises ValueError: a group or vector that does not fit.
+    change before `result` is set. `start`, `receive`, `wake`, `lost` and `cancel` return small messages.
+    Chunks are pulled, one a call, as fast as the stream to that peer takes them (`pull`, `ready`). `codecs`
+    are the user's own, besides those of `gossip.averaging.codecs`. No member waits for `silent` peers to
+    declare their result, since they did not last time. Raises ValueError for a group or vector that does not
+    fit.
 
-    Long because it is one state machine: every message may come in every phase, and has an answer in each.
+    Long because it is one state machine: every message may come in every phase, and each phase handles it.
     """
 
     def __init__(
@@ -115,7 +116,7 @@ class Attempt:
         self._silent: set[int] = set()
         self._begun: set[int] = set()
         self._unsent: tuple[int, ...] = ()
-        # Chunks to be sent to each place, as (is it reduced, owner, number): dictionaries for their order.
+        # Chunks to send to each place, as (is it reduced, owner, number); dictionaries keep their order.
         self._queues: dict[int, dict[tuple[bool, int, int], None]] = {place: {} for place in self._others}
         self._statements = Statements(signer, self._peers, self._place)
         self._haves: dict[int, HaveBody] = {}
@@ -127,7 +128,7 @@ class Attempt:
         self.result: Averaged | NotAveraged | None = None
         self.is_closed = False
         self.has_stood_still = False
-        """Whether this machine was stopped meanwhile, as by a debugger or a suspended lid."""
+        """Whether this machine was stopped meanwhile, as by a debugger or by suspend."""
         self.received_bytes = self.sent_bytes = 0
         self._now = self._progress_at = now
         self._scatter_until = now + self._patience.scatter_seconds
@@ -135,11 +136,11 @@ class Attempt:
         self._ask_at = self._close_at = inf
         self._arrivals = Arrivals(self.id, now)
 
-    # Questions of the shell.
+    # Queries of the shell
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called; inf once closed."""
+        """The time of the next `wake`; inf once closed."""
         if self.is_closed:
             return inf
         if self.result is not None:
@@ -159,7 +160,7 @@ class Attempt:
 
     @property
     def awaited(self) -> tuple[PeerId, ...]:
-        """The peers that hold up this member now, for a status line."""
+        """The peers that this member waits for, for a status line."""
         if self.result is not None:
             return ()
         if self._is_scattering:
@@ -174,17 +175,17 @@ class Attempt:
 
     @property
     def upload_rate(self) -> float | None:
-        """Bytes a second that this member was measured to send, None where nobody has told it."""
+        """Measured upload of this member in bytes a second, None if no member has reported it."""
         return self._arrivals.upload_rate
 
     @property
     def came(self) -> Mapping[PeerId, int]:
-        """How many bytes of tensors each member sent this one."""
+        """The bytes of tensors from each member."""
         return {self._peers[place]: size for place, size in self._arrivals.sizes.items()}
 
     @property
     def undeclared(self) -> tuple[PeerId, ...]:
-        """The members that have not declared a result, without those that were called lost."""
+        """The members that have not declared a result, without lost ones."""
         return tuple(self._peers[place] for place in self._agreement.undeclared(self._lost))
 
     @property
@@ -202,19 +203,19 @@ class Attempt:
 
     @property
     def unsent(self) -> tuple[PeerId, ...]:
-        """Members with tensors that did not send this one its part in time; where it reduces nothing, members
-        that are not in the commit and did not send their commitment. Only what arrived here is evidence: that
-        others hold nothing of a member is their word alone."""
+        """The members with tensors whose part did not arrive here in time. A member that reduces nothing
+        returns those that are not in the commit and whose commitment did not arrive. Only arrivals here are
+        evidence; what others hold of a member is only their claim."""
         return tuple(self._peers[place] for place in self._unsent)
 
     def has_begun(self, peer: PeerId) -> bool:
         """Return whether this member sent any tensor data."""
         return self._place_of(peer) in self._begun
 
-    # Input from the shell.
+    # Input from the shell
 
     def start(self, now: float) -> Sends:
-        """Begin to send. Call it once."""
+        """Start sending. Call it once."""
         self._now = self._progress_at = self._signs.begun_at = now
         self._arrivals = Arrivals(self.id, now)
         if self._scatter.has_tensors:
@@ -227,7 +228,7 @@ class Attempt:
         return self._advance()
 
     def pull(self, now: float, peer: PeerId) -> Sends:
-        """Return the next chunk for this peer and whatever else is due; nothing if it is not `ready`."""
+        """Return the next chunk for this peer and any due messages; nothing if it is not `ready`."""
         self._now = now
         queue = self._queues[self._place_of(peer)]
         if not queue:
@@ -246,7 +247,7 @@ class Attempt:
         return sends
 
     def receive(self, now: float, sender: PeerId, message: AttemptMessage) -> Sends:
-        """Take one message. Raises RemoteProtocolError for what no correct member sends."""
+        """Handle one message. Raises RemoteProtocolError for a message that no correct member sends."""
         self._now = now
         if message.attempt != self.id:
             raise RemoteProtocolError("a message of another attempt")
@@ -278,13 +279,13 @@ class Attempt:
         return self._advance()
 
     def opened(self, now: float, peer: PeerId) -> Sends:
-        """Note that this peer has opened a stream for this attempt: it is there."""
+        """Note that this peer has opened a stream for this attempt, so it is present."""
         self._now = now
         self._signs.note(self._place_of(peer), now)
         return []
 
     def lost(self, now: float, peer: PeerId) -> Sends:
-        """Wait no longer for a peer that cannot be reached, is dead, or has withdrawn."""
+        """Stop waiting for a peer that cannot be reached, is dead, or has withdrawn."""
         self._now = now
         place = self._place_of(peer)
         if self.is_closed or place in self._lost:
@@ -294,10 +295,10 @@ class Attempt:
         if self.result is not None:
             return []
         if place in self._owners and self._is_scattering:
-            # It cannot have reduced anything: that takes this member's have-set.
+            # It cannot have reduced anything without this member's have-set.
             return self._fail(Reason.OWNER_LOST, place, *self._overdue)
         if place in self._owners:
-            # Others may hold the last that it said: ask them at once, and do not wait for long.
+            # Others may hold its last messages: ask them at once, and do not wait long.
             self._ask_at = now
             if place not in self._haves:
                 self._phase_until = min(self._phase_until, now + 3 * self._patience.ask_seconds)
@@ -307,7 +308,7 @@ class Attempt:
         return sends + self._advance()
 
     def cancel(self, now: float) -> Sends:
-        """Take no further part; once there is a result, only stop handing it on."""
+        """Withdraw; once there is a result, only stop handing it on."""
         self._now = now
         if self.result is None:
             return self._fail(Reason.CANCELLED)
@@ -338,7 +339,8 @@ class Attempt:
         return self._ask() + self._advance()
 
     def _make_up_for(self, seconds: float) -> None:
-        """Give back the time of a stall, once an attempt: else it might never end on a slow machine."""
+        """Extend the deadlines by a stall, once an attempt: otherwise it might never end on a slow
+        machine."""
         self.has_stood_still = True
         self._scatter_until += seconds
         self._phase_until += seconds
@@ -355,7 +357,7 @@ class Attempt:
                 sends += self.lost(self._now, self._peers[place])
         return sends
 
-    # Scatter.
+    # Scatter
 
     @property
     def _is_scattering(self) -> bool:
@@ -364,7 +366,7 @@ class Attempt:
 
     @property
     def _stall_at(self) -> float:
-        """When to give up waiting for a chunk; sooner once an owner is lost and all others were asked."""
+        """The time to stop waiting for a chunk; sooner once an owner is lost and all others were asked."""
         seconds = self._patience.stall_seconds
         if self._gather.commit and any(place in self._lost for place in self._gather.incomplete):
             seconds = min(seconds, self._patience.ask_seconds * (len(self._others) + 1))
@@ -372,12 +374,12 @@ class Attempt:
 
     @property
     def _gone(self) -> set[int]:
-        """The lost members that cannot be reached. A silent one may be late, and is told all the same."""
+        """The lost members that cannot be reached. A silent member may be late, and still gets messages."""
         return self._lost.keys() - self._silent
 
     @property
     def _overdue(self) -> list[int]:
-        """Return the members that hold up this one, once half of their time is over."""
+        """Return the members that this one waits for, once half of their time is over."""
         now, patience = self._now, self._patience
         found = self._signs.overdue(self._lost, now)
         if self._is_scattering:
@@ -420,7 +422,7 @@ class Attempt:
         sends += [(self._peers[place], message) for place, message in told if place not in self._lost]
         return sends + self._to_all(Have(self.id, fact))
 
-    # Commit.
+    # Commit
 
     def _take_have(self, fact: Fact) -> None:
         author = self._statements.author_of(HAVE_PURPOSE, fact)
@@ -453,7 +455,7 @@ class Attempt:
         return sends
 
     def _decide(self) -> Sends:
-        """Compute the set S and the commit: all have-sets are here."""
+        """Compute the set S and the commit, once all have-sets are here."""
         bodies = [self._haves[place] for place in self._owners]
         common = tuple(entry for entry in bodies[0].held if all(entry in body.held for body in bodies[1:]))
         if len(common) < 2:
@@ -480,7 +482,7 @@ class Attempt:
             part.check()
         return []
 
-    # Reduce and gather.
+    # Reduce and gather
 
     def _seal(self) -> Sends:
         """Finish and sign this member's part, once."""
@@ -516,10 +518,10 @@ class Attempt:
             self._progress_at = self._now
             self._gather.parts[author].check()
 
-    # Agree.
+    # Agree
 
     def _say_holding(self) -> Sends:
-        """Declare this member's result; send those that declared another one the facts behind it."""
+        """Declare this member's result; send the facts behind it to members that declared another one."""
         if not self._gather.parts and not np.isfinite(self._gather.vector).all():
             return self._fail(Reason.NOT_FINITE)
         digest = self._gather.digest()
@@ -529,7 +531,7 @@ class Attempt:
         return sends
 
     def _contradicting(self) -> list[int]:
-        """Return the owners proved to have equivocated: two members may hold different bytes."""
+        """Return the owners proved to have equivocated: members may hold different bytes."""
         return [place for purpose, place in self._statements.equivocations if purpose != COMMITMENT_PURPOSE]
 
     def _succeed(self) -> Sends:
@@ -540,10 +542,10 @@ class Attempt:
         self._close_at = self._now + self._patience.linger_seconds
         return []
 
-    # Missing chunks and facts.
+    # Missing chunks and facts
 
     def _ask(self) -> Sends:
-        """Ask all for facts, and for chunks of each part that is slow: its owner, then others in turn."""
+        """Ask all for facts. Ask for chunks of each slow part: its owner first, then others in turn."""
         self._ask_at = self._now + self._patience.ask_seconds
         alive = [place for place in self._others if place not in self._lost]
         if not self._gather.commit:
@@ -576,7 +578,7 @@ class Attempt:
         facts = [(kinds[said], fact) for said, fact in self._statements.of_others_than(place, kinds)]
         return [(self._peers[place], kind(self.id, fact)) for kind, fact in facts]
 
-    # Common.
+    # Common
 
     def _place_of(self, peer: PeerId) -> int:
         if peer not in self._peers or peer == self._signer.peer:
@@ -602,7 +604,7 @@ class Attempt:
             tuple(self._peers[place] for place in found if place in self._gone),
         )
         if reason is Reason.INCOMPLETE:
-            # The parts of this member may still help others.
+            # This member's parts may still help others.
             self._close_at = self._now + self._patience.linger_seconds
             return []
         sends = self._to_all(Withdraw(self.id))
