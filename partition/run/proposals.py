@@ -169,8 +169,7 @@ class Proposer:
     def own_absence(self) -> list[Absent]:
         """Return the message to repeat while the next plan must drop this member.
 
-        The proposer depends on the absent members: two members that disagree on them would wait for each
-        other.
+        The proposer depends on the absent members: two members that disagreed would wait for each other.
         """
         reason, plan = self.absent.get(self._me), self._chain.head_hash
         return [] if reason is None else [Absent(plan, (self._me,), reason[:REASON_LENGTH_MAX])]
@@ -394,8 +393,7 @@ class Proposer:
                 self.asks.put(peer, ReleaseStage(pending.plan), self._settings.lease_seconds_max)
 
     def _still_fits(self, pending: _Pending, view: PlanInputs) -> bool:
-        """Return whether the change follows the newest plan, drops the right members, and its newcomers
-        live."""
+        """Return whether it follows the newest plan, drops the right members, and its newcomers live."""
         live = self._around.live()
         gone = set(view.plan.roster) & view.absent
         return (
