@@ -1,1 +1,1 @@
-"""The two fidelities: `cores`, protocol machines on the engine; `stack`, whole nodes under trio."""
+"""The two fidelities: `cores`, bare protocol cores on the engine; `stack`, whole nodes under trio."""

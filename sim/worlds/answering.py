@@ -1,4 +1,4 @@
-"""A member's answers to questions in a world of cores: the cores decide on plans and slots, its disk is
+"""A member's answers to requests in a world of cores: its cores decide on plans and slots, and its disk is
 here."""
 
 from typing import Protocol
@@ -48,7 +48,7 @@ class Answering(Protocol):
 
 
 def answer(member: Answering, asker: PeerId, question: Question, reply: Answer) -> None:
-    """Answer now or later, or not at all where `asker` is not to wait."""
+    """Answer now, later, or never if `asker` must not wait."""
     match question:
         case FetchCopy():
             reply(member.keeping.copy(question.step, question.unit))
@@ -115,7 +115,7 @@ def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> N
     declined: Declined | None
     try:
         declined = answer_end(member.plan, asker, question.plan)
-    except RemoteProtocolError as error:  # whoever was admitted later is in no committee that is known here
+    except RemoteProtocolError as error:  # a member admitted later is in no committee that is known here
         declined = Declined(str(error))
     if declined is None:
         member.end(question.outcome, question.detail)
@@ -123,7 +123,7 @@ def _end(member: Answering, asker: PeerId, question: EndRun, reply: Answer) -> N
 
 
 def _answer_of_plan(member: Answering, question: FetchState | HandOverStage, reply: Answer) -> None:
-    """Answer a question that only a member under the same plan asks."""
+    """Answer a request that only a member under the same plan makes."""
     plan, hosted = member.plan, member.hosting.hosted
     asked = question.plan if isinstance(question, FetchState) else plan_hash(question.plan)
     if plan is None or asked != plan_hash(plan):

@@ -1,14 +1,13 @@
 """A world of bare cores: up to 10,000 peers, each with its SWIM and Kademlia core, on the engine.
 
-The two cores of a peer are wired to each other as in `node.services` and `node.runtime`: Kademlia may meet
-the peers that SWIM finds and drops those that it loses. A peer joins both through the first peer that
-answers, tries again while it is alone, and says goodbye when it leaves; a peer behind a translator asks
-others to dial it back, and is a client of the DHT if none of them could. Every event is published once,
-through `sim.observers`.
+A peer's two cores are connected as in `node.services` and `node.runtime`: Kademlia adds the peers that SWIM
+finds and drops those that it loses. A peer joins both through the first peer that answers, retries while it
+is alone, and says goodbye when it leaves. A peer behind a translator asks others to dial it back, and becomes
+a DHT client if none could. Every event is published once, through `sim.observers`.
 
-Not here: streams, torch, disks, and addresses that must be learnt before a message can be sent: a peer is
-reached by its id. Two peers behind restricted translators therefore meet once both have sent; nodes need a
-third peer to learn each other's outside address. `sim.worlds.stack` has all of that.
+Not here: streams, torch, disks, and addresses that a sender must learn first, since a peer is reached by its
+id. So two peers behind restricted translators meet once both have sent, while nodes need a third peer to
+learn each other's outside address. `sim.worlds.stack` has all of that.
 """
 
 import gc
@@ -148,7 +147,7 @@ class CoresWorld:
         self.at((count + 1) * self.scenario.sample_seconds, self._sample, on_sample, count + 1)
         on_sample()
 
-    # For watchers.
+    # For watchers
 
     @property
     def now(self) -> float:
@@ -196,7 +195,7 @@ class CoresWorld:
             counters[f"bytes {protocol}"] = sent.sent_bytes
         return counters
 
-    # For the world's parts.
+    # For the world's parts
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
@@ -230,7 +229,7 @@ class CoresWorld:
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
-    # Orders of the script (`sim.worlds.script`).
+    # Orders of the script (`sim.worlds.script`)
 
     def runs(self, number: int) -> bool:
         life = self.lives.get(self.roster.peers[number])
@@ -248,7 +247,7 @@ class CoresWorld:
         remembers = life.serial > 0 and self.scenario.churn.remembers
         self.tell(life, PeerStarted(self.region(life.peer), remembers))
         if self.scenario.start.acquainted and self.now == 0:
-            self._joining.watch(life)  # it learns its acquaintances when all such peers have started
+            self._joining.watch(life)  # it learns its acquaintances once all such peers have started
         else:
             self._joining.begin(life, self._met_before.pop(number, ()))
         self._running.add(life)
@@ -338,7 +337,7 @@ class CoresWorld:
         if life.leaving:
             self._direction.ended(life.number)
 
-    # Events of cores.
+    # Events of cores
 
     def _learnt(self, now: float, peer: PeerId, event: Any) -> None:
         self._publish(Observation(now, peer, event))
@@ -366,8 +365,8 @@ class CoresWorld:
 
 @contextmanager
 def _few_collections() -> Iterator[None]:
-    """Collect the oldest generation less often: it holds millions of objects, of which only stopped peers are
-    ever garbage."""
+    """Collect the oldest generation less often: it holds millions of objects, and only those of stopped peers
+    become garbage."""
     thresholds = gc.get_threshold()
     gc.set_threshold(*thresholds[:2], max(thresholds[2], COLLECTIONS_MIN))
     try:

@@ -1,4 +1,4 @@
-"""The result of a run in a world of cores: what its stages hold is compared with the truth."""
+"""The result of a run in a world of cores: the states of its stages are compared with the truth."""
 
 from partition.plan.plan import Plan
 from sim.observers import Broken
@@ -21,7 +21,7 @@ class SimResult:
         self._found[stage] = state
 
     def check(self, plan: Plan) -> None:
-        """Compare all stages with the undisturbed run. Raises Broken where one is not exact."""
+        """Compare all stages with the undisturbed run. Raises Broken if one is not exact."""
         setting = self._setting
         for stage in range(len(plan.stages)):
             units = units_of(plan, stage, setting.training.stages)

@@ -1,7 +1,7 @@
 """The constructors of a world's cores, which a user may replace.
 
-Each is called like ours. Its product needs the core shape and the methods named here, no more; a subclass of
-ours has them all.
+Each is called like ours. Its product needs only the core shape and the methods named here; a subclass of ours
+has them all.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,6 @@
-"""The stage of a run that a peer in a world of cores holds: the driver of the `partition.run.hosting.Hosting`
-of a member.
+"""A peer's stage of a run in a world of cores: the driver of a member's `partition.run.hosting.Hosting`.
 
-Opening takes a while; what is open is a `sim.worlds.sim_stage.Hosted`.
+Opening takes a while; an open stage is a `sim.worlds.sim_stage.Hosted`.
 """
 
 from collections.abc import Callable
@@ -14,11 +13,11 @@ from partition.run.member import Member
 from sim.worlds.sim_stage import Hosted
 
 OPEN_SECONDS = 0.5
-"""Until the process of a stage is there, with the model in it."""
+"""Time to start the process of a stage, with its model."""
 
 
 class SimStageHost:
-    """At most one stage. `make(plan, step)` is what opens."""
+    """At most one stage. `make(plan, step)` makes the stage to open."""
 
     def __init__(
         self,
@@ -39,7 +38,7 @@ class SimStageHost:
         return self._member().hosting
 
     def act(self, wanted: StageAction | None) -> None:
-        """Keep the stage under a plan that is in force, open it, or close what was open."""
+        """Keep the stage under a plan in force, open it, or close the open one."""
         match wanted:
             case StageKept(plan) if self.hosted is not None:
                 self.hosted.adopt(plan)
@@ -49,8 +48,8 @@ class SimStageHost:
                 self.hosted = None
 
     def prepare(self, plan: Plan, planner: PeerId, opened: Callable[[str], None]) -> None:
-        """Open the stage of a plan that is not in force yet, as `planner` asks. `opened` takes why it is not
-        open, or nothing."""
+        """Open the stage of a plan that is not in force yet, as `planner` asks. `opened` is called with the
+        reason of a failure, "" on success."""
         wanted = self.core.prepare(self._now(), plan, planner)
         if wanted is None:
             opened(NO_ROOM)
@@ -58,20 +57,20 @@ class SimStageHost:
             self._open(wanted, opened)
 
     def unprepare(self, plan: bytes) -> None:
-        """Close what was opened for this plan, which did not come about."""
+        """Close the stage opened early for this plan, which was not decided."""
         self._close_if(self.core.unprepare(plan))
 
     def planner_lost(self, planner: PeerId) -> None:
-        """Close what was opened for a plan that `planner` would have had decided; the peer is gone."""
+        """Close the stage opened early for a plan of `planner`, which is gone."""
         self._close_if(self.core.planner_lost(planner))
 
     def failed(self, hosted: Hosted) -> None:
-        """Note that a stage cannot go on."""
+        """Note that a stage has failed."""
         if self.hosted is hosted:
             self.core.closed()
 
     def abandon(self) -> None:
-        """Close what was opened for a plan that was not decided in time."""
+        """Close the stage opened early for a plan that was not decided in time."""
         self.hosted = None
 
     def _close_if(self, ended: StageEnded | None) -> None:
@@ -91,6 +90,6 @@ class SimStageHost:
         self._later(OPEN_SECONDS, done)
 
     def close(self) -> None:
-        """Nothing is held any more."""
+        """Forget the stage."""
         self.core.vacate()
         self.hosted = None

@@ -1,10 +1,10 @@
 """A stage that sums integers instead of gradients, and the true result of an undisturbed run of such stages.
 
-What a micro-batch adds depends on its number, its stage, the parameters, and all that came in with it, so a
-sum tells whether each was counted once, in the right step and from the right frames. Whole numbers below
-2^53 add up exactly in any order, also as the float64 of the real all-reduce. Pure.
+A micro-batch's summand depends on its number, its stage, the parameters, and all its inputs. So a sum shows
+whether each was counted once, in the right step and from the right frames. Whole numbers below 2^53 add up
+exactly in any order, also as the float64 of the real all-reduce. Pure.
 
-It sums whatever it is told to sum; watchers of the world judge whether that is allowed.
+It sums everything it is told to sum; watchers of the world judge whether that is allowed.
 """
 
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from sim.observers import Broken
 WIDTH = 4
 """Numbers in the vector of one stage."""
 BITS = 40
-"""The bits of each number: sums of 1,024 micro-batches stay far below 2^53."""
+"""The bits of each number; sums of 1,024 micro-batches stay far below 2^53."""
 _MASK = (1 << BITS) - 1
 _NUMBER_BYTES = BITS // 8
 
@@ -40,7 +40,7 @@ def labels_of(run: bytes, microbatch: int, train: bool) -> bytes:
 
 
 def samples_of(microbatch: int) -> int:
-    """Return the number of samples of a micro-batch; it varies, so that a division by a wrong number
+    """Return the number of samples of a micro-batch. It varies, so that a division by a wrong number
     shows."""
     return 2 + microbatch % 3
 
@@ -51,7 +51,7 @@ def loss_of(output: bytes) -> float:
 
 
 def vector_of(data: bytes) -> Vector:
-    """Return the vector that the beginning of these 32 bytes encodes."""
+    """Return the vector encoded by the beginning of these 32 bytes."""
     return tuple(
         int.from_bytes(data[place * _NUMBER_BYTES : (place + 1) * _NUMBER_BYTES], "big")
         for place in range(WIDTH)
@@ -59,7 +59,7 @@ def vector_of(data: bytes) -> Vector:
 
 
 def vector_bytes(vector: Vector) -> bytes:
-    """Return a vector as the bytes that are hashed."""
+    """Return the bytes of a vector, for hashing."""
     return b"".join(number.to_bytes(8, "big") for number in vector)
 
 
@@ -77,13 +77,13 @@ class IntegerState:
 
 
 def joined(states: Sequence[IntegerState]) -> IntegerState:
-    """Return the state of a stage that is joined from several, all after the same step."""
+    """Return the state of a stage joined from several, all after the same step."""
     (step,) = {state.step for state in states}
     return IntegerState(step, tuple(number for state in states for number in state.parameters))
 
 
 def parted(state: IntegerState) -> list[IntegerState]:
-    """Return the states of which one is joined."""
+    """Return the states from which one is joined."""
     numbers = state.parameters
     return [
         IntegerState(state.step, numbers[place : place + WIDTH]) for place in range(0, len(numbers), WIDTH)
@@ -91,8 +91,8 @@ def parted(state: IntegerState) -> list[IntegerState]:
 
 
 def units_of(plan: Plan, stage: int, units: int) -> range:
-    """Return which of the run's `units` original stages make up this `stage` of `plan`: those of its layers,
-    by the nearest border, and at least one."""
+    """Return which of the run's `units` original stages make up `stage` of `plan`: those of its layers, by
+    the nearest border, and at least one."""
     layers, end = plan.stages[-1].last_layer, 0
     for number, row in enumerate(plan.stages[: stage + 1]):
         begin = end
@@ -103,8 +103,7 @@ def units_of(plan: Plan, stage: int, units: int) -> range:
 
 @dataclass
 class SummingStage:
-    """Stage `index` of `stages`. `counted` lists the micro-batches in the sums, each as often as it was
-    summed."""
+    """Stage `index` of `stages`. `counted` lists the micro-batches in the sums, with repetitions."""
 
     index: int
     stages: int
@@ -147,7 +146,7 @@ class SummingStage:
         return hashed(b"output", self._digest, given, b""), self._gradient(given, after) or b""
 
     def remove(self, microbatch: int, given: bytes, after: bytes) -> None:
-        """Subtract a micro-batch by a replay with the sign turned. Raises Broken if it is not in the sums."""
+        """Subtract a micro-batch by a replay with negated sign. Raises Broken if it is not in the sums."""
         if microbatch not in self.counted:
             raise Broken("sums", f"micro-batch {microbatch} is taken out of sums that do not hold it")
         self._add(microbatch, given, after, -1)
@@ -211,7 +210,7 @@ class SummingSpan:
 
     @property
     def counted(self) -> list[int]:
-        """Return the micro-batches in the sums: the same in all parts once nothing is in flight."""
+        """Return the micro-batches in the sums, equal in all parts once nothing is in flight."""
         return self._parts[0].counted
 
     def forward(
@@ -260,7 +259,7 @@ class SummingSpan:
             part.restore(mine)
 
     def total(self, total: Vector) -> float:
-        """Take the sum over all replicas. Return its squared norm."""
+        """Apply the sum over all replicas. Return its squared norm."""
         for place, part in enumerate(self._parts):
             part.total = total[place * WIDTH : (place + 1) * WIDTH]
         return sum(part.squared_norm() for part in self._parts)

@@ -1,8 +1,8 @@
 """The bootstrap of a simulated peer: `node.services.bootstrap` on the agenda of a world.
 
 A peer dials one running peer, chosen by the seed, and those that it remembers from an earlier life: sixteen
-at once, each taking as long as a handshake. It joins through each that answers. While it is alone it tries
-again, at growing intervals and through another running peer, as a person would.
+at once, each taking as long as a handshake. It joins through each that answers. While alone it retries, at
+growing intervals and through another running peer, as a user would.
 """
 
 from collections.abc import Sequence
@@ -46,13 +46,13 @@ class WorldBootstrap:
         self._dial(life, met_before, RETRY_SECONDS_MIN)
 
     def watch(self, life: Life) -> None:
-        """Begin a life that already knows others: it dials when it is alone."""
+        """Begin a life that already knows others: it dials if it is alone."""
         self._ground.at(self._ground.now + RETRY_SECONDS_MAX, self._look, life, (), RETRY_SECONDS_MIN)
 
     def _dial(self, life: Life, met_before: tuple[PeerId, ...], pause_seconds: float) -> None:
         seed = first_to_dial(self._ground, life)
         dialled = tuple(dict.fromkeys((*(() if seed is None else (seed.peer,)), *met_before)))
-        # With nobody to ask, it is itself the network.
+        # Without another peer, it is itself the network.
         life.entered = life.entered or not dialled
         due = self._end_of_dialling(life, dialled)
         self._ground.at(due, self._dialled, life, dialled, met_before, self._ground.now, pause_seconds)
@@ -97,7 +97,7 @@ class WorldBootstrap:
         ground = self._ground
         if ground.lives.get(life.peer) is not life or life.leaving:
             return
-        if life.swim.live <= 1:  # only itself
+        if life.swim.live <= 1:  # no other peer
             self._dial(life, met_before, pause_seconds)
         else:
             ground.at(ground.now + RETRY_SECONDS_MAX, self._look, life, met_before, RETRY_SECONDS_MIN)
@@ -106,8 +106,8 @@ class WorldBootstrap:
 def first_to_dial(ground: DialGround, life: Life) -> Life | None:
     """Return a running peer, chosen by the seed; None if there is none.
 
-    People in the swarm pass addresses on. Two peers that are both alone would form a swarm of their own for
-    ever, so a peer in the swarm is preferred even if it cannot be reached just now.
+    Users in the swarm pass on addresses. Two lone peers would form a swarm of their own forever, so a peer in
+    the swarm is preferred even if it is unreachable at the moment.
     """
     rng = seeded_rng(ground.seed, "through", life.peer, ticks(ground.now))
     best: Life | None = None
@@ -122,15 +122,15 @@ def first_to_dial(ground: DialGround, life: Life) -> Life | None:
         if all(rank):
             return best
     if best is not None and not best.entered:
-        # The draws met only newcomers; in the order of starting, a peer in the swarm is soon found.
+        # The draws met only newcomers; a search in the order of starting soon finds a peer in the swarm.
         known = (other for other in ground.lives.values() if other.entered and not other.leaving)
         best = next((other for other in known if other is not life), best)
     return best
 
 
 def handshake(ground: DialGround, one: PeerId, other: PeerId) -> Answer:
-    """Return the outcome of a handshake that ends now. refused: nobody runs there; timeout: nothing came
-    back."""
+    """Return the outcome of a handshake that ends now. refused: no process runs there; timeout: no answer
+    came."""
     links = ground.links
     meet = links.reaches(one, other) and links.reaches(other, one)
     if not meet or not links.may_open(other, ground.now):

@@ -1,5 +1,4 @@
-"""The disk of a member in a world of cores: stages are put away there, copied to other members, and put
-back."""
+"""The disk of a member in a world of cores: stages are saved there, copied to other members, and restored."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -17,14 +16,14 @@ from sim.worlds.run_context import Setting
 from sim.worlds.run_messages import Disk, FetchCopy, FetchState, checkpoint_name
 
 KEPT_MAX = 2
-"""Checkpoints whose copies stay on a disk."""
+"""Checkpoints whose copies are kept on a disk."""
 FETCH_SECONDS_MAX = 30.0
 
 Ask = Callable[[PeerId, Any, float, Callable[[Any], None]], None]
 
 
 class SimCheckpointKeeper:
-    """One member's disk. `live` are those that could hand something over."""
+    """One member's disk. `live` are the peers that can hand over states."""
 
     def __init__(
         self,
@@ -45,15 +44,15 @@ class SimCheckpointKeeper:
         self._units = setting.training.stages
 
     def holds(self, checkpoint: WayBack) -> bool:
-        """Return whether copies of it are here."""
+        """Return whether copies of a checkpoint are here."""
         return self._held(checkpoint[1], range(self._units)) is not None
 
     def put_stage(self, plan: Plan, stage: int, state: IntegerState) -> None:
-        """Put a copy of a stage away."""
+        """Save a copy of a stage."""
         self.put(units_of(plan, stage, self._units), state)
 
     def put(self, units: Sequence[int], state: IntegerState) -> None:
-        """On this disk, each of the stages that it is made of; the oldest go."""
+        """Save a state as the original stages that it consists of, and drop the oldest."""
         copies = self._disk.copies
         for unit, part in zip(units, parted(state), strict=True):
             copies[state.step, unit] = part
@@ -62,18 +61,18 @@ class SimCheckpointKeeper:
             del copies[key]
 
     def copy(self, step: int, unit: int) -> IntegerState | None:
-        """Return what is here of one."""
+        """Return the copy of an original stage, None if it is not here."""
         found = self._disk.copies.get((step, unit))
         return found if isinstance(found, IntegerState) else None
 
     def _held(self, step: int, units: Sequence[int]) -> IntegerState | None:
-        """Return the state of a stage that is made of these; None where one is not here."""
+        """Return the state of a stage of these units; None if one is missing here."""
         found = [self.copy(step, unit) for unit in units]
         states = [state for state in found if state is not None]
         return joined(states) if len(states) == len(found) else None
 
     def keep(self, wanted: KeepStage, answer: Callable[[Any], None]) -> None:
-        """Hold what another has put away; answered once it is here."""
+        """Hold a copy of another member's saved stage; answer once it is here."""
         units = units_of(wanted.plan, wanted.stage, self._units)
         missing = [unit for unit in units if self.copy(wanted.step, unit) is None]
         if not missing:
@@ -92,8 +91,7 @@ class SimCheckpointKeeper:
     def restore(
         self, name: bytes, units: Sequence[int], step: int, then: Callable[[IntegerState | None], None]
     ) -> None:
-        """Bring a copy of a stage that is made of these here; while nobody has one, whoever has may come
-        back."""
+        """Fetch a copy of a stage of these units; while no peer has one, wait for one to return."""
         mine = self._held(step, units)
         if name != checkpoint_name(self._setting.run, step) or mine is not None:
             then(mine)
@@ -119,7 +117,7 @@ class SimCheckpointKeeper:
         fetch_from(self._ask, self._later, sources, FetchState(plan, step), then)
 
     def name(self, wanted: NameCheckpoint) -> Done | Declined:
-        """Take the name of a checkpoint of which something is here."""
+        """Take the name of a checkpoint, if a part of it is here."""
         is_here = any(self.copy(wanted.step, unit) is not None for unit in range(self._units))
         is_its_name = wanted.name == checkpoint_name(self._setting.run, wanted.step)
         return Done() if is_here and is_its_name else Declined("nothing of it is kept here")
@@ -132,8 +130,8 @@ def fetch_from(
     question: Any,
     then: Callable[[IntegerState | None], None],
 ) -> None:
-    """Ask one after another for a state, and another beside each that says nothing for long; None where
-    nobody hands it over."""
+    """Ask peers for a state, one by one, and the next one in parallel after a long silence; None if none
+    hands it over."""
     left = deque(sources)
     silent: set[PeerId] = set()
     found: list[IntegerState | None] = []

@@ -1,6 +1,6 @@
 """One life of one simulated peer, and the interface of a world of cores for its parts.
 
-A part (the records' work, a training run) receives the events it asked for, sets alarms, and acts on the
+A part (the records' work, a training run) receives the events it subscribed to, sets timers, and acts on the
 cores of peers as their local code would.
 """
 
@@ -40,7 +40,7 @@ class Life:
 
 
 class RunningLives:
-    """The lives that run and are not about to leave, to be drawn from: each knows its `place` here."""
+    """The running lives that are not about to leave, for random draws. Each knows its `place` here."""
 
     def __init__(self) -> None:
         self._lives: list[Life] = []
@@ -58,7 +58,7 @@ class RunningLives:
             last.place = life.place
 
     def pick(self, rng: Random) -> Life | None:
-        """Draw a life; None where nobody runs."""
+        """Draw a life; None if no peer runs."""
         return self._lives[rng.randrange(len(self._lives))] if self._lives else None
 
 

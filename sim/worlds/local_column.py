@@ -1,4 +1,4 @@
-"""The head's side of a simulated column: holders are looked for, asked to work, and regrouped."""
+"""The head's side of a simulated column: it finds holders, sends them work, and regroups."""
 
 from typing import Any
 
@@ -42,7 +42,7 @@ class ColumnLife(HolderLife):
         )
         if self.begin.is_training and not self.stage and self.run.training.stages > 1:
             self.crew.holders_of = ColumnHolders(self.run.training.stages)
-            self.own.taken_over = self._let_go  # holders are told the new step when they are attached
+            self.own.taken_over = self._let_go  # holders learn the new step when they are attached
 
     def _join(self, peer: PeerId, stage: int, *, is_beside: bool) -> Task:
         """Ask a node to take part; return whether it does."""
@@ -58,7 +58,7 @@ class ColumnLife(HolderLife):
             seat.work_here(self.me)
 
     def do_in_column(self, deed: object) -> Task:
-        """Do a deed about the holders of the other stages."""
+        """Carry out a deed about the holders of the other stages."""
         match deed:
             case WorkHere(stage=stage):
                 self._work_here(self.crew.further[stage])
@@ -78,7 +78,7 @@ class ColumnLife(HolderLife):
         return None
 
     def _attach(self, stage: int, peer: PeerId) -> Task:
-        """Have a peer hold a stage; return whether it does."""
+        """Make a peer hold a stage; return whether it does."""
         column = self.crew.holders_of
         assert column is not None, "a head has a column"
         column.asking()
@@ -111,14 +111,14 @@ class ColumnLife(HolderLife):
                 self.crew.holders_of.lost(attachment.stage)
 
     def _let_go(self) -> None:
-        """Let all holders go: each drops what it had of a step."""
+        """Release all holders; each drops its open step."""
         for attachment in list(self._streams.values()):
             attachment.end()
         for place in self.crew.further.values():
             place.rules.seat.rest()
 
     def _all(self, question: tuple[Any, ...], seconds: float) -> Task:
-        """Have all other stages do something. Raises ColumnBroken."""
+        """Send a request to all other stages. Raises ColumnBroken."""
         column = self.crew.holders_of
         if column is None:
             return
@@ -140,7 +140,7 @@ class ColumnLife(HolderLife):
             raise ColumnBroken("a stage is missing")
 
     def _ask_all_to_settle(self) -> Task:
-        """Have all stages be evaluated or exported. Raises ColumnBroken."""
+        """Prepare all stages for an evaluation or export. Raises ColumnBroken."""
         yield self.sleep(0.2)
         waits = [
             self.ask(each.holder, ("settle", each), EXPORT_SECONDS_MAX) for each in self._streams.values()

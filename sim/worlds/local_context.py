@@ -1,4 +1,4 @@
-"""The parts that members of a simulated run in local mode share, and what a member sees of its run."""
+"""The shared parts of a simulated run in local mode, and a member's view of its run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from sim.worlds.local_truth import LocalTruth
 
 @dataclass(frozen=True)
 class CountedState:
-    """The state of a stage: after how many steps, samples and rounds."""
+    """The state of a stage as its counts of steps, samples and rounds."""
 
     step: int = 0
     samples: int = 0
@@ -39,9 +39,9 @@ class LocalDisk:
 
 @dataclass(frozen=True)
 class Beginning:
-    """The beginning of a life in the run. `inviter` has asked the peer to take part; `is_resumed`: it took
-    part before it was started again, with those that it has `known`; `carried` are the states of the stages
-    that it holds as the head in another's place."""
+    """The beginning of a life in the run. `inviter` has asked the peer to take part. `is_resumed`: it took
+    part before a restart, with the `known` members. `carried` are the states of the stages that it holds as
+    the head in another's place."""
 
     stage: int = 0
     is_training: bool = True
@@ -53,7 +53,7 @@ class Beginning:
 
 
 class Attachment:
-    """A stream between a head and the holder of one stage. `detach` is called once it is broken."""
+    """A stream between a head and the holder of one stage. `detach` is called once it breaks."""
 
     def __init__(
         self, head: PeerId, holder: PeerId, stage: int, detach: Callable[["Attachment"], None]
@@ -64,14 +64,14 @@ class Attachment:
         self._detach = detach
 
     def end(self) -> None:
-        """Break: both ends see it."""
+        """Break the stream; both ends notice."""
         if self.is_open:
             self.is_open = False
             self._detach(self)
 
 
 class RunSurroundings(Protocol):
-    """A run as one of its members sees it. All of `local_now` and `wall` is by the peer's own clock."""
+    """A run as one of its members sees it. `local_now` and `wall` are by the peer's own clock."""
 
     name: bytes
     pool: tuple[PeerId, ...]
@@ -96,10 +96,10 @@ class RunSurroundings(Protocol):
         """Return whether a peer offers its slot."""
 
     def is_gone(self, peer: PeerId) -> bool:
-        """Return whether a peer's host says that nobody listens there."""
+        """Return whether a peer's host reports that no process listens there."""
 
     def loss(self, step: int) -> float:
-        """Return the held-out loss after so many steps."""
+        """Return the held-out loss at `step`."""
 
     def ask(
         self,
@@ -109,16 +109,16 @@ class RunSurroundings(Protocol):
         seconds: float,
         done: Callable[[Any], None],
     ) -> None:
-        """Ask another peer's member; `done` is told the answer, None where there is none."""
+        """Send a request to another peer's member; `done` receives the answer, None if there is none."""
 
     def succeed(self, peer: PeerId, carried: Mapping[int, CountedState]) -> None:
         """Begin a holder's next life in the run, as its head."""
 
     def counted(self, head: PeerId, step: int, holders: Sequence[PeerId]) -> None:
-        """Note that a head has made a step, with these holders of the other stages."""
+        """Note that a head has made a step with these holders of the other stages."""
 
     def averaged(self, peer: PeerId, stage: int, members: int) -> None:
-        """Note that a stage is the mean of so many members."""
+        """Note that a stage is the mean of `members` members."""
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """Note that a member cannot go on; the others do."""
+        """Note that a member cannot continue; the others do."""

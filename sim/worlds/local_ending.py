@@ -14,10 +14,10 @@ class EndingLife(ColumnLife):
     """A member that evaluates, and agrees on the end."""
 
     result = ""
-    """The result that is here, by name."""
+    """The results that are here, by name."""
 
     def do_at_end(self, deed: EvaluateModel | MakeResult | TryResult) -> Task:
-        """Do a deed about the end of the run."""
+        """Carry out a deed about the end of the run."""
         yield from self._ask_all_to_settle()
         match deed:
             case EvaluateModel():

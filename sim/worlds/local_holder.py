@@ -23,10 +23,10 @@ class HolderLife(LocalLife):
     """A member that may hold stages for heads."""
 
     holding: HeldPlace | None = None
-    """The own stage, where it works for heads."""
+    """The own stage, if it works for heads."""
 
     def take_back(self, number: int) -> None:
-        """Stop handing on a copy of a stage."""
+        """Stop lending a copy of a stage."""
 
     @property
     def _holdings(self) -> list[HeldPlace]:
@@ -34,7 +34,7 @@ class HolderLife(LocalLife):
         return own + list(self.crew.further.values())
 
     def _work(self, holding: HeldPlace, head: PeerId, question: tuple[Any, ...]) -> Task:
-        """Do one request of a head; return whether it was done."""
+        """Carry out one request of a head; return whether it succeeded."""
         kind, execution, step = question
         if holding.rules.seat.head != head:
             return False
@@ -45,7 +45,7 @@ class HolderLife(LocalLife):
         return True
 
     def _hold(self, holding: HeldPlace) -> Task:
-        """Hold a stage for heads until it is not needed any more."""
+        """Hold a stage for heads until it is no longer needed."""
         stage, rules = holding.stage, holding.rules
 
         def do(deed: object) -> Task:
@@ -66,10 +66,10 @@ class HolderLife(LocalLife):
 
         yield from self.follow(rules.work(), do)
 
-    # Stages beside the own one
+    # Further stages
 
     def hold(self, number: int, carried: CountedState | None = None) -> None:
-        """Open a stage beside the own one."""
+        """Open a further stage."""
         if number not in self.crew.taken and number != self.stage:
             self.crew.taken.add(number)
             self.take_back(number)

@@ -1,7 +1,7 @@
-"""One life of a simulated peer in a run in local mode: what all of its parts stand on.
+"""One life of a simulated peer in a run in local mode: the basis of all its parts.
 
-The surroundings, the crew, and the core of the end. The sides of a column build on it, one on the other:
-`local_holder`, `local_column`, `local_ending`, `local_member`.
+It has the surroundings, the crew, and the core of the end. The sides of a column build on it and on one
+another: `local_holder`, `local_column`, `local_ending`, `local_member`.
 """
 
 from collections.abc import Callable, Collection
@@ -39,7 +39,7 @@ class SimulatedCrew(MemberCrew):
     """The crew of one simulated member."""
 
     further: dict[int, HeldPlace]
-    """The stages that it holds beside its own, by number."""
+    """The further stages of the member, by number."""
 
     @property
     def further_seats(self) -> list[StageSeat]:
@@ -57,7 +57,7 @@ class LocalLife:
         ending: Ending | None = None,
         admission: Admission | None = None,
     ) -> None:
-        """`ending` and `admission` are those of this peer's life before in the run, as a holder."""
+        """`ending` and `admission` are those of this peer's previous life in the run, as a holder."""
         self.run = run
         self.life = life
         self.me = life.peer
@@ -101,7 +101,7 @@ class LocalLife:
         return lambda resume: self.run.sleep(seconds, resume)
 
     def ask(self, peer: PeerId, question: tuple[Any, ...], seconds: float) -> Wait:
-        """Ask another peer's member; the answer is None where there is none."""
+        """Send a request to another peer's member; the answer is None if there is none."""
         return lambda resume: self.run.ask(self.me, peer, question, seconds, resume)
 
     def command(self, protocol: str, order: Callable[[Any, float], Any]) -> None:
@@ -117,7 +117,7 @@ class LocalLife:
         self.command(LOCAL, lambda core, now: core.admitted(admission, order(now)))
 
     def greet(self, peers: Collection[PeerId]) -> None:
-        """Show peers that this one is a member."""
+        """Show this member's chain to peers."""
         self._admit(lambda _: self.admission.greet(peers))
 
     def live(self) -> list[PeerId]:
@@ -132,7 +132,7 @@ class LocalLife:
         return [peer for peer in self.live() if self.run.has_slot(peer)]
 
     def follow(self, course: Course[Any], do: Callable[[Any], Task]) -> Task:
-        """Follow a course to its end, with each of its deeds done by `do`; return its result."""
+        """Follow a course to its end, carrying out each deed by `do`; return its result."""
         answer, broken = None, None
         while True:
             try:
@@ -149,7 +149,7 @@ class LocalLife:
                 broken = error
 
     def keep(self) -> None:
-        """Put the own state on the disk, if that is due."""
+        """Save the own state, if that is due."""
         disk, every = self.disk, self.run.training.save_every
         if not every or not self.own.has_state:
             return

@@ -1,7 +1,7 @@
 """One life of a simulated peer in a run in local mode: the cores of `partition.run.local`, driven by tasks.
 
-Modelled are what takes time, streams between a head and its holders, and copies on a disk. Not here: what
-peers share (`sim.worlds.local_runs`).
+It models what takes time, streams between a head and its holders, and copies on a disk. Not here: what peers
+share (`sim.worlds.local_runs`).
 """
 
 from collections.abc import Callable, Sequence
@@ -43,7 +43,7 @@ class SimulatedMember(EndingLife):
     # Life
 
     def open(self) -> None:
-        """Take part from now on."""
+        """Start taking part."""
         if not self.is_opened:
             self.command(LOCAL, self._opened)
         self.own.enter()
@@ -55,7 +55,7 @@ class SimulatedMember(EndingLife):
         return core.admitted(self.admission, greetings)
 
     def close(self) -> None:
-        """Take no further part: this life in the run is over."""
+        """Stop taking part: this life in the run is over."""
         self.tasks.is_over = True
         self.finish.has_state = False
         for attachment in [*self._streams.values(), *self._attaching]:
@@ -113,7 +113,7 @@ class SimulatedMember(EndingLife):
             yield self.sleep(1.0)
 
     def _look(self) -> Task:
-        """Follow who takes part."""
+        """Update the members that take part."""
         number = 0
         while True:
             number += 1
@@ -128,7 +128,7 @@ class SimulatedMember(EndingLife):
             yield self.sleep(LOOK_SECONDS)
 
     def _do(self, deed: object) -> Task:
-        """Do a deed of a head."""
+        """Carry out a deed of a head."""
         match deed:
             case MakeStep():
                 yield from self._make_step()
@@ -140,7 +140,7 @@ class SimulatedMember(EndingLife):
             case WorkHere() | AttachTo() | DropFurther():
                 return (yield from self.do_in_column(deed))
             case TryFirstValues() | BeginSteps() | TellStart():
-                pass  # there are no numbers, and no screens
+                pass  # there are no parameters, and no screens
             case _:
                 return (yield from self.own.do(deed))
         return None
@@ -151,7 +151,7 @@ class SimulatedMember(EndingLife):
         yield from self._all(("pass", execution, step), CALL_SECONDS_MAX)
         yield self.sleep(self.run.training.step_seconds * self.run.slowness(self.me))
         yield from self._all(("apply", execution, step), CALL_SECONDS_MAX)
-        if own.step == step:  # else it took over another state meanwhile
+        if own.step == step:  # otherwise it took over another state meanwhile
             own.counts.step, own.counts.samples = step + 1, own.counts.samples + 1
             self.run.counted(self.me, step, self.run.truth.count(execution, step))
 
@@ -169,7 +169,7 @@ class SimulatedMember(EndingLife):
         return None
 
     def _copy(self, stage: int, holder: PeerId | None) -> Task:
-        """Copy a stage if that is due; return whether the copy is here, None where none was made."""
+        """Copy a stage if that is due; return whether the copy is here, None if no copy was made."""
         own, every, kept = self.own, self.run.training.save_every, self.disk.copies.get(stage)
         if not every:
             return None
@@ -199,7 +199,7 @@ class SimulatedMember(EndingLife):
             lent.leave()
 
     def _do_follow(self, deed: CopyStage | LendStage | TakeBack) -> Task:
-        """Do a deed of a requester that only follows: it hands a copy on in its own roster."""
+        """Carry out a deed of a requester that only follows: it lends a copy in its own roster."""
         own = self.own
         match deed:
             case CopyStage(stage=stage):

@@ -1,6 +1,6 @@
-"""The rounds of a simulated run in local mode: members that want one at a time and see each other have it.
+"""The rounds of a simulated run in local mode: members that want one at the same time and reach each other.
 
-Not here: groups and their arithmetic, which have cores of their own, and when a round is due.
+Not here: groups and their arithmetic, which have their own cores, and when a round is due.
 """
 
 from collections.abc import Callable, Collection
@@ -16,8 +16,8 @@ PATIENCE_SECONDS = 60.0
 
 @dataclass(frozen=True, eq=False)
 class RoundTurn:
-    """A member that wants a round. `awaited` returns those that it expects, `over` is told how many members
-    are in the mean, 1 where there is none."""
+    """A member that wants a round. `awaited` returns the members that it expects; `over` is called with the
+    number of members in the mean, 1 for no mean."""
 
     peer: PeerId
     window: float

@@ -1,11 +1,11 @@
-"""The runs in local mode of a world of cores: real rules of every member, with counted steps as numbers.
+"""The runs in local mode of a world of cores: the real rules of every member, with counted steps as state.
 
-The members' agreement on the end, their tickets and rosters are cores on the engine; the rules of
-`partition.run.local` are driven by tasks (`sim.worlds.local_member`). What a run comes to is compared with
-the truth: `Broken` says where a stage works for two heads, or a step counts that not every stage has made.
+The members' agreement on the end, their tickets and rosters are cores on the engine. Tasks drive the rules of
+`partition.run.local` (`sim.worlds.local_member`). Outcomes are compared with the truth: `Broken` reports a
+stage that works for two heads, or a counted step that some stage has not made.
 
-Not here: models, and the arithmetic of averaging: members that want a round at one time and see each other
-have the mean.
+Not here: models, and the arithmetic of averaging: members that want a round at the same time and reach each
+other have the mean.
 """
 
 from collections import Counter
@@ -73,11 +73,11 @@ class LocalModeRuns:
             run.network_changed()
 
     def standing(self, number: int) -> Mapping[PeerId, str]:
-        """Return where each member of a run is, for a person who has to find out why it hangs."""
+        """Return the state of each member of a run in words, to find out why it hangs."""
         return self._runs[number].standing
 
     def working(self, number: int) -> Mapping[int, Sequence[PeerId]]:
-        """Return the members that have a state, by stage."""
+        """Return the members with a state, by stage."""
         return self._runs[number].working
 
     def _of(self, peer: PeerId) -> list["LocalRun"]:
@@ -161,7 +161,7 @@ class LocalRun:
         member.open()
 
     def started(self, life: Life, remembers: bool) -> None:
-        """Take part again where this peer's disk says so."""
+        """Take part again if this peer's disk says so."""
         disk = self._disks.get(life.peer)
         if self._ground.lives.get(life.peer) is not life:
             return
@@ -169,7 +169,7 @@ class LocalRun:
         if not remembers or disk is None or not disk.is_saved:
             self._disks.pop(life.peer, None)
             if life.peer == self.requester and self._has_begun:
-                self._over.add(life.peer)  # nobody else asks for the run again
+                self._over.add(life.peer)  # no other peer requests the run again
             return
         if life.peer not in self._over and life.peer not in self._members:
             begin = Beginning(disk.stage, disk.is_training, disk.chain, is_resumed=True, known=disk.members)
@@ -234,17 +234,17 @@ class LocalRun:
         self._ground.command(life, protocol, order)
 
     def has_slot(self, peer: PeerId) -> bool:
-        """Return whether a peer offers its slot, as others hear at once."""
+        """Return whether a peer offers its slot; others learn that at once."""
         member = self._members.get(peer)
         is_used = member is not None and member.crew.is_training
         return peer in self._ground.lives and not is_used and peer not in self._over
 
     def is_gone(self, peer: PeerId) -> bool:
-        """Return whether a peer's host says that nobody listens there."""
+        """Return whether a peer's host reports that no process listens there."""
         return peer not in self._ground.lives
 
     def loss(self, step: int) -> float:
-        """Return the held-out loss after so many steps: it improves over the first half of the run."""
+        """Return the held-out loss at `step`, which improves over the first half of the run."""
         return 1.0 - min(step, self.training.steps // 2) / self.training.steps
 
     def ask(
@@ -281,7 +281,7 @@ class LocalRun:
         begin = Beginning(carried=carried)
         self._ground.at(self.now, self._make, member.life, begin, member.ending, member.admission)
 
-    # What members come to
+    # Outcomes of members
 
     def learnt(self, peer: PeerId, event: Any) -> None:
         member = self._members.get(peer)
@@ -307,7 +307,7 @@ class LocalRun:
         self._tell(member, LocalRunEnded(self.name, found.outcome, found.reason, found.weights))
 
     def left(self, peer: PeerId, reason: str) -> None:
-        """Note that a member cannot go on; the others do."""
+        """Note that a member cannot continue; the others do."""
         member, name = self._members.pop(peer), self.name
         member.close()
         self._disks.pop(peer, None)
@@ -315,11 +315,11 @@ class LocalRun:
         self._tell(member, LocalRunEnded(self.name, "left", reason, ""))
 
     def counted(self, head: PeerId, step: int, holders: Sequence[PeerId]) -> None:
-        """Note that a head has made a step, with these holders of the other stages."""
+        """Note that a head has made a step with these holders of the other stages."""
         self._tell(self._members[head], ColumnStepped(self.name, step, tuple(holders)))
 
     def averaged(self, peer: PeerId, stage: int, members: int) -> None:
-        """Note that a stage is the mean of so many members."""
+        """Note that a stage is the mean of `members` members."""
         self._tell(self._members[peer], StageAveraged(self.name, stage, members))
 
     def _tell(self, member: SimulatedMember, event: object) -> None:
@@ -340,7 +340,7 @@ class LocalRun:
 
 
 def standing_of(member: SimulatedMember) -> str:
-    """Return where a member is, in words."""
+    """Return the state of a member in words."""
     crew, best = member.crew, member.ending.best
     state = "has a state" if member.finish.has_state else "has no state"
     head = "" if crew.head is None else " for a head"

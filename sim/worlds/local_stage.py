@@ -1,7 +1,7 @@
-"""A stage of a run in local mode that a simulated peer holds: counted steps in place of numbers.
+"""A simulated peer's stage of a run in local mode: counted steps in place of parameters.
 
-Its roster, its rounds and the state that it goes on from are by the cores that nodes have; the arithmetic of
-a round is not, so that a mean is a count.
+Its roster, its rounds and the choice of its state use the cores of nodes. The arithmetic of a round is left
+out, so a mean is a count.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -68,7 +68,7 @@ def roster_name(run: bytes, stage: int) -> bytes:
 
 
 class LocalStage(MemberStage):
-    """One stage of one member. It is in the roster of that stage from the beginning on."""
+    """One stage of one member, in the roster of that stage from the beginning."""
 
     def __init__(self, member: LocalStageOwner, number: int) -> None:
         rounds = RoundSchedule(member.run.settings, needs_all=False)
@@ -82,14 +82,14 @@ class LocalStage(MemberStage):
         self.member = member
         self.number = number
         self.taken_over: Callable[[], None] = lambda: None
-        """Called when the numbers are others' now."""
+        """Called when the state is taken over from others."""
         self.carried: CountedState | None = None
-        """The state to go on from."""
+        """The state to resume from."""
         self.roster: Roster | None = None
         self._made: tuple[bool, int] | None = None
 
     def enter(self) -> None:
-        """Take part in the roster of this stage."""
+        """Join the roster of this stage."""
         member, name = self.member, roster_name(self.member.run.name, self.number)
 
         def order(core: Rosters, now: float) -> list[tuple[PeerId, object]]:
@@ -102,13 +102,13 @@ class LocalStage(MemberStage):
         self.rounds.open(member.now)
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Leave the roster."""
         name = roster_name(self.member.run.name, self.number)
         self.roster, self.has_state = None, False
         self.member.command(ROSTER, lambda core, _: core.close(name))
 
     def introduce(self) -> None:
-        """Greet the members of the swarm, as nodes do now and then."""
+        """Greet the members of the swarm, as nodes do periodically."""
         if (roster := self.roster) is not None:
             live = self.member.live()
             self.member.command(ROSTER, lambda _, now: roster.introduce(now, live))
@@ -122,7 +122,7 @@ class LocalStage(MemberStage):
         return CountedState(self.step, self.counts.samples, self.rounds.count)
 
     def report(self) -> None:
-        """Tell the others how far this stage is."""
+        """Report this stage's progress to the others."""
         if (roster := self.roster) is not None:
             tell = partial(
                 roster.tell,
@@ -134,17 +134,17 @@ class LocalStage(MemberStage):
             )
             self.member.command(ROSTER, lambda _, now: tell(now))
 
-    # Where it goes on from
+    # Resuming
 
     def take(self, state: CountedState) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self.counts.step, self.counts.samples = state.step, state.samples
         self._made = None
         self.rounds.take_over(self.member.now, state.rounds, self.step, self.counts.samples)
         self.taken_over()
 
     def do(self, deed: object) -> Task:
-        """Do a deed of this stage."""
+        """Carry out a deed of this stage."""
         match deed:
             case Resume():
                 if self.carried is not None:
@@ -163,11 +163,11 @@ class LocalStage(MemberStage):
             case KeepState():
                 self.member.keep()
             case HandOn():
-                pass  # whoever asks is answered
+                pass  # requests are answered at any time
         return None
 
     def catch_up(self, *, is_needed: bool) -> Task:
-        """Take over the state of others."""
+        """Take over a state of others."""
         local_steps = self.member.run.settings.local_steps
         for _ in range(CATCH_UPS_MAX):
             reports = self.rostered
@@ -185,7 +185,7 @@ class LocalStage(MemberStage):
             raise StageLost("no member handed over its state")
 
     def fetch(self, first: int, last: int) -> Task:
-        """Return the state of a member that is at one of these steps, None where none hands it over."""
+        """Return a member's state at one of these steps, None if none hands it over."""
         reports = self.rostered.items()
         donors = [
             peer for peer, report in reports if report.has_state and report.step.is_between(first, last)

@@ -1,4 +1,4 @@
-"""The invariants of a simulated run in local mode: whom a stage works for, and which steps count."""
+"""The invariants of a simulated run in local mode: the head of each stage, and the steps that count."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from sim.observers import Broken
 
 @dataclass
 class _Execution:
-    """One making of a step by a head, and the holders that have applied it, by stage."""
+    """One execution of a step by a head, and the holders that have applied it, by stage."""
 
     head: PeerId
     applied: dict[int, PeerId] = field(default_factory=dict)
@@ -17,7 +17,7 @@ class _Execution:
 
 
 class LocalTruth:
-    """The observations of one run of so many stages. Its methods raise Broken where something is wrong."""
+    """The observations of one run of `stages` stages. Its methods raise Broken for a violation."""
 
     def __init__(self, stages: int) -> None:
         self._stages = stages
@@ -25,19 +25,19 @@ class LocalTruth:
         self._heads: dict[tuple[PeerId, int], PeerId] = {}
 
     def begin(self, head: PeerId) -> int:
-        """Begin a step; return its number among all."""
+        """Begin a step; return the number of its execution."""
         self._executions.append(_Execution(head))
         return len(self._executions) - 1
 
     def seat(self, holder: PeerId, stage: int, head: PeerId) -> None:
-        """Note that a holder begins to work for a head."""
+        """Note that a holder starts to work for a head."""
         before = self._heads.get((holder, stage))
         if before is not None:
             raise Broken("heads", f"stage {stage + 1} works for two heads at once")
         self._heads[holder, stage] = head
 
     def leave(self, holder: PeerId, stage: int) -> None:
-        """Note that a holder works for that head no more."""
+        """Note that a holder stops working for that head."""
         self._heads.pop((holder, stage), None)
 
     def apply(self, number: int, head: PeerId, holder: PeerId, stage: int) -> None:
