@@ -91,8 +91,8 @@ class TransportSettings:
     """Connections from others at once; each in use costs a buffer of up to 128 KiB. 512."""
 
     inbound_per_peer_max: int = 64
-    """The same of one peer, so that it cannot take them all; a busy neighbour in a run has a dozen open. At
-    most `inbound_per_network_max`. 64."""
+    """The same of one peer, so that it cannot take them all; a busy neighbour in a run has a dozen open.
+    Below `inbound_per_network_max`: one more tells the peer that it has too many. 64."""
 
     inbound_per_network_max: int = 256
     """The same of one network, so that an owner of many addresses, or many peers behind one, leave room for
@@ -115,8 +115,8 @@ class TransportSettings:
             (0 < self.look_seconds <= self.vanished_seconds, "a look at least each vanished machine"),
             (self.half_open_max >= 1, "half_open_max at least 1"),
             (
-                1 <= self.inbound_per_peer_max <= self.inbound_per_network_max <= self.inbound_max,
-                "connections of a peer at most those of its network, at most all",
+                1 <= self.inbound_per_peer_max < self.inbound_per_network_max <= self.inbound_max,
+                "connections of a peer below those of its network, at most all",
             ),
             (self.patience_seconds >= 0, "patience_seconds at least 0"),
             (self.refusals_max >= 0, "refusals_max at least 0"),
