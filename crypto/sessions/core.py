@@ -145,8 +145,8 @@ class Sessions:
         return self._queue(now, state, SessionRequest(name, payload, now + WAIT_SECONDS))
 
     def knock(self, now: float, peer: PeerId, *, anew: bool = False) -> list[bytes]:
-        """Return packets that try a handshake with a peer, none while one runs unless `anew`; they deliver
-        nothing."""
+        """Return packets that try a handshake with a peer, none while one runs unless `anew`. Each has
+        INITIATION_BYTES_MIN bytes: what waits for the peer is sent once the session stands."""
         state = self._table.peers.get(peer)
         if state is None:
             try:
@@ -154,7 +154,7 @@ class Sessions:
             except RemoteProtocolError:
                 return []
         self._table.touch(now, state)
-        return self._begin(now, state) if anew or state.attempt is None else []
+        return self._begin(now, state, carries=False) if anew or state.attempt is None else []
 
     def doubt(self) -> None:
         """Rely on no session any more: the next message to each peer begins a handshake. For where others may
@@ -186,8 +186,8 @@ class Sessions:
             self._sent(now, state)
         return packets
 
-    def _begin(self, now: float, state: PeerState) -> list[bytes]:
-        packets = self._handshakes.begin(now, state)
+    def _begin(self, now: float, state: PeerState, *, carries: bool = True) -> list[bytes]:
+        packets = self._handshakes.begin(now, state, carries=carries)
         self._table.set_alarm(state, state.due_at())
         return packets
 

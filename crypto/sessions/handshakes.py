@@ -81,9 +81,9 @@ class Handshakes:
 
     # --- ours --------------------------------------------------------------------------------------
 
-    def begin(self, now: float, state: PeerState) -> list[bytes]:
-        """Return a first initiation, or the next one; none if the amplification limit of the peer's address
-        forbids it."""
+    def begin(self, now: float, state: PeerState, *, carries: bool = True) -> list[bytes]:
+        """Return a first initiation, or the next one, that `carries` the first waiting request; none if the
+        amplification limit of the peer's address forbids it."""
         last = state.attempt
         if last is not None:
             self._table.attempts.pop(last.index, None)
@@ -91,7 +91,7 @@ class Handshakes:
         if not state.may_begin(now):
             self._counters["initiations_held_unproven"] += 1
             return []
-        attempt = self._make(now, state)
+        attempt = self._make(now, state, carries=carries)
         if last is not None:
             attempt.wait_seconds = min(2 * last.wait_seconds, RETRY_SECONDS_MAX)
         attempt.retry_at = now + attempt.wait_seconds
@@ -120,9 +120,9 @@ class Handshakes:
             self._table.attempts.pop(state.attempt.index, None)
             state.attempt = None
 
-    def _make(self, now: float, state: PeerState) -> HandshakeAttempt:
+    def _make(self, now: float, state: PeerState, *, carries: bool) -> HandshakeAttempt:
         index, stamp = self._table.fresh_index(), self._next_stamp(now)
-        carried = state.queue[0] if state.queue and fits_initiation(state.queue[0]) else None
+        carried = state.queue[0] if carries and state.queue and fits_initiation(state.queue[0]) else None
         if carried is not None and not carried.stamp:
             carried.stamp = stamp
         handshake = self._handshake(self._secrets[0], state.static)

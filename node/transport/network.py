@@ -206,9 +206,10 @@ class RealNetwork:
         return self._places
 
     def knock_at(
-        self, peer: PeerId, addresses: Sequence[Address], may_send: Callable[[Address, int], bool]
+        self, peer: PeerId, addresses: Sequence[Address], may_send: Callable[[Sequence[Address], int], bool]
     ) -> None:
-        """Try whether datagrams get through to a peer at these addresses, as far as the bytes may be sent."""
+        """Try whether datagrams get through to a peer at these addresses; `may_send` is asked as by
+        `Datagrams.knock`."""
         if self._datagrams is not None:
             self._datagrams.knock(self._clock.monotonic(), peer, addresses, anew=True, may_send=may_send)
 

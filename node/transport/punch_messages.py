@@ -23,8 +23,8 @@ CANDIDATES_MAX = 4
 MESSAGE_BYTES_MAX = 3_072
 TOKEN_BYTES = 16
 OFFER_BYTES_MIN = 1_000
-"""An offer has at least so many: all packets that it has a peer send to hosts that did not ask are few bytes
-more (`punching.SENT_PER_BYTE_MAX`)."""
+"""An offer has at least so many: it has a peer send at most three times as many to all hosts together that
+did not ask (`punching.SENT_PER_BYTE_MAX`)."""
 
 Candidate = Annotated[str, msgspec.Meta(min_length=1, max_length=ADDRESS_LENGTH_MAX)]
 Candidates = Annotated[tuple[Candidate, ...], msgspec.Meta(max_length=CANDIDATES_MAX)]

@@ -58,8 +58,8 @@ FLIGHT_SECONDS = 0.5
 """The side that waits for the other's first flight, on top of two round trips: after it the connection was
 taken by the other's listening socket, which waits as well."""
 KNOCKS_SECONDS = (0.0, 0.25, 0.75)
-"""When a handshake by datagram is tried, after both have begun: at most three packets to each address, and to
-all addresses of an offer what `OfferAllowance` leaves."""
+"""When a handshake by datagram is tried, after both have begun: at most three packets to each address, and as
+many to one as to another, as far as `OfferAllowance` goes."""
 OBSERVED_FRESH_SECONDS = 60.0
 """A datagram's source is told to its sender for so long: routers keep a mapping as long, or nearly."""
 INTRODUCERS_MAX = 2
@@ -300,7 +300,7 @@ class Puncher:
             if self._network.heard_at(peer) >= since:
                 self._counters["punched_udp"] += 1
                 return
-            self._network.knock_at(peer, addresses, allowance.take)
+            self._network.knock_at(peer, addresses, allowance.take_datagrams)
 
     async def _dial_one(
         self,

@@ -11,7 +11,7 @@ import trio
 from crypto.contact import Address
 from crypto.identity import PeerId
 from crypto.sessions.core import Sessions
-from crypto.sessions.packets import DATAGRAM_BYTES_MAX, Datagram, DatagramRefused
+from crypto.sessions.packets import DATAGRAM_BYTES_MAX, INITIATION_BYTES_MIN, Datagram, DatagramRefused
 from node.containment import contain, note
 from node.seams import Clock
 from node.transport.sockets import Route, UdpSockets, address_of
@@ -68,15 +68,18 @@ class Datagrams:
         addresses: Sequence[Address],
         *,
         anew: bool = False,
-        may_send: Callable[[Address, int], bool] = lambda _address, _count: True,
+        may_send: Callable[[Sequence[Address], int], bool] = lambda _addresses, _count: True,
     ) -> None:
         """Test whether datagrams get through to a peer; with `anew` even during such a test.
-        `may_send(address, bytes)` is asked before each packet."""
+
+        `may_send(addresses, bytes)` is asked first whether a packet may go to each address. A new test
+        replaces the one under way, whose answers are refused then: it begins only if it reaches them all."""
         ways = [(address, route) for address in addresses if (route := self._sockets.route(address))]
-        for packet in self._sessions.knock(now, peer, anew=anew) if ways else ():
-            for address, route in ways:
-                if may_send(address, len(packet)):
-                    self._sockets.send(packet, route)
+        if not ways or not may_send([address for address, _ in ways], INITIATION_BYTES_MIN):
+            return
+        for packet in self._sessions.knock(now, peer, anew=anew):
+            for _, route in ways:
+                self._sockets.send(packet, route)
         self._waker.hasten()
 
     def doubt(self) -> None:

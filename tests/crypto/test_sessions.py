@@ -71,6 +71,15 @@ def test_a_knock_starts_a_session_and_delivers_nothing() -> None:
     assert alice.sessions.knock(1.0, bob.peer) == [], "only one handshake at a time"
 
 
+def test_a_knock_has_the_least_bytes_and_the_waiting_message_follows() -> None:
+    alice, bob = Node(1), Node(2)
+    alice.send(0.0, bob, bytes(800))
+    (knock,) = alice.sessions.knock(0.1, bob.peer, anew=True)
+    assert len(knock) == INITIATION_BYTES_MIN
+    carry(0.1, alice, bob, [knock])
+    assert bob.payloads == [bytes(800)]
+
+
 def test_swarms_with_different_work_have_no_common_session() -> None:
     alice, bob = Node(1, swarm=Swarm("test", work_bits=4)), Node(2, swarm=Swarm("test", work_bits=5))
     (initiation,) = alice.send(0.0, bob, b"question")

@@ -1,6 +1,5 @@
 """Decisions about hole punching and its targets. Real NATs: `tests/lab/test_punching.py`."""
 
-import os
 from collections import Counter
 from random import Random
 from typing import cast
@@ -9,13 +8,11 @@ import pytest
 import trio
 from hypothesis import given
 from hypothesis import strategies as st
-from trio.testing import MockClock
 
 from crypto.contact import Address, make_address
 from crypto.encoding import encode
 from crypto.errors import RemoteProtocolError
-from crypto.identity import Identity, PeerId
-from crypto.sessions.core import Sessions
+from crypto.identity import PeerId
 from node.errors import Unreachable
 from node.seams import RealClock
 from node.transport.address_book import AddressBook
@@ -36,16 +33,12 @@ from node.transport.punching import (
     REST_SECONDS,
     RESTS_MAX,
     RETRY_SECONDS,
-    SENT_PER_BYTE_MAX,
     ObserverRests,
-    OfferAllowance,
     PunchBudget,
     SeenPlaces,
 )
 from node.transport.simultaneous import PUNCH_RETRIES_SECONDS, connect_from, open_at
-from node.transport.sockets import Route, UdpSockets
 from node.transport.streams import SecureStream
-from node.transport.udp import Datagrams
 from tests.node.nets import make_network, running, unused_address
 
 ELSEWHERE = make_address("45.2.0.2", 30_000)
@@ -249,83 +242,6 @@ def test_each_family_is_judged_separately() -> None:
         "TCP translated alike for all peers: two such routers can be punched; IPv6: TCP not translated"
     )
     assert seen.place("tcp", 0.0, 6) == outside6
-
-
-class SentBytes:
-    """The bytes that one offer makes a node send, by host; no host answers."""
-
-    def __init__(self) -> None:
-        self.by_host, self.knocks = Counter[str](), Counter[str]()
-
-    def route(self, address: Address) -> Route:
-        return 0, (address.host, address.port)
-
-    def send(self, packet: bytes, route: Route) -> None:
-        self.by_host[route[1][0]] += len(packet)
-        self.knocks[route[1][0]] += 1
-
-    async def connect(self, _places: object, address: Address, _pauses: object = ()) -> trio.SocketStream:
-        """Count the packets of a dial that the kernel repeats while the attempt lasts."""
-        self.by_host[address.host] += 3 * (80 if address.kind == "ip6" else 60)
-        await trio.sleep_forever()
-        raise AssertionError
-
-
-def sent_for(*hosts: str) -> tuple[SentBytes, int]:
-    """Return what an offer of these hosts by both transports makes a node send, and the offer's bytes."""
-    sent, clock, other = SentBytes(), RealClock(), make_network("o").peer
-    texts = tuple(str(make_address(host, 30_000)) for host in hosts)
-    offer = PunchOffer(texts, texts, bytes(OFFER_BYTES_MIN))
-
-    async def main() -> None:
-        network = make_network("n")
-        swarm, identity = network.credentials.swarm, Identity(b"n" * 32)
-        network._datagrams = Datagrams(
-            cast("UdpSockets", sent),
-            Sessions(identity, swarm, os.urandom, now=0.0, wall_milliseconds=0, counters=Counter()),
-            clock,
-            Counter(),
-            where=lambda *_: (),
-            heard=lambda *_: None,
-            arrived=lambda _: None,
-            unanswered=lambda *_: None,
-        )
-        puncher = Puncher(network, clock, Random(1), list, Counter(), sent.connect)
-        await puncher._dial(other, other, offer, 0.0, is_first=True)
-
-    trio.run(main, clock=MockClock(autojump_threshold=0))
-    return sent, len(encode(offer))
-
-
-@pytest.mark.parametrize(
-    "hosts",
-    [
-        ["45.1.0.2"],
-        ["45.1.0.2", "2a0f:1::2"],
-        ["45.1.0.2", "45.1.0.3", "45.1.0.4", "45.1.0.5"],
-        ["2a0f:1::2", "2a0f:1::3", "2a0f:1::4", "2a0f:1::5"],
-    ],
-    ids=["one", "both families", "four", "four of IPv6"],
-)
-def test_an_offer_bounds_all_bytes_to_hosts_without_an_answer(hosts: list[str]) -> None:
-    sent, offered_bytes = sent_for(*hosts)
-    assert set(sent.by_host) == set(hosts)
-    assert sent.by_host.total() <= SENT_PER_BYTE_MAX * offered_bytes
-
-
-def test_each_host_of_a_usual_offer_is_knocked_at() -> None:
-    assert sent_for("45.1.0.2")[0].knocks == {"45.1.0.2": 3}
-    assert sent_for("45.1.0.2", "2a0f:1::2")[0].knocks == {"45.1.0.2": 1, "2a0f:1::2": 1}
-
-
-def test_a_host_that_proves_its_peer_costs_an_offer_nothing() -> None:
-    allowance = OfferAllowance(600)
-    assert allowance.take(OUTSIDE, 700)
-    assert not allowance.take(ELSEWHERE, 700)
-    allowance.proved(OUTSIDE)
-    assert allowance.take(ELSEWHERE, 700)
-    assert not allowance.take(ELSEWHERE, 700)
-    assert allowance.take(OUTSIDE, 9_000)
 
 
 # --- targets ---------------------------------------------------------------------------------------
