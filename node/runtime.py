@@ -36,6 +36,7 @@ from node.forks import keep_loop_from_children
 from node.joined_services import Foundation, JoinedServices
 from node.journal import Journal
 from node.own_machine import OwnMachine
+from node.parts import checked_parts
 from node.paths import usable
 from node.placement.machine_state import MachineState
 from node.placement.provider import Provider
@@ -64,7 +65,7 @@ class Node(Surface):
 
     `config` or `join` (addresses as typed) say where to begin; the keyword arguments are the six seams, which
     the simulator replaces; `observe` is called with every event of membership and records, and with every
-    sent message of a run; `parts` replace some of its classes, for experiments; `recorder` records its
+    sent message of a run; `parts` replace some of `node.parts.PARTS`, for experiments; `recorder` records its
     inputs. Use it as an async context manager under trio.
     """
 
@@ -104,7 +105,7 @@ class Node(Surface):
         self.energy = EnergyLog()
         self._storage, self._capacity = storage, capacity
         self._observe = observe or (lambda _event: None)
-        self._recorder, self._classes = recorder, parts or {}
+        self._recorder, self._classes = recorder, checked_parts(parts or {})
         self.journal = Journal(self._clock, report, recorder)
         self._publish, self._refuse = self.journal.publish, self.journal.refuse
         self.watch, self._refused = self.journal.watch, self.journal.counts

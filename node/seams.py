@@ -351,7 +351,7 @@ class Seams:
     parts: Parts = field(default_factory=dict)
 
     def part(self, usual: type[T]) -> type[T]:
-        """Return the class that this node uses for such a part."""
+        """Return the class that this node uses for such a part, one of `node.parts.PARTS`."""
         return cast("type[T]", self.parts.get(usual, usual))
 
     @property

@@ -74,6 +74,7 @@ FLOORS = (
         "service_settings",
         "own_machine",
         "joined_services",
+        "parts",
         "runtime",
         "changing",
         "following",
