@@ -1,18 +1,18 @@
-"""The record of which peers come to this peer's rounds in time, and which hold them up: pure.
+"""The record of which peers come to this peer's rounds in time, and which delay them: pure.
 
-Everything here is this peer's own experience. It is told to nobody, so no peer can be excluded by what others
-say, and it decides three things here:
+Everything here is this peer's own experience. It is never sent, so no peer can be excluded by what others
+say. It decides three things:
 
-- which peers are left out of the groups that this peer proposes: those whose silence made an attempt fail; -
-which peers are waited for: those that came in time when they were last waited for, for as long as they
-usually take (`gossip.averaging.lateness`); newcomers, and peers that get another chance, for as long as their
-contribution is worth. The others still enter a group if they are ready when it forms; - which peer is
-expected to propose a group: peers that completed a round first, those that failed to propose last.
+- The peers that this peer leaves out of its proposed groups: those whose silence made an attempt fail.
+- The peers that are waited for: those that came in time when last awaited, for as long as they usually take
+  (`gossip.averaging.lateness`); newcomers and peers with another chance, for as long as their contribution is
+  worth. Others still enter a group if they are ready when it forms.
+- The peer that should propose a group: peers that completed a round first, those that failed to propose last.
 
-Each time that a peer costs is answered by a time without it, `COST_FACTOR` times as long and doubled with
-each repetition, so what a silent or slow peer can cost is a bounded share of the time. A completed round
-forgives failures, and coming in time forgives lateness. A peer that completed a round before is excused once
-in a while: an honest machine stalls now and then, and two members that leave each other out train apart.
+Each delay that a peer causes is followed by a time without it, `COST_FACTOR` times as long and doubled with
+each repetition, so a silent or slow peer costs a bounded share of the time. A completed round forgives
+failures, and coming in time forgives lateness. A peer that completed a round before is excused once in a
+while: an honest machine stalls now and then, and two members that exclude each other train apart.
 
 Not here: who may take part (`gossip.roster`), and the agreement on a group (`gossip.matchmaking`).
 """
@@ -29,22 +29,23 @@ COST_FACTOR = 8.0
 """A peer that cost a second is left out, or not waited for, for this many seconds."""
 DOUBLINGS_MAX = 6
 BACKOFF_SECONDS_MAX = 600.0
-"""A peer that has recovered is in again after ten minutes, whatever it cost before."""
+"""The longest exclusion: a recovered peer is in again after ten minutes, whatever it cost before."""
 LEFT_OUT_SECONDS_MIN = 10.0
-"""For the first failure: an attempt that ends at once, by a broken stream, is not tried again at once."""
+"""The cost of a first failure: an attempt that ends at once, by a broken stream, is not retried at once."""
 TRIAL_SHARE = 0.25
-"""A peer that failed again is tried once this share of the time is over for which it is left out. It proposes
-groups as often as it likes, so without that each failed trial would be followed by the next at once."""
+"""The share of an exclusion after which a peer that failed again is tried. It proposes groups as often as it
+likes, so otherwise the next trial would follow each failed one at once."""
 EXCUSE_SECONDS = 600.0
-"""Between two failures of one peer for which it is not left out, where it has completed a round before. So a
-peer that means ill costs one attempt more in ten minutes."""
+"""Time between two excused failures of a peer that has completed a round before. So a malicious peer costs
+one more attempt in ten minutes."""
 WITHDRAWALS_MAX = 3
-"""Withdrawals in a row, with no completed round between them, that count as a failure. A member withdraws
-when its attempt has failed by somebody else's silence, and declines where it is in another group already."""
+"""Withdrawals in a row, without a completed round between them, that count as a failure. A member withdraws
+when its attempt failed by another's silence, and declines if it is already in another group."""
 LATE_SECONDS_MIN = 0.25
-"""Less is no lateness: rounds of equals drift apart so far, and a busy machine takes that long."""
+"""Less does not count as lateness: rounds of equal peers drift by as much, and a busy machine takes that
+long."""
 HABIT_SECONDS_MIN = 0.03
-"""A peer that is usually late by less than this is punctual: its message takes that long to arrive."""
+"""A peer that is usually late by less counts as punctual: its message takes that long to arrive."""
 COST_SECONDS_MIN = 0.05
 """A round that begins this much later than the last awaited peer was ready has waited for another peer."""
 ABSENT_ROUNDS_MIN = 10
@@ -55,8 +56,8 @@ RECORDS_MAX = 2_048
 
 @dataclass
 class _Record:
-    """One peer's record. `misses` count since it last came in time while it was waited for, `rounds_without`
-    the rounds that were completed here since it contributed to one."""
+    """One peer's record. `misses` count since it last came in time while awaited, `rounds_without` the rounds
+    that were completed here since it contributed to one."""
 
     has_completed: bool = False
     is_known: bool = False
@@ -74,22 +75,22 @@ class _Record:
     lateness: Lateness = field(default_factory=Lateness)
 
     def missed(self, now: float, seconds: float) -> None:
-        """Record that it was waited for in vain for `seconds`, or kept the others waiting that long."""
+        """Record that the peer was awaited in vain for `seconds`, or delayed the others that long."""
         self.misses += 1
         self.is_back = False
-        # The first time it is waited for again as soon as it comes: everybody is late once.
+        # After the first miss it is awaited again as soon as it comes, since any peer is late once.
         again = 0.0 if self.misses == 1 else backoff_seconds(seconds, self.misses - 1)
         self.wait_again_at = now + again
 
     def is_slow(self, worth_seconds: float) -> bool:
-        """Return whether it usually keeps the others waiting for longer than its contribution is worth."""
+        """Return whether the peer usually delays the others by more than its contribution is worth."""
         worth_seconds = max(HABIT_SECONDS_MIN, worth_seconds)
         return self.lateness.has_habit and self.lateness.usual_seconds > worth_seconds
 
     def cost(self, now: float, seconds: float) -> None:
-        """Record that it kept the others waiting for `seconds`, as it usually does."""
+        """Record that the peer delayed the others by `seconds`, as it usually does."""
         self.misses += 1
-        seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)  # so many it took to show
+        seconds = ROUNDS_MIN * max(HABIT_SECONDS_MIN, seconds)  # the rounds that showed it
         self.wait_again_at = max(self.wait_again_at, now + backoff_seconds(seconds, self.misses))
 
     def is_waited_for(self, now: float) -> bool:
@@ -111,11 +112,11 @@ class Attendance:
     def __init__(self) -> None:
         self._records: dict[PeerId, _Record] = {}
         self._newcomers = _Record()
-        """Peers that have not come yet, together: a new id costs nothing, so they share one back-off."""
+        """Peers that have not come yet share one back-off, since a new id costs nothing."""
         self._rounds = 0
-        """Completed here."""
+        """Rounds completed here."""
         self.middle = Lateness()
-        """How long after this peer the median of those that it waits for is ready."""
+        """The lateness of the median of the awaited peers, relative to this peer."""
 
     # Input
 
@@ -173,12 +174,12 @@ class Attendance:
         interval_seconds: float,
         worth: Mapping[PeerId, float] | None = None,
     ) -> None:
-        """Record who came while this peer, ready since `begun_at`, waited for a group; `ready_at` has the
-        times at which others were ready.
+        """Record the peers that came while this peer, ready since `begun_at`, waited for a group; `ready_at`
+        has the times at which others were ready.
 
         Rounds follow each other by about `interval_seconds`. In a numbered round members stand still while
-        they wait. Then `worth` says how many seconds of all members each peer's contribution is worth, and a
-        peer that is usually later than that is not waited for.
+        they wait. Then `worth` is the value of each peer's contribution in seconds of all members, and a peer
+        that is usually later than that is not awaited.
         """
         for peer in ready_at:
             self.came(peer)
@@ -190,7 +191,7 @@ class Attendance:
             self.middle.note(base - begun_at if middle < inf else now - begun_at)
             self._measure(base, {**dict.fromkeys(awaited, now), **ready_at})
             self._postpone(now, awaited, ready_at)
-        # Doing without one of n costs 1 / (n - 1) of a round's work: so long it is worth waiting for.
+        # Without one of n a round does 1 / (n - 1) less work: this bounds the wait for it.
         late = max(LATE_SECONDS_MIN, interval_seconds / len(awaited))
         was_new = missed_new = False
         for peer in awaited:
@@ -207,13 +208,13 @@ class Attendance:
                 record.misses = 0
         if missed_new:
             self._newcomers.missed(now, max(0.0, now - base))
-            self._newcomers.is_back = True  # the back-off ends by itself: the next ones are others
+            self._newcomers.is_back = True  # the back-off ends by itself: the next newcomers are others
         elif was_new:
             self._newcomers.misses = max(0, self._newcomers.misses - 1)
 
     def _postpone(self, now: float, awaited: Collection[PeerId], ready_at: Mapping[PeerId, float]) -> None:
-        """Put off the next trial where all awaited peers were ready and the round still began later: its
-        convener waited for a peer that has missed others, so this peer need not try that one itself."""
+        """Postpone the next trial if all awaited peers were ready and the round still began later: its
+        convener waited for a peer that has missed others, so this peer need not try that one."""
         seconds = now - max((ready_at.get(peer, now) for peer in awaited), default=now)
         if seconds <= COST_SECONDS_MIN:
             return
@@ -226,11 +227,11 @@ class Attendance:
             self._record(peer).lateness.note(at - base)
 
     def came(self, peer: PeerId) -> None:
-        """Record that this peer said it is ready for a group, in time or late."""
+        """Record that this peer reported to be ready for a group, in time or late."""
         self._record(peer).is_back = True
 
     def passed_over(self, peers: Iterable[PeerId]) -> None:
-        """Record that these peers did not propose a group when it was their turn."""
+        """Record that these peers did not propose a group on their turn."""
         for peer in peers:
             self._record(peer).is_passed_over = True
 

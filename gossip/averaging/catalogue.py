@@ -12,17 +12,17 @@ GROUP_SIZE = 8
 """The size of a Moshpit group: a part of a group that dies costs the others little, and three rounds mix 512
 peers."""
 STALE_ROUNDS_MAX = 4
-"""Rounds' worth of local steps after which an asynchronous mean is dropped."""
+"""Age in rounds of local steps at which an asynchronous mean is dropped."""
 OUTER = ("diloco", "noloco", "sparseloco")
-"""Strategies with outer steps, which are of parameters alone: moments stay each peer's own."""
+"""Strategies with outer steps, on parameters alone: moments stay each peer's own."""
 TAKEN_IN_PART = ("average", "gossip", "asynchronous")
-"""Strategies without outer steps: a peer may take a share of what a round came to (`strategies.damped`)."""
+"""Strategies without outer steps: a peer may apply a share of a round's result (`strategies.damped`)."""
 EVERY_ROUND = ("diloco", "sparseloco")
-"""Strategies whose members hold the same phi: a peer that missed a round takes over the others' state."""
+"""Strategies whose members share phi: a peer that missed a round takes over the others' state."""
 
 
 def make_strategy(name: str, theta: Vector, local_steps: int, codec: str) -> strategies.Strategy:
-    """The strategy of this name for numbers like `theta`, those that all members begin with. Raises
+    """Return the strategy of this name for numbers like `theta`, which all members begin with. Raises
     ValueError."""
     match name:
         case "average":
@@ -42,5 +42,5 @@ def make_strategy(name: str, theta: Vector, local_steps: int, codec: str) -> str
 
 
 def group_size(grouping: strategies.Grouping) -> int:
-    """The most members of one group."""
+    """Return the largest size of a group."""
     return {"pairs": 2, "moshpit": GROUP_SIZE, "all": GROUP_MEMBERS_MAX}[grouping]

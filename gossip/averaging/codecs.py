@@ -1,8 +1,8 @@
-"""How numbers of an averaging attempt are written down: one chunk of float32 or float64 to bytes and back.
+"""The encodings of an averaging attempt's numbers: one chunk of float32 or float64 to bytes and back.
 
-A chunk is coded alone, so that it can be checked, reduced and handed on alone. Coding the same numbers gives
-the same bytes. Decoding checks everything a stranger could have written: it returns exactly `count` finite
-numbers or raises RemoteProtocolError.
+A chunk is coded alone, so that it can be checked, reduced and handed on alone. Coding is deterministic.
+Decoding checks all that a stranger can send: it returns exactly `count` finite numbers or raises
+RemoteProtocolError.
 """
 
 from collections.abc import Mapping
@@ -19,30 +19,30 @@ BLOCK_ITEMS = 64
 """Numbers that share a scale: its 4 bytes over 64 numbers are 6.25 % of int8."""
 TOP_BLOCK_ITEMS = 4_096
 TOPS = (64, 128, 256, 512, 1_024)
-"""Numbers of a block that are sent: 1.56 %, as SparseLoCo does, to 25 % for very small models."""
+"""Share of a block's numbers that are sent: 1.56 % as in SparseLoCo, up to 25 % for very small models."""
 PLACE_BITS = 12
 SAMPLE_ITEMS = 1 << 14
-"""A codec's rounding error is estimated from this many numbers."""
+"""Sample size for the estimate of a codec's rounding error."""
 CHUNK_ITEMS = 1 << 18
-"""Numbers in one chunk: a MiB of float32. Its frame costs nothing, and chunks to several peers interleave."""
+"""Numbers in one chunk: a MiB of float32. Its frame is negligible, and chunks to several peers interleave."""
 
 
 class Codec(Protocol):
-    """One way to write a chunk down."""
+    """One encoding of a chunk."""
 
     name: str
     is_exact: bool
     """Whether decoding gives back the same bits."""
 
     def encode(self, values: Vector) -> memoryview:
-        """The bytes of a flat chunk. Raises ValueError for numbers that are not finite."""
+        """Return the bytes of a flat chunk. Raises ValueError for numbers that are not finite."""
 
     def decode(self, data: memoryview, count: int) -> Vector:
-        """Exactly `count` finite numbers; a view where the codec is exact. Raises RemoteProtocolError."""
+        """Return exactly `count` finite numbers; a view if the codec is exact. Raises RemoteProtocolError."""
 
 
 class Exact:
-    """The numbers as they are, little-endian."""
+    """The unchanged numbers, little-endian."""
 
     is_exact = True
 
@@ -260,7 +260,7 @@ def roundtrip(codec: Codec, vector: Vector) -> Vector:
 
 
 def rounding_of(codec: Codec, vector: Vector) -> float:
-    """Return the relative error that a codec adds to a vector, estimated from the first of its numbers."""
+    """Return the relative error that a codec adds to a vector, estimated from its first numbers."""
     if codec.is_exact or not vector.size:
         return 0.0
     sample = vector[:SAMPLE_ITEMS]
@@ -269,7 +269,7 @@ def rounding_of(codec: Codec, vector: Vector) -> float:
 
 
 def coded_bytes(codec: Codec, items: int) -> int:
-    """Return how many bytes a vector of so many numbers takes."""
+    """Return the size in bytes of a coded vector of `items` numbers."""
     whole, rest = divmod(items, CHUNK_ITEMS)
     sizes = [(whole, CHUNK_ITEMS), (1, rest)]
     return sum(
@@ -278,7 +278,7 @@ def coded_bytes(codec: Codec, items: int) -> int:
 
 
 def codec_of(name: str, dtype: str, own: Mapping[str, Codec] | None = None) -> Codec:
-    """The codec of this name for vectors of float32 or float64; `own` are the caller's, by name.
+    """Return the codec of this name for vectors of float32 or float64; `own` are the caller's, by name.
 
     Raises:
         ValueError: an unknown name. Names that strangers send choose among these and load nothing.
@@ -301,7 +301,7 @@ def codec_of(name: str, dtype: str, own: Mapping[str, Codec] | None = None) -> C
 
 
 def view_of(values: NDArray[Any]) -> memoryview:
-    """The bytes of an array, without a copy."""
+    """Return the bytes of an array, without a copy."""
     return values.view(np.uint8).data
 
 

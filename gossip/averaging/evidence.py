@@ -1,8 +1,8 @@
-"""The proof that a member of an averaging attempt lied: two facts of one kind that it signed, which differ.
+"""Proof that a member of an averaging attempt lied: two facts of one kind that it signed, which differ.
 
-Any member of the run can check it, also one that was not in the attempt: the group says which run it was and
-names the attempt, and the signatures say who spoke. An honest member signs one commitment, one have-set and
-one seal in an attempt, and a process that restarts has no part in the attempts of its former life.
+Any member of the run can check it, even one outside of the attempt: the group names the run and the attempt,
+and the signatures name the author. An honest member signs one commitment, one have-set and one seal in an
+attempt, and a restarted process has no part in the attempts of its former life.
 """
 
 from typing import Literal
@@ -45,7 +45,7 @@ class Evidence(msgspec.Struct, frozen=True, array_like=True, tag="evidence"):
 
 
 def liar_of(evidence: Evidence, signer: Signer) -> PeerId:
-    """Return who is proved to have lied. Raises RemoteProtocolError: nobody is."""
+    """Return the member proved to have lied. Raises RemoteProtocolError if there is no proof."""
     author = PeerId(evidence.first.author)
     if evidence.second.author != evidence.first.author or author not in evidence.group.peers:
         raise RemoteProtocolError("evidence of two authors, or of one outside of the group")

@@ -17,14 +17,14 @@ class ErrorFeedback:
         self._sent: Vector | None = None
 
     def add(self, vector: Vector) -> Vector:
-        """The vector to send: a new one, with the old error in it."""
+        """Return a new vector to send, with the old error added."""
         self._sent = vector.copy()
         if self.residual is not None:
             self._sent += self.residual * self._sent.dtype.type(self.decay)
         return self._sent
 
     def settle(self, *, is_included: bool) -> None:
-        """End the round: this peer's vector is in the mean, or its error stays as it was."""
+        """End the round: if this peer's vector is in the mean its error is updated, otherwise it stays."""
         if self._sent is not None and is_included:
             self.residual = self._sent - roundtrip(self.codec, self._sent)
         self._sent = None

@@ -1,10 +1,10 @@
-"""The time at which each member of an attempt was first heard, and how long to wait for the others."""
+"""The time of the first message of each member of an attempt, and the wait for the others."""
 
 from collections.abc import Collection, Sequence
 from math import inf
 
 UNHEARD_FACTOR = 4.0
-"""Where this machine or the network is slow, a member may take this many times as long as most did."""
+"""On a slow machine or network, a member may take this many times as long as most did."""
 
 
 class FirstSigns:
@@ -25,7 +25,7 @@ class FirstSigns:
         return [place for place in self._others if place not in self._heard and place not in lost]
 
     def until(self, lost: Collection[int]) -> float:
-        """Return until when to wait for those; inf where there is none."""
+        """Return the deadline for those members; inf if there are none."""
         if not self.missing(lost):
             return inf
         return self.begun_at + self._seconds

@@ -6,14 +6,13 @@ axis t mod d are one group; afterwards its members change their places on that a
 peers that have just averaged with each other meet others next. In a full grid d rounds give everybody the
 exact mean.
 
-A half-filled grid mixes worse than random groups, so the grid follows the number of peers: in each epoch
-all peers compute its axes and their cells anew, from the epoch's number and the members that they know.
-Peers whose lists differ a little stand in cells that others hold too, which costs some rounds and is not
-wrong.
+A half-filled grid mixes worse than random groups, so the grid follows the number of peers: in each epoch all
+peers compute its axes and cells again, from the epoch's number and their known members. Peers with slightly
+different lists are placed in cells that others hold too, which costs some rounds and no correctness.
 
 Pairwise gossip is a grid whose groups have two members.
 
-Not here: how one peer walks over it (`gossip.averaging.walk`), who is a member, and the rounds themselves
+Not here: one peer's walk over the grid (`gossip.averaging.walk`), membership, and the rounds themselves
 (`node.averaging.participation`).
 """
 
@@ -32,10 +31,10 @@ FILLED = 0.75
 
 
 def axes_of(count: int, group_size: int) -> tuple[int, ...]:
-    """The sides of the grid for so many peers, in groups of at most `group_size`: as few axes as that allows,
-    with the fewest empty cells, and of those the most even. Raises ValueError for a size that is none.
+    """Return the sides of the grid for `count` peers, in groups of at most `group_size`: the fewest possible
+    axes, then the fewest empty cells, then the most even sides. Raises ValueError for an invalid size.
 
-    So 1,024 peers in groups of 32 stand in 32 x 32, 512 in 16 x 32, 509 in 17 x 30.
+    For example, 1,024 peers in groups of 32 stand in 32 x 32, 512 in 16 x 32, 509 in 17 x 30.
     """
     if not GROUP_SIZE_MIN <= group_size <= GROUP_MEMBERS_MAX:
         raise ValueError(f"a group has {GROUP_SIZE_MIN}-{GROUP_MEMBERS_MAX} members, not {group_size}")
@@ -53,7 +52,7 @@ def axes_of(count: int, group_size: int) -> tuple[int, ...]:
 
 
 def _sides(count: int, axes: int, side_max: int) -> Iterable[tuple[int, ...]]:
-    """All ascending sides, the last of them as short as the others allow."""
+    """Yield all ascending sides, the last of them as short as the others allow."""
     if axes == 1:
         if count <= side_max:
             yield (count,)
@@ -65,12 +64,12 @@ def _sides(count: int, axes: int, side_max: int) -> Iterable[tuple[int, ...]]:
 
 
 class Grid:
-    """One epoch's grid, as far as one peer knows the members. The same members give the same grid."""
+    """One epoch's grid from one peer's known members. The same members give the same grid."""
 
     def __init__(
         self, name: bytes, epoch: int, members: Iterable[PeerId], group_size: int, count: int = 0
     ) -> None:
-        """`count` is the number of participants where `members` are not all of them: then every cell is known
+        """`count` is the number of participants if `members` are only some of them: every cell is then known
         by hash only."""
         if len(name) > NAME_BYTES_MAX:
             raise ValueError(f"a name has at most {NAME_BYTES_MAX} bytes")
@@ -87,7 +86,7 @@ class Grid:
         self._cells = {peer: place * cells // len(ranked) for place, peer in enumerate(ranked)}
 
     def start(self, peer: PeerId) -> tuple[int, ...]:
-        """A peer's coordinates in the first round of the epoch; those of one that is no member are hashed."""
+        """Return a peer's coordinates in the first round of the epoch; those of a non-member are hashed."""
         cells = prod(self.axes)
         cell = self._cells.get(peer)
         if cell is None:
@@ -99,11 +98,11 @@ class Grid:
         return tuple(reversed(coordinates))
 
     def axis(self, round_number: int) -> int:
-        """The axis along which groups lie in a round, the rounds of an epoch counted from 0."""
+        """Return the axis of the groups in a round; rounds of an epoch count from 0."""
         return round_number % len(self.axes)
 
     def key(self, round_number: int, coordinates: Sequence[int]) -> bytes:
-        """The name of the group at these coordinates: the same for all of its members."""
+        """Return the name of the group at these coordinates, equal for all of its members."""
         axis = self.axis(round_number)
         rest = [str(at) for place, at in enumerate(coordinates) if place != axis]
         text = f"{self.epoch}/{round_number}/{'x'.join(map(str, self.axes))}/{','.join(rest)}"
@@ -112,11 +111,11 @@ class Grid:
     def moved(
         self, round_number: int, coordinates: Sequence[int], held: Mapping[PeerId, int]
     ) -> dict[PeerId, tuple[int, ...]]:
-        """The coordinates of all members after a round in this group.
+        """Return the coordinates of all members after a round in this group.
 
-        `held` says where each member stood on the round's axis. They exchange these places by hash, so an
-        absent member stays alone in its cell, and a full grid stays full. Members that stood in one place
-        take free ones. A group that fills less than three quarters of its side spreads evenly.
+        `held` gives each member's place on the round's axis. They exchange these places by hash, so an absent
+        member stays alone in its cell, and a full grid stays full. Members that share a place take free ones.
+        A group that fills less than three quarters of its side spreads evenly.
         """
         axis = self.axis(round_number)
         side = self.axes[axis]

@@ -1,10 +1,10 @@
 """The group of one averaging attempt: its members, what they average, and who reduces which part.
 
-Every member of an attempt holds the same `Group`, to the byte: its hash names the attempt, so peers that
+Every member of an attempt holds the same `Group`, to the byte. Its hash names the attempt, so peers that
 disagree about anything in it never mix their numbers. A peer draws a new nonce for each attempt that it
-joins. A process that restarts has forgotten its nonce and can never answer for the attempt it was killed in.
+joins. A restarted process has lost its nonce and can never answer for the interrupted attempt.
 
-Not here: how peers agree on a group (`gossip.matchmaking`), and which peers are drawn into it
+Not here: the agreement on a group (`gossip.matchmaking`), and the choice of its members
 (`gossip.averaging.grid`).
 """
 
@@ -19,27 +19,27 @@ from crypto.identity import PEER_ID_BYTES, PeerId
 from gossip.claims import Count
 
 GROUP_MEMBERS_MAX = 64
-"""Everybody talks to everybody: beyond this, smaller groups over more rounds cost less (Moshpit)."""
+"""All members talk to all others: beyond this size, smaller groups over more rounds cost less (Moshpit)."""
 NAME_BYTES_MAX = 64
 NONCE_BYTES = 16
 HASH_BYTES = 32
 ITEMS_MAX = 1 << 34
-"""Numbers in one vector: 64 GiB of float32, far beyond what a peer averages at once."""
+"""Numbers in one vector: 64 GiB of float32, far beyond a realistic average."""
 CODEC_LENGTH_MAX = 64
 RATE_MAX = 1 << 40
 """Bytes a second: a claim beyond a terabyte is no measurement."""
 RATE_UNKNOWN = 1
-"""The claim of a peer that has not measured its bandwidth yet: it is treated as having the middle one."""
+"""The claim of a peer that has not measured its bandwidth yet; it counts as the median."""
 GRANULE_ITEMS = 4_096
-"""Parts begin at multiples of this, so that no block of a codec lies in two parts."""
+"""Parts begin at multiples of this, so that no block of a codec spans two parts."""
 WEIGHT_MIN, WEIGHT_MAX = 1e-12, 1e12
-"""Weights outside of these bounds count nothing real, and products with them may overflow or vanish."""
+"""Bounds of valid weights; products with larger or smaller ones may overflow or vanish."""
 
 Subject = Annotated[bytes, msgspec.Meta(min_length=PEER_ID_BYTES, max_length=PEER_ID_BYTES)]
 Hash = Annotated[bytes, msgspec.Meta(min_length=HASH_BYTES, max_length=HASH_BYTES)]
 Mode = Literal["butterfly", "exchange"]
-"""`butterfly`: each reducing member adds up one part and sends the mean to all. `exchange`: every member gets
-every payload and adds up all of it by itself, which suits sparse payloads: their sum is not sparse."""
+"""`butterfly`: each reducing member sums one part and sends the mean to all. `exchange`: every member gets
+every payload and sums all of it, which suits sparse payloads, since their sum is not sparse."""
 
 
 Aggregate = Literal[
@@ -63,10 +63,10 @@ Aggregate = Literal[
 class GroupMember(msgspec.Struct, frozen=True, array_like=True):
     """One peer in one attempt.
 
-    `rate` is its measured upload in bytes a second, RATE_UNKNOWN before that; 0 for a peer that only sends
-    (behind a NAT, or with little upload) and reduces nothing. A member without tensors is a helper: it
-    reduces for others. `coordinate` is where it stands on the round's axis (`gossip.averaging.grid`), which
-    the others need to know afterwards.
+    `rate` is its measured upload in bytes a second, RATE_UNKNOWN before the first measurement; 0 for a peer
+    that only sends (behind a NAT, or with little upload) and reduces nothing. A member without tensors is a
+    helper: it only reduces. `coordinate` is its place on the round's axis (`gossip.averaging.grid`), which
+    the others need afterwards.
     """
 
     peer: Subject
@@ -91,7 +91,7 @@ class Terms(msgspec.Struct, frozen=True, array_like=True):
 class Group(msgspec.Struct, frozen=True, array_like=True):
     """Everything that the members of one attempt must agree on.
 
-    `name` is the caller's: a run, a stage. `round` counts upwards, `number` counts the attempts of one round.
+    `name` is the caller's: a run, a stage. `round` counts up; `number` counts the attempts of one round.
     """
 
     name: Annotated[bytes, msgspec.Meta(max_length=NAME_BYTES_MAX)]
@@ -119,7 +119,7 @@ class Owner(msgspec.Struct, frozen=True):
 
 
 def fault_of(group: Group) -> str | None:
-    """Why an attempt in this group makes no sense, or None."""
+    """Return why an attempt in this group is impossible, or None."""
     peers = group.peers
     if len(set(peers)) != len(peers):
         return "a peer stands in the group twice"
@@ -151,7 +151,7 @@ def owners_of(group: Group) -> tuple[Owner, ...]:
 
 
 def _cumulated(fractions: list[float], items: int) -> list[int]:
-    """Return where each part ends, at multiples of a granule; the last that is not empty ends with the
+    """Return the end of each part, at multiples of a granule; the last part that is not empty ends with the
     vector."""
     ends: list[int] = []
     total = 0.0
@@ -164,7 +164,7 @@ def _cumulated(fractions: list[float], items: int) -> list[int]:
 
 
 def _fractions(group: Group) -> list[float]:
-    """Each member's part of the vector, so that all are done at the same time.
+    """Return each member's part of the vector, chosen so that all finish at the same time.
 
     A member that owns the fraction f uploads (1 - f) of its own vector and f to each of the others: of all
     f the largest time is the smallest at the T where the f(T) add up to one. Plain IEEE arithmetic in one

@@ -1,10 +1,10 @@
 """The lateness of peers at rounds, and how long a round waits for each: pure.
 
-Lateness is measured against the median of those that a round waits for, so peers of one speed are at zero on
-average however their steps interleave, and a slower one is above it. The wait for a peer follows what was
-measured of it, as a retransmission timer does (RFC 6298): mean and four deviations.
+Lateness is measured against the median of the awaited peers. So peers of one speed average zero however their
+steps interleave, and a slower one is above it. The wait for a peer follows its measurements, as a
+retransmission timer does (RFC 6298): mean and four deviations.
 
-Not here: which peers are waited for at all (`gossip.averaging.attendance`).
+Not here: the choice of awaited peers (`gossip.averaging.attendance`).
 """
 
 from collections import deque
@@ -15,12 +15,13 @@ from statistics import fmean
 from crypto.identity import PeerId
 
 ROUNDS_MIN, ROUNDS_MAX = 3, 8
-"""Rounds that show a habit (a wrong habit costs a round's time for each), and rounds that are remembered."""
+"""Rounds that establish a habit (a wrong one costs a round's time for each), and rounds that are
+remembered."""
 DEVIATIONS = 4.0
 
 
 class Lateness:
-    """The lateness of one peer at its last rounds, in seconds; below zero where it is early."""
+    """One peer's lateness at its last rounds, in seconds; negative if it is early."""
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=ROUNDS_MAX)
@@ -36,13 +37,13 @@ class Lateness:
 
     @property
     def usual_seconds(self) -> float:
-        """The mean without the latest time: one stall of a busy machine is no habit."""
+        """The mean without the latest time, since one stall of a busy machine is no habit."""
         usual = sorted(self._recent)[: max(1, len(self._recent) - 1)]
         return fmean(usual) if usual else 0.0
 
     @property
     def likely_max_seconds(self) -> float:
-        """How late it comes at most, but for rare cases."""
+        """The largest lateness, except in rare cases."""
         if not self._recent:
             return 0.0
         mean = fmean(self._recent)
@@ -50,16 +51,16 @@ class Lateness:
 
 
 def middle_of(begun_at: float, ready_at: Mapping[PeerId, float], awaited: Collection[PeerId]) -> float:
-    """Return when the median of these, and of one that was ready at `begun_at`, was ready; inf: not yet."""
+    """Return when the median of these and a peer ready at `begun_at` was ready; inf: not yet."""
     times = sorted([begun_at, *(ready_at.get(peer, inf) for peer in awaited)])
     return times[(len(times) - 1) // 2]
 
 
 class RoundWaits:
-    """How long one round waits for each of the peers that it expects, from the moment on at which the median
-    of the `usual` ones is ready, or from `middle_seconds` after its beginning if that is earlier.
+    """How long one round waits for each expected peer, from the time at which the median of the `usual` ones
+    is ready, or from `middle_seconds` after its beginning if that is earlier.
 
-    `seconds` has the wait for each, `others_seconds` is that for peers which become known later.
+    `seconds` has the wait for each, `others_seconds` the wait for peers that become known later.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class RoundWaits:
         self._base = min(self._latest, middle_of(begun_at, {}, usual))
 
     def came(self, now: float, peer: PeerId) -> None:
-        """This peer is ready."""
+        """Note that this peer is ready."""
         if peer in self._usual and peer not in self._ready_at:
             self._ready_at[peer] = now
             self._base = min(self._latest, middle_of(self._begun_at, self._ready_at, self._usual))
 
     def until(self, peer: PeerId) -> float:
-        """Return until when the round waits for this peer, as far as is known now: it may become earlier."""
+        """Return the present deadline for this peer, which may become earlier."""
         return self._base + self._seconds.get(peer, self._others_seconds)

@@ -1,8 +1,8 @@
 """Messages between the members of an averaging attempt.
 
-Commitments, have-sets and seals are facts, signed by their author over the exact body: others hand them on,
-and two of one kind that differ prove a liar. Chunks are not signed: a chunk counts only once the hashes of
-all chunks of its part make up the root that a signed fact names.
+Commitments, have-sets and seals are facts, signed by their author over the exact body. Others pass them on,
+and two of one kind that differ prove a lie. Chunks are not signed: a chunk counts only once the hashes of all
+chunks of its part make up the root in a signed fact.
 """
 
 from typing import Annotated, Literal
@@ -23,7 +23,7 @@ from gossip.claims import Count
 
 PROTOCOL = "/peerloom/averaging/3"
 CHUNK_BYTES_MAX = CHUNK_ITEMS * 8 + 4_096
-"""Float64, or any codec with its scales."""
+"""Size limit of a chunk's data: float64, or any codec with its scales."""
 CHUNKS_ASKED_MAX = 1_024
 """Chunks named in one Ask; a member that misses more asks again."""
 MESSAGE_BYTES_MAX = CHUNK_BYTES_MAX + 4_096
@@ -40,8 +40,8 @@ FACT_BODY_BYTES_MAX = 8_192
 
 
 class CommitmentBody(msgspec.Struct, frozen=True, array_like=True, tag="commitment"):
-    """By a member with tensors: these are the roots of what I send to each owner, in the order of owners
-    (one root in an exchange), and this is my weight."""
+    """By a member with tensors: the roots of its parts for each owner, in the order of owners (one root in an
+    exchange), and its weight."""
 
     attempt: Hash
     weight: float
@@ -57,14 +57,14 @@ class HeldPart(msgspec.Struct, frozen=True, array_like=True):
 
 
 class HaveBody(msgspec.Struct, frozen=True, array_like=True, tag="have"):
-    """By an owner: I hold, and checked, my part of exactly these members, in the order of places."""
+    """By an owner: the members whose parts it holds and has checked, in the order of places."""
 
     attempt: Hash
     held: Annotated[tuple[HeldPart, ...], msgspec.Meta(max_length=GROUP_MEMBERS_MAX)]
 
 
 class SealBody(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
-    """By an owner: this is the root of my reduced part, under the commit of this hash."""
+    """By an owner: the root of its reduced part, under the commit of this hash."""
 
     attempt: Hash
     commit: Hash
@@ -89,7 +89,7 @@ class Seal(msgspec.Struct, frozen=True, array_like=True, tag="seal"):
 class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
     """Chunk `number` of the part of the owner at `place`.
 
-    Scatter carries what the sender contributes, gather the mean, under `commit`. `checksum` is the BLAKE3 of
+    Scatter carries the sender's contribution, gather the mean under `commit`. `checksum` is the BLAKE3 of
     `data`, which is a view of the received message: those bytes must not change afterwards.
     """
 
@@ -103,7 +103,7 @@ class Chunk(msgspec.Struct, frozen=True, array_like=True, tag="chunk"):
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Send me what I miss: these gather chunks of the owner at `place`, and the facts that you know."""
+    """A request for missing chunks: these gather chunks of the owner at `place`, and all known facts."""
 
     attempt: Hash
     place: Place
@@ -111,22 +111,22 @@ class ChunkRequest(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
 
 
 class Holding(msgspec.Struct, frozen=True, array_like=True, tag="holding"):
-    """I hold all parts, and this is the digest of the commit and of their bytes. Its receiver succeeds once
-    all members that it can reach hold the same; one that holds something else sends the facts that it decided
-    by."""
+    """The sender holds all parts, with this digest of the commit and their bytes. The receiver succeeds once
+    all reachable members hold the same. If it holds something else, it sends the facts behind that."""
 
     attempt: Hash
     digest: Hash
 
 
 class Withdraw(msgspec.Struct, frozen=True, array_like=True, tag="withdraw"):
-    """I take no further part in this attempt: do not wait for me."""
+    """The sender leaves this attempt; do not wait for it."""
 
     attempt: Hash
 
 
 class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
-    """How many bytes of the receiver's chunks came, and how long after the sender's start the last one."""
+    """The bytes of the receiver's chunks that arrived, and the time of the last one since the sender's
+    start."""
 
     attempt: Hash
     size_bytes: Count
@@ -134,10 +134,10 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="arrived"):
 
 
 class Opening(msgspec.Struct, frozen=True, array_like=True, tag="opening"):
-    """The first message of every stream, without a payload: what follows is of this attempt.
+    """The first message of every stream, without a payload: it names the attempt of all that follows.
 
-    So a receiver that is in no such attempt holds a hash, and not a chunk, and a member shows at once that it
-    is there, however long its first chunk takes.
+    So a receiver outside of the attempt stores a hash rather than a chunk, and a member shows at once that it
+    is present, however long its first chunk takes.
     """
 
     attempt: Hash
@@ -148,7 +148,7 @@ Message = AttemptMessage | Opening
 
 
 def checked_chunk(message: Chunk) -> memoryview:
-    """The data of a chunk, bounded and equal to its checksum.
+    """Return the data of a chunk, bounded and equal to its checksum.
 
     Raises:
         RemoteProtocolError: it is not.
@@ -161,5 +161,5 @@ def checked_chunk(message: Chunk) -> memoryview:
 
 
 def root_of(checksums: list[bytes]) -> bytes:
-    """The hash that names a part: BLAKE3 over the checksums of its chunks, in order."""
+    """Return the hash that names a part: BLAKE3 over the checksums of its chunks, in order."""
     return blake3(b"".join(checksums)).digest()

@@ -14,11 +14,11 @@ from gossip.averaging.robust.reduction import Vector
 class Patience:
     """How long a member waits, in seconds. `gossip.averaging.pace` makes these from what was measured.
 
-    `scatter_seconds`: for all senders, from the start. `commit_seconds`: for the other owners' have-sets,
-    beyond that. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the next
-    chunk of any sender or owner. `ask_seconds`: between questions for what is missing. `agree_seconds`: for
-    the others to say that they hold the same, or why not. `linger_seconds`: to hand on what others miss, once
-    done here. `unheard_seconds`: for the first sign of each member, however much it has to send.
+    `scatter_seconds`: for all senders, from the start. `commit_seconds`: additional time for the other
+    owners' have-sets. `gather_seconds`: for all parts, once the commit is known. `stall_seconds`: for the
+    next chunk of any sender or owner. `ask_seconds`: between requests for missing data. `agree_seconds`: for
+    the others to declare the same result, or their evidence. `linger_seconds`: for handing on data, once done
+    here. `unheard_seconds`: for the first message of each member, however much it has to send.
     """
 
     scatter_seconds: float = 30.0
@@ -32,7 +32,7 @@ class Patience:
 
 
 class Reason(StrEnum):
-    """Why nothing was averaged here."""
+    """The reason why nothing was averaged here."""
 
     OWNER_LOST = "a member that reduces was lost"
     TOO_FEW = "fewer than two members' tensors arrived everywhere"
@@ -47,10 +47,10 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True)
 class Averaged:
-    """Success. `shares` says whose tensors entered, and with which part of the weight: they add up to 1.
+    """Success. `shares` gives each contributor's part of the weight; they add up to 1.
 
-    A member that came too late gets the mean of the others: `shares` is without it then. `digest` names the
-    commit and the bytes: equal at all members that succeed. `vector` is read-only.
+    A member that came too late gets the mean of the others, and `shares` lacks it. `digest` names the commit
+    and the bytes, equal at all members that succeed. `vector` is read-only.
     """
 
     vector: Vector
@@ -60,9 +60,9 @@ class Averaged:
 
 @dataclass(frozen=True)
 class NotAveraged:
-    """Nothing was averaged, and the old tensors stand. `suspects` are the peers to leave out of the next
-    attempts: their data did not come here in time. `withdrew` are those that withdrew or became unreachable;
-    each may have been let down by another member."""
+    """Nothing was averaged, and the old tensors stay. `suspects` are the peers to leave out of the next
+    attempts: their data did not arrive here in time. `withdrew` are those that withdrew or became
+    unreachable; each may have been failed by another member."""
 
     reason: Reason
     suspects: tuple[PeerId, ...] = ()

@@ -1,7 +1,7 @@
-"""How long to wait for an averaging attempt, from how long earlier ones took.
+"""The waiting times of an averaging attempt, from the durations of earlier ones.
 
-As a retransmission timer does (RFC 6298, after Jacobson 1988): the mean of seconds a byte and of its
-deviation, and four deviations of slack, with a floor; a failure doubles it, a success brings it back.
+As in a retransmission timer (RFC 6298, after Jacobson 1988): the mean of seconds per byte plus four
+deviations, with a floor. A failure doubles it, a success restores it.
 """
 
 from gossip.averaging.outcome import Patience
@@ -10,14 +10,14 @@ GAIN = 1 / 8
 DEVIATION_GAIN = 1 / 4
 DEVIATIONS = 4
 FLOOR_SECONDS = 2.0
-"""Below this, the start of others decides, not the transfer."""
+"""Below this, the start of the others dominates the transfer."""
 BACKOFF_MAX = 8.0
 UNHEARD_SECONDS = 3.5
-"""A member opens its streams when its group is formed: after a lost datagram half a second later, and on a
-slow link after four ways there and back. Shorter than a scatter's floor: otherwise silent members would be
-noticed only when it fails, and others blamed with them."""
+"""A member opens its streams when its group is formed: half a second later after a lost datagram, and after
+four round trips on a slow link. It is shorter than a scatter's floor: otherwise silent members would be
+noticed only at its failure, and others blamed with them."""
 AGREE_SECONDS = 2.0
-"""Twice the longest way from one member to another on which two honest ones never hold other bytes."""
+"""Twice the longest one-way delay for which two honest members never hold different bytes."""
 
 
 class AttemptPace:
@@ -42,7 +42,7 @@ class AttemptPace:
         self._backoff = 1.0
 
     def failed(self) -> None:
-        """Record an attempt that failed for want of time."""
+        """Record an attempt that failed by a time limit."""
         self._backoff = min(2 * self._backoff, BACKOFF_MAX)
 
     def patience(self, size_bytes: int) -> Patience:

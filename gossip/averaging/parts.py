@@ -14,12 +14,13 @@ from gossip.averaging.robust.reduction import Vector
 
 
 def chunk_count(owner: Owner) -> int:
-    """Chunks of an owner's part."""
+    """Return the number of chunks of an owner's part."""
     return -(-(owner.end - owner.begin) // CHUNK_ITEMS)
 
 
 def chunk_range(owner: Owner, number: int) -> tuple[int, int]:
-    """Begin and end in the vector, in items. Raises RemoteProtocolError for a chunk that is not there."""
+    """Return begin and end in the vector, in items. Raises RemoteProtocolError for a chunk that does not
+    exist."""
     begin = owner.begin + number * CHUNK_ITEMS
     if begin >= owner.end:
         raise RemoteProtocolError(f"chunk {number} of a part of {chunk_count(owner)} chunks")
@@ -29,8 +30,8 @@ def chunk_range(owner: Owner, number: int) -> tuple[int, int]:
 class OutgoingParts:
     """The coded parts of this member's own vector.
 
-    Chunks are coded when they are sent and not kept, only their checksums are; in an exchange, where every
-    member gets the same bytes, they are kept.
+    Chunks are coded when sent, and only their checksums are kept. In an exchange, where every member gets the
+    same bytes, the chunks are kept too.
     """
 
     def __init__(self, vector: Vector, codec: Codec, owners: tuple[Owner, ...], is_exchange: bool) -> None:
@@ -41,7 +42,7 @@ class OutgoingParts:
         self._checksums: dict[tuple[int, int], bytes] = {}
 
     def chunk(self, owner: Owner, number: int) -> tuple[memoryview, bytes]:
-        """The coded bytes of a chunk, and their checksum."""
+        """Return the coded bytes of a chunk, and their checksum."""
         begin, end = chunk_range(owner, number)
         if self._kept is not None and number in self._kept:
             return self._kept[number], self._checksums[owner.begin, number]
@@ -61,7 +62,7 @@ class OutgoingParts:
         return self._codec.decode(self.chunk(owner, number)[0], end - begin)
 
     def roots(self) -> tuple[bytes, ...]:
-        """The root of each part, in the order of owners; in an exchange the one root of them all."""
+        """Return the root of each part, in the order of owners; in an exchange one root for all."""
         owners = self._owners if self._kept is None else self._owners[:1]
         return tuple(self._root(owner) for owner in owners)
 
@@ -84,7 +85,7 @@ class Incoming:
 
     @property
     def root(self) -> bytes | None:
-        """The root of what came, or None while chunks are missing."""
+        """The root of the received chunks, None while some are missing."""
         if len(self._checksums) < chunk_count(self._owner):
             return None
         return root_of([self._checksums[number] for number in range(len(self._checksums))])
@@ -104,7 +105,7 @@ class Incoming:
         return codec.decode(self._data[number], end - begin)
 
     def drop(self, number: int) -> None:
-        """Forget a chunk that is reduced."""
+        """Forget a reduced chunk."""
         self._data.pop(number, None)
 
 
@@ -112,8 +113,8 @@ class Incoming:
 class ReducedPart:
     """One owner's reduced part, as far as this member holds it.
 
-    `commit` is the commit that its chunks were sent under. Chunks that come before this member knows the
-    commit wait in `early`.
+    `commit` is the commit of its chunks. Chunks that arrive before this member knows the commit wait in
+    `early`.
     """
 
     owner: Owner
@@ -121,9 +122,9 @@ class ReducedPart:
     checksums: dict[int, bytes] = field(default_factory=dict)
     early: dict[int, memoryview] = field(default_factory=dict)
     coded: dict[int, memoryview] = field(default_factory=dict)
-    """Chunks of a lossy codec, to hand on: coding the decoded numbers again may give other bytes."""
+    """Chunks of a lossy codec, kept for others: coding the decoded numbers again may give other bytes."""
     root: bytes | None = None
-    """As sealed by the owner."""
+    """The root sealed by the owner."""
     is_whole: bool = False
 
     @property
@@ -132,12 +133,12 @@ class ReducedPart:
 
     @property
     def computed_root(self) -> bytes:
-        """The root of the chunks held; all chunks must be."""
+        """Return the root of the chunks, all of which must be here."""
         return root_of([self.checksums[number] for number in range(chunk_count(self.owner))])
 
     def check(self) -> None:
-        """Set `is_whole` if all chunks are here. Raises RemoteProtocolError if they are not what the owner
-        sealed: they are forgotten then."""
+        """Set `is_whole` if all chunks are here. Raises RemoteProtocolError, and forgets the chunks, if they
+        differ from what the owner sealed."""
         if self.is_whole or self.root is None or len(self.checksums) < chunk_count(self.owner):
             return
         if self.computed_root != self.root:

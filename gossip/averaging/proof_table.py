@@ -1,9 +1,8 @@
-"""The proofs of lies that a node keeps, in bounded room: pure.
+"""The proofs of lies that a node keeps, bounded in number: pure.
 
-An identity costs nothing, so a liar could make many that each prove themselves liars, and so push its own
-proof out. Proofs therefore make room by how much their author matters here (`ProofStanding`), and only among
-equals the oldest does: only as many proofs against
-others that completed rounds with this node push out the proof against one that did.
+An identity costs nothing, so a liar could make many that each prove themselves liars, to push out its own
+proof. Proofs are therefore evicted by how well this node knows their authors (`ProofStanding`), and only
+among equals by age. So only as many proofs against
 """
 
 from collections.abc import Callable, Iterable
@@ -15,7 +14,7 @@ from crypto.identity import PeerId
 from gossip.averaging.evidence import Evidence
 
 KEPT_MAX = 256
-"""Proofs of all runs together."""
+"""Proofs of all runs."""
 
 
 class ProofStanding(IntEnum):
@@ -23,7 +22,7 @@ class ProofStanding(IntEnum):
 
     UNKNOWN = 0
     LISTED = 1
-    """It stands in the run's roster, admitted or not."""
+    """It is in the run's roster, admitted or not."""
     COMPLETED = 2
     """It was in rounds that this node completed."""
 
@@ -67,8 +66,8 @@ class ProofTable:
             self._kept[kept.evidence.group.name, liar] = kept
 
     def add(self, liar: PeerId, evidence: Evidence) -> bool:
-        """Keep a proof, if necessary in place of one whose author has a lower standing, or the same and was
-        proved to lie earlier. Return whether it is kept."""
+        """Keep a proof. If the table is full, it replaces one whose author has a lower standing, or the same
+        and an older proof. Return whether it is kept."""
         run = evidence.group.name
         newest = KeptProof(evidence, self._standing(run, liar))
         if len(self._kept) >= self._kept_max and (run, liar) not in self._kept:

@@ -1,8 +1,8 @@
 """Paths between simulated peers behind routers: connections and their upkeep. Pure.
 
-A path is one connection, or two through a relay, with the node's own multiplexer at both ends: its pings keep
-the mappings of routers open and find out that a path is dead. Decisions about paths, and requests for them,
-are in `sim.worlds.routed`; all that are open in `sim.worlds.open_paths`.
+A path is one connection, or two through a relay, with the node's own multiplexer at both ends. Its pings keep
+the mappings of routers open and detect a dead path. `sim.worlds.routed` decides on paths and requests them;
+`sim.worlds.open_paths` keeps the open ones.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ Latency = Callable[[PeerId, PeerId], float]
 
 
 class Traveller:
-    """One life of a peer: the state of its node's cores about routers, relays and peers."""
+    """One life of a peer: the state of its node's cores for routers, relays and peers."""
 
     def __init__(self, machine: RoutedMachine, ledger: RelayLedger, budget: PunchBudget, number: int) -> None:
         self.machine = machine
@@ -37,7 +37,7 @@ class Traveller:
         self.datagrams = DatagramPaths()
         self.wants_places = False
         self.circuits: dict[PeerId, SimPath] = {}
-        """By relay: the connection that carries the place."""
+        """The connection that carries the place, by relay."""
         self.heard: dict[PeerId, tuple[Endpoint, float]] = {}
         """The source of a peer's last datagram, and its time."""
         self.observers: dict[PeerId, TcpLink] = {}
@@ -45,7 +45,7 @@ class Traveller:
 
 @dataclass(eq=False)
 class SimPath:
-    """A path from `first`, which asked for it, to `other`: one connection, or the connections of both to a
+    """A path from `first`, which requested it, to `other`: one connection, or a connection of each to a
     relay."""
 
     first: Traveller
@@ -68,7 +68,7 @@ class SimPath:
 
     @property
     def deadline(self) -> float:
-        """Return when one of its ends wants to ping, or to check for the answer."""
+        """Return the time when one of its ends must ping, or check for the answer."""
         return min(core.deadline for core in self.cores.values())
 
     def end_opposite(self, end: Traveller) -> Traveller:
@@ -89,7 +89,7 @@ class SimPath:
 
 
 def dial(one: Traveller, other: Traveller, now: float) -> TcpLink | None:
-    """Connect one peer to another where that can be dialled; None where it cannot."""
+    """Connect one peer to another; None if that cannot be dialled."""
     return connect(one.machine, other.machine, other.machine.place_for(one.machine, "tcp", now), now)
 
 

@@ -10,7 +10,7 @@ from sim.storage import MemoryStorage
 from sim.worlds.roster import capacity
 
 SPEEDS = (0.5, 2.0)
-"""Peers that compute are half to twice as fast as an ordinary one."""
+"""Range of speeds of computing peers, relative to an ordinary one."""
 
 
 def machine(scenario: Scenario, seed: int, number: int, region: str) -> Capacity:

@@ -1,9 +1,9 @@
 """One peer's part in one run of a world of cores: the driver of a `partition.run.member.Member`.
 
-As a node does it under trio, here in virtual time on one agenda: it keeps the promises of the chain of plans
-and gives the peer the roles that the plan in force has for it. An entry is one turn: a core is called, what
-it says is sent, its events are acted on; then whatever has come due since. So nobody dies in the middle of
-one. A peer that restarts begins with a new `SimMember` and its old `Disk`.
+It does what a node does under trio, in virtual time on one agenda: it keeps the promises of the chain of
+plans and gives the peer its roles under the plan in force. Each entry is one turn: it calls a core, sends its
+messages, acts on its events, and then does what is due. So no peer dies in the middle of a turn. A restarted
+peer begins with a new `SimMember` and its old `Disk`.
 """
 
 from collections.abc import Callable
@@ -39,7 +39,7 @@ from sim.worlds.turns import LifeTurns
 
 INF = float("inf")
 RATE = 1_000
-"""The rate of a peer that is not slowed; the cores count in FLOP/s, and only compare."""
+"""The rate of a peer that is not slowed. The cores count in FLOP/s, and only compare rates."""
 
 
 class SimMember(LifeTurns):
@@ -55,8 +55,8 @@ class SimMember(LifeTurns):
         has_forgotten: bool,
         is_busy: Callable[[PeerId], bool],
     ) -> None:
-        """`has_forgotten`: an earlier life was in the run, and its disk is gone. `is_busy` says who has no
-        room for a stage."""
+        """`has_forgotten`: an earlier life was in the run, and its disk is gone. `is_busy` returns whether a
+        peer lacks room for a stage."""
         super().__init__(setting, me)
         self.outcome = ""
         self.trainer: Trainer | None = None
@@ -97,17 +97,17 @@ class SimMember(LifeTurns):
         free = [peer for peer in setting.pool if not self._is_busy(peer)]
         return [(peer, max(1, round(RATE / setting.slowness(peer)))) for peer in free]
 
-    # What the core asks of its roles
+    # Queries of the core about its roles
 
     @property
     def committed(self) -> int | None:
-        """How many steps are committed here, if this peer commits and its replicas are synced."""
+        """The steps committed here, if this peer commits and its replicas are synced."""
         committer = None if self.trainer is None else self.trainer.core
         return None if committer is None or committer.phase == "syncing" else committer.step
 
     @property
     def best(self) -> WayBack | None:
-        """Nobody looks for the best state."""
+        """None: this simulation does not track the best state."""
         return None
 
     def holds(self, checkpoint: WayBack) -> bool:
@@ -116,7 +116,7 @@ class SimMember(LifeTurns):
 
     @property
     def can_tell(self) -> bool:
-        """Nobody has to be told how a plan came about."""
+        """True: newcomers need no history here."""
         return True
 
     @property
@@ -145,7 +145,7 @@ class SimMember(LifeTurns):
             ground.at(max(instant(due), ground.now), lambda: self._ring(due))
 
     def _ring(self, due: float) -> None:
-        if self._armed_at == due:  # else an earlier deadline took this one's place
+        if self._armed_at == due:  # otherwise an earlier deadline replaced this one
             self._armed_at = INF
             self.turn(self._wake)
 
@@ -156,16 +156,16 @@ class SimMember(LifeTurns):
     # Plans
 
     def place(self) -> None:
-        """This peer asks for the run."""
+        """Note that this peer requests the run."""
         self.core.place()
 
     def begin(self, plan: Plan) -> None:
-        """The first plan that this member hears of is in force: keep the chain from here on."""
+        """Follow the chain from the first plan in force that this member learns of."""
         self._disk.chain = b""
         self._enter(plan, b"")
 
     def restart(self) -> None:
-        """With a disk that knows the chain."""
+        """Restart with a disk that has the chain."""
         try:
             self._enter(base_plan(self._disk.chain), self._disk.chain)
         except RemoteProtocolError as error:
@@ -184,7 +184,7 @@ class SimMember(LifeTurns):
         self.core.begin(self.now, chain, self.setting.first or plan, is_restart=bool(durable))
 
     def _act(self) -> None:
-        """Do what the core wants, also what it wants because of that."""
+        """Act on the core's output until there is none."""
         while True:
             member = self.core
             sends, member.sends[:] = list(member.sends), []
@@ -254,7 +254,7 @@ class SimMember(LifeTurns):
             self.setting.ground.at(self.now, partial(self.receive, *row))
 
     def _take_roles(self, event: events.RolesGiven) -> None:
-        """Host, feed and commit as the plan says."""
+        """Host, feed and commit by the plan."""
         plan = event.plan
         adopted = PlanAdopted(self.setting.run, plan.height, plan_hash(plan), plan.parent)
         self.setting.publish(self.me, adopted)
@@ -264,25 +264,25 @@ class SimMember(LifeTurns):
             self.trainer.begin(self.core.checkpoints.newest)
 
     def absent(self, peer: PeerId, reason: str) -> None:
-        """As the committer: the next plan must do without this peer."""
+        """As the committer: drop this peer from the next plan."""
         self.core.exclude_for_all(self.now, peer, reason)
 
     def paused(self, step: int) -> None:
-        """As the committer: no step is open."""
+        """As the committer: note that no step is open."""
         self.core.between.paused(self.now, step)
 
     def recut(self, wanted: Change) -> None:
-        """As the committer: move the borders between stages, or make more of them."""
+        """As the committer: move the borders between stages, or add stages."""
         self.core.between.recut(wanted)
 
     def leave(self) -> None:
-        """Hand this peer's part over before it goes."""
+        """Hand over this peer's part before it leaves."""
         if self.plan is not None:
             self.core.between.leave(self.now)
 
     @property
     def is_out(self) -> bool:
-        """Whether nothing is lost if the peer goes now."""
+        """Whether the peer can leave now without loss."""
         return self.plan is None or self.core.is_over or self.me not in self.plan.roster
 
     def _stop_training(self) -> None:
@@ -303,20 +303,20 @@ class SimMember(LifeTurns):
     # Training
 
     def committed_steps(self, step: int) -> None:
-        """As the committer: so many steps are."""
+        """As the committer: note the number of committed steps."""
         self.core.show_step(step - 1)
         if self.plan is not None:
             for peer in self.others():
                 self.send(peer, Noted(plan_hash(self.plan), step))
 
     def trained(self, reason: str | None) -> None:
-        """As the committer: all is done, or will never be."""
+        """As the committer: note that training is done, or has failed for a `reason`."""
         self.core.end.training_over(self.now, reason)
 
     # The end
 
     def end(self, outcome: str, reason: str) -> None:
-        """The run is over here."""
+        """Note that the run is over here."""
         if self.outcome:
             return
         self.outcome = outcome
@@ -324,14 +324,14 @@ class SimMember(LifeTurns):
         self._forget()
         self.setting.publish(self.me, RunEnded(self.setting.run, outcome, reason))
 
-    # What comes in
+    # Input
 
     def receive(self, sender: PeerId, message: Any) -> None:
-        """Something on the stream from `sender`."""
+        """Handle a message on the stream from `sender`."""
         self.turn(lambda: receive(self, self._dispatch, sender, message))
 
     def reconnected(self, peer: PeerId) -> None:
-        """The stream to `peer` is open again."""
+        """Note that the stream to `peer` is open again."""
         self.turn(lambda: reconnected(self, peer))
 
     def members_changed(self) -> None:
@@ -339,11 +339,11 @@ class SimMember(LifeTurns):
         self.core.members_changed(self.now)
 
     def planner_lost(self, peer: PeerId) -> None:
-        """A member is dead or has left."""
+        """Note that a member is dead or has left."""
         self.hosting.planner_lost(peer)
 
     def suspected(self, peer: PeerId) -> None:
-        """A member may be dead."""
+        """Note that a member may be dead."""
         if self.trainer is not None:
             self.trainer.suspect(peer)
 
@@ -355,12 +355,12 @@ class SimMember(LifeTurns):
 
     @property
     def hosts(self) -> bool:
-        """Whether a stage is open here, or on its way."""
+        """Whether a stage is open or being opened here."""
         return self.core.hosting.occupies
 
     @property
     def is_paused(self) -> bool:
-        """Whether a minority, or a stage without a replica, waits."""
+        """Whether the run waits, in a minority or for a stage without a replica."""
         return self.core.state == "paused"
 
     def _make_hosted(self, plan: Plan, step: int | None) -> Hosted:
@@ -378,7 +378,7 @@ class SimMember(LifeTurns):
         )
 
     def _save(self, plan: Plan, stage: int, state: IntegerState) -> None:
-        """Put a copy of this peer's stage away, if that is for this replica to do."""
+        """Save a copy of this peer's stage, if this replica is the saver."""
         if self.core.checkpoints.saves(plan, stage):
             self.keeping.put_stage(plan, stage, state)
             self.send(plan.committer, Saved(plan_hash(plan), state.step, stage))
@@ -388,6 +388,6 @@ class SimMember(LifeTurns):
         return self.core.others()
 
     def _living(self) -> list[PeerId]:
-        """Return who could hand something over; whoever was in the run has what it kept of it."""
+        """Return the peers that can hand over states; former members still have what they kept."""
         live = self._told(True)
         return [peer for peer in self.core.acquainted if peer in live]

@@ -36,7 +36,7 @@ class NodeLife(Life):
         return core
 
     async def run(self) -> None:
-        """Run until told otherwise."""
+        """Run until the life is ended."""
         with self._scope:
             async with self.node:
                 await self._bye.wait()

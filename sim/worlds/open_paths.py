@@ -1,6 +1,6 @@
 """The open paths of all simulated peers behind routers: opened, kept alive by pings, and closed.
 
-What a path is, is in `sim.worlds.crossing`; who wants one, in `sim.worlds.routed` and `sim.worlds.punching`.
+`sim.worlds.crossing` defines paths; `sim.worlds.routed` and `sim.worlds.punching` request them.
 """
 
 from collections import Counter
@@ -20,8 +20,8 @@ PATHS_PER_PAIR_MAX = 4
 
 
 class OpenPaths:
-    """The paths between any two of the peers that are `here`. `lost` is called where one that carried a place
-    at a relay has ended; `improve`, which `SimPuncher` sets, now and then with each that goes through a
+    """The paths between any two of the peers that are `here`. `lost` is called when a path that carried a
+    place at a relay has ended. `improve`, set by `SimPuncher`, is called periodically for each path through a
     relay."""
 
     def __init__(
@@ -59,7 +59,7 @@ class OpenPaths:
         relay: Traveller | None = None,
         circuit: Any = None,
     ) -> SimPath:
-        """Open a path, which is watched from now on; of too many, the least used one makes room."""
+        """Open and watch a path; if there are too many, close the least used one."""
         path = SimPath(one, other, way, connections, ready_at, relay, circuit)
         paths = self._paths.setdefault(pair_of(one.peer, other.peer), [])
         spare = [each for each in paths if each.lease is None]
@@ -89,7 +89,7 @@ class OpenPaths:
             self._lost(path)
 
     def _watch(self, path: SimPath) -> None:
-        """Have both ends of a path ping when due, or give it up."""
+        """Make both ends of a path ping when due, or close a dead path."""
         now = self._ground.now
         if path.is_over:
             return
@@ -118,8 +118,8 @@ class OpenPaths:
         return idle_seconds(path.way, has_better=any(each.way != "relayed" for each in others))
 
     def _send_frames(self, path: SimPath, end: Traveller, now: float) -> None:
-        """Exchange the due frames of a path's end, and the answers, each after its trip. Both happen at once
-        here, because nothing else looks at a path's cores meanwhile."""
+        """Exchange the due frames of a path's end and the answers, each after its trip. Both happen at once
+        here, since nothing else reads a path's cores meanwhile."""
         core, other = path.cores[end.peer], path.end_opposite(end)
         while (frame := core.next_frame(now)) is not None:
             arrives = path.arrives(end, now, self._links.latency_seconds)

@@ -1,6 +1,6 @@
-"""Better ways between simulated peers that reach each other through a relay: dialling back, and punching.
+"""Better paths between simulated peers that reach each other through a relay: dialling back, and punching.
 
-The glue of `node.transport.puncher`, repeated; budgets and the places where peers are seen are a node's.
+It repeats the glue of `node.transport.puncher`; budgets and observed addresses are a node's.
 """
 
 from collections import Counter
@@ -33,7 +33,7 @@ class SimPuncher:
         paths.improve = self.improve
 
     def improve(self, path: SimPath) -> None:
-        """Have the side that was reached through a relay dial the other, and punch."""
+        """Make the side that was reached through a relay dial the other, and punch."""
         now, pair = self._ground.now, pair_of(path.first.peer, path.other.peer)
         if path.is_over or self._improved.get(pair, -IMPROVE_SECONDS) + IMPROVE_SECONDS > now:
             return
@@ -44,7 +44,7 @@ class SimPuncher:
             self._punch(path.other, path.first, now)
 
     def offer(self, one: Traveller, other: Traveller, now: float) -> bool:
-        """Have a peer that cannot be dialled, or not by datagram, open a path to the other."""
+        """Make a peer that cannot be dialled, or not by datagram, open a path to the other."""
         best = self._paths.best(one, other)
         if one.machine.site is None or (best is not None and best.way != "relayed"):
             return False
@@ -56,8 +56,8 @@ class SimPuncher:
         return True
 
     def _punch(self, one: Traveller, other: Traveller, now: float, *, is_second: bool = False) -> None:
-        """Have both peers dial each other at once at their outside addresses; soon after the first time once
-        more."""
+        """Make both peers dial each other at once at their outside addresses, and once more soon
+        afterwards."""
         if not one.budget.may_start(other.peer, now) or not other.budget.may_answer(one.peer, now):
             return
         self._counters["punches begun"] += 1
@@ -102,7 +102,7 @@ class SimPuncher:
         transport: Transport,
         now: float,
     ) -> bool:
-        """Exchange crossing packets: the first open the way out, later ones find the way in."""
+        """Exchange crossing packets: the first ones open the way out, later ones find the way in."""
         ends = ((one, other, places[0]), (other, one, places[1]))
         sources: list[Endpoint | None] = []
         for _ in range(2):
@@ -119,7 +119,7 @@ class SimPuncher:
             if transport == "udp":
                 far.heard[near.peer], near.heard[far.peer] = (source, now), (back, now)
                 self._counters["punched by udp"] += 1
-                return False  # messages go by datagram then, and a path is still wanted
+                return False  # messages then go by datagram, and a path is still wanted
             made = TcpLink(near.machine, far.machine, to, source)
             ready_at = after(now, sum(latencies(self._links, one, other)))
             self._paths.open(one, other, "punched", (made,), ready_at)

@@ -1,4 +1,4 @@
-"""The messages of a member in a world of cores, each for the part that takes it; and news of its streams."""
+"""Dispatches a member's messages to its parts in a world of cores, and handles reopened streams."""
 
 from typing import Any, Protocol
 
@@ -21,7 +21,7 @@ from sim.worlds.trainer import Trainer
 
 
 class ReceivingPeer(Protocol):
-    """The member that gets them."""
+    """The member that receives."""
 
     setting: Setting
     outcome: str
@@ -37,7 +37,7 @@ class ReceivingPeer(Protocol):
 
 
 def receive(member: ReceivingPeer, dispatch: Dispatch[Any, Any], sender: PeerId, message: Any) -> None:
-    """Hand a message over; `dispatch` has the plan in force, and what came too early."""
+    """Dispatch a message; `dispatch` has the plan in force and messages that came early."""
     try:
         if isinstance(message, AgreementMessage):
             _about_plans(member, sender, message)
@@ -53,7 +53,7 @@ def receive(member: ReceivingPeer, dispatch: Dispatch[Any, Any], sender: PeerId,
 
 def _about_plans(member: ReceivingPeer, sender: PeerId, message: AgreementMessage) -> None:
     if member.outcome == "done" and isinstance(message, ChainHead) and message.asks:
-        # A member that was away when a run ended well still believes in a plan, and asks how it went on.
+        # A member that was away at a good end still believes in a plan, and asks what followed.
         end = EndRun(message.plan, "done", "")
         member.ask(sender, end, member.setting.settings.end_seconds_max, _nothing)
     else:
@@ -85,7 +85,7 @@ def _hand_over(member: ReceivingPeer, sender: PeerId, message: Any) -> None:
 
 
 def reconnected(member: ReceivingPeer, peer: PeerId) -> None:
-    """Say again what a stream may have lost that is open again."""
+    """Repeat what a reopened stream may have lost."""
     if member.plan is not None and peer in member.plan.roster:
         member.core.catch_up([peer])
     if member.hosting.hosted is not None:
@@ -95,7 +95,7 @@ def reconnected(member: ReceivingPeer, peer: PeerId) -> None:
 
 
 def plan_named(message: Any) -> bytes:
-    """Return the hash of the plan that a message is of."""
+    """Return the hash of a message's plan."""
     if isinstance(message, Part):
         return message.key[:HASH_BYTES]
     plan: bytes = message.header.plan if isinstance(message, OpenedFrame) else message.plan
@@ -103,4 +103,4 @@ def plan_named(message: Any) -> bytes:
 
 
 def _nothing(reply: Any) -> None:
-    """Nobody waits for it."""
+    """Ignore a reply."""

@@ -1,7 +1,7 @@
 """The records' work in a world of cores: peers store records and look for them, as the scenario's rates say.
 
-As in `node.services.discovery`, a peer signs its own records anew before they expire, for as long as it runs.
-The seed draws by name who stores or looks up which key, and when.
+As in `node.services.discovery`, a peer signs its own records again before they expire, while it runs. The
+seed determines by name which peer stores or looks up which key, and when.
 """
 
 from random import Random
@@ -19,17 +19,17 @@ from sim.worlds.life import Life, WorldEnvironment
 PURPOSE = "sim"
 VALUE_BYTES = 64
 RENEWALS = 3
-"""How often in a lifetime a record is signed anew, as in `node.services.discovery`."""
+"""Renewals of a record per lifetime, as in `node.services.discovery`."""
 
 
 class _Entry:
-    """One record: its publisher's life, and until when it is valid. `stored`: some peer keeps it."""
+    """One record: its publisher's life, and its expiry. `stored`: some peer keeps it."""
 
     __slots__ = ("expires", "number", "peer", "serial", "stored")
 
     def __init__(self, number: int, publisher: Life) -> None:
         self.number = number
-        # The life itself would keep the cores of the dead alive.
+        # A reference to the life would keep the cores of the dead alive.
         self.peer = publisher.peer
         self.serial = publisher.serial
         self.expires = 0.0
@@ -69,7 +69,7 @@ class RecordsWork:
         if rate > 0:
             self._ground.at(self._ground.now + rng.expovariate(rate), action)
 
-    # Storing.
+    # Storing
 
     def _store_one(self) -> None:
         self._after(self._storing, self._settings.stores_per_second, self._store_one)
@@ -91,7 +91,7 @@ class RecordsWork:
             self._ground.at(self._ground.now + renew_seconds, self._renew, entry, renew_seconds)
 
     def _publisher(self, entry: _Entry) -> Life | None:
-        """Return the life that stored it, if it goes on."""
+        """Return the life that stored it, if it still runs."""
         life = self._ground.lives.get(entry.peer)
         return life if life is not None and life.serial == entry.serial else None
 
@@ -101,7 +101,7 @@ class RecordsWork:
         value = seeded_rng(self._ground.seed, "value", entry.number).randbytes(VALUE_BYTES)
 
         def store(core: Any, now: float) -> tuple[int, Sends]:
-            # By the peer's own clock, as a node does.
+            # By the peer's own clock, as in a node.
             wall = core.wall_offset + now
             sequence, expires = int(wall * 1000), int(wall + self._settings.lifetime_seconds)
             fact = sign_record(life.signer, _key(entry), value, sequence=sequence, expires=expires)
@@ -121,7 +121,7 @@ class RecordsWork:
         if not request.quiet:
             self._got(life, request, storing=True, copies=event.acknowledged, rounds=event.rounds)
 
-    # Looking.
+    # Looking up
 
     def _find_one(self) -> None:
         self._after(self._finding, self._settings.lookups_per_second, self._find_one)
@@ -136,7 +136,7 @@ class RecordsWork:
         self._order(life, request, lambda core, now: core.find(now, key))
 
     def _choose(self) -> _Entry | None:
-        """Return any record that has not expired, dropping expired ones on the way."""
+        """Return any unexpired record; drop expired ones on the way."""
         while self._entries:
             index = self._finding.randrange(len(self._entries))
             entry = self._entries[index]
@@ -159,7 +159,7 @@ class RecordsWork:
         if request is not None:
             self._got(life, request, storing=False, copies=len(event.records), rounds=event.rounds)
 
-    # Both.
+    # Both
 
     def _order(self, life: Life, request: _Request, order: Any) -> None:
         def begin(core: Any, now: float) -> Sends:

@@ -1,6 +1,6 @@
 """The peers of a world: by number their id, name, address, keys and metadata.
 
-The same in both fidelities. Nothing here changes while a world plays, and nothing is kept that can be
+It is the same in both fidelities. Nothing here changes while a world plays, and nothing is stored that can be
 computed.
 """
 
@@ -46,7 +46,7 @@ class WorldRoster:
         return f"n{self.numbers[peer]}"
 
     def address(self, number: int) -> Address:
-        """Return where others see this peer, in every life."""
+        """Return the address at which others see this peer, in every life."""
         return outer_address(number, self.peers[number])
 
     def signer(self, number: int) -> Signer:
@@ -58,7 +58,7 @@ class WorldRoster:
         return Profile(f"n{number}", (self.address(number),), self.metadata(number))
 
     def metadata(self, number: int) -> bytes:
-        """Return the metadata of a peer's capacity, as a node's membership service sends it; one object for a
+        """Return the metadata of a peer's capacity, as a node's membership service sends it; one object per
         region."""
         region = self._region_of(number)
         if region not in self._metadata:

@@ -1,8 +1,8 @@
 """NAT traversal in a world of cores, with a node's cores: peers learn their outside addresses, keep places at
 relays, send through relays, and punch.
 
-A message goes as a node sends it (`node.transport.network`): as a datagram to a peer that is reachable or was
-heard of lately; otherwise on an open path, by dialling, or through a relay where the peer has a place.
+A message travels as from a node (`node.transport.network`): as a datagram to a peer that is reachable or was
+heard of recently; otherwise on an open path, by dialling, or through a relay where the peer has a place.
 Streams lose nothing while their connections stand. Each peer knows the places of the others; any peer with a
 public address is a relay. Bytes on a path do not count against a relay's rate or budgets.
 """
@@ -35,7 +35,7 @@ from sim.worlds.punching import SimPuncher
 LOOK_SECONDS = 5.0
 """Interval at which a peer checks whether it has enough places; a node checks ten times as often."""
 CIRCUIT_TRIPS_NEAR, CIRCUIT_TRIPS_FAR, CIRCUIT_TRIPS_THROUGH = 8, 7, 2
-"""One-way trips until a circuit is usable: the asker's handshakes, its question and the answer; the notice to
+"""One-way trips until a circuit is usable: the asker's handshakes, its request and the answer; the notice to
 the other side, its handshakes and its answer; and the handshake of both through the relay."""
 
 
@@ -85,7 +85,7 @@ class RoutedPeers:
             traveller.wants_places = event.reachable is not True and traveller.machine.site is not None
 
     def reboot(self, peer: PeerId) -> None:
-        """Reboot the router of a peer: it forgets everything."""
+        """Reboot the router of a peer, which loses its mappings."""
         machine = self._links.at(peer).machine
         for card in () if machine is None else machine.cards.values():
             if card.site is not None:
@@ -127,14 +127,13 @@ class RoutedPeers:
             self._paths.close(path)
 
     def _request(self, life: Life, path: SimPath) -> bool:
-        """Request or renew the place; return False if it is refused. An answer that gets through is handled
-        at once."""
+        """Request or renew the place; return False if it is refused. A received answer is handled at once."""
         now, lease, relay = self._ground.now, path.lease, path.other
         assert lease is not None
         there = path.arrives(path.first, now, self._links.latency_seconds)
         back = path.arrives(relay, now, self._links.latency_seconds)
         if there is None or back is None or self._here.get(relay.peer) is not relay:
-            return True  # no answer comes, which the lease will notice
+            return True  # no answer comes, and the lease expires
         try:
             relay.ledger.reserve(now, path.first.peer, prefix_of(path.connections[0].source[0]))
         except NoPlace:
@@ -184,7 +183,8 @@ class RoutedPeers:
         self._look_outside(life, traveller)
 
     def _look_outside(self, life: Life, traveller: Traveller) -> None:
-        """Ask two peers where they see this one, on connections that stay open and keep the mapping."""
+        """Ask two peers for this one's outside address, on connections that stay open and keep the
+        mapping."""
         now = self._ground.now
         is_short = len(traveller.observers) < OBSERVERS_WANTED
         for peer in [*traveller.observers, *(self._relays(life, traveller) if is_short else ())]:
@@ -209,8 +209,8 @@ class RoutedPeers:
     # --- messages ------------------------------------------------------------------------------------
 
     def trips(self, own: Place, receiver: Place, tick: int, *, by_stream: bool) -> tuple[int, ...] | None:
-        """Return the travel times of a message in ticks, empty where it is lost; None where it travels as
-        between two public addresses."""
+        """Return the travel times of a message in ticks, empty if it is lost; None if it travels as between
+        two public addresses."""
         one, other = self._here.get(own.peer), self._here.get(receiver.peer)
         if one is None or other is None or not self._links.connects(own, receiver):
             return None
@@ -242,7 +242,7 @@ class RoutedPeers:
         to = other.machine.place_for(one.machine, "udp", now) if heard is None else heard[0]
         source = None if to is None else carry("udp", one.machine, other.machine, to, now)
         if source is None:
-            # A datagram's handshake gets nowhere; on a public network a node reaches the peer by a stream.
+            # A datagram's handshake fails here; on a public network a node reaches the peer by a stream.
             self.counters["dropped at routers"] += 1
             if heard is not None and now - heard[1] > HEARD_SECONDS:
                 del one.heard[other.peer]
@@ -254,7 +254,7 @@ class RoutedPeers:
         return None
 
     def _stream(self, one: Traveller, other: Traveller, now: float) -> float | None:
-        """Return when a message by a stream arrives; None where no stream can be opened."""
+        """Return the arrival time of a message by a stream; None if no stream can be opened."""
         path = self._paths.best(one, other)
         if path is None:
             made = dial(one, other, now)
@@ -271,7 +271,7 @@ class RoutedPeers:
     # --- paths ---------------------------------------------------------------------------------------
 
     def _ask_circuit(self, one: Traveller, other: Traveller, now: float) -> SimPath | None:
-        """Have a relay connect one peer with another that has a place there."""
+        """Make a relay connect one peer with another that has a place there."""
         for relay in [path.other for path in other.circuits.values()]:
             if self._here.get(relay.peer) is not relay:
                 continue

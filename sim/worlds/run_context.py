@@ -19,8 +19,8 @@ from sim.worlds.streams import Answer, StreamEnvironment, Streams
 
 @dataclass(frozen=True)
 class Setting:
-    """The context. `pool` are the possible members, the requester first. `alive` holds, for each peer that a
-    membership core reported on, whether it lives."""
+    """The context. `pool` are the possible members, the requester first. `alive` holds, for each peer, what
+    its membership core reported about the others' lives."""
 
     number: int
     run: bytes
@@ -36,12 +36,12 @@ class Setting:
     alive: Callable[[PeerId], Mapping[PeerId, bool]]
     slowness: Callable[[PeerId], float]
     put: Callable[[PeerId, PeerId, Question, Answer], None]
-    """Hands the first peer's question to the second."""
+    """Sends a request of the first peer to the second."""
     counters: Counter[str]
     provider: Callable[[PeerId], StageProvider]
     settings: RunSettings
     first: Plan | None = None
-    """The plan that the run began with, once it has begun."""
+    """The first plan of the run, once it has begun."""
 
     @property
     def requester(self) -> PeerId:
@@ -49,11 +49,11 @@ class Setting:
 
     @property
     def tie_breaker(self) -> PeerId | None:
-        """Return the member whose vote decides with half of the voters, if the run has one."""
+        """Return the member that breaks a tie of the voters, if the run has one."""
         return self.requester if self.training.on_lost_quorum == "requester" else None
 
     def check_loss(self, step: int, loss: float) -> None:
-        """Raise Broken if a committed step has another loss than the undisturbed run."""
+        """Raise Broken if a committed step's loss differs from the undisturbed run."""
         if loss != self.truth.loss(step):
             raise Broken(
                 "sums", f"step {step} of run {self.number} has loss {loss}, not {self.truth.loss(step)}"

@@ -1,8 +1,8 @@
 """A node's reports of a run, as events of worlds of cores (`sim.events`).
 
-A node's events are for people: they have short ids and no hashes of parents. Missing facts are read from the
+A node's events are for display: they have short ids and no hashes of parents. Missing facts are read from the
 node's public interface at that moment. The contents of a step's sums are observed at the stages
-(`sim.worlds.stages`), not taken from what peers report.
+(`sim.worlds.stages`), independent of peers' reports.
 """
 
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from sim.worlds.node_life import NodeLife
 
 @dataclass
 class Trained:
-    """The known facts of a run. `weights` is the hash of its result, at first empty."""
+    """The known facts of a run. `weights` is the hash of its result, initially empty."""
 
     training: TrainingScenario
     run: Run
@@ -33,7 +33,7 @@ class Trained:
 
     @property
     def standing(self) -> str:
-        """Return the state in words for a person."""
+        """Return the state in words."""
         reached = "" if self.accuracy is None else f", accuracy {self.accuracy:.3f}"
         ended = f"{self.outcome} {self.reason}".strip() or "not ended"
         return f"{ended} after {self.steps} steps{reached}"
@@ -46,7 +46,7 @@ class RunWords:
     runs: dict[str, Trained] = field(default_factory=dict)
     _plans: dict[bytes, Plan] = field(default_factory=dict)
     _commits: dict[tuple[bytes, int], StepCommit] = field(default_factory=dict)
-    # By peer and run: the last step summed up, and its plan.
+    # By peer and run: the last summed step, and its plan.
     _summed: dict[tuple[PeerId, bytes], tuple[int, Plan]] = field(default_factory=dict)
 
     def made(self, training: TrainingScenario, run: Run) -> None:
@@ -65,21 +65,21 @@ class RunWords:
     def of_stage(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
     ) -> SamplesCounted | None:
-        """Return the event that a stage of this peer applied a step. The next plan may be in force by
-        then."""
+        """Return the event that a stage of this peer applied a step. The next plan may already be in
+        force."""
         for trained in self.runs.values():
             if trained.run.random_key != specification.run:
                 continue
             summed, plan = self._summed.get((life.peer, trained.run.id), (None, None))
             if summed != step:
-                plan = _plan(life, trained.run)  # never summed up; a checker reports it
+                plan = _plan(life, trained.run)  # never summed; a checker reports it
             stage = None if plan is None else plan.stage_of(life.peer)
             if plan is not None and stage is not None:
                 return SamplesCounted(trained.run.id, plan_hash(plan), step, stage, microbatches)
         return None
 
     def of_node(self, life: NodeLife, event: events.Event) -> Any | None:
-        """Return a node's own event; None where it is of no run, or already reported."""
+        """Return a node's own event; None if it is of no run, or already reported."""
         match event:
             case events.RunPlanned():
                 return self._planned(life, self.runs[event.run].run)
@@ -110,9 +110,9 @@ class RunWords:
         while plan is not None and plan.height > event.height:
             plan = self._plans.get(plan.parent)
         if plan is None or plan.committer != life.peer:
-            return None  # it only learnt of it
+            return None  # it only learnt of the step
         if event.diverged:
-            return None  # it counts no sample
+            return None  # it counts no samples
         commit = self._commits.pop((plan_hash(plan), event.step))
         counted = tuple(
             tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)
@@ -122,7 +122,7 @@ class RunWords:
         return StepCommitted(trained.run.id, plan_hash(plan), plan.height, event.step, counted, event.loss)
 
     def _ended(self, trained: Trained, event: events.RunEnded) -> RunEnded:
-        # A member that was away may give up a run that others finished.
+        # A member that was away may give up a run that others have finished.
         if trained.outcome != "done":
             trained.outcome, trained.reason = event.outcome, event.detail
             trained.weights = event.weights

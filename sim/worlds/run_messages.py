@@ -1,6 +1,6 @@
 """Messages among members of a run in a world of cores, beside those of the cores.
 
-Modelled by their time and bytes alone: they never go on a wire, so they have no signatures and limits.
+Only their time and bytes are modelled. They never go on a wire, so they have no signatures and limits.
 """
 
 from dataclasses import dataclass, field
@@ -27,19 +27,19 @@ class Noted:
 
 @dataclass(frozen=True)
 class Saved:
-    """Replica to committer: my stage after `step` steps is stored here."""
+    """Replica to committer: its stage after `step` steps is stored at the replica."""
 
     plan: bytes
     step: int
     stage: int
 
 
-# Questions
+# Requests
 
 
 @dataclass(frozen=True)
 class FetchState:
-    """Newcomer to a replica of its stage: your state after `step` steps."""
+    """Newcomer to a replica of its stage: fetch the state after `step` steps."""
 
     plan: bytes
     step: int
@@ -47,7 +47,7 @@ class FetchState:
 
 @dataclass(frozen=True)
 class FetchCopy:
-    """Anybody to anybody: the copy of one of the run's original stages."""
+    """Any member to any other: fetch the copy of one of the run's original stages."""
 
     step: int
     unit: int
@@ -61,18 +61,18 @@ Question = Request | FetchState | FetchCopy
 
 @dataclass
 class Disk:
-    """The records of one run at one peer, kept over a restart. `chain` is empty while it is not a member;
-    `copies` are by step and original stage."""
+    """The records of one run at one peer, kept across a restart. `chain` is empty while the peer is no
+    member; `copies` are by step and original stage."""
 
     chain: bytes = b""
     newest: tuple[bytes, int] | None = None
     copies: dict[tuple[int, int], object] = field(default_factory=dict)
 
     def forget_chain(self) -> None:
-        """Forget the chain of a running run; its checkpoints stay."""
+        """Forget the chain of an unfinished run; its checkpoints stay."""
         self.chain = b""
 
 
 def checkpoint_name(run: bytes, step: int) -> bytes:
-    """Return the name of the state of a step, the same whichever member saved it."""
+    """Return the name of the state of a step, equal for all savers."""
     return bytes(left ^ right for left, right in zip(run, step.to_bytes(len(NO_HASH), "big"), strict=True))

@@ -1,12 +1,12 @@
-"""Trio under a virtual clock, so that the same seed is the same run, task by task.
+"""Trio under a virtual clock, so that a seed determines a run, task by task.
 
-Trio deliberately shuffles the tasks that are ready at one instant, by a generator of its own; two runs
-therefore differ wherever events coincide. A private switch made for hypothesis (`trio._core._run`) avoids
-this: ready tasks are sorted by their creation, then shuffled by a generator that can be seeded. Only this
-file touches the switch; it restores it, and reports a newer trio that lacks it.
+Trio deliberately shuffles the tasks that are ready at one instant, by its own generator, so two runs differ
+wherever events coincide. A private switch made for hypothesis (`trio._core._run`) avoids this: ready tasks
+are sorted by creation, then shuffled by a generator that can be seeded. Only this file sets the switch; it
+restores it, and reports a newer trio without it.
 
-Within an instant everything then depends on the seed alone: not on the hash seed of the process, on addresses
-in memory, or on when garbage is collected.
+All order within an instant then depends on the seed alone: not on hash seeds, memory addresses, or garbage
+collection.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -45,7 +45,7 @@ def ordered(rng: Random) -> Iterator[None]:
     """Make trio shuffle the tasks of one instant by the draws of `rng` alone.
 
     Raises:
-        LocalProtocolError: this trio hides its switch elsewhere.
+        LocalProtocolError: this version of trio lacks the switch.
     """
     names = vars(trio_run)
     if not isinstance(names.get(_SWITCH), bool) or not isinstance(names.get(_GENERATOR), Random):

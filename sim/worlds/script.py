@@ -1,4 +1,4 @@
-"""The script of a world: its peers' arrivals and departures, and the events of the scenario. Pure."""
+"""The script of a world: arrivals and departures of peers, and the events of the scenario. Pure."""
 
 from array import array
 from collections.abc import Callable, Iterator, Mapping
@@ -12,35 +12,34 @@ from sim.seeds import draw_share
 
 
 class Directed(Protocol):
-    """A world as the script directs it. Peers go by number."""
+    """A world that the script directs. Peers are given by number."""
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None: ...
 
     def runs(self, number: int) -> bool:
-        """Return whether this peer runs, and is not about to leave."""
+        """Return whether this peer runs and is not about to leave."""
 
     def start(self, number: int) -> None:
-        """Begin a life, unless there is one. Where the last one is still saying goodbye, call
-        `Direction.ended` when it is over."""
+        """Begin a life, unless one runs. If the last one is still saying goodbye, call `Direction.ended` at
+        its end."""
 
     def stop(self, number: int, why: str) -> None:
         """End the current life: at once, or with a goodbye if `why` is leave."""
 
     def split(self, side_of: Mapping[int, int]) -> None:
-        """From now on only peers of one side reach each other; peers not named are on side 0. Empty: all
-        reach all."""
+        """Let only peers of one side reach each other; unnamed peers are on side 0. Empty: all reach all."""
 
     def deafen(self, number: int, deaf: bool) -> None:
-        """From now on nothing arrives at this peer, or everything does again."""
+        """Block or unblock all messages to this peer."""
 
     def block_datagrams(self, number: int, blocked: bool) -> None:
-        """Block all datagrams from and to this peer while streams pass, or let them through again."""
+        """Block or unblock all datagrams from and to this peer; streams pass."""
 
     def lose(self, number: int, loss: float) -> None:
-        """From now on lose this share of the peer's messages in addition."""
+        """Lose this additional share of the peer's messages."""
 
     def reboot(self, number: int) -> None:
-        """The router before this peer forgets every mapping."""
+        """Clear all mappings of the router before this peer."""
 
     def freeze(self, number: int, seconds: float) -> None: ...
     def slow(self, number: int, factor: float) -> None: ...
@@ -70,13 +69,13 @@ class Direction:
             region_of=region_of,
         )
         self._cuts: dict[Disturbance, None] = {}
-        # By peer: the active disturbances of each kind.
+        # The active disturbances of each kind, by peer.
         self._active: dict[tuple[str, int], list[Disturbance]] = {}
 
     def begin(self) -> None:
         """Plan all changes and events."""
         scenario = self._scenario
-        self._plan_change()  # those of time 0 are made at once, before any peer starts
+        self._plan_change()  # changes at time 0 are made at once, before any peer starts
         late = late_numbers(scenario.nodes, scenario.start.late_share, scenario.churn.permanent)
         for number in range(scenario.nodes):
             if number not in late:
@@ -84,10 +83,10 @@ class Direction:
         self._plan_disturbance()
 
     def ended(self, number: int) -> None:
-        """Record that a goodbye is over."""
+        """Note that a goodbye is over."""
         self._settle(number, "leave")
 
-    # Peers that are up.
+    # Running peers
 
     def _arrive(self, number: int) -> None:
         self._arrived[number] = True
@@ -106,13 +105,13 @@ class Direction:
         self._settle(change.number, change.why)
 
     def _settle(self, number: int, why: str) -> None:
-        """Start or stop a peer, if it is not as it should be."""
+        """Start or stop a peer, if its state differs from the intended one."""
         if self._arrived[number] and self._present[number] and not self._held[number]:
             self._world.start(number)
         elif self._world.runs(number):
             self._world.stop(number, why)
 
-    # Events.
+    # Events
 
     def _plan_disturbance(self) -> None:
         disturbance = next(self._disturbances, None)
@@ -156,7 +155,7 @@ class Direction:
         self._cut()
 
     def _cut(self) -> None:
-        """Let those peers reach each other that are on the same side of every cut."""
+        """Let peers reach each other that are on the same side of every cut."""
         names: dict[tuple[int, ...], int] = {(): 0}
         cuts_of: dict[int, tuple[int, ...]] = {}
         for index, cut in enumerate(self._cuts):

@@ -1,12 +1,12 @@
 """The services of a world of cores: real doors, providers and upkeep of all peers, and stages that hash.
 
-Peers of a service's pool ask it all the time, each through its own door core; the stages' holders come and go
-with the scenario's churn (`sim.worlds.served_stages`). The token after some tokens is a hash of them, which a
-stage can only tell if it has all of them, so that each answer is compared with the truth when it ends
+Peers of a service's pool ask it constantly, each through its own door core; the stages' holders come and go
+with the scenario's churn (`sim.worlds.served_stages`). The next token is a hash of the tokens before it. A
+stage can compute it only if it has all of them, so each finished answer is compared with the truth
 (`sim.checkers.answers`).
 
 Not here: the DHT (a door asks the pool's peers that its membership core considers alive), manifests, slots
-and tensors. Nobody is notified of a broken stream, as in a power cut: only silence shows it.
+and tensors. A broken stream is not reported, as in a power cut; only silence shows it.
 """
 
 from collections import Counter
@@ -42,11 +42,11 @@ from sim.worlds.training import RunsGround, TrainingRuns
 
 VOCABULARY = 1 << 15
 MESSAGE_BYTES = 200
-"""The approximate size of a message beside its tensors."""
+"""The approximate size of a message without its tensors."""
 ASK_SECONDS = 1.0
 AGAIN_SECONDS = 1.0
 KEEP_SECONDS = 5.0
-"""How often it is seen whether the service has members at all, as its publisher does."""
+"""Interval between two checks whether the service has any members, as its publisher makes them."""
 
 
 def token_after(tokens: Sequence[int]) -> int:
@@ -74,7 +74,7 @@ class ServedModels:
             service.streams.changed()
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Have others take over what a peer holds of all services, one after another."""
+        """Make others take over what a peer holds of all services, one by one."""
         for service in self._services:
             then = partial(service.leave, peer, then)
         then()
@@ -89,7 +89,7 @@ class ServedModels:
 
 
 class StreamLines:
-    """The environment of streams of one protocol: that of runs' streams, counted apart."""
+    """The environment of streams of one protocol: that of runs' streams, with counters of its own."""
 
     def __init__(self, runs: TrainingRuns, ground: RunsGround, counters: Counter[str], protocol: str) -> None:
         self._ground, self._counters, self._protocol = ground, counters, protocol
@@ -140,11 +140,11 @@ class _Service:
         self._rng = seeded_rng(ground.seed, "answers", number)
         self._heads = seeded_rng(ground.seed, "beginnings", number)
         self._head = tuple(self._heads.randrange(VOCABULARY) for _ in range(2 * service.prompt))
-        """Half of the prompts begin with some of these tokens."""
+        """Tokens with which half of the prompts begin."""
         ground.at(instant(service.at_seconds), self._begin)
 
     def _begin(self) -> None:
-        """Have its stages held for the first time; again later, where too few are up."""
+        """Place the stages for the first time; retry later if too few peers are up."""
         if self._place():
             self.ground.at(after(self.ground.now, KEEP_SECONDS), self._keep)
             self._plan_answer()
@@ -152,18 +152,18 @@ class _Service:
             self.ground.at(after(self.ground.now, AGAIN_SECONDS), self._begin)
 
     def _keep(self) -> None:
-        """Have its stages held again where no member is left."""
+        """Place the stages again if no member is left."""
         if not any(node.stages.held for node in self.nodes.values()):
             self._place()
         self.ground.at(after(self.ground.now, KEEP_SECONDS), self._keep)
 
     def _place(self) -> bool:
-        """Have peers hold the stages; return whether enough are up."""
+        """Make peers hold the stages; return whether enough are up."""
         wanted = self.service.stages * self.service.replicas
         up = [peer for peer in self.pool if peer in self.nodes]
         if len(up) < wanted:
             return False
-        # The last of the pool: the first are those that never go.
+        # The last of the pool, since the first ones never go.
         rows = [
             ServiceRow(peer, place % self.service.stages, False) for place, peer in enumerate(up[-wanted:])
         ]
@@ -195,7 +195,7 @@ class _Service:
         self.streams.stopped(peer)
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Have others take over what a peer holds; `then` comes once they have, or it is gone."""
+        """Make others take over what a peer holds; `then` is called once they have, or it is gone."""
         node = self.nodes.get(peer)
         if node is None:
             then()
@@ -214,7 +214,7 @@ class _Service:
 
 
 class _Node:
-    """One life of one peer in it: its door, its provider, and the stages that it holds."""
+    """One life of one peer in a service: its door, its provider, and its stages."""
 
     def __init__(self, service: _Service, peer: PeerId, serial: int) -> None:
         self.peer = peer
@@ -248,7 +248,7 @@ class _Node:
         self._service.counters[what] += 1
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Act then, at the thaw where this peer stands still, or never where it is gone."""
+        """Act at this time, at the thaw of a frozen peer, or never if it is gone."""
         self._ground.at(when, self._when_awake, action)
 
     def _when_awake(self, action: Callable[[], None]) -> None:
@@ -273,7 +273,7 @@ class _Node:
 
     def _wake(self, planned: float) -> None:
         if planned != self._wake_at:
-            return  # superseded by an earlier one
+            return  # superseded by an earlier wake
         self._wake_at, now = inf, self._ground.now
         self.turn([*self.provider.wake(now), *self._door.wake(now), *self.stages.wake(now)])
 
@@ -315,7 +315,7 @@ class _Node:
         self.turn(sends)
 
     def lost(self, peer: PeerId) -> None:
-        """Handle a stream that broke and is open again."""
+        """Handle a stream that broke and was reopened."""
         now = self._ground.now
         self.provider.lost(peer)
         self.turn([*self._door.lost(now, peer), *self.stages.lost(now, peer)])
@@ -325,7 +325,7 @@ class _Node:
     def ask_to_host(
         self, peer: PeerId, stage: int, rows: Sequence[ServiceRow], answer: Callable[[bool], None]
     ) -> None:
-        """Ask a peer, which may be this one, to hold a stage."""
+        """Ask a peer, possibly this one, to hold a stage."""
         if peer == self.peer:
             answer(self.stages.take(peer, stage, rows))
             return
@@ -343,7 +343,7 @@ class _Node:
     # Its door
 
     def ask(self, prompt: tuple[int, ...]) -> None:
-        """Request an answer, once it is known which peers answer."""
+        """Request an answer, once the answering peers are known."""
         self.look(partial(self._begin, prompt))
 
     def _begin(self, prompt: tuple[int, ...]) -> None:
@@ -355,7 +355,7 @@ class _Node:
         self.turn(sends)
 
     def look(self, then: Callable[[], None] | None = None) -> None:
-        """Ask the live peers of the pool which of them answer."""
+        """Find out which live peers of the pool answer."""
         if self._looks and then is None:
             return
         self._looks = True
@@ -430,5 +430,5 @@ class _Node:
 
 def _taken(core: Any) -> list[Any]:
     events = list(core.events)
-    core.events.clear()  # in place: its parts hold the same list
+    core.events.clear()  # in place, since its parts share the list
     return events

@@ -1,10 +1,10 @@
 """The stages of a service that one peer holds in a world of cores, by the cores of `partition.serve`.
 
-A peer without a stage takes one that is missing. Where none is left to take it, a member takes it beside its
-own, as a stopgap, and lets go of it once another answers. A peer that leaves has another take its stage
-first. Stages at one peer compute in turn.
+A peer without a stage takes a missing one. If no such peer is left, a member takes it in addition, as a
+stopgap, and drops it once another answers. A leaving peer first makes another take its stage. Stages at one
+peer compute in turn.
 
-Not here: slots and memory (a peer has room for `stages_each`), and what a process takes to start.
+Not here: slots and memory (a peer has room for `stages_each`), and the start time of a process.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ Sends = list[tuple[PeerId, Any]]
 
 
 class StageOwner(Protocol):
-    """The peer that holds stages, as they use it."""
+    """The peer that holds stages, as seen by them."""
 
     peer: PeerId
     provider: SessionProvider
@@ -45,7 +45,7 @@ class StageOwner(Protocol):
     def slowness(self) -> float: ...
 
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Act then, at the thaw of a peer that stands still, never where it is gone."""
+        """Act at this time, at the thaw of a frozen peer, or never if it is gone."""
 
     def turn(self, sends: Sends) -> None: ...
     def count(self, what: str) -> None: ...
@@ -54,11 +54,11 @@ class StageOwner(Protocol):
     def ask_to_host(
         self, peer: PeerId, stage: int, rows: Sequence[ServiceRow], answer: Callable[[bool], None]
     ) -> None:
-        """Ask a peer, which may be this one, to hold a stage."""
+        """Ask a peer, possibly this one, to hold a stage."""
 
 
 class LoadedStage:
-    """One of them, with the tokens that each session has there."""
+    """One held stage, with the tokens of each session there."""
 
     def __init__(self, number: int, upkeep: ServiceUpkeep) -> None:
         self.number = number
@@ -68,7 +68,7 @@ class LoadedStage:
 
 
 class PlayedStages:
-    """All of one life of a peer. `token_after` says the true next token."""
+    """All stages of one life of a peer. `token_after` returns the true next token."""
 
     def __init__(
         self,
@@ -87,14 +87,14 @@ class PlayedStages:
 
     @property
     def held(self) -> list[LoadedStage]:
-        """The stages, the one that is held for good first."""
+        """The stages, the permanent one first."""
         return sorted(self._stages.values(), key=lambda held: held.upkeep.is_stopgap)
 
     @property
     def deadline(self) -> float:
         return min((each.upkeep.deadline for each in self._stages.values()), default=inf)
 
-    # What members say
+    # Members' messages
 
     def wake(self, now: float) -> Sends:
         return [send for each in self.held for send in each.upkeep.wake(now)]
@@ -111,7 +111,7 @@ class PlayedStages:
         return [(each.number, each.upkeep.is_ready, sessions) for each in self.held]
 
     def act(self) -> None:
-        """Do what the cores want done."""
+        """Carry out the output of the cores."""
         for each in self.held:
             events, each.upkeep.events = each.upkeep.events, []
             for event in events:
@@ -126,10 +126,10 @@ class PlayedStages:
                         )
                         self._let_go(each)
 
-    # Taking a stage on, and letting it go
+    # Taking and dropping stages
 
     def take(self, asker: PeerId, stage: int, rows: Sequence[ServiceRow]) -> bool:
-        """Begin to load a stage, as `asker` wants; return whether it does, or had it."""
+        """Start loading a stage for `asker`; return whether it is loading or loaded."""
         now, here = self._owner.now, self.held
         cores = [each.upkeep for each in here]
         is_owner = asker == self._owner.peer
@@ -172,8 +172,8 @@ class PlayedStages:
         self._owner.turn(sends)
 
     def leave(self, then: Callable[[], None]) -> None:
-        """Let go of all stages, each after another peer answers for it where sessions would have to wait for
-        that; `then` comes once that is done, or after as long as a node waits for it."""
+        """Drop all stages. Each one whose sessions would have to wait is kept until another peer answers for
+        it. `then` is called afterwards, or after a node's time limit."""
         self._is_leaving = True
         until = self._owner.now + LEAVE_SECONDS_MAX
         for each in self.held:
@@ -214,7 +214,7 @@ class PlayedStages:
     # Finding others
 
     def _recruit(self, held: LoadedStage, wanted: Recruit) -> None:
-        """Ask those that live and hold no stage, one after another, then the members where nobody has it."""
+        """Ask live peers without a stage, one by one, then members if none of these has it."""
         rows = held.upkeep.rows()
         free = self._free((*rows, *(ServiceRow(peer, 0, False) for peer in wanted.members)))
         asked = [peer for peer in free if peer not in wanted.failed] + stopgaps(wanted, self._owner.peer)
@@ -250,7 +250,7 @@ class PlayedStages:
     # Computing
 
     def do(self, event: ProviderEvent) -> None:
-        """Do what the provider wants of a stage."""
+        """Carry out a provider's event about a stage."""
         held = self._stages.get(event.stage)
         if held is None:
             return

@@ -1,6 +1,6 @@
-"""A stage that a member of a run in a world of cores holds: its replica core, its sums, its all-reduce.
+"""A member's stage of a run in a world of cores: its replica core, its sums, its all-reduce.
 
-The driver of a `partition.steps.replica.Replica`, with a stage that sums integers. It computes one thing at a
+It drives a `partition.steps.replica.Replica`, with a stage that sums integers. It computes one item at a
 time, in virtual time; a reduction or a filling ends when the others have answered.
 """
 
@@ -34,7 +34,7 @@ from sim.worlds.integer_stage import (
 from sim.worlds.run_context import Setting
 
 EARLY_PARTS_MAX = 4_096
-"""As in the node: parts of a reduction that this replica has not begun."""
+"""Kept parts of reductions that this replica has not begun, as in the node."""
 FRAME_BYTES = 16 * 1024
 """The size of a frame on the network: the activations of a small model."""
 _TENSORS = (TensorHeader("uint8", (32,)),)
@@ -45,7 +45,7 @@ Then = Callable[[IntegerState | None], None]
 
 @dataclass(frozen=True, slots=True)
 class SimFrameDraft:
-    """A frame without the part signed for a plan, so that it can be sent again under another plan."""
+    """A frame without its signed part for a plan, so that it can be sent again under another plan."""
 
     step: int
     microbatch: int
@@ -55,7 +55,7 @@ class SimFrameDraft:
     data: bytes
 
     def opened(self, author: PeerId, plan: bytes, attempt: int) -> OpenedFrame:
-        """Return the frame as its receiver has it after checking it."""
+        """Return the frame as its receiver has it after the check."""
         header = FrameHeader(
             plan,
             self.step,
@@ -74,7 +74,7 @@ class SimFrameDraft:
 
 
 class Hosted:
-    """One stage of one run at one peer, from when it is open until it is closed."""
+    """One stage of one run at one peer, from its opening to its closing."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Hosted:
         restore: Callable[[bytes, Sequence[int], int, Then], None],
         failed: Callable[["Hosted"], None],
     ) -> None:
-        """`save` keeps a copy of the stage of a plan; `fetch` brings its state of a step from sources, and
-        `restore` from a checkpoint; `failed` is called with this stage when it cannot go on."""
+        """`save` keeps a copy of the stage of a plan; `fetch` gets its state of a step from sources, and
+        `restore` from a checkpoint; `failed` is called with this stage when it cannot continue."""
         number = plan.stage_of(me)
         assert number is not None
         self.stage = SummingSpan(plan, number, setting.training.stages, setting.run)
@@ -112,10 +112,10 @@ class Hosted:
         self._busy_seconds = 0.0
         self.is_failed = False
 
-    # What comes in
+    # Input
 
     def adopt(self, plan: Plan) -> None:
-        """A new plan has come into force."""
+        """Adopt a new plan in force."""
         self.core.adopt(plan)
         self._pass_on([])
 
@@ -124,7 +124,7 @@ class Hosted:
         if not isinstance(message, Part):
             self._pass_on(self.core.receive(self._setting.ground.now, sender, message))
         elif self._reduction is None or message.key != self._key_now:
-            self._early_parts.append((sender, message))  # ahead of us, or of a reduction that is over
+            self._early_parts.append((sender, message))  # ahead of us, or of a finished reduction
         elif self.core.is_replica(sender):
             self._take_part(sender, message)
 
@@ -136,7 +136,7 @@ class Hosted:
                 self._send(receiver, part)
 
     def state(self, step: int) -> IntegerState | None:
-        """Return the state that others may copy; None where it is not that of this step."""
+        """Return the state for others to copy; None if it is not of that step."""
         return self.stage.state if self.core.step == step == self.stage.state.step else None
 
     def _pass_on(self, sends: Sequence[tuple[PeerId, Any]]) -> None:
@@ -158,10 +158,10 @@ class Hosted:
             self._send(peer, message)
         self.go_on()
 
-    # What the core asks for
+    # Work for the core
 
     def go_on(self) -> None:
-        """Begin the next work, if nothing is under way."""
+        """Begin the next work item, unless one is under way."""
         while self._work is None and not self.is_failed:
             work = self._work = self.core.next(self._setting.ground.now)
             if work is None:
@@ -286,7 +286,7 @@ class Hosted:
         try:
             self._send_parts(self._reduction.receive(sender, part))
         except RemoteProtocolError:
-            return  # a part that fits nowhere: the sum goes on without it
+            return  # the part fits nowhere: the sum continues without it
         self._end_reduction()
 
     def _send_parts(self, sends: list[tuple[PeerId, Part]]) -> None:
@@ -298,13 +298,13 @@ class Hosted:
         work, reduction = self._work, self._reduction
         if not isinstance(work, core.ReduceReady) or reduction is None or not reduction.done:
             return
-        # The machine stays until the next one: a member may still need our parts.
+        # The machine is kept until the next one: a member may still need our parts.
         self._work = None
         total = tuple(int(number) for number in reduction.total)
         squared_norm = self.stage.total(total)
         self._pass_on(self.core.reduced(work, hashed(vector_bytes(total)), squared_norm))
 
-    # State from elsewhere
+    # State from other peers
 
     def _fill(self, work: core.FillReady) -> None:
         def take(state: IntegerState | None) -> None:
@@ -325,7 +325,7 @@ class Hosted:
             self._restore(work.checkpoint, self.stage.units, work.step, take)
 
     def fail(self, reason: str) -> None:
-        """Fail: the committer asks for a plan without this stage."""
+        """Fail; the committer then asks for a plan without this stage."""
         self.is_failed = True
         self._failed(self)
         for peer, message in self.core.failed(reason):

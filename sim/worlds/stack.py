@@ -4,7 +4,7 @@ The protocols, their framing and signatures, the plans, the checkpoints and the 
 Time, the network, the disks and the duration of computing are virtual. The same seed is the same world to the
 bit on every machine (`sim.worlds.scheduling`).
 
-`sim.worlds.script` and the scenario's runs direct it, as in a world of cores; each order is carried out after
+`sim.worlds.script` and the scenario's runs direct it, as in a world of cores. Each order is carried out after
 all that nodes do at the same instant.
 """
 
@@ -66,7 +66,7 @@ from sim.worlds.timers import Agenda
 
 OURS = Cores()
 STALL_SECONDS = 20.0
-"""A stream over a split stalls this long before both kernels give it up; a node may give up before."""
+"""A stream over a split stalls this long before both kernels drop it; a node may drop it earlier."""
 FOLDER = Path("/simulated")
 
 
@@ -85,14 +85,14 @@ class StackWorld:
         self.seed = seed
         self.cores = cores
         self.links = SimLinks(scenario.network, seed)
-        # Whole nodes sign for themselves, so only with real keys.
+        # Whole nodes sign by themselves, so they need real keys.
         signed = msgspec.structs.replace(scenario, signatures="ed25519")
         self.roster = WorldRoster(signed, seed, self._region)
         self.lives: dict[PeerId, NodeLife] = {}
         self.medium = SimNetworkFabric(self.links, stall_seconds=STALL_SECONDS)
         for number, peer in enumerate(self.peers):
             self.links.place(peer, number)
-            self.medium.attach(peer).die()  # so that each has the address of its number
+            self.medium.attach(peer).die()  # each then has the address of its number
         self._publish = publish
         self._runs = StackRuns(self)
         self._agenda = Agenda()
@@ -113,18 +113,18 @@ class StackWorld:
         if scenario.records.enabled:
             RecordsWork(self)
 
-    # Playing.
+    # Playing
 
     def play(self, on_sample: Callable[[], None]) -> None:
         """Play the whole scenario; `on_sample` is called every `sample_seconds`.
 
         Raises:
-            UsageError: a run asks for a model or data that is not there.
-            Broken: as a watcher says, or a run did not reach the accuracy that it must.
+            UsageError: a run's model or data does not exist.
+            Broken: a watcher failed, or a run missed its required accuracy.
         """
         self._runs.plan()
         try:
-            # A simulation exists to find our bugs: none is contained, as a node would contain it.
+            # A simulation exists to find our bugs, so no exception is contained, unlike in a node.
             with settled() if self.scenario.runs else nullcontext(), strictness(is_strict=True):
                 run_repeatably(partial(self._whole, on_sample), seeded_rng(self.seed, "scheduling"))
         except BaseExceptionGroup as group:
@@ -156,8 +156,7 @@ class StackWorld:
         await trio.testing.wait_all_tasks_blocked()
 
     def _guarded(self, act: Callable[[], None]) -> None:
-        """Call a watcher's function; an exception ends the world, and nodes' handling of exceptions does not
-        see it."""
+        """Call a watcher's function. An exception ends the world, bypassing the nodes' exception handling."""
         if self._failure is None:
             try:
                 act()
@@ -170,14 +169,14 @@ class StackWorld:
         on_sample()
 
     def _end_all(self) -> None:
-        """End all lives without a goodbye: the experiment is over. Watchers may look at the end state."""
+        """End all lives without a goodbye at the end of the experiment. Watchers may read the end state."""
         self._counted = self._count()
         self._stands_at, self._is_playing = self.now, False
         self._publish = _ignore
         for life in self.lives.values():
             life.crash()
 
-    # For watchers.
+    # For watchers
 
     @property
     def now(self) -> float:
@@ -231,7 +230,7 @@ class StackWorld:
             total.update(life.node.counters)
         return total
 
-    # For the world's parts (`sim.worlds.life.WorldEnvironment`).
+    # For the world's parts (`sim.worlds.life.WorldEnvironment`)
 
     def at(self, time: float, action: Callable[..., None], *arguments: Any) -> None:
         self._agenda.at(time, action, *arguments)
@@ -261,7 +260,7 @@ class StackWorld:
     def latency_seconds(self, one: PeerId, other: PeerId) -> float:
         return self.links.latency_seconds(one, other)
 
-    # Orders of the script (`sim.worlds.script.Directed`).
+    # Orders of the script (`sim.worlds.script.Directed`)
 
     def runs(self, number: int) -> bool:
         life = self.lives.get(self.peers[number])
@@ -338,7 +337,7 @@ class StackWorld:
         if life is not None:
             self.tell(life, PeerSlowed(factor))
 
-    # A node.
+    # A node
 
     def _node(self, life: NodeLife) -> Node:
         number, rng_labels = life.number, ("life", life.peer, life.serial)
@@ -379,7 +378,7 @@ class StackWorld:
     def _through(self, life: NodeLife) -> Address | None:
         """Return the address of a running peer, chosen by the seed."""
         other = first_to_dial(self, life)
-        # With nobody to ask, it is itself the network.
+        # Without another peer, it is itself the network.
         life.entered = life.entered or other is None
         if other is not None:
             return self.roster.address(other.number)
@@ -387,7 +386,7 @@ class StackWorld:
         is_behind = self.links.at(life.peer).nat is not None
         return self.roster.address((life.number + 1) % len(self.peers)) if is_behind else None
 
-    # Events of nodes.
+    # Events of nodes
 
     def _learnt(self, life: NodeLife, event: Any) -> None:
         if self.lives.get(life.peer) is not life:
@@ -401,7 +400,7 @@ class StackWorld:
         if self.lives.get(life.peer) is not life:
             return
         if isinstance(event, JoinTried) and event.outcome not in ("ok", "self"):
-            # A person would ask others for another address.
+            # A user would ask others for another address.
             through = self._through(life)
             if through is not None:
                 life.node.joining.add(through)
@@ -416,7 +415,7 @@ class StackWorld:
 
 
 def _alone(group: BaseExceptionGroup[Any]) -> BaseException:
-    """Return the only exception of a group, else the group."""
+    """Return the only exception of a group, or the group."""
     error: BaseException = group
     while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
         error = error.exceptions[0]

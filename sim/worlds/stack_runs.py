@@ -1,6 +1,6 @@
-"""The runs of a world of whole nodes: asked for when the scenario says, reported, and held to their accuracy.
+"""The runs of a world of whole nodes: requested at their times, reported, and checked for their accuracy.
 
-Not here: what nodes report as events of worlds of cores (`sim.worlds.run_events`).
+Not here: translation of node events (`sim.worlds.run_events`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,21 +27,21 @@ class NodesWorld(WorldEnvironment, Protocol):
 
 
 class StackRuns:
-    """The runs of a world's scenario, and what is known of each (`words`)."""
+    """The runs of a world's scenario, and the known facts of each (`words`)."""
 
     def __init__(self, world: NodesWorld) -> None:
         self.words = RunWords()
         self._world = world
 
     def plan(self) -> None:
-        """Capture the models, and have each run submitted at its time. Raises UsageError: a run asks for a
-        model or data that is not there."""
+        """Capture the models, and schedule the submission of each run. Raises UsageError if a run's model or
+        data does not exist."""
         captured = [capture(training) for training in self._world.scenario.runs]
         for number, training in enumerate(self._world.scenario.runs):
             self._world.at(training.at_seconds, self._submit, number, captured[number])
 
     def _submit(self, number: int, captured: Any) -> None:
-        """Submit a run at a permanent peer; the next runs at the others, in turn."""
+        """Submit a run at a permanent peer; runs take these peers in turn."""
         training = self._world.scenario.runs[number]
         asks = number % max(1, self._world.scenario.churn.permanent)
         life = self._world.lives.get(self._world.peers[asks])
@@ -54,7 +54,7 @@ class StackRuns:
         )
 
     def pass_seconds(self, run: bytes) -> float:
-        """Return how long a pass takes in the run of this random key; 0 where it is not known."""
+        """Return the duration of a pass in the run of this random key; 0 if unknown."""
         for trained in self.words.runs.values():
             if trained.run.random_key == run:
                 return trained.training.pass_seconds
@@ -63,13 +63,13 @@ class StackRuns:
     def applied(
         self, life: NodeLife, specification: StageSpecification, step: int, microbatches: tuple[int, ...]
     ) -> None:
-        """Tell that a stage of this peer applied a step."""
+        """Publish that a stage of this peer applied a step."""
         said = self.words.of_stage(life, specification, step, microbatches)
         if said is not None and self._world.lives.get(life.peer) is life:
             self._world.tell(life, said)
 
     def check(self) -> None:
-        """Raise Broken where a run did not reach the accuracy that it must."""
+        """Raise Broken if a run missed its required accuracy."""
         for training in self._world.scenario.runs:
             mine = [trained for trained in self.words.runs.values() if trained.training is training]
             if training.accuracy and not any((run.accuracy or 0.0) >= training.accuracy for run in mine):

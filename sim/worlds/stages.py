@@ -1,10 +1,10 @@
 """The Executor seam of a node in a stack: real arithmetic, modelled time, and the observed contents of sums.
 
-A request to a stage is computed at once, then takes the time of the cost model: floating-point operations
-over the peer's rate for passes, bytes over its memory's rate for the rest. Where a scenario gives the time of
-a pass, all times are scaled by it.
+A request to a stage is computed at once, then takes the time of the cost model: operations over the peer's
+rate for passes, bytes over its memory's rate for the rest. If a scenario gives the time of a pass, all times
+are scaled by it.
 
-A stage's admission is computed once in a process: all its nodes would compute the same.
+A stage's admission is computed once in a process, since it is equal for all its nodes.
 """
 
 from collections.abc import Callable
@@ -23,21 +23,21 @@ from sim.executor import SimExecutor, SimStage
 from sim.network.pace import PeerPace
 
 BYTES_PER_FLOP = 2.0
-"""Bytes that a core moves through memory in the time of one operation: 10 GB/s at 5 GFLOP/s."""
+"""Memory bytes that a core moves in the time of one operation: 10 GB/s at 5 GFLOP/s."""
 SUMMED, STEPPED = 3, 6
-"""How often the gradients' bytes go through memory: two sums and their result; totals, gradients, and
-parameters and moments in and out."""
+"""Memory passes of the gradients' bytes: two sums and their result; totals, gradients, and parameters and
+moments in and out."""
 KNOWN_STAGES_MAX = 64
 
 Applied = Callable[[api.StageSpecification, int, tuple[int, ...]], None]
-"""Learns of each step that a stage applied: its specification, the step, the micro-batches in its sums."""
+"""Called for each step that a stage applied: its specification, the step, the micro-batches in its sums."""
 
 
 class NodeExecutor(SimExecutor):
     """The executor of one life of one peer.
 
-    `flops_per_second` is the peer's rate, `speed` that rate relative to an ordinary peer's. `pass_seconds` is
-    the time of a forward pass at speed 1; 0 computes it from operations.
+    `flops_per_second` is the peer's rate, `speed` that rate relative to an ordinary peer. `pass_seconds` is
+    the time of a forward pass at speed 1; 0 derives it from operations.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class NodeExecutor(SimExecutor):
 
 
 def settled() -> AbstractContextManager[None]:
-    """Have torch compute on one thread and deterministically within this context."""
+    """Make torch compute on one thread and deterministically within this context."""
     from partition.execute.process import one_thread
 
     return one_thread()
@@ -89,7 +89,7 @@ def _admitted(specification: bytes) -> tuple[api.StageSpecification, float]:
 class StageCost:
     """The cost of one stage's requests in seconds: a forward pass takes `forward_seconds`.
 
-    `natural_seconds` is that time by its operations; times by bytes are stretched in proportion.
+    `natural_seconds` is the time derived from operations; times by bytes are scaled in proportion.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class StageCost:
         self._seconds_per_byte = stretch / bytes_per_second
 
     def seconds(self, request: api.Request) -> float:
-        """Return the seconds of a request: computing takes time, releasing memory does not."""
+        """Return the seconds of a request: computing takes time, freeing memory does not."""
         match request:
             case api.Forward():
                 goes_back = request.train and self._is_last
@@ -122,8 +122,8 @@ class StageCost:
 
 
 class WatchedStage:
-    """A stage that behaves as `stage` does, and records from its answers which micro-batches the sums
-    hold."""
+    """A stage that behaves as `stage` does, and records from its answers which micro-batches are in the
+    sums."""
 
     def __init__(self, specification: api.StageSpecification, stage: Stage, applied: Applied) -> None:
         entry = specification.graph.entries[0]

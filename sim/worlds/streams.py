@@ -1,9 +1,8 @@
-"""Ordered streams between the members of one run in a world of cores, and questions with answers.
+"""Ordered streams between the members of one run in a world of cores, and requests with answers.
 
 Streams are modelled by opening, breaking and redialling, without bytes. An open stream loses nothing. When
-its receiver stops or a split comes between the two, it breaks: messages on their way are lost, later ones
-wait, and the sender redials until the stream opens and is told then. A question fails at once when the path
-breaks.
+its receiver stops or a split separates the two, it breaks: messages under way are lost and later ones wait.
+The sender redials until the stream opens, and is then notified. A request fails at once when the path breaks.
 """
 
 from collections import deque
@@ -16,15 +15,15 @@ from crypto.identity import PeerId
 from sim.seeds import draw
 
 RETRY_SECONDS_MAX = 2.0
-"""As the node's links: the pause between two attempts to dial."""
+"""The pause between two dial attempts, as in a node's links."""
 UNREACHABLE_SECONDS = 0.5
-"""The time until a peer learns that its question cannot reach another."""
+"""The time until a peer learns that its request cannot reach another."""
 DIAL_TRIPS = 3
-"""One-way trips until a new stream carries its first message: TCP, then Noise."""
+"""One-way trips before the first message of a new stream: TCP, then Noise."""
 
 Deliver = Callable[[PeerId, PeerId, Any], None]
 Answer = Callable[[Any], None]
-"""Takes the answer; None if there is none."""
+"""Receives the answer; None if there is none."""
 
 
 class StreamEnvironment(Protocol):
@@ -33,7 +32,7 @@ class StreamEnvironment(Protocol):
     @property
     def now(self) -> float: ...
     def at(self, when: float, action: Callable[[], None]) -> None:
-        """Call `action` at that instant; calls of one instant are made in the order of asking."""
+        """Call `action` at that instant; calls of one instant are made in the order of scheduling."""
 
     def connected(self, one: PeerId, other: PeerId) -> bool:
         """Return whether both run and reach each other."""
@@ -42,7 +41,7 @@ class StreamEnvironment(Protocol):
         """Send `size_bytes` now; `land` is called with their arrival time, before that instant."""
 
     def thaws(self, peer: PeerId) -> float:
-        """Return until when a peer is frozen; not later than now for one that is not."""
+        """Return the time at which a frozen peer thaws; a past time for others."""
 
 
 @dataclass(eq=False)
@@ -52,12 +51,12 @@ class _Stream:
     is_open: bool = False
     was_open: bool = False
     dials: int = 0
-    """A dial under way counts only if no other began after it."""
+    """Only the latest dial counts."""
     broken_at: float = 0.0
     on_way: deque[Any] = field(default_factory=deque)
     waiting: deque[tuple[Any, int]] = field(default_factory=deque)
     life: int = 0
-    """Counts breaks: messages of an earlier life do not arrive."""
+    """Counts breaks: messages of an earlier connection do not arrive."""
 
 
 @dataclass(eq=False)
@@ -87,7 +86,7 @@ class Streams:
         self._dials = 0
 
     def send(self, sender: PeerId, receiver: PeerId, message: Any, size_bytes: int) -> None:
-        """Send a message; to oneself without a network."""
+        """Send a message; a message to oneself uses no network."""
         stream = self._streams.get((sender, receiver))
         if stream is None:
             stream = self._streams[sender, receiver] = _Stream(sender, receiver)
@@ -103,9 +102,8 @@ class Streams:
         self, asker: PeerId, peer: PeerId, size_bytes: int, seconds: float, put: Callable[[Answer], None],
         done: Answer,
     ) -> None:  # fmt: skip
-        """Ask a question on a stream of its own: `put` is called at the other end with a function to answer,
-        now or later; `done` receives the answer, or None if there is none within `seconds` or the path
-        breaks."""
+        """Send a request on its own stream. `put` is called at the other end with a function to answer, now
+        or later. `done` receives the answer, or None if there is none within `seconds` or the path breaks."""
         ground, question = self._ground, _Question(asker, peer, done)
         self._questions[question] = None
         if not ground.connected(asker, peer):
@@ -154,7 +152,7 @@ class Streams:
         stream.life += 1
 
     def _pause(self, stream: _Stream) -> float:
-        """Return the pause before the next attempt; attempts become rarer."""
+        """Return the pause before the next attempt; pauses grow."""
         self._dials += 1
         share = draw(self._seed, "dial", stream.sender, stream.receiver, self._dials)[0] / 256
         return share * min(RETRY_SECONDS_MAX, max(0.05, self._ground.now - stream.broken_at))
@@ -173,7 +171,7 @@ class Streams:
         self._ground.at(self._ground.now + pause, lambda: trip(DIAL_TRIPS))
 
     def _is_current(self, stream: _Stream, number: int) -> bool:
-        """Return whether a dial still counts and may succeed; a failed one is repeated when things change."""
+        """Return whether a dial is the latest and may succeed; a failed one is repeated after a change."""
         is_held = self._streams.get((stream.sender, stream.receiver)) is stream
         may_open = is_held and not stream.is_open and stream.dials == number
         return may_open and self._ground.connected(stream.sender, stream.receiver)
@@ -213,7 +211,7 @@ class Streams:
             return
         self._deliver(stream.sender, stream.receiver, stream.on_way.popleft())
 
-    # Questions
+    # Requests
 
     def _settle(self, question: _Question, reply: Any) -> None:
         def tell() -> None:

@@ -1,7 +1,7 @@
-"""A training run of a scenario as a person requests it: model, data, manifest, submission.
+"""A scenario's training run as a user requests it: model, data, manifest, submission.
 
-The model is captured as by the command `train`, before the world begins to play and once in a process,
-because it takes seconds. Data is real: scikit-learn's digits, or a file of text, or a folder of arrays.
+The model is captured as by the command `train`, once in a process before the world plays, since that takes
+seconds. Data is real: scikit-learn's digits, a text file, or a folder of arrays.
 """
 
 from collections.abc import Callable
@@ -24,8 +24,7 @@ from sim.scenario import TrainingScenario
 MICROBATCH = 32
 """Samples in a micro-batch."""
 AGAIN_SECONDS = 5.0
-"""The pause before a person tries again where no plan came about, because nobody had a slot or a peer
-died."""
+"""The pause before a user retries after no plan was decided, because no peer had a slot or one died."""
 KNOWN_MODELS_MAX = 8
 
 
@@ -37,7 +36,7 @@ class SubmittedModel:
     values: bytes | None
 
     def put(self, folder: Path) -> tuple[Path, Path | None]:
-        """Write both for a node to read."""
+        """Write the graph and the initial values for a node to read."""
         graph = folder / "model.peerloom"
         graph.write_bytes(self.graph)
         if self.values is None:
@@ -48,7 +47,7 @@ class SubmittedModel:
 
 
 def run_file_of(training: TrainingScenario, seed: int) -> RunFile:
-    """Return the run file that a person would write. Raises UsageError."""
+    """Return the run file that a user would write. Raises UsageError."""
     train = TrainTable(
         steps=training.steps,
         batch=training.microbatches * MICROBATCH,
@@ -70,7 +69,7 @@ def run_file_of(training: TrainingScenario, seed: int) -> RunFile:
 
 
 def capture(training: TrainingScenario) -> SubmittedModel:
-    """Capture its model. Raises UsageError: there is none of this name, or it cannot be captured."""
+    """Capture the model. Raises UsageError if there is none of this name, or it cannot be captured."""
     return _capture(training.model, training.data)
 
 
@@ -87,10 +86,10 @@ def _capture(model: str, data: str) -> SubmittedModel:
 async def submit(
     node: Node, training: TrainingScenario, captured: SubmittedModel, seed: int, made: Callable[[Run], None]
 ) -> None:
-    """Have `node` request the run, again where no plan comes about. `made` is called with each manifest.
+    """Make `node` request the run, again if no plan is decided. `made` is called with each manifest.
 
     Raises:
-        UsageError: the data is not there, or does not fit the model.
+        UsageError: the data is missing, or does not fit the model.
     """
     run_file = run_file_of(training, seed)
     with TemporaryDirectory(prefix="peerloom-sim-") as folder:

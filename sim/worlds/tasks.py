@@ -1,7 +1,7 @@
 """Sequential code of a peer in a world of cores: generators that wait for time, or for answers.
 
-A task yields what it waits for, a `Wait`, and is resumed with what came of it. A task of a peer that is gone
-is closed; one of a peer that stands still goes on at the thaw.
+A task yields a `Wait` and is resumed with its result. The task of a stopped peer is closed; that of a frozen
+peer continues at the thaw.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -9,7 +9,7 @@ from typing import Any
 
 Resume = Callable[[Any], None]
 Wait = Callable[[Resume], None]
-"""Calls the function that it is given once, with what was waited for."""
+"""Calls the given function once, with the result of the wait."""
 Task = Generator[Wait, Any, Any]
 
 
@@ -36,7 +36,7 @@ class Tasks:
 
 
 def gather(waits: Sequence[Wait]) -> Wait:
-    """Return a wait for all of these, whose answers come in order."""
+    """Return a wait for all of these, with the answers in order."""
 
     def wait(resume: Resume) -> None:
         answers: list[Any] = [None] * len(waits)

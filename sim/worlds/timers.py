@@ -1,4 +1,4 @@
-"""The agenda of a world: a heap of calls by instant, then by the order of asking."""
+"""The agenda of a world: a heap of calls by instant, then by scheduling order."""
 
 import math
 from collections.abc import Callable

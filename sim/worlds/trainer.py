@@ -1,7 +1,7 @@
 """A trainer of a run in a world of cores under one plan: it feeds and, as the first, commits.
 
-The driver of a `partition.steps.feeder.Feeder`, and of a `partition.steps.committer.Committer` whose events
-`partition.run.verdicts` judges. The next plan begins with another.
+It drives a `partition.steps.feeder.Feeder`, and a `partition.steps.committer.Committer` whose events
+`partition.run.verdicts` judges. Each plan has its own trainer.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,16 +32,16 @@ class Shell(Protocol):
     def send(self, peer: PeerId, message: Any) -> None: ...
     def later(self, seconds: float, action: Callable[[], None]) -> None: ...
     def absent(self, peer: PeerId, reason: str) -> None:
-        """The next plan must do without this peer."""
+        """Drop this peer from the next plan."""
 
     def committed_steps(self, step: int) -> None:
-        """`step` steps are committed."""
+        """Note that `step` steps are committed."""
 
     def paused(self, step: int) -> None:
-        """No step is open."""
+        """Note that no step is open."""
 
     def trained(self, reason: str | None) -> None:
-        """The last step is committed and evaluated; or why that will never be."""
+        """Note that the last step is committed and evaluated; or why it never will be."""
 
 
 class Trainer:
@@ -59,7 +59,7 @@ class Trainer:
         self._commit: StepCommit | None = None
 
     def begin(self, newest: tuple[bytes, int] | None) -> None:
-        """Commit, if that is this trainer's part. `newest` is the newest checkpoint."""
+        """Start committing, if this trainer does that. `newest` is the newest checkpoint."""
         setting, training = self._setting, self._setting.training
         if self._plan.committer != self._me:
             return
@@ -79,12 +79,12 @@ class Trainer:
         self._shell.later(setting.settings.start_seconds_max, self._give_up)
 
     def stop(self) -> None:
-        """Another plan is in force, or the run is over."""
+        """Stop: another plan is in force, or the run is over."""
         self.is_over = True
         self.core = None
 
     def _give_up(self) -> None:
-        """The next plan does without replicas that have not opened their stage in time."""
+        """Drop replicas from the next plan that have not opened their stage in time."""
         if self.core is not None:
             self._lost(self._verdicts.late(self.core.phase, self._setting.settings.start_seconds_max))
 
@@ -92,11 +92,11 @@ class Trainer:
         for peer in lost.peers:
             self._shell.absent(peer, lost.reason)
 
-    # What comes in
+    # Input
 
     @property
     def deadline(self) -> float:
-        """When `wake` wants to be called."""
+        """The time of the next `wake`."""
         return INF if self.core is None else self.core.deadline
 
     def wake(self) -> None:
@@ -105,7 +105,7 @@ class Trainer:
             self._send_all(self.core.wake(self._setting.ground.now))
 
     def opened(self, sender: PeerId, message: Open) -> None:
-        """Feed what the committer has opened. Raises RemoteProtocolError."""
+        """Feed the steps that the committer has opened. Raises RemoteProtocolError."""
         self._feeder.receive(self._setting.ground.now, sender, message)
         self._feed()
 
@@ -133,7 +133,7 @@ class Trainer:
             self._send_all(self.core.suspect(self._setting.ground.now, peer))
 
     def reconnected(self, peer: PeerId) -> None:
-        """The stream to `peer` is open again."""
+        """Handle a reopened stream to `peer`."""
         if self.core is not None:
             self._send_all(self.core.reconnected(peer))
         self._feeder.reconnected(peer)
@@ -162,10 +162,10 @@ class Trainer:
                 )
                 self._shell.send(event.labels_to, draft.opened(self._me, feeder.plan_hash, event.attempt))
 
-    # What the committer says
+    # Events of the committer
 
     def follow(self) -> bool:
-        """Act on the committer's events; whether there were any."""
+        """Act on the committer's events; return whether there were any."""
         had_any = False
         while self.core is not None and self.core.events:
             had_any = True
@@ -192,7 +192,7 @@ class Trainer:
         setting.check_loss(event.step, event.loss)
         self._shell.committed_steps(event.step + 1)
         if commit is None or event.attempt not in attempts(plan):
-            return  # committed under the plan before, and only told again
+            return  # committed under the last plan, and only reported again
         counted = tuple(
             tuple((PeerId(row.replica), row.microbatches) for row in commit.replicas if row.stage == stage)
             for stage in range(len(plan.stages))

@@ -1,11 +1,11 @@
 """The runs of a world of cores: real plan and step cores of every member, with stages that sum integers.
 
-Starts, stops, freezes and slow-downs of peers, and events of their membership cores, are heard as they are
-published; everything else happens on the world's agenda. A peer's own membership core decides who is alive
+Starts, stops, freezes and slow-downs of peers, and events of their membership cores, are received as they are
+published; all else happens on the world's agenda. A peer's own membership core decides which peers are alive
 for it. Results are compared with the truth after every applied step, in every stage, and at the end of the
 run: `Broken` names the difference.
 
-Not here: placement (the first plan is given to the peers that are up when the run begins), leases and data.
+Not here: placement (the first plan is given to the peers that are up at the start), leases and data.
 """
 
 from collections import Counter
@@ -35,15 +35,15 @@ from sim.worlds.run_messages import Disk, Question
 from sim.worlds.streams import Answer, Streams
 
 LAYERS = 4
-"""The layers of each stage: borders between stages may move."""
+"""The layers of each stage, whose borders may move."""
 LOOK_SECONDS = 0.1
-"""The interval at which a leaving peer checks whether the others go on without it."""
+"""Interval at which a leaving peer checks whether the others continue without it."""
 AGAIN_SECONDS = 1.0
-"""The pause before a run is tried again that cannot be placed because too few of its members are up."""
+"""The pause before a run is retried that cannot be placed because too few members are up."""
 
 
 class RunsGround(WorldEnvironment, Protocol):
-    """A world of cores as its runs see it."""
+    """A world of cores as seen by its runs."""
 
     @property
     def peers(self) -> Sequence[PeerId]: ...
@@ -62,7 +62,7 @@ class RunsGround(WorldEnvironment, Protocol):
 
 class TrainingRuns:
     """All runs of a scenario in one world. The world calls `network_changed`; all else arrives as events. It
-    is also the environment of the streams (`sim.worlds.streams.StreamEnvironment`)."""
+    also is the environment of the streams (`sim.worlds.streams.StreamEnvironment`)."""
 
     def __init__(self, ground: RunsGround) -> None:
         self.counters: Counter[str] = Counter()
@@ -89,10 +89,10 @@ class TrainingRuns:
         ground.on(PeerFrozen, self._froze)
         ground.on(PeerSlowed, self._slowed)
 
-    # What happens in the world
+    # Events of the world
 
     def network_changed(self) -> None:
-        """React to a split that began or ended, or to a peer that hears nobody any more."""
+        """React to the beginning or end of a split, or to a deafened peer."""
         for run in self._runs:
             run.streams.changed()
 
@@ -127,7 +127,7 @@ class TrainingRuns:
     def _stopped(self, life: Life, event: PeerStopped) -> None:  # noqa: ARG002 - the shape of a handler
         for run in self._of.get(life.peer, ()):
             run.stopped(life.peer)
-        if life.peer in self._providers:  # its disk has the promises for stages, and nothing else
+        if life.peer in self._providers:  # its disk holds only the promises for stages
             self._providers[life.peer] = self._provider(life.peer, self.provider(life.peer).slots)
         self._thaws.pop(life.peer, None)
 
@@ -138,8 +138,8 @@ class TrainingRuns:
         self._slowness[life.peer] = event.factor
 
     def leave(self, peer: PeerId, then: Callable[[], None]) -> None:
-        """Have the other members take over the parts of `peer` in its runs. `then` is called once they have,
-        or after the time that a node waits for that."""
+        """Make the other members take over the parts of `peer` in its runs. `then` is called once they have,
+        or after a node's time limit."""
         members = [member for run in self._of.get(peer, ()) if (member := run.member(peer)) is not None]
         until = self.now + self.settings.leave_seconds_max
 
@@ -157,7 +157,7 @@ class TrainingRuns:
         """Return the state of each live member of a run, to find out why it hangs."""
         return self._runs[number].standing
 
-    # What streams stand on
+    # Environment of streams
 
     @property
     def now(self) -> float:
@@ -182,7 +182,7 @@ class TrainingRuns:
     # For the runs
 
     def is_up(self, peer: PeerId) -> bool:
-        """Return whether it runs."""
+        """Return whether the peer runs."""
         return peer in self._ground.lives
 
     def publish(self, peer: PeerId, event: Any) -> None:
@@ -190,27 +190,27 @@ class TrainingRuns:
         self._ground.tell(self._ground.lives[peer], event)
 
     def alive(self, peer: PeerId) -> Mapping[PeerId, bool]:
-        """Return which peers of any run live, as `peer` learnt."""
+        """Return which peers of any run live, as known to `peer`."""
         return self._alive.get(peer, {})
 
     def slowness(self, peer: PeerId) -> float:
-        """Return how many times longer than usual it computes."""
+        """Return the factor by which it computes slower than usual."""
         return self._slowness.get(peer, 1.0)
 
     def recut(self, peer: PeerId, wanted: Callable[[Plan], Change | None]) -> None:
-        """Have `peer` move the borders between stages, or add stages, in the runs that it commits, as
-        `wanted` decides from the plan in force."""
+        """Make `peer` move borders or add stages in the runs that it commits, as `wanted` decides from the
+        plan in force."""
         for run in self._of.get(peer, ()):
             member = run.member(peer)
             if member is not None and member.plan is not None and (change := wanted(member.plan)) is not None:
                 member.turn(partial(member.recut, change))
 
     def is_busy(self, peer: PeerId) -> bool:
-        """Return whether it holds a stage of any run, or has promised to."""
+        """Return whether the peer holds a stage of any run, or has promised to."""
         return not self.provider(peer).slots.free(self.now)
 
     def provider(self, peer: PeerId) -> StageProvider:
-        """Return the provider of a peer's one place for a stage, shared by all its runs."""
+        """Return the provider of a peer's only slot, shared by all its runs."""
         if peer not in self._providers:
             slots = Slots(1, lambda: [run.name for run in self._of[peer] if run.hosts(peer)])
             self._providers[peer] = self._provider(peer, slots)
@@ -270,7 +270,7 @@ class _Run:
     # The beginning
 
     def _begin(self) -> None:
-        """Give the first plan to all live members; later, where they are too few."""
+        """Give the first plan to all live members; retry later if they are too few."""
         setting = self._setting
         up = [peer for peer in setting.pool if self._runs.is_up(peer)]
         plan = first_plan(setting.run, setting.training, setting.requester, up)
@@ -305,7 +305,7 @@ class _Run:
         if self._has_begun:
             disk = self._disks.get(peer)
             if disk is not None and not remembers:
-                # Once in the run it may have voted, and cannot know on which plan.
+                # In the run it may have voted on an unknown plan.
                 self._disks[peer] = Disk()
                 self._forgetful.add(peer)
             member = self._make(peer, has_forgotten=peer in self._forgetful)
@@ -376,8 +376,8 @@ def first_plan(
 ) -> Plan | None:
     """Return the plan of height 0 of the live peers; None while they are too few.
 
-    The requester commits. Stages are dealt to the others in turn, and to the requester where they are too
-    few; remaining peers are on the roster without a stage. Each further trainer is a replica.
+    The requester commits. Stages are dealt to the others in turn, and to the requester if they are too few.
+    Remaining peers are on the roster without a stage. Each further trainer is a replica.
     """
     others = [peer for peer in up if peer != requester]
     wanted = training.stages * training.replicas
@@ -414,7 +414,7 @@ def _landing(runs: TrainingRuns, action: Callable[[], None]) -> Callable[[float]
 
 
 def standing_of(member: SimMember) -> str:
-    """Describe what a member does: commit, or hold a stage."""
+    """Describe a member's activity: it commits, or holds a stage."""
     plan, trainer, hosted = member.plan, member.trainer, member.hosting.hosted
     if plan is None:
         return member.outcome or "not in it"

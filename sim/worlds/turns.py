@@ -1,4 +1,5 @@
-"""One peer's turns in a run of a world of cores: a dead one does nothing, a frozen one acts when it thaws."""
+"""One peer's turns in a run of a world of cores: a dead peer does nothing, a frozen one acts when it
+thaws."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ from sim.worlds.streams import Answer
 
 
 class LifeTurns:
-    """The turns of one life of a peer. After each action `settle` does all that follows from it."""
+    """The turns of one life of a peer. `settle` runs after each action."""
 
     def __init__(self, setting: Setting, me: PeerId) -> None:
         self.me = me
@@ -31,7 +32,7 @@ class LifeTurns:
         """Do all that follows from an action."""
 
     def turn(self, action: Callable[[], None]) -> None:
-        """Do something as this peer, now or when it stands still no more; then all that follows from it."""
+        """Act as this peer, now or at the thaw; then settle."""
         ground = self.setting.ground
         if not self._is_alive:
             return
@@ -43,16 +44,16 @@ class LifeTurns:
         self.settle()
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """The same after a while, should this life last so long."""
+        """Act after some seconds, if this life lasts that long."""
         ground = self.setting.ground
         ground.at(instant(ground.now + seconds), lambda: self.turn(action))
 
     def stop(self) -> None:
-        """It is dead."""
+        """End this life's turns."""
         self._is_alive = False
 
     def send(self, peer: PeerId, message: Any) -> None:
-        """Say something on the stream to `peer`."""
+        """Send a message on the stream to `peer`."""
         size = FRAME_BYTES if isinstance(message, OpenedFrame) else MESSAGE_BYTES
         self.setting.streams.send(self.me, peer, message, size)
 
@@ -61,7 +62,7 @@ class LifeTurns:
             self.send(peer, message)
 
     def ask(self, peer: PeerId, question: Question, seconds: float, done: Answer) -> None:
-        """Put a question; `done` hears the answer, or None."""
+        """Send a request; `done` receives the answer, or None."""
         size = STATE_BYTES if isinstance(question, FetchState | FetchCopy) else MESSAGE_BYTES
 
         def put(answer: Answer) -> None:

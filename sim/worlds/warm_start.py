@@ -1,12 +1,11 @@
-"""A swarm that has run for long: its peers know each other from the first instant, for scenarios that ask for
-it.
+"""A long-running swarm for scenarios that ask for it: its peers know each other from the first instant.
 
-Playing a birth is costly and answers another question: every peer passes on each of n facts, which takes
-minutes of virtual time, and all first refreshes of the DHT coincide. Instead each peer receives the messages
-that would have taught it the outcome, so that a user's own cores learn it as well: its membership core the
-facts of all peers that it should list; its DHT core contacts drawn uniformly for each bucket and its
-replacement cache, which pinged it and answered its ping within the last refresh interval. The cores' replies
-are not sent. No message carries the depth of a scope, so it is set.
+Playing a swarm's start is costly and answers another question: every peer passes on each of n facts, which
+takes minutes of virtual time, and all first refreshes of the DHT coincide. Instead each peer receives the
+messages that would have taught it the outcome, so that a user's own cores learn it as well. Its membership
+core gets the facts of all peers that it should list. Its DHT core gets contacts drawn uniformly for each
+bucket and its replacement cache, which exchanged pings with it within the last refresh interval. The cores'
+replies are not sent. No message carries the depth of a scope, so it is set.
 """
 
 from bisect import bisect_left
@@ -32,7 +31,7 @@ from sim.worlds.roster import WorldRoster
 
 
 class Acquaintance:
-    """Makes the peers that run now known to each other."""
+    """Makes the running peers known to each other."""
 
     def __init__(
         self,
@@ -49,23 +48,23 @@ class Acquaintance:
         self._membership = membership
         self._discovery = discovery
         self._scoped = scoped
-        # By place in the key space: neighbourhoods and buckets are ranges of it.
+        # By place in the key space, since neighbourhoods and buckets are ranges of it.
         self._lives = sorted(ground.lives.values(), key=lambda life: node_number(life.peer))
         self._numbers = [node_number(life.peer) for life in self._lives]
         self._texts = [dht.address_texts((roster.address(life.number),)) for life in self._lives]
 
     def make(self) -> None:
-        """Make all of it, at this instant."""
+        """Exchange all facts and contacts, at this instant."""
         facts = [self._own_fact(life) for life in self._lives]
         for place, life in enumerate(self._lives):
             self._meet(life, place)
             self._list(life, place, facts)
             life.entered = True
 
-    # The member list.
+    # The member list
 
     def _own_fact(self, life: Life) -> Fact:
-        """Return a peer's fact about itself, as it sends it to a peer that asks."""
+        """Return a peer's fact about itself, as it sends it on request."""
         heard: list[Fact] = []
         stranger = PeerId(bytes(len(life.peer)))
 
@@ -92,7 +91,7 @@ class Acquaintance:
             if self._scoped:
                 core.scope.depth = depth
             if hasattr(core, "acquaint"):
-                core.acquaint(now, teller, told)  # it would first ping each of them
+                core.acquaint(now, teller, told)  # otherwise it would first ping each of them
             else:
                 core.receive(now, teller, everything)
             return []
@@ -108,7 +107,7 @@ class Acquaintance:
                 first, end = self._range(self._numbers[place], depth)
         return depth, first, end
 
-    # The routing table.
+    # The routing table
 
     def _meet(self, life: Life, place: int) -> None:
         own, count = self._numbers[place], self._discovery.k + WAITING_MAX
